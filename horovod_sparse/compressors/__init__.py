@@ -1,0 +1,1 @@
+"""The algorithms, framework-neutral: one small file each."""

@@ -1,0 +1,38 @@
+"""Find a threshold by counting, when an estimate is too far off to be used."""
+
+from __future__ import annotations
+
+import math
+
+from horovod_sparse.ops import Array, Ops
+
+_MOST_COUNTS = 12
+
+
+def search_threshold(ops: Ops, x: Array, k: int, tolerance: float) -> float:
+    """A threshold that about k entries exceed: within `tolerance` of k if the data allow it, else the closest that was seen.
+
+    Regula falsi on ln(count) over the threshold, which is a straight line for exponential tails, alternating with
+    bisection so that the bracket at least halves every second count. At most 12 passes over `x`.
+    """
+    low, most = 0.0, ops.moments(x, 0.0).count
+    high, fewest = ops.max_abs(x), 0
+    if most <= k:
+        return low
+    best, best_error = low, math.log(most / k)
+    for step in range(_MOST_COUNTS):
+        line = math.log(most / k) / math.log(most / max(fewest, 0.5))
+        guess = low + (high - low) * (0.5 if step % 2 else min(max(line, 0.01), 0.99))
+        if not low < guess < high:
+            break
+        count = ops.moments(x, guess).count
+        error = abs(math.log(max(count, 0.5) / k))
+        if error < best_error:
+            best, best_error = guess, error
+        if abs(count - k) <= tolerance * k:
+            break
+        if count > k:
+            low, most = guess, count
+        else:
+            high, fewest = guess, count
+    return best

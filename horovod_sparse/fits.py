@@ -1,0 +1,58 @@
+"""Moments of a distribution's magnitudes -> the threshold that a given ratio of them exceeds. Scalars only.
+
+With `L = ln(1/ratio)`, each fit solves `P(|X| > threshold) = ratio` for one sparsity-inducing distribution of SIDCo
+(arXiv 2101.10761, https://arxiv.org/abs/2101.10761). All are scale-equivariant: moments of c|X| give c * threshold.
+Applied to the excesses over an earlier threshold they give the step to the next one. A ratio above 1 extrapolates
+below that earlier threshold (a negative step). No fit raises or returns NaN for finite moments.
+"""
+
+from __future__ import annotations
+
+import math
+
+# Below this variance / mean^2 all magnitudes are equal as far as float32 data can tell, and a shape cannot be fitted.
+_CONSTANT = 1e-12
+
+
+def exponential(mean: float, ratio: float) -> float:
+    """Exponential magnitudes (double-exponential gradients): `threshold = beta L`, `beta = mean` (section 2.3)."""
+    return mean * -math.log(ratio)
+
+
+def generalized_pareto(mean: float, variance: float, ratio: float) -> float:
+    """Generalised Pareto magnitudes with location 0, by the method of moments.
+
+    `alpha = (1 - mean^2/variance)/2`, `beta = mean (mean^2/variance + 1)/2`,
+    `threshold = beta (exp(alpha L) - 1)/alpha`; the shape alpha is below 1/2, and alpha = 0 is the exponential.
+    """
+    if mean <= 0.0:
+        return 0.0
+    squared_mean_over_variance = mean * mean / max(variance, _CONSTANT * mean * mean)
+    shape = 0.5 * (1.0 - squared_mean_over_variance)
+    scale = 0.5 * mean * (squared_mean_over_variance + 1.0)
+    log_survival = -math.log(ratio)
+    return scale * log_survival * _expm1_over(shape * log_survival)
+
+
+def gamma(mean: float, mean_log: float, ratio: float) -> float:
+    """Gamma magnitudes: closed-form shape, exact inverse of the survival function.
+
+    `s = ln(mean) - mean(ln|X|)`, `alpha = (3 - s + sqrt((s-3)^2 + 24 s))/(12 s)`, `beta = mean/alpha`,
+    `threshold = beta Q^-1(alpha, ratio)` with the regularised upper incomplete gamma function Q. The closed form
+    `-beta (ln ratio + ln Gamma(alpha))` of the paper is exact for alpha = 1 only and negative for small alpha.
+    """
+    if mean <= 0.0:
+        return 0.0
+    s = math.log(mean) - mean_log
+    if s <= _CONSTANT:
+        return mean
+    shape = (3.0 - s + math.sqrt((s - 3.0) ** 2 + 24.0 * s)) / (12.0 * s)
+    # Here because importing SciPy's special functions takes longer than importing the rest of the package.
+    from scipy.special import gammainccinv
+
+    return mean / shape * float(gammainccinv(shape, ratio))
+
+
+def _expm1_over(x: float) -> float:
+    """(exp(x) - 1)/x without the cancellation near 0, and large instead of an overflow for x > 700."""
+    return 1.0 + x / 2.0 + x * x / 6.0 if abs(x) < 1e-4 else math.expm1(min(x, 700.0)) / x

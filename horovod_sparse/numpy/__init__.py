@@ -1,0 +1,1 @@
+"""NumPy adapter: the array verbs that the other frameworks are tested against."""

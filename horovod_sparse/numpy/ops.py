@@ -1,0 +1,100 @@
+"""The array verbs in NumPy: the oracle. Written for clarity; imports no framework but NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.ops import Moments, Selection
+from horovod_sparse.wire import NOT_FINITE, PADDING
+
+Array = NDArray[Any]
+
+
+class NumpyOps:
+    """Implements `horovod_sparse.ops.Ops` on `numpy.ndarray`."""
+
+    def zeros(self, count: int, dtype: str, like: Array) -> Array:
+        return np.zeros(count, dtype=dtype)
+
+    def accumulate(self, residual: Array, gradient: Array) -> None:
+        residual += gradient.reshape(-1)
+
+    def assign(self, residual: Array, gradient: Array) -> None:
+        residual[:] = gradient.reshape(-1)
+
+    def copy(self, array: Array) -> Array:
+        return array.copy()
+
+    def all_finite(self, array: Array) -> bool:
+        return bool(np.isfinite(array).all())
+
+    def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
+        magnitudes = np.abs(x)
+        limit = x.dtype.type(threshold)
+        excesses = magnitudes[magnitudes > limit].astype(np.float64) - np.float64(limit)
+        if excesses.size == 0:
+            return Moments(0, 0.0, 0.0, float("nan"))
+        mean_log = float(np.log(excesses).mean()) if with_log else float("nan")
+        return Moments(excesses.size, float(excesses.mean()), float(excesses.var()), mean_log)
+
+    def max_abs(self, x: Array) -> float:
+        return float(np.abs(x).max(initial=0.0))
+
+    def norm(self, x: Array) -> float:
+        return float(np.linalg.norm(x.astype(np.float64)))
+
+    def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
+        indices = np.flatnonzero(np.abs(x) > x.dtype.type(threshold))
+        found = indices.size
+        if found > capacity:
+            indices = indices[self.select_largest(x[indices], capacity).indices]
+        return Selection(indices, found)
+
+    def select_largest(self, x: Array, count: int) -> Selection:
+        magnitudes = np.abs(x)
+        smallest = np.partition(magnitudes, x.size - count)[x.size - count]
+        above = magnitudes > smallest
+        equal = np.flatnonzero(magnitudes == smallest)
+        above[equal[: count - np.count_nonzero(above)]] = True
+        return Selection(np.flatnonzero(above), count)
+
+    def take(self, x: Array, indices: Array) -> Array:
+        largest = np.finfo(np.float32).max
+        taken = x[indices]
+        values = taken.astype(np.float32) if x.dtype == np.float32 else taken.clip(-largest, largest).astype(np.float32)
+        x[indices] = 0.0 if x.dtype == np.float32 else taken - values
+        return values
+
+    def pack(self, indices: Array, values: Array, capacity: int) -> Array:
+        message = np.zeros((capacity, 2), dtype=np.int32)
+        message[:, 0] = PADDING
+        message[: indices.size, 0] = indices
+        message[: indices.size, 1] = values.view(np.int32)
+        return message
+
+    def pack_not_finite(self, x: Array, capacity: int) -> Array:
+        message = np.zeros((capacity, 2), dtype=np.int32)
+        message[:, 0] = PADDING
+        message[0, 0] = NOT_FINITE
+        return message
+
+    def unpack(self, message: Array) -> tuple[Array, Array]:
+        used = int(np.count_nonzero(message[:, 0] >= 0))
+        return message[:used, 0].astype(np.int64), np.ascontiguousarray(message[:used, 1]).view(np.float32)
+
+    def is_not_finite(self, message: Array) -> bool:
+        return bool(message[0, 0] == NOT_FINITE)
+
+    def split(self, gathered: Array, world: int) -> list[Array]:
+        return np.split(gathered, world)
+
+    def positions(self, indices: Array, bounds: list[int]) -> list[int]:
+        return [int(position) for position in np.searchsorted(indices, bounds)]
+
+    def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
+        if indices.size and not (indices.min() >= 0 and indices.max() < target.size):
+            raise IndexError(f"indices must be in [0, {target.size}), got {indices.min()}..{indices.max()}")
+        target[indices] += values

@@ -1,0 +1,92 @@
+"""The array verbs that a framework supplies; everything else is written once on top of them. Imports no framework.
+
+All arrays are flat (one-dimensional) and contiguous unless said otherwise. A *residual* is float32 or float64.
+The NumPy implementation (`horovod_sparse.numpy.ops`) is the oracle: every other one selects the same entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+Array = Any
+"""An array of the framework: `numpy.ndarray`, `torch.Tensor`, ..."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Statistics of the excesses |x_i| - threshold over all i with |x_i| > threshold."""
+
+    count: int
+    mean: float
+    variance: float
+    """Population variance (divided by count)."""
+    mean_log: float
+    """Mean of ln(|x_i| - threshold); NaN unless it was asked for."""
+
+
+class Selection(NamedTuple):
+    """What a compressor chose from a bucket."""
+
+    indices: Array
+    """int64, ascending, unique, at most the bucket's capacity."""
+    found: int
+    """How many entries qualified; more than `len(indices)` when the message has no room for all of them."""
+
+
+class Ops(Protocol):
+    """The verbs. Thresholds are compared strictly: an entry is above t when |x_i| > t, so zeros are never above."""
+
+    def zeros(self, count: int, dtype: str, like: Array) -> Array:
+        """A residual of `count` zeros of `dtype` ("float32" or "float64") on the device of `like`."""
+
+    def accumulate(self, residual: Array, gradient: Array) -> None:
+        """residual += gradient, in place; `gradient` has any shape, float type and strides, and is left as it is."""
+
+    def assign(self, residual: Array, gradient: Array) -> None:
+        """residual = gradient, in place; `gradient` as in `accumulate`."""
+
+    def copy(self, array: Array) -> Array:
+        """A copy that shares no memory with `array`, of the same shape."""
+
+    def all_finite(self, array: Array) -> bool:
+        """Whether the array (any shape) holds neither NaN nor infinity."""
+
+    def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
+        """Statistics of the excesses over `threshold` >= 0, accumulated in float64."""
+
+    def max_abs(self, x: Array) -> float:
+        """The largest magnitude; 0 for an empty array."""
+
+    def norm(self, x: Array) -> float:
+        """The Euclidean norm, accumulated in float64."""
+
+    def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
+        """The entries above `threshold` (all of them if it is negative), or the `capacity` largest of those."""
+
+    def select_largest(self, x: Array, count: int) -> Selection:
+        """The `count` entries of largest magnitude; among equals the lowest indices. 1 <= count <= len(x)."""
+
+    def take(self, x: Array, indices: Array) -> Array:
+        """Return x[indices] rounded to float32 and subtract it from x, so that sent + kept is x exactly."""
+
+    def pack(self, indices: Array, values: Array, capacity: int) -> Array:
+        """The message of `horovod_sparse.wire`: int32, shape (capacity, 2)."""
+
+    def pack_not_finite(self, x: Array, capacity: int) -> Array:
+        """The message, on the device of `x`, that says that this rank's gradient holds NaN or infinity."""
+
+    def unpack(self, message: Array) -> tuple[Array, Array]:
+        """Indices (int64) and values (float32) of the rows in use of one rank's message."""
+
+    def is_not_finite(self, message: Array) -> bool:
+        """Whether one rank's message is that of `pack_not_finite`."""
+
+    def split(self, gathered: Array, world: int) -> list[Array]:
+        """The messages of all ranks, in rank order, out of one gathered array of shape (world * capacity, 2)."""
+
+    def positions(self, indices: Array, bounds: list[int]) -> list[int]:
+        """For each bound how many of the ascending `indices` are below it."""
+
+    def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
+        """target[indices] += values, in place; indices are unique; out-of-range ones raise IndexError."""

@@ -1,0 +1,91 @@
+"""SIDCo's stage controller: counts in, number of fitting stages out. Plain numbers, no arrays.
+
+More stages bring the threshold further into the tail before the last fit, which corrects a distribution that does not
+have the tail that was assumed. Which way a stage moves the count depends on the tail, hence the feedback.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+Rule = Literal["paper", "robust"]
+
+PERIOD = 5
+"""Q: steps over which the achieved count is averaged before the number of stages may change."""
+TOLERANCE = 0.2
+"""epsilon: relative error of the averaged count that is left alone."""
+_STALE_AFTER = 20
+"""Windows after which a measurement of another number of stages no longer counts (robust rule)."""
+_FLOOR = 1e-6
+"""Stands for an average of zero when a logarithm is taken."""
+
+
+def most_stages(ratio: float) -> int:
+    """M_max = ceil(ln(ratio)/ln(0.5)), at least 1: as many stages as halvings lead to `ratio`."""
+    return max(1, math.ceil(math.log(ratio) / math.log(0.5)))
+
+
+@dataclass
+class StageController:
+    """Adapts the number of stages M of one bucket (SIDCo, Algorithm 1, https://arxiv.org/abs/2101.10761).
+
+    Every `PERIOD` steps with q the mean of achieved/asked count, `rule="paper"`: M decreases when
+    `q > 1 + TOLERANCE`, increases when `q < 1 - TOLERANCE`, within [1, M_max]. `rule="robust"` remembers |ln q| of
+    each M that was tried and moves, in the same direction first, only to a neighbour that is untried, stale or was
+    better; the paper's direction is wrong for heavy tails, where it pins M to 1.
+    """
+
+    rule: Rule
+    stages: int
+    _window: list[float] = field(default_factory=list)
+    _windows_seen: int = 0
+    _errors: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """M -> (|ln q|, the window in which it was measured)."""
+
+    def observe(self, achieved: int, asked: int, most: int) -> None:
+        """Take in one step's counts; `most` is M_max for the ratio of that step."""
+        self._window.append(achieved / asked)
+        if len(self._window) < PERIOD:
+            return
+        quality = sum(self._window) / len(self._window)
+        self._window.clear()
+        self._windows_seen += 1
+        self._errors[self.stages] = (abs(math.log(max(quality, _FLOOR))), self._windows_seen)
+        if abs(quality - 1.0) <= TOLERANCE:
+            return
+        direction = -1 if quality > 1.0 else 1
+        candidates = (direction,) if self.rule == "paper" else (direction, -direction)
+        for step in candidates:
+            neighbour = self.stages + step
+            if 1 <= neighbour <= most and (self.rule == "paper" or self._worth_trying(neighbour)):
+                self.stages = neighbour
+                return
+        self.stages = min(self.stages, most)
+
+    def _worth_trying(self, stages: int) -> bool:
+        if stages not in self._errors:
+            return True
+        error, measured = self._errors[stages]
+        return self._windows_seen - measured > _STALE_AFTER or error < self._errors[self.stages][0]
+
+    def state_dict(self) -> dict[str, object]:
+        """Plain numbers and lists, enough to continue identically."""
+        return {
+            "stages": self.stages,
+            "window": list(self._window),
+            "windows_seen": self._windows_seen,
+            "errors": [[stages, error, measured] for stages, (error, measured) in sorted(self._errors.items())],
+        }
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Continue from what `state_dict` returned."""
+        stages, window, seen, errors = (state[key] for key in ("stages", "window", "windows_seen", "errors"))
+        assert (
+            isinstance(stages, int) and isinstance(window, list) and isinstance(seen, int) and isinstance(errors, list)
+        )
+        self.stages = stages
+        self._window = list(window)
+        self._windows_seen = seen
+        self._errors = {int(m): (float(error), int(measured)) for m, error, measured in errors}

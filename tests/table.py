@@ -1,0 +1,104 @@
+"""The tables that the laws run over: a new algorithm is one row, a new backend is one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.noop import NoOp
+from horovod_sparse.compressors.sidco import SIDCo
+from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.ops import Ops
+from horovod_sparse.torch.ops import TorchOps
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    ops: Ops
+    array: Callable[[np.ndarray], Any]
+    """A copy of a NumPy array in the backend."""
+    numpy: Callable[[Any], np.ndarray]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+BACKENDS = [
+    Backend("numpy", NumpyOps(), np.array, np.asarray),
+    Backend("torch", TorchOps(), lambda array: torch.from_numpy(np.array(array)), lambda tensor: tensor.numpy()),
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    make: Callable[..., Compressor]
+    """make(ratio, **settings)."""
+    band: tuple[float, float] = (1.0, 1.0)
+    """Least and most achieved/asked count, averaged over a run with error feedback on Laplace gradients."""
+    ratios: tuple[float, ...] = (0.1, 0.01)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _noop(ratio: float, **settings: Any) -> Compressor:
+    return NoOp(**settings)
+
+
+def _sidco(**chosen: Any) -> Callable[..., Compressor]:
+    return lambda ratio, **settings: SIDCo(ratio, **{**chosen, **settings})
+
+
+COMPRESSORS = [
+    Row("noop", _noop, ratios=(1.0,)),
+    Row("topk", TopK),
+    *(
+        Row(f"sidco-{distribution}-{adapt}", _sidco(distribution=distribution, adapt=adapt), band=(0.8, 1.2))
+        for distribution in ("exponential", "gamma", "gpareto")
+        for adapt in ("paper", "robust")
+    ),
+    Row("sidco-one-stage", _sidco(stages=1), band=(0.5, 1.25)),
+]
+
+
+def gradients(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
+    """One synthetic gradient of the kinds that algorithms are judged on."""
+    samples = {
+        "laplace": lambda: rng.laplace(size=size),
+        "gaussian": lambda: rng.normal(size=size),
+        "gamma": lambda: rng.gamma(0.5, size=size) * rng.choice([-1.0, 1.0], size=size),
+        "student": lambda: rng.standard_t(4, size=size),
+        "pareto": lambda: (rng.uniform(size=size) ** -0.3 - 1.0) / 0.3 * rng.choice([-1.0, 1.0], size=size),
+        "mostly-zero": lambda: np.where(rng.uniform(size=size) < 0.01, rng.laplace(size=size), 0.0),
+        "two-scales": lambda: rng.laplace(size=size) * np.where(np.arange(size) < size // 10, 10.0, 0.1),
+    }
+    return samples[kind]().astype(np.float32)
+
+
+KINDS = ("laplace", "gaussian", "gamma", "student", "pareto", "mostly-zero", "two-scales")
+
+
+DEGENERATE: dict[str, np.ndarray] = {
+    "zeros": np.zeros(500, np.float32),
+    "negative-zeros": np.full(500, -0.0, np.float32),
+    "constant": np.full(500, -3.0, np.float32),
+    "one-hot": np.eye(1, 500, 123, dtype=np.float32)[0] * 7,
+    "two-hot": np.eye(1, 500, 123, dtype=np.float32)[0] + np.eye(1, 500, 3, dtype=np.float32)[0] * 2,
+    "one-element": np.array([2.5], np.float32),
+    "two-elements": np.array([-2.5, 1.0], np.float32),
+    "huge": np.linspace(-3e38, 3e38, 501, dtype=np.float32),
+    "denormal": (np.arange(500) * 1e-45).astype(np.float32),
+    "all-smallest": np.full(500, 1e-45, np.float32),
+    "plus-minus-one": np.where(np.arange(500) % 2, 1.0, -1.0).astype(np.float32),
+    "ties": np.repeat(np.arange(50), 10).astype(np.float32),
+    "one-outlier": np.r_[np.full(499, 1e-3), 1e6].astype(np.float32),
+    "wide-range": np.geomspace(1e-38, 1e38, 500).astype(np.float32),
+}

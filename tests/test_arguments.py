@@ -1,0 +1,85 @@
+"""Constructors say what is wrong with an argument, and take everything after `ratio` by keyword."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.noop import NoOp
+from horovod_sparse.compressors.sidco import SIDCo
+from horovod_sparse.compressors.topk import TopK
+
+
+@pytest.mark.parametrize("cls", [TopK, SIDCo])
+@pytest.mark.parametrize("ratio", [0.0, -0.1, 1.0000001, math.nan, math.inf, "0.1", None, True])
+def test_ratio(cls: type[Compressor], ratio: Any) -> None:
+    with pytest.raises(ValueError, match=r"ratio must be in \(0, 1\], got "):
+        cls(ratio)
+
+
+COMMON: list[tuple[dict[str, Any], str]] = [
+    ({"granularity": "layers"}, "granularity must be one of 'layer', 'bucket', 'model', got 'layers'"),
+    ({"bucket_bytes": 0}, "bucket_bytes must be >= 1, got 0"),
+    ({"bucket_bytes": 2.5}, "bucket_bytes must be an int >= 1, got 2.5"),
+    ({"min_numel": -1}, "min_numel must be >= 0, got -1"),
+    ({"min_numel": True}, "min_numel must be an int >= 0, got True"),
+    ({"residual": 1}, "residual must be True or False, got 1"),
+    ({"residual_dtype": "float16"}, "residual_dtype must be one of None, 'float32', 'float64', got 'float16'"),
+    ({"capacity": 0.9}, "capacity must be a finite multiple of k, >= 1, got 0.9"),
+    ({"capacity": math.inf}, "capacity must be a finite multiple of k, >= 1, got inf"),
+    ({"not_finite": "ignore"}, "not_finite must be one of 'raise', 'propagate', got 'ignore'"),
+]
+
+
+@pytest.mark.parametrize("make", [lambda **settings: TopK(0.1, **settings), lambda **s: SIDCo(0.1, **s), NoOp])
+@pytest.mark.parametrize(("settings", "message"), COMMON, ids=[str(settings) for settings, _ in COMMON])
+def test_common_settings(make: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as error:
+        make(**settings)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"distribution": "laplace"}, "distribution must be one of 'exponential', 'gamma', 'gpareto', got 'laplace'"),
+        ({"stages": 0}, "stages must be >= 1, got 0"),
+        ({"stages": 65}, "stages must be 'auto' or an int in [1, 64], got 65"),
+        ({"stages": "many"}, "stages must be an int >= 1, got 'many'"),
+        ({"adapt": "mode-1"}, "adapt must be one of 'paper', 'robust', got 'mode-1'"),
+    ],
+)
+def test_sidco_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as error:
+        SIDCo(0.1, **settings)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("cls", [TopK, SIDCo, NoOp])
+def test_everything_after_ratio_is_keyword_only(cls: type[Compressor]) -> None:
+    kinds = {name: parameter.kind for name, parameter in inspect.signature(cls).parameters.items() if name != "ratio"}
+    assert set(kinds.values()) <= {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "capacity", "numel", "asked", "room"),
+    [
+        (0.001, 1.25, 1, 1, 1),
+        (0.001, 1.25, 10_000, 10, 13),
+        (0.5, 1.0, 3, 1, 1),
+        (1.0, 5.0, 7, 7, 7),
+        (0.29, 2, 100, 28, 56),
+    ],
+)
+def test_k_and_room(ratio: float, capacity: float, numel: int, asked: int, room: int) -> None:
+    compressor = TopK(ratio, capacity=capacity)
+    assert (compressor.asked(numel), compressor.room(numel)) == (asked, room)
+
+
+def test_repr_can_be_read_back() -> None:
+    compressor = SIDCo(0.01, distribution="gamma", capacity=2)
+    assert repr(eval(repr(compressor), {"SIDCo": SIDCo})) == repr(compressor)

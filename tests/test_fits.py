@@ -1,0 +1,114 @@
+"""The fits against exact quantiles: closed forms, tabulated vectors, and their behaviour at the edges."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from horovod_sparse import fits
+
+POSITIVE = st.floats(1e-30, 1e30)
+RATIOS = st.floats(1e-6, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "threshold"), [(0.25, 1.386294), (0.1, 2.302585), (0.01, 4.605170), (0.001, 6.907755), (1.0, 0.0)]
+)
+def test_exponential_vectors(ratio: float, threshold: float) -> None:
+    assert fits.exponential(1.0, ratio) == pytest.approx(threshold, abs=5e-7)
+
+
+@pytest.mark.parametrize(
+    ("mean", "variance", "thresholds"),
+    [
+        (1.25, 2.6041666666666665, (2.924466, 7.559432, 14.905359)),  # shape 0.2, scale 1
+        (1 / 1.2, 1 / (1.44 * 1.4), (1.845213, 3.009464, 3.744057)),  # shape -0.2, scale 1, ends at 5
+        (1.0, 1.0, (2.302585, 4.605170, 6.907755)),  # shape 0: exponential
+    ],
+)
+def test_generalized_pareto_vectors(mean: float, variance: float, thresholds: tuple[float, ...]) -> None:
+    for ratio, threshold in zip((0.1, 0.01, 0.001), thresholds, strict=True):
+        assert fits.generalized_pareto(mean, variance, ratio) == pytest.approx(threshold, abs=2e-6)
+
+
+@pytest.mark.parametrize("shape", [-3.0, -0.5, -1e-5, 0.0, 1e-5, 0.3, 0.45])
+def test_generalized_pareto_inverts_the_survival_function(shape: float) -> None:
+    mean = 2.0 / (1 - shape)
+    variance = 4.0 / ((1 - shape) ** 2 * (1 - 2 * shape))
+    for ratio in (0.5, 0.1, 0.001):
+        threshold = fits.generalized_pareto(mean, variance, ratio)
+        assert stats.genpareto(shape, scale=2.0).sf(threshold) == pytest.approx(ratio, rel=1e-6)
+
+
+# s = ln(mean) - mean(ln x) of a gamma distribution of scale 1.
+GAMMA = {0.5: 1.270363, 1.0: 0.577216, 2.0: 0.270363}
+
+
+@pytest.mark.parametrize(
+    ("shape", "ratio", "threshold"),
+    [
+        (0.5, 0.25, 0.660085),
+        (0.5, 0.1, 1.356701),
+        (0.5, 0.01, 3.342984),
+        (0.5, 0.001, 5.465387),
+        (2.0, 0.25, 2.693343),
+        (2.0, 0.1, 3.893324),
+        (2.0, 0.01, 6.649837),
+        (2.0, 0.001, 9.253145),
+    ],
+)
+def test_gamma_vectors(shape: float, ratio: float, threshold: float) -> None:
+    assert fits.gamma(shape, math.log(shape) - GAMMA[shape], ratio) == pytest.approx(threshold, rel=3e-6)
+
+
+def test_gamma_shape_one_is_nearly_exponential() -> None:
+    assert fits.gamma(1.0, -GAMMA[1.0], 0.001) == pytest.approx(6.907755, rel=0.01)
+
+
+def test_gamma_of_a_tiny_shape_is_positive_where_the_closed_form_is_not() -> None:
+    """The closed form is negative at ratio 0.25 for shapes below 0.2278, and would select everything."""
+    shape = 0.1
+    s = math.log(shape) + 10.4237549  # ln(shape) - digamma(shape)
+    threshold = fits.gamma(shape, math.log(shape) - s, 0.25)
+    assert stats.gamma(shape).sf(threshold) == pytest.approx(0.25, rel=0.05)
+
+
+@given(mean=POSITIVE, variance=st.floats(0.0, 1e60), ratio=RATIOS, scale=st.sampled_from((2.0**-20, 2.0**20)))
+def test_fits_are_scale_equivariant_and_never_negative(
+    mean: float, variance: float, ratio: float, scale: float
+) -> None:
+    for threshold, scaled in (
+        (fits.exponential(mean, ratio), fits.exponential(scale * mean, ratio)),
+        (
+            fits.generalized_pareto(mean, variance, ratio),
+            fits.generalized_pareto(scale * mean, scale * scale * variance, ratio),
+        ),
+    ):
+        assert 0.0 <= threshold < math.inf
+        assert scaled == pytest.approx(scale * threshold, rel=1e-9)
+
+
+@given(mean=POSITIVE, log_gap=st.floats(0.0, 60.0), ratio=RATIOS)
+def test_gamma_never_fails(mean: float, log_gap: float, ratio: float) -> None:
+    assert 0.0 <= fits.gamma(mean, math.log(mean) - log_gap, ratio) < math.inf
+
+
+def test_constant_magnitudes_give_their_value() -> None:
+    assert fits.generalized_pareto(3.0, 0.0, 0.01) == pytest.approx(3.0)
+    assert fits.gamma(3.0, math.log(3.0), 0.01) == 3.0
+
+
+def test_nothing_to_fit_gives_zero() -> None:
+    assert fits.exponential(0.0, 0.01) == 0.0
+    assert fits.generalized_pareto(0.0, 0.0, 0.01) == 0.0
+    assert fits.gamma(0.0, math.nan, 0.01) == 0.0
+
+
+@given(mean=POSITIVE, variance=st.floats(0.0, 1e60), ratio=st.floats(1.001, 1e6))
+def test_ratios_above_one_step_down(mean: float, variance: float, ratio: float) -> None:
+    assert fits.exponential(mean, ratio) < 0.0
+    assert fits.generalized_pareto(mean, variance, ratio) < 0.0

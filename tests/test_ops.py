@@ -1,0 +1,158 @@
+"""Every verb of every backend in lockstep with the NumPy oracle, and the oracle against plain definitions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from table import BACKENDS, Backend
+
+ORACLE = BACKENDS[0].ops
+on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
+FINITE = st.floats(-(2.0**100), 2.0**100, width=32)
+ARRAYS = npst.arrays(
+    st.sampled_from((np.float32, np.float64)), st.integers(0, 200), elements=st.one_of(FINITE, st.integers(-3, 3))
+)
+
+
+@on_every_backend
+@given(x=ARRAYS, threshold=st.one_of(st.just(0.0), st.floats(0.0, 4.0)))
+def test_moments(backend: Backend, x: np.ndarray, threshold: float) -> None:
+    got = backend.ops.moments(backend.array(x), threshold, with_log=True)
+    limit = float(x.dtype.type(threshold))
+    excesses = [abs(float(value)) - limit for value in x if abs(float(value)) > limit]
+    assert got.count == len(excesses)
+    if not excesses:
+        assert (got.mean, got.variance) == (0.0, 0.0) and math.isnan(got.mean_log)
+        return
+    assert got.mean == pytest.approx(math.fsum(excesses) / len(excesses), rel=1e-12)
+    spread = math.fsum((excess - got.mean) ** 2 for excess in excesses) / len(excesses)
+    assert got.variance == pytest.approx(spread, rel=1e-6, abs=1e-12 * got.mean**2)
+    assert got.mean_log == pytest.approx(math.fsum(map(math.log, excesses)) / len(excesses), rel=1e-9, abs=1e-9)
+
+
+@on_every_backend
+def test_moments_over_many_chunks(backend: Backend) -> None:
+    x = np.random.default_rng(0).normal(size=300_001).astype(np.float32)
+    for threshold in (0.0, 1.5, 10.0):
+        got = backend.ops.moments(backend.array(x), threshold, with_log=True)
+        expected = ORACLE.moments(x, threshold, with_log=True)
+        assert got.count == expected.count
+        assert (got.mean, got.variance) == pytest.approx((expected.mean, expected.variance), rel=1e-11)
+        assert got.mean_log == pytest.approx(expected.mean_log, rel=1e-11, nan_ok=True)
+
+
+@on_every_backend
+@given(x=ARRAYS, threshold=st.floats(0.0, 4.0), capacity=st.integers(1, 50))
+@settings(max_examples=200)
+def test_select_above(backend: Backend, x: np.ndarray, threshold: float, capacity: int) -> None:
+    selection = backend.ops.select_above(backend.array(x), threshold, capacity)
+    above = np.flatnonzero(np.abs(x) > x.dtype.type(threshold))
+    assert selection.found == above.size
+    largest_first = sorted(above, key=lambda index: (-abs(x[index]), index))
+    np.testing.assert_array_equal(backend.numpy(selection.indices), sorted(largest_first[:capacity]))
+
+
+@on_every_backend
+def test_select_above_a_negative_threshold_is_everything(backend: Backend) -> None:
+    selection = backend.ops.select_above(backend.array(np.array([0.0, -0.0, 1.0], np.float32)), -1.0, 3)
+    assert backend.numpy(selection.indices).tolist() == [0, 1, 2]
+
+
+@on_every_backend
+def test_select_above_over_many_chunks(backend: Backend) -> None:
+    x = np.random.default_rng(1).normal(size=200_003).astype(np.float32)
+    selection = backend.ops.select_above(backend.array(x), 3.0, 10**6)
+    np.testing.assert_array_equal(backend.numpy(selection.indices), np.flatnonzero(np.abs(x) > np.float32(3.0)))
+
+
+@on_every_backend
+@given(x=ARRAYS.filter(len), data=st.data())
+def test_select_largest(backend: Backend, x: np.ndarray, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, x.size))
+    selection = backend.ops.select_largest(backend.array(x), count)
+    expected = sorted(sorted(range(x.size), key=lambda index: (-abs(x[index]), index))[:count])
+    np.testing.assert_array_equal(backend.numpy(selection.indices), expected)
+    assert selection.found == count
+
+
+@on_every_backend
+@given(x=ARRAYS)
+def test_norms(backend: Backend, x: np.ndarray) -> None:
+    assert backend.ops.max_abs(backend.array(x)) == max(map(abs, x.tolist()), default=0.0)
+    assert backend.ops.norm(backend.array(x)) == pytest.approx(math.sqrt(math.fsum(float(v) ** 2 for v in x)))
+
+
+@on_every_backend
+@given(x=npst.arrays(np.float64, 20, elements=st.floats(-1e300, 1e300)), count=st.integers(0, 20))
+def test_take_splits_float64_exactly(backend: Backend, x: np.ndarray, count: int) -> None:
+    """What float32 cannot carry stays behind, also what is beyond its range."""
+    kept, indices = backend.array(x), np.arange(count)
+    values = backend.numpy(backend.ops.take(kept, backend.array(indices)))
+    assert values.dtype == np.float32 and np.isfinite(values).all()
+    restored = backend.numpy(kept).copy()
+    restored[indices] += values.astype(np.float64)
+    np.testing.assert_array_equal(restored, x)
+
+
+@on_every_backend
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_accumulate_and_assign(backend: Backend, dtype: type, transposed: bool) -> None:
+    gradient = np.random.default_rng(2).normal(size=(6, 5)).astype(dtype)
+    given = backend.array(gradient)
+    if transposed:
+        given, gradient = given.T, gradient.T
+    residual = backend.ops.zeros(30, "float32", given)
+    backend.ops.accumulate(residual, given)
+    backend.ops.accumulate(residual, given)
+    expected = gradient.astype(np.float32).reshape(-1)
+    np.testing.assert_allclose(backend.numpy(residual), 2 * expected, rtol=1e-6)
+    backend.ops.assign(residual, given)
+    np.testing.assert_array_equal(backend.numpy(residual), expected, strict=True)
+
+
+@on_every_backend
+def test_all_finite(backend: Backend) -> None:
+    assert backend.ops.all_finite(backend.array(np.full((3, 4), 3e38, np.float32))), (
+        "a sum that overflows is no infinity"
+    )
+    for bad in (np.nan, np.inf, -np.inf):
+        array = np.zeros((3, 4), np.float32)
+        array[2, 3] = bad
+        assert not backend.ops.all_finite(backend.array(array))
+    assert not backend.ops.all_finite(backend.array(np.array([np.inf, -np.inf], np.float32)))
+
+
+@on_every_backend
+def test_scatter_add_and_positions(backend: Backend) -> None:
+    target = backend.array(np.ones(6, np.float32))
+    backend.ops.scatter_add(target, backend.array(np.array([1, 4])), backend.array(np.array([2.0, -1.0], np.float32)))
+    np.testing.assert_array_equal(backend.numpy(target), [1, 3, 1, 1, 0, 1])
+    assert backend.ops.positions(backend.array(np.array([0, 3, 7])), [0, 3, 4, 8]) == [0, 1, 2, 3]
+    for outside in (6, -7):
+        with pytest.raises(IndexError):
+            backend.ops.scatter_add(
+                target, backend.array(np.array([outside])), backend.array(np.array([1.0], np.float32))
+            )
+
+
+@on_every_backend
+def test_copy_shares_nothing(backend: Backend) -> None:
+    x = backend.array(np.zeros(3, np.float32))
+    backend.ops.copy(x)[:] = 1
+    assert not backend.numpy(x).any()
+
+
+def test_bfloat16_gradients_accumulate_in_float32() -> None:
+    ops = BACKENDS[1].ops
+    gradient = torch.tensor([1.0, 2.0**-8], dtype=torch.bfloat16)
+    residual = ops.zeros(2, "float32", gradient)
+    for _ in range(300):
+        ops.accumulate(residual, gradient)
+    assert residual.tolist() == [300.0, 300 * 2.0**-8]
