@@ -1,0 +1,96 @@
+"""How parameters are packed into buckets. Pure planning: names and sizes in, layouts out; the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from horovod_sparse.compressors.base import Compressor
+
+
+class Parameter(NamedTuple):
+    """What planning needs to know of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    residual_dtype: str
+    """"float32" or "float64"."""
+    kind: Hashable
+    """Parameters of different kinds (devices, for instance) never share a bucket."""
+    group: int | None = None
+    """Number of the group of the user's `groups=` argument; one group, one bucket."""
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+
+class Slot(NamedTuple):
+    """A parameter's named slice of its bucket."""
+
+    name: str
+    offset: int
+    numel: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One bucket: its parameters one after the other."""
+
+    slots: tuple[Slot, ...]
+    residual_dtype: str
+
+    @property
+    def name(self) -> str:
+        """The first parameter's name, which no other bucket has."""
+        return self.slots[0].name
+
+    @property
+    def numel(self) -> int:
+        last = self.slots[-1]
+        return last.offset + last.numel
+
+
+def plan(parameters: Sequence[Parameter], compressor: Compressor) -> list[Layout]:
+    """Pack `parameters`, given in the order of the model, into buckets.
+
+    Buckets are filled from the last parameter to the first, the order in which backward produces gradients, so that
+    a bucket is complete as early as possible.
+    """
+    return [_layout(members) for members in _members(list(reversed(parameters)), compressor)]
+
+
+def _members(parameters: Iterable[Parameter], compressor: Compressor) -> list[list[Parameter]]:
+    buckets: list[list[Parameter]] = []
+    open_buckets: dict[Hashable, list[Parameter]] = {}
+    for parameter in parameters:
+        key = (parameter.kind, parameter.residual_dtype, parameter.group)
+        current = open_buckets.get(key)
+        if current is None or not _fits(current, parameter, compressor):
+            current = open_buckets[key] = []
+            buckets.append(current)
+        current.append(parameter)
+    return buckets
+
+
+def _fits(bucket: list[Parameter], parameter: Parameter, compressor: Compressor) -> bool:
+    if parameter.group is not None or compressor.granularity == "model":
+        return True
+    if compressor.granularity == "layer":
+        return False
+    itemsize = 8 if parameter.residual_dtype == "float64" else 4
+    return itemsize * (sum(member.numel for member in bucket) + parameter.numel) <= compressor.bucket_bytes
+
+
+def _layout(members: list[Parameter]) -> Layout:
+    slots: list[Slot] = []
+    offset = 0
+    for parameter in members:
+        slots.append(Slot(parameter.name, offset, parameter.numel, parameter.shape))
+        offset += parameter.numel
+    return Layout(tuple(slots), members[0].residual_dtype)

@@ -1,0 +1,80 @@
+"""The shared residual buffer manager: one flat buffer per bucket, each parameter a named slice of it.
+
+It owns the buffers. Nothing here is broadcast: every rank keeps its own residuals and must save its own state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from horovod_sparse.buckets import Layout, Slot
+from horovod_sparse.ops import Array, Ops
+
+
+class Residuals:
+    """Flat residual buffers with named slices.
+
+    Args:
+        ops: the framework's verbs.
+    """
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+        self._buffers: dict[str, Array] = {}
+        self._slots: dict[str, tuple[str, Slot]] = {}
+
+    def allocate(self, layout: Layout, like: Array) -> Array:
+        """Make and return the zeroed buffer of a bucket, on the device of `like`."""
+        buffer = self._ops.zeros(layout.numel, layout.residual_dtype, like)
+        self._buffers[layout.name] = buffer
+        for slot in layout.slots:
+            if slot.name in self._slots:
+                raise ValueError(f"parameter {slot.name!r} already has a residual; names must be unique")
+            self._slots[slot.name] = (layout.name, slot)
+        return buffer
+
+    def view(self, name: str) -> Array:
+        """The flat slice of one parameter; writing to it changes the residual."""
+        bucket, slot = self._slots[name]
+        return self._buffers[bucket][slot.offset : slot.offset + slot.numel]
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The parameters that have a residual."""
+        return self._slots.keys()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the buffers take, in bytes."""
+        return sum(int(buffer.nbytes) for buffer in self._buffers.values())
+
+    def reset(self) -> None:
+        """Forget everything that was kept: all residuals become zero."""
+        for buffer in self._buffers.values():
+            buffer[:] = 0
+
+    def state_dict(self) -> dict[str, Array]:
+        """Copies of the residuals by parameter name, in the parameters' shapes."""
+        return {name: self._ops.copy(self.view(name)).reshape(slot.shape) for name, (_, slot) in self._slots.items()}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise unless `state` holds exactly the parameters of this manager, in their shapes."""
+        missing, unexpected = sorted(self._slots.keys() - state.keys()), sorted(state.keys() - self._slots.keys())
+        if missing or unexpected:
+            raise ValueError(
+                f"residuals must be those of this model's compressed parameters; missing: {missing}, "
+                f"unexpected: {unexpected}; load a state saved with the same model and the same min_numel"
+            )
+        for name, (_, slot) in self._slots.items():
+            if tuple(state[name].shape) != slot.shape:
+                raise ValueError(
+                    f"residual of {name!r} must have shape {slot.shape}, got {tuple(state[name].shape)}; "
+                    "load a state saved with the same model"
+                )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy the residuals in, strictly; nothing is changed when `state` does not match."""
+        self.check_state(state)
+        for name in self._slots:
+            self._ops.assign(self.view(name), state[name])

@@ -1,0 +1,71 @@
+"""Which modules are imported by which, proved in subprocesses and by reading the sources."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import horovod_sparse
+
+PACKAGE = Path(horovod_sparse.__file__).parent
+FRAMEWORKS = ("torch", "tensorflow", "keras", "horovod", "mpi4py")
+CORE = sorted(
+    path for path in [*PACKAGE.glob("*.py"), *PACKAGE.glob("compressors/*.py")] if path.stem not in ("cli", "probes")
+)
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    return names
+
+
+def loaded_frameworks(modules: str) -> str:
+    code = f"import sys; import {modules}; print([name for name in {FRAMEWORKS!r} if name in sys.modules])"
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.strip()
+
+
+def test_the_core_imports_no_framework() -> None:
+    modules = ", ".join(
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__") for path in CORE
+    )
+    assert loaded_frameworks(f"{modules}, horovod_sparse.numpy.ops") == "[]"
+
+
+def test_the_proof_can_fail() -> None:
+    assert loaded_frameworks("torch") == "['torch']"
+
+
+def test_the_torch_adapter_imports_no_other_framework() -> None:
+    assert loaded_frameworks("horovod_sparse.torch") == "['torch', 'horovod']"
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
+def test_dependencies_of_the_core_point_one_way(path: Path) -> None:
+    """fits stages wire cost ops <- compressors <- buckets residuals pipeline <- adapters."""
+    names = imported(path)
+    assert not any(name.split(".")[0] in FRAMEWORKS for name in names)
+    ours = {name.removeprefix("horovod_sparse.") for name in names if name.startswith("horovod_sparse.")}
+    assert not any(name.split(".")[0] in ("numpy", "torch", "tensorflow") for name in ours)
+    if path.parent.name == "compressors":
+        assert not ours & {"pipeline", "residuals", "buckets", "statistics"}
+    if path.stem in ("fits", "stages", "wire", "ops"):
+        assert not ours, f"{path.stem} stands at the bottom"
+
+
+def test_adapters_never_import_each_other() -> None:
+    adapters = ("numpy", "torch", "tensorflow")
+    for adapter in adapters:
+        for path in PACKAGE.glob(f"{adapter}/*.py"):
+            for other in set(adapters) - {adapter}:
+                assert not any(name.startswith(f"horovod_sparse.{other}") for name in imported(path)), path

@@ -1,0 +1,199 @@
+"""Residual manager and pipeline: state, statistics, and what they refuse."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from table import BACKENDS, Backend, gradients
+
+from horovod_sparse.buckets import Parameter, plan
+from horovod_sparse.compressors.sidco import SIDCo
+from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.pipeline import Pipeline
+
+on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
+SHAPES = {"weight": (30, 40), "kernel": (500,), "head": (7, 11)}
+
+
+def pipeline_of(backend: Backend, compressor: Any, *, world: int = 4) -> Pipeline:
+    pipeline = Pipeline(backend.ops, compressor, world=world, position=0, rank=3)
+    parameters = [Parameter(name, shape, "float32", "cpu") for name, shape in SHAPES.items()]
+    pipeline.add_buckets(plan(parameters, compressor), lambda name: backend.array(np.zeros(1, np.float32)))
+    return pipeline
+
+
+def step(backend: Backend, pipeline: Pipeline, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for name, shape in SHAPES.items():
+        bucket = pipeline.arrive(name, backend.array(gradients("laplace", math.prod(shape), rng).reshape(shape)))
+        if bucket is not None:
+            pipeline.message(bucket)
+
+
+@on_every_backend
+def test_residuals_load_into_other_buckets(backend: Backend) -> None:
+    saved = pipeline_of(backend, SIDCo(0.1, granularity="layer"))
+    step(backend, saved, 0)
+    state = saved.state_dict()
+    assert {name: tuple(residual.shape) for name, residual in state["residuals"].items()} == SHAPES
+    assert all(backend.numpy(residual).any() for residual in state["residuals"].values())
+    loaded = pipeline_of(backend, SIDCo(0.1, granularity="model"))
+    loaded.load_state_dict(state)
+    for name, residual in loaded.state_dict()["residuals"].items():
+        np.testing.assert_array_equal(backend.numpy(residual), backend.numpy(state["residuals"][name]))
+
+
+@on_every_backend
+def test_a_state_is_a_copy(backend: Backend) -> None:
+    pipeline = pipeline_of(backend, TopK(0.1))
+    step(backend, pipeline, 0)
+    state = pipeline.state_dict()
+    before = {name: backend.numpy(residual).copy() for name, residual in state["residuals"].items()}
+    step(backend, pipeline, 1)
+    for name, residual in state["residuals"].items():
+        np.testing.assert_array_equal(backend.numpy(residual), before[name])
+
+
+@on_every_backend
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda state: state["residuals"].pop("head"), r"missing: \['head'\], unexpected: \[\]"),
+        (lambda state: state["residuals"].update(more=np.zeros(3)), r"missing: \[\], unexpected: \['more'\]"),
+        (
+            lambda state: state["residuals"].update(head=np.zeros(77, np.float32)),
+            r"residual of 'head' must have shape \(7, 11\), got \(77,\)",
+        ),
+        (lambda state: state["adaptive"].pop("head"), r"state\['adaptive'\] must name the same parameters"),
+        (lambda state: state.update(version=2), "state must have version 1, got 2"),
+    ],
+)
+def test_loading_is_strict_and_changes_nothing_when_it_fails(backend: Backend, damage: Any, expected: str) -> None:
+    pipeline = pipeline_of(backend, SIDCo(0.1))
+    step(backend, pipeline, 0)
+    state = pipeline.state_dict()
+    step(backend, pipeline, 1)
+    before = {name: backend.numpy(residual).copy() for name, residual in pipeline.state_dict()["residuals"].items()}
+    damage(state)
+    with pytest.raises(ValueError, match=expected):
+        pipeline.load_state_dict(state)
+    for name, residual in pipeline.state_dict()["residuals"].items():
+        np.testing.assert_array_equal(backend.numpy(residual), before[name])
+
+
+def test_a_torch_state_is_safe_to_load() -> None:
+    backend = BACKENDS[1]
+    pipeline = pipeline_of(backend, SIDCo(0.1, adapt="robust"))
+    for seed in range(12):
+        step(backend, pipeline, seed)
+    file = io.BytesIO()
+    torch.save(pipeline.state_dict(), file)
+    file.seek(0)
+    other = pipeline_of(backend, SIDCo(0.1, adapt="robust"))
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other.buckets[0].buffer, pipeline.buckets[0].buffer)
+    assert other.buckets[0].state == pipeline.buckets[0].state or math.isnan(other.buckets[0].state.threshold)
+    assert other.buckets[0].state.state_dict() == pipeline.buckets[0].state.state_dict()
+
+
+@on_every_backend
+def test_reset(backend: Backend) -> None:
+    pipeline = pipeline_of(backend, SIDCo(0.1, granularity="layer"))
+    fresh = pipeline_of(backend, SIDCo(0.1, granularity="layer"))
+    for seed in range(7):
+        step(backend, pipeline, seed)
+    pipeline.reset()
+    assert not any(backend.numpy(residual).any() for residual in pipeline.state_dict()["residuals"].values())
+    assert pipeline.state_dict()["adaptive"] == fresh.state_dict()["adaptive"]
+    assert pipeline.stats().steps == 0
+
+
+@on_every_backend
+def test_memory_is_one_residual(backend: Backend) -> None:
+    elements = sum(math.prod(shape) for shape in SHAPES.values())
+    for granularity in ("layer", "bucket", "model"):
+        assert pipeline_of(backend, TopK(0.1, granularity=granularity)).residuals.nbytes == 4 * elements
+
+
+@on_every_backend
+def test_statistics_are_true(backend: Backend) -> None:
+    pipeline = pipeline_of(backend, TopK(0.1, granularity="layer", capacity=1.5))
+    counts: dict[str, list[int]] = {name: [] for name in SHAPES}
+    message_bytes = {}
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        for name, shape in SHAPES.items():
+            bucket = pipeline.arrive(name, backend.array(gradients("laplace", math.prod(shape), rng).reshape(shape)))
+            assert bucket is not None
+            message = pipeline.message(bucket)
+            counts[name].append(len(backend.ops.unpack(message)[0]))
+            message_bytes[name] = backend.numpy(message).nbytes
+    stats = pipeline.stats()
+    assert stats.steps == 4
+    for snapshot in (stats.last, stats.mean):
+        for bucket_stats in snapshot.buckets:
+            size = math.prod(SHAPES[bucket_stats.name])
+            assert bucket_stats.numel == size
+            assert bucket_stats.asked == size // 10
+            assert bucket_stats.count == pytest.approx(np.mean(counts[bucket_stats.name]))
+            assert bucket_stats.ratio == bucket_stats.count / size
+            assert bucket_stats.bytes_sent == bucket_stats.bytes_received == 3 * message_bytes[bucket_stats.name]
+        assert snapshot.total.count == sum(bucket_stats.count for bucket_stats in snapshot.buckets)
+        assert snapshot.total.bytes_sent == 3 * sum(message_bytes.values())
+    residual = np.concatenate([backend.numpy(r).reshape(-1) for r in pipeline.state_dict()["residuals"].values()])
+    assert stats.last.total.residual_norm == pytest.approx(np.linalg.norm(residual), rel=1e-6)
+    assert math.isnan(stats.mean.total.residual_norm)
+
+
+@on_every_backend
+def test_overflow_is_counted_and_stays_in_the_residual(backend: Backend) -> None:
+    """A one-stage fit of a light tail overestimates; the room ends at k."""
+    compressor = SIDCo(0.01, stages=1, distribution="gpareto", capacity=1.0)
+    pipeline = Pipeline(backend.ops, compressor, world=2, position=0, rank=0)
+    pipeline.add_buckets(plan([Parameter("p", (100_000,), "float32", "cpu")], compressor), lambda name: one(backend))
+    gradient = gradients("gaussian", 100_000, np.random.default_rng(0))
+    bucket = pipeline.arrive("p", backend.array(gradient))
+    assert bucket is not None
+    sent = backend.numpy(backend.ops.unpack(pipeline.message(bucket))[0])
+    total = pipeline.stats().last.total
+    assert total.count == sent.size == 1000 and total.overflow > 100
+    above = np.count_nonzero(np.abs(gradient) > np.float32(total.threshold))
+    assert total.overflow == above - 1000
+    assert np.count_nonzero(np.abs(backend.numpy(bucket.buffer)) > np.float32(total.threshold)) == total.overflow
+
+
+def one(backend: Backend) -> Any:
+    return backend.array(np.zeros(1, np.float32))
+
+
+@on_every_backend
+def test_a_gradient_arrives_once_per_step(backend: Backend) -> None:
+    pipeline = pipeline_of(backend, TopK(0.1))
+    pipeline.arrive("head", None)
+    with pytest.raises(RuntimeError, match="'head' arrived twice"):
+        pipeline.arrive("head", None)
+
+
+@on_every_backend
+def test_names_are_unique(backend: Backend) -> None:
+    pipeline = pipeline_of(backend, TopK(0.1))
+    again = plan([Parameter("head", (5,), "float32", "cpu")], pipeline.compressor)
+    with pytest.raises(ValueError, match="'head' already has a residual"):
+        pipeline.add_buckets(again, lambda name: one(backend))
+
+
+@on_every_backend
+def test_a_foreign_message_is_refused(backend: Backend) -> None:
+    pipeline = pipeline_of(backend, TopK(0.1, granularity="model"), world=1)
+    bucket = pipeline.buckets[0]
+    far = backend.array(np.array([bucket.layout.numel]))
+    message = backend.ops.pack(far, backend.array(np.array([1.0], np.float32)), 3)
+    with pytest.raises(
+        RuntimeError, match="rank 3: a message for bucket 'head' holds an index beyond its 1777 entries"
+    ):
+        pipeline.reduce(bucket, message, 1.0, lambda slot, parts: None)
