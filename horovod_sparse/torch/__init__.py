@@ -1,0 +1,13 @@
+"""PyTorch adapter: every public name of ``horovod.torch``, and the compressors.
+
+Importing it extends stock Horovod's optimizer (see `seam`), so ``import horovod.torch as hvd`` works just as well.
+"""
+
+from horovod.torch import *
+
+from horovod_sparse.torch import seam
+from horovod_sparse.torch.compressors import NoOp, SIDCo, TopK
+
+seam.install()
+
+__all__ = [name for name in globals() if not name.startswith("_") and name != "seam"]

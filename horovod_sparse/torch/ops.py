@@ -1,0 +1,136 @@
+"""The array verbs in PyTorch operations, for any device. Imports torch, never Horovod.
+
+Statistics run over chunks that stay in the processor's cache: a pass costs about one read of the memory, and no temporary
+is as large as the tensor. They return Python numbers, which on a GPU is one host synchronisation each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from horovod_sparse.ops import Moments, Selection
+from horovod_sparse.wire import NOT_FINITE, PADDING
+
+# 64 Ki float64 are 512 KiB: within a core's second-level cache. GPUs have none worth chunking for.
+_CPU_CHUNK = 2**16
+_GPU_CHUNK = 2**26
+
+
+class TorchOps:
+    """Implements `horovod_sparse.ops.Ops` on `torch.Tensor`."""
+
+    def zeros(self, count: int, dtype: str, like: Tensor) -> Tensor:
+        return torch.zeros(count, dtype=getattr(torch, dtype), device=like.device)
+
+    def accumulate(self, residual: Tensor, gradient: Tensor) -> None:
+        residual.view(gradient.shape).add_(gradient)
+
+    def assign(self, residual: Tensor, gradient: Tensor) -> None:
+        residual.view(gradient.shape).copy_(gradient)
+
+    def copy(self, array: Tensor) -> Tensor:
+        return array.clone()
+
+    def all_finite(self, array: Tensor) -> bool:
+        # A sum is not finite when an entry is not, and is read at memory speed; finite entries may still overflow it.
+        return math.isfinite(array.sum().item()) or bool(torch.isfinite(array).all())
+
+    def moments(self, x: Tensor, threshold: float, *, with_log: bool = False) -> Moments:
+        limit = torch.tensor(threshold, dtype=x.dtype).item()
+        count, total, squares, logs = 0, 0.0, 0.0, 0.0
+        for chunk in _chunks(x):
+            excesses = chunk.abs().double().sub_(limit).clamp_(min=0.0)
+            above = int(torch.count_nonzero(excesses))
+            if above:
+                count += above
+                total += excesses.sum().item()
+                squares += torch.dot(excesses, excesses).item()
+                if with_log:
+                    logs += excesses[excesses > 0].log_().sum().item()
+        if count == 0:
+            return Moments(0, 0.0, 0.0, math.nan)
+        mean = total / count
+        variance = max(squares / count - mean * mean, 0.0)
+        return Moments(count, mean, variance, logs / count if with_log else math.nan)
+
+    def max_abs(self, x: Tensor) -> float:
+        if x.numel() == 0:
+            return 0.0
+        low, high = torch.aminmax(x)
+        return max(-low.item(), high.item())
+
+    def norm(self, x: Tensor) -> float:
+        return math.sqrt(math.fsum(torch.dot(wide, wide).item() for wide in (chunk.double() for chunk in _chunks(x))))
+
+    def select_above(self, x: Tensor, threshold: float, capacity: int) -> Selection:
+        limit = torch.tensor(threshold, dtype=x.dtype).item()
+        found: list[Tensor] = []
+        for start, chunk in zip(range(0, x.numel(), _chunk_size(x)), _chunks(x), strict=True):
+            found.append((chunk.abs() > limit).nonzero().view(-1).add_(start))
+        indices = torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
+        number = indices.numel()
+        if number > capacity:
+            indices = indices[self.select_largest(x[indices], capacity).indices]
+        return Selection(indices, number)
+
+    def select_largest(self, x: Tensor, count: int) -> Selection:
+        magnitudes = x.abs()
+        smallest = torch.topk(magnitudes, count, sorted=False).values.min()
+        above = (magnitudes > smallest).nonzero().view(-1)
+        equal = (magnitudes == smallest).nonzero().view(-1)[: count - above.numel()]
+        return Selection(torch.cat((above, equal)).sort().values, count)
+
+    def take(self, x: Tensor, indices: Tensor) -> Tensor:
+        taken = x[indices]
+        if x.dtype == torch.float32:
+            x[indices] = 0.0
+            return taken
+        largest = torch.finfo(torch.float32).max
+        values = taken.clamp(-largest, largest).float()
+        x[indices] = taken - values
+        return values
+
+    def pack(self, indices: Tensor, values: Tensor, capacity: int) -> Tensor:
+        message = _empty_message(capacity, values.device)
+        message[: indices.numel(), 0] = indices
+        message[: indices.numel(), 1] = values.view(torch.int32)
+        return message
+
+    def pack_not_finite(self, x: Tensor, capacity: int) -> Tensor:
+        message = _empty_message(capacity, x.device)
+        message[0, 0] = NOT_FINITE
+        return message
+
+    def unpack(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        used = int(torch.count_nonzero(message[:, 0] >= 0))
+        return message[:used, 0].long(), message[:used, 1].contiguous().view(torch.float32)
+
+    def is_not_finite(self, message: Tensor) -> bool:
+        return bool(message[0, 0] == NOT_FINITE)
+
+    def split(self, gathered: Tensor, world: int) -> list[Tensor]:
+        return list(gathered.chunk(world))
+
+    def positions(self, indices: Tensor, bounds: list[int]) -> list[int]:
+        return [int(position) for position in torch.searchsorted(indices, torch.tensor(bounds, device=indices.device))]
+
+    def scatter_add(self, target: Tensor, indices: Tensor, values: Tensor) -> None:
+        target.index_add_(0, indices, values.to(target.dtype))
+
+
+def _empty_message(capacity: int, device: torch.device) -> Tensor:
+    message = torch.zeros((capacity, 2), dtype=torch.int32, device=device)
+    message[:, 0] = PADDING
+    return message
+
+
+def _chunk_size(x: Tensor) -> int:
+    return _CPU_CHUNK if x.device.type == "cpu" else _GPU_CHUNK
+
+
+def _chunks(x: Tensor) -> Iterator[Tensor]:
+    return iter(torch.split(x, _chunk_size(x))) if x.numel() else iter(())

@@ -1,0 +1,378 @@
+"""What a wrapped optimizer does with its gradients when its compression is one of ours.
+
+One `Reducer` per optimizer. Hooks feed it gradients while backward goes on and never wait; `synchronize` waits, once.
+The first step is reduced as a whole, after the ranks have compared their settings: a difference raises on all of them
+instead of hanging, and the embeddings with sparse gradients are known to all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from torch import Tensor
+
+from horovod_sparse.buckets import Parameter, Slot, plan
+from horovod_sparse.cost import dense_allreduce_bytes
+from horovod_sparse.pipeline import Bucket, Entries, Pipeline
+from horovod_sparse.torch.compressors import TorchCompressor
+from horovod_sparse.torch.exchange import allreduce_async, gather_async, gather_json
+from horovod_sparse.torch.ops import TorchOps
+
+_FORCE = "HOROVOD_SPARSE_FORCE"
+
+# Optimizers made so far per process set. All ranks make theirs in the same order, so the number names one everywhere.
+_made: Counter[int] = Counter()
+
+
+class Reducer:
+    """Reduces the gradients of one `hvd.DistributedOptimizer`.
+
+    Args:
+        optimizer: the wrapped optimizer, fully constructed.
+        compressor: the `compression` it was given.
+    """
+
+    def __init__(self, optimizer: Any, compressor: TorchCompressor) -> None:
+        check_arguments(optimizer.op, optimizer._groups, compressor)
+        compressor.bind(self)
+        self.compressor = compressor
+        self.pipeline: Pipeline | None = None
+        self._optimizer = optimizer
+        self._ops = TorchOps()
+        self._process_set = optimizer.process_set
+        set_id = self._process_set.process_set_id
+        self._prefix = f"horovod_sparse.{set_id}.{_made[set_id]}"
+        _made[set_id] += 1
+        self._agreements = 0
+        self._compressed: dict[str, Tensor] = {}
+        self._dense: set[Tensor] = set()
+        self._sparse: set[Tensor] = set()
+        """Embeddings whose gradients are sparse tensors: Horovod's own path."""
+        self._planned: dict[Tensor, str] = {}
+        self._submitted: set[Tensor] = set()
+        self._gathers: dict[str, Callable[[], Tensor]] = {}
+        self._allreduces: dict[Tensor, tuple[Tensor, Callable[[], Tensor]]] = {}
+        self._sparse_handles: dict[Tensor, Callable[[], Tensor]] = {}
+        self._pending_state: Mapping[str, Any] | None = None
+        self.active = self._activate()
+
+    def _activate(self) -> bool:
+        optimizer = self._optimizer
+        if not self._process_set.included():
+            return False
+        if mpi_ops.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1":
+            return True  # Stock Horovod has registered the hooks.
+        if os.environ.get(_FORCE) == "1":
+            optimizer._register_hooks()
+            return True
+        warnings.warn(
+            f"horovod_sparse: there is one worker, so nothing is compressed (set {_FORCE}=1 to compress all the same)",
+            stacklevel=1,
+        )
+        return False
+
+    # --- gradients in: called from hooks, never waits ---
+
+    def submit(self, parameter: Tensor) -> Callable[[], Tensor]:
+        """Take in a gradient that is ready; the returned handle waits for its reduced value."""
+        if self.pipeline is not None and parameter in self._planned:
+            self._submit(parameter)
+        return lambda: self._reduced(parameter)
+
+    def _reduced(self, parameter: Tensor) -> Tensor:
+        self.synchronize()
+        assert parameter.grad is not None
+        return parameter.grad
+
+    @torch.no_grad()
+    def _submit(self, parameter: Tensor) -> None:
+        self._submitted.add(parameter)
+        name = self._planned[parameter]
+        if parameter in self._sparse:
+            if parameter.grad is None:
+                parameter.grad = _empty_sparse(parameter)
+            self._sparse_handles[parameter] = self._optimizer._sparse_allreduce_grad_async(
+                parameter, f"{self._prefix}.{name}"
+            )[0]
+        elif parameter in self._dense:
+            self._submit_dense(parameter, name)
+        else:
+            assert self.pipeline is not None
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                gradient = gradient.to_dense()
+            bucket = self.pipeline.arrive(name, gradient)
+            if bucket is not None:
+                self._launch(self.pipeline, bucket)
+
+    def _launch(self, pipeline: Pipeline, bucket: Bucket) -> None:
+        message = pipeline.message(bucket)
+        self._gathers[bucket.name] = gather_async(message, f"{self._prefix}.{bucket.name}", self._process_set)
+
+    def _submit_dense(self, parameter: Tensor, name: str) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        tensor = gradient.to(_wire_dtype(gradient)).contiguous()
+        predivide = self._optimizer.gradient_predivide_factor
+        wait = allreduce_async(tensor, f"{self._prefix}.{name}", self._optimizer.op, predivide, self._process_set)
+        self._allreduces[parameter] = (tensor, wait)
+
+    # --- reduced gradients out ---
+
+    def synchronize(self) -> None:
+        """Reduce all gradients and leave the results in `.grad`. A second call without new gradients does nothing."""
+        optimizer = self._optimizer
+        fresh = bool(optimizer._handles) or not optimizer._synchronized
+        if self.active and fresh:
+            self._check_world()
+            self._adopt()
+            if len(self._planned) < len(optimizer._requires_update):
+                self._extend_plan()
+            for parameter in self._planned:
+                if parameter not in self._submitted:
+                    self._submit(parameter)
+            self._finish()
+            for parameter in optimizer._allreduce_delay:
+                optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
+            for group in optimizer._group_counts:
+                optimizer._group_counts[group] = 0
+        optimizer._handles.clear()
+        optimizer._synchronized = True
+
+    def _check_world(self) -> None:
+        if self.pipeline is not None and self._process_set.size() != self.pipeline.world:
+            raise RuntimeError(
+                f"rank {mpi_ops.rank()}: the number of workers changed from {self.pipeline.world} to "
+                f"{self._process_set.size()}, which this version does not follow; save compression.state_dict(), build the "
+                "optimizer again on every worker, and load it"
+            )
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        pipeline = self.pipeline
+        assert pipeline is not None
+        divisor = float(pipeline.world) if self._optimizer.op == mpi_ops.Average else 1.0
+        for bucket in pipeline.buckets:
+            pipeline.reduce(bucket, self._gathers[bucket.name](), divisor, self._write)
+        for parameter, (tensor, wait) in self._allreduces.items():
+            wait()
+            _replace_gradient(parameter, tensor)
+        for parameter, wait in self._sparse_handles.items():
+            parameter.grad = wait()
+        self._gathers.clear()
+        self._allreduces.clear()
+        self._sparse_handles.clear()
+        self._submitted.clear()
+
+    def _write(self, slot: Slot, parts: list[Entries] | None) -> None:
+        parameter = self._compressed[slot.name]
+        gradient = parameter.grad
+        in_place = (
+            gradient is not None
+            and not gradient.is_sparse
+            and gradient.is_contiguous()
+            and gradient.dtype in (torch.float32, torch.float64)
+        )
+        if in_place:
+            assert gradient is not None
+            flat = gradient.view(-1).zero_()
+        else:
+            # Half-precision sums are rounded once, at the end, and not after every rank.
+            wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            flat = torch.zeros(parameter.numel(), dtype=wide, device=parameter.device)
+        if parts is None:
+            flat.fill_(torch.nan)
+        else:
+            for entries in parts:
+                self._ops.scatter_add(flat, entries.indices, entries.values)
+        if not in_place:
+            _replace_gradient(parameter, flat.view(parameter.shape))
+
+    # --- which parameters, and how ---
+
+    def _adopt(self) -> None:
+        """Hook parameters that stock Horovod would ignore: added groups, and those that require gradients only now."""
+        optimizer = self._optimizer
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and parameter not in optimizer._requires_update:
+                    optimizer._parameter_names.setdefault(parameter, f"allreduce.noname.{number}.{position}")
+                    optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
+                    if optimizer._groups is not None:
+                        optimizer._p_to_group[parameter] = (parameter,)
+                        optimizer._group_counts[(parameter,)] = 0
+                    optimizer._requires_update.add(parameter)
+                    accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+                    accumulator.register_hook(optimizer._make_hook(parameter))
+                    optimizer._grad_accs.append(accumulator)
+
+    def parameters_added(self) -> None:
+        """Called when the optimizer has got another group of parameters."""
+        if self.active:
+            self._adopt()
+
+    def _extend_plan(self) -> None:
+        optimizer = self._optimizer
+        new = {
+            parameter: optimizer._parameter_names[parameter]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter in optimizer._requires_update and parameter not in self._planned
+        }
+        sparse = self._agree(new)
+        if self.pipeline is None:
+            process_set = self._process_set
+            self.pipeline = Pipeline(
+                self._ops,
+                self.compressor,
+                world=process_set.size(),
+                position=process_set.rank(),
+                rank=mpi_ops.rank(),
+            )
+        compressed = {}
+        for parameter, name in new.items():
+            if name in sparse:
+                self._sparse.add(parameter)
+            elif parameter.numel() < self.compressor.min_numel:
+                self._dense.add(parameter)
+            else:
+                compressed[name] = parameter
+        groups = {group: number for number, group in enumerate(dict.fromkeys(optimizer._p_to_group.values()))}
+        described = [
+            Parameter(
+                name,
+                tuple(parameter.shape),
+                self.compressor.residual_dtype_of(parameter),
+                str(parameter.device),
+                groups[optimizer._p_to_group[parameter]] if groups else None,
+            )
+            for name, parameter in compressed.items()
+        ]
+        self.pipeline.add_buckets(plan(described, self.compressor), compressed.__getitem__)
+        self._planned.update(new)
+        self._compressed.update(compressed)
+        self.pipeline.dense_bytes_sent = sum(
+            dense_allreduce_bytes(parameter.numel(), _wire_dtype(parameter).itemsize, self.pipeline.world)
+            for parameter in self._dense
+        )
+        if self._pending_state is not None:
+            self.pipeline.load_state_dict(self._pending_state)
+            self._pending_state = None
+
+    def _agree(self, new: Mapping[Tensor, str]) -> set[str]:
+        """Compare settings and parameters with the other ranks; return the names whose gradients are sparse anywhere."""
+        optimizer = self._optimizer
+        parameters = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in new.items()]
+        mine = {
+            "compression": repr(self.compressor),
+            "parameters": f"{len(parameters)} with digest {hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]}",
+            "op": optimizer.op.id if hasattr(optimizer.op, "id") else int(optimizer.op),
+            "sparse_as_dense": bool(optimizer.sparse_as_dense),
+        }
+        sparse = [
+            name
+            for parameter, name in new.items()
+            if not optimizer.sparse_as_dense and parameter.grad is not None and parameter.grad.is_sparse
+        ]
+        self._agreements += 1
+        everyone = gather_json([mine, sparse], f"{self._prefix}.agree.{self._agreements}", self._process_set)
+        for position, (theirs, _) in enumerate(everyone):
+            different = {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
+            if different:
+                raise ValueError(
+                    f"rank {mpi_ops.rank()}: all ranks must run the same model with the same compression, but worker "
+                    f"{position} of the process set differs (mine, theirs): {different}"
+                )
+        return {name for _, names in everyone for name in names}
+
+    # --- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """The pipeline's state and the names of the parameters with sparse gradients, which have none."""
+        if self._pending_state is not None:
+            return dict(self._pending_state)
+        if self.pipeline is None:
+            return {"version": 1, "residuals": {}, "adaptive": {}, "sparse": []}
+        sparse = sorted(self._planned[parameter] for parameter in self._sparse)
+        return {**self.pipeline.state_dict(), "sparse": sparse}
+
+    def load_compression_state(self, state: Mapping[str, Any]) -> None:
+        """Load now, or, before the first step, when the buckets are made."""
+        if self.pipeline is not None:
+            self.pipeline.load_state_dict(state)
+            return
+        self._check_early(state)
+        self._pending_state = state if state["residuals"] else None
+
+    def _check_early(self, state: Mapping[str, Any]) -> None:
+        """Find a wrong state when it is loaded, not in the middle of the first step."""
+        optimizer = self._optimizer
+        expected = {
+            name: tuple(parameter.shape)
+            for parameter, name in optimizer._parameter_names.items()
+            if parameter in optimizer._requires_update
+            and parameter.numel() >= self.compressor.min_numel
+            and name not in state["sparse"]
+        }
+        got = {name: tuple(residual.shape) for name, residual in state["residuals"].items()}
+        if self.active and got and got != expected:
+            wrong = sorted(name for name in got.keys() | expected.keys() if got.get(name) != expected.get(name))
+            raise ValueError(
+                f"residuals must be those of this model's compressed parameters; missing, unexpected or of another shape: "
+                f"{wrong}; load a state saved with the same model and the same min_numel"
+            )
+
+    def reset(self) -> None:
+        """Forget residuals, adaptive state and statistics."""
+        self._pending_state = None
+        if self.pipeline is not None:
+            self.pipeline.reset()
+
+
+def check_arguments(op: Any, groups: Any, compressor: TorchCompressor) -> None:
+    """Refuse what a sparse exchange cannot honour."""
+    if op == mpi_ops.Adasum:
+        raise ValueError(
+            "op must be hvd.Average or hvd.Sum with a sparsifier, got hvd.Adasum: Adasum weighs whole gradients by the "
+            "angle between them, which selected entries do not have; use op=hvd.Average or hvd.Compression.none"
+        )
+    if op not in (mpi_ops.Average, mpi_ops.Sum):
+        raise ValueError(
+            f"op must be hvd.Average or hvd.Sum with a sparsifier, got {op!r}: entries that a rank did not select are "
+            "unknown, not zero; use hvd.Compression.none"
+        )
+    if groups is not None and compressor.granularity != "bucket":
+        raise ValueError(
+            f"groups= makes every group one bucket, but compression has granularity={compressor.granularity!r}; "
+            "use granularity='bucket', or leave groups= out"
+        )
+
+
+def _wire_dtype(tensor: Tensor) -> torch.dtype:
+    """Of a dense allreduce: Horovod reduces no bfloat16, and small tensors can afford float32."""
+    return torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
+
+
+def _empty_sparse(parameter: Tensor) -> Tensor:
+    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape)
+
+
+def _replace_gradient(parameter: Tensor, dense: Tensor) -> None:
+    """Put a reduced gradient where the optimizer looks for it, in the layout that the gradient had."""
+    gradient = parameter.grad
+    if gradient is None:
+        parameter.grad = dense.to(parameter.dtype)
+    elif gradient.is_sparse:
+        parameter.grad = dense.to(gradient.dtype).to_sparse()
+    elif gradient.data_ptr() != dense.data_ptr():
+        gradient.copy_(dense)

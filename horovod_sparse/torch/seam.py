@@ -1,0 +1,221 @@
+"""The one seam to stock Horovod: `_DistributedOptimizer`'s methods, extended in place.
+
+`hvd.DistributedOptimizer` copies the methods of `horovod.torch.optimizer._DistributedOptimizer` into a new class at each
+call, so extending them once reaches every later optimizer, however it was imported. Without one of our compressors
+an extended method does exactly what it did. In our path it also lacks these defects of the stock methods: no
+`set_to_none` in `zero_grad`, a closure that `step` evaluates after the reduction, parameter groups that are added
+later and never reduced.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import horovod
+from horovod.torch import optimizer as horovod_optimizer
+
+from horovod_sparse.torch.compressors import TorchCompressor
+from horovod_sparse.torch.reducer import Reducer, check_arguments
+
+_SIGNATURES = {
+    "__init__": (
+        "self", "params", "named_parameters", "compression", "backward_passes_per_step", "op",
+        "gradient_predivide_factor", "groups", "sparse_as_dense", "process_set",
+    ),
+    "_register_hooks": ("self",),
+    "_make_hook": ("self", "p"),
+    "_allreduce_grad_async": ("self", "p"),
+    "_grouped_allreduce_grad_async": ("self", "ps"),
+    "_sparse_allreduce_grad_async": ("self", "p", "name"),
+    "synchronize": ("self",),
+    "step": ("self", "closure"),
+    "zero_grad": ("self",),
+    "load_state_dict": ("self", "args", "kwargs"),
+}  # fmt: skip
+_ATTRIBUTES = (
+    "_compression", "_parameter_names", "_allreduce_delay", "_handles", "_grad_accs", "_requires_update", "_synchronized",
+    "_should_synchronize", "_groups", "_p_to_group", "_group_counts",
+)  # fmt: skip
+
+_replaced: list[tuple[type, str, Any]] = []
+"""(class, name, stock method or None) of everything that is extended now; empty when nothing is."""
+
+
+def check_contract(optimizer_class: type) -> None:
+    """Raise ImportError unless the class has the methods and attributes that the extension relies on."""
+    problems = []
+    for name, expected in _SIGNATURES.items():
+        method = vars(optimizer_class).get(name)
+        found = tuple(inspect.signature(method).parameters) if method is not None else None
+        if found != expected:
+            got = f"has {name}({', '.join(found)})" if found is not None else f"has no method {name}"
+            problems.append(f"{got}, expected {name}({', '.join(expected)})")
+    init = vars(optimizer_class).get("__init__")
+    if init is not None:
+        names = inspect.unwrap(init).__code__.co_names
+        problems += [f"__init__ does not set {name}" for name in _ATTRIBUTES if name not in names]
+    if problems:
+        raise ImportError(
+            f"horovod_sparse extends {optimizer_class.__module__}.{optimizer_class.__name__} as it is in Horovod 0.28.1, but "
+            f"Horovod {horovod.__version__} is installed, where it {'; '.join(problems)}. Install horovod==0.28.1 "
+            "(docker/build_horovod.sh builds it)"
+        )
+
+
+def install() -> None:
+    """Extend stock Horovod; a second call does nothing."""
+    if _replaced:
+        return
+    check_contract(horovod_optimizer._DistributedOptimizer)
+    for name, extend in _EXTENSIONS.items():
+        _replace(horovod_optimizer._DistributedOptimizer, name, extend)
+    _replace(horovod_optimizer._DistributedAdasumOptimizer, "__init__", _refuse_adasum)
+
+
+def uninstall() -> None:
+    """Put stock Horovod's methods back. Optimizers made before keep what they have."""
+    while _replaced:
+        cls, name, stock = _replaced.pop()
+        if stock is None:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, stock)
+
+
+Method = Callable[..., Any]
+
+
+def _replace(cls: type, name: str, extend: Callable[[Any], Method]) -> None:
+    stock = vars(cls).get(name)
+    method = extend(stock)
+    _replaced.append((cls, name, stock))
+    setattr(cls, name, method if stock is None else functools.wraps(stock)(method))
+
+
+def _reducer(optimizer: Any) -> Reducer | None:
+    reducer: Reducer | None = vars(optimizer).get("_sparse_reducer")
+    return reducer
+
+
+# Each takes the stock method and returns its extension.
+
+
+def _init(stock: Method) -> Method:
+    def extended(self: Any, params: Any, named_parameters: Any, compression: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(compression, type) and issubclass(compression, TorchCompressor):
+            raise TypeError(
+                f"compression must be an instance, such as {compression.__name__}(...), got the class itself"
+            )
+        stock(self, params, named_parameters, compression, *args, **kwargs)
+        if isinstance(compression, TorchCompressor):
+            self._sparse_reducer = Reducer(self, compression)
+
+    return extended
+
+
+def _refuse_adasum(stock: Method) -> Method:
+    def extended(self: Any, params: Any, named_parameters: Any, compression: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(compression, TorchCompressor):
+            check_arguments(horovod_optimizer.Adasum, None, compression)
+        stock(self, params, named_parameters, compression, *args, **kwargs)
+
+    return extended
+
+
+def _allreduce_grad_async(stock: Method) -> Method:
+    def extended(self: Any, p: Any) -> Any:
+        reducer = _reducer(self)
+        return stock(self, p) if reducer is None else (reducer.submit(p), None)
+
+    return extended
+
+
+def _grouped_allreduce_grad_async(stock: Method) -> Method:
+    def extended(self: Any, ps: Any) -> Any:
+        reducer = _reducer(self)
+        if reducer is None:
+            return stock(self, ps)
+        return tuple(reducer.submit(p) for p in ps), None
+
+    return extended
+
+
+def _synchronize(stock: Method) -> Method:
+    def extended(self: Any) -> None:
+        reducer = _reducer(self)
+        if reducer is None:
+            stock(self)
+        else:
+            reducer.synchronize()
+
+    return extended
+
+
+def _step(stock: Method) -> Method:
+    def extended(self: Any, closure: Any = None) -> Any:
+        if closure is None or _reducer(self) is None:
+            return stock(self, closure)
+
+        def reduced_closure() -> Any:
+            loss = closure()
+            if self._should_synchronize:
+                self.synchronize()
+            return loss
+
+        try:
+            return super(self.__class__, self).step(reduced_closure)
+        finally:
+            self._synchronized = False
+
+    return extended
+
+
+def _zero_grad(stock: Method) -> Method:
+    def extended(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _reducer(self) is None:
+            # Stock Horovod takes no argument; its error for one stays its own.
+            stock(self, *args, **kwargs)
+        elif self._handles:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(): the gradients are being reduced. Call it before loss.backward()"
+            )
+        else:
+            super(self.__class__, self).zero_grad(*args, **kwargs)
+
+    return extended
+
+
+def _add_param_group(stock: None) -> Method:
+    def extended(self: Any, param_group: dict[str, Any]) -> None:
+        super(self.__class__, self).add_param_group(param_group)
+        reducer = _reducer(self)
+        if reducer is not None:
+            reducer.parameters_added()
+
+    return extended
+
+
+def _load_state_dict(stock: Method) -> Method:
+    def extended(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _reducer(self) is not None and self._handles:
+            # What is under way must arrive before the handles are dropped.
+            self.synchronize()
+        stock(self, *args, **kwargs)
+
+    return extended
+
+
+_EXTENSIONS: dict[str, Callable[[Any], Method]] = {
+    "__init__": _init,
+    "_allreduce_grad_async": _allreduce_grad_async,
+    "_grouped_allreduce_grad_async": _grouped_allreduce_grad_async,
+    "synchronize": _synchronize,
+    "step": _step,
+    "zero_grad": _zero_grad,
+    "add_param_group": _add_param_group,
+    "load_state_dict": _load_state_dict,
+}

@@ -1,0 +1,82 @@
+"""What a compressor does outside an optimizer, and as an object."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from horovod.torch.compression import Compressor as HorovodCompressor
+
+from horovod_sparse.torch import NoOp, SIDCo, TopK
+
+EVERY = [TopK(0.1), SIDCo(0.1), SIDCo(0.1, distribution="gamma"), SIDCo(0.1, distribution="gpareto"), NoOp()]
+
+
+@pytest.mark.parametrize("compression", EVERY, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.filterwarnings("ignore:.*outside hvd.DistributedOptimizer")
+def test_compress_zeroes_what_is_not_selected(compression: Any, dtype: torch.dtype) -> None:
+    assert isinstance(compression, HorovodCompressor)
+    tensor = torch.randn(40, 50, generator=torch.Generator().manual_seed(0)).to(dtype).t()
+    before = tensor.clone()
+    kept, ctx = compression.compress(tensor)
+    assert ctx is None
+    assert kept.shape == tensor.shape and kept.dtype == dtype
+    assert torch.equal(tensor, before), "the caller's tensor is untouched"
+    selected = kept != 0
+    assert torch.equal(kept[selected], tensor[selected])
+    assert 0.7 * compression.ratio <= selected.float().mean().item() <= 1.25 * compression.ratio
+    left = tensor[~selected].abs()
+    assert left.numel() == 0 or tensor[selected].abs().min() >= left.max()
+    assert compression.decompress(kept, ctx) is kept
+
+
+@pytest.mark.filterwarnings("ignore:.*outside hvd.DistributedOptimizer")
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(1000),
+        torch.randn(255),
+        torch.empty(0),
+        torch.tensor(3.0),
+        torch.full((1000,), torch.nan),
+        torch.full((1000,), torch.inf),
+        torch.eye(30).to_sparse(),
+    ],
+    ids=["integers", "small", "empty", "scalar", "nan", "inf", "sparse"],
+)
+def test_compress_leaves_alone_what_it_cannot_compress(tensor: torch.Tensor) -> None:
+    assert TopK(0.1).compress(tensor)[0] is tensor
+
+
+def test_compress_says_that_it_saves_nothing() -> None:
+    with pytest.warns(UserWarning, match="TopK was called by Horovod outside hvd.DistributedOptimizer"):
+        TopK(0.1).compress(torch.randn(300))
+
+
+def test_a_compressor_without_an_optimizer() -> None:
+    compression = SIDCo(0.1)
+    assert compression.stats().steps == 0 and compression.residual_bytes == 0
+    for call in (compression.state_dict, compression.reset, lambda: compression.load_state_dict({})):
+        with pytest.raises(RuntimeError, match=r"SIDCo\(.*\) serves no optimizer yet; pass it to"):
+            call()
+
+
+def test_copies_have_the_settings_and_serve_nobody() -> None:
+    compression = SIDCo(0.1, distribution="gamma", capacity=3.0)
+    compression.bind(object())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"already serves another.*copy.deepcopy"):
+        compression.bind(object())  # type: ignore[arg-type]
+    for other in (copy.copy(compression), copy.deepcopy(compression), pickle.loads(pickle.dumps(compression))):
+        assert repr(other) == repr(compression)
+        other.bind(object())  # type: ignore[arg-type]
+
+
+def test_importing_warns_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SIDCo(0.1)
