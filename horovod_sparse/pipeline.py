@@ -6,7 +6,6 @@ in the memory that the reduced gradients are written to. Imports no framework.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,9 +13,10 @@ from typing import Any, NamedTuple
 from horovod_sparse import wire
 from horovod_sparse.buckets import Layout, Slot
 from horovod_sparse.compressors.base import BucketState, Compressor
+from horovod_sparse.cost import allgather_bytes
 from horovod_sparse.ops import Array, Ops
 from horovod_sparse.residuals import Residuals
-from horovod_sparse.statistics import Stats, StepStats, Tally
+from horovod_sparse.statistics import Counts, Stats, StepStats, Tally
 
 
 class Entries(NamedTuple):
@@ -104,17 +104,21 @@ class Pipeline:
         bucket.missing = {slot.name for slot in bucket.layout.slots}
         numel = bucket.layout.numel
         asked, capacity = self.compressor.asked(numel), self.compressor.room(numel)
+        on_the_wire = allgather_bytes(capacity, self.world)
         if not bucket.finite:
             bucket.finite = True
-            bucket.tally.add(asked, 0, 0, math.nan, 0, capacity, self.world)
+            if not self.compressor.residual:
+                bucket.buffer[:] = 0
+            bucket.tally.add(Counts(asked, threshold=bucket.state.threshold, bytes_each_way=on_the_wire))
             return self.ops.pack_not_finite(bucket.buffer, capacity)
-        selection = self.compressor.select(self.ops, bucket.buffer, asked, capacity, bucket.state)
+        state = bucket.state
+        selection = self.compressor.select(self.ops, bucket.buffer, asked, capacity, state)
         values = self.ops.take(bucket.buffer, selection.indices)
         if not self.compressor.residual:
             bucket.buffer[:] = 0
-        state = bucket.state
+        count = len(selection.indices)
         bucket.tally.add(
-            asked, len(selection.indices), selection.found, state.threshold, state.stages, capacity, self.world
+            Counts(asked, count, selection.found - count, state.threshold, state.stages, bytes_each_way=on_the_wire)
         )
         return self.ops.pack(selection.indices, values, capacity)
 
@@ -178,15 +182,9 @@ class Pipeline:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, on the same model; the buckets may differ. Strict."""
-        if state.get("version") != 1:
-            raise ValueError(
-                f"state must have version 1, got {state.get('version')!r}; it was saved by another release"
-            )
+        check_version(state)
         self.residuals.check_state(state["residuals"])
-        if state["adaptive"].keys() != state["residuals"].keys():
-            raise ValueError(
-                "state['adaptive'] must name the same parameters as state['residuals']; the state is damaged"
-            )
+        check_adaptive(state)
         self.residuals.load_state_dict(state["residuals"])
         for bucket in self.buckets:
             bucket.state.load_state_dict(state["adaptive"][bucket.name])
@@ -197,3 +195,15 @@ class Pipeline:
         for bucket in self.buckets:
             bucket.state = self.compressor.new_state()
             bucket.tally = Tally()
+
+
+def check_version(state: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a state was saved by a release that saves what this one loads."""
+    if state.get("version") != 1:
+        raise ValueError(f"state must have version 1, got {state.get('version')!r}; it was saved by another release")
+
+
+def check_adaptive(state: Mapping[str, Any]) -> None:
+    """Raise ValueError unless adaptive state and residuals name the same parameters."""
+    if state["adaptive"].keys() != state["residuals"].keys():
+        raise ValueError("state['adaptive'] must name the same parameters as state['residuals']; the state is damaged")

@@ -6,9 +6,9 @@ A step only adds a few Python numbers that are known anyway; everything else is 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-
-from horovod_sparse.cost import allgather_bytes
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -75,29 +75,53 @@ class Stats:
     mean: StepStats
 
 
+@dataclass(frozen=True)
+class Counts:
+    """What is known of one bucket after one step; or sums of that."""
+
+    asked: float = 0
+    count: float = 0
+    overflow: float = 0
+    threshold: float = 0.0
+    stages: float = 0
+    bytes_each_way: float = 0
+
+    def combine(self, function: Callable[[float, float], float], other: Counts) -> Counts:
+        """A field-by-field combination."""
+        return Counts(*(function(getattr(self, f.name), getattr(other, f.name)) for f in fields(Counts)))
+
+
 @dataclass
 class Tally:
-    """Running sums of one bucket."""
+    """The last step and the running sums of one bucket."""
 
     steps: int = 0
-    last: tuple[int, int, int, float, int, int] = (0, 0, 0, math.nan, 0, 0)
-    """asked, count, overflow, threshold, stages, bytes: one way."""
-    sums: tuple[float, ...] = (0.0,) * 6
+    last: Counts = Counts()
+    sums: Counts = Counts()
 
-    def add(self, asked: int, count: int, found: int, threshold: float, stages: int, capacity: int, world: int) -> None:
+    def add(self, counts: Counts) -> None:
         """Take in one step."""
         self.steps += 1
-        self.last = (asked, count, max(found - count, 0), threshold, stages, allgather_bytes(capacity, world))
-        self.sums = tuple(total + value for total, value in zip(self.sums, self.last, strict=True))
+        self.last = counts
+        self.sums = self.sums.combine(operator.add, counts)
 
     def stats(self, name: str, numel: int, residual_norm: float) -> tuple[BucketStats, BucketStats]:
         """The last step and the mean over all steps."""
-        mean = tuple(total / max(self.steps, 1) for total in self.sums)
-        return self._stats(name, numel, self.last, residual_norm), self._stats(name, numel, mean, math.nan)
+        number = max(self.steps, 1)
+        mean = self.sums.combine(lambda total, _: total / number, self.sums)
+        return _bucket_stats(name, numel, self.last, residual_norm), _bucket_stats(name, numel, mean, math.nan)
 
-    @staticmethod
-    def _stats(name: str, numel: int, values: tuple[float, ...], residual_norm: float) -> BucketStats:
-        asked, count, overflow, threshold, stages, sent = values
-        return BucketStats(
-            name, float(numel), asked, count, threshold, stages, overflow, sent, sent, residual_norm=residual_norm
-        )
+
+def _bucket_stats(name: str, numel: int, counts: Counts, residual_norm: float) -> BucketStats:
+    return BucketStats(
+        name=name,
+        numel=numel,
+        asked=counts.asked,
+        count=counts.count,
+        threshold=counts.threshold,
+        stages=counts.stages,
+        overflow=counts.overflow,
+        bytes_sent=counts.bytes_each_way,
+        bytes_received=counts.bytes_each_way,
+        residual_norm=residual_norm,
+    )

@@ -45,16 +45,18 @@ class SIDCo(Compressor):
 
     Departures from the paper, each for a measured failure: the fit sees only non-zero entries (padding and dead units have
     no distribution); the gamma fit inverts exactly instead of by its closed form; `stages="auto"` starts from 3, because one
-    stage starves under error feedback; an estimate that is off by more than a factor 2 is replaced by a threshold
-    found by counting, so that no bucket starves or floods while M adapts; at least one entry is sent unless all are zero.
+    stage starves under error feedback; by default each later stage aims by the number of entries that are really left,
+    `r_m = (k/n_m)^(1/(stages to go))`, so that an error of an earlier one is made good; an estimate that is off by more
+    than a factor 2 is replaced by a threshold found by counting, so that no bucket starves or floods while M adapts; at
+    least one entry is sent unless all are zero.
 
     Args:
         ratio: fraction of entries to send, in (0, 1].
         distribution: "exponential" (SIDCo-E), "gamma" (SIDCo-GP: gamma first, generalised Pareto later) or "gpareto"
             (SIDCo-P).
         stages: M, an int in [1, 64], or "auto" to let it follow the achieved count, per bucket.
-        adapt: with "auto", the rule for M: "paper", or "robust", which also copes with heavy tails and aims each stage
-            by the number of entries that are actually left.
+        adapt: "robust" aims each later stage by the entries that are left, and lets M also move against the paper's
+            direction, which is wrong for heavy tails; "paper" has the same r in every stage and the paper's rule for M.
         others: those of `Compressor`. Message room is 1.25 k unless `capacity` says otherwise.
     """
 
@@ -66,7 +68,7 @@ class SIDCo(Compressor):
         *,
         distribution: Distribution = "exponential",
         stages: int | Literal["auto"] = "auto",
-        adapt: Rule = "paper",
+        adapt: Rule = "robust",
         **settings: Any,
     ) -> None:
         super().__init__(ratio, **settings)

@@ -31,12 +31,16 @@ class TorchCompressor(Compressor, HorovodCompressor):  # type: ignore[misc]
 
     def bind(self, reducer: Reducer) -> None:
         """Called by the optimizer that this compressor is given to; a second one is refused."""
+        self.check_free()
+        self._reducer = reducer
+
+    def check_free(self) -> None:
+        """Raise ValueError when this compressor serves an optimizer already."""
         if self._reducer is not None:
             raise ValueError(
                 f"compression must serve one optimizer, but {self!r} already serves another, whose residuals it would "
                 "mix in; give this optimizer a compressor of its own, for instance copy.deepcopy(compression)"
             )
-        self._reducer = reducer
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, None]:
         """The tensor with everything but the selected entries zero; a new tensor of the same shape and dtype.
@@ -51,12 +55,11 @@ class TorchCompressor(Compressor, HorovodCompressor):  # type: ignore[misc]
         compressible = tensor.is_floating_point() and not tensor.is_sparse and numel >= max(self.min_numel, 1)
         if not compressible or not ops.all_finite(tensor):
             return tensor, None
-        flat = tensor.detach().reshape(-1)
-        wide = flat.to(getattr(torch, self.residual_dtype_of(flat)))
+        flat = tensor.reshape(-1)
+        wide = flat.detach().to(getattr(torch, self.residual_dtype_of(flat)))
         chosen = self.select(ops, wide, self.asked(numel), self.room(numel), self.new_state()).indices
-        kept = torch.zeros_like(flat)
-        kept[chosen] = flat[chosen]
-        return kept.view(tensor.shape), None
+        # Differentiable, as Horovod's own compressors are.
+        return torch.zeros_like(flat).scatter(0, chosen, flat[chosen]).view(tensor.shape), None
 
     def decompress(self, tensor: Tensor, ctx: None) -> Tensor:
         """The tensor as it is."""

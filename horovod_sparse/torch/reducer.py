@@ -7,6 +7,7 @@ instead of hanging, and the embeddings with sparse gradients are known to all.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import warnings
@@ -20,15 +21,16 @@ from torch import Tensor
 
 from horovod_sparse.buckets import Parameter, Slot, plan
 from horovod_sparse.cost import dense_allreduce_bytes
-from horovod_sparse.pipeline import Bucket, Entries, Pipeline
+from horovod_sparse.pipeline import Bucket, Entries, Pipeline, check_adaptive, check_version
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import allreduce_async, gather_async, gather_json
 from horovod_sparse.torch.ops import TorchOps
 
 _FORCE = "HOROVOD_SPARSE_FORCE"
 
-# Optimizers made so far per process set. All ranks make theirs in the same order, so the number names one everywhere.
-_made: Counter[int] = Counter()
+# Optimizers made so far per process set. All its ranks make theirs in the same order, so the number names one everywhere.
+# The ranks are part of the key because Horovod gives the number of a removed set to the next one that is added.
+_made: Counter[tuple[int, ...]] = Counter()
 
 
 class Reducer:
@@ -48,13 +50,16 @@ class Reducer:
         self._ops = TorchOps()
         self._process_set = optimizer.process_set
         set_id = self._process_set.process_set_id
-        self._prefix = f"horovod_sparse.{set_id}.{_made[set_id]}"
-        _made[set_id] += 1
+        key = (set_id, *self._process_set.ranks)
+        self._prefix = f"horovod_sparse.{set_id}.{_made[key]}"
+        _made[key] += 1
         self._agreements = 0
         self._compressed: dict[str, Tensor] = {}
         self._dense: set[Tensor] = set()
         self._sparse: set[Tensor] = set()
         """Embeddings whose gradients are sparse tensors: Horovod's own path."""
+        self._sparse_as_dense: set[Tensor] = set()
+        """Those that are compressed, and whose reduced gradients are sparse tensors again on every rank."""
         self._planned: dict[Tensor, str] = {}
         self._submitted: set[Tensor] = set()
         self._gathers: dict[str, Callable[[], Tensor]] = {}
@@ -164,7 +169,7 @@ class Reducer:
             pipeline.reduce(bucket, self._gathers[bucket.name](), divisor, self._write)
         for parameter, (tensor, wait) in self._allreduces.items():
             wait()
-            _replace_gradient(parameter, tensor)
+            self._replace_gradient(parameter, tensor)
         for parameter, wait in self._sparse_handles.items():
             parameter.grad = wait()
         self._gathers.clear()
@@ -177,6 +182,7 @@ class Reducer:
         gradient = parameter.grad
         in_place = (
             gradient is not None
+            and parameter not in self._sparse_as_dense
             and not gradient.is_sparse
             and gradient.is_contiguous()
             and gradient.dtype in (torch.float32, torch.float64)
@@ -194,7 +200,18 @@ class Reducer:
             for entries in parts:
                 self._ops.scatter_add(flat, entries.indices, entries.values)
         if not in_place:
-            _replace_gradient(parameter, flat.view(parameter.shape))
+            self._replace_gradient(parameter, flat.view(parameter.shape))
+
+    def _replace_gradient(self, parameter: Tensor, dense: Tensor) -> None:
+        """Put a reduced gradient where the optimizer looks for it, in the layout that the gradient had."""
+        gradient = parameter.grad
+        if parameter in self._sparse_as_dense or (gradient is not None and gradient.is_sparse):
+            # On all ranks alike: optimizers round sparse and dense gradients differently.
+            parameter.grad = dense.to(parameter.dtype).to_sparse()
+        elif gradient is None:
+            parameter.grad = dense.to(parameter.dtype)
+        elif gradient.data_ptr() != dense.data_ptr():
+            gradient.copy_(dense)
 
     # --- which parameters, and how ---
 
@@ -239,9 +256,12 @@ class Reducer:
             )
         compressed = {}
         for parameter, name in new.items():
-            if name in sparse:
+            if name in sparse and not optimizer.sparse_as_dense:
                 self._sparse.add(parameter)
-            elif parameter.numel() < self.compressor.min_numel:
+                continue
+            if name in sparse:
+                self._sparse_as_dense.add(parameter)
+            if parameter.numel() < max(self.compressor.min_numel, 1):
                 self._dense.add(parameter)
             else:
                 compressed[name] = parameter
@@ -271,17 +291,16 @@ class Reducer:
         """Compare settings and parameters with the other ranks; return the names whose gradients are sparse anywhere."""
         optimizer = self._optimizer
         parameters = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in new.items()]
+        names = optimizer._parameter_names
+        groups = [[names[p] for p in group] for group in dict.fromkeys(optimizer._p_to_group.values())]
         mine = {
             "compression": repr(self.compressor),
-            "parameters": f"{len(parameters)} with digest {hashlib.sha256(repr(parameters).encode()).hexdigest()[:16]}",
+            "parameters": f"{len(parameters)} with digest {_digest(parameters)}",
             "op": optimizer.op.id if hasattr(optimizer.op, "id") else int(optimizer.op),
             "sparse_as_dense": bool(optimizer.sparse_as_dense),
+            "groups": f"{len(groups)} with digest {_digest(groups)}",
         }
-        sparse = [
-            name
-            for parameter, name in new.items()
-            if not optimizer.sparse_as_dense and parameter.grad is not None and parameter.grad.is_sparse
-        ]
+        sparse = [name for parameter, name in new.items() if parameter.grad is not None and parameter.grad.is_sparse]
         self._agreements += 1
         everyone = gather_json([mine, sparse], f"{self._prefix}.agree.{self._agreements}", self._process_set)
         for position, (theirs, _) in enumerate(everyone):
@@ -298,7 +317,7 @@ class Reducer:
     def state_dict(self) -> dict[str, Any]:
         """The pipeline's state and the names of the parameters with sparse gradients, which have none."""
         if self._pending_state is not None:
-            return dict(self._pending_state)
+            return copy.deepcopy(dict(self._pending_state))
         if self.pipeline is None:
             return {"version": 1, "residuals": {}, "adaptive": {}, "sparse": []}
         sparse = sorted(self._planned[parameter] for parameter in self._sparse)
@@ -309,8 +328,10 @@ class Reducer:
         if self.pipeline is not None:
             self.pipeline.load_state_dict(state)
             return
+        check_version(state)
         self._check_early(state)
-        self._pending_state = state if state["residuals"] else None
+        check_adaptive(state)
+        self._pending_state = copy.deepcopy(dict(state)) if state["residuals"] else None
 
     def _check_early(self, state: Mapping[str, Any]) -> None:
         """Find a wrong state when it is loaded, not in the middle of the first step."""
@@ -319,8 +340,8 @@ class Reducer:
             name: tuple(parameter.shape)
             for parameter, name in optimizer._parameter_names.items()
             if parameter in optimizer._requires_update
-            and parameter.numel() >= self.compressor.min_numel
-            and name not in state["sparse"]
+            and parameter.numel() >= max(self.compressor.min_numel, 1)
+            and name not in state.get("sparse", ())
         }
         got = {name: tuple(residual.shape) for name, residual in state["residuals"].items()}
         if self.active and got and got != expected:
@@ -361,18 +382,11 @@ def _wire_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
 
 
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
 def _empty_sparse(parameter: Tensor) -> Tensor:
     indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
     values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
     return torch.sparse_coo_tensor(indices, values, parameter.shape)
-
-
-def _replace_gradient(parameter: Tensor, dense: Tensor) -> None:
-    """Put a reduced gradient where the optimizer looks for it, in the layout that the gradient had."""
-    gradient = parameter.grad
-    if gradient is None:
-        parameter.grad = dense.to(parameter.dtype)
-    elif gradient.is_sparse:
-        parameter.grad = dense.to(gradient.dtype).to_sparse()
-    elif gradient.data_ptr() != dense.data_ptr():
-        gradient.copy_(dense)

@@ -104,20 +104,32 @@ def _reducer(optimizer: Any) -> Reducer | None:
 
 
 def _init(stock: Method) -> Method:
-    def extended(self: Any, params: Any, named_parameters: Any, compression: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(compression, type) and issubclass(compression, TorchCompressor):
-            raise TypeError(
-                f"compression must be an instance, such as {compression.__name__}(...), got the class itself"
-            )
-        stock(self, params, named_parameters, compression, *args, **kwargs)
+    signature = inspect.signature(stock)
+
+    def extended(self: Any, *args: Any, **kwargs: Any) -> None:
+        arguments = signature.bind(self, *args, **kwargs)
+        arguments.apply_defaults()
+        compression, op, groups = (arguments.arguments[name] for name in ("compression", "op", "groups"))
+        # Before stock Horovod registers its hooks, which would outlive a refused optimizer.
+        _refuse_class(compression)
+        if isinstance(compression, TorchCompressor):
+            check_arguments(op, groups, compression)
+            compression.check_free()
+        stock(self, *args, **kwargs)
         if isinstance(compression, TorchCompressor):
             self._sparse_reducer = Reducer(self, compression)
 
     return extended
 
 
+def _refuse_class(compression: Any) -> None:
+    if isinstance(compression, type) and issubclass(compression, TorchCompressor):
+        raise TypeError(f"compression must be an instance, such as {compression.__name__}(...), got the class itself")
+
+
 def _refuse_adasum(stock: Method) -> Method:
     def extended(self: Any, params: Any, named_parameters: Any, compression: Any, *args: Any, **kwargs: Any) -> None:
+        _refuse_class(compression)
         if isinstance(compression, TorchCompressor):
             check_arguments(horovod_optimizer.Adasum, None, compression)
         stock(self, params, named_parameters, compression, *args, **kwargs)
@@ -185,6 +197,8 @@ def _zero_grad(stock: Method) -> Method:
             )
         else:
             super(self.__class__, self).zero_grad(*args, **kwargs)
+            # A step that was left out after synchronize() must not hide that the next one is to be reduced.
+            self._synchronized = False
 
     return extended
 

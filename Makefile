@@ -1,0 +1,33 @@
+# Everything is made on first use: system packages (apt), .venv, Horovod's wheel (minutes, once), this package.
+# PYTHON=python3.12 chooses the interpreter of a new .venv; FRAMEWORKS=torch leaves TensorFlow out (docker/setup.sh).
+.DEFAULT_GOAL := help
+.PHONY: help setup test demo lint types check clean
+export PYTHON FRAMEWORKS HOROVOD_GPU
+
+bin := .venv/bin
+
+help: ## say what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## install everything into .venv; about a second when that is done already
+	@docker/setup.sh
+
+test: setup lint types ## lint, types, then all tests
+	$(bin)/python -m pytest tests
+
+demo: setup ## train a small model on several processes, dense and sparse
+	$(bin)/python examples/demo.py
+
+lint: setup ## ruff: style and layout
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+
+types: setup ## mypy
+	$(bin)/mypy horovod_sparse
+
+check: setup ## say what this machine can do
+	$(bin)/horovod-sparse check
+
+clean: ## remove .venv and what tools left; the cached Horovod wheel stays
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

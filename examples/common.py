@@ -1,0 +1,99 @@
+"""What the examples share: options, choice of compression, traffic, log, check that the workers agree."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from horovod_sparse.cost import dense_allreduce_bytes
+from horovod_sparse.torch import NoOp, SIDCo, TopK
+
+
+def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ratio: float) -> argparse.ArgumentParser:
+    """The options that every example has, with the example's own defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument(
+        "--compression",
+        choices=["none", "fp16", "noop", "topk", "sidco"],
+        default="sidco",
+        help="none and fp16 are Horovod's own; noop sends every gradient entry the sparse way",
+    )
+    parser.add_argument("--ratio", type=float, default=ratio, help="part of the gradient entries to send (topk, sidco)")
+    parser.add_argument(
+        "--distribution",
+        choices=["exponential", "gamma", "gpareto"],
+        default="exponential",
+        help="what sidco fits to the gradient's magnitudes",
+    )
+    parser.add_argument("--epochs", type=int, default=epochs, help="number of evaluations")
+    parser.add_argument("--batch-size", type=int, default=batch_size, help="samples per worker and step")
+    parser.add_argument("--lr", type=float, default=lr, help="learning rate after the warm-up")
+    parser.add_argument("--seed", type=int, default=0)
+    # Not just --log: horovodrun takes that, even behind its command, for an abbreviation of its own options and refuses it.
+    parser.add_argument("--log-file", type=Path, metavar="FILE", help="write a JSON-lines log")
+    return parser
+
+
+def make_compression(args: argparse.Namespace) -> Any:
+    """The object that `hvd.DistributedOptimizer(compression=...)` takes."""
+    if args.compression == "fp16":
+        return hvd.Compression.fp16
+    if args.compression == "noop":
+        return NoOp()
+    if args.compression == "topk":
+        return TopK(ratio=args.ratio)
+    if args.compression == "sidco":
+        return SIDCo(ratio=args.ratio, distribution=args.distribution)
+    return hvd.Compression.none
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one worker sends in one step, mean of the steps so far."""
+
+    bytes_per_step: float
+    ratio: float
+
+
+def measure_traffic(compression: Any, model: torch.nn.Module) -> Traffic:
+    """Counted by the compressor if it is a sparse one, computed for a dense ring allreduce."""
+    if hvd.size() == 1:
+        return Traffic(bytes_per_step=0.0, ratio=1.0)
+    if hasattr(compression, "stats"):
+        mean = compression.stats().mean
+        return Traffic(bytes_per_step=mean.total.bytes_sent + mean.dense_bytes_sent, ratio=mean.total.ratio)
+    itemsize = 2 if compression is hvd.Compression.fp16 else 4
+    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return Traffic(bytes_per_step=dense_allreduce_bytes(numel, itemsize, hvd.size()), ratio=1.0)
+
+
+class RunLog:
+    """JSON lines: one "settings", then one "epoch" per epoch, then one "end". Only rank 0 writes."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = path.open("w", encoding="utf-8") if path is not None and hvd.rank() == 0 else None
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append a line; it is on disk when this returns, so that a run that dies leaves what it had."""
+        if self._file is not None:
+            print(json.dumps({"event": event, **fields}, default=str), file=self._file, flush=True)
+
+
+def check_replicas(model: torch.nn.Module) -> str:
+    """Hash of all parameters; raises if it is not the same on every worker, bit by bit."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    hashes = hvd.allgather_object(digest.hexdigest(), name="parameter_hash")
+    if len(set(hashes)) != 1:
+        listing = ", ".join(f"rank {rank}: {value[:12]}" for rank, value in enumerate(hashes))
+        raise RuntimeError(f"the workers ended with different parameters ({listing})")
+    return hashes[0]

@@ -1,0 +1,217 @@
+"""Train the digits example on two local workers, dense and sparse, and compare accuracy with bytes sent.
+
+    python examples/demo.py
+
+Prints one table and draws one picture. Needs mpirun or horovodrun; a worker is one process with one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).resolve().parent
+TAIL_LINES = 60
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of the demonstration."""
+
+    name: str
+    label: str
+    options: tuple[str, ...]
+    color: str
+    label_side: str = "center"
+    """Which way the curve's label extends from the curve's end, as Matplotlib's horizontal alignment."""
+
+
+RUNS = (
+    Run("fp32", "dense fp32", ("--compression", "none"), "#6b6b6b"),
+    Run("fp16", "dense fp16", ("--compression", "fp16"), "#b08d57", label_side="right"),
+    Run("sidco-0.01", "SIDCo 0.01", ("--compression", "sidco", "--ratio", "0.01"), "#3b7dd8"),
+    Run("sidco-0.001", "SIDCo 0.001", ("--compression", "sidco", "--ratio", "0.001"), "#c2410c"),
+)
+
+
+def launcher(workers: int) -> list[str]:
+    """The command that starts local workers: mpirun where there is one, else horovodrun over Gloo."""
+    if shutil.which("mpirun"):
+        # Workers that wait must leave the core to those that compute, and Open MPI refuses root unless told.
+        root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+        share = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+        return ["mpirun", *root, *share, "-np", str(workers)]
+    # An environment that is not activated is not on PATH, so look beside the interpreter as well.
+    found = shutil.which("horovodrun") or shutil.which("horovodrun", path=str(Path(sys.executable).parent))
+    if found:
+        return [found, "--gloo", "-np", str(workers)]
+    raise SystemExit("the demonstration needs mpirun (Open MPI) or horovodrun (installed with Horovod) on PATH")
+
+
+def worker_environment() -> dict[str, str]:
+    """One thread per worker, Horovod's shortest cycle, and the package from this checkout."""
+    path = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "1", "PYTHONPATH": path}
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher that still runs; asked to end, it ends its workers first."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run_workers(script: Path, options: list[str], *, workers: int, output: Path, timeout: float) -> None:
+    """Run `script` on local workers with their output in a file; ends the demonstration if they fail."""
+    command = [*launcher(workers), sys.executable, str(script), *options]
+    with output.open("w", encoding="utf-8") as file:
+        # In a session of its own, so that an interrupt reaches the launcher through `stop` alone.
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=worker_environment(), start_new_session=True
+        )
+        try:
+            code = process.wait(timeout)
+            outcome = f"ended with exit status {code}"
+        except subprocess.TimeoutExpired:
+            code = None
+            outcome = f"was still running after {timeout:.0f} s and was stopped"
+        finally:
+            stop(process)
+    if code != 0:
+        # A progress bar redraws its line with carriage returns; only its last state is of interest.
+        text = output.read_text(encoding="utf-8", errors="replace")
+        lines = [line.rsplit("\r", 1)[-1] for line in text.split("\n")]
+        tail = "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
+        raise SystemExit(f"\n{' '.join(command)}\n{outcome}. The end of its output ({output}):\n{tail}")
+
+
+def read_epochs(log: Path) -> list[dict[str, Any]]:
+    """The "epoch" lines of a log."""
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line["event"] == "epoch"]
+
+
+def table(epochs: dict[Run, list[dict[str, Any]]]) -> str:
+    """The last epoch of every run, and its bytes against those of the first run."""
+    reference = epochs[RUNS[0]][-1]["bytes_per_step"]
+    layout = "{:<12} {:>8} {:>9} {:>15} {:>12} {:>12}"
+    rows = [
+        layout.format("compression", "ratio", "accuracy", "bytes sent per", "times fewer", "median step"),
+        layout.format("", "sent", "held out", "step and worker", "than fp32", "ms"),
+    ]
+    rows.append("-" * len(rows[0]))
+    for run, lines in epochs.items():
+        last = lines[-1]
+        sent = last["bytes_per_step"]
+        rows.append(
+            layout.format(
+                run.label,
+                f"{last['ratio']:.5f}",
+                f"{last['accuracy']:.2%}",
+                f"{sent:,.0f}",
+                f"{reference / sent:.1f}",
+                f"{1000 * last['step_seconds']:.1f}",
+            )
+        )
+    return "\n".join(rows)
+
+
+def draw(epochs: dict[Run, list[dict[str, Any]]], workers: int, path: Path) -> None:
+    """Held-out accuracy against the bytes that a worker has sent so far, one curve per run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import EngFormatter, PercentFormatter
+
+    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    for run, lines in epochs.items():
+        sent = [line["bytes_per_step"] * line["step"] for line in lines]
+        accuracy = [line["accuracy"] for line in lines]
+        axes.plot(sent, accuracy, color=run.color, linewidth=1.8, marker="o", markersize=2.5)
+        axes.annotate(
+            f"{run.label}\n{accuracy[-1]:.1%}",
+            (sent[-1], accuracy[-1]),
+            xytext=(0, 7),
+            textcoords="offset points",
+            ha=run.label_side,
+            va="bottom",
+            color=run.color,
+            fontsize=9,
+        )
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(EngFormatter(unit="B", sep=" "))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.set_ylim(0, 1.12)
+    axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
+    axes.set_xlabel("bytes sent by one worker since the start (log scale)")
+    axes.set_ylabel("accuracy on held-out images")
+    axes.set_title(f"Handwritten digits, {workers} workers: accuracy for the bytes sent", loc="left", fontsize=11)
+    axes.grid(color="#e5e5e5", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for logs and picture")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--epochs", type=int, help="epochs per run (default: that of the example)")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds after which a run is stopped")
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+
+    print(
+        f"Training examples/torch_digits.py {len(RUNS)} times on {args.workers} workers "
+        f"({launcher(args.workers)[0]}), same settings and seed.",
+        flush=True,
+    )
+    epochs: dict[Run, list[dict[str, Any]]] = {}
+    for number, run in enumerate(RUNS, start=1):
+        print(f"[{number}/{len(RUNS)}] {run.label:<12}", end=" ", flush=True)
+        started = time.perf_counter()
+        log = args.output / f"{run.name}.jsonl"
+        options = [*run.options, "--log-file", str(log)]
+        if args.epochs is not None:
+            options += ["--epochs", str(args.epochs)]
+        run_workers(
+            EXAMPLES / "torch_digits.py",
+            options,
+            workers=args.workers,
+            output=args.output / f"{run.name}.txt",
+            timeout=args.timeout,
+        )
+        epochs[run] = read_epochs(log)
+        print(
+            f"accuracy {epochs[run][-1]['accuracy']:.2%} after {epochs[run][-1]['step']} steps, "
+            f"{time.perf_counter() - started:.0f} s with start-up",
+            flush=True,
+        )
+
+    picture = args.output / "accuracy-per-byte.png"
+    draw(epochs, args.workers, picture)
+    print(f"\n{table(epochs)}\n\nPicture: {picture}")
+    print(
+        "All workers are on this machine: the step times hold the cost of compressing, but hardly any of a network's."
+    )
+
+
+if __name__ == "__main__":
+    main()

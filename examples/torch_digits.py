@@ -1,0 +1,122 @@
+"""Classify scikit-learn's bundled handwritten digits with a small CNN, data parallel, with compressed gradients.
+
+    mpirun -np 2 python examples/torch_digits.py --compression sidco --ratio 0.001
+    horovodrun -np 2 python examples/torch_digits.py --compression none
+
+With more workers than idle cores set OMP_NUM_THREADS=1, or the workers' threads fight for the cores.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import horovod.torch as hvd
+import torch
+import torch.nn.functional as F
+from common import RunLog, check_replicas, make_compression, make_parser, measure_traffic
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+from tqdm import tqdm
+
+WARMUP_EPOCHS = 2
+
+
+def load_data() -> tuple[TensorDataset, TensorDataset]:
+    """Training and held-out images (N, 1, 8, 8) in 0..1 with their digit; the split is the same in every run."""
+    images, digits = load_digits(return_X_y=True)
+    x = torch.tensor(images, dtype=torch.float32).div_(16).view(-1, 1, 8, 8)
+    y = torch.tensor(digits)
+    train, held_out = train_test_split(torch.arange(len(y)), test_size=0.2, stratify=digits, random_state=0)
+    return TensorDataset(x[train], y[train]), TensorDataset(x[held_out], y[held_out])
+
+
+def make_model() -> nn.Module:
+    """151 thousand parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 4 * 4, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: TensorDataset) -> float:
+    """Part of the images that the model names right."""
+    x, y = data.tensors
+    model.eval()
+    correct = (model(x).argmax(1) == y).float().mean().item()
+    model.train()
+    return correct
+
+
+def main() -> None:
+    args = make_parser(__doc__.splitlines()[0], epochs=25, batch_size=16, lr=0.03, ratio=0.001).parse_args()
+    hvd.init()
+    torch.manual_seed(args.seed)
+
+    train, held_out = load_data()
+    sampler = DistributedSampler(train, num_replicas=hvd.size(), rank=hvd.rank(), seed=args.seed)
+    loader = DataLoader(train, batch_size=args.batch_size, sampler=sampler, drop_last=True)
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    # In your own script: compression = SIDCo(ratio=0.001), after `from horovod_sparse.torch import SIDCo`.
+    compression = make_compression(args)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+    log = RunLog(args.log_file)
+    log.write("settings", **vars(args), workers=hvd.size(), parameters=sum(p.numel() for p in model.parameters()))
+    warmup_steps = WARMUP_EPOCHS * len(loader)
+    step = 0
+    started = time.perf_counter()
+    for epoch in range(1, args.epochs + 1):
+        sampler.set_epoch(epoch)
+        losses, seconds = [], []
+        for x, y in tqdm(loader, desc=f"epoch {epoch}/{args.epochs}", disable=hvd.rank() != 0, leave=False):
+            step_started = time.perf_counter()
+            step += 1
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min(1.0, step / warmup_steps)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - step_started)
+
+        mean_loss = hvd.allreduce(torch.tensor(statistics.fmean(losses)), name="mean_loss").item()
+        if hvd.rank() == 0:  # all workers hold the same parameters, so one evaluates for all
+            traffic = measure_traffic(compression, model)
+            correct = accuracy(model, held_out)
+            log.write(
+                "epoch",
+                epoch=epoch,
+                step=step,
+                loss=mean_loss,
+                accuracy=correct,
+                bytes_per_step=traffic.bytes_per_step,
+                step_seconds=statistics.median(seconds),
+                ratio=traffic.ratio,
+            )
+            tqdm.write(
+                f"epoch {epoch:2d}  loss {mean_loss:.4f}  accuracy {correct:.2%}  "
+                f"{traffic.bytes_per_step:,.0f} bytes per step, ratio {traffic.ratio:.5f}"
+            )
+
+    log.write("end", seconds=time.perf_counter() - started, parameter_hash=check_replicas(model))
+
+
+if __name__ == "__main__":
+    main()

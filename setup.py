@@ -1,0 +1,47 @@
+"""Packaging of horovod_sparse. Pure Python: this version compiles nothing."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+
+
+def read_version() -> str:
+    """Return ``__version__`` without importing the package, whose dependencies may not be installed yet."""
+    source = here / "horovod_sparse" / "__init__.py"
+    found = re.search(r'^__version__ = "([^"]+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f'{source} must have a line __version__ = "X.Y.Z"')
+    return found.group(1)
+
+
+def read_description() -> str:
+    """Return the README, or nothing where it was left out, as in a container that only installs."""
+    readme = here / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.exists() else ""
+
+
+HOROVOD = "horovod==0.28.1"
+
+setup(
+    name="horovod_sparse",
+    version=read_version(),
+    description="Gradient sparsification for stock Horovod",
+    long_description=read_description(),
+    long_description_content_type="text/markdown",
+    packages=find_packages(include=["horovod_sparse", "horovod_sparse.*"]),
+    package_data={"horovod_sparse": ["py.typed"]},
+    python_requires=">=3.10,<3.13",
+    install_requires=["numpy", "scipy"],
+    extras_require={
+        "torch": ["torch", HOROVOD],
+        "tensorflow": ["tensorflow", HOROVOD],
+        "mpi": ["mpi4py>=4"],
+        "test": ["pytest", "hypothesis", "ruff", "mypy"],
+        "bench": ["matplotlib", "scikit-learn", "tqdm"],
+    },
+    entry_points={"console_scripts": ["horovod-sparse = horovod_sparse.cli:main"]},
+    zip_safe=False,
+)

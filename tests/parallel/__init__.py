@@ -1,0 +1,1 @@
+"""Tests that run on several processes, under mpirun and horovodrun."""

@@ -1,0 +1,162 @@
+"""What scenarios share: a small model, data that differ per rank, gradients given exactly, comparisons across ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from horovod_sparse.torch import NoOp, SIDCo, TopK
+
+BUCKET_BYTES = 40_000
+"""Puts the weights of `small_model` into three buckets."""
+
+# Makes one compressor; every optimizer needs its own.
+MakeCompression = Callable[..., Any]
+COMPRESSORS: dict[str, MakeCompression] = {
+    "NoOp": NoOp,
+    "TopK": lambda **settings: TopK(0.01, **settings),
+    "SIDCo-exponential": lambda **settings: SIDCo(0.01, **settings),
+    "SIDCo-gamma": lambda **settings: SIDCo(0.01, distribution="gamma", **settings),
+    "SIDCo-gpareto": lambda **settings: SIDCo(0.01, distribution="gpareto", **settings),
+    "SIDCo-robust": lambda **settings: SIDCo(0.01, adapt="robust", **settings),
+}
+
+
+def small_model(seed: int = 1, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """About 29 000 parameters; the same on every rank. The biases are below the default `min_numel`."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(64, 10)).to(dtype)
+
+
+def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """A rank's own inputs and labels of a step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    inputs = torch.randn(16, 32, generator=generator)
+    return inputs.to(dtype), torch.randint(0, 10, (16,), generator=generator)
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    """This rank's loss."""
+    inputs, labels = batch(step, hvd.rank(), next(model.parameters()).dtype)
+    return F.cross_entropy(model(inputs), labels)
+
+
+def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def wrap(model: nn.Module, compression: Any, *, lr: float = 0.05, momentum: float = 0.9, **arguments: Any) -> Any:
+    """SGD, made distributed."""
+    sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    return hvd.DistributedOptimizer(
+        sgd, named_parameters=model.named_parameters(), compression=compression, **arguments
+    )
+
+
+# --- gradients that are known exactly ---
+
+
+def zeros(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    """Named parameters that are zero."""
+    return {name: nn.Parameter(torch.zeros(tuple(shape), dtype=dtype)) for name, shape in shapes.items()}
+
+
+def wrap_parameters(parameters: Mapping[str, nn.Parameter], compression: Any, **arguments: Any) -> Any:
+    """SGD over named parameters, made distributed."""
+    sgd = torch.optim.SGD(list(parameters.values()), lr=0.1)
+    return hvd.DistributedOptimizer(sgd, list(parameters.items()), compression=compression, **arguments)
+
+
+def feed(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, np.ndarray]) -> None:
+    """Run a backward pass in which every named parameter gets exactly the gradient given."""
+    products = [
+        (parameters[name] * torch.from_numpy(gradient).to(parameters[name].dtype)).sum()
+        for name, gradient in gradients.items()
+    ]
+    torch.stack(products).sum().backward()
+
+
+def reduce(optimizer: Any, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, np.ndarray]) -> None:
+    """One step's reduction, without the update."""
+    optimizer.zero_grad()
+    feed(parameters, gradients)
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def whole_numbers(shape: Sequence[int], *, step: int, rank: int, salt: int = 0) -> np.ndarray:
+    """Gradients whose sums over a few ranks and steps are exact in float32; heavy-tailed, so that selections differ."""
+    generator = np.random.default_rng((salt, step, rank))
+    return np.rint(generator.laplace(scale=50.0, size=tuple(shape)) ** 3 / 1e3).clip(-1e4, 1e4).astype(np.float32)
+
+
+def normals(shape: Sequence[int], *, step: int, rank: int, salt: int = 0) -> np.ndarray:
+    return np.random.default_rng((salt, step, rank)).standard_normal(tuple(shape)).astype(np.float32)
+
+
+def gradient_of(parameter: Tensor) -> np.ndarray:
+    """A copy of a parameter's gradient, dense."""
+    assert parameter.grad is not None
+    gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+    return gradient.detach().clone().numpy()
+
+
+def selected(x: np.ndarray, count: int) -> np.ndarray:
+    """Top-k of a flat array: everything else zero. Written for reading: sort by magnitude, lowest index first."""
+    chosen = sorted(range(x.size), key=lambda i: (-abs(float(x[i])), i))[:count]
+    kept = np.zeros_like(x)
+    kept[chosen] = x[chosen]
+    return kept
+
+
+# --- across ranks ---
+
+
+def everyone(value: Any, name: str = "everyone") -> list[Any]:
+    """Every rank's value, in rank order."""
+    gathered: list[Any] = hvd.allgather_object(value, name=name)
+    return gathered
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Of the bytes of some tensors."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+        sha.update(dense.contiguous().view(torch.uint8 if dense.dim() else dense.dtype).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def assert_identical(model: nn.Module | Iterable[Tensor]) -> None:
+    """The parameters are the same on every rank, to the last bit, and finite."""
+    tensors = list(model.parameters() if isinstance(model, nn.Module) else model)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+    digests = everyone(digest(tensors))
+    assert len(set(digests)) == 1, f"replicas differ: {digests}"
+
+
+def assert_close(model: nn.Module, other: nn.Module, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Two models have the same parameters, to float32 tolerance."""
+    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def raised(error: type[BaseException], function: Callable[[], object]) -> str:
+    """The message of the error that the function must raise."""
+    try:
+        function()
+    except error as caught:
+        return str(caught)
+    raise AssertionError(f"nothing raised, expected {error.__name__}")

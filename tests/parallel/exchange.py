@@ -1,0 +1,361 @@
+"""Scenarios: what one exchange computes, against references in NumPy from every rank's true gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from horovod.torch import mpi_ops
+
+from horovod_sparse.torch import NoOp, SIDCo, TopK
+
+from .common import (
+    BUCKET_BYTES,
+    COMPRESSORS,
+    MakeCompression,
+    assert_identical,
+    everyone,
+    feed,
+    gradient_of,
+    loss_of,
+    normals,
+    reduce,
+    selected,
+    small_model,
+    train,
+    whole_numbers,
+    wrap,
+    wrap_parameters,
+    zeros,
+)
+from .scenario import EVERYWHERE, MPI, MPI_2, PAIR, scenario
+
+SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
+COMPRESSED = ("first", "second", "third")
+
+
+def _residuals(compression: Any) -> dict[str, np.ndarray]:
+    state = compression.state_dict()["residuals"]
+    return {name: state[name].double().numpy() if name in state else np.zeros(SHAPES[name]) for name in SHAPES}
+
+
+def _total(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The sum over all ranks, in double precision."""
+    gathered = everyone(arrays)
+    return {name: sum(one[name].astype(np.float64) for one in gathered) for name in arrays}
+
+
+@scenario(
+    *MPI,
+    cases={
+        f"{name}-{granularity}": (make, granularity, torch.float32)
+        for name, make in COMPRESSORS.items()
+        for granularity in ("layer", "model")
+    }
+    | {"TopK-float64": (COMPRESSORS["TopK"], "bucket", torch.float64)},
+)
+def nothing_is_lost(make: MakeCompression, granularity: str, dtype: torch.dtype) -> None:
+    # Whole numbers, so that every sum is exact and the law must hold to the last bit:
+    # reduced + sum over ranks of (new residual - old residual) == sum over ranks of the gradients.
+    parameters = zeros(SHAPES, dtype)
+    compression = make(granularity=granularity, bucket_bytes=16_000)
+    optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
+    old = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(8):
+        local = {name: whole_numbers(shape, step=step, rank=hvd.rank()) for name, shape in SHAPES.items()}
+        reduce(optimizer, parameters, local)
+        new = _residuals(compression)
+        given = _total(local)
+        kept = _total({name: new[name] - old[name] for name in SHAPES})
+        for name, parameter in parameters.items():
+            np.testing.assert_array_equal(gradient_of(parameter) + kept[name], given[name], err_msg=f"{name}, {step}")
+        if compression.ratio < 1.0:
+            sent = sum(np.count_nonzero(gradient_of(parameters[name])) for name in COMPRESSED)
+            assert 1 <= sent <= hvd.size() * 1.25 * 0.011 * sum(parameters[name].numel() for name in COMPRESSED)
+        old = new
+
+
+@scenario(
+    *EVERYWHERE,
+    cases={
+        f"{granularity}-{'residual' if residual else 'no_residual'}-{how}": (granularity, residual, op)
+        for granularity in ("layer", "model")
+        for residual in (True, False)
+        for how, op in (("average", hvd.Average), ("sum", hvd.Sum))
+    },
+)
+def top_k_equals_numpy(granularity: str, residual: bool, op: Any) -> None:
+    # Rank by rank in float32, in rank order: the sums must agree to the last bit.
+    parameters = zeros(SHAPES)
+    compression = TopK(0.05, granularity=granularity, residual=residual)
+    optimizer = wrap_parameters(parameters, compression, op=op)
+    divisor = np.float32(hvd.size() if op == hvd.Average else 1)
+    buckets = [[name] for name in COMPRESSED] if granularity == "layer" else [list(reversed(COMPRESSED))]
+    sizes = {name: int(np.prod(SHAPES[name])) for name in COMPRESSED}
+    memory = {(rank, name): np.zeros(sizes[name], np.float32) for rank in range(hvd.size()) for name in COMPRESSED}
+    for step in range(4):
+        reduce(optimizer, parameters, {name: normals(SHAPES[name], step=step, rank=hvd.rank()) for name in SHAPES})
+        expected = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
+        for bucket in buckets:
+            bounds = np.cumsum([sizes[name] for name in bucket])[:-1]
+            for rank in range(hvd.size()):
+                gradients = [normals(SHAPES[name], step=step, rank=rank).reshape(-1) for name in bucket]
+                whole = np.concatenate([memory[rank, name] + g for name, g in zip(bucket, gradients, strict=True)])
+                sent = selected(whole, int(0.05 * whole.size))
+                for name, entries in zip(bucket, np.split(sent, bounds), strict=True):
+                    expected[name] += entries / divisor
+                if residual:
+                    for name, kept in zip(bucket, np.split(whole - sent, bounds), strict=True):
+                        memory[rank, name] = kept
+        for name in COMPRESSED:
+            np.testing.assert_array_equal(gradient_of(parameters[name]).reshape(-1), expected[name], err_msg=name)
+        small = [normals(SHAPES["small"], step=step, rank=rank) for rank in range(hvd.size())]
+        np.testing.assert_allclose(gradient_of(parameters["small"]), sum(small) / divisor, rtol=1e-5, atol=1e-6)
+
+
+def _one_hot(size: int, position: int, value: float) -> np.ndarray:
+    array = np.zeros(size, np.float32)
+    array[position] = value
+    return array
+
+
+def _support(rank: int, world: int, kind: str, size: int) -> np.ndarray:
+    if kind == "rank_0_is_zero":
+        return np.zeros(size, np.float32) if rank == 0 else _one_hot(size, 7, 3.0)
+    if kind == "all_zero":
+        return np.zeros(size, np.float32)
+    array = np.zeros(size, np.float32)
+    if kind == "disjoint":
+        array[rank::world][:20] = rank + 1.0
+    elif kind == "overlapping":
+        array[10 * rank : 10 * rank + 20] = 2.0**rank
+    else:
+        array[:] = 0.5 if rank == 0 else 0.0
+        array[rank] = -8.0
+    return array
+
+
+@scenario(
+    *MPI,
+    cases={
+        f"{kind}-{name}": (kind, make)
+        for kind in ("rank_0_is_zero", "all_zero", "disjoint", "overlapping", "one_dense")
+        for name, make in {"TopK": lambda: TopK(0.02), "SIDCo": lambda: SIDCo(0.02), "NoOp": NoOp}.items()
+    },
+)
+def unequal_selections(kind: str, make: MakeCompression) -> None:
+    # Where ranks have no more than k entries all of them are sent; until everything has been sent, sum up what arrives.
+    size = 1000
+    parameters = zeros({"weight": (size,)})
+    compression = make()
+    optimizer = wrap_parameters(parameters, compression)
+    mine = _support(hvd.rank(), hvd.size(), kind, size)
+    expected = sum(_support(rank, hvd.size(), kind, size) for rank in range(hvd.size())) / hvd.size()
+    reduce(optimizer, parameters, {"weight": mine})
+    arrived = gradient_of(parameters["weight"]).astype(np.float64)
+    if kind != "one_dense":
+        np.testing.assert_array_equal(arrived, expected)
+    for _ in range(200):
+        if not any(everyone(bool(compression.state_dict()["residuals"]["weight"].any()))):
+            break
+        reduce(optimizer, parameters, {"weight": np.zeros(size, np.float32)})
+        arrived += gradient_of(parameters["weight"])
+    np.testing.assert_array_equal(arrived, expected)
+
+
+def _sets() -> list[list[int]]:
+    return [[0], [1]] if hvd.size() == 2 else [[0, 1], [2, 3]]
+
+
+@scenario(*EVERYWHERE)
+def disjoint_process_sets() -> None:
+    # Two halves of the ranks train apart, at the same time: each reduces over itself only, and divides by its own size.
+    sets = [hvd.add_process_set(ranks) for ranks in _sets()]
+    mine = next(one for one in sets if one.included())
+    members = _sets()[sets.index(mine)]
+    try:
+        parameters = zeros(SHAPES)
+        optimizer = wrap_parameters(parameters, NoOp(bucket_bytes=16_000), process_set=mine)
+        for step in range(3):
+            reduce(optimizer, parameters, {n: whole_numbers(s, step=step, rank=hvd.rank()) for n, s in SHAPES.items()})
+            for name, shape in SHAPES.items():
+                total = sum(whole_numbers(shape, step=step, rank=rank) for rank in members)
+                np.testing.assert_array_equal(gradient_of(parameters[name]), total / len(members), err_msg=name)
+        model = small_model()
+        train(model, wrap(model, SIDCo(0.01, bucket_bytes=BUCKET_BYTES), process_set=mine), range(10))
+        digests = everyone([parameter.detach().sum().item() for parameter in model.parameters()])
+        assert all(digests[rank] == digests[members[0]] for rank in members)
+        assert all(digests[rank] != digests[members[0]] for rank in range(hvd.size()) if rank not in members)
+    finally:
+        hvd.barrier()
+        for one in sets:
+            hvd.remove_process_set(one)
+
+
+@scenario(*EVERYWHERE)
+def rank_outside_of_the_process_set() -> None:
+    # Only the last ranks train together; rank 0 runs the same lines, and its gradients stay its own.
+    members = list(range(1, hvd.size()))
+    process_set = hvd.add_process_set(members)
+    try:
+        shapes = {name: SHAPES[name] for name in COMPRESSED}
+        parameters = zeros(shapes)
+        optimizer = wrap_parameters(parameters, TopK(1.0), process_set=process_set)
+        over = members if hvd.rank() in members else [0]
+        for step in range(3):
+            reduce(optimizer, parameters, {n: whole_numbers(s, step=step, rank=hvd.rank()) for n, s in shapes.items()})
+            for name, shape in shapes.items():
+                # Every value is divided, then summed in rank order: three workers do not divide exactly.
+                shares = [whole_numbers(shape, step=step, rank=rank) / np.float32(len(over)) for rank in over]
+                np.testing.assert_array_equal(gradient_of(parameters[name]), sum(shares), err_msg=name)
+    finally:
+        hvd.barrier()
+        hvd.remove_process_set(process_set)
+
+
+@scenario(*EVERYWHERE)
+def allreduce_outside_the_optimizer() -> None:
+    # SIDCo chooses the threshold; whatever it kept, the result is the mean of the ranks' sparsified tensors.
+    compression = SIDCo(0.1)
+    mine = torch.from_numpy(normals((40, 50), step=0, rank=hvd.rank()))
+    before = mine.clone()
+    sparsified = [
+        SIDCo(0.1).compress(torch.from_numpy(normals((40, 50), step=0, rank=rank)))[0].double()
+        for rank in range(hvd.size())
+    ]
+    assert all(100 <= int(one.count_nonzero()) <= 400 for one in sparsified), "about 200 of 2000"
+    expected = sum(sparsified) / hvd.size()
+    mean = hvd.allreduce(mine, name="sparse", compression=compression)
+    assert mean.shape == mine.shape and mean.dtype == mine.dtype
+    torch.testing.assert_close(mean.double(), expected, rtol=1e-6, atol=1e-7)
+    total = hvd.allreduce(mine, name="sparse_sum", op=hvd.Sum, compression=compression)
+    torch.testing.assert_close(total.double(), expected * hvd.size(), rtol=1e-6, atol=1e-7)
+    assert torch.equal(mine, before), "the caller's tensor was changed"
+
+
+@scenario(*PAIR)
+def grouped_allreduce_outside_the_optimizer() -> None:
+    shapes = [(40, 50), (700,), (5,)]
+    mine = [torch.from_numpy(normals(shape, step=0, rank=hvd.rank())) for shape in shapes]
+    before = [tensor.clone() for tensor in mine]
+    means = hvd.grouped_allreduce(mine, name="sparse_group", compression=TopK(0.1))
+    for shape, mean in zip(shapes, means, strict=True):
+        flats = [normals(shape, step=0, rank=rank).reshape(-1) for rank in range(hvd.size())]
+        # Five elements are below min_numel, and go as they are.
+        parts = [selected(flat, flat.size // 10) if flat.size >= 256 else flat for flat in flats]
+        expected = (sum(part.astype(np.float64) for part in parts) / hvd.size()).reshape(shape)
+        np.testing.assert_allclose(mean.numpy(), expected, rtol=1e-6, atol=1e-7)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(mine, before, strict=True))
+
+
+class _Spy:
+    """Notes Horovod's asynchronous calls, and lets them through."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str, tuple[int, ...]]] = []
+        self._stock = {name: getattr(mpi_ops, name) for name in ("allgather_async", "synchronize")}
+
+    def __enter__(self) -> _Spy:
+        gather, wait = self._stock["allgather_async"], self._stock["synchronize"]
+
+        def noted_gather(tensor: torch.Tensor, name: str | None = None, *arguments: Any, **named: Any) -> Any:
+            self.events.append(("gather", str(name), tuple(tensor.shape)))
+            return gather(tensor, name, *arguments, **named)
+
+        def noted_wait(handle: Any) -> Any:
+            self.events.append(("wait", "", ()))
+            return wait(handle)
+
+        mpi_ops.allgather_async, mpi_ops.synchronize = noted_gather, noted_wait
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        mpi_ops.allgather_async, mpi_ops.synchronize = self._stock["allgather_async"], self._stock["synchronize"]
+
+    def take(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        events, self.events = self.events, []
+        return events
+
+
+@scenario(*EVERYWHERE, cases={"TopK": (COMPRESSORS["TopK"],), "SIDCo": (COMPRESSORS["SIDCo-exponential"],)})
+def hooks_start_gathers_and_never_wait(make: MakeCompression) -> None:
+    model = small_model()
+    optimizer = wrap(model, make(bucket_bytes=BUCKET_BYTES))
+    first_weight = next(model.parameters())
+    sent: list[list[tuple[str, tuple[int, ...]]]] = []
+    with _Spy() as spy:
+        first_weight.register_hook(lambda _: spy.events.append(("first layer", "", ())))
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            spy.take()
+            loss.backward()
+            during = spy.take()
+            optimizer.step()
+            after = spy.take()
+            assert not [event for event in during if event[0] == "wait"], "a hook waited"
+            gathers = [(name, shape) for kind, name, shape in during if kind == "gather"]
+            if step == 0:
+                # The ranks compare their settings first.
+                assert not gathers
+                continue
+            assert len(gathers) == 3, "one message for each bucket, started in backward"
+            assert not [event for event in after if event[0] == "gather"]
+            kinds = [kind for kind, _, _ in during]
+            assert kinds.index("gather") < kinds.index("first layer"), "the last layers are sent while backward goes on"
+            sent.append(sorted(gathers))
+    assert sent[0] == sent[1] == sent[2], "names or shapes changed from step to step"
+    assert len(set(map(str, everyone(sent)))) == 1, "names or shapes differ between ranks"
+    assert_identical(model)
+
+
+@scenario(*MPI)
+def statistics_count_what_was_sent() -> None:
+    parameters = zeros(SHAPES)
+    compression = TopK(0.05, granularity="layer")
+    optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
+    for step in range(3):
+        reduce(optimizer, parameters, {n: normals(s, step=step, rank=hvd.rank()) for n, s in SHAPES.items()})
+    stats = compression.stats()
+    assert stats.steps == 3
+    counts = {bucket.name: bucket.count for bucket in stats.last.buckets}
+    assert counts == {"first": 100, "second": 150, "third": 45}
+    assert stats.last.total.bytes_sent == (hvd.size() - 1) * 8 * 295
+    norm = np.sqrt(sum((residual**2).sum() for residual in _residuals(compression).values()))
+    np.testing.assert_allclose(stats.last.total.residual_norm, norm, rtol=1e-6)
+
+
+@scenario(*PAIR, cases={"TopK": (lambda **s: TopK(0.5, **s),), "SIDCo": (lambda **s: SIDCo(0.5, **s),)})
+def odd_shapes(make: MakeCompression) -> None:
+    # With min_numel=0 a scalar, a single element and an empty parameter take the sparse path too.
+    shapes: dict[str, Sequence[int]] = {
+        "scalar": (),
+        "one": (1,),
+        "empty": (0, 4),
+        "thin": (1, 300),
+        "weight": (20, 20),
+    }
+    for granularity in ("layer", "model"):
+        parameters = zeros(shapes)
+        optimizer = wrap_parameters(parameters, make(min_numel=0, granularity=granularity), op=hvd.Sum)
+        for step in range(3):
+            gradients = {n: np.array(whole_numbers(s, step=step, rank=hvd.rank())) for n, s in shapes.items()}
+            reduce(optimizer, parameters, gradients)
+            assert all(parameters[name].grad.shape == torch.Size(shape) for name, shape in shapes.items())
+        assert_identical(parameters.values())
+
+
+@scenario(MPI_2)
+def gradient_memory_is_reused() -> None:
+    # The reduced gradient is written where the gradient was: no dense buffer besides.
+    parameters = zeros(SHAPES)
+    optimizer = wrap_parameters(parameters, TopK(0.05))
+    for step in range(2):
+        optimizer.zero_grad()
+        feed(parameters, {n: normals(s, step=step, rank=hvd.rank()) for n, s in SHAPES.items()})
+        before = {name: parameter.grad.data_ptr() for name, parameter in parameters.items()}
+        optimizer.step()
+        assert {name: parameter.grad.data_ptr() for name, parameter in parameters.items()} == before

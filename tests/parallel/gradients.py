@@ -1,0 +1,199 @@
+"""Scenarios: gradients of every kind. Half and double precision, other memory layouts, sparse embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from torch import nn
+
+from horovod_sparse.torch import NoOp, SIDCo, TopK
+
+from .common import (
+    assert_close,
+    assert_identical,
+    everyone,
+    gradient_of,
+    normals,
+    reduce,
+    small_model,
+    train,
+    whole_numbers,
+    wrap,
+    wrap_parameters,
+    zeros,
+)
+from .scenario import EVERYWHERE, MPI, MPI_2, scenario
+
+
+@scenario(
+    *MPI,
+    cases={
+        "float16": (torch.float16, torch.float32),
+        "bfloat16": (torch.bfloat16, torch.float32),
+        "float64": (torch.float64, torch.float64),
+        "float32": (torch.float32, torch.float32),
+    },
+)
+def precision(dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
+    # The sum over ranks is formed in the residual's precision and rounded once.
+    shapes = {"weight": (30, 40), "other": (500,), "small": (10,)}
+    parameters = zeros(shapes, dtype)
+    compression = NoOp()
+    optimizer = wrap_parameters(parameters, compression)
+    for step in range(3):
+        local = {name: normals(shape, step=step, rank=hvd.rank()) for name, shape in shapes.items()}
+        reduce(optimizer, parameters, local)
+        for name in ("weight", "other"):
+            given = [torch.from_numpy(normals(shapes[name], step=step, rank=r)).to(dtype) for r in range(hvd.size())]
+            expected = torch.zeros(shapes[name], dtype=residual_dtype)
+            for one in given:
+                expected += one.float() / hvd.size()
+            assert parameters[name].grad.dtype == dtype
+            assert torch.equal(parameters[name].grad, expected.to(dtype)), name
+    residuals = compression.state_dict()["residuals"]
+    assert {residual.dtype for residual in residuals.values()} == {residual_dtype}
+    assert_identical(parameters.values())
+
+
+@scenario(MPI_2, cases={"float16": (torch.float16,), "bfloat16": (torch.bfloat16,)})
+def half_precision_training(dtype: torch.dtype) -> None:
+    model = small_model(dtype=dtype)
+    train(model, wrap(model, SIDCo(0.05), lr=0.01), range(20))
+    assert_identical(model)
+
+
+@scenario(MPI_2)
+def mixed_precision_in_one_model() -> None:
+    # Parameters of different precision have residuals of different precision, so buckets of their own.
+    shapes = {"half": (30, 40), "single": (30, 40), "double": (30, 40)}
+    dtypes = {"half": torch.float16, "single": torch.float32, "double": torch.float64}
+    parameters = {name: zeros({name: shape}, dtypes[name])[name] for name, shape in shapes.items()}
+    optimizer = wrap_parameters(parameters, TopK(1.0, granularity="model"), op=hvd.Sum)
+    for step in range(3):
+        reduce(optimizer, parameters, {n: whole_numbers(s, step=step, rank=hvd.rank()) % 64 for n, s in shapes.items()})
+        for name, shape in shapes.items():
+            total = sum(whole_numbers(shape, step=step, rank=rank) % 64 for rank in range(hvd.size()))
+            np.testing.assert_array_equal(gradient_of(parameters[name]), total, err_msg=name)
+
+
+class _Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Conv2d(3, 16, 3)
+        self.second = nn.Conv2d(16, 8, 3)
+        self.mixed = nn.Parameter(torch.randn(24, 40).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()).mean() + (self.mixed.sin()).mean()
+
+
+def _images(step: int, rank: int) -> torch.Tensor:
+    images = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+@scenario(MPI_2)
+def memory_layouts() -> None:
+    # channels_last kernels and a transposed parameter: gradients that are not contiguous, which stock Horovod refuses.
+    # The reference is one process with everybody's loss.
+    reference, model, selective = (_Convolutions().to(memory_format=torch.channels_last) for _ in range(3))
+    plain = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
+    optimizer, selecting = wrap(model, NoOp()), wrap(selective, SIDCo(0.05))
+    for step in range(5):
+        plain.zero_grad()
+        losses = [10.0 * reference(_images(step, rank)) for rank in range(hvd.size())]
+        torch.stack(losses).mean().backward()
+        plain.step()
+        for trained, one in ((model, optimizer), (selective, selecting)):
+            one.zero_grad()
+            (10.0 * trained(_images(step, hvd.rank()))).backward()
+            one.step()
+    layouts = {name: parameter.grad.is_contiguous() for name, parameter in model.named_parameters()}
+    assert not layouts["second.weight"] and not layouts["mixed"], "the scenario tests nothing: gradients are contiguous"
+    assert_close(model, reference)
+    assert_identical(model)
+    assert_identical(selective)
+
+
+class _Embedded(nn.Module):
+    """An embedding with sparse gradients, and a layer behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embedding = nn.Embedding(60, 20, sparse=True)
+        self.out = nn.Linear(20, 30)
+
+    def forward(self, words: torch.Tensor | None) -> torch.Tensor:
+        if words is None:
+            return self.out(torch.ones(2, 20)).square().mean()
+        return self.out(self.embedding(words)).square().mean()
+
+
+def _words(step: int, rank: int) -> torch.Tensor:
+    return torch.randint(0, 60, (8,), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _train_embedded(model: nn.Module, optimizer: Any, absent: Any = lambda step, rank: False) -> None:
+    for step in range(6):
+        optimizer.zero_grad()
+        words = None if absent(step, hvd.rank()) else _words(step, hvd.rank())
+        (5.0 * model(words)).backward()
+        optimizer.step()
+
+
+@scenario(*EVERYWHERE, cases={"sparse": (False,), "sparse_as_dense": (True,)})
+def embeddings(sparse_as_dense: bool) -> None:
+    dense, sparse = _Embedded(), _Embedded()
+    _train_embedded(dense, wrap(dense, hvd.Compression.none, momentum=0.0, sparse_as_dense=sparse_as_dense))
+    _train_embedded(sparse, wrap(sparse, NoOp(), momentum=0.0, sparse_as_dense=sparse_as_dense))
+    assert sparse.embedding.weight.grad.is_sparse
+    assert_close(sparse, dense)
+    assert_identical(sparse)
+    selective = _Embedded()
+    compression = SIDCo(0.1)
+    _train_embedded(selective, wrap(selective, compression, momentum=0.0, sparse_as_dense=sparse_as_dense))
+    assert ("embedding.weight" in compression.state_dict()["residuals"]) == sparse_as_dense
+    assert_identical(selective)
+
+
+@scenario(
+    *EVERYWHERE,
+    cases={
+        f"{when}-{'sparse_as_dense' if as_dense else 'sparse'}": (absent, as_dense)
+        for when, absent in {
+            "first_step": lambda step, rank: step == 0 and rank == 1,
+            "rank_0_later": lambda step, rank: step in (2, 3) and rank == 0,
+            "everywhere_later": lambda step, rank: step == 3,
+            "rank_1_always": lambda step, rank: rank == 1,
+        }.items()
+        for as_dense in (False, True)
+    },
+)
+def embedding_without_gradient(absent: Any, as_dense: bool) -> None:
+    # On one rank or on all the embedding is not used in some steps. The reference is one process with everybody's loss.
+    reference, model = _Embedded(), _Embedded()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.05)
+    for step in range(6):
+        plain.zero_grad()
+        inputs = [None if absent(step, rank) else _words(step, rank) for rank in range(hvd.size())]
+        (torch.stack([5.0 * reference(words) for words in inputs]).mean()).backward()
+        plain.step()
+    _train_embedded(model, wrap(model, NoOp(), momentum=0.0, sparse_as_dense=as_dense), absent)
+    assert_identical(model)
+    assert_close(model, reference)
+
+
+@scenario(MPI_2)
+def embedding_unused_in_the_first_step() -> None:
+    # Nobody knows yet that its gradients are sparse; they are compressed like any other from then on.
+    model = _Embedded()
+    compression = NoOp()
+    _train_embedded(model, wrap(model, compression, momentum=0.0), lambda step, rank: step == 0)
+    assert "embedding.weight" in compression.state_dict()["residuals"]
+    assert_identical(model)
+    assert len(set(everyone(int(model.embedding.weight.grad.to_dense().count_nonzero())))) == 1

@@ -1,0 +1,103 @@
+"""Start the ranks with mpirun or horovodrun, wait no longer than a limit, keep what they printed. Imports no framework."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+TESTS = HERE.parent
+REPOSITORY = TESTS.parent
+
+# What another launcher, or a Horovod that was initialised in this process, left behind would confuse mpirun.
+_FOREIGN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HOROVOD_")
+_MOST_PRINTED = 12_000
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a launch ended."""
+
+    code: int | None
+    """Exit status; None if it had to be killed at the limit."""
+    output: str
+    """Standard output and error of all ranks."""
+
+    def __str__(self) -> str:
+        how = "did not end by itself and was killed" if self.code is None else f"ended with status {self.code}"
+        printed = self.output if len(self.output) <= _MOST_PRINTED else "[...]\n" + self.output[-_MOST_PRINTED:]
+        return f"the launch {how}; it printed:\n{printed}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launcher and a number of ranks; 0 starts one plain process without any launcher."""
+
+    launcher: str
+    """"mpirun", "horovodrun" or "plain"."""
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.launcher}-{self.ranks}"
+
+    def _command(self) -> list[str]:
+        if self.launcher == "plain":
+            return []
+        if self.launcher == "horovodrun":
+            return [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", str(self.ranks)]
+        command = [shutil.which("mpirun") or "mpirun", "-np", str(self.ranks), "--oversubscribe"]
+        command += ["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+        return [*command, "--allow-run-as-root"] if os.geteuid() == 0 else command
+
+    def run(self, *arguments: str, limit: float, environment: Mapping[str, str] | None = None) -> Ended:
+        """Run `python arguments...` on every rank, for at most `limit` seconds."""
+        env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+        env |= {
+            "PYTHONPATH": os.pathsep.join([str(TESTS), str(REPOSITORY)]),
+            "OMP_NUM_THREADS": "1",
+            "HOROVOD_CYCLE_TIME": "1",
+            "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",
+            # A hang says which rank waits for which tensor, and then ends with an error on all ranks.
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20",
+        }
+        env |= environment or {}
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
+            process = subprocess.Popen(
+                [*self._command(), sys.executable, *arguments],
+                cwd=REPOSITORY,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            code = _wait(process, limit)
+            output.seek(0)
+            return Ended(code, output.read())
+
+
+def _wait(process: subprocess.Popen[bytes], limit: float) -> int | None:
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        # The launchers end their ranks, which are in process groups of their own, when they are asked to end.
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return None
+    except BaseException:
+        process.terminate()
+        process.wait(15)
+        raise

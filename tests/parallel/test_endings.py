@@ -1,0 +1,41 @@
+"""A rank that raises ends the launch; a difference between ranks raises on all of them instead of hanging."""
+
+from __future__ import annotations
+
+import pytest
+
+from .launch import Launch
+from .scenario import GLOO_2, MPI_2
+
+pytestmark = pytest.mark.parallel
+
+LIMIT = 60.0
+
+
+def _run(launch: Launch, case: str) -> str:
+    # Without Horovod's own end of stalls: the launch has to end because a rank said why, not because all waited.
+    environment = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}
+    ended = launch.run("-m", "parallel.endings", case, limit=LIMIT, environment=environment)
+    assert ended.code is not None, str(ended)
+    assert ended.code != 0, str(ended)
+    assert "trained to the end" not in ended.output, str(ended)
+    return ended.output
+
+
+@pytest.mark.parametrize(
+    ("launch", "case"),
+    [(MPI_2, "not_finite"), (GLOO_2, "not_finite"), (MPI_2, "not_finite_in_the_first_step")],
+    ids=str,
+)
+def test_not_finite_names_rank_and_parameter(launch: Launch, case: str) -> None:
+    output = _run(launch, case)
+    assert "FloatingPointError: rank 1: the gradient of parameter '4.weight' holds NaN or infinity" in output
+
+
+@pytest.mark.parametrize("launch", [MPI_2, GLOO_2], ids=str)
+def test_difference_between_ranks_is_named(launch: Launch) -> None:
+    output = _run(launch, "other_ratio")
+    said = [line for line in output.splitlines() if "all ranks must run the same model" in line]
+    # The launcher may stop a rank that has not printed its error yet; one that has names the difference.
+    assert said, output
+    assert all("ratio=0.01" in line and "ratio=0.02" in line for line in said), said

@@ -1,0 +1,31 @@
+"""What needs processes of its own: the order of imports, and training alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from .launch import Launch
+from .scenario import GLOO_2, MPI_2
+
+pytestmark = pytest.mark.parallel
+
+LIMIT = 60.0
+ALONE = Launch("plain")
+
+
+@pytest.mark.parametrize(
+    ("launch", "case"),
+    [(MPI_2, "horovod_first"), (MPI_2, "ours_first"), (GLOO_2, "ours_only"), (MPI_2, "function_first")],
+    ids=str,
+)
+def test_order_of_imports(launch: Launch, case: str) -> None:
+    ended = launch.run("-m", "parallel.imports", case, limit=LIMIT)
+    assert ended.code == 0, str(ended)
+    assert ended.output.count(f"{case} works") == 2, str(ended)
+
+
+@pytest.mark.parametrize(("case", "force"), [("forced", "1"), ("plain", "0")])
+def test_one_worker(case: str, force: str) -> None:
+    ended = ALONE.run("-m", "parallel.one_worker", case, limit=LIMIT, environment={"HOROVOD_SPARSE_FORCE": force})
+    assert ended.code == 0, str(ended)
+    assert f"{case} works" in ended.output

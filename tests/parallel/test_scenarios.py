@@ -1,0 +1,29 @@
+"""Every scenario, with every launcher and number of ranks that it is for, is one test."""
+
+from __future__ import annotations
+
+import pytest
+
+from .catalogue import SCENARIOS
+from .conftest import Outcomes
+from .launch import Launch
+
+pytestmark = pytest.mark.parallel
+
+
+def _cases() -> list[object]:
+    launches = dict.fromkeys(launch for one in SCENARIOS.values() for launch in one.launches)
+    return [
+        pytest.param(launch, name, id=f"{launch}-{name}", marks=[pytest.mark.slow] if launch.ranks > 4 else [])
+        for launch in launches
+        for name, one in SCENARIOS.items()
+        if launch in one.launches
+    ]
+
+
+@pytest.mark.parametrize(("launch", "name"), _cases())
+def test_scenario(launch: Launch, name: str, outcomes: Outcomes) -> None:
+    outcome = outcomes(launch)[name]
+    if not outcome.passed:
+        pytest.fail(str(outcome), pytrace=False)
+    assert outcome.ended == set(range(launch.ranks))

@@ -1,0 +1,183 @@
+"""Scenarios: training runs. Replicas stay the same, ratio 1 is dense training, every optimizer works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch.nn import functional as F
+
+from horovod_sparse.torch import NoOp, SIDCo, TopK
+
+from .common import (
+    BUCKET_BYTES,
+    COMPRESSORS,
+    MakeCompression,
+    assert_close,
+    assert_identical,
+    batch,
+    digest,
+    everyone,
+    loss_of,
+    small_model,
+    train,
+    wrap,
+)
+from .scenario import GLOO_2, MPI, MPI_2, MPI_4, MPI_5, scenario
+
+
+def _train_and_compare(make: MakeCompression, granularity: str, steps: int) -> None:
+    model = small_model()
+    compression = make(granularity=granularity, bucket_bytes=BUCKET_BYTES)
+    optimizer = wrap(model, compression)
+    before = digest(model.parameters())
+    train(model, optimizer, range(steps))
+    assert digest(model.parameters()) != before
+    assert_identical(model)
+    buckets = {"layer": 4, "bucket": 3, "model": 1}[granularity]
+    assert len(compression.stats().last.buckets) == buckets
+    residuals = digest(compression.state_dict()["residuals"].values())
+    if compression.ratio < 1.0:
+        assert len(set(everyone(residuals))) == hvd.size(), "every rank has its own data, so its own residual"
+
+
+@scenario(
+    MPI_2,
+    cases={
+        f"{name}-{granularity}": (make, granularity, 50)
+        for name, make in COMPRESSORS.items()
+        for granularity in ("layer", "bucket", "model")
+    },
+)
+def replicas_stay_identical(make: MakeCompression, granularity: str, steps: int) -> None:
+    _train_and_compare(make, granularity, steps)
+
+
+@scenario(
+    MPI_4,
+    GLOO_2,
+    cases={
+        "TopK-layer": (COMPRESSORS["TopK"], "layer", 50),
+        "SIDCo-bucket": (COMPRESSORS["SIDCo-exponential"], "bucket", 50),
+        "SIDCo-robust-model": (COMPRESSORS["SIDCo-robust"], "model", 50),
+    },
+)
+def replicas_stay_identical_everywhere(make: MakeCompression, granularity: str, steps: int) -> None:
+    _train_and_compare(make, granularity, steps)
+
+
+# Horovod issue 3931 reports failures of asynchronous allgathers with more than four ranks.
+@scenario(MPI_5)
+def five_ranks() -> None:
+    _train_and_compare(COMPRESSORS["SIDCo-exponential"], "bucket", 5)
+
+
+@scenario(
+    *MPI,
+    cases={
+        f"{name}-{how}": (make, arguments, lr)
+        for name, make in {"TopK": lambda: TopK(1.0, bucket_bytes=BUCKET_BYTES), "NoOp": NoOp}.items()
+        for how, arguments, lr in (
+            ("average", {"op": hvd.Average}, 0.05),
+            ("sum", {"op": hvd.Sum}, 0.01),
+            ("predivide", {"gradient_predivide_factor": 2.0}, 0.05),
+        )
+    },
+)
+def ratio_one_is_dense_training(make: MakeCompression, arguments: dict[str, Any], lr: float) -> None:
+    dense, sparse = small_model(), small_model()
+    train(dense, wrap(dense, hvd.Compression.none, lr=lr, **arguments), range(10))
+    train(sparse, wrap(sparse, make(), lr=lr, **arguments), range(10))
+    assert_close(sparse, dense)
+    assert_identical(sparse)
+
+
+_OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-4),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
+}
+
+
+@scenario(MPI_2, cases={name: (make,) for name, make in _OPTIMIZERS.items()})
+def every_optimizer(make: Any) -> None:
+    # Ratio 1 in double precision: what Adam divides by is not noise then.
+    dense, sparse = small_model(dtype=torch.float64), small_model(dtype=torch.float64)
+    for model, compression in ((dense, hvd.Compression.none), (sparse, NoOp(bucket_bytes=BUCKET_BYTES))):
+        optimizer = hvd.DistributedOptimizer(
+            make(model.parameters()), named_parameters=model.named_parameters(), compression=compression
+        )
+        train(model, optimizer, range(10))
+    assert_close(sparse, dense, rtol=1e-4, atol=1e-5)
+
+    selective = small_model()
+    compression = SIDCo(0.01, bucket_bytes=BUCKET_BYTES)
+    optimizer = hvd.DistributedOptimizer(
+        make(selective.parameters()), named_parameters=selective.named_parameters(), compression=compression
+    )
+    train(selective, optimizer, range(10))
+    assert_identical(selective)
+
+
+def _whole_batch_loss(model: torch.nn.Module, step: int) -> torch.Tensor:
+    """Of all ranks' data, in this process."""
+    losses = []
+    for rank in range(hvd.size()):
+        inputs, labels = batch(step, rank, torch.float64)
+        losses.append(F.cross_entropy(model(inputs), labels))
+    return torch.stack(losses).mean()
+
+
+def _closure(model: torch.nn.Module, optimizer: Any, step: int) -> Any:
+    def evaluate() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        # LBFGS decides on the loss how often it evaluates: it must be the same on all ranks.
+        return hvd.allreduce(loss.detach(), name="loss")
+
+    return evaluate
+
+
+@scenario(
+    MPI_2,
+    cases={
+        "SGD": (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),),
+        "Adam": (lambda parameters: torch.optim.Adam(parameters, lr=1e-3),),
+        "LBFGS": (lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4, history_size=5),),
+        "LBFGS-wolfe": (lambda parameters: torch.optim.LBFGS(parameters, max_iter=4, line_search_fn="strong_wolfe"),),
+    },
+)
+def closure_is_reduced(make: Any) -> None:
+    # The reference is one process with everybody's data. Stock Horovod reduces before it evaluates the closure.
+    reference, model = small_model(dtype=torch.float64), small_model(dtype=torch.float64)
+    plain = make(reference.parameters())
+    for step in range(5):
+
+        def evaluate(step: int = step) -> torch.Tensor:
+            plain.zero_grad()
+            loss = _whole_batch_loss(reference, step)
+            loss.backward()
+            return loss
+
+        plain.step(evaluate)
+
+    optimizer = hvd.DistributedOptimizer(
+        make(model.parameters()), named_parameters=model.named_parameters(), compression=NoOp(min_numel=1)
+    )
+    losses = [optimizer.step(_closure(model, optimizer, step)) for step in range(5)]
+    assert all(isinstance(loss, torch.Tensor) for loss in losses), "step returns what the closure returned"
+    assert_identical(model)
+    assert_close(model, reference, rtol=1e-4, atol=1e-5)
+
+
+@scenario(*MPI)
+def closure_with_selection() -> None:
+    model = small_model()
+    optimizer = wrap(model, SIDCo(0.01, bucket_bytes=BUCKET_BYTES))
+    for step in range(10):
+        optimizer.step(_closure(model, optimizer, step))
+    assert_identical(model)

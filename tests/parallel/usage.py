@@ -1,0 +1,703 @@
+"""Scenarios: the ways in which people use `hvd.DistributedOptimizer`, and what must be refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from torch import nn
+
+from horovod_sparse.torch import NoOp, SIDCo, TopK, seam
+
+from .common import (
+    BUCKET_BYTES,
+    assert_close,
+    assert_identical,
+    digest,
+    everyone,
+    feed,
+    gradient_of,
+    loss_of,
+    raised,
+    reduce,
+    small_model,
+    train,
+    whole_numbers,
+    wrap,
+    wrap_parameters,
+    zeros,
+)
+from .scenario import EVERYWHERE, MPI, MPI_2, MPI_4, PAIR, scenario
+
+SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
+
+
+def _mean(name: str, step: int, *salts: int) -> np.ndarray:
+    """The mean over ranks of the sums of some passes."""
+    ranks = range(hvd.size())
+    passes = [whole_numbers(SHAPES[name], step=step, rank=r, salt=s) for r in ranks for s in salts]
+    return sum(passes) / hvd.size()
+
+
+def _pass(parameters: Any, step: int, salt: int) -> None:
+    feed(parameters, {n: whole_numbers(s, step=step, rank=hvd.rank(), salt=salt) for n, s in SHAPES.items()})
+
+
+# --- accumulation ---
+
+
+@scenario(*MPI, cases={"NoOp": (NoOp,), "TopK": (lambda: TopK(0.02),)})
+def two_backward_passes(make: Any) -> None:
+    # Two passes are one step; in every third step the data end after the first pass.
+    parameters = zeros(SHAPES)
+    compression = make()
+    optimizer = wrap_parameters(parameters, compression, backward_passes_per_step=2)
+    missing = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(7):
+        salts = (0,) if step % 3 == 2 else (0, 1)
+        optimizer.zero_grad()
+        for salt in salts:
+            _pass(parameters, step, salt)
+        optimizer.step()
+        residuals = everyone({n: r.double().numpy() for n, r in compression.state_dict()["residuals"].items()})
+        for name, parameter in parameters.items():
+            kept = sum(one[name] for one in residuals) / hvd.size() if name in residuals[0] else 0.0
+            change = kept - missing[name]
+            np.testing.assert_array_equal(gradient_of(parameter) + change, _mean(name, step, *salts), err_msg=name)
+            missing[name] = missing[name] * 0.0 + kept
+
+
+@scenario(MPI_2)
+def too_many_backward_passes() -> None:
+    for passes in (1, 2):
+        parameters = zeros(SHAPES)
+        optimizer = wrap_parameters(parameters, TopK(0.02), backward_passes_per_step=passes)
+        for step in range(2):
+            optimizer.zero_grad()
+            for salt in range(passes):
+                _pass(parameters, step, salt)
+            text = raised(AssertionError, lambda p=parameters, s=step: _pass(p, s, 9))
+            assert "more than backward_passes_per_step times" in text
+            optimizer.step()
+
+
+@scenario(MPI_2)
+def passes_per_step_can_change() -> None:
+    parameters = zeros(SHAPES)
+    optimizer = wrap_parameters(parameters, NoOp())
+    for step, passes in enumerate((1, 3, 2)):
+        optimizer.set_backward_passes_per_step(passes)
+        optimizer.zero_grad()
+        for salt in range(passes):
+            _pass(parameters, step, salt)
+        optimizer.step()
+        for name, parameter in parameters.items():
+            np.testing.assert_array_equal(gradient_of(parameter), _mean(name, step, *range(passes)), err_msg=name)
+
+
+# --- groups ---
+
+
+def _groups(kind: str, parameters: Any) -> Any:
+    names = {"pairs": [["first", "third"], ["second", "small"]], "partial": [["second", "first"]]}
+    return int(kind) if kind.isdigit() else [[parameters[name] for name in group] for group in names[kind]]
+
+
+@scenario(*EVERYWHERE, cases={kind: (kind,) for kind in ("1", "2", "3", "pairs", "partial")})
+def groups(kind: str) -> None:
+    parameters = zeros(SHAPES)
+    compression = TopK(1.0)
+    optimizer = wrap_parameters(parameters, compression, groups=_groups(kind, parameters))
+    for step in range(4):
+        if step == 2:
+            # On one rank a member of a group has no gradient: that rank counts with zero.
+            optimizer.zero_grad(set_to_none=True)
+            names = [name for name in SHAPES if name != "third" or hvd.rank() != 1]
+            feed(parameters, {n: whole_numbers(SHAPES[n], step=step, rank=hvd.rank()) for n in names})
+        else:
+            optimizer.zero_grad()
+            _pass(parameters, step, 0)
+        optimizer.step()
+        for name, parameter in parameters.items():
+            expected = _mean(name, step, 0)
+            if step == 2 and name == "third":
+                expected = expected - whole_numbers(SHAPES[name], step=step, rank=1) / hvd.size()
+            np.testing.assert_array_equal(gradient_of(parameter), expected, err_msg=f"{name}, step {step}")
+    expected_buckets = {"1": 1, "pairs": 2, "partial": 2}.get(kind)
+    if expected_buckets is not None:
+        assert len(compression.stats().last.buckets) == expected_buckets, "one group, one bucket"
+
+
+@scenario(*PAIR)
+def groups_in_training() -> None:
+    model = small_model()
+    train(model, wrap(model, SIDCo(0.01), groups=2, backward_passes_per_step=1), range(10))
+    assert_identical(model)
+
+
+# --- synchronize ---
+
+
+@scenario(MPI_2)
+def clipping_between_synchronize_and_step() -> None:
+    dense, sparse, plain = small_model(), small_model(), small_model()
+    for model, compression in ((dense, hvd.Compression.none), (sparse, NoOp())):
+        optimizer = wrap(model, compression)
+        for step in range(6):
+            optimizer.zero_grad()
+            (10.0 * loss_of(model, step)).backward()
+            optimizer.synchronize()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            assert norm > 0.5, "the scenario clips nothing"
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            clipped = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+            assert 0.499 < clipped <= 0.5001
+    assert_close(sparse, dense)
+    assert_identical(sparse)
+    assert digest(plain.parameters()) != digest(sparse.parameters())
+
+
+@scenario(MPI_2)
+def synchronize_twice_changes_nothing() -> None:
+    parameters = zeros(SHAPES)
+    compression = TopK(0.02)
+    optimizer = wrap_parameters(parameters, compression)
+    for step in range(3):
+        optimizer.zero_grad()
+        _pass(parameters, step, 0)
+        optimizer.synchronize()
+        first = [gradient_of(parameter) for parameter in parameters.values()]
+        residuals = digest(compression.state_dict()["residuals"].values())
+        optimizer.synchronize()
+        second = [gradient_of(parameter) for parameter in parameters.values()]
+        assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
+        assert digest(compression.state_dict()["residuals"].values()) == residuals
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+@scenario(MPI_2)
+def one_warning_for_step_after_synchronize() -> None:
+    model = small_model()
+    optimizer = wrap(model, SIDCo(0.01))
+    for step in range(3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.synchronize()
+            before = digest(parameter.grad for parameter in model.parameters())
+            optimizer.step()
+            assert digest(parameter.grad for parameter in model.parameters()) == before
+        texts = [str(warning.message) for warning in caught]
+        assert len(texts) == 1 and "without optimizer.skip_synchronize() context" in texts[0], texts
+    assert_identical(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, range(3, 6))
+        optimizer.zero_grad()
+        loss_of(model, 6).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert not caught, [str(warning.message) for warning in caught]
+
+
+@scenario(*MPI)
+def skipped_step_then_no_gradient_on_one_rank() -> None:
+    # All ranks reduce, then leave the update out, as GradScaler does. In the next step one rank has nothing to reduce,
+    # but must take part all the same.
+    parameters = zeros(SHAPES)
+    optimizer = wrap_parameters(parameters, NoOp())
+    for step in range(6):
+        optimizer.zero_grad()
+        alone = step % 2 == 1
+        if not alone or hvd.rank() == 0:
+            _pass(parameters, step, 0)
+        optimizer.synchronize()
+        for name, parameter in parameters.items():
+            expected = _mean(name, step, 0)
+            if alone:
+                expected = whole_numbers(SHAPES[name], step=step, rank=0) / hvd.size()
+            np.testing.assert_array_equal(gradient_of(parameter), expected, err_msg=f"{name}, step {step}")
+
+
+# --- gradients that are not there ---
+
+
+class _TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.body = nn.Linear(32, 64)
+        self.left = nn.Linear(64, 20)
+        self.right = nn.Linear(64, 20)
+        self.never = nn.Linear(20, 20)
+
+    def forward(self, x: torch.Tensor, heads: str) -> torch.Tensor:
+        hidden = self.body(x).tanh()
+        losses = [head(hidden).square().mean() for name, head in (("l", self.left), ("r", self.right)) if name in heads]
+        return 5.0 * torch.stack(losses).sum()
+
+
+def _inputs(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+_HEADS: dict[str, Any] = {
+    "sub_losses": lambda step, rank: "lr"[(rank + step) % 2],
+    "missing_on_rank_1": lambda step, rank: "l" if rank == 1 else "lr",
+    "missing_later_on_rank_0": lambda step, rank: "l" if rank == 0 and step > 1 else "lr",
+    "missing_everywhere_later": lambda step, rank: "l" if step > 1 else "lr",
+}
+
+
+@scenario(
+    *MPI,
+    cases={f"{n}-{'none' if none else 'zero'}": (heads, none) for n, heads in _HEADS.items() for none in (True, False)},
+)
+def missing_gradients(heads: Any, set_to_none: bool) -> None:
+    # A parameter without a gradient counts as zero. The reference is one process with everybody's loss.
+    reference, model, selective = _TwoHeads(), _TwoHeads(), _TwoHeads()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.05)
+    optimizer = wrap(model, NoOp(), momentum=0.0)
+    compressing = wrap(selective, SIDCo(0.05, granularity="layer"))
+    for step in range(6):
+        plain.zero_grad()
+        losses = [reference(_inputs(step, rank), heads(step, rank)) for rank in range(hvd.size())]
+        torch.stack(losses).mean().backward()
+        plain.step()
+        for trained, one in ((model, optimizer), (selective, compressing)):
+            one.zero_grad(set_to_none=set_to_none)
+            trained(_inputs(step, hvd.rank()), heads(step, hvd.rank())).backward()
+            one.step()
+    assert_close(model, reference)
+    assert_identical(model)
+    assert_identical(selective)
+
+
+@scenario(*EVERYWHERE)
+def no_gradient_at_all_on_one_rank() -> None:
+    parameters = zeros(SHAPES)
+    optimizer = wrap_parameters(parameters, NoOp())
+    for step in range(4):
+        optimizer.zero_grad()
+        if hvd.rank() != 1:
+            _pass(parameters, step, 0)
+        optimizer.step()
+        for name, parameter in parameters.items():
+            expected = _mean(name, step, 0) - whole_numbers(SHAPES[name], step=step, rank=1) / hvd.size()
+            np.testing.assert_array_equal(gradient_of(parameter), expected, err_msg=name)
+
+
+# --- requires_grad that changes ---
+
+
+@scenario(MPI_2, cases={"NoOp": (NoOp,), "SIDCo": (lambda: SIDCo(0.05),)})
+def adversarial_training(make: Any) -> None:
+    # Two networks with the same tensor names, in turns; the discriminator is frozen while the generator learns.
+    def networks() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(6)
+        return nn.Sequential(nn.Linear(32, 40)), nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 1))
+
+    def play(make: Any) -> tuple[nn.Module, nn.Module]:
+        generator, discriminator = networks()
+        optimizers = [wrap(one, make(), momentum=0.0) for one in (generator, discriminator)]
+        for step in range(8):
+            noise = _inputs(step, hvd.rank())
+            learns_generator = step % 2 == 1
+            discriminator.requires_grad_(not learns_generator)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            fake = generator(noise) if learns_generator else generator(noise).detach()
+            loss = discriminator(fake).mean()
+            (-loss if learns_generator else loss).backward()
+            optimizers[0 if learns_generator else 1].step()
+        return generator, discriminator
+
+    generator, discriminator = play(make)
+    assert_identical(generator)
+    assert_identical(discriminator)
+    if make is NoOp:
+        for mine, stock in zip((generator, discriminator), play(lambda: hvd.Compression.none), strict=True):
+            assert_close(mine, stock)
+
+
+@scenario(*MPI)
+def thawed_after_wrapping() -> None:
+    # Frozen when it was wrapped; stock Horovod would never reduce it.
+    reference, model = _TwoHeads(), _TwoHeads()
+    model.left.requires_grad_(False)
+    compression = NoOp()
+    optimizer = wrap(model, compression, momentum=0.0)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.05)
+    reference.left.requires_grad_(False)
+    for step in range(6):
+        for one in (model, reference):
+            one.left.requires_grad_(step >= 2)
+            one.right.requires_grad_(step != 4)
+        plain.zero_grad()
+        torch.stack([reference(_inputs(step, rank), "lr") for rank in range(hvd.size())]).mean().backward()
+        plain.step()
+        optimizer.zero_grad()
+        model(_inputs(step, hvd.rank()), "lr").backward()
+        optimizer.step()
+    assert "left.weight" in compression.state_dict()["residuals"]
+    assert_close(model, reference)
+    assert_identical(model)
+
+
+@scenario(*MPI)
+def parameter_group_added_after_wrapping() -> None:
+    # Stock Horovod never reduces it.
+    for first_step in (0, 3):
+        reference, model = _TwoHeads(), _TwoHeads()
+        kept = [*model.body.parameters(), *model.left.parameters()]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(kept, lr=0.05), compression=NoOp())
+        plain = torch.optim.SGD([*reference.body.parameters(), *reference.left.parameters()], lr=0.05)
+        for step in range(6):
+            if step == first_step:
+                optimizer.add_param_group({"params": list(model.right.parameters()), "lr": 0.02})
+                plain.add_param_group({"params": list(reference.right.parameters()), "lr": 0.02})
+            plain.zero_grad()
+            torch.stack([reference(_inputs(step, rank), "lr") for rank in range(hvd.size())]).mean().backward()
+            plain.step()
+            optimizer.zero_grad()
+            model(_inputs(step, hvd.rank()), "lr").backward()
+            optimizer.step()
+        assert_close(model, reference)
+        assert_identical(model)
+
+
+# --- several optimizers ---
+
+
+@scenario(*EVERYWHERE)
+def two_optimizers_in_flight() -> None:
+    # The same tensor names, both backward passes before both steps.
+    models = [small_model(seed) for seed in (1, 2)]
+    optimizers = [wrap(model, SIDCo(0.05, bucket_bytes=BUCKET_BYTES)) for model in models]
+    alone = [small_model(seed) for seed in (1, 2)]
+    for model in alone:
+        train(model, wrap(model, SIDCo(0.05, bucket_bytes=BUCKET_BYTES)), range(6))
+    for step in range(6):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for model in models:
+            loss_of(model, step).backward()
+        for optimizer in reversed(optimizers):
+            optimizer.step()
+    for together, single in zip(models, alone, strict=True):
+        assert_identical(together)
+        assert digest(together.parameters()) == digest(single.parameters())
+
+
+@scenario(MPI_2)
+def sparse_and_dense_optimizers_side_by_side() -> None:
+    models = [small_model() for _ in range(3)]
+    compressions = [hvd.Compression.none, hvd.Compression.fp16, SIDCo(0.05)]
+    for model, compression in zip(models, compressions, strict=True):
+        train(model, wrap(model, compression), range(5))
+        assert_identical(model)
+
+
+@scenario(MPI_2)
+def named_or_not() -> None:
+    named, unnamed = small_model(), small_model()
+    train(named, wrap(named, SIDCo(0.05)), range(6))
+    sgd = torch.optim.SGD(unnamed.parameters(), lr=0.05, momentum=0.9)
+    train(unnamed, hvd.DistributedOptimizer(sgd, compression=SIDCo(0.05)), range(6))
+    assert digest(named.parameters()) == digest(unnamed.parameters())
+    assert_identical(unnamed)
+
+
+@scenario(MPI_2)
+def learning_rate_schedule() -> None:
+    model = small_model()
+    optimizer = wrap(model, SIDCo(0.05))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    for step in range(6):
+        train(model, optimizer, [step])
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05 / 8
+    assert_identical(model)
+
+
+# --- defects of stock Horovod that our path must not have ---
+
+
+@scenario(MPI_2, cases={"none": (True,), "zero": (False,), "default": (None,)})
+def zero_grad_takes_its_argument(set_to_none: bool | None) -> None:
+    model = small_model()
+    optimizer = wrap(model, SIDCo(0.05))
+    for step in range(4):
+        optimizer.zero_grad() if set_to_none is None else optimizer.zero_grad(set_to_none=set_to_none)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        if set_to_none is False and step > 0:
+            assert all(not gradient.any() for gradient in gradients)
+        else:
+            assert gradients == [None] * len(gradients)
+        loss_of(model, step).backward()
+        assert "before optimizer.step()" in raised(AssertionError, optimizer.zero_grad)
+        optimizer.step()
+    assert_identical(model)
+
+
+@scenario(*MPI, cases={"Adam": (lambda p: torch.optim.Adam(p, lr=1e-3),), "SGD": (None,)})
+def optimizer_state_from_rank_0(make: Any) -> None:
+    # Only rank 0 holds state, as after it alone has loaded a checkpoint.
+    model = small_model(seed=hvd.rank())
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05 / (1 + hvd.rank()), momentum=0.9)
+    plain = make(model.parameters()) if make else sgd
+    if hvd.rank() == 0:
+        for step in range(3):
+            plain.zero_grad()
+            loss_of(model, step).backward()
+            plain.step()
+    optimizer = hvd.DistributedOptimizer(
+        plain, named_parameters=model.named_parameters(), compression=SIDCo(0.05, bucket_bytes=BUCKET_BYTES)
+    )
+    if hvd.rank() == 0:
+        optimizer.load_state_dict(plain.state_dict())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert_identical(model)
+    assert len(set(everyone(optimizer.param_groups[0]["lr"]))) == 1
+    states = [digest(v for v in state.values() if isinstance(v, torch.Tensor)) for state in optimizer.state.values()]
+    assert len(states) == 8 and len(set(map(str, everyone(states)))) == 1
+    train(model, optimizer, range(3, 10))
+    assert_identical(model)
+
+
+@scenario(MPI_2)
+def optimizer_state_loaded_while_gradients_are_under_way() -> None:
+    model = small_model()
+    optimizer = wrap(model, SIDCo(0.05))
+    train(model, optimizer, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.zero_grad()
+    loss_of(model, 3).backward()
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, range(4, 8))
+    assert_identical(model)
+
+
+# --- NaN and infinity ---
+
+
+@scenario(*MPI, cases={"nan": (float("nan"),), "inf": (float("inf"),)})
+def not_finite_propagates(value: float) -> None:
+    # Rank 1's gradient of one parameter is bad once: its bucket is NaN everywhere, the rest is reduced, nothing is lost.
+    parameters = zeros(SHAPES)
+    compression = TopK(0.02, granularity="layer", not_finite="propagate")
+    optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
+    old = [{name: np.zeros(SHAPES[name]) for name in SHAPES}] * hvd.size()
+    for step in range(6):
+        local = {name: whole_numbers(shape, step=step, rank=hvd.rank()) for name, shape in SHAPES.items()}
+        spoilt = {name: gradient.copy() for name, gradient in local.items()}
+        if step == 2 and hvd.rank() == 1:
+            spoilt["second"][5] = value
+        reduce(optimizer, parameters, spoilt)
+        state = compression.state_dict()["residuals"]
+        assert all(bool(torch.isfinite(residual).all()) for residual in state.values())
+        new = everyone({name: state[name].double().numpy() for name in state})
+        given = everyone(local)
+        for name in ("first", "second", "third"):
+            if step == 2 and name == "second":
+                assert np.isnan(gradient_of(parameters[name])).all()
+                for rank in range(hvd.size()):
+                    added = new[rank][name] - old[rank][name]
+                    np.testing.assert_array_equal(added, 0.0 if rank == 1 else given[rank][name])
+                continue
+            kept = sum(new[rank][name] - old[rank][name] for rank in range(hvd.size()))
+            total = sum(one[name].astype(np.float64) for one in given)
+            np.testing.assert_array_equal(gradient_of(parameters[name]) + kept, total, err_msg=f"{name}, step {step}")
+        old = new
+
+
+@scenario(MPI_2, cases={"residual": (True,), "no_residual": (False,)})
+def not_finite_in_a_shared_bucket(residual: bool) -> None:
+    # A later step is not changed by what other parameters of the bucket had when it was bad, unless residuals are kept.
+    parameters = zeros(SHAPES)
+    compression = NoOp(granularity="model", not_finite="propagate", residual=residual)
+    optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
+    for step in range(4):
+        local = {name: whole_numbers(shape, step=step, rank=hvd.rank()) for name, shape in SHAPES.items()}
+        if step == 1 and hvd.rank() == 1:
+            local["second"][5] = float("nan")
+        reduce(optimizer, parameters, local)
+        if step == 1:
+            assert all(np.isnan(gradient_of(parameters[name])).all() for name in ("first", "second", "third"))
+            continue
+        for name in ("first", "second", "third"):
+            steps = (1, 2) if step == 2 and residual else (step,)
+            ranks = list(range(hvd.size()))
+            expected = sum(
+                whole_numbers(SHAPES[name], step=s, rank=r)
+                for s, r in itertools.product(steps, ranks)
+                if (s, r, name) != (1, 1, "second")
+            )
+            np.testing.assert_array_equal(gradient_of(parameters[name]), expected, err_msg=f"{name}, step {step}")
+
+
+@scenario(*EVERYWHERE)
+def gradient_scaler_skips_on_all_ranks() -> None:
+    model = small_model()
+    compression = SIDCo(0.05, not_finite="propagate", bucket_bytes=BUCKET_BYTES)
+    optimizer = wrap(model, compression, momentum=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    for step in range(8):
+        before = digest(model.parameters())
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        if step in (0, 3) and hvd.rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        skipped = digest(model.parameters()) == before
+        assert skipped == (step in (0, 3)), f"step {step}"
+        assert_identical(model)
+        assert all(bool(torch.isfinite(r).all()) for r in compression.state_dict()["residuals"].values())
+    assert everyone(scaler.get_scale()) == [2.0] * hvd.size()
+
+
+# --- what is refused ---
+
+
+@scenario(MPI_2)
+def refused_arguments() -> None:
+    def attempt(compression: Any, **arguments: Any) -> Any:
+        return lambda: wrap(small_model(), compression, **arguments)
+
+    assert "Adasum" in raised(ValueError, attempt(SIDCo(0.01), op=hvd.Adasum))
+    for op in (hvd.Min, hvd.Max, hvd.Product):
+        assert "hvd.Average or hvd.Sum" in raised(ValueError, attempt(SIDCo(0.01), op=op))
+    assert "must be an instance" in raised(TypeError, attempt(SIDCo))
+    assert "must be an instance" in raised(TypeError, attempt(SIDCo, op=hvd.Adasum))
+    assert "granularity='layer'" in raised(ValueError, attempt(SIDCo(0.01, granularity="layer"), groups=2))
+    shared = SIDCo(0.01)
+    wrap(small_model(), shared)
+    assert "serve one optimizer" in raised(ValueError, attempt(shared))
+    wrap(small_model(), copy.deepcopy(shared))
+    raised(ValueError, attempt(SIDCo(0.01), op=hvd.Sum, gradient_predivide_factor=2.0))
+    assert "serves no optimizer" in raised(RuntimeError, SIDCo(0.01).state_dict)
+
+
+@scenario(MPI_2, cases={k: (k,) for k in ("shared", "op", "groups")})
+def refusal_leaves_no_trace(kind: str) -> None:
+    # The same model is wrapped rightly afterwards, and trains as if the first attempt had not been.
+    tried, fresh = small_model(), small_model()
+    shared = SIDCo(0.05)
+    wrap(small_model(), shared)
+    attempts: dict[str, Any] = {
+        "shared": lambda: wrap(tried, shared),
+        "op": lambda: wrap(tried, SIDCo(0.05), op=hvd.Max),
+        "groups": lambda: wrap(tried, SIDCo(0.05, granularity="model"), groups=2),
+    }
+    raised(ValueError, attempts[kind])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for model in (tried, fresh):
+            train(model, wrap(model, SIDCo(0.05)), range(4))
+    assert digest(tried.parameters()) == digest(fresh.parameters())
+    assert_identical(tried)
+
+
+def _other_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 60 + hvd.rank()), nn.ReLU(), nn.Linear(60 + hvd.rank(), 10))
+
+
+def _partly_frozen() -> nn.Module:
+    model = small_model()
+    model[2].requires_grad_(hvd.rank() == 0)
+    return model
+
+
+_DIFFERENCES: dict[str, Any] = {
+    "ratio": (lambda: wrap(small_model(), TopK(0.01 * (1 + hvd.rank()))), "ratio="),
+    "algorithm": (lambda: wrap(small_model(), TopK(0.01) if hvd.rank() == 0 else SIDCo(0.01)), "TopK("),
+    "operation": (lambda: wrap(small_model(), TopK(0.01), op=hvd.Sum if hvd.rank() == 0 else hvd.Average), "'op'"),
+    "sparse_as_dense": (lambda: wrap(small_model(), TopK(0.01), sparse_as_dense=hvd.rank() == 0), "'sparse_as_dense'"),
+    "groups": (lambda: wrap(small_model(), TopK(0.01), groups=1 + hvd.rank()), "'groups'"),
+    "model": (lambda: wrap(_other_model(), TopK(0.01)), "'parameters'"),
+    "frozen": (lambda: wrap(_partly_frozen(), TopK(0.01)), "'parameters'"),
+    "precision": (lambda: wrap(small_model().to(_precision()), TopK(0.01)), "'parameters'"),
+}
+
+
+def _precision() -> torch.dtype:
+    return torch.float64 if hvd.rank() else torch.float32
+
+
+@scenario(MPI_2, cases=_DIFFERENCES)
+def difference_between_ranks_raises_on_all(make: Any, difference: str) -> None:
+    optimizer = make()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    loss = torch.stack([parameter.sum() for parameter in parameters if parameter.requires_grad]).sum()
+    loss.backward()
+    text = raised(ValueError, optimizer.step)
+    assert text.startswith(f"rank {hvd.rank()}: all ranks must run the same model") and difference in text, text
+
+
+# --- stock Horovod beside us ---
+
+
+@scenario(MPI_2, cases={"none": (hvd.Compression.none,), "fp16": (hvd.Compression.fp16,)})
+def stock_compression_is_untouched(compression: Any) -> None:
+    extended, stock = small_model(), small_model()
+    optimizer = wrap(extended, compression)
+    train(extended, optimizer, range(5))
+    raised(TypeError, lambda: optimizer.zero_grad(set_to_none=True))
+    seam.uninstall()
+    try:
+        optimizer = wrap(stock, compression)
+        raised(TypeError, lambda: optimizer.zero_grad(set_to_none=True))
+        train(stock, optimizer, range(5))
+    finally:
+        seam.install()
+    assert digest(extended.parameters()) == digest(stock.parameters())
+
+
+@scenario(MPI_2)
+def optimizers_outlive_uninstall() -> None:
+    model, reference = small_model(), small_model()
+    train(reference, wrap(reference, SIDCo(0.05)), range(6))
+    optimizer = wrap(model, SIDCo(0.05))
+    train(model, optimizer, range(2))
+    seam.uninstall()
+    try:
+        train(model, optimizer, range(2, 4))
+        optimizer.step(lambda: None if hvd.rank() < 0 else _no_update(optimizer))
+    finally:
+        seam.install()
+    train(model, optimizer, range(4, 6))
+    assert_identical(model)
+
+
+def _no_update(optimizer: Any) -> torch.Tensor:
+    optimizer.zero_grad(set_to_none=True)
+    return torch.zeros(())
+
+
+@scenario(MPI_4)
+def many_steps_without_update() -> None:
+    # step() without a backward pass sends what the residuals hold, and keeps the replicas together.
+    model = small_model()
+    optimizer = wrap(model, SIDCo(0.05))
+    train(model, optimizer, range(3))
+    for _ in range(5):
+        optimizer.zero_grad()
+        optimizer.step()
+    assert_identical(model)

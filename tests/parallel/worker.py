@@ -1,0 +1,75 @@
+"""What every rank runs: scenarios, one after the other. Each outcome is written at once, so that a hang loses none.
+
+python -m parallel.worker DIRECTORY NAMES_FILE
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from .catalogue import SCENARIOS
+from .scenario import Scenario
+
+SCENARIO_LIMIT = 90.0
+"""Seconds; then the rank prints where it hangs and ends, and the launcher ends the others."""
+
+
+class Record:
+    """This rank's outcomes, a line each."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, **line: Any) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def run(one: Scenario, record: Record) -> bool:
+    """Run a scenario on this rank; return whether the ranks are still in step, so that there can be another."""
+    record.write(scenario=one.name, event="start")
+    faulthandler.dump_traceback_later(SCENARIO_LIMIT, exit=True)
+    began, error = time.perf_counter(), ""
+    torch.manual_seed(0)
+    try:
+        one.run(*one.arguments)
+    except Exception:
+        error = traceback.format_exc()
+    record.write(scenario=one.name, event="end", error=error, seconds=time.perf_counter() - began)
+    try:
+        # A rank that has raised may have left the others in a collective: they end it when Horovod sees the stall.
+        hvd.barrier()
+    except hvd.HorovodInternalError:
+        return False
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    gc.collect()
+    return True
+
+
+def main(directory: Path, names: list[str]) -> int:
+    hvd.init()
+    record = Record(directory / f"rank{hvd.rank()}.jsonl")
+    for name in names:
+        if not run(SCENARIOS[name], record):
+            return 3
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))
+    if status:
+        # Horovod is down; its shutdown at exit would wait for ranks that are gone.
+        sys.stdout.flush()
+        os._exit(status)

@@ -1,0 +1,142 @@
+"""The set-up scripts, without building anything."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "docker"
+BUILD = SCRIPTS / "build_horovod.sh"
+
+# The smallest source distribution to which every change for torch and TensorFlow applies.
+SOURCES = {
+    "CMakeLists.txt": "set(CMAKE_CXX_STANDARD 14)",
+    "third_party/flatbuffers/include/flatbuffers/stl_emulation.h": "const size_type count_;",
+    "horovod/runner/js_run.py": "from distutils.spawn import find_executable",
+    "horovod/torch/CMakeLists.txt": "set(CMAKE_CXX_STANDARD 14)\nelseif (Pytorch_CUDA AND NOT HAVE_CUDA)\n"
+    "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+    "horovod/tensorflow/CMakeLists.txt": "set(CMAKE_CXX_STANDARD 17)\n"
+    'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")',
+}
+
+
+def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **environment}
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, env=env, check=False)
+
+
+def apply_changes(folder: Path) -> subprocess.CompletedProcess[str]:
+    script = (
+        f"source '{BUILD}'; python='{sys.executable}' torch=torch tensorflow=tensorflow gpu=0; apply_changes '{folder}'"
+    )
+    return run("bash", "-c", script)
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    for name, text in SOURCES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_changes_are_applied_each_with_its_reason(sources: Path) -> None:
+    done = apply_changes(sources)
+    assert done.returncode == 0, done.stderr
+    assert (sources / "CMakeLists.txt").read_text() == "set(CMAKE_CXX_STANDARD 17)"
+    assert "xla_mpi_ops" not in (sources / "horovod/tensorflow/CMakeLists.txt").read_text()
+    assert not any("distutils" in (sources / name).read_text() for name in SOURCES)
+    assert "need C++20" in done.stderr
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_text_that_is_not_there_fails_loudly(sources: Path, name: str) -> None:
+    (sources / name).write_text("something else\n")
+    done = apply_changes(sources)
+    assert done.returncode != 0
+    assert f"cannot change {sources / name}: expected exactly one" in done.stderr
+    assert "found 0" in done.stderr
+
+
+def test_a_text_that_is_there_twice_fails_loudly(sources: Path) -> None:
+    (sources / "CMakeLists.txt").write_text(SOURCES["CMakeLists.txt"] * 2)
+    done = apply_changes(sources)
+    assert done.returncode != 0
+    assert "found 2" in done.stderr
+
+
+def test_a_cached_wheel_is_found_and_nothing_is_built(tmp_path: Path) -> None:
+    cache = str(tmp_path)
+    describe = f"source '{BUILD}'; describe_wheel '{sys.executable}'; echo \"$folder\""
+    folder = Path(run("bash", "-c", describe, HOROVOD_WHEEL_CACHE=cache).stdout.strip())
+    assert folder.parent == tmp_path
+    folder.mkdir()
+    wheel = folder / "horovod-0.28.1-any.whl"
+    wheel.touch()
+
+    done = run(BUILD, "--wheel-only", sys.executable, HOROVOD_WHEEL_CACHE=cache)
+
+    assert done.stdout == f"{wheel}\n"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(tmp_path.rglob("*")) == [folder, wheel]
+
+
+def test_the_key_tells_the_release_apart(tmp_path: Path) -> None:
+    script = f"source '{BUILD}'; describe_wheel '{sys.executable}'; echo \"$folder\""
+    folders = {
+        run("bash", "-c", script, HOROVOD_WHEEL_CACHE=str(tmp_path), HOROVOD_VERSION=version).stdout
+        for version in ("0.28.0", "0.28.1")
+    }
+    assert len(folders) == 2
+
+
+def test_a_wrong_gpu_flag_is_refused(tmp_path: Path) -> None:
+    done = run(BUILD, "--wheel-only", sys.executable, HOROVOD_GPU="yes", HOROVOD_WHEEL_CACHE=str(tmp_path))
+    assert done.returncode == 1
+    assert "HOROVOD_GPU must be 0 or 1, got 'yes'" in done.stderr
+
+
+def test_an_environment_without_frameworks_is_refused(tmp_path: Path) -> None:
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare")
+    done = run(BUILD, "--wheel-only", tmp_path / "bare/bin/python", HOROVOD_WHEEL_CACHE=str(tmp_path))
+    assert done.returncode == 1
+    assert "neither torch nor TensorFlow is installed" in done.stderr
+
+
+def test_an_interrupted_script_takes_its_children_along() -> None:
+    nested = "bash -c 'echo $$; exec sleep 1000'"
+    script = f"source '{SCRIPTS / 'common.sh'}'; guard {nested}"
+    with subprocess.Popen(
+        ["bash", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_system_packages_has_nothing_to_do_here() -> None:
+    done = run(SCRIPTS / "system_packages.sh", sys.executable)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_system_packages_says_what_to_install_where_it_cannot(tmp_path: Path) -> None:
+    for name in ("bash", "dirname", "basename", "xargs", "echo"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    done = run(SCRIPTS / "system_packages.sh", sys.executable, PATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "please install what Debian calls: g++ make openmpi-bin libopenmpi-dev" in done.stderr
+
+
+@pytest.mark.parametrize(("name", "value"), [("FRAMEWORKS", "jax"), ("PYTHON", "python2"), ("HOROVOD_GPU", "yes")])
+def test_setup_refuses_settings_it_does_not_know(name: str, value: str) -> None:
+    done = run(SCRIPTS / "setup.sh", **{name: value})
+    assert done.returncode == 1
+    assert f"{name} must be" in done.stderr
+    assert f"got '{value}'" in done.stderr

@@ -1,0 +1,141 @@
+"""The examples run as their users run them, and say what they promise to say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parallel.launch import Launch
+
+pytest.importorskip("horovod.torch")
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TWO_WORKERS = Launch("mpirun", 2)
+LIMIT = 120.0
+"""Seconds; an idle machine needs about a tenth."""
+EPOCH_FIELDS = {"event", "epoch", "step", "loss", "bytes_per_step", "step_seconds", "ratio"}
+
+TINY_CHARLM = ["--epochs", "2", "--epoch-steps", "3", "--batch-size", "2", "--context", "16"]
+TINY_CHARLM += ["--width", "32", "--layers", "1", "--heads", "2", "--bytes", "200000"]
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module `examples/demo.py`."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import demo
+
+    return demo
+
+
+def run(launch: Launch, script: str, log: Path, *options: str) -> list[dict[str, Any]]:
+    """The lines of the log of a run that must succeed."""
+    ended = launch.run(str(EXAMPLES / script), *options, "--log-file", str(log), limit=LIMIT)
+    assert ended.code == 0, ended
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize(
+    ("compression", "ratio", "most_bytes"),
+    [("none", 1.0, 700_000), ("sidco", 0.01, 20_000)],
+)
+def test_digits_on_two_workers(compression: str, ratio: float, most_bytes: int, tmp_path: Path) -> None:
+    settings, epoch, end = run(
+        TWO_WORKERS,
+        "torch_digits.py",
+        tmp_path / "log",
+        "--compression",
+        compression,
+        "--ratio",
+        "0.01",
+        "--epochs",
+        "1",
+    )
+    assert (settings["event"], epoch["event"], end["event"]) == ("settings", "epoch", "end")
+    assert settings["compression"] == compression
+    assert settings["workers"] == 2
+    assert epoch.keys() == EPOCH_FIELDS | {"accuracy"}
+    assert epoch["epoch"] == 1
+    assert epoch["step"] == 44, "718 images per worker, 16 in a step"
+    assert 0.0 <= epoch["accuracy"] <= 1.0
+    assert ratio / 2 <= epoch["ratio"] <= ratio * 1.5
+    assert 1_000 < epoch["bytes_per_step"] < most_bytes
+    assert len(end["parameter_hash"]) == 64
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("launch", [TWO_WORKERS, Launch("horovodrun", 2)], ids=str)
+def test_charlm_on_two_workers(launch: Launch, tmp_path: Path) -> None:
+    settings, *epochs, end = run(launch, "torch_charlm.py", tmp_path / "log", *TINY_CHARLM)
+    assert settings["compression"] == "sidco"
+    assert [epoch["step"] for epoch in epochs] == [3, 6]
+    assert all(epoch.keys() == EPOCH_FIELDS | {"bits_per_character"} for epoch in epochs)
+    assert all(0.0 < epoch["bits_per_character"] < 9.0 for epoch in epochs)
+    assert end["event"] == "end"
+
+
+@pytest.mark.parallel
+def test_one_plain_process_sends_nothing(tmp_path: Path) -> None:
+    settings, *epochs, _ = run(Launch("plain"), "torch_charlm.py", tmp_path / "log", *TINY_CHARLM)
+    assert settings["workers"] == 1
+    assert [epoch["bytes_per_step"] for epoch in epochs] == [0.0, 0.0]
+
+
+@pytest.mark.parallel
+def test_different_parameters_are_noticed(tmp_path: Path) -> None:
+    script = tmp_path / "differ.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(EXAMPLES)!r})\n"
+        "import horovod.torch as hvd, torch\n"
+        "from common import check_replicas\n"
+        "hvd.init()\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "torch.nn.init.constant_(model.weight, 1.0 + 1e-6 * hvd.rank())\n"
+        "torch.nn.init.zeros_(model.bias)\n"
+        "check_replicas(model)\n"
+    )
+    ended = TWO_WORKERS.run(str(script), limit=LIMIT)
+    assert ended.code not in (0, None), ended
+    assert "the workers ended with different parameters (rank 0: " in ended.output
+
+
+@pytest.mark.parallel
+def test_demo_shows_why_a_run_failed(demo: Any, tmp_path: Path) -> None:
+    script = tmp_path / "fail.py"
+    script.write_text("raise SystemExit('no such weather')")
+    with pytest.raises(SystemExit, match=r"(?s)exit status [1-9].*no such weather"):
+        demo.run_workers(script, [], workers=2, output=tmp_path / "output", timeout=LIMIT)
+
+
+@pytest.mark.parallel
+def test_demo_stops_a_run_that_hangs(demo: Any, tmp_path: Path) -> None:
+    script = tmp_path / "hang.py"
+    script.write_text("import time; print('waiting', flush=True); time.sleep(600)")
+    with pytest.raises(SystemExit, match=r"(?s)still running after 5 s and was stopped.*waiting"):
+        demo.run_workers(script, [], workers=2, output=tmp_path / "output", timeout=5)
+
+
+def test_demo_uses_horovodrun_where_there_is_no_mpirun(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    command = demo.launcher(3)
+    assert Path(command[0]).name == "horovodrun"
+    assert command[1:] == ["--gloo", "-np", "3"]
+
+
+def test_demo_table_and_picture(demo: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    epochs = {
+        run: [
+            {"step": step, "accuracy": 0.9, "bytes_per_step": sent, "step_seconds": 0.004, "ratio": 0.5}
+            for step in (10, 20)
+        ]
+        for run, sent in zip(demo.RUNS, (600_000.0, 300_000.0, 16_000.0, 2_400.0), strict=True)
+    }
+    last = demo.table(epochs).splitlines()[-1].split()
+    assert last == ["SIDCo", "0.001", "0.50000", "90.00%", "2,400", "250.0", "4.0"]
+    demo.draw(epochs, 2, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

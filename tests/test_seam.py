@@ -1,0 +1,182 @@
+"""The seam to stock Horovod: what it checks, that it is idempotent and reversible, and what importing it brings."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import horovod.torch
+import pytest
+from horovod.torch import optimizer as horovod_optimizer
+
+import horovod_sparse.torch
+from horovod_sparse.torch import seam
+
+STOCK_CLASSES = (horovod_optimizer._DistributedOptimizer, horovod_optimizer._DistributedAdasumOptimizer)
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def stock() -> Iterator[Any]:
+    """Stock Horovod's optimizer class as it was installed; extended again afterwards."""
+    seam.uninstall()
+    try:
+        yield horovod_optimizer._DistributedOptimizer
+    finally:
+        seam.install()
+
+
+def _members() -> list[dict[str, Any]]:
+    return [dict(vars(cls)) for cls in STOCK_CLASSES]
+
+
+def _other_horovod(stock: Any, **changes: Any) -> type:
+    """A class with stock Horovod's methods, some of them changed; None leaves a method out."""
+    members = {name: value for name, value in vars(stock).items() if name not in ("__dict__", "__weakref__")}
+    return type(
+        "_DistributedOptimizer", (), {name: value for name, value in (members | changes).items() if value is not None}
+    )
+
+
+# --- the contract ---
+
+
+def test_installed_horovod_fulfils_the_contract(stock: Any) -> None:
+    seam.check_contract(stock)
+    seam.check_contract(_other_horovod(stock))
+
+
+@pytest.mark.parametrize("method", sorted(seam._SIGNATURES))
+def test_missing_method_is_named(stock: Any, method: str) -> None:
+    with pytest.raises(ImportError, match=rf"has no method {method}, expected {method}\("):
+        seam.check_contract(_other_horovod(stock, **{method: None}))
+
+
+def test_changed_signature_is_shown(stock: Any) -> None:
+    def step(self: Any, closure: Any = None, scaler: Any = None) -> None: ...
+
+    with pytest.raises(ImportError, match=r"has step\(self, closure, scaler\), expected step\(self, closure\)"):
+        seam.check_contract(_other_horovod(stock, step=step))
+
+
+def test_changed_constructor_is_shown(stock: Any) -> None:
+    def __init__(self: Any, params: Any, compression: Any) -> None: ...  # noqa: N807
+
+    with pytest.raises(
+        ImportError, match=r"has __init__\(self, params, compression\), expected __init__\(self, params, n"
+    ):
+        seam.check_contract(_other_horovod(stock, __init__=__init__))
+
+
+def test_missing_attribute_is_named(stock: Any) -> None:
+    # The same signature, but handles are kept somewhere else.
+    source = "def __init__(self, " + ", ".join(seam._SIGNATURES["__init__"][1:]) + "):\n"
+    source += "".join(f"    self.{name} = None\n" for name in seam._ATTRIBUTES if name != "_handles")
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    with pytest.raises(ImportError, match="__init__ does not set _handles") as caught:
+        seam.check_contract(_other_horovod(stock, __init__=scope["__init__"]))
+    assert "_grad_accs" not in str(caught.value), "only what is missing is named"
+
+
+def test_message_says_all_that_is_wrong_and_what_to_do(stock: Any) -> None:
+    with pytest.raises(ImportError) as caught:
+        seam.check_contract(_other_horovod(stock, step=None, zero_grad=None))
+    text = str(caught.value)
+    assert "has no method step" in text
+    assert "has no method zero_grad" in text
+    assert f"Horovod {horovod.__version__} is installed" in text
+    assert "Install horovod==0.28.1" in text
+
+
+def test_nothing_is_extended_when_the_contract_is_broken(stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(stock, "set_backward_passes_per_step")
+    seam.check_contract(stock)
+    monkeypatch.delattr(stock, "zero_grad")
+    before = _members()
+    with pytest.raises(ImportError, match="has no method zero_grad"):
+        seam.install()
+    assert _members() == before
+    monkeypatch.undo()
+    seam.install()
+    assert "add_param_group" in vars(stock)
+
+
+# --- install and uninstall ---
+
+
+def test_install_is_idempotent() -> None:
+    before = _members()
+    seam.install()
+    seam.install()
+    assert _members() == before
+
+
+def test_uninstall_restores_stock_exactly() -> None:
+    extended = _members()
+    seam.uninstall()
+    try:
+        stock = _members()
+        for members in stock:
+            sources = {value.__code__.co_filename for value in members.values() if inspect.isfunction(value)}
+            assert seam.__file__ not in sources
+            assert horovod_optimizer.__file__ in sources
+        assert "add_param_group" not in stock[0]
+        seam.uninstall()
+        assert _members() == stock
+        seam.install()
+        seam.uninstall()
+        assert _members() == stock
+    finally:
+        seam.install()
+    again = _members()
+    assert [members.keys() for members in again] == [members.keys() for members in extended]
+    assert all(extended[0][name].__wrapped__ is stock[0][name] for name in seam._EXTENSIONS if name in stock[0])
+    assert again[0]["step"].__wrapped__ is stock[0]["step"], "a new extension wraps the stock method, not an extension"
+
+
+def test_extended_methods_keep_name_module_and_documentation() -> None:
+    # broadcast_optimizer_state recognises a wrapped optimizer by its module.
+    cls = horovod_optimizer._DistributedOptimizer
+    assert cls.__module__ == "horovod.torch.optimizer"
+    assert [(cls.step.__name__, cls.step.__module__)] == [("step", "horovod.torch.optimizer")]
+
+
+# --- what importing brings ---
+
+
+def test_all_public_names_of_horovod_are_there() -> None:
+    public = [name for name in vars(horovod.torch) if not name.startswith("_")]
+    missing = [name for name in public if getattr(horovod_sparse.torch, name, None) is not getattr(horovod.torch, name)]
+    assert not missing
+    assert {"SIDCo", "TopK", "NoOp", "DistributedOptimizer", "init", "allreduce"} <= set(horovod_sparse.torch.__all__)
+
+
+def _modules_after(statement: str) -> set[str]:
+    code = f"import json, sys; {statement}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_the_adapter_leaves_other_frameworks_alone() -> None:
+    modules = _modules_after("import horovod_sparse.torch")
+    assert "horovod.torch" in modules
+    assert not {"tensorflow", "keras", "mpi4py", "horovod.tensorflow"} & modules
+    assert not {name for name in modules if name.startswith("horovod_sparse.tensorflow")}
+
+
+def test_import_fails_with_a_clear_message_on_another_horovod() -> None:
+    code = (
+        "from horovod.torch import optimizer; del optimizer._DistributedOptimizer.synchronize\n"
+        "import horovod_sparse.torch"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "ImportError: horovod_sparse extends horovod.torch.optimizer._DistributedOptimizer" in done.stderr
+    assert "has no method synchronize" in done.stderr
