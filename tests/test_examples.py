@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from parallel.launch import Launch
 
-pytest.importorskip("horovod.torch")
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TWO_WORKERS = Launch("mpirun", 2)
 LIMIT = 120.0
