@@ -52,11 +52,10 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
     parser.add_argument("--output", type=Path, default=Path("accuracy-output"), help="folder for logs")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds after which a run is stopped")
-    parser.add_argument("options", nargs=argparse.REMAINDER, help="for the example, after --")
-    args = parser.parse_args()
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, passed_on = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     task = TASKS[args.task]
     args.output.mkdir(parents=True, exist_ok=True)
-    passed_on = [option for option in args.options if option != "--"]
 
     results: dict[str, list[float]] = {}
     sent: dict[str, float] = {}
