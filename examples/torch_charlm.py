@@ -3,8 +3,7 @@
     mpirun -np 2 python examples/torch_charlm.py --compression sidco --ratio 0.001
     horovodrun -np 2 python examples/torch_charlm.py --compression fp16
 
-AdamW and not SGD, because it trains this model better when nothing is compressed. The theory of error feedback is about
-SGD: with few steps a sparse run trails the dense one, the more the smaller the ratio.
+With few steps a sparse run trails the dense one, the more the smaller the ratio: an entry is sent every 1/ratio steps or so.
 
 With more workers than idle cores set OMP_NUM_THREADS=1, or the workers' threads fight for the cores.
 """

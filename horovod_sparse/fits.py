@@ -3,7 +3,8 @@
 With `L = ln(1/ratio)`, each fit solves `P(|X| > threshold) = ratio` for one sparsity-inducing distribution of SIDCo
 (arXiv 2101.10761, https://arxiv.org/abs/2101.10761). All are scale-equivariant: moments of c|X| give c * threshold.
 Applied to the excesses over an earlier threshold they give the step to the next one. A ratio above 1 extrapolates
-below that earlier threshold (a negative step). No fit raises or returns NaN for finite moments.
+below that earlier threshold (a negative step). Moments are finite: `mean >= 0`, `variance >= 0`, `mean_log <= ln(mean)`; ratios
+are positive. No fit then raises or returns NaN.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _CONSTANT = 1e-12
 
 
 def exponential(mean: float, ratio: float) -> float:
-    """Exponential magnitudes (double-exponential gradients): `threshold = beta L`, `beta = mean` (section 2.3)."""
+    """Exponential magnitudes (double-exponential gradients): `threshold = beta L`, `beta = mean`."""
     return mean * -math.log(ratio)
 
 

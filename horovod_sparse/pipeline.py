@@ -81,17 +81,15 @@ class Pipeline:
         """Take in a parameter's gradient (None: it has none in this step); return its bucket when that is complete.
 
         The gradient's memory is free afterwards. Raises FloatingPointError for NaN or infinity with
-        `not_finite="raise"`; the residual is then as it was.
+        `not_finite="raise"`: that gradient is kept out of the residual, but the step cannot be finished, and this
+        process should end.
         """
         bucket = self._bucket_of[name]
         if name not in bucket.missing:
             raise RuntimeError(f"the gradient of {name!r} arrived twice in one step")
         if gradient is not None and not self.ops.all_finite(gradient):
             if self.compressor.not_finite == "raise":
-                raise FloatingPointError(
-                    f"rank {self.rank}: the gradient of parameter {name!r} holds NaN or infinity; it was kept out of the "
-                    "residual. Lower the learning rate, or with torch.amp.GradScaler use not_finite='propagate'"
-                )
+                raise not_finite_error(self.rank, name)
             bucket.finite = False
             gradient = None
         if gradient is not None:
@@ -104,12 +102,10 @@ class Pipeline:
         bucket.missing = {slot.name for slot in bucket.layout.slots}
         numel = bucket.layout.numel
         asked, capacity = self.compressor.asked(numel), self.compressor.room(numel)
-        on_the_wire = allgather_bytes(capacity, self.world)
         if not bucket.finite:
             bucket.finite = True
             if not self.compressor.residual:
                 bucket.buffer[:] = 0
-            bucket.tally.add(Counts(asked, threshold=bucket.state.threshold, bytes_each_way=on_the_wire))
             return self.ops.pack_not_finite(bucket.buffer, capacity)
         state = bucket.state
         selection = self.compressor.select(self.ops, bucket.buffer, asked, capacity, state)
@@ -118,7 +114,14 @@ class Pipeline:
             bucket.buffer[:] = 0
         count = len(selection.indices)
         bucket.tally.add(
-            Counts(asked, count, selection.found - count, state.threshold, state.stages, bytes_each_way=on_the_wire)
+            Counts(
+                asked,
+                count,
+                selection.found - count,
+                state.threshold,
+                state.stages,
+                allgather_bytes(capacity, self.world),
+            )
         )
         return self.ops.pack(selection.indices, values, capacity)
 
@@ -182,9 +185,7 @@ class Pipeline:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, on the same model; the buckets may differ. Strict."""
-        check_version(state)
-        self.residuals.check_state(state["residuals"])
-        check_adaptive(state)
+        check_state(state, self.compressor, self.residuals.shapes)
         self.residuals.load_state_dict(state["residuals"])
         for bucket in self.buckets:
             bucket.state.load_state_dict(state["adaptive"][bucket.name])
@@ -197,13 +198,28 @@ class Pipeline:
             bucket.tally = Tally()
 
 
-def check_version(state: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a state was saved by a release that saves what this one loads."""
+def not_finite_error(rank: int, name: str) -> FloatingPointError:
+    """What is raised for a gradient with NaN or infinity."""
+    return FloatingPointError(
+        f"rank {rank}: the gradient of parameter {name!r} holds NaN or infinity; it was kept out of the residual. "
+        "Lower the learning rate, or with torch.amp.GradScaler use not_finite='propagate'"
+    )
+
+
+def check_state(state: Mapping[str, Any], compressor: Compressor, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError unless `state` is one of this release, of these parameters, and of this algorithm."""
     if state.get("version") != 1:
         raise ValueError(f"state must have version 1, got {state.get('version')!r}; it was saved by another release")
-
-
-def check_adaptive(state: Mapping[str, Any]) -> None:
-    """Raise ValueError unless adaptive state and residuals name the same parameters."""
-    if state["adaptive"].keys() != state["residuals"].keys():
+    got = {name: tuple(residual.shape) for name, residual in state["residuals"].items()}
+    missing, unexpected = sorted(shapes.keys() - got.keys()), sorted(got.keys() - shapes.keys())
+    reshaped = {name: (got[name], shapes[name]) for name in got.keys() & shapes.keys() if got[name] != shapes[name]}
+    if missing or unexpected or reshaped:
+        raise ValueError(
+            f"residuals must be those of this model's compressed parameters; missing: {missing}, "
+            f"unexpected: {unexpected}, of another shape (got, expected): {reshaped}; load a state saved with the same "
+            "model and the same min_numel"
+        )
+    if state["adaptive"].keys() != got.keys():
         raise ValueError("state['adaptive'] must name the same parameters as state['residuals']; the state is damaged")
+    for adaptive in state["adaptive"].values():
+        compressor.new_state().load_state_dict(adaptive)

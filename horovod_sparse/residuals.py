@@ -5,7 +5,7 @@ It owns the buffers. Nothing here is broadcast: every rank keeps its own residua
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from horovod_sparse.buckets import Layout, Slot
@@ -40,9 +40,9 @@ class Residuals:
         return self._buffers[bucket][slot.offset : slot.offset + slot.numel]
 
     @property
-    def names(self) -> Iterable[str]:
-        """The parameters that have a residual."""
-        return self._slots.keys()
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The parameters that have a residual, and their shapes."""
+        return {name: slot.shape for name, (_, slot) in self._slots.items()}
 
     @property
     def nbytes(self) -> int:
@@ -54,27 +54,16 @@ class Residuals:
         for buffer in self._buffers.values():
             buffer[:] = 0
 
+    def rescale(self, factor: float) -> None:
+        """Multiply everything that was kept by `factor`."""
+        for buffer in self._buffers.values():
+            buffer *= factor
+
     def state_dict(self) -> dict[str, Array]:
         """Copies of the residuals by parameter name, in the parameters' shapes."""
         return {name: self._ops.copy(self.view(name)).reshape(slot.shape) for name, (_, slot) in self._slots.items()}
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise unless `state` holds exactly the parameters of this manager, in their shapes."""
-        missing, unexpected = sorted(self._slots.keys() - state.keys()), sorted(state.keys() - self._slots.keys())
-        if missing or unexpected:
-            raise ValueError(
-                f"residuals must be those of this model's compressed parameters; missing: {missing}, "
-                f"unexpected: {unexpected}; load a state saved with the same model and the same min_numel"
-            )
-        for name, (_, slot) in self._slots.items():
-            if tuple(state[name].shape) != slot.shape:
-                raise ValueError(
-                    f"residual of {name!r} must have shape {slot.shape}, got {tuple(state[name].shape)}; "
-                    "load a state saved with the same model"
-                )
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy the residuals in, strictly; nothing is changed when `state` does not match."""
-        self.check_state(state)
+        """Copy the residuals in; `state` holds exactly the parameters of `shapes`."""
         for name in self._slots:
             self._ops.assign(self.view(name), state[name])

@@ -29,7 +29,7 @@ def most_stages(ratio: float) -> int:
 
 @dataclass
 class StageController:
-    """Adapts the number of stages M of one bucket (SIDCo, Algorithm 1, https://arxiv.org/abs/2101.10761).
+    """Adapts the number of stages M of one bucket (SIDCo, https://arxiv.org/abs/2101.10761).
 
     Every `PERIOD` steps with q the mean of achieved/asked count, `rule="paper"`: M decreases when
     `q > 1 + TOLERANCE`, increases when `q < 1 - TOLERANCE`, within [1, M_max]. `rule="robust"` remembers |ln q| of
@@ -80,11 +80,14 @@ class StageController:
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continue from what `state_dict` returned."""
-        stages, window, seen, errors = (state[key] for key in ("stages", "window", "windows_seen", "errors"))
-        assert (
+        """Continue from what `state_dict` returned. Raises ValueError for anything else."""
+        stages, window, seen, errors = (state.get(key) for key in ("stages", "window", "windows_seen", "errors"))
+        if not (
             isinstance(stages, int) and isinstance(window, list) and isinstance(seen, int) and isinstance(errors, list)
-        )
+        ):
+            raise ValueError(
+                f"adaptive state must have stages, window, windows_seen and errors, got {state}; another algorithm saved it"
+            )
         self.stages = stages
         self._window = list(window)
         self._windows_seen = seen

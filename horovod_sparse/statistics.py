@@ -93,14 +93,14 @@ class Counts:
 
 @dataclass
 class Tally:
-    """The last step and the running sums of one bucket."""
+    """The last step and the running sums of one bucket, over the steps in which something was selected."""
 
     steps: int = 0
     last: Counts = Counts()
     sums: Counts = Counts()
 
     def add(self, counts: Counts) -> None:
-        """Take in one step."""
+        """Take in one step. Those that were given up for a gradient that is not finite are left out."""
         self.steps += 1
         self.last = counts
         self.sums = self.sums.combine(operator.add, counts)

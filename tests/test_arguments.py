@@ -47,9 +47,9 @@ def test_common_settings(make: Any, settings: dict[str, Any], message: str) -> N
     ("settings", "message"),
     [
         ({"distribution": "laplace"}, "distribution must be one of 'exponential', 'gamma', 'gpareto', got 'laplace'"),
-        ({"stages": 0}, "stages must be >= 1, got 0"),
+        ({"stages": 0}, "stages must be 'auto' or an int in [1, 64], got 0"),
         ({"stages": 65}, "stages must be 'auto' or an int in [1, 64], got 65"),
-        ({"stages": "many"}, "stages must be an int >= 1, got 'many'"),
+        ({"stages": "many"}, "stages must be 'auto' or an int in [1, 64], got 'many'"),
         ({"adapt": "mode-1"}, "adapt must be one of 'paper', 'robust', got 'mode-1'"),
     ],
 )

@@ -67,10 +67,14 @@ def test_a_state_is_a_copy(backend: Backend) -> None:
         (lambda state: state["residuals"].update(more=np.zeros(3)), r"missing: \[\], unexpected: \['more'\]"),
         (
             lambda state: state["residuals"].update(head=np.zeros(77, np.float32)),
-            r"residual of 'head' must have shape \(7, 11\), got \(77,\)",
+            r"of another shape \(got, expected\): {'head': \(\(77,\), \(7, 11\)\)}",
         ),
         (lambda state: state["adaptive"].pop("head"), r"state\['adaptive'\] must name the same parameters"),
         (lambda state: state.update(version=2), "state must have version 1, got 2"),
+        (
+            lambda state: state["adaptive"].update(head={}),
+            "adaptive state must have stages, window, .*another algorithm",
+        ),
     ],
 )
 def test_loading_is_strict_and_changes_nothing_when_it_fails(backend: Backend, damage: Any, expected: str) -> None:
@@ -97,7 +101,6 @@ def test_a_torch_state_is_safe_to_load() -> None:
     other = pipeline_of(backend, SIDCo(0.1, adapt="robust"))
     other.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(other.buckets[0].buffer, pipeline.buckets[0].buffer)
-    assert other.buckets[0].state == pipeline.buckets[0].state or math.isnan(other.buckets[0].state.threshold)
     assert other.buckets[0].state.state_dict() == pipeline.buckets[0].state.state_dict()
 
 
@@ -148,6 +151,48 @@ def test_statistics_are_true(backend: Backend) -> None:
     residual = np.concatenate([backend.numpy(r).reshape(-1) for r in pipeline.state_dict()["residuals"].values()])
     assert stats.last.total.residual_norm == pytest.approx(np.linalg.norm(residual), rel=1e-6)
     assert math.isnan(stats.mean.total.residual_norm)
+
+
+@on_every_backend
+def test_the_mean_is_over_the_steps_that_selected(backend: Backend) -> None:
+    compressor = SIDCo(0.02, not_finite="propagate", granularity="model")
+    pipeline = pipeline_of(backend, compressor)
+    rng = np.random.default_rng(1)
+    seen = []
+    for number in range(9):
+        for name, shape in SHAPES.items():
+            gradient = gradients("pareto", math.prod(shape), rng).reshape(shape)
+            if number in (0, 4):
+                gradient[:] = np.nan
+            bucket = pipeline.arrive(name, backend.array(gradient))
+        assert bucket is not None
+        message = pipeline.message(bucket)
+        if number not in (0, 4):
+            seen.append((len(backend.ops.unpack(message)[0]), bucket.state.threshold))
+    assert len({count for count, _ in seen}) > 2
+    stats = pipeline.stats()
+    assert stats.steps == 7
+    assert (stats.last.total.count, stats.last.total.threshold) == seen[-1]
+    assert stats.mean.total.count == pytest.approx(np.mean([count for count, _ in seen]))
+    assert stats.mean.total.threshold == pytest.approx(np.mean([threshold for _, threshold in seen]))
+
+
+@on_every_backend
+def test_another_algorithms_state_is_refused(backend: Backend) -> None:
+    sidco, topk = pipeline_of(backend, SIDCo(0.1)), pipeline_of(backend, TopK(0.1))
+    for pipeline, state in ((topk, sidco.state_dict()), (sidco, topk.state_dict())):
+        with pytest.raises(ValueError, match="another algorithm saved it"):
+            pipeline.load_state_dict(state)
+
+
+@on_every_backend
+def test_rescaling(backend: Backend) -> None:
+    pipeline = pipeline_of(backend, TopK(0.1))
+    step(backend, pipeline, 0)
+    before = {name: backend.numpy(residual).copy() for name, residual in pipeline.state_dict()["residuals"].items()}
+    pipeline.residuals.rescale(0.25)
+    for name, residual in pipeline.state_dict()["residuals"].items():
+        np.testing.assert_array_equal(backend.numpy(residual), 0.25 * before[name])
 
 
 @on_every_backend

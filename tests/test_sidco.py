@@ -7,17 +7,20 @@ import pytest
 from scipy import stats
 from table import KINDS, gradients
 
-from horovod_sparse.compressors.sidco import SIDCo
+from horovod_sparse.compressors import sidco
+from horovod_sparse.compressors.sidco import SIDCo, SIDCoState
 from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.stages import StageController
 
 OPS = NumpyOps()
 SIZE = 1_000_000
 
 
-def estimate(x: np.ndarray, ratio: float, stages: int, distribution: str) -> float:
+def estimate(x: np.ndarray, ratio: float, stages: int, distribution: str, adapt: str = "paper") -> float:
     """The fitted threshold alone, before any safeguard."""
-    compressor = SIDCo(ratio, stages=stages, distribution=distribution)
-    return compressor._estimate(OPS, x, compressor.asked(x.size), stages)
+    compressor = SIDCo(ratio, stages=stages, distribution=distribution, adapt=adapt)
+    whole = OPS.moments(x, 0.0, with_log=distribution == "gamma")
+    return compressor._estimate(OPS, x, compressor.asked(x.size), whole, stages)
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +37,11 @@ def test_one_exponential_stage_is_the_closed_form(laplace: np.ndarray, ratio: fl
 @pytest.mark.parametrize("distribution", ["exponential", "gamma", "gpareto"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 10])
 @pytest.mark.parametrize("ratio", [0.1, 0.01, 0.001])
+@pytest.mark.parametrize("adapt", ["paper", "robust"])
 def test_any_number_of_stages_agrees_on_exponential_data(
-    laplace: np.ndarray, distribution: str, stages: int, ratio: float
+    laplace: np.ndarray, distribution: str, stages: int, ratio: float, adapt: str
 ) -> None:
-    threshold = estimate(laplace, ratio, stages, distribution)
+    threshold = estimate(laplace, ratio, stages, distribution, adapt)
     count = np.count_nonzero(np.abs(laplace) > threshold)
     # Gamma with one stage is off by its approximate shape (0.5 %); the rest is sampling error.
     assert count / (ratio * SIZE) == pytest.approx(1.0, abs=0.03 + 2 / np.sqrt(ratio * SIZE))
@@ -103,6 +107,48 @@ def test_no_kind_of_data_floods_or_starves(kind: str, distribution: str) -> None
             selection = compressor.select(OPS, residual, k, compressor.room(20_000), state)
             assert k / 2 <= selection.found <= 2 * k
             residual[selection.indices] = 0
+
+
+@pytest.mark.parametrize("adapt", ["paper", "robust"])
+def test_stages_adapt_until_the_estimate_is_trusted(adapt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One exponential stage starves under error feedback; the controller must end the need for the safeguard."""
+    counts: list[int] = []
+    searches: list[int] = []
+    real = sidco.search_threshold
+
+    def counted(*arguments: object) -> float:
+        searches.append(len(counts))
+        return real(*arguments)
+
+    monkeypatch.setattr(sidco, "search_threshold", counted)
+    rng = np.random.default_rng(7)
+    compressor = SIDCo(0.001, adapt=adapt)
+    state = SIDCoState(controller=StageController(adapt, 1))
+    residual = np.zeros(200_000, np.float32)
+    while len(counts) < 80:
+        residual += gradients("laplace", residual.size, rng)
+        selection = compressor.select(OPS, residual, 200, 250, state)
+        counts.append(selection.found)
+        residual[selection.indices] = 0
+    assert state.controller.stages >= 3
+    assert len(searches) > 2 and max(searches) < 40, searches
+
+
+def test_a_fixed_number_of_stages_outlives_a_loaded_state() -> None:
+    state = SIDCo(0.001, stages=1).new_state()
+    state.load_state_dict(StageController("robust", 4).state_dict())
+    SIDCo(0.001, stages=1).select(OPS, gradients("laplace", 10_000, np.random.default_rng(8)), 10, 13, state)
+    assert state.stages == 1
+
+
+def test_nothing_is_learnt_from_a_bucket_with_room_for_all_that_is_not_zero() -> None:
+    compressor = SIDCo(0.01)
+    state = compressor.new_state()
+    x = np.zeros(10_000, np.float32)
+    x[:40] = np.arange(1, 41)
+    for _ in range(30):
+        assert compressor.select(OPS, x, 100, 125, state).indices.tolist() == list(range(40))
+    assert state.controller == compressor.new_state().controller
 
 
 def test_states_of_buckets_are_their_own() -> None:

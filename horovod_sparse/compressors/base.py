@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 from horovod_sparse.ops import Array, Ops, Selection
 
@@ -15,6 +15,18 @@ NotFinite = Literal["raise", "propagate"]
 
 BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
+
+
+class Settings(TypedDict, total=False):
+    """The keyword arguments that all compressors share; see `Compressor`."""
+
+    granularity: Granularity
+    bucket_bytes: int
+    min_numel: int
+    residual: bool
+    residual_dtype: Literal["float32", "float64"] | None
+    capacity: float | None
+    not_finite: NotFinite
 
 
 @dataclass
@@ -31,7 +43,11 @@ class BucketState:
         return {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Continue from what `state_dict` returned. Raises ValueError for the state of another algorithm."""
+        if state:
+            raise ValueError(
+                f"adaptive state must be empty for this compressor, got {state}; another algorithm saved it"
+            )
 
 
 class Compressor(ABC):

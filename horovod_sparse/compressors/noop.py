@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from horovod_sparse.compressors.base import BucketState, Compressor
+from horovod_sparse.compressors.base import BucketState, Compressor, Settings
 from horovod_sparse.ops import Array, Ops, Selection
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class NoOp(Compressor):
@@ -14,7 +17,7 @@ class NoOp(Compressor):
     Args: those of `Compressor` except `ratio`. It sends 8 bytes per entry, twice as much as dense float32.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: Unpack[Settings]) -> None:
         super().__init__(1.0, **settings)
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from horovod_sparse import fits
-from horovod_sparse.compressors.base import BucketState, Compressor, check_choice, check_integer
+from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_choice
 from horovod_sparse.compressors.search import search_threshold
 from horovod_sparse.ops import Array, Moments, Ops, Selection
 from horovod_sparse.stages import TOLERANCE, Rule, StageController, most_stages
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Distribution = Literal["exponential", "gamma", "gpareto"]
 
@@ -41,7 +44,7 @@ class SIDCo(Compressor):
 
     Fits a distribution to the magnitudes and inverts its survival function at the ratio. With M > 1 stages the first
     aims at `delta_1 = 0.25` and each later one fits the excesses over the threshold so far, aiming at
-    `r = (delta/delta_1)^(1/(M-1))` of them (section 2.4, Algorithm 1): peaks over threshold.
+    `r = (delta/delta_1)^(1/(M-1))` of them: peaks over threshold.
 
     Departures from the paper, each for a measured failure: the fit sees only non-zero entries (padding and dead units have
     no distribution); the gamma fit inverts exactly instead of by its closed form; `stages="auto"` starts from 3, because one
@@ -69,14 +72,12 @@ class SIDCo(Compressor):
         distribution: Distribution = "exponential",
         stages: int | Literal["auto"] = "auto",
         adapt: Rule = "robust",
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> None:
         super().__init__(ratio, **settings)
         check_choice("distribution", distribution, ("exponential", "gamma", "gpareto"))
-        if stages != "auto":
-            check_integer("stages", stages, 1)
-            if stages > 64:
-                raise ValueError(f"stages must be 'auto' or an int in [1, 64], got {stages}")
+        if stages != "auto" and (isinstance(stages, bool) or not isinstance(stages, int) or not 1 <= stages <= 64):
+            raise ValueError(f"stages must be 'auto' or an int in [1, 64], got {stages!r}")
         check_choice("adapt", adapt, ("paper", "robust"))
         self.distribution: Distribution = distribution
         self.stages: int | Literal["auto"] = stages
@@ -88,10 +89,15 @@ class SIDCo(Compressor):
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, SIDCoState)
-        state.stages = state.controller.stages
+        state.stages = state.controller.stages if self.stages == "auto" else self.stages
+        whole = ops.moments(x, 0.0, with_log=self.distribution == "gamma")
+        if whole.count <= k:
+            # There is room for everything that is not zero; nothing was estimated, so there is nothing to learn from.
+            state.threshold = 0.0
+            return ops.select_above(x, 0.0, capacity)
         # One entry at least: the estimate must stay below the largest magnitude, in the precision of the comparison.
         ceiling = float(np.nextafter(np.float32(ops.max_abs(x)), np.float32(0.0)))
-        state.threshold = min(self._estimate(ops, x, k, state.stages), ceiling)
+        state.threshold = min(self._estimate(ops, x, k, whole, state.stages), ceiling)
         selection = ops.select_above(x, state.threshold, capacity)
         if self.stages == "auto":
             state.controller.observe(selection.found, k, most_stages(self.ratio))
@@ -100,10 +106,8 @@ class SIDCo(Compressor):
             selection = ops.select_above(x, state.threshold, capacity)
         return selection
 
-    def _estimate(self, ops: Ops, x: Array, k: int, stages: int) -> float:
-        whole = ops.moments(x, 0.0, with_log=self.distribution == "gamma")
-        if whole.count <= k:
-            return 0.0
+    def _estimate(self, ops: Ops, x: Array, k: int, whole: Moments, stages: int) -> float:
+        """The fitted threshold; `whole` are the moments of all k < whole.count non-zero entries."""
         ratio = k / whole.count
         if stages == 1 or ratio >= FIRST_RATIO:
             return self._first_fit(whole, ratio)

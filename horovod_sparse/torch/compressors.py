@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,15 @@ class TorchCompressor(Compressor, HorovodCompressor):  # type: ignore[misc]
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, on the same model. Strict; bucketing and world size may differ."""
         self._bound().load_compression_state(state)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals, because gradients will be `factor` times as large from now on.
+
+        With `torch.amp.GradScaler`: after `scaler.update()`, by the new scale / the old one.
+        """
+        if not (isinstance(factor, (int, float)) and 0.0 < factor < math.inf):
+            raise ValueError(f"factor must be a finite number > 0, got {factor!r}")
+        self._bound().rescale(float(factor))
 
     def reset(self) -> None:
         """Forget residuals, adaptive state and statistics."""

@@ -12,7 +12,7 @@ import hashlib
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from horovod_sparse.buckets import Parameter, Slot, plan
 from horovod_sparse.cost import dense_allreduce_bytes
-from horovod_sparse.pipeline import Bucket, Entries, Pipeline, check_adaptive, check_version
+from horovod_sparse.pipeline import Bucket, Entries, Pipeline, check_state, not_finite_error
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import allreduce_async, gather_async, gather_json
 from horovod_sparse.torch.ops import TorchOps
@@ -61,7 +61,8 @@ class Reducer:
         self._sparse_as_dense: set[Tensor] = set()
         """Those that are compressed, and whose reduced gradients are sparse tensors again on every rank."""
         self._planned: dict[Tensor, str] = {}
-        self._submitted: set[Tensor] = set()
+        self._submitted: dict[Tensor, tuple[Tensor | None, int]] = {}
+        """Parameters whose gradients are under way, with those gradients and their versions when they were handed over."""
         self._gathers: dict[str, Callable[[], Tensor]] = {}
         self._allreduces: dict[Tensor, tuple[Tensor, Callable[[], Tensor]]] = {}
         self._sparse_handles: dict[Tensor, Callable[[], Tensor]] = {}
@@ -72,7 +73,12 @@ class Reducer:
         optimizer = self._optimizer
         if not self._process_set.included():
             return False
-        if mpi_ops.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1":
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            raise RuntimeError(
+                "horovod_sparse does not follow an elastic job, in which workers come and go; start the job with a fixed "
+                "number of workers, or use hvd.Compression.none"
+            )
+        if mpi_ops.size() > 1:
             return True  # Stock Horovod has registered the hooks.
         if os.environ.get(_FORCE) == "1":
             optimizer._register_hooks()
@@ -85,37 +91,30 @@ class Reducer:
 
     # --- gradients in: called from hooks, never waits ---
 
-    def submit(self, parameter: Tensor) -> Callable[[], Tensor]:
-        """Take in a gradient that is ready; the returned handle waits for its reduced value."""
-        if self.pipeline is not None and parameter in self._planned:
-            self._submit(parameter)
-        return lambda: self._reduced(parameter)
-
-    def _reduced(self, parameter: Tensor) -> Tensor:
-        self.synchronize()
-        assert parameter.grad is not None
-        return parameter.grad
-
     @torch.no_grad()
-    def _submit(self, parameter: Tensor) -> None:
-        self._submitted.add(parameter)
-        name = self._planned[parameter]
+    def submit(self, parameter: Tensor) -> None:
+        """Take in a gradient that is ready. In the first step, before there is a plan, it waits for `synchronize`."""
+        if self.pipeline is None or parameter not in self._planned:
+            return
+        gradient, name = parameter.grad, self._planned[parameter]
         if parameter in self._sparse:
-            if parameter.grad is None:
+            if gradient is None:
                 parameter.grad = _empty_sparse(parameter)
+            else:
+                self._check_finite(gradient._values(), name)
             self._sparse_handles[parameter] = self._optimizer._sparse_allreduce_grad_async(
                 parameter, f"{self._prefix}.{name}"
             )[0]
         elif parameter in self._dense:
             self._submit_dense(parameter, name)
         else:
-            assert self.pipeline is not None
-            gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
                 gradient = gradient.to_dense()
             bucket = self.pipeline.arrive(name, gradient)
             if bucket is not None:
                 self._launch(self.pipeline, bucket)
+        gradient = parameter.grad
+        self._submitted[parameter] = (gradient, 0 if gradient is None else gradient._version)
 
     def _launch(self, pipeline: Pipeline, bucket: Bucket) -> None:
         message = pipeline.message(bucket)
@@ -125,6 +124,7 @@ class Reducer:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        self._check_finite(gradient, name)
         tensor = gradient.to(_wire_dtype(gradient)).contiguous()
         predivide = self._optimizer.gradient_predivide_factor
         wait = allreduce_async(tensor, f"{self._prefix}.{name}", self._optimizer.op, predivide, self._process_set)
@@ -137,13 +137,13 @@ class Reducer:
         optimizer = self._optimizer
         fresh = bool(optimizer._handles) or not optimizer._synchronized
         if self.active and fresh:
-            self._check_world()
+            self._check_unchanged()
             self._adopt()
             if len(self._planned) < len(optimizer._requires_update):
                 self._extend_plan()
             for parameter in self._planned:
                 if parameter not in self._submitted:
-                    self._submit(parameter)
+                    self.submit(parameter)
             self._finish()
             for parameter in optimizer._allreduce_delay:
                 optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
@@ -152,13 +152,20 @@ class Reducer:
         optimizer._handles.clear()
         optimizer._synchronized = True
 
-    def _check_world(self) -> None:
-        if self.pipeline is not None and self._process_set.size() != self.pipeline.world:
-            raise RuntimeError(
-                f"rank {mpi_ops.rank()}: the number of workers changed from {self.pipeline.world} to "
-                f"{self._process_set.size()}, which this version does not follow; save compression.state_dict(), build the "
-                "optimizer again on every worker, and load it"
-            )
+    def _check_finite(self, gradient: Tensor, name: str) -> None:
+        """For gradients that go past the pipeline; with `not_finite="propagate"` the allreduce spreads them by itself."""
+        if self.compressor.not_finite == "raise" and not self._ops.all_finite(gradient):
+            raise not_finite_error(mpi_ops.rank(), name)
+
+    def _check_unchanged(self) -> None:
+        for parameter, (gradient, version) in self._submitted.items():
+            if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
+                raise RuntimeError(
+                    f"rank {mpi_ops.rank()}: the gradient of parameter {self._planned[parameter]!r} was changed after backward "
+                    "had handed it over, and the change would be lost. Change reduced gradients: call "
+                    "optimizer.synchronize(), change them, and step with optimizer.skip_synchronize(); or local ones, with "
+                    "parameter.register_hook()"
+                )
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -205,10 +212,10 @@ class Reducer:
     def _replace_gradient(self, parameter: Tensor, dense: Tensor) -> None:
         """Put a reduced gradient where the optimizer looks for it, in the layout that the gradient had."""
         gradient = parameter.grad
-        if parameter in self._sparse_as_dense or (gradient is not None and gradient.is_sparse):
-            # On all ranks alike: optimizers round sparse and dense gradients differently.
+        # Sparse or dense on all ranks alike, whatever a rank has: optimizers round the two differently.
+        if parameter in self._sparse_as_dense:
             parameter.grad = dense.to(parameter.dtype).to_sparse()
-        elif gradient is None:
+        elif gradient is None or gradient.is_sparse:
             parameter.grad = dense.to(parameter.dtype)
         elif gradient.data_ptr() != dense.data_ptr():
             gradient.copy_(dense)
@@ -300,7 +307,12 @@ class Reducer:
             "sparse_as_dense": bool(optimizer.sparse_as_dense),
             "groups": f"{len(groups)} with digest {_digest(groups)}",
         }
-        sparse = [name for parameter, name in new.items() if parameter.grad is not None and parameter.grad.is_sparse]
+        known = (self._pending_state or {}).get("sparse", ())
+        sparse = [
+            name
+            for parameter, name in new.items()
+            if name in known or (parameter.grad is not None and parameter.grad.is_sparse)
+        ]
         self._agreements += 1
         everyone = gather_json([mine, sparse], f"{self._prefix}.agree.{self._agreements}", self._process_set)
         for position, (theirs, _) in enumerate(everyone):
@@ -328,28 +340,29 @@ class Reducer:
         if self.pipeline is not None:
             self.pipeline.load_state_dict(state)
             return
-        check_version(state)
-        self._check_early(state)
-        check_adaptive(state)
+        if self.active and state.get("residuals"):
+            # A wrong state is found when it is loaded, not in the middle of the first step.
+            check_state(state, self.compressor, self._expected_shapes(state.get("sparse", ())))
         self._pending_state = copy.deepcopy(dict(state)) if state["residuals"] else None
 
-    def _check_early(self, state: Mapping[str, Any]) -> None:
-        """Find a wrong state when it is loaded, not in the middle of the first step."""
+    def _expected_shapes(self, sparse: Collection[str]) -> dict[str, tuple[int, ...]]:
+        """The parameters that will have residuals if those named in `sparse` have sparse gradients."""
         optimizer = self._optimizer
-        expected = {
+        return {
             name: tuple(parameter.shape)
             for parameter, name in optimizer._parameter_names.items()
             if parameter in optimizer._requires_update
             and parameter.numel() >= max(self.compressor.min_numel, 1)
-            and name not in state.get("sparse", ())
+            and name not in sparse
         }
-        got = {name: tuple(residual.shape) for name, residual in state["residuals"].items()}
-        if self.active and got and got != expected:
-            wrong = sorted(name for name in got.keys() | expected.keys() if got.get(name) != expected.get(name))
-            raise ValueError(
-                f"residuals must be those of this model's compressed parameters; missing, unexpected or of another shape: "
-                f"{wrong}; load a state saved with the same model and the same min_numel"
-            )
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals."""
+        if self._pending_state is not None:
+            for residual in self._pending_state["residuals"].values():
+                residual.mul_(factor)
+        if self.pipeline is not None:
+            self.pipeline.residuals.rescale(factor)
 
     def reset(self) -> None:
         """Forget residuals, adaptive state and statistics."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod
@@ -35,19 +35,25 @@ _SIGNATURES = {
     "zero_grad": ("self",),
     "load_state_dict": ("self", "args", "kwargs"),
 }  # fmt: skip
+_ADASUM_SIGNATURES = {"__init__": ("self", "params", "named_parameters", "compression", "backward_passes_per_step")}
 _ATTRIBUTES = (
     "_compression", "_parameter_names", "_allreduce_delay", "_handles", "_grad_accs", "_requires_update", "_synchronized",
-    "_should_synchronize", "_groups", "_p_to_group", "_group_counts",
+    "_should_synchronize", "_groups", "_p_to_group", "_group_counts", "op", "process_set", "backward_passes_per_step",
+    "gradient_predivide_factor", "sparse_as_dense",
 )  # fmt: skip
 
 _replaced: list[tuple[type, str, Any]] = []
 """(class, name, stock method or None) of everything that is extended now; empty when nothing is."""
 
 
-def check_contract(optimizer_class: type) -> None:
+def check_contract(
+    optimizer_class: type,
+    signatures: Mapping[str, tuple[str, ...]] = _SIGNATURES,
+    attributes: tuple[str, ...] = _ATTRIBUTES,
+) -> None:
     """Raise ImportError unless the class has the methods and attributes that the extension relies on."""
     problems = []
-    for name, expected in _SIGNATURES.items():
+    for name, expected in signatures.items():
         method = vars(optimizer_class).get(name)
         found = tuple(inspect.signature(method).parameters) if method is not None else None
         if found != expected:
@@ -56,7 +62,7 @@ def check_contract(optimizer_class: type) -> None:
     init = vars(optimizer_class).get("__init__")
     if init is not None:
         names = inspect.unwrap(init).__code__.co_names
-        problems += [f"__init__ does not set {name}" for name in _ATTRIBUTES if name not in names]
+        problems += [f"__init__ does not set {name}" for name in attributes if name not in names]
     if problems:
         raise ImportError(
             f"horovod_sparse extends {optimizer_class.__module__}.{optimizer_class.__name__} as it is in Horovod 0.28.1, but "
@@ -70,6 +76,7 @@ def install() -> None:
     if _replaced:
         return
     check_contract(horovod_optimizer._DistributedOptimizer)
+    check_contract(horovod_optimizer._DistributedAdasumOptimizer, _ADASUM_SIGNATURES, ())
     for name, extend in _EXTENSIONS.items():
         _replace(horovod_optimizer._DistributedOptimizer, name, extend)
     _replace(horovod_optimizer._DistributedAdasumOptimizer, "__init__", _refuse_adasum)
@@ -86,6 +93,9 @@ def uninstall() -> None:
 
 
 Method = Callable[..., Any]
+
+# Handle and context as stock hooks keep them; only that the handle is there matters, `Reducer.synchronize` does the waiting.
+_UNDER_WAY = (True, None)
 
 
 def _replace(cls: type, name: str, extend: Callable[[Any], Method]) -> None:
@@ -140,7 +150,10 @@ def _refuse_adasum(stock: Method) -> Method:
 def _allreduce_grad_async(stock: Method) -> Method:
     def extended(self: Any, p: Any) -> Any:
         reducer = _reducer(self)
-        return stock(self, p) if reducer is None else (reducer.submit(p), None)
+        if reducer is None:
+            return stock(self, p)
+        reducer.submit(p)
+        return _UNDER_WAY
 
     return extended
 
@@ -150,7 +163,9 @@ def _grouped_allreduce_grad_async(stock: Method) -> Method:
         reducer = _reducer(self)
         if reducer is None:
             return stock(self, ps)
-        return tuple(reducer.submit(p) for p in ps), None
+        for p in ps:
+            reducer.submit(p)
+        return _UNDER_WAY
 
     return extended
 

@@ -25,7 +25,7 @@ COMPRESSORS: dict[str, MakeCompression] = {
     "SIDCo-exponential": lambda **settings: SIDCo(0.01, **settings),
     "SIDCo-gamma": lambda **settings: SIDCo(0.01, distribution="gamma", **settings),
     "SIDCo-gpareto": lambda **settings: SIDCo(0.01, distribution="gpareto", **settings),
-    "SIDCo-robust": lambda **settings: SIDCo(0.01, adapt="robust", **settings),
+    "SIDCo-paper": lambda **settings: SIDCo(0.01, adapt="paper", **settings),
 }
 
 

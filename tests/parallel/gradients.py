@@ -197,3 +197,28 @@ def embedding_unused_in_the_first_step() -> None:
     assert "embedding.weight" in compression.state_dict()["residuals"]
     assert_identical(model)
     assert len(set(everyone(int(model.embedding.weight.grad.to_dense().count_nonzero())))) == 1
+
+
+@scenario(*MPI, cases={"compressed": (0,), "dense": (10_000,)})
+def embedding_first_used_by_some(min_numel: int) -> None:
+    # Sparse gradients on some ranks, none on others: the optimizer must see the same layout everywhere.
+    model = _Embedded()
+    optimizer = wrap(model, NoOp(min_numel=min_numel), momentum=0.9)
+    _train_embedded(model, optimizer, lambda step, rank: step == 0 or rank == 1)
+    assert not model.embedding.weight.grad.is_sparse
+    assert_identical(model)
+
+
+@scenario(MPI_2)
+def a_resumed_embedding_that_is_not_used_at_once() -> None:
+    first = _Embedded()
+    compression = SIDCo(0.1)
+    _train_embedded(first, wrap(first, compression, momentum=0.0))
+    saved = compression.state_dict()
+    assert saved["sparse"] == ["embedding.weight"]
+    second, compression = _Embedded(), SIDCo(0.1)
+    optimizer = wrap(second, compression, momentum=0.0)
+    compression.load_state_dict(saved)
+    _train_embedded(second, optimizer, lambda step, rank: step == 0)
+    assert second.embedding.weight.grad.is_sparse
+    assert_identical(second)

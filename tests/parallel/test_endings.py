@@ -32,6 +32,11 @@ def test_not_finite_names_rank_and_parameter(launch: Launch, case: str) -> None:
     assert "FloatingPointError: rank 1: the gradient of parameter '4.weight' holds NaN or infinity" in output
 
 
+def test_not_finite_is_refused_in_small_parameters_too() -> None:
+    output = _run(MPI_2, "not_finite_and_dense")
+    assert "FloatingPointError: rank 1: the gradient of parameter '4.bias' holds NaN or infinity" in output
+
+
 @pytest.mark.parametrize("launch", [MPI_2, GLOO_2], ids=str)
 def test_difference_between_ranks_is_named(launch: Launch) -> None:
     output = _run(launch, "other_ratio")

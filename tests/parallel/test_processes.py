@@ -29,3 +29,9 @@ def test_one_worker(case: str, force: str) -> None:
     ended = ALONE.run("-m", "parallel.one_worker", case, limit=LIMIT, environment={"HOROVOD_SPARSE_FORCE": force})
     assert ended.code == 0, str(ended)
     assert f"{case} works" in ended.output
+
+
+def test_an_elastic_job_is_refused() -> None:
+    ended = ALONE.run("-m", "parallel.one_worker", "plain", limit=LIMIT, environment={"HOROVOD_ELASTIC": "1"})
+    assert ended.code == 1, str(ended)
+    assert "RuntimeError: horovod_sparse does not follow an elastic job" in ended.output

@@ -60,7 +60,7 @@ def replicas_stay_identical(make: MakeCompression, granularity: str, steps: int)
     cases={
         "TopK-layer": (COMPRESSORS["TopK"], "layer", 50),
         "SIDCo-bucket": (COMPRESSORS["SIDCo-exponential"], "bucket", 50),
-        "SIDCo-robust-model": (COMPRESSORS["SIDCo-robust"], "model", 50),
+        "SIDCo-paper-model": (COMPRESSORS["SIDCo-paper"], "model", 50),
     },
 )
 def replicas_stay_identical_everywhere(make: MakeCompression, granularity: str, steps: int) -> None:

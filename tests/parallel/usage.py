@@ -572,6 +572,43 @@ def gradient_scaler_skips_on_all_ranks() -> None:
     assert everyone(scaler.get_scale()) == [2.0] * hvd.size()
 
 
+@scenario(*MPI)
+def a_change_of_the_loss_scale_changes_nothing() -> None:
+    """Training with a scale that changes, and `rescale`, is training without a scale, bit by bit: powers of two are exact."""
+    models = small_model(), small_model()
+    compressions = SIDCo(0.02), SIDCo(0.02)
+    plain, scaled = (wrap(model, compression) for model, compression in zip(models, compressions, strict=True))
+    train(models[0], plain, range(8))
+    scale = 64.0
+    for step in range(8):
+        scaled.zero_grad()
+        (scale * loss_of(models[1], step)).backward()
+        scaled.synchronize()
+        for parameter in models[1].parameters():
+            parameter.grad /= scale
+        with scaled.skip_synchronize():
+            scaled.step()
+        if step in (2, 5):
+            compressions[1].rescale(0.125)
+            scale *= 0.125
+    assert digest(models[0].parameters()) == digest(models[1].parameters())
+    for factor in (0.0, -1.0, float("nan"), "2"):
+        assert "factor must be a finite number > 0" in raised(ValueError, lambda f=factor: compressions[1].rescale(f))
+
+
+@scenario(MPI_2)
+def gradients_changed_behind_the_hook_are_refused() -> None:
+    """Clipping between backward and step would be lost without a word."""
+    model = small_model()
+    optimizer = wrap(model, SIDCo(0.02))
+    train(model, optimizer, range(2))
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    message = raised(RuntimeError, optimizer.step)
+    assert f"rank {hvd.rank()}: the gradient of parameter" in message and "skip_synchronize" in message
+
+
 # --- what is refused ---
 
 
