@@ -8,7 +8,6 @@ instead of hanging, and the embeddings with sparse gradients are known to all.
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 import warnings
 from collections import Counter
@@ -22,8 +21,9 @@ from torch import Tensor
 from horovod_sparse.buckets import Parameter, Slot, plan
 from horovod_sparse.cost import dense_allreduce_bytes
 from horovod_sparse.pipeline import Bucket, Entries, Pipeline, check_state, not_finite_error
+from horovod_sparse.torch.agreement import agree
 from horovod_sparse.torch.compressors import TorchCompressor
-from horovod_sparse.torch.exchange import allreduce_async, gather_async, gather_json
+from horovod_sparse.torch.exchange import allreduce_async, gather_async
 from horovod_sparse.torch.ops import TorchOps
 
 _FORCE = "HOROVOD_SPARSE_FORCE"
@@ -38,11 +38,10 @@ class Reducer:
 
     Args:
         optimizer: the wrapped optimizer, fully constructed.
-        compressor: the `compression` it was given.
+        compressor: the `compression` it was given, checked by `check_arguments`.
     """
 
     def __init__(self, optimizer: Any, compressor: TorchCompressor) -> None:
-        check_arguments(optimizer.op, optimizer._groups, compressor)
         compressor.bind(self)
         self.compressor = compressor
         self.pipeline: Pipeline | None = None
@@ -251,7 +250,9 @@ class Reducer:
             for parameter in group["params"]
             if parameter in optimizer._requires_update and parameter not in self._planned
         }
-        sparse = self._agree(new)
+        known = (self._pending_state or {}).get("sparse", ())
+        self._agreements += 1
+        sparse = agree(optimizer, self.compressor, new, known, f"{self._prefix}.agree.{self._agreements}")
         if self.pipeline is None:
             process_set = self._process_set
             self.pipeline = Pipeline(
@@ -293,36 +294,6 @@ class Reducer:
         if self._pending_state is not None:
             self.pipeline.load_state_dict(self._pending_state)
             self._pending_state = None
-
-    def _agree(self, new: Mapping[Tensor, str]) -> set[str]:
-        """Compare settings and parameters with the other ranks; return the names whose gradients are sparse anywhere."""
-        optimizer = self._optimizer
-        parameters = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in new.items()]
-        names = optimizer._parameter_names
-        groups = [[names[p] for p in group] for group in dict.fromkeys(optimizer._p_to_group.values())]
-        mine = {
-            "compression": repr(self.compressor),
-            "parameters": f"{len(parameters)} with digest {_digest(parameters)}",
-            "op": optimizer.op.id if hasattr(optimizer.op, "id") else int(optimizer.op),
-            "sparse_as_dense": bool(optimizer.sparse_as_dense),
-            "groups": f"{len(groups)} with digest {_digest(groups)}",
-        }
-        known = (self._pending_state or {}).get("sparse", ())
-        sparse = [
-            name
-            for parameter, name in new.items()
-            if name in known or (parameter.grad is not None and parameter.grad.is_sparse)
-        ]
-        self._agreements += 1
-        everyone = gather_json([mine, sparse], f"{self._prefix}.agree.{self._agreements}", self._process_set)
-        for position, (theirs, _) in enumerate(everyone):
-            different = {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
-            if different:
-                raise ValueError(
-                    f"rank {mpi_ops.rank()}: all ranks must run the same model with the same compression, but worker "
-                    f"{position} of the process set differs (mine, theirs): {different}"
-                )
-        return {name for _, names in everyone for name in names}
 
     # --- state ---
 
@@ -371,32 +342,9 @@ class Reducer:
             self.pipeline.reset()
 
 
-def check_arguments(op: Any, groups: Any, compressor: TorchCompressor) -> None:
-    """Refuse what a sparse exchange cannot honour."""
-    if op == mpi_ops.Adasum:
-        raise ValueError(
-            "op must be hvd.Average or hvd.Sum with a sparsifier, got hvd.Adasum: Adasum weighs whole gradients by the "
-            "angle between them, which selected entries do not have; use op=hvd.Average or hvd.Compression.none"
-        )
-    if op not in (mpi_ops.Average, mpi_ops.Sum):
-        raise ValueError(
-            f"op must be hvd.Average or hvd.Sum with a sparsifier, got {op!r}: entries that a rank did not select are "
-            "unknown, not zero; use hvd.Compression.none"
-        )
-    if groups is not None and compressor.granularity != "bucket":
-        raise ValueError(
-            f"groups= makes every group one bucket, but compression has granularity={compressor.granularity!r}; "
-            "use granularity='bucket', or leave groups= out"
-        )
-
-
 def _wire_dtype(tensor: Tensor) -> torch.dtype:
     """Of a dense allreduce: Horovod reduces no bfloat16, and small tensors can afford float32."""
     return torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 def _empty_sparse(parameter: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ from typing import Any
 import horovod
 from horovod.torch import optimizer as horovod_optimizer
 
+from horovod_sparse.torch.agreement import check_arguments
 from horovod_sparse.torch.compressors import TorchCompressor
-from horovod_sparse.torch.reducer import Reducer, check_arguments
+from horovod_sparse.torch.reducer import Reducer
 
 _SIGNATURES = {
     "__init__": (
