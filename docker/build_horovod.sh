@@ -49,8 +49,9 @@ apply_changes() {
             'import sysconfig; print(sysconfig.get_path(\"include\"))' 'Python 3.12 has no distutils'
     fi
     if [ -n "$torch" ] && [ "$gpu" = 0 ]; then
-        change "$torch_cmake" 'elseif (Pytorch_CUDA AND NOT HAVE_CUDA)' 'elseif (FALSE)' \
-            'HOROVOD_GPU=0 means CPU only, also where a CUDA toolkit is installed'
+        change "$1/cmake/Modules/FindPytorch.cmake" \
+            'print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)' 'print(False)' \
+            'HOROVOD_GPU=0 means CPU only, also where a CUDA build of torch finds a toolkit'
     fi
     if [ -n "$tensorflow" ]; then
         change "$tf_cmake" 'set(CMAKE_CXX_STANDARD 17)' 'set(CMAKE_CXX_STANDARD 20)' \
@@ -111,8 +112,10 @@ describe_wheel() {
 
 find_wheel() { [ ! -d "$folder" ] || find "$folder" -maxdepth 1 -name 'horovod-*.whl' -print -quit; }
 
-
-default_jobs() { awk -v cores="$(nproc)" '/MemAvailable/ { jobs = int($2 / 2097152) } END { print (jobs < 1 ? 1 : jobs < cores ? jobs : cores) }' /proc/meminfo; }
+default_jobs() {
+    awk -v cores="$(nproc)" '/MemAvailable/ { jobs = int($2 / 2097152) }
+        END { print (jobs < 1 ? 1 : jobs < cores ? jobs : cores) }' /proc/meminfo
+}
 
 # enable NAME VALUE: tell Horovod to require NAME when VALUE is not empty, and to leave NAME out otherwise.
 enable() {
