@@ -17,7 +17,10 @@ SOURCES = {
     "CMakeLists.txt": "set(CMAKE_CXX_STANDARD 14)",
     "third_party/flatbuffers/include/flatbuffers/stl_emulation.h": "const size_type count_;",
     "horovod/runner/js_run.py": "from distutils.spawn import find_executable",
-    "horovod/torch/CMakeLists.txt": "set(CMAKE_CXX_STANDARD 14)\nelseif (Pytorch_CUDA AND NOT HAVE_CUDA)\n"
+    "cmake/Modules/FindPytorch.cmake": (
+        "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)"
+    ),
+    "horovod/torch/CMakeLists.txt": "set(CMAKE_CXX_STANDARD 14)\n"
     "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
     "horovod/tensorflow/CMakeLists.txt": "set(CMAKE_CXX_STANDARD 17)\n"
     'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")',

@@ -84,7 +84,10 @@ def too_many_backward_passes() -> None:
                 _pass(parameters, step, salt)
             text = raised(AssertionError, lambda p=parameters, s=step: _pass(p, s, 9))
             assert "more than backward_passes_per_step times" in text
-            optimizer.step()
+            if step == 0:
+                optimizer.step()
+        # Whoever goes on after that error is told, once gradients are handed over during backward.
+        assert "was changed after backward had handed it over" in raised(RuntimeError, optimizer.step)
 
 
 @scenario(MPI_2)
