@@ -1,6 +1,7 @@
 """What a wrapped optimizer does with its gradients when its compression is one of ours.
 
-One `Reducer` per optimizer. Hooks feed it gradients while backward goes on and never wait; `synchronize` waits, once.
+One `Reducer` per optimizer. Hooks feed it gradients while backward goes on and never wait for another rank (on a GPU, the
+statistics of `ops` do wait for the device); `synchronize` waits, once.
 The first step is reduced as a whole, after the ranks have compared their settings: a difference raises on all of them
 instead of hanging, and the embeddings with sparse gradients are known to all.
 """
