@@ -12,7 +12,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from horovod_sparse.cost import dense_allreduce_bytes
+from horovod_sparse.cost import allreduce_bytes
 from horovod_sparse.torch import NoOp, SIDCo, TopK
 
 
@@ -71,7 +71,7 @@ def measure_traffic(compression: Any, model: torch.nn.Module) -> Traffic:
         return Traffic(bytes_per_step=mean.total.bytes_sent + mean.dense_bytes_sent, ratio=mean.total.ratio)
     itemsize = 2 if compression is hvd.Compression.fp16 else 4
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Traffic(bytes_per_step=dense_allreduce_bytes(numel, itemsize, hvd.size()), ratio=1.0)
+    return Traffic(bytes_per_step=allreduce_bytes(numel * itemsize, hvd.size()), ratio=1.0)
 
 
 class RunLog:

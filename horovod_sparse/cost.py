@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from horovod_sparse.wire import message_bytes
 
+def allreduce_bytes(nbytes: float, world: int) -> float:
+    """Bytes that each of `world` workers sends (and receives) in a ring allreduce of an array of `nbytes` bytes.
 
-def dense_allreduce_bytes(numel: int, itemsize: int, world: int) -> float:
-    """Bytes that each of `world` workers sends (and receives) in a ring allreduce of `numel` elements.
-
-    `2 (world - 1)/world * numel * itemsize`: reduce-scatter, then allgather.
+    `2 (world - 1)/world * nbytes`: reduce-scatter, then allgather.
     """
-    return 2.0 * (world - 1) / world * numel * itemsize
+    return 2.0 * (world - 1) / world * nbytes
 
 
-def allgather_bytes(capacity: int, world: int) -> int:
-    """Bytes that each of `world` workers sends (and receives) in a ring allgather of one message of `capacity` pairs."""
-    return (world - 1) * message_bytes(capacity)
+def allgather_bytes(nbytes: float, world: int) -> float:
+    """Bytes that each of `world` workers sends (and receives) in a ring allgather of one message of `nbytes` bytes each."""
+    return (world - 1) * nbytes
 
 
 def break_even_ratio(itemsize: int, world: int) -> float:

@@ -67,23 +67,41 @@ class Ops(Protocol):
     def select_largest(self, x: Array, count: int) -> Selection:
         """The `count` entries of largest magnitude; among equals the lowest indices. 1 <= count <= len(x)."""
 
+    def kth_largest(self, x: Array, count: int) -> float:
+        """The smallest of the `count` largest magnitudes. 1 <= count <= len(x)."""
+
+    def indices(self, host: Any, like: Array) -> Array:
+        """Indices, a NumPy array of int64, on the device of `like`."""
+
+    def union(self, parts: list[Array]) -> Array:
+        """The indices (int64, ascending, unique) that are in any of some arrays of indices; negative ones are padding."""
+
+    def numbers(self, array: Array) -> list[float]:
+        """The entries of a short array as Python numbers, exactly."""
+
     def take(self, x: Array, indices: Array) -> Array:
         """Return x[indices] rounded to float32 and subtract it from x, so that sent + kept is x exactly."""
 
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
-        """The message of `horovod_sparse.wire`: int32, shape (capacity, 2)."""
+        """The message of pairs of `horovod_sparse.wire`: int32, shape (capacity, 2)."""
 
     def pack_not_finite(self, x: Array, capacity: int) -> Array:
         """The message, on the device of `x`, that says that this rank's gradient holds NaN or infinity."""
 
     def unpack(self, message: Array) -> tuple[Array, Array]:
-        """Indices (int64) and values (float32) of the rows in use of one rank's message."""
+        """Indices (int64) and values (float32) of the rows in use of one rank's message of pairs."""
+
+    def pack_values(self, values: Array, length: int, tail: list[float]) -> Array:
+        """`values`, zeros up to `length`, and the numbers of `tail`, in the values' own type."""
+
+    def pack_indices(self, indices: Array, header: list[int], capacity: int) -> Array:
+        """int32: the numbers of `header`, then indices, then padding up to `capacity`."""
 
     def is_not_finite(self, message: Array) -> bool:
         """Whether one rank's message is that of `pack_not_finite`."""
 
     def split(self, gathered: Array, world: int) -> list[Array]:
-        """The messages of all ranks, in rank order, out of one gathered array of shape (world * capacity, 2)."""
+        """The messages of all ranks, in rank order, out of one gathered array with `world` equal parts."""
 
     def positions(self, indices: Array, bounds: list[int]) -> list[int]:
         """For each bound how many of the ascending `indices` are below it."""

@@ -1,29 +1,22 @@
-"""The data's way, once for every framework: gradient -> residual -> selection -> message, and messages -> reduced gradient.
+"""The data's way, once for every framework: gradient -> residual -> selection -> exchange -> reduced gradient.
 
-A `Pipeline` belongs to one optimizer. The adapter tells it which gradients have arrived, exchanges the messages, and hands
-in the memory that the reduced gradients are written to. Imports no framework.
+A `Pipeline` belongs to one optimizer. The adapter tells it which gradients have arrived, carries out the collectives, and
+hands in the memory that the reduced gradients are written to. Imports no framework.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from horovod_sparse import wire
+from horovod_sparse import cost, exchanges, feedback, wire
 from horovod_sparse.buckets import Layout, Slot
-from horovod_sparse.compressors.base import BucketState, Compressor
-from horovod_sparse.cost import allgather_bytes
+from horovod_sparse.compressors.base import BucketState, Compressor, Place
+from horovod_sparse.exchanges import Collective, Entries, Task
 from horovod_sparse.ops import Array, Ops
 from horovod_sparse.residuals import Residuals
 from horovod_sparse.statistics import Counts, Stats, StepStats, Tally
-
-
-class Entries(NamedTuple):
-    """One rank's entries for one parameter, relative to the parameter."""
-
-    indices: Array
-    values: Array
 
 
 @dataclass
@@ -33,11 +26,17 @@ class Bucket:
     layout: Layout
     buffer: Array
     """Residual plus the gradients that have arrived in this step."""
+    velocity: Array | None
+    """With momentum correction."""
     state: BucketState
     missing: set[str] = field(default_factory=set)
     """Parameters whose gradient has not arrived in this step."""
     finite: bool = True
     """Whether all gradients of this step are."""
+    task: Task | None = None
+    """The exchange under way, and below it the generator that carries it out and the bytes that it has sent."""
+    exchange: Generator[Collective, Any, list[Entries] | None] | None = None
+    bytes_sent: float = 0.0
     tally: Tally = field(default_factory=Tally)
 
     @property
@@ -63,26 +62,49 @@ class Pipeline:
         self.position = position
         self.rank = rank
         self.residuals = Residuals(ops)
+        self.velocities = Residuals(ops)
+        """With momentum correction: of the parameters in buckets, and of those that are reduced dense."""
         self.buckets: list[Bucket] = []
         self.dense_bytes_sent = 0.0
         self._bucket_of: dict[str, Bucket] = {}
+        self._learning_rates: dict[str, float] = {}
 
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Add buckets; `like(name)` gives an array on the device where the parameter's bucket shall live."""
         for layout in layouts:
-            wire.check_limits(layout.name, layout.numel, self.compressor.room(layout.numel), self.world)
+            wire.check_limits(
+                layout.name, layout.numel, self.compressor.most_room(layout.numel, self.world), self.world
+            )
         for layout in layouts:
             buffer = self.residuals.allocate(layout, like(layout.name))
-            bucket = Bucket(layout, buffer, self.compressor.new_state(), {slot.name for slot in layout.slots})
+            corrected = self.compressor.momentum_correction is not None
+            bucket = Bucket(
+                layout,
+                buffer,
+                self.velocities.allocate(layout, like(layout.name)) if corrected else None,
+                self.compressor.new_state(self._place(layout)),
+                {slot.name for slot in layout.slots},
+            )
             self.buckets.append(bucket)
             self._bucket_of.update((slot.name, bucket) for slot in layout.slots)
 
-    def arrive(self, name: str, gradient: Array | None) -> Bucket | None:
+    def add_dense(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
+        """Say which parameters, one each, the adapter reduces dense."""
+        for layout in layouts:
+            if self.compressor.momentum_correction is not None:
+                self.velocities.allocate(layout, like(layout.name))
+
+    def _place(self, layout: Layout) -> Place:
+        return Place(layout.name, self.position, self.world)
+
+    # --- gradients in ---
+
+    def arrive(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> Bucket | None:
         """Take in a parameter's gradient (None: it has none in this step); return its bucket when that is complete.
 
-        The gradient's memory is free afterwards. Raises FloatingPointError for NaN or infinity with
-        `not_finite="raise"`: that gradient is kept out of the residual, but the step cannot be finished, and this
-        process should end.
+        `learning_rate` is the step's, for `lr_in_residual`. The gradient's memory is free afterwards. Raises
+        FloatingPointError for NaN or infinity with `not_finite="raise"`: that gradient is kept out of the residual, but
+        the step cannot be finished, and this process should end.
         """
         bucket = self._bucket_of[name]
         if name not in bucket.missing:
@@ -92,72 +114,137 @@ class Pipeline:
                 raise not_finite_error(self.rank, name)
             bucket.finite = False
             gradient = None
+        residual = self.residuals.view(name)
+        if self.compressor.lr_in_residual and learning_rate:
+            factor = self._learning_rates.get(name, learning_rate) / learning_rate
+            if factor != 1.0:
+                residual *= factor
+            self._learning_rates[name] = learning_rate
         if gradient is not None:
-            self.ops.accumulate(self.residuals.view(name), gradient)
+            gradient = self.clipped(gradient)
+        if bucket.velocity is not None:
+            correction = self.compressor.momentum_correction
+            assert correction is not None
+            correction.accumulate(self.ops, residual, self.velocities.view(name), gradient)
+        elif gradient is not None:
+            self.ops.accumulate(residual, gradient)
         bucket.missing.discard(name)
         return None if bucket.missing else bucket
 
-    def message(self, bucket: Bucket) -> Array:
-        """Select from a complete bucket and pack what was selected; what was not stays in the residual."""
+    def correct_dense(self, name: str, reduced: Array) -> None:
+        """Replace the reduced gradient of a parameter that is reduced dense, in place, by what momentum makes of it."""
+        correction = self.compressor.momentum_correction
+        if correction is not None:
+            velocity = self.velocities.view(name)
+            corrected = self.ops.copy(velocity)
+            corrected[:] = 0
+            correction.accumulate(self.ops, corrected, velocity, reduced)
+            reduced[...] = corrected.reshape(reduced.shape)
+
+    def clipped(self, gradient: Array) -> Array:
+        """This rank's gradient of a parameter, scaled down if `clip_norm` asks for it."""
+        limit = self.compressor.clip_norm
+        return gradient if limit is None else feedback.clip(self.ops, gradient, limit, self.world)
+
+    # --- a bucket's exchange ---
+
+    def begin(self, bucket: Bucket) -> Collective:
+        """Select from a complete bucket; the first collective of its exchange. What was not selected stays in the residual."""
+        compressor, state, numel = self.compressor, bucket.state, bucket.layout.numel
         bucket.missing = {slot.name for slot in bucket.layout.slots}
-        numel = bucket.layout.numel
-        asked, capacity = self.compressor.asked(numel), self.compressor.room(numel)
-        if not bucket.finite:
-            bucket.finite = True
-            if not self.compressor.residual:
-                bucket.buffer[:] = 0
-            return self.ops.pack_not_finite(bucket.buffer, capacity)
-        state = bucket.state
-        selection = self.compressor.select(self.ops, bucket.buffer, asked, capacity, state)
-        values = self.ops.take(bucket.buffer, selection.indices)
-        if not self.compressor.residual:
-            bucket.buffer[:] = 0
-        count = len(selection.indices)
-        bucket.tally.add(
-            Counts(
-                asked,
-                count,
-                selection.found - count,
-                state.threshold,
-                state.stages,
-                allgather_bytes(capacity, self.world),
-            )
+        k = compressor.asked(numel, compressor.ratio_at(state.step))
+        capacity = compressor.room(numel, k, self.world)
+        correction = compressor.momentum_correction
+        exchange = exchanges.dense if state.step < compressor.dense_steps else compressor.exchange
+        bucket.task = Task(
+            ops=self.ops,
+            bucket=bucket.name,
+            buffer=bucket.buffer,
+            velocity=bucket.velocity if correction is not None and correction.masking else None,
+            capacity=capacity,
+            world=self.world,
+            position=self.position,
+            rank=self.rank,
+            asked=numel if exchange is exchanges.dense else k,
+            finite=bucket.finite,
+            residual=compressor.residual,
+            select=lambda: compressor.select(self.ops, bucket.buffer, k, capacity, state),
+            digest=lambda: state.digest() ^ state.fingerprint,
+            propose=lambda: compressor.propose(state),
+            observe=lambda count, proposed: compressor.observe(state, count, k, proposed),
         )
-        return self.ops.pack(selection.indices, values, capacity)
+        bucket.finite = True
+        bucket.bytes_sent = 0.0
+        bucket.exchange = exchange(bucket.task)
+        first = next(bucket.exchange)
+        return self._counted(bucket, first)
 
-    def reduce(
-        self, bucket: Bucket, gathered: Array, divisor: float, write: Callable[[Slot, list[Entries] | None], None]
-    ) -> None:
-        """Hand every parameter's entries to `write`, rank by rank in rank order, values divided by `divisor`.
+    def advance(
+        self,
+        bucket: Bucket,
+        result: Array,
+        divisor: float,
+        write: Callable[[Slot, list[Entries] | None], None],
+    ) -> Collective | None:
+        """Go on with the result of a bucket's collective: the next one, or None at the end.
 
-        `write` gets None instead when some rank's gradient was not finite; what this rank sent then returns to its
-        residual. The order is the same on all ranks, so that sums of floats are too, to the last bit.
+        At the end every parameter's entries are handed to `write`, rank by rank in rank order, values divided by
+        `divisor`; None instead when some rank's gradient was not finite: what this rank sent is in its residual again
+        then. The order is the same on all ranks, so that sums of floats are too, to the last bit.
         """
-        messages = self.ops.split(gathered, self.world)
-        if any(self.ops.is_not_finite(message) for message in messages):
-            if self.compressor.residual:
-                self.ops.scatter_add(bucket.buffer, *self.ops.unpack(messages[self.position]))
+        assert bucket.exchange is not None
+        try:
+            return self._counted(bucket, bucket.exchange.send(result))
+        except StopIteration as end:
+            self._finish(bucket, end.value, divisor, write)
+            return None
+
+    def _counted(self, bucket: Bucket, collective: Collective) -> Collective:
+        size = collective.message.nbytes
+        gathers = collective.kind == "allgather"
+        bucket.bytes_sent += (
+            cost.allgather_bytes(size, self.world) if gathers else cost.allreduce_bytes(size, self.world)
+        )
+        return collective
+
+    def _finish(
+        self,
+        bucket: Bucket,
+        parts: list[Entries] | None,
+        divisor: float,
+        write: Callable[[Slot, list[Entries] | None], None],
+    ) -> None:
+        task, state = bucket.task, bucket.state
+        assert task is not None
+        bucket.task = bucket.exchange = None
+        state.step += 1
+        if parts is None:
             for slot in bucket.layout.slots:
                 write(slot, None)
             return
-        parts = [self._by_slot(bucket, message, divisor) for message in messages]
+        bucket.tally.add(
+            Counts(task.asked, task.count, task.overflow, state.threshold, state.stages, bucket.bytes_sent)
+        )
+        by_slot = [self._by_slot(bucket, part, divisor) for part in parts]
         for number, slot in enumerate(bucket.layout.slots):
-            write(slot, [part[number] for part in parts])
+            write(slot, [part[number] for part in by_slot])
 
-    def _by_slot(self, bucket: Bucket, message: Array, divisor: float) -> list[Entries]:
-        indices, values = self.ops.unpack(message)
-        slots = bucket.layout.slots
-        bounds = self.ops.positions(indices, [slot.offset for slot in slots] + [bucket.layout.numel])
-        if bounds[-1] != len(indices):
+    def _by_slot(self, bucket: Bucket, part: Entries, divisor: float) -> list[Entries]:
+        slots, values = bucket.layout.slots, part.values / divisor
+        if part.indices is None:
+            return [Entries(None, values[slot.offset : slot.offset + slot.numel]) for slot in slots]
+        bounds = self.ops.positions(part.indices, [slot.offset for slot in slots] + [bucket.layout.numel])
+        if bounds[-1] != len(part.indices):
             raise RuntimeError(
                 f"rank {self.rank}: a message for bucket {bucket.name!r} holds an index beyond its {bucket.layout.numel} "
                 "entries; the ranks run different models or different versions of horovod_sparse"
             )
-        values = values / divisor
         return [
-            Entries(indices[start:end] - slot.offset, values[start:end])
+            Entries(part.indices[start:end] - slot.offset, values[start:end])
             for slot, start, end in zip(slots, bounds, bounds[1:], strict=False)
         ]
+
+    # --- statistics and state ---
 
     def stats(self) -> Stats:
         """Counts and bytes per bucket and in total, of the last step and on average; computed now."""
@@ -180,21 +267,32 @@ class Pipeline:
         return {
             "version": 1,
             "residuals": self.residuals.state_dict(),
+            "velocities": self.velocities.state_dict(),
+            "learning_rates": dict(self._learning_rates),
             "adaptive": {name: bucket.state.state_dict() for name, bucket in self._bucket_of.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, on the same model; the buckets may differ. Strict."""
-        check_state(state, self.compressor, self.residuals.shapes)
+        check_state(state, self.compressor, self.residuals.shapes, self.velocities.shapes)
         self.residuals.load_state_dict(state["residuals"])
+        self.velocities.load_state_dict(state["velocities"])
+        self._learning_rates = dict(state["learning_rates"])
         for bucket in self.buckets:
             bucket.state.load_state_dict(state["adaptive"][bucket.name])
+
+    def rescale(self, factor: float) -> None:
+        """Multiply residuals and velocities by `factor`."""
+        self.residuals.rescale(factor)
+        self.velocities.rescale(factor)
 
     def reset(self) -> None:
         """Start afresh: residuals zero, adaptive state and statistics as before the first step."""
         self.residuals.reset()
+        self.velocities.reset()
+        self._learning_rates.clear()
         for bucket in self.buckets:
-            bucket.state = self.compressor.new_state()
+            bucket.state = self.compressor.new_state(self._place(bucket.layout))
             bucket.tally = Tally()
 
 
@@ -206,20 +304,30 @@ def not_finite_error(rank: int, name: str) -> FloatingPointError:
     )
 
 
-def check_state(state: Mapping[str, Any], compressor: Compressor, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError unless `state` is one of this release, of these parameters, and of this algorithm."""
+def check_state(
+    state: Mapping[str, Any],
+    compressor: Compressor,
+    residuals: Mapping[str, tuple[int, ...]],
+    velocities: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Raise ValueError unless `state` is one of this release, of parameters of these shapes, and of this algorithm."""
     if state.get("version") != 1:
         raise ValueError(f"state must have version 1, got {state.get('version')!r}; it was saved by another release")
-    got = {name: tuple(residual.shape) for name, residual in state["residuals"].items()}
+    _check_shapes("residuals", state["residuals"], residuals, "the same min_numel and exclude")
+    _check_shapes("velocities", state["velocities"], velocities, "the same momentum_correction")
+    if state["adaptive"].keys() != state["residuals"].keys():
+        raise ValueError("state['adaptive'] must name the same parameters as state['residuals']; the state is damaged")
+    for adaptive in state["adaptive"].values():
+        compressor.new_state().load_state_dict(adaptive)
+
+
+def _check_shapes(what: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], remedy: str) -> None:
+    got = {name: tuple(array.shape) for name, array in arrays.items()}
     missing, unexpected = sorted(shapes.keys() - got.keys()), sorted(got.keys() - shapes.keys())
     reshaped = {name: (got[name], shapes[name]) for name in got.keys() & shapes.keys() if got[name] != shapes[name]}
     if missing or unexpected or reshaped:
         raise ValueError(
-            f"residuals must be those of this model's compressed parameters; missing: {missing}, "
+            f"{what} must be those of this model's compressed parameters; missing: {missing}, "
             f"unexpected: {unexpected}, of another shape (got, expected): {reshaped}; load a state saved with the same "
-            "model and the same min_numel"
+            f"model and {remedy}"
         )
-    if state["adaptive"].keys() != got.keys():
-        raise ValueError("state['adaptive'] must name the same parameters as state['residuals']; the state is damaged")
-    for adaptive in state["adaptive"].values():
-        compressor.new_state().load_state_dict(adaptive)

@@ -1,7 +1,6 @@
-"""SIDCo's stage controller: counts in, number of fitting stages out. Plain numbers, no arrays.
+"""Controllers that adapt an algorithm to the counts it achieves. Plain numbers in, plain numbers out, no arrays.
 
-More stages bring the threshold further into the tail before the last fit, which corrects a distribution that does not
-have the tail that was assumed. Which way a stage moves the count depends on the tail, hence the feedback.
+SIDCo's follows with its number of fitting stages, MiCRO's with its threshold.
 """
 
 from __future__ import annotations
@@ -30,6 +29,9 @@ def most_stages(ratio: float) -> int:
 @dataclass
 class StageController:
     """Adapts the number of stages M of one bucket (SIDCo, https://arxiv.org/abs/2101.10761).
+
+    More stages bring the threshold further into the tail before the last fit, which corrects a distribution that does not
+    have the tail that was assumed. Which way a stage moves the count depends on the tail, hence the feedback.
 
     Every `PERIOD` steps with q the mean of achieved/asked count, `rule="paper"`: M decreases when
     `q > 1 + TOLERANCE`, increases when `q < 1 - TOLERANCE`, within [1, M_max]. `rule="robust"` remembers |ln q| of
@@ -92,3 +94,45 @@ class StageController:
         self._window = list(window)
         self._windows_seen = seen
         self._errors = {int(m): (float(error), int(measured)) for m, error, measured in errors}
+
+
+Scaling = Literal["two_sided", "paper"]
+
+_FINE, _COARSE = 0.00125, 0.005
+_BAND = 1.1
+_FAR = 2.0
+_FAR_GAIN = 0.05
+_MOST_RATIO = 4.0
+_REPAID = 0.1
+"""Part of the excess that each step tries to make good."""
+_MOST_EXCESS = 5.0
+
+
+@dataclass
+class ThresholdController:
+    """MiCRO's threshold (https://arxiv.org/abs/2310.00967): it follows x = count/k in small steps.
+
+    `scaling="paper"`: times 1.005 if x > 1.1, times 1.00125 if 1/1.1 < x <= 1.1, times 0.995 below: within the band
+    it only rises. `scaling="two_sided"`: within the band times 1.00125 if x > 1, else times 0.99875; beyond a factor 2
+    times `x^0.05`, with x within [1/4, 4], since a threshold that is far off would take hundreds of steps; and x is
+    `count/k + 0.1 excess`, where excess sums up count/k - 1 over the steps, within [-5, 5]: without it a residual that
+    grows, and with it the threshold that is needed, leaves the count above k for as long.
+    """
+
+    scaling: Scaling
+    threshold: float
+    excess: float = 0.0
+
+    def observe(self, count: int, k: int) -> None:
+        """Take in the number of entries that all ranks selected in a step."""
+        x = count / k
+        if self.scaling == "paper":
+            self.threshold *= 1.0 + (_COARSE if x > _BAND else _FINE if x > 1.0 / _BAND else -_COARSE)
+            return
+        self.excess = min(max(self.excess + x - 1.0, -_MOST_EXCESS), _MOST_EXCESS)
+        x += _REPAID * self.excess
+        if not 1.0 / _FAR <= x <= _FAR:
+            self.threshold *= min(max(x, 1.0 / _MOST_RATIO), _MOST_RATIO) ** _FAR_GAIN
+        else:
+            step = _FINE if 1.0 / _BAND < x <= _BAND else _COARSE
+            self.threshold *= 1.0 + step if x > 1.0 else 1.0 - step

@@ -1,26 +1,45 @@
-"""The message on the wire, version 1. Imports no framework.
+"""The messages on the wire, version 1. Imports no framework.
 
-One rank sends one message per bucket and step: an int32 array of shape `(capacity, 2)`, row-major, in the machine's byte
-order.
+All are in the machine's byte order, and their shapes depend only on the bucket's size, on the compressor's settings, on the
+number of workers and, with a schedule, on the step, never on the data: so Horovod's response cache holds and NCCL uses one
+allgather. Entries for which there is no room stay in the residual of their rank. Values are not averaged on the wire; the
+receiver divides.
 
-1. A row is `(index, bits)`: the entry's position in the bucket and the IEEE-754 bits of its float32 value.
-2. Rows in use come first. Their indices are unique, ascending, and in `[0, bucket size)`.
-3. Every other row is padding: `(-1, 0)`. Its value reads as +0.0.
-4. A rank whose gradient holds NaN or infinity sends `(-2, 0)` in the first row and padding in all others. Every rank then
-   reduces the whole bucket to NaN, as a dense allreduce would have spread it.
-5. `capacity` depends only on the bucket's size and on the compressor's settings, never on the data: the shape is the same
-   at every step and on every rank, so that Horovod's response cache holds and NCCL uses one allgather.
-6. Entries for which there is no room stay in the residual of their rank and are sent later.
-7. Values are not averaged on the wire; the receiver divides.
+**1. Pairs** (allgather): int32 of shape `(capacity, 2)`, row-major.
 
-The gathered array is the ranks' messages one after the other, in rank order.
+- A row is `(index, bits)`: the entry's position in the bucket and the IEEE-754 bits of its float32 value.
+- Rows in use come first. Their indices are unique, ascending, and in `[0, bucket size)`.
+- Every other row is padding: `(-1, 0)`. Its value reads as +0.0.
+- A rank whose gradient holds NaN or infinity sends `(-2, 0)` in the first row and padding in all others. Every rank then
+  reduces the whole bucket to NaN, as a dense allreduce would have spread it.
+
+**2. Values** (allreduce, sum): float32 (the residual's type when all entries are sent) of shape `(capacity + 17,)` or, as
+the second message after indices, `(world * capacity,)`.
+
+- Values of the entries that all ranks know, in ascending order of their indices, then zeros up to the capacity.
+- Where indices were not gathered, 17 numbers follow: 1 for a rank whose gradient is not finite, else 0; then the lowest 16
+  bits of the digest of what the ranks must have in common, one number each. Their sums are 0 or the number of ranks if
+  all agree; all ranks see it alike if they do not.
+
+**3. Indices** (allgather): int32 of shape `(2 + capacity,)`.
+
+- The digest (31 bits), or -2 from a rank whose gradient is not finite.
+- The bits of a float32 that the rank proposes (MiCRO's first threshold; else 0).
+- Ascending indices, then padding: -1.
+
+Gathered messages stand one after the other, in rank order.
 """
 
 from __future__ import annotations
 
+import struct
+
 PADDING = -1
 NOT_FINITE = -2
 ROW_BYTES = 8
+HEADER = 2
+"""Numbers before the indices of message 3."""
+_DIGEST_BITS = 16
 
 # Indices are int32, and Horovod's counts of gathered elements are C ints.
 MAX_BUCKET = 2**31 - 1
@@ -45,3 +64,20 @@ def check_limits(bucket: str, numel: int, capacity: int, world: int) -> None:
             f"bucket {bucket!r} gathers {gathered} int32 from {world} workers, expected at most {MAX_GATHERED} "
             "(Horovod counts in C ints); lower ratio, capacity or bucket_bytes"
         )
+
+
+def tail(finite: bool, digest: int) -> list[float]:
+    """What follows the values of a rank in message 2."""
+    return [0.0 if finite else 1.0, *(float(digest >> bit & 1) for bit in range(_DIGEST_BITS))]
+
+
+def float_bits(number: float) -> int:
+    """The bits of a number rounded to float32, as an int32."""
+    bits: int = struct.unpack("<i", struct.pack("<f", number))[0]
+    return bits
+
+
+def float_of(bits: int) -> float:
+    """The float32 that has these bits."""
+    number: float = struct.unpack("<f", struct.pack("<i", bits))[0]
+    return number

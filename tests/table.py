@@ -10,8 +10,15 @@ import numpy as np
 import torch
 
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.dgc import DGC
+from horovod_sparse.compressors.gaussiank import GaussianK
+from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.noop import NoOp
+from horovod_sparse.compressors.randomblock import RandomBlock
+from horovod_sparse.compressors.randomk import RandomK
+from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.sidco import SIDCo
+from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops import Ops
@@ -44,6 +51,16 @@ class Row:
     band: tuple[float, float] = (1.0, 1.0)
     """Least and most achieved/asked count, averaged over a run with error feedback on Laplace gradients."""
     ratios: tuple[float, ...] = (0.1, 0.01)
+    largest: bool = True
+    """Sends the entries of largest magnitude of what it looks at."""
+    follows_order: bool = False
+    """Its choice depends on where entries stand, so it does not follow a permutation."""
+    follows_scale: bool = False
+    """Its choice depends on the scale: the threshold is the user's."""
+    momentum: bool = False
+    """What is selected from is not gradient plus residual."""
+    workers_differ: bool = False
+    """Workers with the same data choose differently, by design."""
 
     def __str__(self) -> str:
         return self.name
@@ -53,19 +70,41 @@ def _noop(ratio: float, **settings: Any) -> Compressor:
     return NoOp(**settings)
 
 
-def _sidco(**chosen: Any) -> Callable[..., Compressor]:
-    return lambda ratio, **settings: SIDCo(ratio, **{**chosen, **settings})
+def _with(cls: Callable[..., Compressor], **chosen: Any) -> Callable[..., Compressor]:
+    return lambda ratio, **settings: cls(ratio, **{**chosen, **settings})
 
+
+def _threshold(ratio: float, **settings: Any) -> Compressor:
+    # Entries of Laplace gradients exceed it with about the ratio's chance; at ratio 1 all do that are not zero.
+    return Threshold(-np.log(ratio), ratio=ratio, **{"capacity": 4.0, **settings})
+
+
+_RANDOM: dict[str, Any] = {"largest": False, "follows_order": True}
 
 COMPRESSORS = [
     Row("noop", _noop, ratios=(1.0,)),
     Row("topk", TopK),
+    Row("topk-union", _with(TopK, union=True)),
     *(
-        Row(f"sidco-{distribution}-{adapt}", _sidco(distribution=distribution, adapt=adapt), band=(0.8, 1.2))
+        Row(f"sidco-{distribution}-{adapt}", _with(SIDCo, distribution=distribution, adapt=adapt), band=band)
         for distribution in ("exponential", "gamma", "gpareto")
-        for adapt in ("paper", "robust")
+        for adapt, band in (("paper", (0.8, 1.2)), ("robust", (0.95, 1.05)))
     ),
-    Row("sidco-one-stage", _sidco(stages=1), band=(0.5, 1.25)),
+    Row("sidco-one-stage", _with(SIDCo, stages=1), band=(0.5, 1.25)),
+    Row("gaussiank", GaussianK, band=(0.9, 1.1)),
+    Row("gaussiank-paper", _with(GaussianK, refine="paper"), band=(0.01, 1.34)),
+    Row("dgc", DGC, band=(0.9, 1.1), follows_order=True, momentum=True),
+    Row("dgc-nesterov", _with(DGC, nesterov=True, masking=False), band=(0.9, 1.1), follows_order=True, momentum=True),
+    Row("dgc-no-momentum", _with(DGC, momentum=0.0), band=(0.9, 1.1), follows_order=True),
+    Row("redsync-trim", RedSync),
+    Row("redsync-bisect", _with(RedSync, method="bisect"), band=(1.0, 2.0)),
+    Row("micro", MiCRO, band=(0.95, 1.25), workers_differ=True),
+    Row("micro-paper", _with(MiCRO, scaling="paper"), band=(0.85, 2.0), workers_differ=True),
+    Row("randomk", RandomK, **_RANDOM),
+    Row("randomk-own", _with(RandomK, shared=False), **_RANDOM, workers_differ=True),
+    Row("randomblock", RandomBlock, **_RANDOM),
+    Row("randomblock-own", _with(RandomBlock, shared=False, blocks=5), **_RANDOM, workers_differ=True),
+    Row("threshold", _threshold, band=(0.9, 4.0), follows_scale=True),
 ]
 
 

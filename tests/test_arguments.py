@@ -77,7 +77,7 @@ def test_everything_after_ratio_is_keyword_only(cls: type[Compressor]) -> None:
 )
 def test_k_and_room(ratio: float, capacity: float, numel: int, asked: int, room: int) -> None:
     compressor = TopK(ratio, capacity=capacity)
-    assert (compressor.asked(numel), compressor.room(numel)) == (asked, room)
+    assert (compressor.asked(numel), compressor.room(numel, asked, 1)) == (asked, room)
 
 
 def test_repr_can_be_read_back() -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from horovod_sparse.cost import allgather_bytes, break_even_ratio, dense_allreduce_bytes
+from horovod_sparse.cost import allgather_bytes, allreduce_bytes, break_even_ratio
+from horovod_sparse.wire import message_bytes
 
 
 def test_bytes() -> None:
-    assert dense_allreduce_bytes(1000, 4, 1) == 0
-    assert dense_allreduce_bytes(1000, 4, 2) == 4000
-    assert dense_allreduce_bytes(1000, 2, 4) == 3000
-    assert allgather_bytes(10, 1) == 0
-    assert allgather_bytes(10, 4) == 240
+    assert allreduce_bytes(4000, 1) == 0
+    assert allreduce_bytes(4000, 2) == 4000
+    assert allreduce_bytes(2000, 4) == 3000
+    assert allgather_bytes(80, 1) == 0
+    assert allgather_bytes(80, 4) == 240
 
 
 @pytest.mark.parametrize("world", [2, 8, 50, 500])
@@ -20,7 +21,9 @@ def test_bytes() -> None:
 def test_costs_are_equal_at_the_break_even_ratio(itemsize: int, world: int) -> None:
     numel = 8_000_000
     pairs = round(break_even_ratio(itemsize, world) * numel)
-    assert allgather_bytes(pairs, world) == pytest.approx(dense_allreduce_bytes(numel, itemsize, world), rel=1e-3)
+    assert allgather_bytes(message_bytes(pairs), world) == pytest.approx(
+        allreduce_bytes(numel * itemsize, world), rel=1e-3
+    )
 
 
 def test_known_break_even_points() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from driver import exchange, make_pipeline, send
 from table import BACKENDS, Backend, gradients
 
 from horovod_sparse.buckets import Parameter, plan
@@ -20,11 +21,8 @@ on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 SHAPES = {"weight": (30, 40), "kernel": (500,), "head": (7, 11)}
 
 
-def pipeline_of(backend: Backend, compressor: Any, *, world: int = 4) -> Pipeline:
-    pipeline = Pipeline(backend.ops, compressor, world=world, position=0, rank=3)
-    parameters = [Parameter(name, shape, "float32", "cpu") for name, shape in SHAPES.items()]
-    pipeline.add_buckets(plan(parameters, compressor), lambda name: backend.array(np.zeros(1, np.float32)))
-    return pipeline
+def pipeline_of(backend: Backend, compressor: Any) -> Pipeline:
+    return make_pipeline(backend, compressor, SHAPES)
 
 
 def step(backend: Backend, pipeline: Pipeline, seed: int) -> None:
@@ -32,7 +30,7 @@ def step(backend: Backend, pipeline: Pipeline, seed: int) -> None:
     for name, shape in SHAPES.items():
         bucket = pipeline.arrive(name, backend.array(gradients("laplace", math.prod(shape), rng).reshape(shape)))
         if bucket is not None:
-            pipeline.message(bucket)
+            exchange(backend, [pipeline], [bucket])
 
 
 @on_every_backend
@@ -73,7 +71,7 @@ def test_a_state_is_a_copy(backend: Backend) -> None:
         (lambda state: state.update(version=2), "state must have version 1, got 2"),
         (
             lambda state: state["adaptive"].update(head={}),
-            "adaptive state must have stages, window, .*another algorithm",
+            "adaptive state must be like .*another algorithm",
         ),
     ],
 )
@@ -125,17 +123,22 @@ def test_memory_is_one_residual(backend: Backend) -> None:
 
 @on_every_backend
 def test_statistics_are_true(backend: Backend) -> None:
-    pipeline = pipeline_of(backend, TopK(0.1, granularity="layer", capacity=1.5))
+    compressor = TopK(0.1, granularity="layer", capacity=1.5)
+    pipelines = [make_pipeline(backend, compressor, SHAPES, world=4, position=rank) for rank in range(4)]
+    pipeline = pipelines[2]
     counts: dict[str, list[int]] = {name: [] for name in SHAPES}
-    message_bytes = {}
+    message_bytes = {name: 8 * math.ceil(1.5 * (math.prod(shape) // 10)) for name, shape in SHAPES.items()}
     rng = np.random.default_rng(0)
     for _ in range(4):
         for name, shape in SHAPES.items():
-            bucket = pipeline.arrive(name, backend.array(gradients("laplace", math.prod(shape), rng).reshape(shape)))
-            assert bucket is not None
-            message = pipeline.message(bucket)
-            counts[name].append(len(backend.ops.unpack(message)[0]))
-            message_bytes[name] = backend.numpy(message).nbytes
+            for one_of_them in pipelines:
+                gradient = gradients("laplace", math.prod(shape), rng).reshape(shape)
+                bucket = one_of_them.arrive(name, backend.array(gradient))
+                assert bucket is not None
+            buckets = [next(b for b in each.buckets if b.name == name) for each in pipelines]
+            parts = exchange(backend, pipelines, buckets)[0][name]
+            assert parts is not None and len(parts) == 4
+            counts[name].append(parts[2][0].size)
     stats = pipeline.stats()
     assert stats.steps == 4
     for snapshot in (stats.last, stats.mean):
@@ -166,9 +169,10 @@ def test_the_mean_is_over_the_steps_that_selected(backend: Backend) -> None:
                 gradient[:] = np.nan
             bucket = pipeline.arrive(name, backend.array(gradient))
         assert bucket is not None
-        message = pipeline.message(bucket)
+        result = exchange(backend, [pipeline], [bucket])[0]
         if number not in (0, 4):
-            seen.append((len(backend.ops.unpack(message)[0]), bucket.state.threshold))
+            parts = [result[name] for name in SHAPES]
+            seen.append((sum(part[0][0].size for part in parts if part is not None), bucket.state.threshold))
     assert len({count for count, _ in seen}) > 2
     stats = pipeline.stats()
     assert stats.steps == 7
@@ -199,12 +203,10 @@ def test_rescaling(backend: Backend) -> None:
 def test_overflow_is_counted_and_stays_in_the_residual(backend: Backend) -> None:
     """A one-stage fit of a light tail overestimates; the room ends at k."""
     compressor = SIDCo(0.01, stages=1, distribution="gpareto", capacity=1.0)
-    pipeline = Pipeline(backend.ops, compressor, world=2, position=0, rank=0)
-    pipeline.add_buckets(plan([Parameter("p", (100_000,), "float32", "cpu")], compressor), lambda name: one(backend))
+    pipeline = make_pipeline(backend, compressor, {"p": (100_000,)})
+    bucket = pipeline.buckets[0]
     gradient = gradients("gaussian", 100_000, np.random.default_rng(0))
-    bucket = pipeline.arrive("p", backend.array(gradient))
-    assert bucket is not None
-    sent = backend.numpy(backend.ops.unpack(pipeline.message(bucket))[0])
+    sent = send(backend, pipeline, gradient).indices
     total = pipeline.stats().last.total
     assert total.count == sent.size == 1000 and total.overflow > 100
     above = np.count_nonzero(np.abs(gradient) > np.float32(total.threshold))
@@ -234,11 +236,14 @@ def test_names_are_unique(backend: Backend) -> None:
 
 @on_every_backend
 def test_a_foreign_message_is_refused(backend: Backend) -> None:
-    pipeline = pipeline_of(backend, TopK(0.1, granularity="model"), world=1)
+    pipeline = make_pipeline(backend, TopK(0.1, granularity="model"), SHAPES, position=3)
+    for name in SHAPES:
+        pipeline.arrive(name, None)
     bucket = pipeline.buckets[0]
+    pipeline.begin(bucket)
     far = backend.array(np.array([bucket.layout.numel]))
     message = backend.ops.pack(far, backend.array(np.array([1.0], np.float32)), 3)
     with pytest.raises(
         RuntimeError, match="rank 3: a message for bucket 'head' holds an index beyond its 1777 entries"
     ):
-        pipeline.reduce(bucket, message, 1.0, lambda slot, parts: None)
+        pipeline.advance(bucket, message, 1.0, lambda slot, parts: None)

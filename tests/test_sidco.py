@@ -104,7 +104,7 @@ def test_no_kind_of_data_floods_or_starves(kind: str, distribution: str) -> None
         residual = np.zeros(20_000, np.float32)
         for _ in range(40):
             residual += gradients(kind, 20_000, rng)
-            selection = compressor.select(OPS, residual, k, compressor.room(20_000), state)
+            selection = compressor.select(OPS, residual, k, compressor.room(20_000, k, 1), state)
             assert k / 2 <= selection.found <= 2 * k
             residual[selection.indices] = 0
 
@@ -136,7 +136,7 @@ def test_stages_adapt_until_the_estimate_is_trusted(adapt: str, monkeypatch: pyt
 
 def test_a_fixed_number_of_stages_outlives_a_loaded_state() -> None:
     state = SIDCo(0.001, stages=1).new_state()
-    state.load_state_dict(StageController("robust", 4).state_dict())
+    state.load_state_dict(state.state_dict() | StageController("robust", 4).state_dict())
     SIDCo(0.001, stages=1).select(OPS, gradients("laplace", 10_000, np.random.default_rng(8)), 10, 13, state)
     assert state.stages == 1
 

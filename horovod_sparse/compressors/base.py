@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import fnmatch
+import json
 import math
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import ClassVar, Literal, TypedDict
 
+from horovod_sparse import exchanges
+from horovod_sparse.exchanges import Exchange
+from horovod_sparse.feedback import MomentumCorrection
 from horovod_sparse.ops import Array, Ops, Selection
+from horovod_sparse.schedules import Schedule
 
 Granularity = Literal["layer", "bucket", "model"]
 NotFinite = Literal["raise", "propagate"]
@@ -23,45 +30,93 @@ class Settings(TypedDict, total=False):
     granularity: Granularity
     bucket_bytes: int
     min_numel: int
+    exclude: Sequence[str]
+    dense_steps: int
     residual: bool
     residual_dtype: Literal["float32", "float64"] | None
+    lr_in_residual: bool
+    momentum_correction: MomentumCorrection | None
+    clip_norm: float | None
     capacity: float | None
     not_finite: NotFinite
 
 
+@dataclass(frozen=True)
+class Place:
+    """Which bucket a selection is of, and on which of how many workers it is made."""
+
+    bucket: str = ""
+    position: int = 0
+    world: int = 1
+
+
+ALONE = Place()
+"""A selection outside of any bucket."""
+
+
 @dataclass
 class BucketState:
-    """What an algorithm carries from step to step for one bucket. Subclasses add fields and save them."""
+    """What an algorithm carries from step to step for one bucket.
 
+    Subclasses add fields, and name those that the next selection depends on in `saved`: plain numbers, strings and lists.
+    """
+
+    saved: ClassVar[tuple[str, ...]] = ()
+
+    place: Place = ALONE
+    step: int = 0
+    """Selections made so far."""
     threshold: float = math.nan
     """Magnitude above which entries were selected in the last step; NaN for algorithms without one."""
     stages: int = 0
     """Fitting stages of the last step; 0 for algorithms without them."""
+    fingerprint: int = 0
+    """31 bits of a choice that all ranks must have made alike."""
 
     def state_dict(self) -> dict[str, object]:
         """Plain numbers, strings and lists: whatever the next selection depends on."""
-        return {}
+        return {name: getattr(self, name) for name in ("step", *self.saved)}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Continue from what `state_dict` returned. Raises ValueError for the state of another algorithm."""
-        if state:
-            raise ValueError(
-                f"adaptive state must be empty for this compressor, got {state}; another algorithm saved it"
-            )
+        expected = self.state_dict()
+        if {name: type(value) for name, value in state.items()} != {n: type(value) for n, value in expected.items()}:
+            raise ValueError(f"adaptive state must be like {expected}, got {state}; another algorithm saved it")
+        self.adopt(state)
+
+    def adopt(self, state: dict[str, object]) -> None:
+        """Take over the values of a state that has been checked."""
+        for name in ("step", *self.saved):
+            setattr(self, name, state[name])
+
+    def digest(self) -> int:
+        """31 bits that tell different states apart."""
+        return zlib.crc32(json.dumps(self.state_dict()).encode()) >> 1
 
 
 class Compressor(ABC):
     """Settings common to all sparsifiers; subclasses supply `select`.
 
     Args:
-        ratio: fraction of a bucket's entries to send, in (0, 1]; k = max(1, floor(ratio * numel)).
+        ratio: fraction of a bucket's entries to send, in (0, 1], or a `Schedule` of it (see `schedules.warmup`);
+            k = max(1, floor(ratio * numel)).
         granularity: what is selected from at once: "layer" (every parameter by itself), "bucket" (parameters packed
             up to `bucket_bytes`), or "model" (everything).
         bucket_bytes: size of a bucket's residual in bytes, > 0; a larger parameter gets a bucket of its own.
         min_numel: parameters with fewer elements go through Horovod's dense allreduce, >= 0.
+        exclude: patterns, as of a shell (`"*.bias"`, `"embedding*"`), of names of parameters that go through Horovod's
+            dense allreduce.
+        dense_steps: for so many steps at first everything is sent, by allreduce, >= 0. A schedule starts after them.
         residual: whether what is not sent is kept and added to the next gradient (error feedback).
         residual_dtype: "float32" or "float64"; None takes float64 for float64 gradients, float32 for all others.
             Half precision is refused: it would round away the small gradients that the residual exists to keep.
+        lr_in_residual: whether the residual is kept in units of the update, as in Sparsified SGD with Memory
+            (https://arxiv.org/abs/1809.07599): when the learning rate changes from eta to eta', it is multiplied by
+            eta/eta', so that what waits is applied with the rate that it was computed at.
+        momentum_correction: momentum before the selection; the optimizer must then have none. Parameters that are reduced
+            dense get the same momentum after the reduction.
+        clip_norm: each worker scales the gradient of each parameter down to the norm `clip_norm / sqrt(workers)` before
+            anything else, > 0; None does not clip. (Clipping after the reduction would cut off just what had waited.)
         capacity: room of the message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit
             stays in the residual.
         not_finite: what a NaN or infinity in a gradient does. "raise": the rank raises FloatingPointError naming the
@@ -76,31 +131,56 @@ class Compressor(ABC):
 
     def __init__(
         self,
-        ratio: float,
+        ratio: float | Schedule,
         *,
         granularity: Granularity = "bucket",
         bucket_bytes: int = BUCKET_BYTES,
         min_numel: int = MIN_NUMEL,
+        exclude: Sequence[str] = (),
+        dense_steps: int = 0,
         residual: bool = True,
         residual_dtype: str | None = None,
+        lr_in_residual: bool = False,
+        momentum_correction: MomentumCorrection | None = None,
+        clip_norm: float | None = None,
         capacity: float | None = None,
         not_finite: NotFinite = "raise",
     ) -> None:
-        check_number("ratio", ratio, "in (0, 1]", 0.0 < _number(ratio) <= 1.0)
+        if isinstance(ratio, Schedule):
+            ratios = {"ratio.highest": ratio.highest, "ratio.final": ratio.final}
+        else:
+            ratios = {"ratio": ratio}
+        for name, value in ratios.items():
+            check_number(name, value, "in (0, 1]", 0.0 < _number(value) <= 1.0)
         check_choice("granularity", granularity, ("layer", "bucket", "model"))
         check_integer("bucket_bytes", bucket_bytes, 1)
         check_integer("min_numel", min_numel, 0)
+        if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in exclude):
+            raise TypeError(f"exclude must be a list of patterns such as ['*.bias'], got {exclude!r}")
+        check_integer("dense_steps", dense_steps, 0)
         check_boolean("residual", residual)
         check_choice("residual_dtype", residual_dtype, (None, "float32", "float64"))
+        check_boolean("lr_in_residual", lr_in_residual)
+        if momentum_correction is not None and not isinstance(momentum_correction, MomentumCorrection):
+            raise TypeError(f"momentum_correction must be a MomentumCorrection or None, got {momentum_correction!r}")
+        if momentum_correction is not None and not residual:
+            raise ValueError("residual must be True with momentum_correction, got False: velocities are kept in it")
+        if clip_norm is not None:
+            check_number("clip_norm", clip_norm, "a finite norm > 0", 0.0 < _number(clip_norm) < math.inf)
         if capacity is not None:
             check_number("capacity", capacity, "a finite multiple of k, >= 1", 1.0 <= _number(capacity) < math.inf)
         check_choice("not_finite", not_finite, ("raise", "propagate"))
-        self.ratio = float(ratio)
+        self.ratio = ratio if isinstance(ratio, Schedule) else float(ratio)
         self.granularity: Granularity = granularity
         self.bucket_bytes = bucket_bytes
         self.min_numel = min_numel
+        self.exclude = tuple(exclude)
+        self.dense_steps = dense_steps
         self.residual = residual
         self.residual_dtype = residual_dtype
+        self.lr_in_residual = lr_in_residual
+        self.momentum_correction = momentum_correction
+        self.clip_norm = clip_norm
         self.capacity = self.default_capacity if capacity is None else float(capacity)
         self.not_finite: NotFinite = not_finite
 
@@ -108,20 +188,48 @@ class Compressor(ABC):
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         """Choose about k, at most `capacity`, entries of the accumulated gradient `x`, which must not be changed.
 
-        `x` is flat, finite and not empty; 1 <= k <= capacity <= len(x). `state` is this bucket's own.
+        `x` is flat, finite and not empty; 1 <= k <= capacity <= len(x), for all workers together where `room` divides
+        them. `state` is this bucket's own.
         """
 
-    def new_state(self) -> BucketState:
+    @property
+    def exchange(self) -> Exchange:
+        """How the selections of all ranks become one gradient."""
+        return exchanges.pairs
+
+    def new_state(self, place: Place = ALONE) -> BucketState:
         """The state of a bucket before its first step."""
-        return BucketState()
+        return BucketState(place)
 
-    def asked(self, numel: int) -> int:
-        """k = max(1, floor(ratio * numel))."""
-        return max(1, math.floor(self.ratio * numel))
+    def propose(self, state: BucketState) -> float:
+        """A number, rounded to float32 on its way, that all ranks get to know before `observe` (exchange `union`)."""
+        return 0.0
 
-    def room(self, numel: int) -> int:
-        """Rows of the message of a bucket of `numel` entries: ceil(capacity * k), at most numel."""
-        return min(numel, math.ceil(self.capacity * self.asked(numel)))
+    def observe(self, state: BucketState, count: int, k: int, proposed: list[float]) -> None:  # noqa: B027
+        """Learn how many entries all ranks selected together, and what each proposed (exchange `union`)."""
+
+    def ratio_at(self, step: int) -> float:
+        """The ratio of a step; schedules count from the end of the dense steps."""
+        return self.ratio.ratio(max(step - self.dense_steps, 0)) if isinstance(self.ratio, Schedule) else self.ratio
+
+    def asked(self, numel: int, ratio: float | None = None) -> int:
+        """k = max(1, floor(ratio * numel)); by default of the final ratio."""
+        if ratio is None:
+            ratio = self.ratio.final if isinstance(self.ratio, Schedule) else self.ratio
+        return max(1, math.floor(ratio * numel))
+
+    def room(self, numel: int, k: int, world: int) -> int:
+        """Entries that one rank's message has room for, out of a bucket of `numel`: ceil(capacity * k), at most numel."""
+        return min(numel, math.ceil(self.capacity * k))
+
+    def most_room(self, numel: int, world: int) -> int:
+        """The largest `room` of any step."""
+        highest = self.ratio.highest if isinstance(self.ratio, Schedule) else self.ratio
+        return self.room(numel, self.asked(numel, highest), world)
+
+    def leaves_dense(self, name: str, numel: int) -> bool:
+        """Whether a parameter goes through the framework's own dense allreduce."""
+        return numel < max(self.min_numel, 1) or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def settings(self) -> dict[str, object]:
         """Every setting as plain values: what must be equal on all ranks."""

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from horovod_sparse.ops import Array, Ops
 
 _MOST_COUNTS = 12
 
 
-def search_threshold(ops: Ops, x: Array, k: int, tolerance: float) -> float:
+def below_largest(ops: Ops, x: Array, threshold: float) -> float:
+    """`threshold`, or less, so that at least one entry exceeds it unless all are zero."""
+    # In the precision of the comparison.
+    return min(threshold, float(np.nextafter(np.float32(ops.max_abs(x)), np.float32(0.0))))
+
+
+def search_threshold(ops: Ops, x: Array, k: int, tolerance: float, *, start: float = math.nan) -> float:
     """A threshold that about k entries exceed: within `tolerance` of k if the data allow it, else the closest that was seen.
 
     Regula falsi on ln(count) over the threshold, which is a straight line for exponential tails, alternating with
-    bisection so that the bracket at least halves every second count. At most 12 passes over `x`.
+    bisection so that the bracket at least halves every second count. At most 12 passes over `x`, of which the first is
+    at `start` if that lies within the data.
     """
     low, most = 0.0, ops.moments(x, 0.0).count
     high, fewest = ops.max_abs(x), 0
@@ -23,6 +32,8 @@ def search_threshold(ops: Ops, x: Array, k: int, tolerance: float) -> float:
     for step in range(_MOST_COUNTS):
         line = math.log(most / k) / math.log(most / max(fewest, 0.5))
         guess = low + (high - low) * (0.5 if step % 2 else min(max(line, 0.01), 0.99))
+        if step == 0 and low < start < high:
+            guess = start
         if not low < guess < high:
             break
         count = ops.moments(x, guess).count

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from horovod_sparse import fits
-from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_choice
-from horovod_sparse.compressors.search import search_threshold
+from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place, Settings, check_choice
+from horovod_sparse.compressors.search import below_largest, search_threshold
 from horovod_sparse.ops import Array, Moments, Ops, Selection
+from horovod_sparse.schedules import Schedule
 from horovod_sparse.stages import TOLERANCE, Rule, StageController, most_stages
 
 if TYPE_CHECKING:
@@ -24,18 +23,26 @@ _FIRST_STAGES = 3
 """M to start from with stages="auto": under error feedback fewer starve (they underestimate a truncated bulk's tail)."""
 _TRUSTED = 2.0
 """An estimate that selects more than this many times, or less than one over this many times, k entries is replaced."""
+_MOST_AIM = 4.0
+_AIM_GAIN = 0.1
+"""How much of the relative error of a step's count the next step's aim makes good."""
 
 
 @dataclass
 class SIDCoState(BucketState):
     """The stage controller of one bucket."""
 
+    saved: ClassVar[tuple[str, ...]] = ("aim",)
     controller: StageController = field(default_factory=lambda: StageController("paper", 1))
 
-    def state_dict(self) -> dict[str, object]:
-        return self.controller.state_dict()
+    aim: float = 1.0
+    """Entries to aim at, as a multiple of k (adapt="robust")."""
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def state_dict(self) -> dict[str, object]:
+        return super().state_dict() | self.controller.state_dict()
+
+    def adopt(self, state: dict[str, object]) -> None:
+        super().adopt(state)
         self.controller.load_state_dict(state)
 
 
@@ -54,7 +61,7 @@ class SIDCo(Compressor):
     least one entry is sent unless all are zero.
 
     Args:
-        ratio: fraction of entries to send, in (0, 1].
+        ratio: fraction of entries to send, in (0, 1], or a schedule.
         distribution: "exponential" (SIDCo-E), "gamma" (SIDCo-GP: gamma first, generalised Pareto later) or "gpareto"
             (SIDCo-P).
         stages: M, an int in [1, 64], or "auto" to let it follow the achieved count, per bucket.
@@ -67,7 +74,7 @@ class SIDCo(Compressor):
 
     def __init__(
         self,
-        ratio: float,
+        ratio: float | Schedule,
         *,
         distribution: Distribution = "exponential",
         stages: int | Literal["auto"] = "auto",
@@ -83,9 +90,10 @@ class SIDCo(Compressor):
         self.stages: int | Literal["auto"] = stages
         self.adapt: Rule = adapt
 
-    def new_state(self) -> SIDCoState:
-        first = min(_FIRST_STAGES, most_stages(self.ratio)) if self.stages == "auto" else self.stages
-        return SIDCoState(controller=StageController(self.adapt, first))
+    def new_state(self, place: Place = ALONE) -> SIDCoState:
+        most = most_stages(self.ratio_at(self.dense_steps))
+        first = min(_FIRST_STAGES, most) if self.stages == "auto" else self.stages
+        return SIDCoState(place, controller=StageController(self.adapt, first))
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, SIDCoState)
@@ -95,15 +103,17 @@ class SIDCo(Compressor):
             # There is room for everything that is not zero; nothing was estimated, so there is nothing to learn from.
             state.threshold = 0.0
             return ops.select_above(x, 0.0, capacity)
-        # One entry at least: the estimate must stay below the largest magnitude, in the precision of the comparison.
-        ceiling = float(np.nextafter(np.float32(ops.max_abs(x)), np.float32(0.0)))
-        state.threshold = min(self._estimate(ops, x, k, whole, state.stages), ceiling)
+        aim = min(max(1, round(state.aim * k)), whole.count - 1)
+        state.threshold = below_largest(ops, x, self._estimate(ops, x, aim, whole, state.stages))
         selection = ops.select_above(x, state.threshold, capacity)
         if self.stages == "auto":
-            state.controller.observe(selection.found, k, most_stages(self.ratio))
+            state.controller.observe(selection.found, aim, most_stages(self.ratio_at(state.step)))
         if not k / _TRUSTED <= selection.found <= k * _TRUSTED:
-            state.threshold = min(search_threshold(ops, x, k, TOLERANCE), ceiling)
+            state.threshold = below_largest(ops, x, search_threshold(ops, x, k, TOLERANCE))
             selection = ops.select_above(x, state.threshold, capacity)
+        if self.adapt == "robust":
+            state.aim *= (k / max(len(selection.indices), 1)) ** _AIM_GAIN
+            state.aim = min(max(state.aim, 1.0 / _MOST_AIM), _MOST_AIM)
         return selection
 
     def _estimate(self, ops: Ops, x: Array, k: int, whole: Moments, stages: int) -> float:

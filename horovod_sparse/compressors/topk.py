@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from horovod_sparse.compressors.base import BucketState, Compressor
+from typing import TYPE_CHECKING
+
+from horovod_sparse import exchanges
+from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_boolean
+from horovod_sparse.exchanges import Exchange
 from horovod_sparse.ops import Array, Ops, Selection
+from horovod_sparse.schedules import Schedule
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class TopK(Compressor):
@@ -12,8 +20,22 @@ class TopK(Compressor):
     `||u - TopK(u)||^2 <= (1 - k/d) ||u||^2` (Definition 2.1 of https://arxiv.org/abs/1809.07599).
     With the residual this is Sparsified SGD with Memory. Exact, but the search for the k-th largest is dear.
 
-    Args: those of `Compressor`. Message room is exactly k unless `capacity` says otherwise.
+    Args:
+        ratio: fraction of entries to send, in (0, 1], or a schedule.
+        union: False: each rank sends its own entries, as pairs. True: the ranks' indices are gathered, all ranks' values at
+            their union are summed by allreduce, and all residuals become zero there: exact averages, at the price of
+            sending up to k entries per worker (gradient build-up).
+        others: those of `Compressor`. Message room is exactly k unless `capacity` says otherwise.
     """
+
+    def __init__(self, ratio: float | Schedule, *, union: bool = False, **settings: Unpack[Settings]) -> None:
+        super().__init__(ratio, **settings)
+        check_boolean("union", union)
+        self.union = union
+
+    @property
+    def exchange(self) -> Exchange:
+        return exchanges.union if self.union else exchanges.pairs
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         return ops.select_largest(x, k)

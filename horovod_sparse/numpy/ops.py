@@ -33,7 +33,7 @@ class NumpyOps:
 
     def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
         magnitudes = np.abs(x)
-        limit = x.dtype.type(threshold)
+        limit = _limit(x, threshold)
         excesses = magnitudes[magnitudes > limit].astype(np.float64) - np.float64(limit)
         if excesses.size == 0:
             return Moments(0, 0.0, 0.0, float("nan"))
@@ -47,7 +47,7 @@ class NumpyOps:
         return float(np.linalg.norm(x.astype(np.float64)))
 
     def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
-        indices = np.flatnonzero(np.abs(x) > x.dtype.type(threshold))
+        indices = np.flatnonzero(np.abs(x) > _limit(x, threshold))
         found = indices.size
         if found > capacity:
             indices = indices[self.select_largest(x[indices], capacity).indices]
@@ -55,11 +55,24 @@ class NumpyOps:
 
     def select_largest(self, x: Array, count: int) -> Selection:
         magnitudes = np.abs(x)
-        smallest = np.partition(magnitudes, x.size - count)[x.size - count]
+        smallest = self.kth_largest(x, count)
         above = magnitudes > smallest
         equal = np.flatnonzero(magnitudes == smallest)
         above[equal[: count - np.count_nonzero(above)]] = True
         return Selection(np.flatnonzero(above), count)
+
+    def kth_largest(self, x: Array, count: int) -> float:
+        return float(np.partition(np.abs(x), x.size - count)[x.size - count])
+
+    def indices(self, host: Array, like: Array) -> Array:
+        return host
+
+    def union(self, parts: list[Array]) -> Array:
+        merged = np.unique(np.concatenate(parts)).astype(np.int64)
+        return merged[merged >= 0]
+
+    def numbers(self, array: Array) -> list[float]:
+        return list(array.tolist())
 
     def take(self, x: Array, indices: Array) -> Array:
         largest = np.finfo(np.float32).max
@@ -85,6 +98,14 @@ class NumpyOps:
         used = int(np.count_nonzero(message[:, 0] >= 0))
         return message[:used, 0].astype(np.int64), np.ascontiguousarray(message[:used, 1]).view(np.float32)
 
+    def pack_values(self, values: Array, length: int, tail: list[float]) -> Array:
+        padding = np.zeros(length - values.size)
+        return np.concatenate((values, padding, tail)).astype(values.dtype)
+
+    def pack_indices(self, indices: Array, header: list[int], capacity: int) -> Array:
+        padding = np.full(capacity - indices.size, PADDING)
+        return np.concatenate((header, indices, padding)).astype(np.int32)
+
     def is_not_finite(self, message: Array) -> bool:
         return bool(message[0, 0] == NOT_FINITE)
 
@@ -98,3 +119,9 @@ class NumpyOps:
         if indices.size and not (indices.min() >= 0 and indices.max() < target.size):
             raise IndexError(f"indices must be in [0, {target.size}), got {indices.min()}..{indices.max()}")
         target[indices] += values
+
+
+def _limit(x: Array, threshold: float) -> Any:
+    """The threshold in the precision of the comparison; infinity beyond its range."""
+    with np.errstate(over="ignore"):
+        return x.dtype.type(threshold)

@@ -5,8 +5,22 @@ Importing it extends stock Horovod's optimizer (see `seam`), so ``import horovod
 
 from horovod.torch import *
 
+from horovod_sparse.compressors.threshold import suggested_threshold
+from horovod_sparse.feedback import MomentumCorrection
+from horovod_sparse.schedules import Schedule, warmup
 from horovod_sparse.torch import seam
-from horovod_sparse.torch.compressors import NoOp, SIDCo, TopK
+from horovod_sparse.torch.compressors import (
+    DGC,
+    GaussianK,
+    MiCRO,
+    NoOp,
+    RandomBlock,
+    RandomK,
+    RedSync,
+    SIDCo,
+    Threshold,
+    TopK,
+)
 
 seam.install()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from horovod.torch import mpi_ops
@@ -30,6 +31,26 @@ def check_arguments(op: Any, groups: Any, compressor: TorchCompressor) -> None:
             f"groups= makes every group one bucket, but compression has granularity={compressor.granularity!r}; "
             "use granularity='bucket', or leave groups= out"
         )
+
+
+def check_momentum(groups: Iterable[Mapping[str, Any]], compressor: TorchCompressor) -> None:
+    """Refuse momentum twice: before the selection by the compressor, and after the reduction by the optimizer."""
+    correction = compressor.momentum_correction
+    if correction is None:
+        return
+    for group in groups:
+        if group.get("momentum"):
+            raise ValueError(
+                f"optimizer must have momentum=0 with {correction!r}, got momentum={group['momentum']}: it would be applied "
+                "twice. Use torch.optim.SGD(..., momentum=0), or turn it off in the compression (DGC: momentum=0)"
+            )
+        if "betas" in group:
+            warnings.warn(
+                f"horovod_sparse: the optimizer averages gradients (betas={group['betas']}) that {correction!r} has averaged "
+                "before; momentum correction is meant for SGD without momentum",
+                stacklevel=1,
+            )
+            return
 
 
 def agree(

@@ -11,10 +11,19 @@ import torch
 from horovod.torch.compression import Compressor as HorovodCompressor
 from torch import Tensor
 
+from horovod_sparse.compressors import (
+    dgc,
+    gaussiank,
+    micro,
+    noop,
+    randomblock,
+    randomk,
+    redsync,
+    sidco,
+    threshold,
+    topk,
+)
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.compressors.noop import NoOp as CoreNoOp
-from horovod_sparse.compressors.sidco import SIDCo as CoreSIDCo
-from horovod_sparse.compressors.topk import TopK as CoreTopK
 from horovod_sparse.statistics import Stats, StepStats
 from horovod_sparse.torch.ops import TorchOps
 
@@ -53,12 +62,13 @@ class TorchCompressor(Compressor, HorovodCompressor):  # type: ignore[misc]
         _warn_dense(type(self).__name__)
         ops = TorchOps()
         numel = tensor.numel()
-        compressible = tensor.is_floating_point() and not tensor.is_sparse and numel >= max(self.min_numel, 1)
+        compressible = tensor.is_floating_point() and not tensor.is_sparse and not self.leaves_dense("", numel)
         if not compressible or not ops.all_finite(tensor):
             return tensor, None
         flat = tensor.reshape(-1)
         wide = flat.detach().to(getattr(torch, self.residual_dtype_of(flat)))
-        chosen = self.select(ops, wide, self.asked(numel), self.room(numel), self.new_state()).indices
+        k = self.asked(numel)
+        chosen = self.select(ops, wide, k, self.room(numel, k, 1), self.new_state()).indices
         # Differentiable, as Horovod's own compressors are.
         return torch.zeros_like(flat).scatter(0, chosen, flat[chosen]).view(tensor.shape), None
 
@@ -116,16 +126,44 @@ class TorchCompressor(Compressor, HorovodCompressor):  # type: ignore[misc]
         return {name: value for name, value in vars(self).items() if name != "_reducer"}
 
 
-class TopK(TorchCompressor, CoreTopK):
-    __doc__ = CoreTopK.__doc__
+class TopK(TorchCompressor, topk.TopK):
+    __doc__ = topk.TopK.__doc__
 
 
-class SIDCo(TorchCompressor, CoreSIDCo):
-    __doc__ = CoreSIDCo.__doc__
+class SIDCo(TorchCompressor, sidco.SIDCo):
+    __doc__ = sidco.SIDCo.__doc__
 
 
-class NoOp(TorchCompressor, CoreNoOp):
-    __doc__ = CoreNoOp.__doc__
+class GaussianK(TorchCompressor, gaussiank.GaussianK):
+    __doc__ = gaussiank.GaussianK.__doc__
+
+
+class DGC(TorchCompressor, dgc.DGC):
+    __doc__ = dgc.DGC.__doc__
+
+
+class RedSync(TorchCompressor, redsync.RedSync):
+    __doc__ = redsync.RedSync.__doc__
+
+
+class MiCRO(TorchCompressor, micro.MiCRO):
+    __doc__ = micro.MiCRO.__doc__
+
+
+class RandomK(TorchCompressor, randomk.RandomK):
+    __doc__ = randomk.RandomK.__doc__
+
+
+class RandomBlock(TorchCompressor, randomblock.RandomBlock):
+    __doc__ = randomblock.RandomBlock.__doc__
+
+
+class Threshold(TorchCompressor, threshold.Threshold):
+    __doc__ = threshold.Threshold.__doc__
+
+
+class NoOp(TorchCompressor, noop.NoOp):
+    __doc__ = noop.NoOp.__doc__
 
 
 def _warn_dense(name: str) -> None:

@@ -17,6 +17,12 @@ def gather_async(message: Tensor, name: str, process_set: Any) -> Callable[[], T
     return lambda: mpi_ops.synchronize(handle)
 
 
+def sum_async(message: Tensor, name: str, process_set: Any) -> Callable[[], Tensor]:
+    """Start an allreduce in place; the returned function waits for it and gives the sum of all ranks' messages."""
+    handle = mpi_ops.allreduce_async_(message, name=name, op=mpi_ops.Sum, process_set=process_set)
+    return lambda: mpi_ops.synchronize(handle)
+
+
 def allreduce_async(tensor: Tensor, name: str, op: Any, predivide: float, process_set: Any) -> Callable[[], Tensor]:
     """Start Horovod's dense allreduce in place; `predivide` splits the averaging as `gradient_predivide_factor` does."""
     handle = mpi_ops.allreduce_async_(

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_sparse.ops import Moments, Selection
@@ -84,6 +86,20 @@ class TorchOps:
         equal = (magnitudes == smallest).nonzero().view(-1)[: count - above.numel()]
         return Selection(torch.cat((above, equal)).sort().values, count)
 
+    def kth_largest(self, x: Tensor, count: int) -> float:
+        return float(torch.topk(x.abs(), count, sorted=False).values.min())
+
+    def indices(self, host: NDArray[np.int64], like: Tensor) -> Tensor:
+        moved: Tensor = torch.from_numpy(host).to(like.device)
+        return moved
+
+    def union(self, parts: list[Tensor]) -> Tensor:
+        merged = torch.cat(parts)
+        return torch.unique(merged[merged >= 0], sorted=True).long()
+
+    def numbers(self, array: Tensor) -> list[float]:
+        return list(array.tolist())
+
     def take(self, x: Tensor, indices: Tensor) -> Tensor:
         taken = x[indices]
         if x.dtype == torch.float32:
@@ -108,6 +124,18 @@ class TorchOps:
     def unpack(self, message: Tensor) -> tuple[Tensor, Tensor]:
         used = int(torch.count_nonzero(message[:, 0] >= 0))
         return message[:used, 0].long(), message[:used, 1].contiguous().view(torch.float32)
+
+    def pack_values(self, values: Tensor, length: int, tail: list[float]) -> Tensor:
+        message = values.new_zeros(length + len(tail))
+        message[: values.numel()] = values
+        message[length:] = values.new_tensor(tail)
+        return message
+
+    def pack_indices(self, indices: Tensor, header: list[int], capacity: int) -> Tensor:
+        message = torch.full((len(header) + capacity,), PADDING, dtype=torch.int32, device=indices.device)
+        message[: len(header)] = message.new_tensor(header)
+        message[len(header) : len(header) + indices.numel()] = indices
+        return message
 
     def is_not_finite(self, message: Tensor) -> bool:
         return bool(message[0, 0] == NOT_FINITE)

@@ -9,6 +9,7 @@ instead of hanging, and the embeddings with sparse gradients are known to all.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import warnings
 from collections import Counter
@@ -19,12 +20,13 @@ import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from horovod_sparse.buckets import Parameter, Slot, plan
-from horovod_sparse.cost import dense_allreduce_bytes
-from horovod_sparse.pipeline import Bucket, Entries, Pipeline, check_state, not_finite_error
-from horovod_sparse.torch.agreement import agree
+from horovod_sparse.buckets import Layout, Parameter, Slot, plan
+from horovod_sparse.cost import allreduce_bytes
+from horovod_sparse.exchanges import Collective, Entries
+from horovod_sparse.pipeline import Bucket, Pipeline, check_state, not_finite_error
+from horovod_sparse.torch.agreement import agree, check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
-from horovod_sparse.torch.exchange import allreduce_async, gather_async
+from horovod_sparse.torch.exchange import allreduce_async, gather_async, sum_async
 from horovod_sparse.torch.ops import TorchOps
 
 _FORCE = "HOROVOD_SPARSE_FORCE"
@@ -43,6 +45,7 @@ class Reducer:
     """
 
     def __init__(self, optimizer: Any, compressor: TorchCompressor) -> None:
+        check_momentum(optimizer.param_groups, compressor)
         compressor.bind(self)
         self.compressor = compressor
         self.pipeline: Pipeline | None = None
@@ -63,9 +66,12 @@ class Reducer:
         self._planned: dict[Tensor, str] = {}
         self._submitted: dict[Tensor, tuple[Tensor | None, int]] = {}
         """Parameters whose gradients are under way, with those gradients and their versions when they were handed over."""
-        self._gathers: dict[str, Callable[[], Tensor]] = {}
+        self._exchanges: list[tuple[Bucket, Callable[[], Tensor]]] = []
+        """Buckets under way, with what waits for the collective that each has started."""
         self._allreduces: dict[Tensor, tuple[Tensor, Callable[[], Tensor]]] = {}
         self._sparse_handles: dict[Tensor, Callable[[], Tensor]] = {}
+        self._learning_rates: dict[Tensor, float] = {}
+        """Of this step, looked up when first needed."""
         self._pending_state: Mapping[str, Any] | None = None
         self.active = self._activate()
 
@@ -110,22 +116,32 @@ class Reducer:
         else:
             if gradient is not None and gradient.is_sparse:
                 gradient = gradient.to_dense()
-            bucket = self.pipeline.arrive(name, gradient)
+            bucket = self.pipeline.arrive(name, gradient, self._learning_rate(parameter))
             if bucket is not None:
-                self._launch(self.pipeline, bucket)
+                self._exchanges.append((bucket, self._start(bucket, self.pipeline.begin(bucket))))
         gradient = parameter.grad
         self._submitted[parameter] = (gradient, 0 if gradient is None else gradient._version)
 
-    def _launch(self, pipeline: Pipeline, bucket: Bucket) -> None:
-        message = pipeline.message(bucket)
-        self._gathers[bucket.name] = gather_async(message, f"{self._prefix}.{bucket.name}", self._process_set)
+    def _start(self, bucket: Bucket, collective: Collective) -> Callable[[], Tensor]:
+        start = gather_async if collective.kind == "allgather" else sum_async
+        name = f"{self._prefix}.{bucket.name}.{collective.kind}"
+        return start(collective.message, name, self._process_set)
+
+    def _learning_rate(self, parameter: Tensor) -> float | None:
+        if not self.compressor.lr_in_residual:
+            return None
+        if not self._learning_rates:
+            groups = self._optimizer.param_groups
+            self._learning_rates = {member: float(group["lr"]) for group in groups for member in group["params"]}
+        return self._learning_rates[parameter]
 
     def _submit_dense(self, parameter: Tensor, name: str) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
         self._check_finite(gradient, name)
-        tensor = gradient.to(_wire_dtype(gradient)).contiguous()
+        assert self.pipeline is not None
+        tensor = self.pipeline.clipped(gradient.to(_wire_dtype(gradient))).contiguous()
         predivide = self._optimizer.gradient_predivide_factor
         wait = allreduce_async(tensor, f"{self._prefix}.{name}", self._optimizer.op, predivide, self._process_set)
         self._allreduces[parameter] = (tensor, wait)
@@ -172,14 +188,23 @@ class Reducer:
         pipeline = self.pipeline
         assert pipeline is not None
         divisor = float(pipeline.world) if self._optimizer.op == mpi_ops.Average else 1.0
-        for bucket in pipeline.buckets:
-            pipeline.reduce(bucket, self._gathers[bucket.name](), divisor, self._write)
+        under_way = self._exchanges
+        while under_way:
+            # Every bucket's next collective is started before the first of those is waited for.
+            following = []
+            for bucket, result in under_way:
+                collective = pipeline.advance(bucket, result(), divisor, self._write)
+                if collective is not None:
+                    following.append((bucket, self._start(bucket, collective)))
+            under_way = following
         for parameter, (tensor, wait) in self._allreduces.items():
             wait()
+            pipeline.correct_dense(self._planned[parameter], tensor)
             self._replace_gradient(parameter, tensor)
         for parameter, wait in self._sparse_handles.items():
             parameter.grad = wait()
-        self._gathers.clear()
+        self._exchanges.clear()
+        self._learning_rates.clear()
         self._allreduces.clear()
         self._sparse_handles.clear()
         self._submitted.clear()
@@ -205,7 +230,10 @@ class Reducer:
             flat.fill_(torch.nan)
         else:
             for entries in parts:
-                self._ops.scatter_add(flat, entries.indices, entries.values)
+                if entries.indices is None:
+                    self._ops.accumulate(flat, entries.values)
+                else:
+                    self._ops.scatter_add(flat, entries.indices, entries.values)
         if not in_place:
             self._replace_gradient(parameter, flat.view(parameter.shape))
 
@@ -263,15 +291,16 @@ class Reducer:
                 position=process_set.rank(),
                 rank=mpi_ops.rank(),
             )
-        compressed = {}
+        compressed, dense = {}, {}
         for parameter, name in new.items():
             if name in sparse and not optimizer.sparse_as_dense:
                 self._sparse.add(parameter)
                 continue
             if name in sparse:
                 self._sparse_as_dense.add(parameter)
-            if parameter.numel() < max(self.compressor.min_numel, 1):
+            if self.compressor.leaves_dense(name, parameter.numel()):
                 self._dense.add(parameter)
+                dense[name] = parameter
             else:
                 compressed[name] = parameter
         groups = {group: number for number, group in enumerate(dict.fromkeys(optimizer._p_to_group.values()))}
@@ -286,10 +315,11 @@ class Reducer:
             for name, parameter in compressed.items()
         ]
         self.pipeline.add_buckets(plan(described, self.compressor), compressed.__getitem__)
+        self.pipeline.add_dense([self._dense_layout(n, p) for n, p in dense.items()], dense.__getitem__)
         self._planned.update(new)
         self._compressed.update(compressed)
         self.pipeline.dense_bytes_sent = sum(
-            dense_allreduce_bytes(parameter.numel(), _wire_dtype(parameter).itemsize, self.pipeline.world)
+            allreduce_bytes(parameter.numel() * _wire_dtype(parameter).itemsize, self.pipeline.world)
             for parameter in self._dense
         )
         if self._pending_state is not None:
@@ -303,7 +333,7 @@ class Reducer:
         if self._pending_state is not None:
             return copy.deepcopy(dict(self._pending_state))
         if self.pipeline is None:
-            return {"version": 1, "residuals": {}, "adaptive": {}, "sparse": []}
+            return {"version": 1, "residuals": {}, "velocities": {}, "learning_rates": {}, "adaptive": {}, "sparse": []}
         sparse = sorted(self._planned[parameter] for parameter in self._sparse)
         return {**self.pipeline.state_dict(), "sparse": sparse}
 
@@ -314,27 +344,37 @@ class Reducer:
             return
         if self.active and state.get("residuals"):
             # A wrong state is found when it is loaded, not in the middle of the first step.
-            check_state(state, self.compressor, self._expected_shapes(state.get("sparse", ())))
+            residuals, velocities = self._expected_shapes(state.get("sparse", ()))
+            check_state(state, self.compressor, residuals, velocities)
         self._pending_state = copy.deepcopy(dict(state)) if state["residuals"] else None
 
-    def _expected_shapes(self, sparse: Collection[str]) -> dict[str, tuple[int, ...]]:
-        """The parameters that will have residuals if those named in `sparse` have sparse gradients."""
+    def _expected_shapes(
+        self, sparse: Collection[str]
+    ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        """Of the residuals and velocities that there will be if the parameters named in `sparse` have sparse gradients."""
         optimizer = self._optimizer
-        return {
+        shapes = {
             name: tuple(parameter.shape)
             for parameter, name in optimizer._parameter_names.items()
-            if parameter in optimizer._requires_update
-            and parameter.numel() >= max(self.compressor.min_numel, 1)
-            and name not in sparse
+            if parameter in optimizer._requires_update and name not in sparse
         }
+        residuals = {
+            name: shape for name, shape in shapes.items() if not self.compressor.leaves_dense(name, math.prod(shape))
+        }
+        return residuals, shapes if self.compressor.momentum_correction is not None else {}
+
+    def _dense_layout(self, name: str, parameter: Tensor) -> Layout:
+        slot = Slot(name, 0, parameter.numel(), tuple(parameter.shape))
+        return Layout((slot,), self.compressor.residual_dtype_of(parameter))
 
     def rescale(self, factor: float) -> None:
-        """Multiply all residuals."""
+        """Multiply all residuals and velocities."""
         if self._pending_state is not None:
-            for residual in self._pending_state["residuals"].values():
-                residual.mul_(factor)
+            for kept in ("residuals", "velocities"):
+                for array in self._pending_state[kept].values():
+                    array.mul_(factor)
         if self.pipeline is not None:
-            self.pipeline.residuals.rescale(factor)
+            self.pipeline.rescale(factor)
 
     def reset(self) -> None:
         """Forget residuals, adaptive state and statistics."""

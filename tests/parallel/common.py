@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from horovod_sparse.torch import NoOp, SIDCo, TopK
+from horovod_sparse.torch import DGC, GaussianK, MiCRO, NoOp, RandomBlock, RandomK, RedSync, SIDCo, Threshold, TopK
 
 BUCKET_BYTES = 40_000
 """Puts the weights of `small_model` into three buckets."""
@@ -26,6 +26,17 @@ COMPRESSORS: dict[str, MakeCompression] = {
     "SIDCo-gamma": lambda **settings: SIDCo(0.01, distribution="gamma", **settings),
     "SIDCo-gpareto": lambda **settings: SIDCo(0.01, distribution="gpareto", **settings),
     "SIDCo-paper": lambda **settings: SIDCo(0.01, adapt="paper", **settings),
+    "TopK-union": lambda **settings: TopK(0.01, union=True, **settings),
+    "GaussianK": lambda **settings: GaussianK(0.01, **settings),
+    "DGC-no-momentum": lambda **settings: DGC(0.01, momentum=0.0, **settings),
+    "RedSync": lambda **settings: RedSync(0.01, **settings),
+    "RedSync-bisect": lambda **settings: RedSync(0.01, method="bisect", **settings),
+    "MiCRO": lambda **settings: MiCRO(0.01, **settings),
+    "RandomK": lambda **settings: RandomK(0.01, **settings),
+    "RandomK-own": lambda **settings: RandomK(0.01, shared=False, **settings),
+    "RandomBlock": lambda **settings: RandomBlock(0.01, **settings),
+    "RandomBlock-own": lambda **settings: RandomBlock(0.01, shared=False, blocks=4, **settings),
+    "Threshold": lambda **settings: Threshold(0.05, **settings),
 }
 
 

@@ -1,0 +1,102 @@
+"""Deep Gradient Compression: a threshold from a sample, momentum before the selection."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from horovod_sparse.compressors.base import BucketState, Compressor, Settings, _number, check_integer, check_number
+from horovod_sparse.compressors.draws import generator
+from horovod_sparse.compressors.search import below_largest
+from horovod_sparse.feedback import MomentumCorrection
+from horovod_sparse.ops import Array, Ops, Selection
+from horovod_sparse.schedules import Schedule, warmup
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_TOO_FEW, _TOO_MANY = 0.8, 1.3
+_MOST_ADAPTATIONS = 10
+_FIRST_RATIO = 0.25
+
+
+class DGC(Compressor):
+    """Deep Gradient Compression (https://arxiv.org/abs/1712.01887): sampled top-k of the accumulated velocity.
+
+    `U = m U + G; V = V + U`, eta is the (delta n)-th largest of a sample of n magnitudes of V, and what exceeds it is sent and
+    becomes zero in V and U (momentum factor masking). If more than 1.3 k exceed it, the exact top-k of those is sent; if
+    fewer than 0.8 k, eta is lowered by the factor 0.8, at most 10 times.
+
+    Give it an optimizer without momentum; momentum is here. With `momentum=0` it is sampled top-k with error feedback.
+
+    Args:
+        ratio: delta, fraction of entries to send, in (0, 1], or a schedule.
+        momentum: m, in [0, 1).
+        nesterov: Nesterov's form of the momentum.
+        masking: whether the velocity becomes zero where entries were sent.
+        clip_norm: bound on the norm of a parameter's averaged gradient: each worker clips its own to
+            `clip_norm / sqrt(workers)`; None does not clip.
+        sample_ratio: fraction of the entries that is sampled, in (0, 1]; at least 2/delta entries are.
+        warmup_steps: steps over which the ratio comes down from 0.25 in geometric stairs, >= 0; needs a constant ratio.
+        seed: of the sample's start, an int >= 0.
+        others: those of `Compressor` except `momentum_correction`. Message room is 1.3 k unless `capacity` says otherwise.
+    """
+
+    default_capacity = _TOO_MANY
+
+    def __init__(
+        self,
+        ratio: float | Schedule,
+        *,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        masking: bool = True,
+        sample_ratio: float = 0.01,
+        warmup_steps: int = 0,
+        seed: int = 0,
+        **settings: Unpack[Settings],
+    ) -> None:
+        check_integer("warmup_steps", warmup_steps, 0)
+        if warmup_steps:
+            if isinstance(ratio, Schedule):
+                raise ValueError(
+                    f"warmup_steps must be 0 with a schedule, got {warmup_steps}; put it into the schedule"
+                )
+            ratio = warmup(max(_FIRST_RATIO, ratio), ratio, warmup_steps)
+        if "momentum_correction" in settings:
+            raise TypeError("DGC has its own momentum correction; set momentum, nesterov and masking instead")
+        correction = MomentumCorrection(momentum, nesterov, masking)
+        settings["momentum_correction"] = correction if momentum else None
+        super().__init__(ratio, **settings)
+        check_number("sample_ratio", sample_ratio, "in (0, 1]", 0.0 < _number(sample_ratio) <= 1.0)
+        check_integer("seed", seed, 0)
+        self.sample_ratio = float(sample_ratio)
+        self.seed = seed
+
+    def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
+        threshold = self._sampled(ops, x, k, state)
+        selection = ops.select_above(x, threshold, capacity)
+        for _ in range(_MOST_ADAPTATIONS):
+            if selection.found >= _TOO_FEW * k or threshold == 0.0:
+                break
+            threshold *= _TOO_FEW
+            selection = ops.select_above(x, threshold, capacity)
+        if selection.found == 0:
+            threshold = below_largest(ops, x, threshold)
+            selection = ops.select_above(x, threshold, capacity)
+        state.threshold = threshold
+        if selection.found > _TOO_MANY * k:
+            # Hierarchical selection: exact, and only among those above.
+            largest = ops.select_largest(x[selection.indices], k).indices
+            return Selection(selection.indices[largest], k)
+        return selection
+
+    def _sampled(self, ops: Ops, x: Array, k: int, state: BucketState) -> float:
+        """The threshold that the sample suggests: its entries in strides, from a random start."""
+        numel = len(x)
+        size = max(math.ceil(self.sample_ratio * numel), math.ceil(2 * numel / k))
+        # Odd, so that it does not lock on to the rows of a layer.
+        stride = max(1, (numel // size - 1) | 1)
+        start = int(generator(self.seed, state, shared=False).integers(stride))
+        sample = x[start::stride]
+        return ops.kth_largest(sample, max(1, round(len(sample) * k / numel)))

@@ -1,0 +1,88 @@
+"""Gaussian-k: a threshold from a normal distribution, corrected by counting."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place, Settings, check_choice
+from horovod_sparse.compressors.search import below_largest, search_threshold
+from horovod_sparse.ops import Array, Ops, Selection
+from horovod_sparse.schedules import Schedule
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_CORRECTIONS = 3
+_TOO_FEW, _TOO_MANY = 2.0 / 3.0, 4.0 / 3.0
+_LOWER, _RAISE = 0.5, 1.5
+_TOLERANCE = 0.1
+
+
+@dataclass
+class GaussianKState(BucketState):
+    """With refine="bisect": how far the last threshold was from the fitted one."""
+
+    saved: ClassVar[tuple[str, ...]] = ("factor",)
+    factor: float = 1.0
+
+
+class GaussianK(Compressor):
+    """GaussianK-SGD (https://arxiv.org/abs/1911.08772): `eta = sigma z`, `z = -Phi^-1(delta/2)`, then corrections.
+
+    sigma^2 is the mean of u^2 (a gradient's mean is negligible beside its deviation, and magnitudes are compared with
+    zero), and the quantile is two-sided, since magnitudes are selected.
+
+    Args:
+        ratio: delta, fraction of entries to send, in (0, 1], or a schedule.
+        refine: "paper": up to three times eta is halved when fewer than 2k/3 entries exceed it, and multiplied by 1.5 when
+            more than 4k/3 do; on tails that are not normal it oscillates and ends far from k. "bisect": a bracketing
+            search until the count is within 10 % of k, begun where the last step's ended.
+        others: those of `Compressor`. Message room is 4k/3 unless `capacity` says otherwise.
+    """
+
+    default_capacity = _TOO_MANY
+
+    def __init__(
+        self,
+        ratio: float | Schedule,
+        *,
+        refine: Literal["paper", "bisect"] = "bisect",
+        **settings: Unpack[Settings],
+    ) -> None:
+        super().__init__(ratio, **settings)
+        check_choice("refine", refine, ("paper", "bisect"))
+        self.refine: Literal["paper", "bisect"] = refine
+
+    def new_state(self, place: Place = ALONE) -> GaussianKState:
+        return GaussianKState(place)
+
+    def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
+        assert isinstance(state, GaussianKState)
+        whole = ops.moments(x, 0.0)
+        if whole.count <= k:
+            state.threshold = 0.0
+            return ops.select_above(x, 0.0, capacity)
+        mean_square = (whole.variance + whole.mean**2) * whole.count / len(x)
+        fitted = math.sqrt(mean_square) * -NormalDist().inv_cdf(k / len(x) / 2)
+        if self.refine == "paper":
+            threshold = self._corrected(ops, x, k, fitted)
+        else:
+            threshold = search_threshold(ops, x, k, _TOLERANCE, start=fitted * state.factor)
+            state.factor = threshold / fitted if threshold > 0.0 < fitted else 1.0
+        state.threshold = below_largest(ops, x, threshold)
+        return ops.select_above(x, state.threshold, capacity)
+
+    @staticmethod
+    def _corrected(ops: Ops, x: Array, k: int, threshold: float) -> float:
+        for _ in range(_CORRECTIONS):
+            count = ops.moments(x, threshold).count
+            if count < _TOO_FEW * k:
+                threshold *= _LOWER
+            elif count > _TOO_MANY * k:
+                threshold *= _RAISE
+            else:
+                break
+        return threshold

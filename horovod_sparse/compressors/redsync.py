@@ -1,0 +1,84 @@
+"""RedSync: a threshold between the mean and the largest magnitude."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_choice
+from horovod_sparse.compressors.search import below_largest
+from horovod_sparse.ops import Array, Ops, Selection
+from horovod_sparse.schedules import Schedule
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_TRIM = 0.2
+"""Step of the trimming threshold, as a part of the way from the mean to the largest magnitude."""
+_MOST_PROBES = 10
+"""Of the binary search: its threshold is then known to a thousandth of that way."""
+
+
+class RedSync(Compressor):
+    """RedSync (https://arxiv.org/abs/1808.04357): `eta(r) = A + r (X - A)`, A the mean and X the largest magnitude.
+
+    "trim" lowers r from 0.8 in steps of 0.2 until at least k entries exceed eta, and sends the exact top-k of those: it
+    selects what `TopK` does, from fewer entries (except that it never sends zeros). "bisect" halves the bracket of r
+    until between k and 2k entries exceed eta, at most 10 times, and sends those; the bracket reaches below the mean
+    when fewer than k entries exceed that.
+
+    Args:
+        ratio: fraction of entries to send, in (0, 1], or a schedule.
+        method: "trim" or "bisect". The count of "bisect" lies anywhere from k to 2k.
+        others: those of `Compressor`. Message room is k with "trim" and 2k with "bisect" unless `capacity` says otherwise.
+    """
+
+    def __init__(
+        self,
+        ratio: float | Schedule,
+        *,
+        method: Literal["trim", "bisect"] = "trim",
+        **settings: Unpack[Settings],
+    ) -> None:
+        check_choice("method", method, ("trim", "bisect"))
+        if method == "bisect" and settings.get("capacity") is None:
+            settings["capacity"] = 2.0
+        super().__init__(ratio, **settings)
+        self.method: Literal["trim", "bisect"] = method
+
+    def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
+        whole = ops.moments(x, 0.0)
+        if whole.count <= k:
+            state.threshold = 0.0
+            return ops.select_above(x, 0.0, capacity)
+        mean, largest = whole.mean * whole.count / len(x), ops.max_abs(x)
+        if self.method == "trim":
+            state.threshold = self._trimmed(ops, x, k, mean, largest)
+            return Selection(ops.select_above(x, state.threshold, k).indices, k)
+        state.threshold = below_largest(ops, x, self._bisected(ops, x, k, mean, largest))
+        return ops.select_above(x, state.threshold, min(capacity, max(2 * k, 1)))
+
+    @staticmethod
+    def _trimmed(ops: Ops, x: Array, k: int, mean: float, largest: float) -> float:
+        """A threshold that at least k of more than k non-zero entries exceed."""
+        part = 1.0 - _TRIM
+        while part > 0.0:
+            threshold = mean + part * (largest - mean)
+            if ops.moments(x, threshold).count >= k:
+                return threshold
+            part -= _TRIM
+        return mean if ops.moments(x, mean).count >= k else 0.0
+
+    @staticmethod
+    def _bisected(ops: Ops, x: Array, k: int, mean: float, largest: float) -> float:
+        """A threshold that at least k entries exceed, and at most 2k if ten probes find one."""
+        low, high = (mean, largest) if ops.moments(x, mean).count >= k else (0.0, mean)
+        for _ in range(_MOST_PROBES):
+            middle = 0.5 * (low + high)
+            count = ops.moments(x, middle).count
+            if count < k:
+                high = middle
+            else:
+                low = middle
+                if count <= 2 * k:
+                    break
+        return low

@@ -1,0 +1,50 @@
+"""Hard threshold: a magnitude given by the user, for the whole run."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from horovod_sparse.compressors.base import BucketState, Compressor, Settings, _number, check_number
+from horovod_sparse.ops import Array, Ops, Selection
+from horovod_sparse.schedules import Schedule
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Threshold(Compressor):
+    """All entries of the accumulated gradient with `|u_i| > threshold`.
+
+    As long as the message has room, every entry of the residual stays within the threshold: the total error is bounded,
+    whatever the count (hard-threshold sparsifier with error feedback).
+
+    Args:
+        threshold: a magnitude, finite, >= 0. It has the unit of the gradient: it changes its meaning with the model, with
+            loss scaling and with the batch's averaging, and the count follows. `suggested_threshold` gives a start.
+        ratio: sizes the message and stands for the asked count in statistics, in (0, 1], or a schedule; nothing else depends
+            on it. A count above the message's room is cut to the largest magnitudes, and counted as overflow.
+        others: those of `Compressor`. Message room is twice ratio * numel unless `capacity` says otherwise.
+    """
+
+    default_capacity = 2.0
+
+    def __init__(self, threshold: float, *, ratio: float | Schedule = 0.01, **settings: Unpack[Settings]) -> None:
+        super().__init__(ratio, **settings)
+        check_number("threshold", threshold, "a finite magnitude >= 0", 0.0 <= _number(threshold) < math.inf)
+        self.threshold = float(threshold)
+
+    def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
+        state.threshold = self.threshold
+        return ops.select_above(x, self.threshold, capacity)
+
+
+def suggested_threshold(k: int) -> float:
+    """1/(2 sqrt(k)): a threshold for about k entries of the whole model per step, for gradients of norm about 1.
+
+    Args:
+        k: number of entries, >= 1.
+    """
+    if k < 1:
+        raise ValueError(f"k must be >= 1, got {k!r}")
+    return 0.5 / math.sqrt(k)

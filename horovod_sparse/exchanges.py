@@ -1,0 +1,188 @@
+"""How the ranks' selections become one reduced gradient. Imports no framework.
+
+An exchange is a generator: it yields the collectives that it needs, one after the other, and is sent their results. So the
+adapter decides when to start one and when to wait, and can advance all buckets before it waits for the first again.
+
+Every rank gets the same result to the last bit: gathered values are added rank by rank, and an allreduce gives all ranks
+the same sums. A rank whose gradient is not finite takes part all the same and says so; then all ranks return None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from horovod_sparse import wire
+from horovod_sparse.ops import Array, Ops, Selection
+
+
+class Collective(NamedTuple):
+    """What an exchange asks the adapter for."""
+
+    kind: Literal["allgather", "allreduce"]
+    """"allgather": all ranks' messages, one after the other in rank order; "allreduce": their sum."""
+    message: Array
+    """Of the same shape on every rank. It belongs to the adapter, which may reduce in place."""
+
+
+class Entries(NamedTuple):
+    """Entries of a flat array."""
+
+    indices: Array | None
+    """Ascending and unique; None for all entries in order."""
+    values: Array
+
+
+@dataclass
+class Task:
+    """One bucket's step, as an exchange sees it."""
+
+    ops: Ops
+    bucket: str
+    buffer: Array
+    """Residual plus gradient; what is taken out of it becomes zero."""
+    velocity: Array | None
+    """With momentum correction and masking: becomes zero where entries were sent."""
+    capacity: int
+    """Rows of this rank's message."""
+    world: int
+    position: int
+    rank: int
+    asked: int
+    """k, as the statistics show it."""
+    finite: bool
+    residual: bool
+    select: Callable[[], Selection]
+    digest: Callable[[], int]
+    """31 bits of what must be equal on all ranks if they are to send values without indices."""
+    propose: Callable[[], float]
+    """A number of this rank that all ranks get to know (exchange `union`)."""
+    observe: Callable[[int, list[float]], None]
+    """Is told how many entries all ranks sent together, and what they proposed (exchange `union`)."""
+    count: int = 0
+    """Entries sent by this rank."""
+    overflow: int = 0
+    """Entries that qualified but had no room."""
+
+    def take(self, indices: Array) -> Array:
+        """The values at `indices`, which are no longer in the residual."""
+        values = self.ops.take(self.buffer, indices)
+        if not self.residual:
+            self.buffer[:] = 0
+        return values
+
+    def give_back(self, indices: Array, values: Array) -> None:
+        """Put back what was taken, after a step that came to nothing."""
+        if self.residual:
+            self.ops.scatter_add(self.buffer, indices, values)
+
+    def drop(self) -> None:
+        """Without a residual nothing is kept, not even of a step that came to nothing."""
+        if not self.residual:
+            self.buffer[:] = 0
+
+    def sent(self, indices: Array) -> None:
+        """The step succeeded."""
+        if self.velocity is not None:
+            self.velocity[indices] = 0
+
+    def check_bits(self, bits: list[float]) -> None:
+        """Raise on every rank unless all sent the same digest bits; `bits` are their sums."""
+        if any(bit not in (0.0, float(self.world)) for bit in bits):
+            raise self._disagreement()
+
+    def check_digests(self, digests: list[int]) -> None:
+        """Raise on every rank unless all sent the same digest."""
+        if len(set(digests)) > 1:
+            raise self._disagreement()
+
+    def _disagreement(self) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self.rank}: the ranks disagree on the state of bucket {self.bucket!r} (step, seed or threshold), so "
+            "their values would not belong to the same entries. After a restart load the compression state on every "
+            "rank or on none, and run the same release of NumPy and horovod_sparse everywhere"
+        )
+
+
+Exchange = Callable[[Task], "Generator[Collective, Any, list[Entries] | None]"]
+"""Returns the entries to be added up, in this order, or None if a rank's gradient was not finite."""
+
+
+def pairs(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
+    """Every rank's own entries, by one allgather of (index, value) pairs (`wire`, message 1)."""
+    ops, selection, values = task.ops, None, None
+    if task.finite:
+        selection = task.select()
+        values = task.take(selection.indices)
+        message = ops.pack(selection.indices, values, task.capacity)
+    else:
+        task.drop()
+        message = ops.pack_not_finite(task.buffer, task.capacity)
+    messages = ops.split((yield Collective("allgather", message)), task.world)
+    if any(ops.is_not_finite(message) for message in messages):
+        if selection is not None:
+            task.give_back(selection.indices, values)
+        return None
+    assert selection is not None
+    task.sent(selection.indices)
+    task.count = len(selection.indices)
+    task.overflow = selection.found - task.count
+    return [Entries(*ops.unpack(message)) for message in messages]
+
+
+def shared_indices(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
+    """Entries that all ranks choose alike, by one allreduce of their values (`wire`, message 2)."""
+    ops, selection = task.ops, task.select()
+    count = len(selection.indices)
+    values = task.take(selection.indices)
+    tail = wire.tail(task.finite, task.digest())
+    total = yield Collective("allreduce", ops.pack_values(values, task.capacity, tail))
+    bad, *bits = ops.numbers(total[task.capacity :])
+    task.check_bits(bits)
+    if bad:
+        task.give_back(selection.indices, values)
+        return None
+    task.sent(selection.indices)
+    task.count = count
+    return [Entries(selection.indices, total[:count])]
+
+
+def union(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
+    """The union of all ranks' entries: an allgather of indices (message 3), then an allreduce of all ranks' values there."""
+    ops = task.ops
+    selection = task.select()
+    header = [task.digest() if task.finite else wire.NOT_FINITE, wire.float_bits(task.propose())]
+    gathered = yield Collective("allgather", ops.pack_indices(selection.indices, header, task.capacity))
+    messages = ops.split(gathered, task.world)
+    headers = [[int(number) for number in ops.numbers(message[: wire.HEADER])] for message in messages]
+    if any(digest == wire.NOT_FINITE for digest, _ in headers):
+        task.drop()
+        return None
+    task.check_digests([digest for digest, _ in headers])
+    indices = ops.union([message[wire.HEADER :] for message in messages])
+    count = len(indices)
+    task.observe(count, [wire.float_of(bits) for _, bits in headers])
+    values = task.take(indices)
+    total = yield Collective("allreduce", ops.pack_values(values, task.capacity * task.world, []))
+    task.sent(indices)
+    task.count = count
+    task.overflow = selection.found - len(selection.indices)
+    return [Entries(indices, total[:count])]
+
+
+def dense(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
+    """Everything, by one allreduce of the residual's own type (message 2 with all entries)."""
+    numel = len(task.buffer)
+    values = task.ops.copy(task.buffer)
+    task.buffer[:] = 0
+    tail = wire.tail(task.finite, task.digest())
+    total = yield Collective("allreduce", task.ops.pack_values(values, numel, tail))
+    bad, *bits = task.ops.numbers(total[numel:])
+    task.check_bits(bits)
+    if bad:
+        if task.residual:
+            task.ops.accumulate(task.buffer, values)
+        return None
+    task.count = numel
+    return [Entries(None, total[:numel])]

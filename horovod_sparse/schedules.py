@@ -1,0 +1,77 @@
+"""Ratios that change with the step. Plain arithmetic, no framework."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+
+class Schedule(ABC):
+    """The ratio as a function of the step; `repr` must tell two different schedules apart, as a dataclass's does.
+
+    The message's shape follows the ratio, and every new shape costs Horovod a negotiation: change it seldom, in stairs.
+    """
+
+    @property
+    @abstractmethod
+    def highest(self) -> float:
+        """The largest ratio that is ever asked for, in (0, 1]."""
+
+    @property
+    @abstractmethod
+    def final(self) -> float:
+        """The ratio in the end, in (0, 1]."""
+
+    @abstractmethod
+    def ratio(self, step: int) -> float:
+        """The ratio of a step; the first sparse one is step 0."""
+
+
+@dataclass(frozen=True)
+class Warmup(Schedule):
+    """See `warmup`."""
+
+    start: float
+    end: float
+    steps: int
+    stairs: int
+
+    @property
+    def highest(self) -> float:
+        return max(self.start, self.end)
+
+    @property
+    def final(self) -> float:
+        return self.end
+
+    def ratio(self, step: int) -> float:
+        if step >= self.steps:
+            return self.end
+        stair = step * self.stairs // self.steps
+        return float(self.start * (self.end / self.start) ** (stair / self.stairs))
+
+
+def warmup(start: float, end: float, steps: int, *, stairs: int = 4) -> Warmup:
+    """From `start` down to `end` in geometric stairs: `start * (end/start)^(i/stairs)` on stair i, then `end`.
+
+    With `start=0.25, end=0.001, stairs=4` and an epoch per stair this is the warm-up of Deep Gradient Compression
+    (https://arxiv.org/abs/1712.01887): 0.25, 0.063, 0.016, 0.004, then 0.001. A large ratio by allgather costs more than a
+    dense allreduce (above 1/(2 world) and so on, see `cost.break_even_ratio`): `dense_steps` of the compressors is the
+    cheaper warm-up for many workers.
+
+    Args:
+        start: ratio of the first step, in (0, 1].
+        end: ratio after the warm-up, in (0, 1].
+        steps: how many steps the warm-up takes, >= 1.
+        stairs: in how many stairs, >= 1.
+
+    Raises:
+        ValueError: naming the argument and its value.
+    """
+    for name, value in (("start", start), ("end", end)):
+        if not 0.0 < value <= 1.0:
+            raise ValueError(f"{name} must be in (0, 1], got {value!r}")
+    for name, number in (("steps", steps), ("stairs", stairs)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} must be an int >= 1, got {number!r}")
+    return Warmup(float(start), float(end), steps, stairs)

@@ -1,0 +1,104 @@
+"""Carries out the exchanges of several workers in this process: gathers by concatenation, sums in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from table import Backend
+
+from horovod_sparse.buckets import Layout, Parameter, Slot, plan
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.exchanges import Collective, Entries
+from horovod_sparse.pipeline import Bucket, Pipeline
+
+
+def make_pipeline(
+    backend: Backend,
+    compressor: Compressor,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    world: int = 1,
+    position: int = 0,
+    layouts: Sequence[Layout] | None = None,
+    dtype: str = "float32",
+) -> Pipeline:
+    """A worker's pipeline for parameters of these shapes."""
+    pipeline = Pipeline(backend.ops, compressor, world=world, position=position, rank=position)
+    parameters = [Parameter(name, tuple(shape), dtype, "cpu") for name, shape in shapes.items()]
+    like = backend.array(np.zeros(1, np.float32))
+    pipeline.add_buckets(layouts or plan(parameters, compressor), lambda name: like)
+    return pipeline
+
+
+def collective(backend: Backend, requests: Sequence[Collective]) -> list[Any]:
+    """What every rank gets of one collective; the ranks must have asked for the same."""
+    messages = [backend.numpy(request.message) for request in requests]
+    assert len({(request.kind, m.shape, m.dtype) for request, m in zip(requests, messages, strict=True)}) == 1
+    if requests[0].kind == "allgather":
+        return [backend.array(np.concatenate(messages)) for _ in requests]
+    total = messages[0].copy()
+    for message in messages[1:]:
+        total += message
+    return [backend.array(total) for _ in requests]
+
+
+Reduced = dict[str, list[tuple[np.ndarray, np.ndarray]] | None]
+"""Parameter name -> (indices, values) of each part, or None after a gradient that was not finite."""
+
+
+def exchange(
+    backend: Backend, pipelines: Sequence[Pipeline], buckets: Sequence[Bucket], divisor: float = 1.0
+) -> list[Reduced]:
+    """All ranks' exchange of one bucket, begun and ended; every rank's result."""
+    results: list[Reduced] = [{} for _ in pipelines]
+
+    def writer(result: Reduced) -> Any:
+        def write(slot: Slot, parts: list[Entries] | None) -> None:
+            if parts is None:
+                result[slot.name] = None
+                return
+            result[slot.name] = [
+                (np.arange(slot.numel) if i is None else backend.numpy(i), backend.numpy(v).copy()) for i, v in parts
+            ]
+
+        return write
+
+    following = [pipeline.begin(bucket) for pipeline, bucket in zip(pipelines, buckets, strict=True)]
+    while following[0] is not None:
+        answers = collective(backend, following)
+        following = [
+            pipeline.advance(bucket, answer, divisor, writer(result))
+            for pipeline, bucket, answer, result in zip(pipelines, buckets, answers, results, strict=True)
+        ]
+        assert len({one is None for one in following}) == 1
+    return results
+
+
+class Sent(NamedTuple):
+    """What came of one step of a single worker."""
+
+    before: np.ndarray
+    """What was selected from."""
+    indices: np.ndarray
+    values: np.ndarray
+
+
+def send(backend: Backend, pipeline: Pipeline, gradient: np.ndarray) -> Sent:
+    """One step of a single worker with one parameter, "p"."""
+    bucket = pipeline.arrive("p", backend.array(gradient))
+    assert bucket is not None
+    before = backend.numpy(bucket.buffer).copy()
+    parts = exchange(backend, [pipeline], [bucket])[0]["p"]
+    assert parts is not None and len(parts) == 1
+    return Sent(before, *parts[0])
+
+
+def dense_sum(parts: list[tuple[np.ndarray, np.ndarray]] | None, size: int) -> np.ndarray:
+    """The reduced gradient of a parameter."""
+    assert parts is not None
+    total = np.zeros(size, np.float32)
+    for indices, values in parts:
+        np.add.at(total, indices, values)
+    return total
