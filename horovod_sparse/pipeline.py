@@ -68,6 +68,8 @@ class Pipeline:
         self.dense_bytes_sent = 0.0
         self._bucket_of: dict[str, Bucket] = {}
         self._learning_rates: dict[str, float] = {}
+        self._not_finite: list[str] = []
+        """What held NaN or infinity in this step: this rank's gradients first."""
 
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Add buckets; `like(name)` gives an array on the device where the parameter's bucket shall live."""
@@ -102,16 +104,14 @@ class Pipeline:
     def arrive(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> Bucket | None:
         """Take in a parameter's gradient (None: it has none in this step); return its bucket when that is complete.
 
-        `learning_rate` is the step's, for `lr_in_residual`. The gradient's memory is free afterwards. Raises
-        FloatingPointError for NaN or infinity with `not_finite="raise"`: that gradient is kept out of the residual, but
-        the step cannot be finished, and this process should end.
+        `learning_rate` is the step's, for `lr_in_residual`. The gradient's memory is free afterwards. A gradient with NaN
+        or infinity is kept out of the residual; its bucket's reduced gradient becomes None on every rank.
         """
         bucket = self._bucket_of[name]
         if name not in bucket.missing:
             raise RuntimeError(f"the gradient of {name!r} arrived twice in one step")
         if gradient is not None and not self.ops.all_finite(gradient):
-            if self.compressor.not_finite == "raise":
-                raise not_finite_error(self.rank, name)
+            self._not_finite.append(f"parameter {name!r}")
             bucket.finite = False
             gradient = None
         residual = self.residuals.view(name)
@@ -131,10 +131,16 @@ class Pipeline:
         bucket.missing.discard(name)
         return None if bucket.missing else bucket
 
-    def correct_dense(self, name: str, reduced: Array) -> None:
-        """Replace the reduced gradient of a parameter that is reduced dense, in place, by what momentum makes of it."""
+    def check_reduced(self, name: str, reduced: Array) -> None:
+        """Note whether a reduced gradient that did not come through a bucket is finite."""
+        if self.compressor.not_finite == "raise" and not self.ops.all_finite(reduced):
+            self._not_finite.append(f"parameter {name!r}")
+
+    def finish_dense(self, name: str, reduced: Array) -> None:
+        """Put momentum into the reduced gradient of a parameter that is reduced dense, in place."""
+        self.check_reduced(name, reduced)
         correction = self.compressor.momentum_correction
-        if correction is not None:
+        if correction is not None and self.ops.all_finite(reduced):
             velocity = self.velocities.view(name)
             corrected = self.ops.copy(velocity)
             corrected[:] = 0
@@ -219,6 +225,7 @@ class Pipeline:
         bucket.task = bucket.exchange = None
         state.step += 1
         if parts is None:
+            self._not_finite.append(f"some parameter in bucket {bucket.name!r} of another rank")
             for slot in bucket.layout.slots:
                 write(slot, None)
             return
@@ -243,6 +250,18 @@ class Pipeline:
             Entries(part.indices[start:end] - slot.offset, values[start:end])
             for slot, start, end in zip(slots, bounds, bounds[1:], strict=False)
         ]
+
+    def end_step(self) -> None:
+        """Raise FloatingPointError on every rank if a gradient of the step that has ended was not finite on any.
+
+        Not with `not_finite="propagate"`. Residuals are finite and as they were without the step: training can go on.
+        """
+        found, self._not_finite = self._not_finite, []
+        if found and self.compressor.not_finite == "raise":
+            raise FloatingPointError(
+                f"rank {self.rank}: the gradient of {found[0]} holds NaN or infinity; it was kept out of the residual. "
+                "Lower the learning rate, or with torch.amp.GradScaler use not_finite='propagate'"
+            )
 
     # --- statistics and state ---
 
@@ -294,14 +313,6 @@ class Pipeline:
         for bucket in self.buckets:
             bucket.state = self.compressor.new_state(self._place(bucket.layout))
             bucket.tally = Tally()
-
-
-def not_finite_error(rank: int, name: str) -> FloatingPointError:
-    """What is raised for a gradient with NaN or infinity."""
-    return FloatingPointError(
-        f"rank {rank}: the gradient of parameter {name!r} holds NaN or infinity; it was kept out of the residual. "
-        "Lower the learning rate, or with torch.amp.GradScaler use not_finite='propagate'"
-    )
 
 
 def check_state(

@@ -72,7 +72,8 @@ def test_everything_after_ratio_is_keyword_only(cls: type[Compressor]) -> None:
         (0.001, 1.25, 10_000, 10, 13),
         (0.5, 1.0, 3, 1, 1),
         (1.0, 5.0, 7, 7, 7),
-        (0.29, 2, 100, 28, 56),
+        (0.29, 2, 100, 29, 58),
+        (3 / 65, 1.0, 65, 3, 3),
     ],
 )
 def test_k_and_room(ratio: float, capacity: float, numel: int, asked: int, room: int) -> None:

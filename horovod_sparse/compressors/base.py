@@ -119,9 +119,10 @@ class Compressor(ABC):
             anything else, > 0; None does not clip. (Clipping after the reduction would cut off just what had waited.)
         capacity: room of the message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit
             stays in the residual.
-        not_finite: what a NaN or infinity in a gradient does. "raise": the rank raises FloatingPointError naming the
-            parameter. "propagate": the bucket's reduced gradient becomes NaN on every rank, which is what
-            `torch.amp.GradScaler` needs to skip the step everywhere. The residual stays finite either way.
+        not_finite: what a NaN or infinity in a gradient does. "raise": when the step is reduced every rank raises
+            FloatingPointError, the one whose gradient it is names the parameter. "propagate": nobody raises, and the
+            bucket's reduced gradient becomes NaN on every rank, which is what `torch.amp.GradScaler` needs to skip the step
+            everywhere. Residuals stay finite either way.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what was expected.
@@ -216,7 +217,8 @@ class Compressor(ABC):
         """k = max(1, floor(ratio * numel)); by default of the final ratio."""
         if ratio is None:
             ratio = self.ratio.final if isinstance(self.ratio, Schedule) else self.ratio
-        return max(1, math.floor(ratio * numel))
+        # Rounded first: 0.29 * 100 is 28.999999999999996, and 29 are meant.
+        return max(1, math.floor(round(ratio * numel, 6)))
 
     def room(self, numel: int, k: int, world: int) -> int:
         """Entries that one rank's message has room for, out of a bucket of `numel`: ceil(capacity * k), at most numel."""

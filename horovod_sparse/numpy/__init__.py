@@ -1,1 +1,38 @@
-"""NumPy adapter: the array verbs that the other frameworks are tested against."""
+"""NumPy adapter: the compressors on arrays, over an mpi4py communicator, for people without a deep-learning framework.
+
+Its array verbs are also what the other frameworks are tested against. Imports no MPI: the communicator is passed in.
+"""
+
+from horovod_sparse.averaging import WeightedAverage
+from horovod_sparse.compressors.dgc import DGC
+from horovod_sparse.compressors.gaussiank import GaussianK
+from horovod_sparse.compressors.micro import MiCRO
+from horovod_sparse.compressors.noop import NoOp
+from horovod_sparse.compressors.randomblock import RandomBlock
+from horovod_sparse.compressors.randomk import RandomK
+from horovod_sparse.compressors.redsync import RedSync
+from horovod_sparse.compressors.sidco import SIDCo
+from horovod_sparse.compressors.threshold import Threshold, suggested_threshold
+from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.feedback import MomentumCorrection
+from horovod_sparse.numpy.allreduce import SparseAllreduce
+from horovod_sparse.schedules import Schedule, warmup
+
+__all__ = [
+    "DGC",
+    "GaussianK",
+    "MiCRO",
+    "MomentumCorrection",
+    "NoOp",
+    "RandomBlock",
+    "RandomK",
+    "RedSync",
+    "SIDCo",
+    "Schedule",
+    "SparseAllreduce",
+    "Threshold",
+    "TopK",
+    "WeightedAverage",
+    "suggested_threshold",
+    "warmup",
+]

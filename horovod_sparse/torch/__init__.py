@@ -5,6 +5,7 @@ Importing it extends stock Horovod's optimizer (see `seam`), so ``import horovod
 
 from horovod.torch import *
 
+from horovod_sparse.averaging import WeightedAverage
 from horovod_sparse.compressors.threshold import suggested_threshold
 from horovod_sparse.feedback import MomentumCorrection
 from horovod_sparse.schedules import Schedule, warmup

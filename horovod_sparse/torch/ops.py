@@ -95,7 +95,8 @@ class TorchOps:
 
     def union(self, parts: list[Tensor]) -> Tensor:
         merged = torch.cat(parts)
-        return torch.unique(merged[merged >= 0], sorted=True).long()
+        unique: Tensor = torch.unique(merged[merged >= 0], sorted=True)
+        return unique.long()
 
     def numbers(self, array: Tensor) -> list[float]:
         return list(array.tolist())

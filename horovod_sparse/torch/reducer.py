@@ -23,7 +23,7 @@ from torch import Tensor
 from horovod_sparse.buckets import Layout, Parameter, Slot, plan
 from horovod_sparse.cost import allreduce_bytes
 from horovod_sparse.exchanges import Collective, Entries
-from horovod_sparse.pipeline import Bucket, Pipeline, check_state, not_finite_error
+from horovod_sparse.pipeline import Bucket, Pipeline, check_state
 from horovod_sparse.torch.agreement import agree, check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import allreduce_async, gather_async, sum_async
@@ -106,8 +106,6 @@ class Reducer:
         if parameter in self._sparse:
             if gradient is None:
                 parameter.grad = _empty_sparse(parameter)
-            else:
-                self._check_finite(gradient._values(), name)
             self._sparse_handles[parameter] = self._optimizer._sparse_allreduce_grad_async(
                 parameter, f"{self._prefix}.{name}"
             )[0]
@@ -139,7 +137,6 @@ class Reducer:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-        self._check_finite(gradient, name)
         assert self.pipeline is not None
         tensor = self.pipeline.clipped(gradient.to(_wire_dtype(gradient))).contiguous()
         predivide = self._optimizer.gradient_predivide_factor
@@ -167,11 +164,8 @@ class Reducer:
                 optimizer._group_counts[group] = 0
         optimizer._handles.clear()
         optimizer._synchronized = True
-
-    def _check_finite(self, gradient: Tensor, name: str) -> None:
-        """For gradients that go past the pipeline; with `not_finite="propagate"` the allreduce spreads them by itself."""
-        if self.compressor.not_finite == "raise" and not self._ops.all_finite(gradient):
-            raise not_finite_error(mpi_ops.rank(), name)
+        if self.active and fresh and self.pipeline is not None:
+            self.pipeline.end_step()
 
     def _check_unchanged(self) -> None:
         for parameter, (gradient, version) in self._submitted.items():
@@ -199,10 +193,11 @@ class Reducer:
             under_way = following
         for parameter, (tensor, wait) in self._allreduces.items():
             wait()
-            pipeline.correct_dense(self._planned[parameter], tensor)
+            pipeline.finish_dense(self._planned[parameter], tensor)
             self._replace_gradient(parameter, tensor)
         for parameter, wait in self._sparse_handles.items():
             parameter.grad = wait()
+            pipeline.check_reduced(self._planned[parameter], parameter.grad._values())
         self._exchanges.clear()
         self._learning_rates.clear()
         self._allreduces.clear()

@@ -74,7 +74,11 @@ def nothing_is_lost(make: MakeCompression, granularity: str, dtype: torch.dtype)
             np.testing.assert_array_equal(gradient_of(parameter) + kept[name], given[name], err_msg=f"{name}, {step}")
         if compression.ratio < 1.0:
             sent = sum(np.count_nonzero(gradient_of(parameters[name])) for name in COMPRESSED)
-            assert 1 <= sent <= hvd.size() * compression.capacity * 0.011 * sum(parameters[name].numel() for name in COMPRESSED)
+            assert (
+                1
+                <= sent
+                <= hvd.size() * compression.capacity * 0.011 * sum(parameters[name].numel() for name in COMPRESSED)
+            )
         old = new
 
 
@@ -251,29 +255,34 @@ def grouped_allreduce_outside_the_optimizer() -> None:
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(mine, before, strict=True))
 
 
-class _Spy:
+class Spy:
     """Notes Horovod's asynchronous calls, and lets them through."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str, tuple[int, ...]]] = []
-        self._stock = {name: getattr(mpi_ops, name) for name in ("allgather_async", "synchronize")}
+        self._stock = {name: getattr(mpi_ops, name) for name in ("allgather_async", "allreduce_async_", "synchronize")}
 
-    def __enter__(self) -> _Spy:
-        gather, wait = self._stock["allgather_async"], self._stock["synchronize"]
+    def __enter__(self) -> Spy:
+        gather, total, wait = self._stock.values()
 
         def noted_gather(tensor: torch.Tensor, name: str | None = None, *arguments: Any, **named: Any) -> Any:
             self.events.append(("gather", str(name), tuple(tensor.shape)))
             return gather(tensor, name, *arguments, **named)
 
+        def noted_sum(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+            self.events.append(("sum", str(named.get("name")), tuple(tensor.shape)))
+            return total(tensor, *arguments, **named)
+
         def noted_wait(handle: Any) -> Any:
             self.events.append(("wait", "", ()))
             return wait(handle)
 
-        mpi_ops.allgather_async, mpi_ops.synchronize = noted_gather, noted_wait
+        mpi_ops.allgather_async, mpi_ops.allreduce_async_, mpi_ops.synchronize = noted_gather, noted_sum, noted_wait
         return self
 
     def __exit__(self, *_: object) -> None:
-        mpi_ops.allgather_async, mpi_ops.synchronize = self._stock["allgather_async"], self._stock["synchronize"]
+        for name, function in self._stock.items():
+            setattr(mpi_ops, name, function)
 
     def take(self) -> list[tuple[str, str, tuple[int, ...]]]:
         events, self.events = self.events, []
@@ -286,7 +295,7 @@ def hooks_start_gathers_and_never_wait(make: MakeCompression) -> None:
     optimizer = wrap(model, make(bucket_bytes=BUCKET_BYTES))
     first_weight = next(model.parameters())
     sent: list[list[tuple[str, tuple[int, ...]]]] = []
-    with _Spy() as spy:
+    with Spy() as spy:
         first_weight.register_hook(lambda _: spy.events.append(("first layer", "", ())))
         for step in range(4):
             optimizer.zero_grad()

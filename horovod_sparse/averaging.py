@@ -1,0 +1,41 @@
+"""The weighted average of iterates that the theory of Sparsified SGD with Memory is about. No framework."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Array = Any
+
+
+class WeightedAverage:
+    """`xbar_T = (1/S_T) sum_t w_t x_t`, `w_t = (a + t)^2`, kept up to date as the iterates come.
+
+    Theorem 2.4 of Sparsified SGD with Memory (https://arxiv.org/abs/1809.07599) bounds the error of this average, for
+    stepsizes 8/(mu (a + t)); `xbar <- (1 - rho_t) xbar + rho_t x_t` with `rho_t = w_t / S_{t+1}`.
+
+    Args:
+        shift: a, > 0, the shift of the stepsizes; d/k in practice.
+
+    Raises:
+        ValueError: naming the argument and its value.
+    """
+
+    def __init__(self, shift: float) -> None:
+        if not shift > 0:
+            raise ValueError(f"shift must be > 0, got {shift!r}")
+        self.shift = float(shift)
+        self.step = 0
+        self.arrays: list[Array] = []
+        """The averages: arrays of this object's own."""
+
+    def update(self, iterates: Sequence[Array]) -> None:
+        """Take in the iterates of a step: NumPy arrays or tensors, always the same number and shapes; they are not kept."""
+        a, t = self.shift, self.step
+        rho = 6.0 * (t + a) ** 2 / ((t + 1.0) * (6.0 * a * a + t + 6.0 * a * t + 2.0 * t * t))
+        if not self.arrays:
+            self.arrays = [iterate * 1.0 for iterate in iterates]
+        else:
+            for average, iterate in zip(self.arrays, iterates, strict=True):
+                average += rho * (iterate - average)
+        self.step += 1

@@ -1,0 +1,199 @@
+"""Sparse allreduce of NumPy arrays over an mpi4py communicator. Imports neither: the communicator is passed in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.buckets import Layout, Parameter, Slot, plan
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.cost import allreduce_bytes
+from horovod_sparse.exchanges import Collective, Entries
+from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.pipeline import Pipeline
+from horovod_sparse.statistics import Stats, StepStats
+
+Array = NDArray[Any]
+Wait = Callable[[], Array]
+
+
+class SparseAllreduce:
+    """Averages named arrays over all workers, sparsified, with error feedback.
+
+    The first call fixes names, shapes and types; it compares them, and the settings, with the other workers. Arrays below the
+    compressor's `min_numel`, and those it excludes, are averaged dense.
+
+        reduce = SparseAllreduce(MPI.COMM_WORLD, TopK(ratio=0.01, min_numel=0))
+        mean = reduce({"weights": gradient})["weights"]
+
+    Start workers with `mpirun -np 4 python -m mpi4py script.py`, so that one that raises ends the others.
+
+    Args:
+        comm: an mpi4py intracommunicator; None for a single worker.
+        compression: one of this package's compressors; each `SparseAllreduce` needs its own.
+        average: whether to divide the sum by the number of workers.
+
+    Raises:
+        TypeError: `compression` is not a compressor, or is a class.
+    """
+
+    def __init__(self, comm: Any, compression: Compressor, *, average: bool = True) -> None:
+        if not isinstance(compression, Compressor):
+            raise TypeError(f"compression must be a compressor such as TopK(ratio=0.01), got {compression!r}")
+        self._comm = comm
+        self._world = 1 if comm is None else int(comm.Get_size())
+        self._rank = 0 if comm is None else int(comm.Get_rank())
+        self._divisor = float(self._world) if average else 1.0
+        self._ops = NumpyOps()
+        self._shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+        self._dense: set[str] = set()
+        self.pipeline = Pipeline(self._ops, compression, world=self._world, position=self._rank, rank=self._rank)
+
+    def __call__(self, gradients: Mapping[str, Array], *, learning_rate: float | None = None) -> dict[str, Array]:
+        """The average of every worker's `gradients`, by name; new arrays.
+
+        Args:
+            gradients: floating-point arrays, the same names, shapes and types on every worker and in every call.
+            learning_rate: of this step, > 0; only `lr_in_residual` uses it.
+
+        Raises:
+            ValueError: names, shapes or types differ from those of the first call, or from another worker's.
+            FloatingPointError: on every worker, if an array of one holds NaN or infinity (see `not_finite`).
+        """
+        gradients = {name: np.asarray(gradient) for name, gradient in gradients.items()}
+        if not self._shapes:
+            self._plan(gradients)
+        shapes = _shapes(gradients)
+        if shapes != self._shapes:
+            raise ValueError(f"gradients must be like those of the first call, {self._shapes}, got {shapes}")
+        reduced = {name: np.zeros(shape, dtype) for name, (shape, dtype) in shapes.items()}
+        waits: dict[str, Wait] = {}
+        under_way = []
+        # The last first, as the buckets are packed.
+        for name in reversed(list(gradients)):
+            if name in self._dense:
+                clipped = self.pipeline.clipped(gradients[name].astype(_wide(gradients[name].dtype)))
+                waits[name] = self._start(Collective("allreduce", clipped), name)
+            else:
+                bucket = self.pipeline.arrive(name, gradients[name], learning_rate)
+                if bucket is not None:
+                    under_way.append((bucket, self._start(self.pipeline.begin(bucket), bucket.name)))
+        self._finish(under_way, reduced)
+        for name, wait in waits.items():
+            mean = wait() / self._divisor
+            self.pipeline.finish_dense(name, mean)
+            reduced[name][...] = mean
+        self.pipeline.end_step()
+        return reduced
+
+    def _finish(self, under_way: list[Any], reduced: dict[str, Array]) -> None:
+        wide = {
+            name: np.zeros(array.size, _wide(array.dtype)) for name, array in reduced.items() if name not in self._dense
+        }
+
+        def write(slot: Slot, parts: list[Entries] | None) -> None:
+            flat = wide[slot.name]
+            if parts is None:
+                flat.fill(np.nan)
+            else:
+                for indices, values in parts:
+                    if indices is None:
+                        self._ops.accumulate(flat, values)
+                    else:
+                        self._ops.scatter_add(flat, indices, values)
+            reduced[slot.name][...] = flat.reshape(slot.shape)
+
+        while under_way:
+            # Every bucket's next collective is started before the first of those is waited for.
+            following = []
+            for bucket, wait in under_way:
+                collective = self.pipeline.advance(bucket, wait(), self._divisor, write)
+                if collective is not None:
+                    following.append((bucket, self._start(collective, bucket.name)))
+            under_way = following
+
+    def _start(self, collective: Collective, name: str) -> Wait:
+        message = np.ascontiguousarray(collective.message)
+        if self._comm is None:
+            return lambda: message
+        if collective.kind == "allreduce":
+            result = np.empty_like(message)
+            request = self._comm.Iallreduce(message, result)
+        else:
+            result = np.empty((self._world * message.shape[0], *message.shape[1:]), message.dtype)
+            request = self._comm.Iallgather(message, result)
+
+        def wait() -> Array:
+            request.Wait()
+            del message_until_then[:]
+            return result
+
+        # MPI reads the message until the request is done.
+        message_until_then = [message]
+        return wait
+
+    def _plan(self, gradients: Mapping[str, Array]) -> None:
+        compressor = self.pipeline.compressor
+        for name, gradient in gradients.items():
+            if gradient.dtype.kind != "f":
+                raise TypeError(f"gradients[{name!r}] must be floating point, got {gradient.dtype}")
+        self._agree(gradients)
+        self._shapes = _shapes(gradients)
+        parameters, dense = [], []
+        for name, gradient in gradients.items():
+            residual_dtype = compressor.residual_dtype or str(_wide(gradient.dtype))
+            if compressor.leaves_dense(name, gradient.size):
+                dense.append(Layout((Slot(name, 0, gradient.size, gradient.shape),), residual_dtype))
+                self.pipeline.dense_bytes_sent += allreduce_bytes(
+                    gradient.size * _wide(gradient.dtype).itemsize, self._world
+                )
+            else:
+                parameters.append(Parameter(name, gradient.shape, residual_dtype, "cpu"))
+        self._dense = {layout.name for layout in dense}
+        self.pipeline.add_buckets(plan(parameters, compressor), gradients.__getitem__)
+        self.pipeline.add_dense(dense, gradients.__getitem__)
+
+    def _agree(self, gradients: Mapping[str, Array]) -> None:
+        mine = repr(self.pipeline.compressor), [(n, g.shape, str(g.dtype)) for n, g in gradients.items()], self._divisor
+        digest = np.frombuffer(hashlib.sha256(repr(mine).encode()).digest(), np.uint8)
+        everyone = self._start(Collective("allgather", digest), "agreement")().reshape(self._world, -1)
+        for rank, theirs in enumerate(everyone):
+            if theirs.tobytes() != everyone[0].tobytes():
+                raise ValueError(
+                    f"rank {self._rank}: all workers must reduce the same arrays with the same compression, but worker {rank} "
+                    f"and worker 0 differ; this one has {mine}"
+                )
+
+    def stats(self) -> Stats:
+        """Counts, bytes and residual norms per bucket and in total, of the last step and on average; computed now."""
+        return self.pipeline.stats() if self._shapes else Stats(0, StepStats((), 0.0), StepStats((), 0.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's residuals and adaptive state by array name; after the first call."""
+        return self.pipeline.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], gradients: Mapping[str, Array] | None = None) -> None:
+        """Continue from what `state_dict` returned, on every worker.
+
+        Before the first call give arrays like the gradients, which fix names, shapes and types.
+        """
+        if gradients is not None and not self._shapes:
+            self._plan(gradients)
+        self.pipeline.load_state_dict(state)
+
+    def reset(self) -> None:
+        """Forget residuals, adaptive state and statistics."""
+        self.pipeline.reset()
+
+
+def _shapes(gradients: Mapping[str, Array]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    return {name: (gradient.shape, gradient.dtype) for name, gradient in gradients.items()}
+
+
+def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Half-precision sums are rounded once, at the end, and not after every worker."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)

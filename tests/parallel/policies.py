@@ -1,0 +1,351 @@
+"""Scenarios: exchanges in two rounds, policies, momentum before the selection, and the same result from NumPy over MPI."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from horovod_sparse.torch import (
+    DGC,
+    MiCRO,
+    MomentumCorrection,
+    NoOp,
+    RandomBlock,
+    RandomK,
+    SIDCo,
+    TopK,
+    WeightedAverage,
+    warmup,
+)
+
+from .common import (
+    BUCKET_BYTES,
+    COMPRESSORS,
+    MakeCompression,
+    assert_close,
+    assert_identical,
+    digest,
+    everyone,
+    gradient_of,
+    loss_of,
+    normals,
+    raised,
+    reduce,
+    small_model,
+    train,
+    wrap,
+    wrap_parameters,
+    zeros,
+)
+from .exchange import SHAPES, Spy
+from .scenario import EVERYWHERE, MPI, MPI_2, PAIR, scenario
+
+
+def _local(step: int, rank: int) -> dict[str, np.ndarray]:
+    return {name: normals(shape, step=step, rank=rank) for name, shape in SHAPES.items()}
+
+
+# --- the same from NumPy over MPI ---
+
+_NUMPY_MAKERS: dict[str, Any] = {
+    "NoOp": lambda library, **s: library.NoOp(**s),
+    "TopK": lambda library, **s: library.TopK(0.05, **s),
+    "TopK-union": lambda library, **s: library.TopK(0.05, union=True, **s),
+    "SIDCo": lambda library, **s: library.SIDCo(0.05, **s),
+    "SIDCo-gamma": lambda library, **s: library.SIDCo(0.05, distribution="gamma", **s),
+    "SIDCo-gpareto": lambda library, **s: library.SIDCo(0.05, distribution="gpareto", **s),
+    "GaussianK": lambda library, **s: library.GaussianK(0.05, **s),
+    "DGC": lambda library, **s: library.DGC(0.05, **s),
+    "DGC-warmup": lambda library, **s: library.DGC(0.01, warmup_steps=4, nesterov=True, clip_norm=10.0, **s),
+    "RedSync": lambda library, **s: library.RedSync(0.05, **s),
+    "MiCRO": lambda library, **s: library.MiCRO(0.05, **s),
+    "RandomK": lambda library, **s: library.RandomK(0.05, **s),
+    "RandomK-own": lambda library, **s: library.RandomK(0.05, shared=False, **s),
+    "RandomBlock": lambda library, **s: library.RandomBlock(0.05, **s),
+    "Threshold": lambda library, **s: library.Threshold(2.5, ratio=0.05, **s),
+    "dense-steps": lambda library, **s: library.TopK(0.05, dense_steps=3, **s),
+}
+
+
+@scenario(*MPI, cases={name: (make,) for name, make in _NUMPY_MAKERS.items()})
+def numpy_gives_the_same(make: Any) -> None:
+    # One gradient, two ways: Horovod's optimizer on tensors, mpi4py on arrays.
+    from mpi4py import MPI
+
+    import horovod_sparse.numpy
+    import horovod_sparse.torch
+
+    settings: dict[str, Any] = {"bucket_bytes": 16_000}
+    parameters = zeros(SHAPES)
+    optimizer = wrap_parameters(parameters, make(horovod_sparse.torch, **settings))
+    # Random choices depend on the bucket's name and this worker's position, not on the library.
+    sparse_allreduce = horovod_sparse.numpy.SparseAllreduce(MPI.COMM_WORLD, make(horovod_sparse.numpy, **settings))
+    for step in range(6):
+        local = _local(step, hvd.rank())
+        reduce(optimizer, parameters, local)
+        reduced = sparse_allreduce(local)
+        for name, parameter in parameters.items():
+            assert reduced[name].dtype == np.float32 and reduced[name].shape == tuple(SHAPES[name])
+            np.testing.assert_allclose(
+                gradient_of(parameter), reduced[name], rtol=1e-6, atol=1e-7, err_msg=f"{name}, {step}"
+            )
+    theirs, mine = sparse_allreduce.stats(), optimizer._sparse_reducer.pipeline.stats()
+    assert theirs.mean.total.count == mine.mean.total.count > 0
+    assert theirs.mean.total.bytes_sent == mine.mean.total.bytes_sent
+
+
+# --- exchanges ---
+
+
+@scenario(*EVERYWHERE, cases={"MiCRO": (COMPRESSORS["MiCRO"],), "TopK-union": (COMPRESSORS["TopK-union"],)})
+def second_rounds_overlap(make: MakeCompression) -> None:
+    # All indices are on their way before the first is waited for, and all values before the first of those is.
+    model = small_model()
+    optimizer = wrap(model, make(bucket_bytes=BUCKET_BYTES, min_numel=1))
+    train(model, optimizer, range(2))
+    with Spy() as spy:
+        optimizer.zero_grad()
+        loss_of(model, 2).backward()
+        during = [kind for kind, _, _ in spy.take()]
+        optimizer.step()
+        after = [kind for kind, _, _ in spy.take()]
+    assert during == ["gather"] * 3
+    # A bucket's values start as soon as its indices are there; no result of values is waited for before the last has started.
+    assert after == ["wait", "sum"] * 3 + ["wait"] * 3
+    assert_identical(model)
+
+
+@scenario(*EVERYWHERE, cases={"RandomK": (COMPRESSORS["RandomK"],), "RandomBlock": (COMPRESSORS["RandomBlock"],)})
+def shared_indices_are_not_sent(make: MakeCompression) -> None:
+    parameters = zeros(SHAPES)
+    compression = make(granularity="model")
+    optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
+    with Spy() as spy:
+        for step in range(3):
+            spy.take()
+            reduce(optimizer, parameters, _local(step, hvd.rank()))
+            started = [(kind, shape) for kind, _, shape in spy.take() if kind != "wait"]
+            if step == 0:
+                continue  # The ranks compare their settings first.
+            size = sum(int(np.prod(SHAPES[name])) for name in ("first", "second", "third"))
+            # The small parameter's own allreduce is the other one.
+            assert sorted(started) == sorted([("sum", (int(0.01 * size) + 17,)), ("sum", (30,))])
+
+
+@scenario(*PAIR, cases={"RandomK": (COMPRESSORS["RandomK"],), "MiCRO": (COMPRESSORS["MiCRO"],)})
+def a_state_loaded_on_one_rank_only_raises_on_all(make: MakeCompression) -> None:
+    # Values would be summed at different entries, without a word.
+    model = small_model()
+    compression = make(bucket_bytes=BUCKET_BYTES)
+    optimizer = wrap(model, compression)
+    train(model, optimizer, range(3))
+    state = compression.state_dict()
+    train(model, optimizer, range(3, 5))
+    if hvd.rank() == 1:
+        compression.load_state_dict(state)
+    message = raised(RuntimeError, lambda: train(model, optimizer, range(5, 6)))
+    assert f"rank {hvd.rank()}: the ranks disagree on the state of bucket" in message
+
+
+@scenario(MPI_2)
+def other_random_numbers_are_untouched() -> None:
+    model = small_model()
+    optimizer = wrap(model, RandomK(0.01, bucket_bytes=BUCKET_BYTES))
+    train(model, optimizer, range(1))
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    optimizer.step()
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+
+
+# --- policies ---
+
+
+@scenario(*PAIR)
+def excluded_parameters_are_dense() -> None:
+    parameters = zeros(SHAPES)
+    compression = TopK(0.01, exclude=["fir*", "third"])
+    optimizer = wrap_parameters(parameters, compression)
+    reduce(optimizer, parameters, _local(0, hvd.rank()))
+    for name in ("first", "third"):
+        expected = sum(_local(0, rank)[name] for rank in range(hvd.size())) / hvd.size()
+        np.testing.assert_allclose(gradient_of(parameters[name]), expected, rtol=1e-5, atol=1e-6)
+    assert np.count_nonzero(gradient_of(parameters["second"])) <= 30 * hvd.size()
+    assert set(compression.state_dict()["residuals"]) == {"second"}
+
+
+@scenario(
+    *MPI,
+    cases={name: (COMPRESSORS[name],) for name in ("TopK", "SIDCo-exponential", "MiCRO", "RandomK")},
+)
+def dense_steps_are_dense_training(make: MakeCompression) -> None:
+    dense, late = small_model(), small_model()
+    compression = make(bucket_bytes=BUCKET_BYTES, dense_steps=6)
+    optimizer = wrap(late, compression)
+    train(dense, wrap(dense, hvd.Compression.none), range(6))
+    train(late, optimizer, range(6))
+    assert_close(late, dense)
+    assert not any(bool(residual.any()) for residual in compression.state_dict()["residuals"].values())
+    assert compression.stats().last.total.ratio == 1.0
+    train(late, optimizer, range(6, 10))
+    assert compression.stats().last.total.ratio < 0.05
+    assert_identical(late)
+
+
+@scenario(*PAIR)
+def a_schedule_is_resumed() -> None:
+    def make() -> tuple[Any, Any, Any]:
+        model = small_model()
+        compression = SIDCo(warmup(0.5, 0.01, 8), bucket_bytes=BUCKET_BYTES)
+        return model, compression, wrap(model, compression, momentum=0.0)
+
+    model, compression, optimizer = make()
+    train(model, optimizer, range(5))
+    saved = compression.state_dict()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    train(model, optimizer, range(5, 12))
+    again, other, second = make()
+    again.load_state_dict(weights)
+    other.load_state_dict(saved)
+    train(again, second, range(5, 12))
+    assert digest(again.parameters()) == digest(model.parameters())
+    assert other.stats().last.total.ratio < 0.02
+    assert_identical(again)
+
+
+# --- momentum before the selection, the learning rate in the residual ---
+
+
+@scenario(*MPI, cases={"heavy-ball": (False,), "nesterov": (True,)})
+def unmasked_momentum_at_ratio_one_is_momentum_sgd(nesterov: bool) -> None:
+    # Of all parameters: those that are reduced dense get their momentum after the reduction.
+    dense, corrected = small_model(), small_model()
+    sgd = torch.optim.SGD(dense.parameters(), lr=0.05, momentum=0.9, nesterov=nesterov)
+    train(dense, hvd.DistributedOptimizer(sgd, dense.named_parameters()), range(10))
+    compression = NoOp(momentum_correction=MomentumCorrection(0.9, nesterov, masking=False), bucket_bytes=BUCKET_BYTES)
+    train(corrected, wrap(corrected, compression, momentum=0.0), range(10))
+    assert_close(corrected, dense)
+    assert_identical(corrected)
+
+
+@scenario(
+    *EVERYWHERE,
+    cases={"DGC": (DGC,), "SIDCo": (lambda ratio, **s: SIDCo(ratio, momentum_correction=MomentumCorrection(), **s),)},
+)
+def corrected_momentum_trains_alike_and_resumes(make: Any) -> None:
+    model = small_model()
+    compression = make(0.01, bucket_bytes=BUCKET_BYTES)
+    optimizer = wrap(model, compression, momentum=0.0)
+    train(model, optimizer, range(20))
+    assert_identical(model)
+    saved, weights = compression.state_dict(), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert set(saved["velocities"]) == {name for name, _ in model.named_parameters()}
+    train(model, optimizer, range(20, 25))
+    again, other = small_model(), make(0.01, bucket_bytes=BUCKET_BYTES)
+    second = wrap(again, other, momentum=0.0)
+    again.load_state_dict(weights)
+    other.load_state_dict(saved)
+    train(again, second, range(20, 25))
+    assert digest(again.parameters()) == digest(model.parameters())
+
+
+@scenario(MPI_2)
+def momentum_twice_is_refused() -> None:
+    message = raised(ValueError, lambda: wrap(small_model(), DGC(0.01), momentum=0.9))
+    assert "optimizer must have momentum=0 with MomentumCorrection" in message and "DGC: momentum=0" in message
+    model = small_model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        adam = torch.optim.Adam(model.parameters())
+        hvd.DistributedOptimizer(adam, model.named_parameters(), compression=DGC(0.01))
+    assert any("momentum correction is meant for SGD" in str(warning.message) for warning in caught)
+    model = small_model()
+    train(model, wrap(model, DGC(0.01, momentum=0.0, bucket_bytes=BUCKET_BYTES), momentum=0.9), range(3))
+
+
+@scenario(*MPI)
+def learning_rate_in_the_residual_is_mem_sgd() -> None:
+    # x_{t+1} = x_t - g_t, g_t = top_k(m_t + eta_t grad), m_{t+1} = m_t + eta_t grad - g_t, on every worker, by hand.
+    size = 400
+    parameters = zeros({"weight": (size,)})
+    compression = TopK(0.05, lr_in_residual=True)
+    optimizer = wrap_parameters(parameters, compression)
+    memories = np.zeros((hvd.size(), size))
+    x = np.zeros(size)
+    for step, eta in enumerate([0.5, 0.5, 0.05, 0.2, 0.1]):
+        for group in optimizer.param_groups:
+            group["lr"] = eta
+        reduce(optimizer, parameters, {"weight": normals((size,), step=step, rank=hvd.rank())})
+        for rank in range(hvd.size()):
+            memories[rank] += eta * normals((size,), step=step, rank=rank)
+            chosen = np.argsort(-np.abs(memories[rank]))[:20]
+            x[chosen] -= memories[rank][chosen] / hvd.size()
+            memories[rank][chosen] = 0.0
+        np.testing.assert_allclose(parameters["weight"].detach().numpy(), x, rtol=1e-4, atol=1e-6)
+
+
+@scenario(MPI_2)
+def weighted_average_of_a_model() -> None:
+    model = small_model()
+    optimizer = wrap(model, RandomBlock(0.05, bucket_bytes=BUCKET_BYTES))
+    average, iterates = WeightedAverage(shift=5.0), []
+    for step in range(4):
+        train(model, optimizer, [step])
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        average.update([parameter.detach() for parameter in model.parameters()])
+        iterates.append(weights)
+    total = sum((5.0 + t) ** 2 for t in range(4))
+    for position, mean in enumerate(average.arrays):
+        expected = sum((5.0 + t) ** 2 / total * iterates[t][position] for t in range(4))
+        torch.testing.assert_close(mean, expected)
+    assert_identical(average.arrays)
+
+
+# --- NaN and infinity ---
+
+
+@scenario(
+    *EVERYWHERE,
+    cases={
+        f"{name}-{where}": (COMPRESSORS[name], where)
+        for name in ("TopK", "MiCRO", "RandomK")
+        for where in ("second", "small")
+    },
+)
+def not_finite_raises_on_all_ranks_and_training_can_go_on(make: MakeCompression, where: str) -> None:
+    parameters = zeros(SHAPES)
+    compression = make(granularity="layer")
+    optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
+    for step in range(5):
+        local = _local(step, hvd.rank())
+        if step in (0, 2) and hvd.rank() == 1:
+            local[where][3] = float("nan")
+        if step not in (0, 2):
+            reduce(optimizer, parameters, local)
+            assert all(np.isfinite(gradient_of(parameter)).all() for parameter in parameters.values())
+            continue
+        messages = everyone(raised(FloatingPointError, lambda local=local: reduce(optimizer, parameters, local)))
+        assert all(f"rank {rank}: the gradient of" in message for rank, message in enumerate(messages))
+        assert f"parameter {where!r} holds NaN" in messages[1]
+    assert all(bool(torch.isfinite(r).all()) for r in compression.state_dict()["residuals"].values())
+
+
+@scenario(*MPI)
+def micro_counts_do_not_build_up() -> None:
+    # With every worker the union stays at k; of TopK with the same union it grows with the workers.
+    counts = {}
+    for name, compression in {"micro": MiCRO(0.02), "union": TopK(0.02, union=True)}.items():
+        parameters = zeros({"weight": (20_000,)})
+        optimizer = wrap_parameters(parameters, compression)
+        for step in range(60):
+            reduce(optimizer, parameters, {"weight": normals((20_000,), step=step, rank=hvd.rank())})
+        counts[name] = compression.stats().last.total.count / 400
+        assert np.count_nonzero(gradient_of(parameters["weight"])) == compression.stats().last.total.count
+    assert counts["micro"] < 1.5
+    assert counts["union"] > 0.9 * hvd.size()

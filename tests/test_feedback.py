@@ -1,0 +1,142 @@
+"""Momentum before the selection, and clipping."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from driver import dense_sum, exchange, make_pipeline, send
+from table import BACKENDS, Backend, gradients
+
+from horovod_sparse.compressors.noop import NoOp
+from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.feedback import MomentumCorrection
+
+on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
+
+
+@on_every_backend
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("masking", [False, True])
+def test_recurrence(backend: Backend, nesterov: bool, masking: bool) -> None:
+    """U = m U + G, V = V + U (Nesterov: U = m (U + G), V = V + U + G), and zeros where entries were sent, by hand."""
+    compressor = TopK(0.1, momentum_correction=MomentumCorrection(0.9, nesterov, masking))
+    pipeline = make_pipeline(backend, compressor, {"p": (300,)}, dtype="float64")
+    rng = np.random.default_rng(0)
+    velocity, accumulated = np.zeros(300), np.zeros(300)
+    for _ in range(6):
+        gradient = gradients("laplace", 300, rng)
+        velocity = 0.9 * (velocity + gradient) if nesterov else 0.9 * velocity + gradient
+        accumulated = accumulated + velocity + (gradient if nesterov else 0.0)
+        sent = send(backend, pipeline, gradient)
+        np.testing.assert_allclose(sent.before, accumulated, rtol=1e-12)
+        accumulated[sent.indices] -= sent.values
+        if masking:
+            velocity[sent.indices] = 0.0
+    np.testing.assert_allclose(backend.numpy(pipeline.state_dict()["velocities"]["p"]), velocity, rtol=1e-12)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_without_masking_ratio_one_is_momentum_sgd_and_with_masking_plain_sgd(nesterov: bool) -> None:
+    backend, rng = BACKENDS[0], np.random.default_rng(1)
+    momentum = make_pipeline(
+        backend, NoOp(momentum_correction=MomentumCorrection(0.8, nesterov, masking=False)), {"p": (300,)}
+    )
+    plain = make_pipeline(
+        backend, NoOp(momentum_correction=MomentumCorrection(0.8, False, masking=True)), {"p": (300,)}
+    )
+    buffer = np.zeros(300)
+    for _ in range(5):
+        gradient = gradients("gaussian", 300, rng)
+        buffer = 0.8 * buffer + gradient
+        expected = gradient + 0.8 * buffer if nesterov else buffer
+        np.testing.assert_allclose(send(backend, momentum, gradient).values, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(send(backend, plain, gradient).values, gradient)
+
+
+@on_every_backend
+def test_momentum_goes_on_without_a_gradient(backend: Backend) -> None:
+    pipeline = make_pipeline(backend, NoOp(momentum_correction=MomentumCorrection(0.5, masking=False)), {"p": (300,)})
+    gradient = gradients("gaussian", 300, np.random.default_rng(2))
+    send(backend, pipeline, gradient)
+    pipeline.arrive("p", None)
+    parts = exchange(backend, [pipeline], pipeline.buckets)[0]["p"]
+    np.testing.assert_allclose(dense_sum(parts, 300), 0.5 * gradient, rtol=1e-6)
+
+
+@on_every_backend
+def test_dense_steps_keep_the_momentum(backend: Backend) -> None:
+    """Masking would make plain SGD of them."""
+    compressor = TopK(0.1, dense_steps=4, momentum_correction=MomentumCorrection(0.9))
+    pipeline = make_pipeline(backend, compressor, {"p": (300,)})
+    rng, velocity = np.random.default_rng(3), np.zeros(300)
+    for _ in range(4):
+        gradient = gradients("gaussian", 300, rng)
+        velocity = 0.9 * velocity + gradient
+        np.testing.assert_allclose(send(backend, pipeline, gradient).values, velocity, rtol=1e-5, atol=1e-6)
+    assert send(backend, pipeline, gradients("gaussian", 300, rng)).indices.size == 30
+
+
+@on_every_backend
+def test_velocities_are_saved_and_checked(backend: Backend) -> None:
+    corrected = make_pipeline(backend, TopK(0.1, momentum_correction=MomentumCorrection()), {"p": (300,)})
+    send(backend, corrected, gradients("laplace", 300, np.random.default_rng(4)))
+    plain = make_pipeline(backend, TopK(0.1), {"p": (300,)})
+    with pytest.raises(ValueError, match=r"velocities must be .*unexpected: \['p'\].*same momentum_correction"):
+        plain.load_state_dict(corrected.state_dict())
+    with pytest.raises(ValueError, match=r"velocities must be .*missing: \['p'\]"):
+        corrected.load_state_dict(plain.state_dict())
+
+
+@on_every_backend
+@pytest.mark.parametrize("world", [1, 4])
+def test_clipping_bounds_the_local_norm(backend: Backend, world: int) -> None:
+    compressor = NoOp(clip_norm=3.0)
+    gradient = gradients("laplace", 400, np.random.default_rng(5)).reshape(20, 20)
+    for scale, clipped in ((100.0, True), (1e-3, False)):
+        pipelines = [make_pipeline(backend, compressor, {"p": (20, 20)}, world=world, position=r) for r in range(world)]
+        given = backend.array(gradient * np.float32(scale))
+        for pipeline in pipelines:
+            pipeline.arrive("p", given)
+        kept = backend.numpy(pipelines[0].buckets[0].buffer)
+        expected = gradient.reshape(-1) * scale
+        if clipped:
+            expected *= 3.0 / math.sqrt(world) / np.linalg.norm(expected)
+        np.testing.assert_allclose(kept, expected, rtol=1e-5)
+        np.testing.assert_array_equal(backend.numpy(given), gradient * np.float32(scale))
+
+
+@on_every_backend
+def test_the_residual_follows_the_learning_rate(backend: Backend) -> None:
+    """Mem-SGD: m <- m + eta g - sent, in units of the update, whatever the schedule of eta."""
+    pipeline = make_pipeline(backend, TopK(0.1, lr_in_residual=True), {"p": (300,)})
+    rng, memory = np.random.default_rng(6), np.zeros(300)
+    for eta in (1.0, 1.0, 0.1, 0.5, 0.0, 0.25):
+        gradient = gradients("laplace", 300, rng)
+        if eta == 0.0:
+            # Nothing is applied with rate 0: whatever is sent is lost to the method, so it is left out here.
+            continue
+        memory += eta * gradient
+        bucket = pipeline.arrive("p", backend.array(gradient), eta)
+        assert bucket is not None
+        before = backend.numpy(bucket.buffer).copy()
+        np.testing.assert_allclose(eta * before, memory, rtol=1e-4, atol=1e-6)
+        parts = exchange(backend, [pipeline], [bucket])[0]["p"]
+        assert parts is not None
+        memory[parts[0][0]] = 0.0
+    assert pipeline.state_dict()["learning_rates"] == {"p": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
+        ({"momentum": -0.1}, r"momentum must be in \[0, 1\), got -0.1"),
+        ({"nesterov": 1}, "nesterov must be True or False, got 1"),
+        ({"masking": None}, "masking must be True or False, got None"),
+    ],
+)
+def test_arguments(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        MomentumCorrection(**arguments)  # type: ignore[arg-type]

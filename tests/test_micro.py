@@ -1,0 +1,145 @@
+"""MiCRO: partitions, no build-up, and a threshold that finds its way from any scale."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from driver import exchange, make_pipeline
+from table import BACKENDS, gradients
+
+from horovod_sparse.compressors.base import BucketState, Place
+from horovod_sparse.compressors.micro import MiCRO, MiCROState, part
+from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.stages import ThresholdController
+
+NUMPY = BACKENDS[0]
+
+
+def test_known_partition() -> None:
+    assert [part(10, 4, number) for number in range(4)] == [(0, 3), (3, 6), (6, 8), (8, 10)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 64])
+@pytest.mark.parametrize("numel", [1, 5, 10, 64, 1000])
+def test_parts_are_disjoint_cover_everything_and_go_round(numel: int, world: int) -> None:
+    """In P steps each rank owns each entry once."""
+    owned = np.zeros((world, numel), int)
+    for step in range(world):
+        in_this_step = np.zeros(numel, int)
+        for rank in range(world):
+            start, end = part(numel, world, (step + rank) % world)
+            in_this_step[start:end] += 1
+            owned[rank, start:end] += 1
+        assert (in_this_step == 1).all()
+    assert (owned == 1).all()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_no_build_up_and_equal_states(world: int) -> None:
+    """The union has as many entries as the parts together; states are the same on all ranks, bit for bit."""
+    compressor = MiCRO(0.05)
+    pipelines = [make_pipeline(NUMPY, compressor, {"p": (3000,)}, world=world, position=rank) for rank in range(world)]
+    rng = np.random.default_rng(0)
+    selected: list[int] = []
+    real = MiCRO.select
+
+    def counted(self: MiCRO, ops: object, x: object, k: int, capacity: int, state: BucketState) -> object:
+        selection = real(self, ops, x, k, capacity, state)  # type: ignore[arg-type]
+        selected.append(len(selection.indices))
+        return selection
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MiCRO, "select", counted)
+        for _ in range(50):
+            selected.clear()
+            for pipeline in pipelines:
+                pipeline.arrive("p", gradients("laplace", 3000, rng))
+            result = exchange(NUMPY, pipelines, [pipeline.buckets[0] for pipeline in pipelines])[0]["p"]
+            assert result is not None
+            assert result[0][0].size == sum(selected)
+            states = [pipeline.buckets[0].state.state_dict() for pipeline in pipelines]
+            assert all(state == states[0] for state in states)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("ratio", [0.1, 0.01])
+def test_mean_count_from_any_scale(scale: float, ratio: float) -> None:
+    """Within 3 % of k after 200 steps."""
+    world, size = 4, 20_000
+    compressor = MiCRO(ratio)
+    pipelines = [make_pipeline(NUMPY, compressor, {"p": (size,)}, world=world, position=rank) for rank in range(world)]
+    rng = np.random.default_rng(1)
+    counts = []
+    for _ in range(400):
+        for pipeline in pipelines:
+            pipeline.arrive("p", gradients("laplace", size, rng) * np.float32(scale))
+        exchange(NUMPY, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
+        counts.append(pipelines[0].buckets[0].tally.last.count)
+    assert np.mean(counts[200:]) == pytest.approx(ratio * size, rel=0.03)
+
+
+def test_paper_scaling_never_lowers_the_threshold_within_the_band() -> None:
+    for x, factor in ((1.5, 1.005), (1.05, 1.00125), (0.95, 1.00125), (0.8, 0.995), (10.0, 1.005), (0.0, 0.995)):
+        controller = ThresholdController("paper", 2.0)
+        controller.observe(round(1000 * x), 1000)
+        assert controller.threshold == pytest.approx(2.0 * factor)
+
+
+def test_two_sided_scaling() -> None:
+    for x, factor in (
+        (1.05, 1.00125),
+        (0.95, 0.99875),
+        (1.5, 1.005),
+        (0.8, 0.995),
+        (3.0, 3.2**0.05),
+        (0.0, 0.25**0.05),
+    ):
+        controller = ThresholdController("two_sided", 2.0)
+        controller.observe(round(1000 * x), 1000)
+        assert controller.threshold == pytest.approx(2.0 * factor), x
+
+
+def test_steps_to_a_threshold_ten_times_as_large() -> None:
+    controller, steps = ThresholdController("paper", 1.0), 0
+    while controller.threshold < 10.0:
+        controller.observe(2, 1)
+        steps += 1
+    assert steps == 462
+
+
+def test_the_excess_is_made_good() -> None:
+    """After too many the threshold still rises when the count is right."""
+    controller = ThresholdController("two_sided", 1.0)
+    for _ in range(5):
+        controller.observe(150, 100)
+    before = controller.threshold
+    controller.observe(100, 100)
+    assert controller.threshold > before and controller.excess == pytest.approx(2.5)
+
+
+def test_another_world_size_takes_the_threshold_over() -> None:
+    compressor = MiCRO(0.1)
+    pipelines = [make_pipeline(NUMPY, compressor, {"p": (2000,)}, world=4, position=rank) for rank in range(4)]
+    rng = np.random.default_rng(2)
+    for _ in range(20):
+        for pipeline in pipelines:
+            pipeline.arrive("p", gradients("laplace", 2000, rng))
+        exchange(NUMPY, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
+    resumed = [make_pipeline(NUMPY, compressor, {"p": (2000,)}, world=3, position=rank) for rank in range(3)]
+    for pipeline in resumed:
+        pipeline.load_state_dict(pipelines[0].state_dict())
+    covered = np.zeros(2000, bool)
+    for _ in range(3):
+        for pipeline in resumed:
+            assert isinstance(pipeline.buckets[0].state, MiCROState) and pipeline.buckets[0].state.current > 0
+            pipeline.arrive("p", gradients("laplace", 2000, rng))
+        result = exchange(NUMPY, resumed, [pipeline.buckets[0] for pipeline in resumed])[0]["p"]
+        assert result is not None
+        covered[result[0][0]] = True
+    assert covered[:700].any() and covered[700:1400].any() and covered[1400:].any()
+
+
+def test_an_empty_part_selects_nothing() -> None:
+    """More workers than entries: some have no part."""
+    state = MiCRO(0.5).new_state(Place("b", 3, 5))
+    assert MiCRO(0.5).select(NumpyOps(), np.ones(2, np.float32), 1, 1, state).indices.size == 0

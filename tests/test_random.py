@@ -1,0 +1,116 @@
+"""RandomK and RandomBlock: every entry has its chance, all ranks draw alike, and nobody else's random numbers change."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from horovod_sparse.compressors.base import BucketState, Compressor, Place
+from horovod_sparse.compressors.randomblock import RandomBlock
+from horovod_sparse.compressors.randomk import RandomK
+from horovod_sparse.numpy.ops import NumpyOps
+
+OPS = NumpyOps()
+MAKERS: dict[str, Any] = {
+    "randomk": RandomK,
+    "one-block": RandomBlock,
+    "seven-blocks": lambda ratio, **settings: RandomBlock(ratio, blocks=7, **settings),
+}
+every_kind = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+
+
+def draw(compressor: Compressor, size: int, step: int, *, bucket: str = "b", position: int = 0) -> np.ndarray:
+    state = BucketState(Place(bucket, position, 4), step=step)
+    k = compressor.asked(size)
+    chosen: np.ndarray = compressor.select(OPS, np.zeros(size, np.float32), k, k, state).indices
+    return chosen
+
+
+@every_kind
+def test_every_entry_has_the_same_chance(make: Any) -> None:
+    """Chi-square: k does not divide d, and the ends are as likely as the middle."""
+    size, steps = 103, 6000
+    compressor = make(0.1)
+    counts = np.zeros(size)
+    for step in range(steps):
+        counts[draw(compressor, size, step)] += 1
+    expected = steps * compressor.asked(size) / size
+    # Neighbours go together in blocks: only every 10th entry is independent of the others.
+    for first in range(10):
+        observed = counts[first:100:10]
+        chi_square = float(((observed - expected) ** 2 / expected).sum())
+        assert stats.chi2.sf(chi_square, observed.size) > 1e-4
+    assert counts.sum() == steps * 10
+
+
+@every_kind
+def test_k_entries_without_repetition(make: Any) -> None:
+    for size in (1, 2, 10, 1000):
+        for ratio in (0.01, 0.3, 0.99, 1.0):
+            compressor = make(ratio)
+            for step in range(5):
+                chosen = draw(compressor, size, step)
+                assert chosen.size == compressor.asked(size)
+                assert (np.diff(chosen) > 0).all() and chosen[0] >= 0 and chosen[-1] < size
+
+
+@every_kind
+def test_ranks_draw_alike_or_each_for_itself(make: Any) -> None:
+    shared, own = make(0.05, seed=3), make(0.05, seed=3, shared=False)
+    for step in range(5):
+        np.testing.assert_array_equal(draw(shared, 1000, step, position=0), draw(shared, 1000, step, position=3))
+        assert not np.array_equal(draw(own, 1000, step, position=0), draw(own, 1000, step, position=3))
+
+
+@every_kind
+def test_draws_differ_between_steps_buckets_and_seeds(make: Any) -> None:
+    first = draw(make(0.05), 1000, 0)
+    for other in (
+        draw(make(0.05), 1000, 1),
+        draw(make(0.05), 1000, 0, bucket="c"),
+        # Anagrams: a seed made of the sum of a name's letters would collide.
+        draw(make(0.05), 1000, 0, bucket="ab")
+        if not np.array_equal(draw(make(0.05), 1000, 0, bucket="ab"), draw(make(0.05), 1000, 0, bucket="ba"))
+        else first,
+        draw(make(0.05, seed=1), 1000, 0),
+    ):
+        assert not np.array_equal(first, other)
+
+
+@every_kind
+def test_other_random_numbers_are_untouched(make: Any) -> None:
+    def states() -> tuple[Any, ...]:
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    before = states()
+    draw(make(0.05), 1000, 0)
+    assert states() == before
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 50])
+def test_blocks_are_contiguous_around_the_end(blocks: int) -> None:
+    compressor = RandomBlock(0.1, blocks=blocks)
+    wrapped = 0
+    for step in range(200):
+        chosen = draw(compressor, 100, step)
+        runs = int((np.diff(chosen) > 1).sum()) + 1
+        joined = chosen[0] == 0 and chosen[-1] == 99
+        wrapped += joined
+        assert runs - joined <= min(blocks, 10)
+    assert (wrapped > 0) == (blocks < 10), "ten blocks are of one entry each"
+
+
+@every_kind
+def test_contraction_in_expectation(make: Any) -> None:
+    """E||u - C(u)||^2 = (1 - k/d) ||u||^2."""
+    rng = np.random.default_rng(0)
+    u = rng.laplace(size=500)
+    compressor = make(0.1)
+    kept = [np.square(np.delete(u, draw(compressor, 500, step))).sum() for step in range(3000)]
+    standard_error = np.std(kept) / np.sqrt(len(kept))
+    assert abs(np.mean(kept) - 0.9 * np.square(u).sum()) < 4 * standard_error

@@ -1,0 +1,57 @@
+"""Ratios that change with the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from driver import make_pipeline, send
+from table import BACKENDS, gradients
+
+from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.schedules import warmup
+
+
+def test_warm_up_of_deep_gradient_compression() -> None:
+    schedule = warmup(0.25, 0.25**5, 8)
+    assert [schedule.ratio(step) for step in range(0, 12, 2)] == pytest.approx(
+        [0.25, 0.0625, 0.015625, 0.00390625, 0.0009765625, 0.0009765625]
+    )
+    assert [schedule.ratio(step) for step in (0, 1)] == [0.25, 0.25], "in stairs"
+    assert (schedule.highest, schedule.final) == (0.25, 0.25**5)
+
+
+def test_few_message_shapes() -> None:
+    schedule = warmup(0.25, 0.001, 1000, stairs=3)
+    assert len({schedule.ratio(step) for step in range(1200)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"start": 0.0}, r"start must be in \(0, 1\], got 0.0"),
+        ({"end": 1.5}, r"end must be in \(0, 1\], got 1.5"),
+        ({"steps": 0}, "steps must be an int >= 1, got 0"),
+        ({"stairs": 2.0}, "stairs must be an int >= 1, got 2.0"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        warmup(**{"start": 0.25, "end": 0.01, "steps": 4, **arguments})
+
+
+@pytest.mark.parametrize("dense_steps", [0, 3])
+def test_the_count_follows_the_schedule_and_is_resumed(dense_steps: int) -> None:
+    backend, rng = BACKENDS[0], np.random.default_rng(0)
+
+    def make() -> Any:
+        return make_pipeline(backend, TopK(warmup(0.4, 0.1, 4, stairs=2), dense_steps=dense_steps), {"p": (1000,)})
+
+    pipeline, counts = make(), []
+    for step in range(10):
+        if step == 5:
+            state, pipeline = pipeline.state_dict(), make()
+            pipeline.load_state_dict(state)
+        counts.append(send(backend, pipeline, gradients("laplace", 1000, rng)).indices.size)
+    assert counts == ([1000] * dense_steps + [400, 400, 200, 200] + [100] * 6)[:10]

@@ -1,0 +1,238 @@
+"""GaussianK, DGC, RedSync and Threshold beyond the common laws: against oracles and known figures."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from driver import make_pipeline, send
+from table import BACKENDS, DEGENERATE, KINDS, Backend, gradients
+
+from horovod_sparse.compressors.dgc import DGC
+from horovod_sparse.compressors.gaussiank import GaussianK
+from horovod_sparse.compressors.randomk import RandomK
+from horovod_sparse.compressors.redsync import RedSync
+from horovod_sparse.compressors.threshold import Threshold, suggested_threshold
+from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.schedules import warmup
+
+OPS = NumpyOps()
+on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
+
+
+class CountingOps(NumpyOps):
+    """Counts passes over the data that only count."""
+
+    def __init__(self) -> None:
+        self.counts = 0
+
+    def moments(self, x: Any, threshold: float, *, with_log: bool = False) -> Any:
+        self.counts += 1
+        return super().moments(x, threshold, with_log=with_log)
+
+
+# --- RedSync ---
+
+
+@on_every_backend
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ratio", [0.3, 0.01, 0.001])
+def test_redsync_trim_is_exact_top_k(backend: Backend, kind: str, ratio: float) -> None:
+    rng = np.random.default_rng(0)
+    trimmed, exact = (make_pipeline(backend, c, {"p": (5000,)}) for c in (RedSync(ratio), TopK(ratio)))
+    for _ in range(5):
+        gradient = gradients(kind, 5000, rng)
+        got, expected = send(backend, trimmed, gradient), send(backend, exact, gradient)
+        not_zero = expected.values != 0
+        np.testing.assert_array_equal(got.indices, expected.indices[not_zero])
+        np.testing.assert_array_equal(got.values, expected.values[not_zero])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ratio", [0.1, 0.01, 0.001])
+def test_redsync_bisect_selects_from_k_to_2k(kind: str, ratio: float) -> None:
+    x = gradients(kind, 50_000, np.random.default_rng(1))
+    k = min(int(ratio * 50_000), np.count_nonzero(x))
+    compressor = RedSync(ratio, method="bisect")
+    ops = CountingOps()
+    selection = compressor.select(ops, x, k, compressor.room(50_000, k, 1), compressor.new_state())
+    assert k <= selection.indices.size <= 2 * k
+    assert ops.counts <= 12
+
+
+@pytest.mark.parametrize("method", ["trim", "bisect"])
+@pytest.mark.parametrize("name", DEGENERATE)
+def test_redsync_probes_are_bounded(method: Any, name: str) -> None:
+    x = DEGENERATE[name]
+    ops, compressor = CountingOps(), RedSync(0.1, method=method)
+    k = compressor.asked(x.size)
+    compressor.select(ops, x, k, compressor.room(x.size, k, 1), compressor.new_state())
+    assert ops.counts <= 12
+
+
+# --- DGC ---
+
+
+def test_dgc_without_momentum_is_sampled_top_k_with_feedback() -> None:
+    """With a sample of everything the threshold is the exact k-th largest, which is itself not above it."""
+    backend, rng = BACKENDS[0], np.random.default_rng(2)
+    sampled = make_pipeline(backend, DGC(0.01, momentum=0.0, sample_ratio=1.0), {"p": (5000,)})
+    exact = make_pipeline(backend, TopK(0.01), {"p": (5000,)})
+    for _ in range(8):
+        gradient = gradients("laplace", 5000, rng)
+        got, expected = send(backend, sampled, gradient), send(backend, exact, gradient)
+        left_out = np.setdiff1d(expected.indices, got.indices)
+        assert set(got.indices) <= set(expected.indices) and left_out.size == 1
+        # The same input again for both.
+        exact.buckets[0].buffer[:] = sampled.buckets[0].buffer
+
+
+def test_dgc_takes_the_exact_top_k_of_too_many() -> None:
+    """Half of the entries stand where the sample does not look: it finds too low a threshold."""
+    rng = np.random.default_rng(3)
+    compressor = DGC(0.01, momentum=0.0)
+    found = 0
+    for step in range(60):
+        x = gradients("two-scales", 20_000, rng)
+        state = compressor.new_state()
+        state.step = step
+        selection = compressor.select(OPS, x, 200, 260, state)
+        assert selection.indices.size <= 260
+        if selection.indices.size == 200:
+            found += 1
+            np.testing.assert_array_equal(selection.indices, OPS.select_largest(x, 200).indices)
+    assert found > 3
+
+
+def test_dgc_warm_up_is_the_papers() -> None:
+    assert DGC(0.001, warmup_steps=40).ratio == warmup(0.25, 0.001, 40)
+    assert DGC(0.5, warmup_steps=40).ratio_at(0) == 0.5
+    with pytest.raises(ValueError, match="warmup_steps must be 0 with a schedule, got 3"):
+        DGC(warmup(0.2, 0.1, 4), warmup_steps=3)
+    with pytest.raises(TypeError, match="DGC has its own momentum correction"):
+        DGC(0.1, momentum_correction=None)
+
+
+def test_dgc_small_tensors_are_not_sampled() -> None:
+    x = np.zeros(300, np.float32)
+    x[[3, 77, 250]] = (5.0, -9.0, 7.0)
+    compressor = DGC(0.01, momentum=0.0)
+    assert compressor.select(OPS, x, 3, 3, compressor.new_state()).indices.tolist() == [3, 77, 250]
+
+
+# --- GaussianK ---
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.01, 0.001])
+@pytest.mark.parametrize("refine", ["paper", "bisect"])
+def test_gaussian_data_need_one_count(ratio: float, refine: Any) -> None:
+    size = 400_000
+    x = np.random.default_rng(4).normal(size=size).astype(np.float32)
+    ops, compressor = CountingOps(), GaussianK(ratio, refine=refine)
+    k = compressor.asked(size)
+    selection = compressor.select(ops, x, k, size, compressor.new_state())
+    assert abs(selection.found / k - 1) < 4 / math.sqrt(k)
+    assert ops.counts <= 3
+
+
+def test_gaussian_quantile_is_two_sided() -> None:
+    for ratio, z in ((0.1, 1.644854), (0.01, 2.575829), (0.001, 3.290527)):
+        x = np.random.default_rng(5).normal(size=1_000_000).astype(np.float32)
+        compressor = GaussianK(ratio, refine="paper")
+        state = compressor.new_state()
+        compressor.select(OPS, x, int(ratio * x.size), x.size, state)
+        assert state.threshold == pytest.approx(z * np.sqrt(np.mean(x.astype(float) ** 2)), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_papers_corrections_are_at_most_three(kind: str) -> None:
+    ops, compressor = CountingOps(), GaussianK(0.01, refine="paper")
+    x = gradients(kind, 20_000, np.random.default_rng(6))
+    compressor.select(ops, x, 200, 267, compressor.new_state())
+    assert ops.counts <= 4
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mostly-zero"])
+@pytest.mark.parametrize("ratio", [0.1, 0.01])
+def test_bisection_converges_on_every_kind(kind: str, ratio: float) -> None:
+    """One shot, any tail: within the tolerance of the search."""
+    x = gradients(kind, 100_000, np.random.default_rng(7))
+    compressor = GaussianK(ratio)
+    k = compressor.asked(x.size)
+    selection = compressor.select(OPS, x, k, x.size, compressor.new_state())
+    assert abs(selection.found / k - 1) <= 0.1
+
+
+def test_the_search_begins_where_the_last_one_ended() -> None:
+    rng, compressor = np.random.default_rng(8), GaussianK(0.01)
+    state = compressor.new_state()
+    counts = []
+    for _ in range(10):
+        ops = CountingOps()
+        compressor.select(ops, gradients("student", 50_000, rng), 500, 667, state)
+        counts.append(ops.counts)
+    assert counts[0] > 3 and np.median(counts[1:]) <= 3
+
+
+# --- Threshold ---
+
+
+@on_every_backend
+def test_the_residual_stays_within_the_threshold(backend: Backend) -> None:
+    pipeline = make_pipeline(backend, Threshold(2.5, ratio=0.5), {"p": (5000,)})
+    rng = np.random.default_rng(9)
+    for _ in range(30):
+        sent = send(backend, pipeline, gradients("laplace", 5000, rng))
+        assert np.abs(sent.values).min() > 2.5
+        assert np.abs(backend.numpy(pipeline.buckets[0].buffer)).max() <= 2.5
+
+
+def test_suggested_thresholds() -> None:
+    """Of five models at ratio 0.001, to the digits that are known."""
+    for numel, expected in (
+        (11_173_962, 4.73e-3),
+        (11_260_354, 4.71e-3),
+        (6_166_250, 6.37e-3),
+        (28_949_319, 2.94e-3),
+        (31_832_577, 2.80e-3),
+    ):
+        assert suggested_threshold(int(0.001 * numel)) == pytest.approx(expected, rel=2e-3)
+    with pytest.raises(ValueError, match="k must be >= 1, got 0"):
+        suggested_threshold(0)
+
+
+# --- arguments of the constructors ---
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GaussianK(0.1, refine="newton"), "refine must be one of 'paper', 'bisect', got 'newton'"),
+        (lambda: RedSync(0.1, method="sort"), "method must be one of 'trim', 'bisect', got 'sort'"),
+        (lambda: DGC(0.1, momentum=1.0), "momentum must be in"),
+        (lambda: DGC(0.1, sample_ratio=0.0), r"sample_ratio must be in \(0, 1\], got 0.0"),
+        (lambda: DGC(0.1, warmup_steps=-1), "warmup_steps must be >= 0, got -1"),
+        (lambda: RandomK(0.1, seed=-1), "seed must be >= 0, got -1"),
+        (lambda: RandomK(0.1, shared=1), "shared must be True or False, got 1"),
+        (lambda: Threshold(-1.0), "threshold must be a finite magnitude >= 0, got -1.0"),
+        (lambda: Threshold(math.inf), "threshold must be a finite magnitude >= 0, got inf"),
+        (lambda: TopK(0.1, union="yes"), "union must be True or False, got 'yes'"),
+        (
+            lambda: TopK(0.1, exclude="*.bias"),
+            r"exclude must be a list of patterns such as \['\*.bias'\], got '\*.bias'",
+        ),
+        (lambda: TopK(0.1, dense_steps=-1), "dense_steps must be >= 0, got -1"),
+        (lambda: TopK(0.1, clip_norm=0.0), "clip_norm must be a finite norm > 0, got 0.0"),
+        (
+            lambda: TopK(0.1, momentum_correction=0.9),
+            "momentum_correction must be a MomentumCorrection or None, got 0.9",
+        ),
+        (lambda: TopK(0.1, lr_in_residual="yes"), "lr_in_residual must be True or False, got 'yes'"),
+    ],
+)
+def test_arguments(make: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
