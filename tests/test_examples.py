@@ -137,3 +137,21 @@ def test_demo_table_and_picture(demo: Any, tmp_path: Path) -> None:
     assert last == ["SIDCo", "0.001", "0.50000", "90.00%", "2,400", "250.0", "4.0"]
     demo.draw(epochs, 2, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("launch", [Launch("plain"), TWO_WORKERS], ids=str)
+def test_logistic_regression_needs_memory(launch: Launch, tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    options = ["--epochs", "4", "--picture", str(picture)]
+    ended = launch.run("-m", "mpi4py", str(EXAMPLES / "numpy_logistic.py"), *options, limit=LIMIT)
+    assert ended.code == 0, ended
+    assert f"1797 samples, 65 features, {launch.ranks} workers, 7188 steps" in ended.output
+    cells = [line.strip("| ").split(" | ") for line in ended.output.splitlines() if line.startswith("| ")][1:]
+    above = {name: float(distance) for name, _, distance, _ in cells}
+    assert {name: int(sent) for name, sent, _, _ in cells}["top-3, memory"] == 3
+    for name in ("top-1, memory", "top-3, memory", "random-3, memory"):
+        assert above[name] < 2 * above["dense SGD"]
+    for name in ("top-1, no memory", "random-1, no memory"):
+        assert above[name] > 2 * above["dense SGD"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
