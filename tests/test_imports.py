@@ -42,6 +42,10 @@ def test_the_core_imports_no_framework() -> None:
     assert loaded_frameworks(f"{modules}, horovod_sparse.numpy.ops") == "[]"
 
 
+def test_the_numpy_adapter_imports_no_framework_and_no_mpi() -> None:
+    assert loaded_frameworks("horovod_sparse.numpy") == "[]"
+
+
 def test_the_proof_can_fail() -> None:
     assert loaded_frameworks("torch") == "['torch']"
 
@@ -52,14 +56,16 @@ def test_the_torch_adapter_imports_no_other_framework() -> None:
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
 def test_dependencies_of_the_core_point_one_way(path: Path) -> None:
-    """fits stages wire cost ops <- compressors <- buckets residuals pipeline <- adapters."""
+    """fits stages wire cost ops <- feedback exchanges <- compressors <- buckets residuals pipeline <- adapters."""
     names = imported(path)
     assert not any(name.split(".")[0] in FRAMEWORKS for name in names)
     ours = {name.removeprefix("horovod_sparse.") for name in names if name.startswith("horovod_sparse.")}
     assert not any(name.split(".")[0] in ("numpy", "torch", "tensorflow") for name in ours)
     if path.parent.name == "compressors":
         assert not ours & {"pipeline", "residuals", "buckets", "statistics"}
-    if path.stem in ("fits", "stages", "wire", "ops"):
+    if path.stem in ("exchanges", "feedback"):
+        assert ours <= {"", "ops", "wire"}
+    if path.stem in ("fits", "stages", "wire", "ops", "schedules", "averaging", "cost"):
         assert not ours, f"{path.stem} stands at the bottom"
 
 

@@ -14,7 +14,19 @@ import torch
 
 from horovod_sparse.torch import NoOp, SIDCo, TopK
 
-from .common import digest, normals, reduce, selected, small_model, train, wrap, wrap_parameters, zeros
+from .common import (
+    BUCKET_BYTES,
+    COMPRESSORS,
+    digest,
+    normals,
+    reduce,
+    selected,
+    small_model,
+    train,
+    wrap,
+    wrap_parameters,
+    zeros,
+)
 
 
 def forced() -> None:
@@ -36,6 +48,12 @@ def forced() -> None:
     total = compression.stats().last.total
     assert total.bytes_sent == 0.0, "there is nobody to send to"
     assert 0.005 < total.ratio < 0.02
+    for name, make in COMPRESSORS.items():
+        model, compression = small_model(), make(bucket_bytes=BUCKET_BYTES)
+        before = digest(model.parameters())
+        train(model, wrap(model, compression), range(5))
+        assert digest(model.parameters()) != before, name
+        assert 0 < compression.stats().mean.total.count <= compression.stats().mean.total.numel, name
 
 
 def plain() -> None:

@@ -99,6 +99,28 @@ def numpy_gives_the_same(make: Any) -> None:
     assert theirs.mean.total.bytes_sent == mine.mean.total.bytes_sent
 
 
+@scenario(*MPI)
+def numpy_workers_that_differ_all_raise() -> None:
+    from mpi4py import MPI
+
+    from horovod_sparse.numpy import SparseAllreduce
+    from horovod_sparse.numpy import TopK as NumpyTopK
+
+    sparse_allreduce = SparseAllreduce(MPI.COMM_WORLD, NumpyTopK(0.1 if hvd.rank() == 0 else 0.2))
+    message = raised(ValueError, lambda: sparse_allreduce({"weight": np.ones(1000)}))
+    assert "all workers must reduce the same arrays with the same compression" in message
+
+    sparse_allreduce = SparseAllreduce(MPI.COMM_WORLD, NumpyTopK(0.1), average=False)
+    for name in ("weight", "small"):
+        gradients = {"weight": np.ones(1000), "small": np.ones(3)}
+        if hvd.rank() == 1:
+            gradients[name][1] = np.inf
+        message = raised(FloatingPointError, lambda gradients=gradients: sparse_allreduce(gradients))
+        assert f"rank {hvd.rank()}: the gradient of" in message
+    total = sparse_allreduce({"weight": np.ones(1000), "small": np.ones(3)})
+    np.testing.assert_array_equal(total["small"], hvd.size() * np.ones(3))
+
+
 # --- exchanges ---
 
 
