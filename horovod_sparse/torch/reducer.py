@@ -9,25 +9,24 @@ instead of hanging, and the embeddings with sparse gradients are known to all.
 from __future__ import annotations
 
 import copy
-import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from horovod_sparse.buckets import Layout, Parameter, Slot, plan
-from horovod_sparse.cost import allreduce_bytes
+from horovod_sparse.buckets import Slot
 from horovod_sparse.exchanges import Collective, Entries
 from horovod_sparse.pipeline import Bucket, Pipeline, check_state
 from horovod_sparse.torch.agreement import agree, check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import allreduce_async, gather_async, sum_async
 from horovod_sparse.torch.ops import TorchOps
+from horovod_sparse.torch.routes import Routes, wire_dtype
 
 _FORCE = "HOROVOD_SPARSE_FORCE"
 
@@ -57,13 +56,7 @@ class Reducer:
         self._prefix = f"horovod_sparse.{set_id}.{_made[key]}"
         _made[key] += 1
         self._agreements = 0
-        self._compressed: dict[str, Tensor] = {}
-        self._dense: set[Tensor] = set()
-        self._sparse: set[Tensor] = set()
-        """Embeddings whose gradients are sparse tensors: Horovod's own path."""
-        self._sparse_as_dense: set[Tensor] = set()
-        """Those that are compressed, and whose reduced gradients are sparse tensors again on every rank."""
-        self._planned: dict[Tensor, str] = {}
+        self._routes = Routes(optimizer, compressor)
         self._submitted: dict[Tensor, tuple[Tensor | None, int]] = {}
         """Parameters whose gradients are under way, with those gradients and their versions when they were handed over."""
         self._exchanges: list[tuple[Bucket, Callable[[], Tensor]]] = []
@@ -100,16 +93,16 @@ class Reducer:
     @torch.no_grad()
     def submit(self, parameter: Tensor) -> None:
         """Take in a gradient that is ready. In the first step, before there is a plan, it waits for `synchronize`."""
-        if self.pipeline is None or parameter not in self._planned:
+        if self.pipeline is None or parameter not in self._routes.names:
             return
-        gradient, name = parameter.grad, self._planned[parameter]
-        if parameter in self._sparse:
+        gradient, name = parameter.grad, self._routes.names[parameter]
+        if parameter in self._routes.sparse:
             if gradient is None:
                 parameter.grad = _empty_sparse(parameter)
             self._sparse_handles[parameter] = self._optimizer._sparse_allreduce_grad_async(
                 parameter, f"{self._prefix}.{name}"
             )[0]
-        elif parameter in self._dense:
+        elif parameter in self._routes.dense:
             self._submit_dense(parameter, name)
         else:
             if gradient is not None and gradient.is_sparse:
@@ -138,7 +131,7 @@ class Reducer:
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
         assert self.pipeline is not None
-        tensor = self.pipeline.clipped(gradient.to(_wire_dtype(gradient))).contiguous()
+        tensor = self.pipeline.clipped(gradient.to(wire_dtype(gradient))).contiguous()
         predivide = self._optimizer.gradient_predivide_factor
         wait = allreduce_async(tensor, f"{self._prefix}.{name}", self._optimizer.op, predivide, self._process_set)
         self._allreduces[parameter] = (tensor, wait)
@@ -151,10 +144,10 @@ class Reducer:
         fresh = bool(optimizer._handles) or not optimizer._synchronized
         if self.active and fresh:
             self._check_unchanged()
-            self._adopt()
-            if len(self._planned) < len(optimizer._requires_update):
-                self._extend_plan()
-            for parameter in self._planned:
+            self._routes.adopt()
+            if not self._routes.complete:
+                self._extend_routes()
+            for parameter in self._routes.names:
                 if parameter not in self._submitted:
                     self.submit(parameter)
             self._finish()
@@ -170,8 +163,9 @@ class Reducer:
     def _check_unchanged(self) -> None:
         for parameter, (gradient, version) in self._submitted.items():
             if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
+                name = self._routes.names[parameter]
                 raise RuntimeError(
-                    f"rank {mpi_ops.rank()}: the gradient of parameter {self._planned[parameter]!r} was changed after backward "
+                    f"rank {mpi_ops.rank()}: the gradient of parameter {name!r} was changed after backward "
                     "had handed it over, and the change would be lost. Change reduced gradients: call "
                     "optimizer.synchronize(), change them, and step with optimizer.skip_synchronize(); or local ones, with "
                     "parameter.register_hook()"
@@ -193,11 +187,11 @@ class Reducer:
             under_way = following
         for parameter, (tensor, wait) in self._allreduces.items():
             wait()
-            pipeline.finish_dense(self._planned[parameter], tensor)
+            pipeline.finish_dense(self._routes.names[parameter], tensor)
             self._replace_gradient(parameter, tensor)
         for parameter, wait in self._sparse_handles.items():
             parameter.grad = wait()
-            pipeline.check_reduced(self._planned[parameter], parameter.grad._values())
+            pipeline.check_reduced(self._routes.names[parameter], parameter.grad._values())
         self._exchanges.clear()
         self._learning_rates.clear()
         self._allreduces.clear()
@@ -205,11 +199,11 @@ class Reducer:
         self._submitted.clear()
 
     def _write(self, slot: Slot, parts: list[Entries] | None) -> None:
-        parameter = self._compressed[slot.name]
+        parameter = self._routes.compressed[slot.name]
         gradient = parameter.grad
         in_place = (
             gradient is not None
-            and parameter not in self._sparse_as_dense
+            and parameter not in self._routes.sparse_as_dense
             and not gradient.is_sparse
             and gradient.is_contiguous()
             and gradient.dtype in (torch.float32, torch.float64)
@@ -236,47 +230,23 @@ class Reducer:
         """Put a reduced gradient where the optimizer looks for it, in the layout that the gradient had."""
         gradient = parameter.grad
         # Sparse or dense on all ranks alike, whatever a rank has: optimizers round the two differently.
-        if parameter in self._sparse_as_dense:
+        if parameter in self._routes.sparse_as_dense:
             parameter.grad = dense.to(parameter.dtype).to_sparse()
         elif gradient is None or gradient.is_sparse:
             parameter.grad = dense.to(parameter.dtype)
         elif gradient.data_ptr() != dense.data_ptr():
             gradient.copy_(dense)
 
-    # --- which parameters, and how ---
-
-    def _adopt(self) -> None:
-        """Hook parameters that stock Horovod would ignore: added groups, and those that require gradients only now."""
-        optimizer = self._optimizer
-        for number, group in enumerate(optimizer.param_groups):
-            for position, parameter in enumerate(group["params"]):
-                if parameter.requires_grad and parameter not in optimizer._requires_update:
-                    optimizer._parameter_names.setdefault(parameter, f"allreduce.noname.{number}.{position}")
-                    optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
-                    if optimizer._groups is not None:
-                        optimizer._p_to_group[parameter] = (parameter,)
-                        optimizer._group_counts[(parameter,)] = 0
-                    optimizer._requires_update.add(parameter)
-                    accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-                    accumulator.register_hook(optimizer._make_hook(parameter))
-                    optimizer._grad_accs.append(accumulator)
-
     def parameters_added(self) -> None:
         """Called when the optimizer has got another group of parameters."""
         if self.active:
-            self._adopt()
+            self._routes.adopt()
 
-    def _extend_plan(self) -> None:
-        optimizer = self._optimizer
-        new = {
-            parameter: optimizer._parameter_names[parameter]
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter in optimizer._requires_update and parameter not in self._planned
-        }
+    def _extend_routes(self) -> None:
+        new = self._routes.without_route()
         known = (self._pending_state or {}).get("sparse", ())
         self._agreements += 1
-        sparse = agree(optimizer, self.compressor, new, known, f"{self._prefix}.agree.{self._agreements}")
+        sparse = agree(self._optimizer, self.compressor, new, known, f"{self._prefix}.agree.{self._agreements}")
         if self.pipeline is None:
             process_set = self._process_set
             self.pipeline = Pipeline(
@@ -286,37 +256,7 @@ class Reducer:
                 position=process_set.rank(),
                 rank=mpi_ops.rank(),
             )
-        compressed, dense = {}, {}
-        for parameter, name in new.items():
-            if name in sparse and not optimizer.sparse_as_dense:
-                self._sparse.add(parameter)
-                continue
-            if name in sparse:
-                self._sparse_as_dense.add(parameter)
-            if self.compressor.leaves_dense(name, parameter.numel()):
-                self._dense.add(parameter)
-                dense[name] = parameter
-            else:
-                compressed[name] = parameter
-        groups = {group: number for number, group in enumerate(dict.fromkeys(optimizer._p_to_group.values()))}
-        described = [
-            Parameter(
-                name,
-                tuple(parameter.shape),
-                self.compressor.residual_dtype_of(parameter),
-                str(parameter.device),
-                groups[optimizer._p_to_group[parameter]] if groups else None,
-            )
-            for name, parameter in compressed.items()
-        ]
-        self.pipeline.add_buckets(plan(described, self.compressor), compressed.__getitem__)
-        self.pipeline.add_dense([self._dense_layout(n, p) for n, p in dense.items()], dense.__getitem__)
-        self._planned.update(new)
-        self._compressed.update(compressed)
-        self.pipeline.dense_bytes_sent = sum(
-            allreduce_bytes(parameter.numel() * _wire_dtype(parameter).itemsize, self.pipeline.world)
-            for parameter in self._dense
-        )
+        self._routes.extend(new, sparse, self.pipeline)
         if self._pending_state is not None:
             self.pipeline.load_state_dict(self._pending_state)
             self._pending_state = None
@@ -329,7 +269,7 @@ class Reducer:
             return copy.deepcopy(dict(self._pending_state))
         if self.pipeline is None:
             return {"version": 1, "residuals": {}, "velocities": {}, "learning_rates": {}, "adaptive": {}, "sparse": []}
-        sparse = sorted(self._planned[parameter] for parameter in self._sparse)
+        sparse = sorted(self._routes.names[parameter] for parameter in self._routes.sparse)
         return {**self.pipeline.state_dict(), "sparse": sparse}
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
@@ -339,28 +279,9 @@ class Reducer:
             return
         if self.active and state.get("residuals"):
             # A wrong state is found when it is loaded, not in the middle of the first step.
-            residuals, velocities = self._expected_shapes(state.get("sparse", ()))
+            residuals, velocities = self._routes.expected_shapes(state.get("sparse", ()))
             check_state(state, self.compressor, residuals, velocities)
         self._pending_state = copy.deepcopy(dict(state)) if state["residuals"] else None
-
-    def _expected_shapes(
-        self, sparse: Collection[str]
-    ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-        """Of the residuals and velocities that there will be if the parameters named in `sparse` have sparse gradients."""
-        optimizer = self._optimizer
-        shapes = {
-            name: tuple(parameter.shape)
-            for parameter, name in optimizer._parameter_names.items()
-            if parameter in optimizer._requires_update and name not in sparse
-        }
-        residuals = {
-            name: shape for name, shape in shapes.items() if not self.compressor.leaves_dense(name, math.prod(shape))
-        }
-        return residuals, shapes if self.compressor.momentum_correction is not None else {}
-
-    def _dense_layout(self, name: str, parameter: Tensor) -> Layout:
-        slot = Slot(name, 0, parameter.numel(), tuple(parameter.shape))
-        return Layout((slot,), self.compressor.residual_dtype_of(parameter))
 
     def rescale(self, factor: float) -> None:
         """Multiply all residuals and velocities."""
@@ -376,11 +297,6 @@ class Reducer:
         self._pending_state = None
         if self.pipeline is not None:
             self.pipeline.reset()
-
-
-def _wire_dtype(tensor: Tensor) -> torch.dtype:
-    """Of a dense allreduce: Horovod reduces no bfloat16, and small tensors can afford float32."""
-    return torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
 
 
 def _empty_sparse(parameter: Tensor) -> Tensor:

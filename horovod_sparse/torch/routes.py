@@ -1,0 +1,127 @@
+"""Which way the gradient of each parameter of an optimizer goes: compressed, dense, or Horovod's own for sparse gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from horovod_sparse.buckets import Layout, Parameter, Slot, plan
+from horovod_sparse.cost import allreduce_bytes
+from horovod_sparse.pipeline import Pipeline
+from horovod_sparse.torch.compressors import TorchCompressor
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Routes:
+    """The parameters of one `hvd.DistributedOptimizer`; more can join later.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        compressor: its compression.
+    """
+
+    def __init__(self, optimizer: Any, compressor: TorchCompressor) -> None:
+        self._optimizer = optimizer
+        self._compressor = compressor
+        self.names: dict[Tensor, str] = {}
+        """All that have a route, in the order of the model."""
+        self.compressed: dict[str, Tensor] = {}
+        self.dense: set[Tensor] = set()
+        self.sparse: set[Tensor] = set()
+        """Embeddings whose gradients are sparse tensors: Horovod's own path."""
+        self.sparse_as_dense: set[Tensor] = set()
+        """Those whose reduced gradients are sparse tensors again on every rank."""
+
+    def adopt(self) -> None:
+        """Hook parameters that stock Horovod would ignore: added groups, and those that require gradients only now."""
+        optimizer = self._optimizer
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and parameter not in optimizer._requires_update:
+                    optimizer._parameter_names.setdefault(parameter, f"allreduce.noname.{number}.{position}")
+                    optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
+                    if optimizer._groups is not None:
+                        optimizer._p_to_group[parameter] = (parameter,)
+                        optimizer._group_counts[(parameter,)] = 0
+                    optimizer._requires_update.add(parameter)
+                    accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+                    accumulator.register_hook(optimizer._make_hook(parameter))
+                    optimizer._grad_accs.append(accumulator)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter that is to be reduced has a route."""
+        return len(self.names) >= len(self._optimizer._requires_update)
+
+    def without_route(self) -> dict[Tensor, str]:
+        """Parameters that are to be reduced and have no route yet, with their names."""
+        optimizer = self._optimizer
+        return {
+            parameter: optimizer._parameter_names[parameter]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter in optimizer._requires_update and parameter not in self.names
+        }
+
+    def extend(self, new: dict[Tensor, str], sparse: Collection[str], pipeline: Pipeline) -> None:
+        """Give routes to parameters, and to those that are compressed buckets; `sparse` names those with sparse gradients."""
+        compressed: dict[str, Tensor] = {}
+        dense: dict[str, Tensor] = {}
+        for parameter, name in new.items():
+            if name in sparse and not self._optimizer.sparse_as_dense:
+                self.sparse.add(parameter)
+                continue
+            if name in sparse:
+                self.sparse_as_dense.add(parameter)
+            chosen = dense if self._compressor.leaves_dense(name, parameter.numel()) else compressed
+            chosen[name] = parameter
+        pipeline.add_buckets(plan(self._describe(compressed), self._compressor), compressed.__getitem__)
+        pipeline.add_dense([self._dense_layout(name, p) for name, p in dense.items()], dense.__getitem__)
+        pipeline.dense_bytes_sent += sum(
+            allreduce_bytes(parameter.numel() * wire_dtype(parameter).itemsize, pipeline.world)
+            for parameter in dense.values()
+        )
+        self.names.update(new)
+        self.compressed.update(compressed)
+        self.dense.update(dense.values())
+
+    def _describe(self, compressed: dict[str, Tensor]) -> list[Parameter]:
+        members = self._optimizer._p_to_group
+        groups = {group: number for number, group in enumerate(dict.fromkeys(members.values()))}
+        return [
+            Parameter(
+                name,
+                tuple(parameter.shape),
+                self._compressor.residual_dtype_of(parameter),
+                str(parameter.device),
+                groups[members[parameter]] if groups else None,
+            )
+            for name, parameter in compressed.items()
+        ]
+
+    def _dense_layout(self, name: str, parameter: Tensor) -> Layout:
+        slot = Slot(name, 0, parameter.numel(), tuple(parameter.shape))
+        return Layout((slot,), self._compressor.residual_dtype_of(parameter))
+
+    def expected_shapes(self, sparse: Collection[str]) -> tuple[Shapes, Shapes]:
+        """Of the residuals and velocities that there will be if the parameters named in `sparse` have sparse gradients."""
+        optimizer = self._optimizer
+        shapes = {
+            name: tuple(parameter.shape)
+            for parameter, name in optimizer._parameter_names.items()
+            if parameter in optimizer._requires_update and name not in sparse
+        }
+        residuals = {
+            name: shape for name, shape in shapes.items() if not self._compressor.leaves_dense(name, math.prod(shape))
+        }
+        return residuals, shapes if self._compressor.momentum_correction is not None else {}
+
+
+def wire_dtype(tensor: Tensor) -> torch.dtype:
+    """Of a dense allreduce: Horovod reduces no bfloat16, and small tensors can afford float32."""
+    return torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
