@@ -87,6 +87,11 @@ class Task:
         if self.velocity is not None:
             self.velocity[indices] = 0
 
+    def check_length(self, gathered: Array, message: Array) -> None:
+        """Raise unless all messages are as long as this rank's: with a schedule their room depends on the step."""
+        if len(gathered) != self.world * len(message):
+            raise self._disagreement()
+
     def check_bits(self, bits: list[float]) -> None:
         """Raise on every rank unless all sent the same digest bits; `bits` are their sums."""
         if any(bit not in (0.0, float(self.world)) for bit in bits):
@@ -119,7 +124,9 @@ def pairs(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
     else:
         task.drop()
         message = ops.pack_not_finite(task.buffer, task.capacity)
-    messages = ops.split((yield Collective("allgather", message)), task.world)
+    gathered = yield Collective("allgather", message)
+    task.check_length(gathered, message)
+    messages = ops.split(gathered, task.world)
     if any(ops.is_not_finite(message) for message in messages):
         if selection is not None:
             task.give_back(selection.indices, values)
@@ -153,7 +160,9 @@ def union(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
     ops = task.ops
     selection = task.select()
     header = [task.digest() if task.finite else wire.NOT_FINITE, wire.float_bits(task.propose())]
-    gathered = yield Collective("allgather", ops.pack_indices(selection.indices, header, task.capacity))
+    message = ops.pack_indices(selection.indices, header, task.capacity)
+    gathered = yield Collective("allgather", message)
+    task.check_length(gathered, message)
     messages = ops.split(gathered, task.world)
     headers = [[int(number) for number in ops.numbers(message[: wire.HEADER])] for message in messages]
     if any(digest == wire.NOT_FINITE for digest, _ in headers):

@@ -37,6 +37,8 @@ class Bucket:
     """The exchange under way, and below it the generator that carries it out and the bytes that it has sent."""
     exchange: Generator[Collective, Any, list[Entries] | None] | None = None
     bytes_sent: float = 0.0
+    rounds: int = 0
+    """Collectives begun in this step."""
     tally: Tally = field(default_factory=Tally)
 
     @property
@@ -180,7 +182,7 @@ class Pipeline:
             observe=lambda count, proposed: compressor.observe(state, count, k, proposed),
         )
         bucket.finite = True
-        bucket.bytes_sent = 0.0
+        bucket.bytes_sent, bucket.rounds = 0.0, 0
         bucket.exchange = exchange(bucket.task)
         first = next(bucket.exchange)
         return self._counted(bucket, first)
@@ -206,6 +208,7 @@ class Pipeline:
             return None
 
     def _counted(self, bucket: Bucket, collective: Collective) -> Collective:
+        bucket.rounds += 1
         size = collective.message.nbytes
         gathers = collective.kind == "allgather"
         bucket.bytes_sent += (

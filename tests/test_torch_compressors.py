@@ -11,9 +11,22 @@ import pytest
 import torch
 from horovod.torch.compression import Compressor as HorovodCompressor
 
-from horovod_sparse.torch import NoOp, SIDCo, TopK
+from horovod_sparse.torch import DGC, GaussianK, MiCRO, NoOp, RandomBlock, RandomK, RedSync, SIDCo, Threshold, TopK
 
-EVERY = [TopK(0.1), SIDCo(0.1), SIDCo(0.1, distribution="gamma"), SIDCo(0.1, distribution="gpareto"), NoOp()]
+EVERY = [
+    TopK(0.1),
+    SIDCo(0.1),
+    SIDCo(0.1, distribution="gamma"),
+    SIDCo(0.1, distribution="gpareto"),
+    NoOp(),
+    GaussianK(0.1),
+    DGC(0.1),
+    RedSync(0.1),
+    MiCRO(0.1),
+    Threshold(1.645, ratio=0.1),
+    RandomK(0.1),
+    RandomBlock(0.1),
+]
 
 
 @pytest.mark.parametrize("compression", EVERY, ids=str)
@@ -30,6 +43,9 @@ def test_compress_zeroes_what_is_not_selected(compression: Any, dtype: torch.dty
     selected = kept != 0
     assert torch.equal(kept[selected], tensor[selected])
     assert 0.7 * compression.ratio <= selected.float().mean().item() <= 1.25 * compression.ratio
+    if isinstance(compression, (RandomK, RandomBlock)):
+        assert not torch.equal(compression.compress(tensor)[0], kept), "other entries at every call"
+        return
     left = tensor[~selected].abs()
     assert left.numel() == 0 or tensor[selected].abs().min() >= left.max()
     assert compression.decompress(kept, ctx) is kept

@@ -38,6 +38,7 @@ class TorchCompressor(Compressor, HorovodCompressor):  # type: ignore[misc]
     """
 
     _reducer: Reducer | None = None
+    _calls: int = 0
 
     def bind(self, reducer: Reducer) -> None:
         """Called by the optimizer that this compressor is given to; a second one is refused."""
@@ -68,7 +69,11 @@ class TorchCompressor(Compressor, HorovodCompressor):  # type: ignore[misc]
         flat = tensor.reshape(-1)
         wide = flat.detach().to(getattr(torch, self.residual_dtype_of(flat)))
         k = self.asked(numel)
-        chosen = self.select(ops, wide, k, self.room(numel, k, 1), self.new_state()).indices
+        state = self.new_state()
+        # Random choices are other ones at every call.
+        state.step = self._calls
+        self._calls += 1
+        chosen = self.select(ops, wide, k, self.room(numel, k, 1), state).indices
         # Differentiable, as Horovod's own compressors are.
         return torch.zeros_like(flat).scatter(0, chosen, flat[chosen]).view(tensor.shape), None
 

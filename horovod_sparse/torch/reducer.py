@@ -115,7 +115,7 @@ class Reducer:
 
     def _start(self, bucket: Bucket, collective: Collective) -> Callable[[], Tensor]:
         start = gather_async if collective.kind == "allgather" else sum_async
-        name = f"{self._prefix}.{bucket.name}.{collective.kind}"
+        name = f"{self._prefix}.{bucket.name}.{bucket.rounds}"
         return start(collective.message, name, self._process_set)
 
     def _learning_rate(self, parameter: Tensor) -> float | None:

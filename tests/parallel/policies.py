@@ -174,6 +174,19 @@ def a_state_loaded_on_one_rank_only_raises_on_all(make: MakeCompression) -> None
     assert f"rank {hvd.rank()}: the ranks disagree on the state of bucket" in message
 
 
+@scenario(*PAIR)
+def a_schedule_loaded_on_one_rank_only_raises_on_all() -> None:
+    model = small_model()
+    compression = TopK(warmup(0.5, 0.01, 20), granularity="model")
+    optimizer = wrap(model, compression)
+    train(model, optimizer, range(1))
+    state = compression.state_dict()
+    train(model, optimizer, range(1, 6))
+    if hvd.rank() == 1:
+        compression.load_state_dict(state)
+    assert "the ranks disagree" in raised(RuntimeError, lambda: train(model, optimizer, range(6, 7)))
+
+
 @scenario(MPI_2)
 def other_random_numbers_are_untouched() -> None:
     model = small_model()
