@@ -9,7 +9,8 @@ from pathlib import Path
 
 from .launch import Ended, Launch
 
-LAUNCH_LIMIT = 300.0
+LAUNCH_LIMIT = 900.0
+"""Seconds for all scenarios of a launch; a single one that hangs is ended much sooner, by its worker."""
 
 
 @dataclass
