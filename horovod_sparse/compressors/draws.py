@@ -1,12 +1,19 @@
-"""Random numbers that all ranks, or one rank, can draw again: a function of seed, bucket and step. Never a global generator."""
+"""Random choices that all ranks, or one rank, can make again: a function of seed, bucket and step. No global generator."""
 
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from horovod_sparse.compressors.base import BucketState
+from horovod_sparse import exchanges
+from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_boolean, check_integer
+from horovod_sparse.exchanges import Exchange
+from horovod_sparse.schedules import Schedule
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def generator(seed: int, state: BucketState, *, shared: bool) -> np.random.Generator:
@@ -15,3 +22,32 @@ def generator(seed: int, state: BucketState, *, shared: bool) -> np.random.Gener
     key = repr((seed, place.bucket, state.step, None if shared else place.position))
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64)))
+
+
+class RandomCompressor(Compressor):
+    """What chooses entries by chance: on all workers alike, so that values alone are sent, or on each for itself.
+
+    Args:
+        ratio: fraction of entries to send, in (0, 1], or a schedule.
+        shared: True: all workers draw the same entries, so that their values alone are sent, by allreduce; the reduced
+            gradient is as sparse as one worker's share. False: each draws its own, and sends pairs by allgather.
+        seed: of the draws, an int >= 0, the same on all ranks. No other random generator is touched.
+        others: those of `Compressor`. Message room is exactly k.
+    """
+
+    def __init__(
+        self, ratio: float | Schedule, *, shared: bool = True, seed: int = 0, **settings: Unpack[Settings]
+    ) -> None:
+        super().__init__(ratio, **settings)
+        check_boolean("shared", shared)
+        check_integer("seed", seed, 0)
+        self.shared = shared
+        self.seed = seed
+
+    @property
+    def exchange(self) -> Exchange:
+        return exchanges.shared_indices if self.shared else exchanges.pairs
+
+    def draws(self, state: BucketState) -> np.random.Generator:
+        """The random numbers of this bucket's step."""
+        return generator(self.seed, state, shared=self.shared)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from horovod_sparse import exchanges
-from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_boolean, check_integer
-from horovod_sparse.compressors.draws import generator
-from horovod_sparse.exchanges import Exchange
+from horovod_sparse.compressors.base import BucketState, Settings, check_integer
+from horovod_sparse.compressors.draws import RandomCompressor
 from horovod_sparse.ops import Array, Ops, Selection
 from horovod_sparse.schedules import Schedule
 
@@ -17,51 +16,39 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class RandomBlock(Compressor):
+class RandomBlock(RandomCompressor):
     """A block of k neighbouring entries that begins anywhere and wraps around the end (https://arxiv.org/abs/2009.09271).
 
     The start is uniform on {0, ..., d - 1}, so every entry is sent with probability exactly k/d, and
     `E||u - C(u)||^2 = (1 - k/d) ||u||^2`. (Blocks aligned to multiples of k would never send the last d mod k entries.)
 
     Args:
-        ratio: fraction of entries to send, in (0, 1], or a schedule.
-        shared: True: all workers take the same block, so that its values alone are sent, by allreduce. False: each draws
-            its own, and sends pairs by allgather.
-        seed: of the draws, an int >= 0, the same on all ranks. No other random generator is touched.
         blocks: into how many blocks, with random gaps between them, the k entries are divided, >= 1. With one block
             and a large bucket most layers get no update in a step.
-        others: those of `Compressor`. Message room is exactly k.
+        others: those of `RandomCompressor`.
     """
 
     def __init__(
         self,
         ratio: float | Schedule,
         *,
+        blocks: int = 1,
         shared: bool = True,
         seed: int = 0,
-        blocks: int = 1,
         **settings: Unpack[Settings],
     ) -> None:
-        super().__init__(ratio, **settings)
-        check_boolean("shared", shared)
-        check_integer("seed", seed, 0)
+        super().__init__(ratio, shared=shared, seed=seed, **settings)
         check_integer("blocks", blocks, 1)
-        self.shared = shared
-        self.seed = seed
         self.blocks = blocks
-
-    @property
-    def exchange(self) -> Exchange:
-        return exchanges.shared_indices if self.shared else exchanges.pairs
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         numel, blocks = len(x), min(self.blocks, k)
-        draws = generator(self.seed, state, shared=self.shared)
+        draws = self.draws(state)
         start = int(draws.integers(numel))
         sizes = np.full(blocks, k // blocks) + (np.arange(blocks) < k % blocks)
         gaps = draws.multinomial(numel - k, np.full(blocks, 1.0 / blocks))
         # Whatever the gaps are, the turn by a uniform start gives every entry the same chance.
         starts = start + np.cumsum(sizes + gaps) - sizes - gaps
         chosen = np.concatenate([np.arange(first, first + size) for first, size in zip(starts, sizes, strict=True)])
-        state.fingerprint = start if self.shared else 0
+        state.fingerprint = zlib.crc32(starts.astype(np.int64).tobytes()) >> 1 if self.shared else 0
         return Selection(ops.indices(np.sort(chosen % numel), x), k)
