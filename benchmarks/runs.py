@@ -72,8 +72,8 @@ def train(task: str, row: str, options: Sequence[str], args: argparse.Namespace)
     for seed in range(args.seeds):
         stem = f"{task}-{row.replace(' ', '-')}-{seed}"
         log = args.output / f"{stem}.jsonl"
-        command = [*options, "--seed", str(seed), "--log-file", str(log)]
-        diverged.append(_diverges(settings.script, command, args.output / f"{stem}.txt", args))
+        command = [*options, "--seed", str(seed)]
+        diverged.append(_diverges(settings.script, command, log, args))
         epochs = demo.read_epochs(log)
         measured = [settings.scale * epoch[settings.field] for epoch in epochs]
         values.append(measured[-1])
@@ -83,12 +83,15 @@ def train(task: str, row: str, options: Sequence[str], args: argparse.Namespace)
     return Result(values, best, diverged, epochs[-1]["bytes_per_step"], epochs[-1]["step"], told)
 
 
-def _diverges(script: str, command: list[str], output: Path, args: argparse.Namespace) -> bool:
-    """Run an example; whether a gradient that is not finite ended it. Any other failure ends the benchmark."""
+def _diverges(script: str, options: list[str], log: Path, args: argparse.Namespace) -> bool:
+    """Run an example; whether a gradient that is not finite ended it after an epoch. Other failures end the benchmark."""
+    output = log.with_suffix(".txt")
+    command = [*options, "--log-file", str(log)]
     try:
         demo.run_workers(EXAMPLES / script, command, workers=args.workers, output=output, timeout=args.timeout)
     except SystemExit:
-        if "FloatingPointError" not in output.read_text(encoding="utf-8", errors="replace"):
+        not_finite = "FloatingPointError" in output.read_text(encoding="utf-8", errors="replace")
+        if not (not_finite and demo.read_epochs(log)):
             raise
         return True
     return False
