@@ -13,7 +13,24 @@ import horovod.torch as hvd
 import torch
 
 from horovod_sparse.cost import allreduce_bytes
-from horovod_sparse.torch import NoOp, SIDCo, TopK
+from horovod_sparse.torch import (
+    DGC,
+    GaussianK,
+    MiCRO,
+    NoOp,
+    RandomBlock,
+    RandomK,
+    RedSync,
+    SIDCo,
+    Threshold,
+    TopK,
+)
+
+COMPRESSIONS = ["none", "fp16", "noop", "topk", "sidco", "gaussiank", "dgc", "redsync", "micro"]
+COMPRESSIONS += ["randomk", "randomblock", "threshold"]
+CHOOSE_SUPPORT = ["topk", "randomk", "randomblock"]
+"""Those that can send the same entries on all workers, or each worker's own."""
+MOMENTUM = 0.9
 
 
 def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ratio: float) -> argparse.ArgumentParser:
@@ -21,17 +38,35 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument(
         "--compression",
-        choices=["none", "fp16", "noop", "topk", "sidco"],
+        choices=COMPRESSIONS,
         default="sidco",
         help="none and fp16 are Horovod's own; noop sends every gradient entry the sparse way",
     )
-    parser.add_argument("--ratio", type=float, default=ratio, help="part of the gradient entries to send (topk, sidco)")
+    parser.add_argument("--ratio", type=float, default=ratio, help="part of the gradient entries to send")
+    parser.add_argument(
+        "--granularity",
+        choices=["layer", "bucket", "model"],
+        default="bucket",
+        help="what entries are selected from at once",
+    )
+    parser.add_argument("--no-residual", action="store_true", help="forget what was not sent: no error feedback")
+    support = parser.add_mutually_exclusive_group()
+    support.add_argument(
+        "--shared",
+        action="store_true",
+        default=None,
+        help=f"all workers send the same entries, topk the union of theirs ({', '.join(CHOOSE_SUPPORT)})",
+    )
+    support.add_argument(
+        "--per-worker", dest="shared", action="store_false", default=None, help="every worker sends entries of its own"
+    )
     parser.add_argument(
         "--distribution",
         choices=["exponential", "gamma", "gpareto"],
         default="exponential",
         help="what sidco fits to the gradient's magnitudes",
     )
+    parser.add_argument("--threshold", type=float, default=0.01, help="magnitude above which threshold sends entries")
     parser.add_argument("--epochs", type=int, default=epochs, help="number of evaluations")
     parser.add_argument("--batch-size", type=int, default=batch_size, help="samples per worker and step")
     parser.add_argument("--lr", type=float, default=lr, help="learning rate after the warm-up")
@@ -43,15 +78,40 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
 
 def make_compression(args: argparse.Namespace) -> Any:
     """The object that `hvd.DistributedOptimizer(compression=...)` takes."""
-    if args.compression == "fp16":
-        return hvd.Compression.fp16
-    if args.compression == "noop":
-        return NoOp()
-    if args.compression == "topk":
-        return TopK(ratio=args.ratio)
-    if args.compression == "sidco":
-        return SIDCo(ratio=args.ratio, distribution=args.distribution)
-    return hvd.Compression.none
+    if args.shared is not None and args.compression not in CHOOSE_SUPPORT:
+        raise SystemExit(f"--shared and --per-worker are for {', '.join(CHOOSE_SUPPORT)}, not for {args.compression}")
+    common = {"granularity": args.granularity, "residual": not args.no_residual}
+    match args.compression:
+        case "none":
+            return hvd.Compression.none
+        case "fp16":
+            return hvd.Compression.fp16
+        case "noop":
+            return NoOp(**common)
+        case "topk":
+            return TopK(args.ratio, union=args.shared is True, **common)
+        case "sidco":
+            return SIDCo(args.ratio, distribution=args.distribution, **common)
+        case "gaussiank":
+            return GaussianK(args.ratio, **common)
+        case "dgc":
+            return DGC(args.ratio, momentum=MOMENTUM, seed=args.seed, **common)
+        case "redsync":
+            return RedSync(args.ratio, **common)
+        case "micro":
+            return MiCRO(args.ratio, **common)
+        case "randomk":
+            return RandomK(args.ratio, shared=args.shared is not False, seed=args.seed, **common)
+        case "randomblock":
+            return RandomBlock(args.ratio, shared=args.shared is not False, seed=args.seed, **common)
+        case "threshold":
+            return Threshold(args.threshold, ratio=args.ratio, **common)
+    raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {args.compression!r}")
+
+
+def optimizer_momentum(compression: Any) -> float:
+    """The optimizer's momentum; 0 where the compression has momentum of its own, which would come on top of it (DGC)."""
+    return 0.0 if getattr(compression, "momentum_correction", None) else MOMENTUM
 
 
 @dataclass(frozen=True)

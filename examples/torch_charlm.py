@@ -19,7 +19,7 @@ from pathlib import Path
 import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
-from common import RunLog, check_replicas, make_compression, make_parser, measure_traffic
+from common import RunLog, check_replicas, make_compression, make_parser, measure_traffic, optimizer_momentum
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -121,11 +121,11 @@ def main() -> None:
     generator = torch.Generator().manual_seed(args.seed)
 
     model = CharLM(args.context, args.width, args.layers, args.heads)
-    # SGD, because a gradient entry that waited for n steps must move its weight n times as far: Adam would divide that away.
-    # No clipping after the reduction, because it would cut off just what had waited.
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     # In your own script: compression = SIDCo(ratio=0.001), after `from horovod_sparse.torch import SIDCo`.
     compression = make_compression(args)
+    # SGD, because a gradient entry that waited for n steps must move its weight n times as far: Adam would divide that away.
+    # No clipping after the reduction, because it would cut off just what had waited.
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=optimizer_momentum(compression))
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)

@@ -14,7 +14,7 @@ import time
 import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
-from common import RunLog, check_replicas, make_compression, make_parser, measure_traffic
+from common import RunLog, check_replicas, make_compression, make_parser, measure_traffic, optimizer_momentum
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -69,9 +69,9 @@ def main() -> None:
     loader = DataLoader(train, batch_size=args.batch_size, sampler=sampler, drop_last=True)
 
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     # In your own script: compression = SIDCo(ratio=0.001), after `from horovod_sparse.torch import SIDCo`.
     compression = make_compression(args)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=optimizer_momentum(compression))
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)

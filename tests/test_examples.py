@@ -29,6 +29,20 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
     return demo
 
 
+@pytest.fixture
+def common(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module `examples/common.py`."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import common
+
+    return common
+
+
+def parsed(common: Any, *options: str) -> Any:
+    """The options of an example with these on its command line."""
+    return common.make_parser("", epochs=1, batch_size=1, lr=0.1, ratio=0.01).parse_args(options)
+
+
 def run(launch: Launch, script: str, log: Path, *options: str) -> list[dict[str, Any]]:
     """The lines of the log of a run that must succeed."""
     ended = launch.run(str(EXAMPLES / script), *options, "--log-file", str(log), limit=LIMIT)
@@ -39,7 +53,8 @@ def run(launch: Launch, script: str, log: Path, *options: str) -> list[dict[str,
 @pytest.mark.parallel
 @pytest.mark.parametrize(
     ("compression", "ratio", "most_bytes"),
-    [("none", 1.0, 700_000), ("sidco", 0.01, 20_000)],
+    # DGC would refuse an optimizer with momentum.
+    [("none", 1.0, 700_000), ("sidco", 0.01, 20_000), ("dgc", 0.01, 20_000)],
 )
 def test_digits_on_two_workers(compression: str, ratio: float, most_bytes: int, tmp_path: Path) -> None:
     settings, epoch, end = run(
@@ -81,6 +96,33 @@ def test_one_plain_process_sends_nothing(tmp_path: Path) -> None:
     settings, *epochs, _ = run(Launch("plain"), "torch_charlm.py", tmp_path / "log", *TINY_CHARLM)
     assert settings["workers"] == 1
     assert [epoch["bytes_per_step"] for epoch in epochs] == [0.0, 0.0]
+
+
+def test_every_compression_can_be_made(common: Any) -> None:
+    layers = ["--granularity", "layer"]
+    made = {
+        name: common.make_compression(parsed(common, "--compression", name, *layers)) for name in common.COMPRESSIONS
+    }
+    sparse = {name: compression for name, compression in made.items() if name not in ("none", "fp16")}
+    assert len({type(compression) for compression in sparse.values()}) == 10
+    assert all(compression.granularity == "layer" and compression.residual for compression in sparse.values())
+    assert [name for name in made if common.optimizer_momentum(made[name]) == 0.0] == ["dgc"]
+
+
+@pytest.mark.parametrize(("name", "attribute"), [("topk", "union"), ("randomk", "shared"), ("randomblock", "shared")])
+def test_support_and_residual_can_be_chosen(common: Any, name: str, attribute: str) -> None:
+    chosen = ["--compression", name, "--no-residual"]
+    default, shared, own = (
+        common.make_compression(parsed(common, *chosen, *support)) for support in ([], ["--shared"], ["--per-worker"])
+    )
+    assert (getattr(shared, attribute), getattr(own, attribute)) == (True, False)
+    assert getattr(default, attribute) == (attribute == "shared"), "the compressor's own default"
+    assert not default.residual
+
+
+def test_support_is_refused_where_there_is_no_choice(common: Any) -> None:
+    with pytest.raises(SystemExit, match="topk, randomk, randomblock, not for sidco"):
+        common.make_compression(parsed(common, "--compression", "sidco", "--shared"))
 
 
 @pytest.mark.parallel
