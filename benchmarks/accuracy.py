@@ -13,11 +13,18 @@ import argparse
 
 import runs
 
+CORRECTED = ["--momentum-correction"]
+WARM_UP = ["--ratio-warmup", "200"]
 ROWS = runs.DENSE | {
     "TopK 0.01": ["--compression", "topk", "--ratio", "0.01"],
     "SIDCo 0.01": ["--compression", "sidco", "--ratio", "0.01"],
     "SIDCo 0.001": ["--compression", "sidco", "--ratio", "0.001"],
+    "SIDCo 0.01, corrected": ["--compression", "sidco", "--ratio", "0.01", *CORRECTED],
+    "SIDCo 0.001, corrected": ["--compression", "sidco", "--ratio", "0.001", *CORRECTED],
+    "SIDCo 0.001, corrected, warm-up": ["--compression", "sidco", "--ratio", "0.001", *CORRECTED, *WARM_UP],
+    "DGC 0.001, warm-up": ["--compression", "dgc", "--ratio", "0.001", *WARM_UP],
 }
+"""Corrected: momentum before the selection. Warm-up: the ratio comes down from 0.25 in the first 200 steps."""
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from horovod_sparse.torch import (
     DGC,
     GaussianK,
     MiCRO,
+    MomentumCorrection,
     NoOp,
     RandomBlock,
     RandomK,
@@ -24,6 +25,7 @@ from horovod_sparse.torch import (
     SIDCo,
     Threshold,
     TopK,
+    warmup,
 )
 
 COMPRESSIONS = ["none", "fp16", "noop", "topk", "sidco", "gaussiank", "dgc", "redsync", "micro"]
@@ -66,6 +68,18 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
         default="exponential",
         help="what sidco fits to the gradient's magnitudes",
     )
+    parser.add_argument(
+        "--momentum-correction",
+        action="store_true",
+        help="momentum before the selection, as in DGC, instead of in the optimizer",
+    )
+    parser.add_argument(
+        "--ratio-warmup",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="steps over which the ratio comes down from 0.25 in stairs",
+    )
     parser.add_argument("--threshold", type=float, default=0.01, help="magnitude above which threshold sends entries")
     parser.add_argument("--epochs", type=int, default=epochs, help="number of evaluations")
     parser.add_argument("--batch-size", type=int, default=batch_size, help="samples per worker and step")
@@ -80,7 +94,10 @@ def make_compression(args: argparse.Namespace) -> Any:
     """The object that `hvd.DistributedOptimizer(compression=...)` takes."""
     if args.shared is not None and args.compression not in CHOOSE_SUPPORT:
         raise SystemExit(f"--shared and --per-worker are for {', '.join(CHOOSE_SUPPORT)}, not for {args.compression}")
-    common = {"granularity": args.granularity, "residual": not args.no_residual}
+    common: dict[str, Any] = {"granularity": args.granularity, "residual": not args.no_residual}
+    if args.momentum_correction:
+        common["momentum_correction"] = MomentumCorrection(MOMENTUM)
+    ratio = warmup(max(0.25, args.ratio), args.ratio, args.ratio_warmup) if args.ratio_warmup else args.ratio
     match args.compression:
         case "none":
             return hvd.Compression.none
@@ -89,23 +106,24 @@ def make_compression(args: argparse.Namespace) -> Any:
         case "noop":
             return NoOp(**common)
         case "topk":
-            return TopK(args.ratio, union=args.shared is True, **common)
+            return TopK(ratio, union=args.shared is True, **common)
         case "sidco":
-            return SIDCo(args.ratio, distribution=args.distribution, **common)
+            return SIDCo(ratio, distribution=args.distribution, **common)
         case "gaussiank":
-            return GaussianK(args.ratio, **common)
+            return GaussianK(ratio, **common)
         case "dgc":
-            return DGC(args.ratio, momentum=MOMENTUM, seed=args.seed, **common)
+            common.pop("momentum_correction", None)  # Its own.
+            return DGC(ratio, momentum=MOMENTUM, seed=args.seed, **common)
         case "redsync":
-            return RedSync(args.ratio, **common)
+            return RedSync(ratio, **common)
         case "micro":
-            return MiCRO(args.ratio, **common)
+            return MiCRO(ratio, **common)
         case "randomk":
-            return RandomK(args.ratio, shared=args.shared is not False, seed=args.seed, **common)
+            return RandomK(ratio, shared=args.shared is not False, seed=args.seed, **common)
         case "randomblock":
-            return RandomBlock(args.ratio, shared=args.shared is not False, seed=args.seed, **common)
+            return RandomBlock(ratio, shared=args.shared is not False, seed=args.seed, **common)
         case "threshold":
-            return Threshold(args.threshold, ratio=args.ratio, **common)
+            return Threshold(args.threshold, ratio=ratio, **common)
     raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {args.compression!r}")
 
 

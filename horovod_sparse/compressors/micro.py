@@ -93,7 +93,9 @@ class MiCRO(Compressor):
     def observe(self, state: BucketState, count: int, k: int, proposed: list[float]) -> None:
         assert isinstance(state, MiCROState)
         if state.current == 0.0:
-            state.current = sum(proposed) / len(proposed)
+            # Ranks whose part is empty or zero have nothing to propose.
+            positive = [proposal for proposal in proposed if proposal > 0.0]
+            state.current = sum(positive) / max(len(positive), 1)
         else:
             controller = ThresholdController(self.scaling, state.current, state.excess)
             controller.observe(count, k)
