@@ -20,7 +20,7 @@ def estimate(x: np.ndarray, ratio: float, stages: int, distribution: str, adapt:
     """The fitted threshold alone, before any safeguard."""
     compressor = SIDCo(ratio, stages=stages, distribution=distribution, adapt=adapt)
     whole = OPS.moments(x, 0.0, with_log=distribution == "gamma")
-    return compressor._estimate(OPS, x, compressor.asked(x.size), whole, stages)
+    return compressor._estimate(sidco._Candidates(OPS, x), compressor.asked(x.size), whole, stages)
 
 
 @pytest.fixture(scope="module")

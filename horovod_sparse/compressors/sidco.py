@@ -46,6 +46,31 @@ class SIDCoState(BucketState):
         self.controller.load_state_dict(state)
 
 
+class _Candidates:
+    """The entries that may be selected: later stages and the selection need to look only at what the first one left."""
+
+    def __init__(self, ops: Ops, x: Array) -> None:
+        self.ops = ops
+        self.values = self._whole = x
+        self._indices: Array | None = None
+
+    def narrow(self, threshold: float) -> None:
+        """Drop everything that is not above `threshold`; no lower one will be asked for."""
+        self._indices = self.ops.select_above(self._whole, threshold, len(self._whole)).indices
+        self.values = self._whole[self._indices]
+
+    def widen(self) -> None:
+        """Take everything back."""
+        self.values, self._indices = self._whole, None
+
+    def select(self, threshold: float, capacity: int) -> Selection:
+        """As `Ops.select_above`."""
+        selection = self.ops.select_above(self.values, threshold, capacity)
+        if self._indices is None:
+            return selection
+        return Selection(self._indices[selection.indices], selection.found)
+
+
 class SIDCo(Compressor):
     """Sparsity-inducing distribution-based compression (https://arxiv.org/abs/2101.10761).
 
@@ -104,8 +129,10 @@ class SIDCo(Compressor):
             state.threshold = 0.0
             return ops.select_above(x, 0.0, capacity)
         aim = min(max(1, round(state.aim * k)), whole.count - 1)
-        state.threshold = below_largest(ops, x, self._estimate(ops, x, aim, whole, state.stages))
-        selection = ops.select_above(x, state.threshold, capacity)
+        candidates = _Candidates(ops, x)
+        threshold = self._estimate(candidates, aim, whole, state.stages)
+        state.threshold = below_largest(ops, candidates.values, threshold)
+        selection = candidates.select(state.threshold, capacity)
         if self.stages == "auto":
             state.controller.observe(selection.found, aim, most_stages(self.ratio_at(state.step)))
         if not k / _TRUSTED <= selection.found <= k * _TRUSTED:
@@ -116,23 +143,27 @@ class SIDCo(Compressor):
             state.aim = min(max(state.aim, 1.0 / _MOST_AIM), _MOST_AIM)
         return selection
 
-    def _estimate(self, ops: Ops, x: Array, k: int, whole: Moments, stages: int) -> float:
+    def _estimate(self, candidates: _Candidates, k: int, whole: Moments, stages: int) -> float:
         """The fitted threshold; `whole` are the moments of all k < whole.count non-zero entries."""
         ratio = k / whole.count
         if stages == 1 or ratio >= FIRST_RATIO:
             return self._first_fit(whole, ratio)
         threshold = self._first_fit(whole, FIRST_RATIO)
+        candidates.narrow(threshold)
         step_ratio = (ratio / FIRST_RATIO) ** (1.0 / (stages - 1))
         previous = 0.0
         for remaining in range(stages - 1, 0, -1):
-            tail = ops.moments(x, threshold)
+            tail = candidates.ops.moments(candidates.values, threshold)
             if tail.count < 2:
                 # Beyond the data: nothing is left to fit, the last threshold that left something is the better one.
-                return previous
+                break
             if self.adapt == "robust":
                 step_ratio = (k / tail.count) ** (1.0 / remaining)
             previous, threshold = threshold, max(threshold + self._tail_fit(tail, step_ratio), previous)
-        return threshold
+        else:
+            return threshold
+        candidates.widen()
+        return previous
 
     def _first_fit(self, moments: Moments, ratio: float) -> float:
         if self.distribution == "gamma":
