@@ -27,7 +27,7 @@ from typing import Any
 import estimation_report as report
 import numpy as np
 import torch
-from estimation_data import KINDS, stream
+from estimation_data import KINDS, RECORDED, stream
 from estimation_report import CLOSED, RAW, Result
 from torch import Tensor
 from tqdm import tqdm
@@ -157,21 +157,27 @@ class Trial:
             if least > 0.0:  # otherwise all that is not zero fits into k entries, and there is nothing to compare with
                 self.errors.append(OPS.norm(u.index_fill(0, indices, 0.0)) / least)
 
-    def result(self, kind: str) -> Result:
-        low, high = np.percentile(self.quotients, (5, 95))
-        return Result(
-            compressor=self.row.name, data=kind, ratio=self.ratio, mode=self.mode, held=self.row.held, room=self.room,
-            numel=self.numel, k=self.k, mean=statistics.fmean(self.quotients), p5=float(low), p95=float(high),
-            error=statistics.fmean(self.errors) if self.errors else None,
-        )  # fmt: skip
+
+def result(kind: str, trials: Sequence[Trial]) -> Result:
+    """What was measured with several seeds, together."""
+    one = trials[0]
+    quotients = [quotient for trial in trials for quotient in trial.quotients]
+    errors = [error for trial in trials for error in trial.errors]
+    low, high = np.percentile(quotients, (5, 95))
+    return Result(
+        compressor=one.row.name, data=kind, ratio=one.ratio, mode=one.mode, held=one.row.held, room=one.room,
+        numel=one.numel, k=one.k, mean=statistics.fmean(quotients), p5=float(low), p95=float(high),
+        error=statistics.fmean(errors) if errors else None,
+        seeds=[statistics.fmean(trial.quotients) for trial in trials],
+    )  # fmt: skip
 
 
-def measure(kind: str, args: argparse.Namespace) -> list[Result]:
+def measure(kind: str, seed: int, args: argparse.Namespace) -> list[Trial]:
     """All compressors, ratios and modes on one kind of data."""
-    gradients = stream(kind, workers=args.workers, size=args.size, seed=args.seed, skipped=args.record_burn_in)
+    gradients = stream(kind, workers=args.workers, size=args.size, seed=seed, skipped=args.record_burn_in)
     late = max(args.burn_in - args.raw_burn_in, 0)
     trials: list[Trial] = []
-    for step in tqdm(range(args.steps), desc=kind, file=sys.stderr, leave=False):
+    for step in tqdm(range(args.steps), desc=f"{kind}, seed {seed}", file=sys.stderr, leave=False):
         now = next(gradients)
         if step == 0:
             for mode in (CLOSED, RAW):
@@ -185,7 +191,18 @@ def measure(kind: str, args: argparse.Namespace) -> list[Result]:
         for trial in trials:
             if step >= trial.start:
                 trial.step(now, counted=counted, compared=compared)
-    return [trial.result(kind) for trial in trials]
+    for trial in trials:
+        trial.pipelines.clear()  # the residuals are large, and done with
+    return trials
+
+
+def measure_all(args: argparse.Namespace) -> list[Result]:
+    """On every kind of data. Steps of a training run depend on each other, so there are several; synthetic ones do not."""
+    runs = [(kind, args.seed + i) for kind in args.data for i in range(args.seeds if kind in RECORDED else 1)]
+    trials: dict[str, list[list[Trial]]] = {}
+    for kind, seed in tqdm(runs, desc="data", file=sys.stderr):
+        trials.setdefault(kind, []).append(measure(kind, seed, args))
+    return [result(kind, same) for kind, seeds in trials.items() for same in zip(*seeds, strict=True)]
 
 
 def processor() -> str:
@@ -220,6 +237,9 @@ def parse_arguments() -> argparse.Namespace:
         "--error-every", type=int, default=10, help="counted steps from one look at the error to the next"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="training runs of each example, with one seed after the other"
+    )
     parser.add_argument("--output", type=Path, default=Path("estimation-output"), help="folder for estimation.json")
     parser.add_argument("--page", type=Path, default=DOCS / "estimation.md", help="the page to write")
     parser.add_argument("--picture", type=Path, default=DOCS / "estimation.png", help="the picture to draw")
@@ -233,7 +253,7 @@ def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(1)
     started = time.process_time()
-    results = [result for kind in tqdm(args.data, desc="data", file=sys.stderr) for result in measure(kind, args)]
+    results = measure_all(args)
     conditions = {
         "command": shlex.join(["python", "benchmarks/estimation.py", *sys.argv[1:]]),
         "processor": processor(),
@@ -241,7 +261,7 @@ def main() -> None:
         "processor_seconds": time.process_time() - started,
     }
     settings = {name: getattr(args, name) for name in ("size", "workers", "replicas", "steps", "burn_in", "raw_burn_in",
-                                                       "record_burn_in", "error_every", "seed")}  # fmt: skip
+                                                       "record_burn_in", "error_every", "seed", "seeds")}  # fmt: skip
     everything = {**conditions, **settings, "results": [asdict(result) for result in results]}
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "estimation.json").write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")

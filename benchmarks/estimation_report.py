@@ -37,6 +37,8 @@ class Result:
     p95: float
     error: float | None
     """None where top-k leaves nothing behind."""
+    seeds: list[float]
+    """The mean of each seed."""
 
 
 def unique(values: Iterable[Any]) -> list[Any]:
@@ -54,8 +56,14 @@ def verdict(results: Sequence[Result]) -> str:
     """Whether the compressors that are held to it achieve their count."""
     names = "; ".join(unique(result.compressor for result in results if result.held))
     rule = f'Mean count with feedback within {PERCENT} of k on all data but "{MOSTLY_ZERO}", asked of {names}: '
-    failed = [f"- {one.compressor} at {one.ratio} on {one.data}: {one.mean:.3f}" for one in outside(results)]
+    failed = [
+        f"- {one.compressor} at {one.ratio} on {one.data}: {one.mean:.3f}{_each(one.seeds)}" for one in outside(results)
+    ]
     return f"{rule}outside are\n\n" + "\n".join(failed) if failed else f"{rule}none is outside."
+
+
+def _each(seeds: Sequence[float]) -> str:
+    return f" (each seed: {', '.join(f'{mean:.3f}' for mean in seeds)})" if len(seeds) > 1 else ""
 
 
 def count_cell(result: Result) -> str:
@@ -160,8 +168,9 @@ torch {conditions["torch"]}; {conditions["processor_seconds"]:.0f} s of processo
 - **Feedback**: what is not sent is added to the next gradient. **Raw**: every gradient by itself, but the compressor's
   adaptive state goes on.
 - **digits, charlm**: gradients of the two examples' models while they are trained with the workers' dense average, after
-  {settings["record_burn_in"]} steps; charlm with width {CHARLM_WIDTH} and {CHARLM_LAYERS} layers. Parameters with fewer than
-  {MIN_NUMEL} entries are left out, the others are one bucket. **All others**: independent draws in every step.
+  {settings["record_burn_in"]} steps; {settings["seeds"]} training runs each, counted together. charlm has width {CHARLM_WIDTH}
+  and {CHARLM_LAYERS} layers. Parameters with fewer than {MIN_NUMEL} entries are left out, the others are one bucket.
+- **All other data**: independent draws in every step.
 - Entries of a gradient: synthetic {settings["size"]:,}{sizes}.
 - DGC runs without momentum, so that it selects from the same as the others. Threshold has the threshold that selects k
   entries of the first worker's first gradient.
