@@ -30,12 +30,14 @@ class WeightedAverage:
         """The averages: arrays of this object's own."""
 
     def update(self, iterates: Sequence[Array]) -> None:
-        """Take in the iterates of a step: NumPy arrays or tensors, always the same number and shapes; they are not kept."""
+        """Take in a step's iterates, arrays or tensors, always of the same number, shapes and types; they are not kept."""
         a, t = self.shift, self.step
         rho = 6.0 * (t + a) ** 2 / ((t + 1.0) * (6.0 * a * a + t + 6.0 * a * t + 2.0 * t * t))
+        # A parameter that is still part of a graph would keep every step's graph alive.
+        plain = [iterate.detach() if hasattr(iterate, "detach") else iterate for iterate in iterates]
         if not self.arrays:
-            self.arrays = [iterate * 1.0 for iterate in iterates]
+            self.arrays = [iterate * 1.0 for iterate in plain]
         else:
-            for average, iterate in zip(self.arrays, iterates, strict=True):
+            for average, iterate in zip(self.arrays, plain, strict=True):
                 average += rho * (iterate - average)
         self.step += 1

@@ -4,7 +4,8 @@ An exchange is a generator: it yields the collectives that it needs, one after t
 adapter decides when to start one and when to wait, and can advance all buckets before it waits for the first again.
 
 Every rank gets the same result to the last bit: gathered values are added rank by rank, and an allreduce gives all ranks
-the same sums. A rank whose gradient is not finite takes part all the same and says so; then all ranks return None.
+the same sums. A rank whose gradient is not finite takes part all the same and says so; then all ranks return None. What was
+taken out of the residual is sent only when the whole step has succeeded, and returns to it otherwise.
 """
 
 from __future__ import annotations
@@ -47,7 +48,6 @@ class Task:
     capacity: int
     """Rows of this rank's message."""
     world: int
-    position: int
     rank: int
     asked: int
     """k, as the statistics show it."""
@@ -64,28 +64,39 @@ class Task:
     """Entries sent by this rank."""
     overflow: int = 0
     """Entries that qualified but had no room."""
+    _taken: Entries | None = None
 
-    def take(self, indices: Array) -> Array:
-        """The values at `indices`, which are no longer in the residual."""
-        values = self.ops.take(self.buffer, indices)
-        if not self.residual:
+    def take(self, indices: Array | None) -> Array:
+        """The values at `indices` (None: all), which are no longer in the residual, until the step succeeds or fails."""
+        if indices is None:
+            values = self.ops.copy(self.buffer)
             self.buffer[:] = 0
+        else:
+            values = self.ops.take(self.buffer, indices)
+        self._taken = Entries(indices, values)
+        self.drop()
         return values
 
-    def give_back(self, indices: Array, values: Array) -> None:
-        """Put back what was taken, after a step that came to nothing."""
-        if self.residual:
-            self.ops.scatter_add(self.buffer, indices, values)
-
     def drop(self) -> None:
-        """Without a residual nothing is kept, not even of a step that came to nothing."""
+        """Without a residual nothing is kept, not even of a step that comes to nothing."""
         if not self.residual:
             self.buffer[:] = 0
 
-    def sent(self, indices: Array) -> None:
-        """The step succeeded."""
-        if self.velocity is not None:
-            self.velocity[indices] = 0
+    def succeed(self) -> None:
+        """The step succeeded everywhere: what was taken is sent."""
+        if self.velocity is not None and self._taken is not None and self._taken.indices is not None:
+            self.velocity[self._taken.indices] = 0
+        self._taken = None
+
+    def fail(self) -> None:
+        """The step came to nothing somewhere: what was taken returns to the residual."""
+        if self.residual and self._taken is not None:
+            indices, values = self._taken
+            if indices is None:
+                self.ops.accumulate(self.buffer, values)
+            else:
+                self.ops.scatter_add(self.buffer, indices, values)
+        self._taken = None
 
     def check_length(self, gathered: Array, message: Array) -> None:
         """Raise unless all messages are as long as this rank's: with a schedule their room depends on the step."""
@@ -116,11 +127,12 @@ Exchange = Callable[[Task], "Generator[Collective, Any, list[Entries] | None]"]
 
 def pairs(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
     """Every rank's own entries, by one allgather of (index, value) pairs (`wire`, message 1)."""
-    ops, selection, values = task.ops, None, None
+    ops = task.ops
     if task.finite:
         selection = task.select()
-        values = task.take(selection.indices)
-        message = ops.pack(selection.indices, values, task.capacity)
+        message = ops.pack(selection.indices, task.take(selection.indices), task.capacity)
+        task.count = len(selection.indices)
+        task.overflow = selection.found - task.count
     else:
         task.drop()
         message = ops.pack_not_finite(task.buffer, task.capacity)
@@ -128,31 +140,30 @@ def pairs(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
     task.check_length(gathered, message)
     messages = ops.split(gathered, task.world)
     if any(ops.is_not_finite(message) for message in messages):
-        if selection is not None:
-            task.give_back(selection.indices, values)
         return None
-    assert selection is not None
-    task.sent(selection.indices)
-    task.count = len(selection.indices)
-    task.overflow = selection.found - task.count
     return [Entries(*ops.unpack(message)) for message in messages]
 
 
 def shared_indices(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
     """Entries that all ranks choose alike, by one allreduce of their values (`wire`, message 2)."""
-    ops, selection = task.ops, task.select()
-    count = len(selection.indices)
-    values = task.take(selection.indices)
+    indices = task.select().indices
+    task.count = len(indices)
+    return (yield from _sum(task, indices, task.capacity))
+
+
+def dense(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
+    """Everything, by one allreduce in the residual's own type (message 2 with all entries)."""
+    task.count = len(task.buffer)
+    return (yield from _sum(task, None, task.count))
+
+
+def _sum(task: Task, indices: Array | None, length: int) -> Generator[Collective, Any, list[Entries] | None]:
+    """Message 2 of entries that all ranks know."""
     tail = wire.tail(task.finite, task.digest())
-    total = yield Collective("allreduce", ops.pack_values(values, task.capacity, tail))
-    bad, *bits = ops.numbers(total[task.capacity :])
+    total = yield Collective("allreduce", task.ops.pack_values(task.take(indices), length, tail))
+    bad, *bits = task.ops.numbers(total[length:])
     task.check_bits(bits)
-    if bad:
-        task.give_back(selection.indices, values)
-        return None
-    task.sent(selection.indices)
-    task.count = count
-    return [Entries(selection.indices, total[:count])]
+    return None if bad else [Entries(indices, total[: task.count])]
 
 
 def union(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
@@ -170,28 +181,9 @@ def union(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
         return None
     task.check_digests([digest for digest, _ in headers])
     indices = ops.union([message[wire.HEADER :] for message in messages])
-    count = len(indices)
-    task.observe(count, [wire.float_of(bits) for _, bits in headers])
-    values = task.take(indices)
-    total = yield Collective("allreduce", ops.pack_values(values, task.capacity * task.world, []))
-    task.sent(indices)
-    task.count = count
+    task.count = len(indices)
     task.overflow = selection.found - len(selection.indices)
-    return [Entries(indices, total[:count])]
-
-
-def dense(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
-    """Everything, by one allreduce of the residual's own type (message 2 with all entries)."""
-    numel = len(task.buffer)
-    values = task.ops.copy(task.buffer)
-    task.buffer[:] = 0
-    tail = wire.tail(task.finite, task.digest())
-    total = yield Collective("allreduce", task.ops.pack_values(values, numel, tail))
-    bad, *bits = task.ops.numbers(total[numel:])
-    task.check_bits(bits)
-    if bad:
-        if task.residual:
-            task.ops.accumulate(task.buffer, values)
-        return None
-    task.count = numel
-    return [Entries(None, total[:numel])]
+    task.observe(task.count, [wire.float_of(bits) for _, bits in headers])
+    room = min(task.capacity * task.world, len(task.buffer))
+    total = yield Collective("allreduce", ops.pack_values(task.take(indices), room, []))
+    return [Entries(indices, total[: task.count])]

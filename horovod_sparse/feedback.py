@@ -50,11 +50,14 @@ class MomentumCorrection:
         ops.accumulate(residual, velocity)
 
 
-def clip(ops: Ops, gradient: Array, clip_norm: float, world: int) -> Array:
-    """The gradient of one parameter, scaled down to the norm `clip_norm / sqrt(world)` if it is larger.
+def clip(ops: Ops, gradient: Array, clip_norm: float, world: int, dtype: str) -> Array:
+    """A copy, of `dtype`, of one parameter's gradient, scaled down to the norm `clip_norm / sqrt(world)` if it is larger.
 
-    The mean of `world` independent gradients of that norm has norm `clip_norm / world`, their sum `clip_norm`.
+    The sum of `world` independent gradients of that norm has norm `clip_norm`, as has a single worker's.
     """
-    limit = clip_norm / math.sqrt(world)
-    norm = ops.norm(gradient.reshape(-1))
-    return gradient * (limit / norm) if norm > limit else gradient
+    flat = ops.zeros(math.prod(gradient.shape), dtype, gradient)
+    ops.assign(flat, gradient)
+    norm, limit = ops.norm(flat), clip_norm / math.sqrt(world)
+    if norm > limit:
+        flat *= limit / norm
+    return flat.reshape(gradient.shape)

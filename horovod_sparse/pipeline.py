@@ -18,6 +18,9 @@ from horovod_sparse.ops import Array, Ops
 from horovod_sparse.residuals import Residuals
 from horovod_sparse.statistics import Counts, Stats, StepStats, Tally
 
+VERSION = 2
+"""Of the state."""
+
 
 @dataclass
 class Bucket:
@@ -72,13 +75,15 @@ class Pipeline:
         self._learning_rates: dict[str, float] = {}
         self._not_finite: list[str] = []
         """What held NaN or infinity in this step: this rank's gradients first."""
+        self._tasks: list[Task] = []
+        """Exchanges of this step that have ended."""
 
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Add buckets; `like(name)` gives an array on the device where the parameter's bucket shall live."""
         for layout in layouts:
-            wire.check_limits(
-                layout.name, layout.numel, self.compressor.most_room(layout.numel, self.world), self.world
-            )
+            most = self.compressor.most_room(layout.numel, self.world)
+            gathers = self.compressor.exchange is not exchanges.shared_indices
+            wire.check_limits(layout.name, layout.numel, most if gathers else 0, self.world)
         for layout in layouts:
             buffer = self.residuals.allocate(layout, like(layout.name))
             corrected = self.compressor.momentum_correction is not None
@@ -117,13 +122,10 @@ class Pipeline:
             bucket.finite = False
             gradient = None
         residual = self.residuals.view(name)
-        if self.compressor.lr_in_residual and learning_rate:
-            factor = self._learning_rates.get(name, learning_rate) / learning_rate
-            if factor != 1.0:
-                residual *= factor
-            self._learning_rates[name] = learning_rate
+        if self.compressor.lr_in_residual:
+            gradient = self._rescaled(name, gradient, residual, learning_rate)
         if gradient is not None:
-            gradient = self.clipped(gradient)
+            gradient = self.clipped(gradient, bucket.layout.residual_dtype)
         if bucket.velocity is not None:
             correction = self.compressor.momentum_correction
             assert correction is not None
@@ -133,26 +135,41 @@ class Pipeline:
         bucket.missing.discard(name)
         return None if bucket.missing else bucket
 
-    def check_reduced(self, name: str, reduced: Array) -> None:
-        """Note whether a reduced gradient that did not come through a bucket is finite."""
-        if self.compressor.not_finite == "raise" and not self.ops.all_finite(reduced):
+    def check_reduced(self, name: str, reduced: Array) -> bool:
+        """Whether a reduced gradient that did not come through a bucket is finite; if not, the step fails."""
+        finite = self.ops.all_finite(reduced)
+        if not finite:
             self._not_finite.append(f"parameter {name!r}")
+        return finite
 
     def finish_dense(self, name: str, reduced: Array) -> None:
         """Put momentum into the reduced gradient of a parameter that is reduced dense, in place."""
-        self.check_reduced(name, reduced)
         correction = self.compressor.momentum_correction
-        if correction is not None and self.ops.all_finite(reduced):
+        if self.check_reduced(name, reduced) and correction is not None:
             velocity = self.velocities.view(name)
             corrected = self.ops.copy(velocity)
             corrected[:] = 0
             correction.accumulate(self.ops, corrected, velocity, reduced)
             reduced[...] = corrected.reshape(reduced.shape)
 
-    def clipped(self, gradient: Array) -> Array:
-        """This rank's gradient of a parameter, scaled down if `clip_norm` asks for it."""
+    def clipped(self, gradient: Array, dtype: str) -> Array:
+        """This rank's gradient of a parameter, of `dtype` and scaled down if `clip_norm` asks for it."""
         limit = self.compressor.clip_norm
-        return gradient if limit is None else feedback.clip(self.ops, gradient, limit, self.world)
+        return gradient if limit is None else feedback.clip(self.ops, gradient, limit, self.world, dtype)
+
+    def _rescaled(
+        self, name: str, gradient: Array | None, residual: Array, learning_rate: float | None
+    ) -> Array | None:
+        """Keep a residual in units of the update; a gradient of a step with rate 0 adds nothing to it."""
+        if learning_rate is None:
+            raise ValueError("learning_rate must be given with lr_in_residual=True, got None")
+        if learning_rate == 0.0:
+            return None
+        factor = self._learning_rates.get(name, learning_rate) / learning_rate
+        if factor != 1.0:
+            residual *= factor
+        self._learning_rates[name] = learning_rate
+        return gradient
 
     # --- a bucket's exchange ---
 
@@ -171,7 +188,6 @@ class Pipeline:
             velocity=bucket.velocity if correction is not None and correction.masking else None,
             capacity=capacity,
             world=self.world,
-            position=self.position,
             rank=self.rank,
             asked=numel if exchange is exchanges.dense else k,
             finite=bucket.finite,
@@ -197,8 +213,8 @@ class Pipeline:
         """Go on with the result of a bucket's collective: the next one, or None at the end.
 
         At the end every parameter's entries are handed to `write`, rank by rank in rank order, values divided by
-        `divisor`; None instead when some rank's gradient was not finite: what this rank sent is in its residual again
-        then. The order is the same on all ranks, so that sums of floats are too, to the last bit.
+        `divisor`; None instead when some rank's gradient was not finite. The order is the same on all ranks, so that sums
+        of floats are too, to the last bit.
         """
         assert bucket.exchange is not None
         try:
@@ -227,6 +243,7 @@ class Pipeline:
         assert task is not None
         bucket.task = bucket.exchange = None
         state.step += 1
+        self._tasks.append(task)
         if parts is None:
             self._not_finite.append(f"some parameter in bucket {bucket.name!r} of another rank")
             for slot in bucket.layout.slots:
@@ -255,11 +272,19 @@ class Pipeline:
         ]
 
     def end_step(self) -> None:
-        """Raise FloatingPointError on every rank if a gradient of the step that has ended was not finite on any.
+        """End a step, when all reduced gradients are there: it succeeds, or fails on every rank.
 
-        Not with `not_finite="propagate"`. Residuals are finite and as they were without the step: training can go on.
+        It fails if some rank's gradient held NaN or infinity. What every bucket had sent then returns to the residuals, which
+        are finite and hold the step's finite gradients too; momentum has moved on. Raises FloatingPointError on every
+        rank then, unless `not_finite="propagate"`; training can go on.
         """
         found, self._not_finite = self._not_finite, []
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            if found:
+                task.fail()
+            else:
+                task.succeed()
         if found and self.compressor.not_finite == "raise":
             raise FloatingPointError(
                 f"rank {self.rank}: the gradient of {found[0]} holds NaN or infinity; it was kept out of the residual. "
@@ -287,7 +312,7 @@ class Pipeline:
         Every parameter carries a copy of its bucket's adaptive state, so that other buckets can be made of it.
         """
         return {
-            "version": 1,
+            "version": VERSION,
             "residuals": self.residuals.state_dict(),
             "velocities": self.velocities.state_dict(),
             "learning_rates": dict(self._learning_rates),
@@ -307,6 +332,8 @@ class Pipeline:
         """Multiply residuals and velocities by `factor`."""
         self.residuals.rescale(factor)
         self.velocities.rescale(factor)
+        for bucket in self.buckets:
+            bucket.state.rescale(factor)
 
     def reset(self) -> None:
         """Start afresh: residuals zero, adaptive state and statistics as before the first step."""
@@ -325,8 +352,8 @@ def check_state(
     velocities: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Raise ValueError unless `state` is one of this release, of parameters of these shapes, and of this algorithm."""
-    if state.get("version") != 1:
-        raise ValueError(f"state must have version 1, got {state.get('version')!r}; it was saved by another release")
+    if state.get("version") != VERSION:
+        raise ValueError(f"state must have version {VERSION}, got {state.get('version')!r}; another release saved it")
     _check_shapes("residuals", state["residuals"], residuals, "the same min_numel and exclude")
     _check_shapes("velocities", state["velocities"], velocities, "the same momentum_correction")
     if state["adaptive"].keys() != state["residuals"].keys():

@@ -14,7 +14,7 @@ receiver divides.
   reduces the whole bucket to NaN, as a dense allreduce would have spread it.
 
 **2. Values** (allreduce, sum): float32 (the residual's type when all entries are sent) of shape `(capacity + 17,)` or, as
-the second message after indices, `(world * capacity,)`.
+the second message after indices, `(min(world * capacity, bucket size),)`.
 
 - Values of the entries that all ranks know, in ascending order of their indices, then zeros up to the capacity.
 - Where indices were not gathered, 17 numbers follow: 1 for a rank whose gradient is not finite, else 0; then the lowest 16
@@ -37,6 +37,8 @@ import struct
 PADDING = -1
 NOT_FINITE = -2
 ROW_BYTES = 8
+LARGEST = 3.4028234663852886e38
+"""The largest float32."""
 HEADER = 2
 """Numbers before the indices of message 3."""
 _DIGEST_BITS = 16
@@ -72,8 +74,8 @@ def tail(finite: bool, digest: int) -> list[float]:
 
 
 def float_bits(number: float) -> int:
-    """The bits of a number rounded to float32, as an int32."""
-    bits: int = struct.unpack("<i", struct.pack("<f", number))[0]
+    """The bits of a number rounded to float32, as an int32; the largest float32 stands for all that are larger."""
+    bits: int = struct.unpack("<i", struct.pack("<f", max(-LARGEST, min(number, LARGEST))))[0]
     return bits
 
 

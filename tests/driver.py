@@ -51,7 +51,7 @@ Reduced = dict[str, list[tuple[np.ndarray, np.ndarray]] | None]
 def exchange(
     backend: Backend, pipelines: Sequence[Pipeline], buckets: Sequence[Bucket], divisor: float = 1.0
 ) -> list[Reduced]:
-    """All ranks' exchange of one bucket, begun and ended; every rank's result."""
+    """All ranks' exchange of one bucket; every rank's result. The step is not ended: `Pipeline.end_step`."""
     results: list[Reduced] = [{} for _ in pipelines]
 
     def writer(result: Reduced) -> Any:
@@ -91,6 +91,7 @@ def send(backend: Backend, pipeline: Pipeline, gradient: np.ndarray) -> Sent:
     assert bucket is not None
     before = backend.numpy(bucket.buffer).copy()
     parts = exchange(backend, [pipeline], [bucket])[0]["p"]
+    pipeline.end_step()
     assert parts is not None and len(parts) == 1
     return Sent(before, *parts[0])
 

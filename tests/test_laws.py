@@ -102,28 +102,54 @@ def test_not_finite_gradients_never_reach_the_residual(backend: Backend, row: Ro
         if not row.momentum:
             np.testing.assert_array_equal(before, kept)
         assert exchange(backend, [pipeline], [bucket])[0]["p"] is None
-        np.testing.assert_array_equal(backend.numpy(bucket.buffer), before)
-        assert bucket.state.step == step + 1
         if not_finite == "raise":
             with pytest.raises(FloatingPointError, match=r"rank 0: .*parameter 'p' holds NaN or infinity"):
                 pipeline.end_step()
-        pipeline.end_step()
+        else:
+            pipeline.end_step()
+        np.testing.assert_array_equal(backend.numpy(bucket.buffer), before)
+        assert bucket.state.step == step + 1
         assert np.isfinite(send(backend, pipeline, gradient).values).all()
 
 
 @for_all
 @pytest.mark.parametrize("dense_steps", [0, 1])
 def test_what_was_sent_returns_when_another_rank_is_not_finite(backend: Backend, row: Row, dense_steps: int) -> None:
-    gradient = gradients("laplace", 400, np.random.default_rng(0))
-    compressor = row.make(0.1, not_finite="propagate", dense_steps=dense_steps)
+    """Of every bucket, also of those that were finite everywhere: the step is given up as a whole."""
+    rng = np.random.default_rng(0)
+    compressor = row.make(0.1, not_finite="propagate", dense_steps=dense_steps, granularity="layer")
+    shapes = {"bad": (400,), "good": (500,)}
+    pipelines = [make_pipeline(backend, compressor, shapes, world=2, position=rank) for rank in range(2)]
+    given = {(rank, name): gradients("laplace", *shape, rng) for rank in range(2) for name, shape in shapes.items()}
+    given[0, "bad"][7] = np.nan
+    for (rank, name), gradient in given.items():
+        pipelines[rank].arrive(name, backend.array(gradient))
+    before = [{b.name: backend.numpy(b.buffer).copy() for b in pipeline.buckets} for pipeline in pipelines]
+    velocities = [pipeline.velocities.state_dict() for pipeline in pipelines]
+    for buckets in zip(*(pipeline.buckets for pipeline in pipelines), strict=True):
+        results = exchange(backend, pipelines, buckets)
+        assert [result[buckets[0].name] is None for result in results] == [buckets[0].name == "bad"] * 2
+    for rank, pipeline in enumerate(pipelines):
+        pipeline.end_step()
+        for bucket in pipeline.buckets:
+            np.testing.assert_array_equal(backend.numpy(bucket.buffer), before[rank][bucket.name])
+        for name, velocity in pipeline.velocities.state_dict().items():
+            np.testing.assert_array_equal(backend.numpy(velocity), backend.numpy(velocities[rank][name]))
+    assert not before[0]["bad"].any()
+
+
+@for_rows(lambda row: not row.momentum)
+@pytest.mark.parametrize("dense_steps", [0, 1])
+def test_without_residual_a_step_that_failed_leaves_nothing(backend: Backend, row: Row, dense_steps: int) -> None:
+    compressor = row.make(0.1, not_finite="propagate", dense_steps=dense_steps, residual=False)
     pipelines = [make_pipeline(backend, compressor, {"p": (400,)}, world=2, position=rank) for rank in range(2)]
-    pipelines[0].arrive("p", backend.array(gradient * np.float32(np.nan)))
-    pipelines[1].arrive("p", backend.array(gradient))
-    before = backend.numpy(pipelines[1].buckets[0].buffer).copy()
-    results = exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
-    assert results == [{"p": None}, {"p": None}]
-    np.testing.assert_array_equal(backend.numpy(pipelines[1].buckets[0].buffer), before)
-    assert not backend.numpy(pipelines[0].buckets[0].buffer).any()
+    gradient = gradients("laplace", 400, np.random.default_rng(0))
+    for rank, pipeline in enumerate(pipelines):
+        pipeline.arrive("p", backend.array(gradient * np.float32(np.nan if rank == 0 else 1.0)))
+    exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
+    for pipeline in pipelines:
+        pipeline.end_step()
+        assert not backend.numpy(pipeline.buckets[0].buffer).any()
 
 
 @for_all
@@ -285,6 +311,8 @@ def test_reduced_gradient_is_the_sum_of_what_was_sent(backend: Backend, row: Row
                 np.testing.assert_allclose(reduced[0], sent / world, rtol=1e-6, atol=1e-6)
                 if step < dense_steps:
                     assert not after.any(), "everything is sent"
+        for pipeline in pipelines:
+            pipeline.end_step()
 
 
 @for_rows(lambda row: not row.workers_differ)
@@ -300,6 +328,8 @@ def test_identical_ranks_are_like_one(backend: Backend, row: Row) -> None:
         for pipeline in pipelines:
             pipeline.arrive("p", backend.array(gradient))
         parts = exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines], divisor=4.0)[0]["p"]
+        for pipeline in pipelines:
+            pipeline.end_step()
         dense = np.zeros(700, np.float32)
         dense[expected.indices] = expected.values
         np.testing.assert_allclose(dense_sum(parts, 700), dense, rtol=1e-6)

@@ -89,6 +89,9 @@ class BucketState:
         for name in ("step", *self.saved):
             setattr(self, name, state[name])
 
+    def rescale(self, factor: float) -> None:
+        """Residuals were multiplied by `factor`: so must be what is kept in their unit."""
+
     def digest(self) -> int:
         """31 bits that tell different states apart."""
         return zlib.crc32(json.dumps(self.state_dict()).encode()) >> 1
@@ -112,11 +115,14 @@ class Compressor(ABC):
             Half precision is refused: it would round away the small gradients that the residual exists to keep.
         lr_in_residual: whether the residual is kept in units of the update, as in Sparsified SGD with Memory
             (https://arxiv.org/abs/1809.07599): when the learning rate changes from eta to eta', it is multiplied by
-            eta/eta', so that what waits is applied with the rate that it was computed at.
+            eta/eta', so that what waits is applied with the rate that it was computed at. Gradients of steps with rate 0 add
+            nothing; what is sent in such a step is lost.
         momentum_correction: momentum before the selection; the optimizer must then have none. Parameters that are reduced
-            dense get the same momentum after the reduction.
+            dense get the same momentum after the reduction; embeddings with sparse gradients are refused. Weight decay is
+            the optimizer's, which now adds it without momentum: multiply it by 1/(1 - momentum) for the same effect.
         clip_norm: each worker scales the gradient of each parameter down to the norm `clip_norm / sqrt(workers)` before
-            anything else, > 0; None does not clip. (Clipping after the reduction would cut off just what had waited.)
+            anything else, > 0, in the unit of the gradients (scaled ones with a GradScaler); None does not clip. Embeddings
+            with sparse gradients are not clipped. (Clipping after the reduction would cut off just what had waited.)
         capacity: room of the message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit
             stays in the residual.
         not_finite: what a NaN or infinity in a gradient does. "raise": when the step is reduced every rank raises
@@ -156,6 +162,7 @@ class Compressor(ABC):
         check_choice("granularity", granularity, ("layer", "bucket", "model"))
         check_integer("bucket_bytes", bucket_bytes, 1)
         check_integer("min_numel", min_numel, 0)
+        exclude = exclude if isinstance(exclude, str) else tuple(exclude)
         if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in exclude):
             raise TypeError(f"exclude must be a list of patterns such as ['*.bias'], got {exclude!r}")
         check_integer("dense_steps", dense_steps, 0)
@@ -175,7 +182,7 @@ class Compressor(ABC):
         self.granularity: Granularity = granularity
         self.bucket_bytes = bucket_bytes
         self.min_numel = min_numel
-        self.exclude = tuple(exclude)
+        self.exclude = exclude
         self.dense_steps = dense_steps
         self.residual = residual
         self.residual_dtype = residual_dtype

@@ -27,15 +27,16 @@ class DGC(Compressor):
     becomes zero in V and U (momentum factor masking). If more than 1.3 k exceed it, the exact top-k of those is sent; if
     fewer than 0.8 k, eta is lowered by the factor 0.8, at most 10 times.
 
-    Give it an optimizer without momentum; momentum is here. With `momentum=0` it is sampled top-k with error feedback.
+    Give it an optimizer without momentum; momentum is here (and multiply a weight decay by 1/(1 - m), see
+    `Compressor.momentum_correction`). With `momentum=0` it is sampled top-k with error feedback.
 
     Args:
         ratio: delta, fraction of entries to send, in (0, 1], or a schedule.
         momentum: m, in [0, 1).
         nesterov: Nesterov's form of the momentum.
         masking: whether the velocity becomes zero where entries were sent.
-        clip_norm: bound on the norm of a parameter's averaged gradient: each worker clips its own to
-            `clip_norm / sqrt(workers)`; None does not clip.
+        clip_norm: each worker clips its own gradient of each parameter to the norm `clip_norm / sqrt(workers)`; None does
+            not clip.
         sample_ratio: fraction of the entries that is sampled, in (0, 1]; at least 2/delta entries are.
         warmup_steps: steps over which the ratio comes down from 0.25 in geometric stairs, >= 0; needs a constant ratio.
         seed: of the sample's start, an int >= 0.
@@ -62,6 +63,7 @@ class DGC(Compressor):
                 raise ValueError(
                     f"warmup_steps must be 0 with a schedule, got {warmup_steps}; put it into the schedule"
                 )
+            check_number("ratio", ratio, "in (0, 1]", 0.0 < _number(ratio) <= 1.0)
             ratio = warmup(max(_FIRST_RATIO, ratio), ratio, warmup_steps)
         if "momentum_correction" in settings:
             raise TypeError("DGC has its own momentum correction; set momentum, nesterov and masking instead")

@@ -19,6 +19,7 @@ _CORRECTIONS = 3
 _TOO_FEW, _TOO_MANY = 2.0 / 3.0, 4.0 / 3.0
 _LOWER, _RAISE = 0.5, 1.5
 _TOLERANCE = 0.1
+_RECENTRE = 0.05
 
 
 @dataclass
@@ -73,7 +74,10 @@ class GaussianK(Compressor):
             threshold = search_threshold(ops, x, k, _TOLERANCE, start=fitted * state.factor)
             state.factor = threshold / fitted if threshold > 0.0 < fitted else 1.0
         state.threshold = below_largest(ops, x, threshold)
-        return ops.select_above(x, state.threshold, capacity)
+        selection = ops.select_above(x, state.threshold, capacity)
+        # What is within the tolerance is accepted, but the next search begins a little nearer to k.
+        state.factor *= (max(selection.found, 1) / k) ** _RECENTRE
+        return selection
 
     @staticmethod
     def _corrected(ops: Ops, x: Array, k: int, threshold: float) -> float:

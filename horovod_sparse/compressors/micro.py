@@ -12,6 +12,7 @@ from horovod_sparse.exchanges import Exchange
 from horovod_sparse.ops import Array, Ops, Selection
 from horovod_sparse.schedules import Schedule
 from horovod_sparse.stages import Scaling, ThresholdController
+from horovod_sparse.wire import LARGEST
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -27,7 +28,12 @@ class MiCROState(BucketState):
     excess: float = 0.0
     """See `ThresholdController`."""
     proposal: float = 0.0
-    """This rank's own threshold, where there is none in common yet."""
+    """What would have selected this rank's share, where there is no common threshold yet or it was far too low."""
+    parts: int = 1
+    """Of the bucket, that are not empty."""
+
+    def rescale(self, factor: float) -> None:
+        self.current *= factor
 
 
 class MiCRO(Compressor):
@@ -37,10 +43,11 @@ class MiCRO(Compressor):
     least one entry, from part (t + p) mod P. Indices are gathered, all workers' values there are summed by allreduce,
     and all residuals become zero there. So a reduced gradient has k entries however many workers there are, and none is
     selected twice. The threshold starts at the ranks' mean of what selects k entries, and then follows the count that
-    all ranks have selected, without communication (`ThresholdController`).
+    all ranks have selected, without communication (`ThresholdController`). When no rank has room for what exceeds it,
+    it starts again.
 
     Args:
-        ratio: fraction of entries that all workers together select, in (0, 1], or a schedule.
+        ratio: fraction of entries that all workers together select, in (0, 1], or a schedule; at least one per worker.
         scaling: "two_sided": the threshold moves up and down, and what was selected too much is selected less later;
             "paper": within 10 % of k it only moves up, which ends at about 0.94 k.
         others: those of `Compressor`. A rank's message has room for 2k/P entries unless `capacity` says otherwise.
@@ -72,6 +79,7 @@ class MiCRO(Compressor):
         start, end = part(len(x), place.world, (state.step + place.position) % place.world)
         state.threshold = state.current
         state.proposal = 0.0
+        state.parts = min(place.world, len(x))
         if start == end:
             return Selection(ops.select_above(x[:0], 0.0, 1).indices, 0)
         mine = x[start:end]
@@ -81,6 +89,8 @@ class MiCRO(Compressor):
             selection = ops.select_above(mine, 0.0, share)
         else:
             selection = ops.select_above(mine, state.current, capacity)
+        if selection.found > capacity and self.scaling == "two_sided":
+            state.proposal = ops.kth_largest(mine[selection.indices], share)
         if selection.found == 0:
             # One entry at least, so that a threshold that is far too high does not starve the bucket.
             selection = ops.select_largest(mine, 1)
@@ -92,14 +102,15 @@ class MiCRO(Compressor):
 
     def observe(self, state: BucketState, count: int, k: int, proposed: list[float]) -> None:
         assert isinstance(state, MiCROState)
-        if state.current == 0.0:
+        if state.current == 0.0 or all(proposal > 0.0 for proposal in proposed):
             # Ranks whose part is empty or zero have nothing to propose.
             positive = [proposal for proposal in proposed if proposal > 0.0]
             state.current = sum(positive) / max(len(positive), 1)
         else:
             controller = ThresholdController(self.scaling, state.current, state.excess)
-            controller.observe(count, k)
-            state.current, state.excess = controller.threshold, controller.excess
+            # Every worker that has a part selects at least one entry: with more workers than k that is what is aimed at.
+            controller.observe(count, max(k, state.parts))
+            state.current, state.excess = min(controller.threshold, LARGEST), controller.excess
 
 
 def part(numel: int, world: int, number: int) -> tuple[int, int]:

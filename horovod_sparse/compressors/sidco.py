@@ -10,7 +10,7 @@ from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Plac
 from horovod_sparse.compressors.search import below_largest, search_threshold
 from horovod_sparse.ops import Array, Moments, Ops, Selection
 from horovod_sparse.schedules import Schedule
-from horovod_sparse.stages import TOLERANCE, Rule, StageController, most_stages
+from horovod_sparse.stages import Rule, StageController, most_stages
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -23,6 +23,7 @@ _FIRST_STAGES = 3
 """M to start from with stages="auto": under error feedback fewer starve (they underestimate a truncated bulk's tail)."""
 _TRUSTED = 2.0
 """An estimate that selects more than this many times, or less than one over this many times, k entries is replaced."""
+_SEARCH_TOLERANCE = 0.1
 _MOST_AIM = 4.0
 _AIM_GAIN = 0.1
 """How much of the relative error of a step's count the next step's aim makes good."""
@@ -135,11 +136,15 @@ class SIDCo(Compressor):
         selection = candidates.select(state.threshold, capacity)
         if self.stages == "auto":
             state.controller.observe(selection.found, aim, most_stages(self.ratio_at(state.step)))
-        if not k / _TRUSTED <= selection.found <= k * _TRUSTED:
-            state.threshold = below_largest(ops, x, search_threshold(ops, x, k, TOLERANCE))
+        found = selection.found
+        trusted = k / _TRUSTED <= found <= k * _TRUSTED
+        if not trusted:
+            state.threshold = below_largest(ops, x, search_threshold(ops, x, k, _SEARCH_TOLERANCE))
             selection = ops.select_above(x, state.threshold, capacity)
         if self.adapt == "robust":
-            state.aim *= (k / max(len(selection.indices), 1)) ** _AIM_GAIN
+            # By the estimate's own count, whatever replaced it, or the error that made it useless would grow.
+            achieved = len(selection.indices) if trusted else found
+            state.aim *= min(max(k / max(achieved, 1), 1.0 / _MOST_AIM), _MOST_AIM) ** _AIM_GAIN
             state.aim = min(max(state.aim, 1.0 / _MOST_AIM), _MOST_AIM)
         return selection
 

@@ -15,6 +15,7 @@ from horovod_sparse.cost import allreduce_bytes
 from horovod_sparse.exchanges import Collective, Entries
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.pipeline import Pipeline
+from horovod_sparse.schedules import Schedule
 from horovod_sparse.statistics import Stats, StepStats
 
 Array = NDArray[Any]
@@ -58,7 +59,7 @@ class SparseAllreduce:
 
         Args:
             gradients: floating-point arrays, the same names, shapes and types on every worker and in every call.
-            learning_rate: of this step, > 0; only `lr_in_residual` uses it.
+            learning_rate: of this step, >= 0; `lr_in_residual` needs it, nothing else does.
 
         Raises:
             ValueError: names, shapes or types differ from those of the first call, or from another worker's.
@@ -73,10 +74,12 @@ class SparseAllreduce:
         reduced = {name: np.zeros(shape, dtype) for name, (shape, dtype) in shapes.items()}
         waits: dict[str, Wait] = {}
         under_way = []
-        # The last first, as the buckets are packed.
-        for name in reversed(list(gradients)):
+        self._check_steps()
+        # The last first, as the buckets are packed; in the order of the first call, because MPI matches by order.
+        for name in reversed(self._shapes):
             if name in self._dense:
-                clipped = self.pipeline.clipped(gradients[name].astype(_wide(gradients[name].dtype)))
+                wide = _wide(gradients[name].dtype)
+                clipped = self.pipeline.clipped(gradients[name].astype(wide), str(wide))
                 waits[name] = self._start(Collective("allreduce", clipped), name)
             else:
                 bucket = self.pipeline.arrive(name, gradients[name], learning_rate)
@@ -166,6 +169,18 @@ class SparseAllreduce:
                 raise ValueError(
                     f"rank {self._rank}: all workers must reduce the same arrays with the same compression, but worker {rank} "
                     f"and worker 0 differ; this one has {mine}"
+                )
+
+    def _check_steps(self) -> None:
+        """With a schedule the message's size depends on the step; MPI would cut messages of other sizes."""
+        compressor = self.pipeline.compressor
+        if self.pipeline.buckets and (isinstance(compressor.ratio, Schedule) or compressor.dense_steps):
+            mine = np.array([self.pipeline.buckets[0].state.step])
+            steps = self._start(Collective("allgather", mine), "step")().tolist()
+            if len(set(steps)) > 1:
+                raise RuntimeError(
+                    f"rank {self._rank}: the workers are in different steps of the schedule, {steps}; load the state on every "
+                    "worker or on none"
                 )
 
     def stats(self) -> Stats:

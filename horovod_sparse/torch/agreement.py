@@ -94,7 +94,13 @@ def agree(
                 f"rank {mpi_ops.rank()}: all ranks must run the same model with the same compression, but worker {position} "
                 f"of the process set differs (mine, theirs): {different}"
             )
-    return {name for _, names in everyone for name in names}
+    found = {name for _, names in everyone for name in names}
+    if found and compressor.momentum_correction is not None and not optimizer.sparse_as_dense:
+        raise ValueError(
+            f"rank {mpi_ops.rank()}: sparse_as_dense must be True with {compressor.momentum_correction!r}, since the sparse "
+            f"gradients of {sorted(found)} would get no momentum; pass sparse_as_dense=True to hvd.DistributedOptimizer"
+        )
+    return found
 
 
 def _digest(value: object) -> str:

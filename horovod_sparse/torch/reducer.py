@@ -131,7 +131,9 @@ class Reducer:
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
         assert self.pipeline is not None
-        tensor = self.pipeline.clipped(gradient.to(wire_dtype(gradient))).contiguous()
+        wire = wire_dtype(gradient)
+        clipped = self.pipeline.clipped(gradient, self.compressor.residual_dtype_of(parameter))
+        tensor = clipped.to(wire).contiguous()
         predivide = self._optimizer.gradient_predivide_factor
         wait = allreduce_async(tensor, f"{self._prefix}.{name}", self._optimizer.op, predivide, self._process_set)
         self._allreduces[parameter] = (tensor, wait)
@@ -239,8 +241,13 @@ class Reducer:
 
     def parameters_added(self) -> None:
         """Called when the optimizer has got another group of parameters."""
+        self.settings_changed()
         if self.active:
             self._routes.adopt()
+
+    def settings_changed(self) -> None:
+        """Called when the optimizer's settings may have changed."""
+        check_momentum(self._optimizer.param_groups, self.compressor)
 
     def _extend_routes(self) -> None:
         new = self._routes.without_route()

@@ -235,6 +235,9 @@ def _load_state_dict(stock: Method) -> Method:
             # What is under way must arrive before the handles are dropped.
             self.synchronize()
         stock(self, *args, **kwargs)
+        reducer = _reducer(self)
+        if reducer is not None:
+            reducer.settings_changed()
 
     return extended
 

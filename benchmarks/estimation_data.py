@@ -1,0 +1,136 @@
+"""The gradients that `estimation.py` feeds to all compressors at once: one per worker and step, made while they are used."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from horovod_sparse.compressors.base import MIN_NUMEL
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import torch_charlm
+import torch_digits
+
+Stream = Iterator[list[Tensor]]
+"""One flat gradient per worker, step by step, without end."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one of the examples trains, on several workers."""
+
+    model: nn.Module
+    losses: list[Callable[[], Tensor]]
+    """Every worker's loss of its next batch."""
+    rate: Callable[[int], float]
+    """Learning rate of a step, counted from 1."""
+
+
+# The examples' own defaults are in their option parsers; here once more: batch, learning rate, warm-up, steps in all.
+DIGITS_BATCH, DIGITS_RATE = 16, 0.03
+CHARLM_BATCH, CHARLM_RATE, CHARLM_WARMUP, CHARLM_STEPS = 4, 0.05, 60, 1200
+# Smaller than the example's 256 and 4, for about as many entries as the other kinds of data have.
+CHARLM_CONTEXT, CHARLM_WIDTH, CHARLM_LAYERS, CHARLM_HEADS = 64, 64, 2, 4
+CHARLM_CHARACTERS = 2_000_000
+MOMENTUM = 0.9
+
+
+def _digits(workers: int, seed: int) -> Task:
+    model = torch_digits.make_model()
+    images, labels = torch_digits.load_data()[0].tensors
+
+    def losses(worker: int) -> Callable[[], Tensor]:
+        x, y = images[worker::workers], labels[worker::workers]
+        generator = torch.Generator().manual_seed(seed + worker)
+
+        def loss() -> Tensor:
+            batch = torch.randint(len(x), (DIGITS_BATCH,), generator=generator)
+            return F.cross_entropy(model(x[batch]), y[batch])
+
+        return loss
+
+    warmup = torch_digits.WARMUP_EPOCHS * max(1, len(images) // (workers * DIGITS_BATCH))
+    return Task(model, [losses(worker) for worker in range(workers)], lambda t: DIGITS_RATE * min(1.0, t / warmup))
+
+
+def _charlm(workers: int, seed: int) -> Task:
+    model = torch_charlm.CharLM(CHARLM_CONTEXT, CHARLM_WIDTH, CHARLM_LAYERS, CHARLM_HEADS)
+    shards = torch_charlm.read_corpus(CHARLM_CHARACTERS).tensor_split(workers)
+
+    def losses(worker: int) -> Callable[[], Tensor]:
+        generator = torch.Generator().manual_seed(seed + worker)
+
+        def loss() -> Tensor:
+            x, y = torch_charlm.sample(shards[worker], CHARLM_BATCH, CHARLM_CONTEXT, generator)
+            return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+        return loss
+
+    def rate(t: int) -> float:
+        return CHARLM_RATE * min(t / CHARLM_WARMUP, max(1 - t / CHARLM_STEPS, 0.02))
+
+    return Task(model, [losses(worker) for worker in range(workers)], rate)
+
+
+def _recorded(make: Callable[[int, int], Task], workers: int, seed: int, skipped: int) -> Stream:
+    """Every worker's gradients while the model is trained on their average, dense; the first steps are not given out."""
+    torch.manual_seed(seed)
+    task = make(workers, seed)
+    parameters = list(task.model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=task.rate(1), momentum=MOMENTUM)
+    for step in itertools.count(1):
+        for group in optimizer.param_groups:
+            group["lr"] = task.rate(step)
+        gradients = [torch.autograd.grad(loss(), parameters) for loss in task.losses]
+        for parameter, *mine in zip(parameters, *gradients, strict=True):
+            parameter.grad = torch.stack(mine).mean(0)
+        optimizer.step()
+        if step > skipped:
+            # From the last parameter to the first, as buckets are filled, and without those that are reduced dense.
+            yield [torch.cat([g.flatten() for g in reversed(own) if g.numel() >= MIN_NUMEL]) for own in gradients]
+
+
+def _signs(rng: np.random.Generator, size: int) -> np.ndarray:
+    signs: np.ndarray = rng.integers(0, 2, size) * 2.0 - 1.0
+    return signs
+
+
+def _pareto(rng: np.random.Generator, size: int) -> np.ndarray:
+    shape = 0.3
+    magnitudes: np.ndarray = rng.uniform(size=size) ** -shape - 1.0
+    magnitudes *= _signs(rng, size) / shape
+    return magnitudes
+
+
+SYNTHETIC: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "Laplace": lambda rng, size: rng.laplace(size=size),
+    "Gaussian": lambda rng, size: rng.normal(size=size),
+    "Gamma 0.5": lambda rng, size: rng.gamma(0.5, size=size) * _signs(rng, size),
+    "Student-t 4": lambda rng, size: rng.standard_t(4, size=size),
+    "Pareto 0.3": _pareto,
+    "99 % zero": lambda rng, size: np.where(rng.uniform(size=size) < 0.01, rng.laplace(size=size), 0.0),
+}
+RECORDED = {"digits": _digits, "charlm": _charlm}
+KINDS = (*RECORDED, *SYNTHETIC)
+MOSTLY_ZERO = "99 % zero"
+
+
+def stream(kind: str, *, workers: int, size: int, seed: int, skipped: int) -> Stream:
+    """The gradients of one kind of data; `size` is for synthetic ones, `skipped` steps of training for recorded ones."""
+    if kind in RECORDED:
+        return _recorded(RECORDED[kind], workers, seed, skipped)
+    return _synthetic(kind, workers, size, seed)
+
+
+def _synthetic(kind: str, workers: int, size: int, seed: int) -> Stream:
+    rng = np.random.default_rng([seed, KINDS.index(kind)])
+    while True:
+        yield [torch.from_numpy(SYNTHETIC[kind](rng, size).astype(np.float32)) for _ in range(workers)]
