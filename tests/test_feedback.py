@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from driver import dense_sum, exchange, make_pipeline, send
 from table import BACKENDS, Backend, gradients
 
+from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.noop import NoOp
+from horovod_sparse.compressors.randomblock import RandomBlock
+from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.feedback import MomentumCorrection
 
@@ -78,6 +82,39 @@ def test_dense_steps_keep_the_momentum(backend: Backend) -> None:
     assert send(backend, pipeline, gradients("gaussian", 300, rng)).indices.size == 30
 
 
+@pytest.mark.parametrize("make", [MiCRO, RandomK, RandomBlock, lambda r, **s: TopK(r, union=True, **s), NoOp], ids=str)
+def test_velocity_is_zero_where_entries_were_sent_in_every_exchange(make: Any) -> None:
+    backend = BACKENDS[0]
+    settings = {"momentum_correction": MomentumCorrection(0.9)}
+    compressor = make(**settings) if make is NoOp else make(0.1, **settings)
+    pipelines = [make_pipeline(backend, compressor, {"p": (300,)}, world=2, position=rank) for rank in range(2)]
+    rng = np.random.default_rng(7)
+    for pipeline in pipelines:
+        pipeline.arrive("p", gradients("laplace", 300, rng))
+    parts = exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines])[0]["p"]
+    assert parts is not None
+    for rank, pipeline in enumerate(pipelines):
+        velocity = pipeline.velocities.view("p")
+        assert velocity.all(), "not before the step has succeeded"
+        pipeline.end_step()
+        sent = parts[rank if len(parts) > 1 else 0][0]
+        assert np.flatnonzero(velocity == 0).tolist() == sent.tolist()
+
+
+def test_learning_rates_are_resumed() -> None:
+    backend = BACKENDS[0]
+    first, second = (make_pipeline(backend, TopK(0.1, lr_in_residual=True), {"p": (300,)}) for _ in range(2))
+    gradient = gradients("laplace", 300, np.random.default_rng(8))
+    bucket = first.arrive("p", gradient, 0.5)
+    assert bucket is not None
+    exchange(backend, [first], [bucket])
+    first.end_step()
+    second.load_state_dict(first.state_dict())
+    for pipeline in (first, second):
+        pipeline.arrive("p", gradient, 0.05)
+    np.testing.assert_array_equal(second.buckets[0].buffer, first.buckets[0].buffer)
+
+
 @on_every_backend
 def test_velocities_are_saved_and_checked(backend: Backend) -> None:
     corrected = make_pipeline(backend, TopK(0.1, momentum_correction=MomentumCorrection()), {"p": (300,)})
@@ -87,6 +124,17 @@ def test_velocities_are_saved_and_checked(backend: Backend) -> None:
         plain.load_state_dict(corrected.state_dict())
     with pytest.raises(ValueError, match=r"velocities must be .*missing: \['p'\]"):
         corrected.load_state_dict(plain.state_dict())
+
+
+@on_every_backend
+def test_half_precision_is_clipped_after_it_is_widened(backend: Backend) -> None:
+    """A small factor would flush most of it to zero."""
+    gradient = gradients("laplace", 400, np.random.default_rng(9)).astype(np.float16)
+    pipeline = make_pipeline(backend, NoOp(clip_norm=1e-6), {"p": (400,)})
+    pipeline.arrive("p", backend.array(gradient))
+    wide = gradient.astype(np.float64)
+    kept = backend.numpy(pipeline.buckets[0].buffer)
+    np.testing.assert_allclose(kept, wide * 1e-6 / np.linalg.norm(wide), rtol=1e-5)
 
 
 @on_every_backend
@@ -112,19 +160,19 @@ def test_the_residual_follows_the_learning_rate(backend: Backend) -> None:
     """Mem-SGD: m <- m + eta g - sent, in units of the update, whatever the schedule of eta."""
     pipeline = make_pipeline(backend, TopK(0.1, lr_in_residual=True), {"p": (300,)})
     rng, memory = np.random.default_rng(6), np.zeros(300)
-    for eta in (1.0, 1.0, 0.1, 0.5, 0.0, 0.25):
+    for eta in (0.0, 1.0, 1.0, 0.1, 0.5, 0.25):
         gradient = gradients("laplace", 300, rng)
-        if eta == 0.0:
-            # Nothing is applied with rate 0: whatever is sent is lost to the method, so it is left out here.
-            continue
         memory += eta * gradient
         bucket = pipeline.arrive("p", backend.array(gradient), eta)
         assert bucket is not None
         before = backend.numpy(bucket.buffer).copy()
         np.testing.assert_allclose(eta * before, memory, rtol=1e-4, atol=1e-6)
         parts = exchange(backend, [pipeline], [bucket])[0]["p"]
+        pipeline.end_step()
         assert parts is not None
         memory[parts[0][0]] = 0.0
+    with pytest.raises(ValueError, match="learning_rate must be given with lr_in_residual=True, got None"):
+        pipeline.arrive("p", backend.array(gradient))
     assert pipeline.state_dict()["learning_rates"] == {"p": 0.25}
 
 

@@ -143,3 +143,62 @@ def test_an_empty_part_selects_nothing() -> None:
     """More workers than entries: some have no part."""
     state = MiCRO(0.5).new_state(Place("b", 3, 5))
     assert MiCRO(0.5).select(NumpyOps(), np.ones(2, np.float32), 1, 1, state).indices.size == 0
+
+
+def test_each_worker_selects_from_its_own_part_and_the_parts_go_round() -> None:
+    world, size = 3, 90
+    compressor = MiCRO(0.1)
+    for step in range(7):
+        for rank in range(world):
+            state = compressor.new_state(Place("b", rank, world))
+            state.step = step
+            chosen = compressor.select(NumpyOps(), np.ones(size, np.float32), 9, 6, state).indices
+            start = 30 * ((step + rank) % 3)
+            assert chosen.tolist() == list(range(start, start + 3)), "its share, the first among equals"
+
+
+def test_the_first_threshold_is_the_mean_of_those_that_have_one() -> None:
+    state = MiCRO(0.1).new_state()
+    MiCRO(0.1).observe(state, 10, 10, [1.0, 0.0, 4.0])
+    assert state.current == 2.5
+
+
+def test_a_threshold_that_is_far_too_low_starts_again() -> None:
+    """After gradients of almost only zeros the threshold has no floor to stand on."""
+    compressor = MiCRO(0.1)
+    pipelines = [make_pipeline(NUMPY, compressor, {"p": (2000,)}, world=2, position=rank) for rank in range(2)]
+    rng = np.random.default_rng(3)
+    counts = []
+    for step in range(260):
+        for pipeline in pipelines:
+            kind = "mostly-zero" if 20 <= step < 200 else "laplace"
+            pipeline.arrive("p", gradients(kind, 2000, rng))
+        exchange(NUMPY, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
+        for pipeline in pipelines:
+            pipeline.end_step()
+        counts.append(pipelines[0].buckets[0].tally.last.count)
+    assert np.mean(counts[100:200]) < 100
+    assert np.mean(counts[210:]) == pytest.approx(200, rel=0.25)
+
+
+@pytest.mark.parametrize("scaling", ["two_sided", "paper"])
+def test_with_more_workers_than_k_the_threshold_stays_finite(scaling: str) -> None:
+    """Every worker sends one entry at least, so the count is above k for ever."""
+    compressor = MiCRO(0.001, scaling=scaling)
+    pipelines = [make_pipeline(NUMPY, compressor, {"p": (900,)}, world=4, position=rank) for rank in range(4)]
+    rng = np.random.default_rng(4)
+    for _ in range(3000):
+        for pipeline in pipelines:
+            pipeline.arrive("p", gradients("laplace", 900, rng))
+        exchange(NUMPY, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
+        for pipeline in pipelines:
+            pipeline.end_step()
+    state = pipelines[0].buckets[0].state
+    assert isinstance(state, MiCROState) and 0 < state.current < 1e4
+
+
+def test_room_is_a_workers_share() -> None:
+    assert MiCRO(0.1).room(1000, 100, 4) == 50
+    assert MiCRO(0.1, capacity=1.5).room(1000, 100, 4) == 38
+    assert MiCRO(1.0).room(1000, 1000, 4) == 250, "not more than the part"
+    assert MiCRO(0.001).room(10, 1, 4) == 1

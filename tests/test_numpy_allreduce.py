@@ -100,3 +100,14 @@ def test_not_finite_propagates() -> None:
     reduced = reduce(bad)
     assert np.isnan(reduced["kernel"]).all()
     assert np.isfinite(reduce(local(1))["kernel"]).all()
+
+
+def test_small_arrays_are_clipped_too() -> None:
+    reduced = SparseAllreduce(None, NoOp(clip_norm=2.0))({"bias": np.array([3.0, 4.0]), "weight": np.full(400, 1.0)})
+    np.testing.assert_allclose(reduced["bias"], [1.2, 1.6])
+    np.testing.assert_allclose(np.linalg.norm(reduced["weight"]), 2.0, rtol=1e-6)
+
+
+def test_a_learning_rate_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="learning_rate must be given with lr_in_residual=True"):
+        SparseAllreduce(None, TopK(0.1, lr_in_residual=True))(local(0))

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from driver import exchange, make_pipeline
 from scipy import stats
+from table import BACKENDS
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.compressors.randomblock import RandomBlock
@@ -114,3 +116,16 @@ def test_contraction_in_expectation(make: Any) -> None:
     kept = [np.square(np.delete(u, draw(compressor, 500, step))).sum() for step in range(3000)]
     standard_error = np.std(kept) / np.sqrt(len(kept))
     assert abs(np.mean(kept) - 0.9 * np.square(u).sum()) < 4 * standard_error
+
+
+@every_kind
+def test_ranks_that_draw_differently_raise(make: Any) -> None:
+    """Another seed, or another version of NumPy: the values would belong to other entries."""
+    backend = BACKENDS[0]
+    pipelines = [
+        make_pipeline(backend, make(0.05, seed=rank), {"p": (1000,)}, world=2, position=rank) for rank in range(2)
+    ]
+    for pipeline in pipelines:
+        pipeline.arrive("p", np.ones(1000, np.float32))
+    with pytest.raises(RuntimeError, match="rank 0: the ranks disagree on the state of bucket 'p'"):
+        exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines])

@@ -107,6 +107,26 @@ def test_dgc_takes_the_exact_top_k_of_too_many() -> None:
     assert found > 3
 
 
+def test_dgc_samples_in_odd_strides_from_changing_starts() -> None:
+    """An even stride locks on to the rows of a layer; one start never sees the other entries."""
+    seen: list[np.ndarray] = []
+
+    class SpyingOps(NumpyOps):
+        def kth_largest(self, x: Any, count: int) -> float:
+            seen.append(x.copy())
+            return super().kth_largest(x, count)
+
+    x = np.arange(1, 100_001, dtype=np.float32)
+    compressor = DGC(0.01, momentum=0.0)
+    for step in range(5):
+        state = compressor.new_state()
+        state.step = step
+        compressor.select(SpyingOps(), x, 1000, 1300, state)
+    assert len({float(sample[0]) for sample in seen}) > 2
+    for sample in seen:
+        assert set(np.diff(sample)) == {99.0} and sample.size > 1000
+
+
 def test_dgc_warm_up_is_the_papers() -> None:
     assert DGC(0.001, warmup_steps=40).ratio == warmup(0.25, 0.001, 40)
     assert DGC(0.5, warmup_steps=40).ratio_at(0) == 0.5

@@ -110,6 +110,22 @@ def numpy_workers_that_differ_all_raise() -> None:
     message = raised(ValueError, lambda: sparse_allreduce({"weight": np.ones(1000)}))
     assert "all workers must reduce the same arrays with the same compression" in message
 
+    schedule = SparseAllreduce(MPI.COMM_WORLD, NumpyTopK(warmup(0.5, 0.1, 4)))
+    schedule({"weight": np.ones(1000)})
+    state = schedule.state_dict()
+    schedule({"weight": np.ones(1000)})
+    if hvd.rank() == 1:
+        schedule.load_state_dict(state)
+    assert "different steps of the schedule" in raised(RuntimeError, lambda: schedule({"weight": np.ones(1000)}))
+
+    # The order of a dictionary is not the order of the collectives.
+    names = ["a", "b", "c"] if hvd.rank() == 0 else ["c", "b", "a"]
+    sizes = {"a": 3, "b": 1000, "c": 1000}
+    ordered = SparseAllreduce(MPI.COMM_WORLD, NumpyTopK(1.0))
+    ordered({name: np.zeros(size) for name, size in sizes.items()})
+    reduced = ordered({name: np.full(sizes[name], ord(name), np.float64) for name in names})
+    assert all((reduced[name] == ord(name)).all() for name in sizes)
+
     sparse_allreduce = SparseAllreduce(MPI.COMM_WORLD, NumpyTopK(0.1), average=False)
     for name in ("weight", "small"):
         gradients = {"weight": np.ones(1000), "small": np.ones(3)}
@@ -254,6 +270,24 @@ def a_schedule_is_resumed() -> None:
     assert_identical(again)
 
 
+@scenario(*MPI)
+def rescaling_reaches_thresholds_and_velocities() -> None:
+    # A loss scale that changes: the run goes on as if all gradients had always had the new scale.
+    runs = []
+    for factor in (1.0, 2.0**-10):
+        parameters = zeros({"weight": (3000,)})
+        compression = MiCRO(0.02, momentum_correction=MomentumCorrection(0.5))
+        optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
+        for step in range(12):
+            scale = np.float32(factor if step >= 6 else 1.0)
+            if step == 6:
+                compression.rescale(factor)
+            reduce(optimizer, parameters, {"weight": scale * normals((3000,), step=step, rank=hvd.rank())})
+        runs.append(gradient_of(parameters["weight"]) / factor)
+    assert np.count_nonzero(runs[0]) > 0
+    np.testing.assert_allclose(runs[1], runs[0], rtol=1e-5)
+
+
 # --- momentum before the selection, the learning rate in the residual ---
 
 
@@ -302,6 +336,29 @@ def momentum_twice_is_refused() -> None:
     assert any("momentum correction is meant for SGD" in str(warning.message) for warning in caught)
     model = small_model()
     train(model, wrap(model, DGC(0.01, momentum=0.0, bucket_bytes=BUCKET_BYTES), momentum=0.9), range(3))
+    # Also when it comes later: with the state of a dense run, or with another group of parameters.
+    dense = wrap(small_model(), hvd.Compression.none, momentum=0.9)
+    optimizer = wrap(small_model(), DGC(0.01), momentum=0.0)
+    assert "momentum=0" in raised(ValueError, lambda: optimizer.load_state_dict(dense.state_dict()))
+    another = wrap(small_model(), DGC(0.01), momentum=0.0)
+    group = {"params": [torch.nn.Parameter(torch.zeros(300))], "momentum": 0.9}
+    assert "momentum=0" in raised(ValueError, lambda: another.add_param_group(group))
+
+
+@scenario(MPI_2)
+def sparse_gradients_with_corrected_momentum_are_refused() -> None:
+    def optimizer(sparse_as_dense: bool) -> tuple[Any, Any]:
+        embedding = torch.nn.Embedding(100, 8, sparse=True)
+        sgd = torch.optim.SGD(embedding.parameters(), lr=0.1)
+        named = list(embedding.named_parameters())
+        return embedding, hvd.DistributedOptimizer(sgd, named, compression=DGC(0.1), sparse_as_dense=sparse_as_dense)
+
+    def step(embedding: Any, wrapped: Any) -> None:
+        embedding(torch.tensor([1, 5])).sum().backward()
+        wrapped.step()
+
+    assert "pass sparse_as_dense=True" in raised(ValueError, lambda: step(*optimizer(False)))
+    step(*optimizer(True))
 
 
 @scenario(*MPI)
@@ -333,12 +390,13 @@ def weighted_average_of_a_model() -> None:
     for step in range(4):
         train(model, optimizer, [step])
         weights = [parameter.detach().clone() for parameter in model.parameters()]
-        average.update([parameter.detach() for parameter in model.parameters()])
+        average.update(list(model.parameters()))
         iterates.append(weights)
     total = sum((5.0 + t) ** 2 for t in range(4))
     for position, mean in enumerate(average.arrays):
         expected = sum((5.0 + t) ** 2 / total * iterates[t][position] for t in range(4))
         torch.testing.assert_close(mean, expected)
+    assert not any(mean.requires_grad for mean in average.arrays), "a graph would grow with every step"
     assert_identical(average.arrays)
 
 
@@ -357,6 +415,7 @@ def not_finite_raises_on_all_ranks_and_training_can_go_on(make: MakeCompression,
     parameters = zeros(SHAPES)
     compression = make(granularity="layer")
     optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
+    memory = {name: np.zeros(SHAPES[name], np.float32) for name in SHAPES if name != "small"}
     for step in range(5):
         local = _local(step, hvd.rank())
         if step in (0, 2) and hvd.rank() == 1:
@@ -364,11 +423,17 @@ def not_finite_raises_on_all_ranks_and_training_can_go_on(make: MakeCompression,
         if step not in (0, 2):
             reduce(optimizer, parameters, local)
             assert all(np.isfinite(gradient_of(parameter)).all() for parameter in parameters.values())
-            continue
-        messages = everyone(raised(FloatingPointError, lambda local=local: reduce(optimizer, parameters, local)))
-        assert all(f"rank {rank}: the gradient of" in message for rank, message in enumerate(messages))
-        assert f"parameter {where!r} holds NaN" in messages[1]
-    assert all(bool(torch.isfinite(r).all()) for r in compression.state_dict()["residuals"].values())
+        else:
+            messages = everyone(raised(FloatingPointError, lambda local=local: reduce(optimizer, parameters, local)))
+            assert all(f"rank {rank}: the gradient of" in message for rank, message in enumerate(messages))
+            assert f"parameter {where!r} holds NaN" in messages[1]
+        state = compression.state_dict()["residuals"]
+        for name, residual in state.items():
+            if step in (0, 2):
+                # Nothing was applied, so nothing may have left the residual.
+                expected = memory[name] + np.where(np.isfinite(local[name]).all(), local[name], np.float32(0))
+                np.testing.assert_array_equal(residual.numpy(), expected, err_msg=f"{name}, {step}")
+            memory[name] = residual.numpy().copy()
 
 
 @scenario(*MPI)
