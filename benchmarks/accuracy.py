@@ -1,7 +1,7 @@
 """Train one of the examples dense and sparse with several seeds, and set the sparse results beside dense's spread.
 
     python benchmarks/accuracy.py digits
-    python benchmarks/accuracy.py charlm -- --epochs 20
+    python benchmarks/accuracy.py charlm --rows "dense fp32" "SIDCo 0.01" -- --epochs 20
 
 What follows `--` goes to the example. Every run has the same settings but for compression, ratio and seed. Prints one table;
 the runs' logs stay in the output folder.

@@ -3,7 +3,8 @@
     mpirun -np 2 python examples/torch_charlm.py --compression sidco --ratio 0.001
     horovodrun -np 2 python examples/torch_charlm.py --compression fp16
 
-With few steps a sparse run trails the dense one, the more the smaller the ratio: an entry is sent every 1/ratio steps or so.
+With few steps a sparse run trails the dense one, the more the smaller the ratio, since an entry is sent every 1/ratio steps or
+so: --momentum-correction makes up for it.
 
 With more workers than idle cores set OMP_NUM_THREADS=1, or the workers' threads fight for the cores.
 """
@@ -99,15 +100,15 @@ def bits_per_character(model: nn.Module, text: Tensor, context: int) -> float:
 
 
 def main() -> None:
-    parser = make_parser(__doc__.splitlines()[0], epochs=8, batch_size=4, lr=0.05, ratio=0.01)
-    parser.add_argument("--epoch-steps", type=int, default=150, help="steps between two evaluations")
+    parser = make_parser(__doc__.splitlines()[0], epochs=8, batch_size=2, lr=0.025, ratio=0.01)
+    parser.add_argument("--epoch-steps", type=int, default=500, help="steps between two evaluations")
     parser.add_argument(
         "--warmup-steps", type=int, default=60, help="steps over which the learning rate rises, to fall after"
     )
-    parser.add_argument("--bytes", type=int, default=4_000_000, help="characters of source text, 5 %% are held out")
-    parser.add_argument("--context", type=int, default=64, help="characters that the model sees")
+    parser.add_argument("--bytes", type=int, default=200_000, help="characters of source text, 5 %% are held out")
+    parser.add_argument("--context", type=int, default=32, help="characters that the model sees")
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--heads", type=int, default=4)
     args = parser.parse_args()
     hvd.init()
