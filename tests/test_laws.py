@@ -16,6 +16,7 @@ from hypothesis.extra import numpy as npst
 from table import BACKENDS, COMPRESSORS, DEGENERATE, KINDS, Backend, Row, gradients
 
 from horovod_sparse.pipeline import Bucket, Pipeline
+from horovod_sparse.schedules import warmup
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 
@@ -256,6 +257,32 @@ def test_achieved_count_with_error_feedback(backend: Backend, row: Row) -> None:
         counts = [send(backend, pipeline, gradients("laplace", size, rng)).indices.size for _ in range(60)]
         achieved = np.mean(counts[20:]) / pipeline.compressor.asked(size)
         assert row.band[0] <= achieved <= row.band[1], f"ratio {ratio}: achieved/asked is {achieved:.3f}"
+
+
+@for_rows(lambda row: row.name != "noop" and not row.follows_scale)
+def test_every_compressor_follows_a_schedule(backend: Backend, row: Row) -> None:
+    """Down from 0.4 to 0.1, resumed on the way; at no time does more than the step's room leave."""
+    size, rng = 4000, np.random.default_rng(13)
+
+    def make() -> Pipeline:
+        return make_pipeline(backend, row.make(warmup(0.4, 0.1, 10, stairs=2), dense_steps=2), {"p": (size,)})
+
+    pipeline, counts = make(), []
+    for step in range(60):
+        if step == 7:
+            state, pipeline = pipeline.state_dict(), make()
+            pipeline.load_state_dict(state)
+        sent = send(backend, pipeline, gradients("laplace", size, rng))
+        restored = backend.numpy(pipeline.buckets[0].buffer).copy()
+        restored[sent.indices] += sent.values
+        np.testing.assert_array_equal(restored, sent.before)
+        counts.append(sent.indices.size)
+    capacity = pipeline.compressor.capacity
+    assert counts[:2] == [size, size]
+    for first, end, k in ((2, 7, 1600), (7, 12, 800), (12, 60, 400)):
+        assert max(counts[first:end]) <= np.ceil(capacity * k)
+    least, most = row.band
+    assert 0.9 * least <= np.mean(counts[30:]) / 400 <= 1.1 * most
 
 
 @for_all
