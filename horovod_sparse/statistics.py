@@ -21,7 +21,7 @@ class BucketStats:
     asked: float
     """k."""
     count: float
-    """Entries sent."""
+    """Entries of which this worker sent values: where indices are gathered first, all that any worker selected."""
     threshold: float
     """Magnitude above which entries were sent; NaN where there is none."""
     stages: float

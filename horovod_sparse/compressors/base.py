@@ -128,7 +128,7 @@ class Compressor(ABC):
         not_finite: what a NaN or infinity in a gradient does. "raise": when the step is reduced every rank raises
             FloatingPointError, the one whose gradient it is names the parameter. "propagate": nobody raises, and the
             bucket's reduced gradient becomes NaN on every rank, which is what `torch.amp.GradScaler` needs to skip the step
-            everywhere. Residuals stay finite either way.
+            everywhere. Either way it is kept out of the residuals, and what the step had sent returns to them.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what was expected.
@@ -158,7 +158,7 @@ class Compressor(ABC):
         else:
             ratios = {"ratio": ratio}
         for name, value in ratios.items():
-            check_number(name, value, "in (0, 1]", 0.0 < _number(value) <= 1.0)
+            check_number(name, value, "in (0, 1]", 0.0 < as_number(value) <= 1.0)
         check_choice("granularity", granularity, ("layer", "bucket", "model"))
         check_integer("bucket_bytes", bucket_bytes, 1)
         check_integer("min_numel", min_numel, 0)
@@ -174,9 +174,9 @@ class Compressor(ABC):
         if momentum_correction is not None and not residual:
             raise ValueError("residual must be True with momentum_correction, got False: velocities are kept in it")
         if clip_norm is not None:
-            check_number("clip_norm", clip_norm, "a finite norm > 0", 0.0 < _number(clip_norm) < math.inf)
+            check_number("clip_norm", clip_norm, "a finite norm > 0", 0.0 < as_number(clip_norm) < math.inf)
         if capacity is not None:
-            check_number("capacity", capacity, "a finite multiple of k, >= 1", 1.0 <= _number(capacity) < math.inf)
+            check_number("capacity", capacity, "a finite multiple of k, >= 1", 1.0 <= as_number(capacity) < math.inf)
         check_choice("not_finite", not_finite, ("raise", "propagate"))
         self.ratio = ratio if isinstance(ratio, Schedule) else float(ratio)
         self.granularity: Granularity = granularity
@@ -277,6 +277,6 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def _number(value: object) -> float:
+def as_number(value: object) -> float:
     """The value as a float; NaN, which fails every range check, when it is not a number."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from horovod_sparse.compressors.base import BucketState, Compressor, Settings, _number, check_number
+from horovod_sparse.compressors.base import BucketState, Compressor, Settings, as_number, check_number
 from horovod_sparse.ops import Array, Ops, Selection
 from horovod_sparse.schedules import Schedule
 
@@ -31,7 +31,7 @@ class Threshold(Compressor):
 
     def __init__(self, threshold: float, *, ratio: float | Schedule = 0.01, **settings: Unpack[Settings]) -> None:
         super().__init__(ratio, **settings)
-        check_number("threshold", threshold, "a finite magnitude >= 0", 0.0 <= _number(threshold) < math.inf)
+        check_number("threshold", threshold, "a finite magnitude >= 0", 0.0 <= as_number(threshold) < math.inf)
         self.threshold = float(threshold)
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
