@@ -21,7 +21,7 @@ from torch import Tensor
 
 from horovod_sparse.buckets import Slot
 from horovod_sparse.exchanges import Collective, Entries
-from horovod_sparse.pipeline import Bucket, Pipeline, check_state
+from horovod_sparse.pipeline import VERSION, Bucket, Pipeline, check_state
 from horovod_sparse.torch.agreement import agree, check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import allreduce_async, gather_async, sum_async
@@ -275,7 +275,14 @@ class Reducer:
         if self._pending_state is not None:
             return copy.deepcopy(dict(self._pending_state))
         if self.pipeline is None:
-            return {"version": 1, "residuals": {}, "velocities": {}, "learning_rates": {}, "adaptive": {}, "sparse": []}
+            return {
+                "version": VERSION,
+                "residuals": {},
+                "velocities": {},
+                "learning_rates": {},
+                "adaptive": {},
+                "sparse": [],
+            }
         sparse = sorted(self._routes.names[parameter] for parameter in self._routes.sparse)
         return {**self.pipeline.state_dict(), "sparse": sparse}
 

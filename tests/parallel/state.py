@@ -129,7 +129,7 @@ def _damaged(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], str]]:
         "missing": (changed(residuals={n: r for n, r in residuals.items() if n != name}), name),
         "unexpected": (changed(residuals={**residuals, "nonsense": torch.zeros(3)}), "nonsense"),
         "shape": (changed(residuals={**residuals, name: residuals[name].reshape(-1)[1:]}), name),
-        "version": (changed(version=2), "version"),
+        "version": (changed(version=1), "version"),
         "adaptive": (changed(adaptive={n: a for n, a in adaptive.items() if n != name}), "adaptive"),
     }
 
