@@ -56,8 +56,7 @@ def warmup(start: float, end: float, steps: int, *, stairs: int = 4) -> Warmup:
 
     With `start=0.25, end=0.001, stairs=4` and an epoch per stair this is the warm-up of Deep Gradient Compression
     (https://arxiv.org/abs/1712.01887): 0.25, 0.063, 0.016, 0.004, then 0.001. A large ratio by allgather costs more than a
-    dense allreduce (above 1/(2 world) and so on, see `cost.break_even_ratio`): `dense_steps` of the compressors is the
-    cheaper warm-up for many workers.
+    dense allreduce (see `cost.break_even_ratio`): with many workers `dense_steps` of the compressors is the cheaper warm-up.
 
     Args:
         start: ratio of the first step, in (0, 1].
