@@ -194,7 +194,7 @@ class Pipeline:
             residual=compressor.residual,
             select=lambda: compressor.select(self.ops, bucket.buffer, k, capacity, state),
             digest=lambda: state.digest() ^ state.fingerprint,
-            propose=lambda: compressor.propose(state),
+            propose=lambda: state.proposal,
             observe=lambda count, proposed: compressor.observe(state, count, k, proposed),
         )
         bucket.finite = True

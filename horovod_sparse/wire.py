@@ -36,7 +36,6 @@ import struct
 
 PADDING = -1
 NOT_FINITE = -2
-ROW_BYTES = 8
 LARGEST = 3.4028234663852886e38
 """The largest float32."""
 HEADER = 2
@@ -46,11 +45,6 @@ _DIGEST_BITS = 16
 # Indices are int32, and Horovod's counts of gathered elements are C ints.
 MAX_BUCKET = 2**31 - 1
 MAX_GATHERED = 2**31 - 1
-
-
-def message_bytes(capacity: int) -> int:
-    """Size in bytes of one rank's message."""
-    return capacity * ROW_BYTES
 
 
 def check_limits(bucket: str, numel: int, capacity: int, world: int) -> None:

@@ -185,6 +185,6 @@ def test_the_residual_follows_the_learning_rate(backend: Backend) -> None:
         ({"masking": None}, "masking must be True or False, got None"),
     ],
 )
-def test_arguments(arguments: dict[str, object], message: str) -> None:
+def test_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        MomentumCorrection(**arguments)  # type: ignore[arg-type]
+        MomentumCorrection(**arguments)

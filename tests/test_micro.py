@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from driver import exchange, make_pipeline
 from table import BACKENDS, gradients
 
-from horovod_sparse.compressors.base import BucketState, Place
+from horovod_sparse.compressors.base import Place
 from horovod_sparse.compressors.micro import MiCRO, MiCROState, part
 from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.pipeline import Pipeline
 from horovod_sparse.stages import ThresholdController
 
 NUMPY = BACKENDS[0]
+
+
+def workers(compressor: MiCRO, size: int, world: int) -> list[Pipeline]:
+    return [make_pipeline(NUMPY, compressor, {"p": (size,)}, world=world, position=rank) for rank in range(world)]
+
+
+def step(pipelines: list[Pipeline], gradient: Callable[[], np.ndarray]) -> np.ndarray:
+    """One step of all workers, each with a gradient of its own; the indices that were sent."""
+    for pipeline in pipelines:
+        pipeline.arrive("p", gradient())
+    parts = exchange(NUMPY, pipelines, [pipeline.buckets[0] for pipeline in pipelines])[0]["p"]
+    assert parts is not None
+    for pipeline in pipelines:
+        pipeline.end_step()
+    return parts[0][0]
 
 
 def test_known_partition() -> None:
@@ -24,10 +43,10 @@ def test_known_partition() -> None:
 def test_parts_are_disjoint_cover_everything_and_go_round(numel: int, world: int) -> None:
     """In P steps each rank owns each entry once."""
     owned = np.zeros((world, numel), int)
-    for step in range(world):
+    for number in range(world):
         in_this_step = np.zeros(numel, int)
         for rank in range(world):
-            start, end = part(numel, world, (step + rank) % world)
+            start, end = part(numel, world, (number + rank) % world)
             in_this_step[start:end] += 1
             owned[rank, start:end] += 1
         assert (in_this_step == 1).all()
@@ -38,13 +57,13 @@ def test_parts_are_disjoint_cover_everything_and_go_round(numel: int, world: int
 def test_no_build_up_and_equal_states(world: int) -> None:
     """The union has as many entries as the parts together; states are the same on all ranks, bit for bit."""
     compressor = MiCRO(0.05)
-    pipelines = [make_pipeline(NUMPY, compressor, {"p": (3000,)}, world=world, position=rank) for rank in range(world)]
+    pipelines = workers(compressor, 3000, world)
     rng = np.random.default_rng(0)
     selected: list[int] = []
     real = MiCRO.select
 
-    def counted(self: MiCRO, ops: object, x: object, k: int, capacity: int, state: BucketState) -> object:
-        selection = real(self, ops, x, k, capacity, state)  # type: ignore[arg-type]
+    def counted(*arguments: Any) -> Any:
+        selection = real(*arguments)
         selected.append(len(selection.indices))
         return selection
 
@@ -52,11 +71,8 @@ def test_no_build_up_and_equal_states(world: int) -> None:
         patch.setattr(MiCRO, "select", counted)
         for _ in range(50):
             selected.clear()
-            for pipeline in pipelines:
-                pipeline.arrive("p", gradients("laplace", 3000, rng))
-            result = exchange(NUMPY, pipelines, [pipeline.buckets[0] for pipeline in pipelines])[0]["p"]
-            assert result is not None
-            assert result[0][0].size == sum(selected)
+            sent = step(pipelines, lambda: gradients("laplace", 3000, rng))
+            assert sent.size == sum(selected)
             states = [pipeline.buckets[0].state.state_dict() for pipeline in pipelines]
             assert all(state == states[0] for state in states)
 
@@ -67,14 +83,11 @@ def test_mean_count_from_any_scale(scale: float, ratio: float) -> None:
     """Within 3 % of k after 200 steps."""
     world, size = 4, 20_000
     compressor = MiCRO(ratio)
-    pipelines = [make_pipeline(NUMPY, compressor, {"p": (size,)}, world=world, position=rank) for rank in range(world)]
+    pipelines = workers(compressor, size, world)
     rng = np.random.default_rng(1)
     counts = []
     for _ in range(400):
-        for pipeline in pipelines:
-            pipeline.arrive("p", gradients("laplace", size, rng) * np.float32(scale))
-        exchange(NUMPY, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
-        counts.append(pipelines[0].buckets[0].tally.last.count)
+        counts.append(step(pipelines, lambda: gradients("laplace", size, rng) * np.float32(scale)).size)
     assert np.mean(counts[200:]) == pytest.approx(ratio * size, rel=0.03)
 
 
@@ -119,23 +132,18 @@ def test_the_excess_is_made_good() -> None:
 
 def test_another_world_size_takes_the_threshold_over() -> None:
     compressor = MiCRO(0.1)
-    pipelines = [make_pipeline(NUMPY, compressor, {"p": (2000,)}, world=4, position=rank) for rank in range(4)]
+    pipelines = workers(compressor, 2000, 4)
     rng = np.random.default_rng(2)
     for _ in range(20):
-        for pipeline in pipelines:
-            pipeline.arrive("p", gradients("laplace", 2000, rng))
-        exchange(NUMPY, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
-    resumed = [make_pipeline(NUMPY, compressor, {"p": (2000,)}, world=3, position=rank) for rank in range(3)]
+        step(pipelines, lambda: gradients("laplace", 2000, rng))
+    resumed = workers(compressor, 2000, 3)
     for pipeline in resumed:
         pipeline.load_state_dict(pipelines[0].state_dict())
     covered = np.zeros(2000, bool)
     for _ in range(3):
         for pipeline in resumed:
             assert isinstance(pipeline.buckets[0].state, MiCROState) and pipeline.buckets[0].state.current > 0
-            pipeline.arrive("p", gradients("laplace", 2000, rng))
-        result = exchange(NUMPY, resumed, [pipeline.buckets[0] for pipeline in resumed])[0]["p"]
-        assert result is not None
-        covered[result[0][0]] = True
+        covered[step(resumed, lambda: gradients("laplace", 2000, rng))] = True
     assert covered[:700].any() and covered[700:1400].any() and covered[1400:].any()
 
 
@@ -148,12 +156,12 @@ def test_an_empty_part_selects_nothing() -> None:
 def test_each_worker_selects_from_its_own_part_and_the_parts_go_round() -> None:
     world, size = 3, 90
     compressor = MiCRO(0.1)
-    for step in range(7):
+    for number in range(7):
         for rank in range(world):
             state = compressor.new_state(Place("b", rank, world))
-            state.step = step
+            state.step = number
             chosen = compressor.select(NumpyOps(), np.ones(size, np.float32), 9, 6, state).indices
-            start = 30 * ((step + rank) % 3)
+            start = 30 * ((number + rank) % 3)
             assert chosen.tolist() == list(range(start, start + 3)), "its share, the first among equals"
 
 
@@ -166,17 +174,11 @@ def test_the_first_threshold_is_the_mean_of_those_that_have_one() -> None:
 def test_a_threshold_that_is_far_too_low_starts_again() -> None:
     """After gradients of almost only zeros the threshold has no floor to stand on."""
     compressor = MiCRO(0.1)
-    pipelines = [make_pipeline(NUMPY, compressor, {"p": (2000,)}, world=2, position=rank) for rank in range(2)]
+    pipelines = workers(compressor, 2000, 2)
     rng = np.random.default_rng(3)
     counts = []
-    for step in range(260):
-        for pipeline in pipelines:
-            kind = "mostly-zero" if 20 <= step < 200 else "laplace"
-            pipeline.arrive("p", gradients(kind, 2000, rng))
-        exchange(NUMPY, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
-        for pipeline in pipelines:
-            pipeline.end_step()
-        counts.append(pipelines[0].buckets[0].tally.last.count)
+    for kind, steps in (("laplace", 20), ("mostly-zero", 180), ("laplace", 60)):
+        counts += [step(pipelines, lambda kind=kind: gradients(kind, 2000, rng)).size for _ in range(steps)]
     assert np.mean(counts[100:200]) < 100
     assert np.mean(counts[210:]) == pytest.approx(200, rel=0.25)
 
@@ -185,14 +187,10 @@ def test_a_threshold_that_is_far_too_low_starts_again() -> None:
 def test_with_more_workers_than_k_the_threshold_stays_finite(scaling: str) -> None:
     """Every worker sends one entry at least, so the count is above k for ever."""
     compressor = MiCRO(0.001, scaling=scaling)
-    pipelines = [make_pipeline(NUMPY, compressor, {"p": (900,)}, world=4, position=rank) for rank in range(4)]
+    pipelines = workers(compressor, 900, 4)
     rng = np.random.default_rng(4)
     for _ in range(3000):
-        for pipeline in pipelines:
-            pipeline.arrive("p", gradients("laplace", 900, rng))
-        exchange(NUMPY, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
-        for pipeline in pipelines:
-            pipeline.end_step()
+        step(pipelines, lambda: gradients("laplace", 900, rng))
     state = pipelines[0].buckets[0].state
     assert isinstance(state, MiCROState) and 0 < state.current < 1e4
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -116,9 +118,9 @@ def test_stages_adapt_until_the_estimate_is_trusted(adapt: str, monkeypatch: pyt
     searches: list[int] = []
     real = sidco.search_threshold
 
-    def counted(*arguments: object) -> float:
+    def counted(*arguments: Any, **named: Any) -> float:
         searches.append(len(counts))
-        return real(*arguments)
+        return real(*arguments, **named)
 
     monkeypatch.setattr(sidco, "search_threshold", counted)
     rng = np.random.default_rng(7)

@@ -72,6 +72,8 @@ class BucketState:
     """Fitting stages of the last step; 0 for algorithms without them."""
     fingerprint: int = 0
     """31 bits of a choice that all ranks must have made alike."""
+    proposal: float = 0.0
+    """A number, rounded to float32 on its way, that all ranks get to know before `observe` (exchange `union`)."""
 
     def state_dict(self) -> dict[str, object]:
         """Plain numbers, strings and lists: whatever the next selection depends on."""
@@ -209,12 +211,9 @@ class Compressor(ABC):
         """The state of a bucket before its first step."""
         return BucketState(place)
 
-    def propose(self, state: BucketState) -> float:
-        """A number, rounded to float32 on its way, that all ranks get to know before `observe` (exchange `union`)."""
-        return 0.0
-
-    def observe(self, state: BucketState, count: int, k: int, proposed: list[float]) -> None:  # noqa: B027
+    def observe(self, state: BucketState, count: int, k: int, proposed: list[float]) -> None:
         """Learn how many entries all ranks selected together, and what each proposed (exchange `union`)."""
+        return
 
     def ratio_at(self, step: int) -> float:
         """The ratio of a step; schedules count from the end of the dense steps."""

@@ -71,7 +71,7 @@ class GaussianK(Compressor):
         if self.refine == "paper":
             threshold = self._corrected(ops, x, k, fitted)
         else:
-            threshold = search_threshold(ops, x, k, _TOLERANCE, start=fitted * state.factor)
+            threshold = search_threshold(ops, x, k, _TOLERANCE, not_zero=whole.count, start=fitted * state.factor)
             state.factor = threshold / fitted if threshold > 0.0 < fitted else 1.0
         state.threshold = below_largest(ops, x, threshold)
         selection = ops.select_above(x, state.threshold, capacity)

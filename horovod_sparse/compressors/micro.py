@@ -27,8 +27,6 @@ class MiCROState(BucketState):
     """Threshold of the next step; 0 until something was selected."""
     excess: float = 0.0
     """See `ThresholdController`."""
-    proposal: float = 0.0
-    """What would have selected this rank's share, where there is no common threshold yet or it was far too low."""
     parts: int = 1
     """Of the bucket, that are not empty."""
 
@@ -78,6 +76,7 @@ class MiCRO(Compressor):
         place = state.place
         start, end = part(len(x), place.world, (state.step + place.position) % place.world)
         state.threshold = state.current
+        # What would have selected this rank's share, where there is no common threshold yet or it was far too low.
         state.proposal = 0.0
         state.parts = min(place.world, len(x))
         if start == end:
@@ -95,10 +94,6 @@ class MiCRO(Compressor):
             # One entry at least, so that a threshold that is far too high does not starve the bucket.
             selection = ops.select_largest(mine, 1)
         return Selection(selection.indices + start, selection.found)
-
-    def propose(self, state: BucketState) -> float:
-        assert isinstance(state, MiCROState)
-        return state.proposal
 
     def observe(self, state: BucketState, count: int, k: int, proposed: list[float]) -> None:
         assert isinstance(state, MiCROState)

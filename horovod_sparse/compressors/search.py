@@ -17,14 +17,14 @@ def below_largest(ops: Ops, x: Array, threshold: float) -> float:
     return min(threshold, float(np.nextafter(np.float32(ops.max_abs(x)), np.float32(0.0))))
 
 
-def search_threshold(ops: Ops, x: Array, k: int, tolerance: float, *, start: float = math.nan) -> float:
-    """A threshold that about k entries exceed: within `tolerance` of k if the data allow it, else the closest that was seen.
+def search_threshold(ops: Ops, x: Array, k: int, tolerance: float, *, not_zero: int, start: float = math.nan) -> float:
+    """A threshold that about k of `not_zero` entries exceed: within `tolerance` of k if the data allow it, else the closest.
 
     Regula falsi on ln(count) over the threshold, which is a straight line for exponential tails, alternating with
     bisection so that the bracket at least halves every second count. At most 12 passes over `x`, of which the first is
     at `start` if that lies within the data.
     """
-    low, most = 0.0, ops.moments(x, 0.0).count
+    low, most = 0.0, not_zero
     high, fewest = ops.max_abs(x), 0
     if most <= k:
         return low

@@ -139,7 +139,9 @@ class SIDCo(Compressor):
         found = selection.found
         trusted = k / _TRUSTED <= found <= k * _TRUSTED
         if not trusted:
-            state.threshold = below_largest(ops, x, search_threshold(ops, x, k, _SEARCH_TOLERANCE))
+            state.threshold = below_largest(
+                ops, x, search_threshold(ops, x, k, _SEARCH_TOLERANCE, not_zero=whole.count)
+            )
             selection = ops.select_above(x, state.threshold, capacity)
         if self.adapt == "robust":
             # By the estimate's own count, whatever replaced it, or the error that made it useless would grow.

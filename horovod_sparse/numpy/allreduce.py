@@ -130,13 +130,11 @@ class SparseAllreduce:
             result = np.empty((self._world * message.shape[0], *message.shape[1:]), message.dtype)
             request = self._comm.Iallgather(message, result)
 
-        def wait() -> Array:
+        def wait(_sent: Array = message) -> Array:
+            # MPI reads the message until then, and the request does not keep it alive: the default argument does.
             request.Wait()
-            del message_until_then[:]
             return result
 
-        # MPI reads the message until the request is done.
-        message_until_then = [message]
         return wait
 
     def _plan(self, gradients: Mapping[str, Array]) -> None:

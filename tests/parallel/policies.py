@@ -175,7 +175,15 @@ def shared_indices_are_not_sent(make: MakeCompression) -> None:
             assert sorted(started) == sorted([("sum", (int(0.01 * size) + 17,)), ("sum", (30,))])
 
 
-@scenario(*PAIR, cases={"RandomK": (COMPRESSORS["RandomK"],), "MiCRO": (COMPRESSORS["MiCRO"],)})
+@scenario(
+    *PAIR,
+    cases={
+        "RandomK": (COMPRESSORS["RandomK"],),
+        "MiCRO": (COMPRESSORS["MiCRO"],),
+        # The third step and the fifth have messages of different lengths.
+        "schedule": (lambda **settings: TopK(warmup(0.5, 0.01, 20), **settings),),
+    },
+)
 def a_state_loaded_on_one_rank_only_raises_on_all(make: MakeCompression) -> None:
     # Values would be summed at different entries, without a word.
     model = small_model()
@@ -188,19 +196,6 @@ def a_state_loaded_on_one_rank_only_raises_on_all(make: MakeCompression) -> None
         compression.load_state_dict(state)
     message = raised(RuntimeError, lambda: train(model, optimizer, range(5, 6)))
     assert f"rank {hvd.rank()}: the ranks disagree on the state of bucket" in message
-
-
-@scenario(*PAIR)
-def a_schedule_loaded_on_one_rank_only_raises_on_all() -> None:
-    model = small_model()
-    compression = TopK(warmup(0.5, 0.01, 20), granularity="model")
-    optimizer = wrap(model, compression)
-    train(model, optimizer, range(1))
-    state = compression.state_dict()
-    train(model, optimizer, range(1, 6))
-    if hvd.rank() == 1:
-        compression.load_state_dict(state)
-    assert "the ranks disagree" in raised(RuntimeError, lambda: train(model, optimizer, range(6, 7)))
 
 
 @scenario(MPI_2)
