@@ -39,6 +39,8 @@ install_packages() {
     local pip=("$venv/bin/python" -m pip install) wanted=${frameworks/tensorflow/tensorflow-cpu}
     : >"$log"
     step "$log" "installing $wanted" "${pip[@]}" setuptools wheel $wanted
+    # The Keras before 3, for tests. Without its dependencies: it asks for the "tensorflow" that brings CUDA.
+    [[ $frameworks != *tensorflow* ]] || step "$log" "installing tf-keras" "${pip[@]}" --no-deps tf-keras
     guard docker/build_horovod.sh "$venv/bin/python"
     step "$log" "installing horovod_sparse, editable" "${pip[@]}" --no-build-isolation -e ".[torch,mpi,test,bench]"
 }

@@ -187,3 +187,20 @@ def union(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
     room = min(task.capacity * task.world, len(task.buffer))
     total = yield Collective("allreduce", ops.pack_values(task.take(indices), room, []))
     return [Entries(indices, total[: task.count])]
+
+
+class Round(NamedTuple):
+    """One collective of an exchange, as far as it is known before the first step."""
+
+    kind: Literal["allgather", "allreduce"]
+    dtype: str | None
+    """Of the message; None for the residual's own."""
+
+
+ROUNDS: dict[Exchange, tuple[Round, ...]] = {
+    pairs: (Round("allgather", "int32"),),
+    shared_indices: (Round("allreduce", "float32"),),
+    dense: (Round("allreduce", None),),
+    union: (Round("allgather", "int32"), Round("allreduce", "float32")),
+}
+"""All collectives that an exchange may ask for; after a gradient that is not finite it can end before the last."""

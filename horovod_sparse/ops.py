@@ -44,7 +44,7 @@ class Ops(Protocol):
         """residual += gradient, in place; `gradient` has any shape, float type and strides, and is left as it is."""
 
     def assign(self, residual: Array, gradient: Array) -> None:
-        """residual = gradient, in place; `gradient` as in `accumulate`."""
+        """residual = gradient, in place; `gradient` as in `accumulate`, or another framework's on the host."""
 
     def copy(self, array: Array) -> Array:
         """A copy that shares no memory with `array`, of the same shape."""

@@ -97,6 +97,13 @@ class Pipeline:
             self.buckets.append(bucket)
             self._bucket_of.update((slot.name, bucket) for slot in layout.slots)
 
+    def rebind(self, bucket: Bucket, buffer: Array, velocity: Array | None) -> None:
+        """Keep a bucket's residual and velocity in other memory from now on; between two steps."""
+        self.residuals.rebind(bucket.name, buffer)
+        bucket.buffer, bucket.velocity = buffer, velocity
+        if velocity is not None:
+            self.velocities.rebind(bucket.name, velocity)
+
     def add_dense(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Say which parameters, one each, the adapter reduces dense."""
         for layout in layouts:

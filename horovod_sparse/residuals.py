@@ -34,6 +34,10 @@ class Residuals:
             self._slots[slot.name] = (layout.name, slot)
         return buffer
 
+    def rebind(self, bucket: str, buffer: Array) -> None:
+        """Keep a bucket's residual in other memory from now on; what it holds is taken over as it is."""
+        self._buffers[bucket] = buffer
+
     def view(self, name: str) -> Array:
         """The flat slice of one parameter; writing to it changes the residual."""
         bucket, slot = self._slots[name]

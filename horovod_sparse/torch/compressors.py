@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
 import torch
 from horovod.torch.compression import Compressor as HorovodCompressor
@@ -23,35 +20,12 @@ from horovod_sparse.compressors import (
     threshold,
     topk,
 )
-from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.statistics import Stats, StepStats
+from horovod_sparse.serving import ServingCompressor
 from horovod_sparse.torch.ops import TorchOps
 
-if TYPE_CHECKING:
-    from horovod_sparse.torch.reducer import Reducer
 
-
-class TorchCompressor(Compressor, HorovodCompressor):  # type: ignore[misc]
-    """A sparsifier that serves one `hvd.DistributedOptimizer`.
-
-    Residuals and adaptive state are this rank's own; save them on every rank beside the optimizer's.
-    """
-
-    _reducer: Reducer | None = None
-    _calls: int = 0
-
-    def bind(self, reducer: Reducer) -> None:
-        """Called by the optimizer that this compressor is given to; a second one is refused."""
-        self.check_free()
-        self._reducer = reducer
-
-    def check_free(self) -> None:
-        """Raise ValueError when this compressor serves an optimizer already."""
-        if self._reducer is not None:
-            raise ValueError(
-                f"compression must serve one optimizer, but {self!r} already serves another, whose residuals it would "
-                "mix in; give this optimizer a compressor of its own, for instance copy.deepcopy(compression)"
-            )
+class TorchCompressor(ServingCompressor, HorovodCompressor):  # type: ignore[misc]
+    """A sparsifier that serves one `hvd.DistributedOptimizer`; its state loads with `torch.load(weights_only=True)`."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, None]:
         """The tensor with everything but the selected entries zero; a new tensor of the same shape and dtype.
@@ -84,51 +58,6 @@ class TorchCompressor(Compressor, HorovodCompressor):  # type: ignore[misc]
     def residual_dtype_of(self, tensor: Tensor) -> str:
         """The residual's dtype for gradients like `tensor`."""
         return self.residual_dtype or ("float64" if tensor.dtype == torch.float64 else "float32")
-
-    def stats(self) -> Stats:
-        """Counts, bytes and residual norms per bucket and in total, of the last step and on average; computed now."""
-        if self._reducer is None or self._reducer.pipeline is None:
-            return Stats(0, StepStats((), 0.0), StepStats((), 0.0))
-        return self._reducer.pipeline.stats()
-
-    @property
-    def residual_bytes(self) -> int:
-        """Memory that this rank's residuals take; 0 before the first step."""
-        if self._reducer is None or self._reducer.pipeline is None:
-            return 0
-        return self._reducer.pipeline.residuals.nbytes
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and adaptive state by parameter name; loadable with `torch.load(weights_only=True)`."""
-        return self._bound().state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, on the same model. Strict; bucketing and world size may differ."""
-        self._bound().load_compression_state(state)
-
-    def rescale(self, factor: float) -> None:
-        """Multiply the residuals, because gradients will be `factor` times as large from now on.
-
-        With `torch.amp.GradScaler`: after `scaler.update()`, by the new scale / the old one.
-        """
-        if not (isinstance(factor, (int, float)) and 0.0 < factor < math.inf):
-            raise ValueError(f"factor must be a finite number > 0, got {factor!r}")
-        self._bound().rescale(float(factor))
-
-    def reset(self) -> None:
-        """Forget residuals, adaptive state and statistics."""
-        self._bound().reset()
-
-    def _bound(self) -> Reducer:
-        if self._reducer is None:
-            raise RuntimeError(
-                f"{self!r} serves no optimizer yet; pass it to hvd.DistributedOptimizer(..., compression=...) first"
-            )
-        return self._reducer
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy has the settings, not the residuals: it is for another optimizer.
-        return {name: value for name, value in vars(self).items() if name != "_reducer"}
 
 
 class TopK(TorchCompressor, topk.TopK):

@@ -32,7 +32,7 @@ class TorchOps:
         residual.view(gradient.shape).add_(gradient)
 
     def assign(self, residual: Tensor, gradient: Tensor) -> None:
-        residual.view(gradient.shape).copy_(gradient)
+        residual.view(gradient.shape).copy_(torch.as_tensor(gradient))
 
     def copy(self, array: Tensor) -> Tensor:
         return array.clone()

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from horovod_sparse.buckets import Slot
 from horovod_sparse.exchanges import Collective, Entries
-from horovod_sparse.pipeline import VERSION, Bucket, Pipeline, check_state
+from horovod_sparse.pipeline import Bucket, Pipeline, check_state
+from horovod_sparse.serving import empty_state, stats_of
+from horovod_sparse.statistics import Stats
 from horovod_sparse.torch.agreement import agree, check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import allreduce_async, gather_async, sum_async
@@ -268,21 +270,21 @@ class Reducer:
             self.pipeline.load_state_dict(self._pending_state)
             self._pending_state = None
 
-    # --- state ---
+    # --- statistics and state: see `ServingCompressor` ---
+
+    def stats(self) -> Stats:
+        return stats_of(self.pipeline)
+
+    @property
+    def residual_bytes(self) -> int:
+        return 0 if self.pipeline is None else self.pipeline.residuals.nbytes
 
     def state_dict(self) -> dict[str, Any]:
         """The pipeline's state and the names of the parameters with sparse gradients, which have none."""
         if self._pending_state is not None:
             return copy.deepcopy(dict(self._pending_state))
         if self.pipeline is None:
-            return {
-                "version": VERSION,
-                "residuals": {},
-                "velocities": {},
-                "learning_rates": {},
-                "adaptive": {},
-                "sparse": [],
-            }
+            return empty_state()
         sparse = sorted(self._routes.names[parameter] for parameter in self._routes.sparse)
         return {**self.pipeline.state_dict(), "sparse": sparse}
 
@@ -302,7 +304,7 @@ class Reducer:
         if self._pending_state is not None:
             for kept in ("residuals", "velocities"):
                 for array in self._pending_state[kept].values():
-                    array.mul_(factor)
+                    array *= factor
         if self.pipeline is not None:
             self.pipeline.rescale(factor)
 

@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod
+from horovod.torch import mpi_ops
 from horovod.torch import optimizer as horovod_optimizer
 
-from horovod_sparse.torch.agreement import check_arguments
+from horovod_sparse.agreement import check_arguments
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.reducer import Reducer
 
@@ -124,13 +125,17 @@ def _init(stock: Method) -> Method:
         # Before stock Horovod registers its hooks, which would outlive a refused optimizer.
         _refuse_class(compression)
         if isinstance(compression, TorchCompressor):
-            check_arguments(op, groups, compression)
+            _check_arguments(op, groups, compression)
             compression.check_free()
         stock(self, *args, **kwargs)
         if isinstance(compression, TorchCompressor):
             self._sparse_reducer = Reducer(self, compression)
 
     return extended
+
+
+def _check_arguments(op: Any, groups: Any, compression: TorchCompressor) -> None:
+    check_arguments(op, mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum, groups, compression)
 
 
 def _refuse_class(compression: Any) -> None:
@@ -142,7 +147,7 @@ def _refuse_adasum(stock: Method) -> Method:
     def extended(self: Any, params: Any, named_parameters: Any, compression: Any, *args: Any, **kwargs: Any) -> None:
         _refuse_class(compression)
         if isinstance(compression, TorchCompressor):
-            check_arguments(horovod_optimizer.Adasum, None, compression)
+            _check_arguments(mpi_ops.Adasum, None, compression)
         stock(self, params, named_parameters, compression, *args, **kwargs)
 
     return extended

@@ -1,0 +1,53 @@
+"""What must be equal on all ranks before anything is exchanged, and what cannot be honoured. Imports no framework."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+from horovod_sparse.compressors.base import Compressor
+
+
+def digest(values: list[object]) -> str:
+    """How many values there are, and a short hash of them."""
+    return f"{len(values)} with digest {hashlib.sha256(repr(values).encode()).hexdigest()[:16]}"
+
+
+def compare(mine: Mapping[str, str], everyone: Iterable[Mapping[str, str]], rank: int) -> None:
+    """Raise ValueError on every rank that finds another one's description different, with both values."""
+    for position, theirs in enumerate(everyone):
+        different = {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
+        if different:
+            raise ValueError(
+                f"rank {rank}: all ranks must run the same model with the same compression, but worker {position} "
+                f"of the process set differs (mine, theirs): {different}"
+            )
+
+
+def check_arguments(op: object, average: object, total: object, adasum: object, groups: object, c: Compressor) -> None:
+    """Refuse what a sparse exchange cannot honour; `average`, `total` and `adasum` are Horovod's names of the operations."""
+    if op == adasum:
+        raise ValueError(
+            "op must be hvd.Average or hvd.Sum with a sparsifier, got hvd.Adasum: Adasum weighs whole gradients by the "
+            "angle between them, which selected entries do not have; use op=hvd.Average or hvd.Compression.none"
+        )
+    if op not in (average, total):
+        raise ValueError(
+            f"op must be hvd.Average or hvd.Sum with a sparsifier, got {op!r}: entries that a rank did not select are "
+            "unknown, not zero; use hvd.Compression.none"
+        )
+    if groups is not None and c.granularity != "bucket":
+        raise ValueError(
+            f"groups= makes every group one bucket, but compression has granularity={c.granularity!r}; "
+            "use granularity='bucket', or leave groups= out"
+        )
+
+
+def check_sparse(found: Iterable[str], c: Compressor, *, sparse_as_dense: bool, rank: int) -> None:
+    """Refuse embeddings with sparse gradients where they would go without the momentum that all others get."""
+    names = sorted(found)
+    if names and c.momentum_correction is not None and not sparse_as_dense:
+        raise ValueError(
+            f"rank {rank}: sparse_as_dense must be True with {c.momentum_correction!r}, since the sparse gradients of "
+            f"{names} would get no momentum; pass sparse_as_dense=True to hvd.DistributedOptimizer"
+        )

@@ -1,0 +1,113 @@
+"""What a compressor can do once it serves an optimizer, the same in every framework. Imports no framework."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.pipeline import VERSION, Pipeline
+from horovod_sparse.statistics import Stats, StepStats
+
+
+class Server(Protocol):
+    """What an adapter binds to a compressor: the reducer of one optimizer or tape."""
+
+    def stats(self) -> Stats:
+        """See `ServingCompressor.stats`."""
+
+    @property
+    def residual_bytes(self) -> int:
+        """See `ServingCompressor.residual_bytes`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `ServingCompressor.state_dict`."""
+
+    def load_compression_state(self, state: Mapping[str, Any]) -> None:
+        """Load now, or, before the first step, when the buckets are made."""
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals and velocities."""
+
+    def reset(self) -> None:
+        """Forget residuals, adaptive state and statistics."""
+
+
+class ServingCompressor(Compressor):
+    """A sparsifier that serves one optimizer.
+
+    Residuals and adaptive state are this rank's own; save them on every rank beside the optimizer's.
+    """
+
+    _server: Server | None = None
+    _calls: int = 0
+
+    def bind(self, server: Server) -> None:
+        """Called by the optimizer that this compressor is given to; a second one is refused."""
+        self.check_free()
+        self._server = server
+
+    @property
+    def server(self) -> Server | None:
+        """What it serves."""
+        return self._server
+
+    def check_free(self) -> None:
+        """Raise ValueError when this compressor serves an optimizer already."""
+        if self._server is not None:
+            raise ValueError(
+                f"compression must serve one optimizer, but {self!r} already serves another, whose residuals it would "
+                "mix in; give this optimizer a compressor of its own, for instance copy.deepcopy(compression)"
+            )
+
+    def stats(self) -> Stats:
+        """Counts, bytes and residual norms per bucket and in total, of the last step and on average; computed now."""
+        return Stats(0, StepStats((), 0.0), StepStats((), 0.0)) if self._server is None else self._server.stats()
+
+    @property
+    def residual_bytes(self) -> int:
+        """Memory that this rank's residuals take; 0 before the first step."""
+        return 0 if self._server is None else self._server.residual_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals and adaptive state by parameter name: the framework's arrays, and plain values."""
+        return self._bound().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned, on the same model. Strict; bucketing and world size may differ."""
+        self._bound().load_compression_state(state)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals, because gradients will be `factor` times as large from now on.
+
+        With dynamic loss scaling: whenever the scale has changed, by the new scale / the old one.
+        """
+        if not (isinstance(factor, (int, float)) and 0.0 < factor < math.inf):
+            raise ValueError(f"factor must be a finite number > 0, got {factor!r}")
+        self._bound().rescale(float(factor))
+
+    def reset(self) -> None:
+        """Forget residuals, adaptive state and statistics."""
+        self._bound().reset()
+
+    def _bound(self) -> Server:
+        if self._server is None:
+            raise RuntimeError(
+                f"{self!r} serves no optimizer yet; pass it to hvd.DistributedOptimizer(..., compression=...) first"
+            )
+        return self._server
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has the settings, not the residuals: it is for another optimizer.
+        return {name: value for name, value in vars(self).items() if name != "_server"}
+
+
+def empty_state() -> dict[str, Any]:
+    """The state before the first step."""
+    return {"version": VERSION, "residuals": {}, "velocities": {}, "learning_rates": {}, "adaptive": {}, "sparse": []}
+
+
+def stats_of(pipeline: Pipeline | None) -> Stats:
+    """Of a pipeline that there may not be yet."""
+    return Stats(0, StepStats((), 0.0), StepStats((), 0.0)) if pipeline is None else pipeline.stats()

@@ -1,0 +1,29 @@
+"""TensorFlow adapter: every public name of ``horovod.tensorflow``, and the compressors.
+
+Importing it extends stock Horovod (see `seam`), so ``import horovod.tensorflow as hvd`` works just as well; but Keras 3
+optimizers without one of our compressors must be made with the `DistributedOptimizer` of this package.
+"""
+
+from horovod.tensorflow import *
+
+from horovod_sparse.averaging import WeightedAverage
+from horovod_sparse.compressors.threshold import suggested_threshold
+from horovod_sparse.feedback import MomentumCorrection
+from horovod_sparse.schedules import Schedule, warmup
+from horovod_sparse.tensorflow import seam
+from horovod_sparse.tensorflow.compressors import (
+    DGC,
+    GaussianK,
+    MiCRO,
+    NoOp,
+    RandomBlock,
+    RandomK,
+    RedSync,
+    SIDCo,
+    Threshold,
+    TopK,
+)
+
+seam.install()
+
+__all__ = [name for name in globals() if not name.startswith("_") and name != "seam"]

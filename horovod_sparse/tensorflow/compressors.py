@@ -1,0 +1,165 @@
+"""The compressors as TensorFlow users pass them: the algorithms joined with Horovod's Compressor interface."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow.compression import Compressor as HorovodCompressor
+from numpy.typing import NDArray
+
+from horovod_sparse.compressors import (
+    dgc,
+    gaussiank,
+    micro,
+    noop,
+    randomblock,
+    randomk,
+    redsync,
+    sidco,
+    threshold,
+    topk,
+)
+from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.serving import Server, ServingCompressor, empty_state
+
+Tensor = Any
+
+_ARRAYS = ("residuals", "velocities")
+
+
+class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experimental.PythonState):  # type: ignore[misc]
+    """A sparsifier that serves one `hvd.DistributedOptimizer`, or the tapes of one training loop.
+
+    `state_dict` is of NumPy arrays and plain values. `tf.train.Checkpoint(compression=compression, ...)` saves it too; every
+    rank must save a checkpoint of its own.
+    """
+
+    _pending: Mapping[str, Any] | None = None
+
+    def bind(self, server: Server) -> None:
+        """Called by the reducer of the optimizer or tape that this compressor is given to; another one is refused."""
+        super().bind(server)
+        if self._pending is not None:
+            server.load_compression_state(self._pending)
+            self._pending = None
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, None]:
+        """The tensor with everything but the selected entries zero; a new tensor of the same shape and dtype.
+
+        For Horovod's own calls outside the optimizer (`hvd.allreduce(x, compression=...)`): right, without error
+        feedback, and without saving bandwidth, since Horovod allreduces what is returned. Tensors below `min_numel`,
+        tensors that are not floating point, and tensors with NaN or infinity are returned as they are.
+        """
+        _warn_dense(type(self).__name__)
+        tensor = tf.convert_to_tensor(tensor)
+        if not tensor.dtype.is_floating or (
+            tensor.shape.is_fully_defined() and self._is_small(tensor.shape.num_elements())
+        ):
+            return tensor, None
+        chosen = tf.ensure_shape(tf.numpy_function(self._chosen, [tensor], tf.bool), tensor.shape)
+        # Differentiable, as Horovod's own compressors are.
+        return tf.where(chosen, tensor, tf.zeros_like(tensor)), None
+
+    def decompress(self, tensor: Tensor, ctx: None) -> Tensor:
+        """The tensor as it is."""
+        return tensor
+
+    def _is_small(self, numel: int) -> bool:
+        return self.leaves_dense("", numel)
+
+    def _chosen(self, tensor: NDArray[Any]) -> NDArray[np.bool_]:
+        if self._is_small(tensor.size) or not np.isfinite(tensor).all():
+            return np.ones(tensor.shape, np.bool_)
+        wide = tensor.reshape(-1).astype(
+            self.residual_dtype or ("float64" if tensor.dtype == np.float64 else "float32")
+        )
+        k = self.asked(tensor.size)
+        state = self.new_state()
+        # Random choices are other ones at every call.
+        state.step = self._calls
+        self._calls += 1
+        chosen = np.zeros(tensor.size, np.bool_)
+        chosen[self.select(NumpyOps(), wide, k, self.room(tensor.size, k, 1), state).indices] = True
+        return chosen.reshape(tensor.shape)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() if self._server is not None else dict(self._pending or empty_state())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._server is not None:
+            super().load_state_dict(state)
+        else:
+            self._pending = state
+
+    def serialize(self) -> bytes:
+        """The state as one string, for `tf.train.Checkpoint`."""
+        state = self.state_dict()
+        arrays = {f"{kind}/{name}": array for kind in _ARRAYS for name, array in state[kind].items()}
+        plain = {key: value for key, value in state.items() if key not in _ARRAYS}
+        file = io.BytesIO()
+        np.savez(file, json=np.array(json.dumps(plain)), **arrays)
+        return file.getvalue()
+
+    def deserialize(self, string_value: bytes) -> None:
+        """Load what `serialize` returned, for `tf.train.Checkpoint`."""
+        with np.load(io.BytesIO(string_value), allow_pickle=False) as file:
+            state = json.loads(str(file["json"]))
+            for kind in _ARRAYS:
+                prefix = f"{kind}/"
+                state[kind] = {name[len(prefix) :]: file[name] for name in file.files if name.startswith(prefix)}
+        self.load_state_dict(state)
+
+
+class TopK(TensorflowCompressor, topk.TopK):
+    __doc__ = topk.TopK.__doc__
+
+
+class SIDCo(TensorflowCompressor, sidco.SIDCo):
+    __doc__ = sidco.SIDCo.__doc__
+
+
+class GaussianK(TensorflowCompressor, gaussiank.GaussianK):
+    __doc__ = gaussiank.GaussianK.__doc__
+
+
+class DGC(TensorflowCompressor, dgc.DGC):
+    __doc__ = dgc.DGC.__doc__
+
+
+class RedSync(TensorflowCompressor, redsync.RedSync):
+    __doc__ = redsync.RedSync.__doc__
+
+
+class MiCRO(TensorflowCompressor, micro.MiCRO):
+    __doc__ = micro.MiCRO.__doc__
+
+
+class RandomK(TensorflowCompressor, randomk.RandomK):
+    __doc__ = randomk.RandomK.__doc__
+
+
+class RandomBlock(TensorflowCompressor, randomblock.RandomBlock):
+    __doc__ = randomblock.RandomBlock.__doc__
+
+
+class Threshold(TensorflowCompressor, threshold.Threshold):
+    __doc__ = threshold.Threshold.__doc__
+
+
+class NoOp(TensorflowCompressor, noop.NoOp):
+    __doc__ = noop.NoOp.__doc__
+
+
+def _warn_dense(name: str) -> None:
+    # Python shows a warning once per place; this line is that place.
+    warnings.warn(
+        f"{name} was called by Horovod outside hvd.DistributedOptimizer and hvd.DistributedGradientTape: the result is right, "
+        "but it is sent dense, so no bandwidth is saved",
+        stacklevel=1,
+    )

@@ -1,0 +1,54 @@
+"""Horovod's collectives as graph operations: named, within one process set."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+Tensor = Any
+
+
+class Collectives:
+    """The collectives of one reducer.
+
+    Args:
+        prefix: of their names, the same on all ranks and no other reducer's. Without slashes: Horovod would cut it there.
+        process_set: the workers that exchange.
+    """
+
+    def __init__(self, prefix: str, process_set: Any) -> None:
+        self._prefix = prefix
+        self._process_set = process_set
+
+    def allgather(self, message: Tensor, name: str) -> Tensor:
+        """All ranks' messages, one after the other in rank order."""
+        return mpi_ops.allgather(
+            message, name=f"{self._prefix}.{name}", ignore_name_scope=True, process_set=self._process_set
+        )
+
+    def total(self, message: Tensor, name: str) -> Tensor:
+        """The sum of all ranks' messages."""
+        return self.dense(message, name, mpi_ops.Sum, 1.0)
+
+    def dense(self, tensor: Tensor, name: str, op: Any, predivide: float) -> Tensor:
+        """Horovod's dense allreduce; `predivide` splits the averaging as `gradient_predivide_factor` does."""
+        return mpi_ops._allreduce(
+            tensor,
+            name=f"{self._prefix}.{name}",
+            op=op,
+            prescale_factor=1.0 / predivide,
+            postscale_factor=predivide,
+            ignore_name_scope=True,
+            process_set=self._process_set,
+        )
+
+    def gather_json(self, value: object, name: str) -> list[Any]:
+        """Every rank's `value`, in rank order; blocks, also while a function is traced. Plain JSON, nothing is unpickled."""
+        line = np.frombuffer(json.dumps(value).encode("ascii") + b"\n", np.uint8)
+        with tf.init_scope(), tf.device("CPU:0"):
+            gathered = self.allgather(tf.constant(line), name)
+        return [json.loads(part) for part in gathered.numpy().tobytes().splitlines()]

@@ -1,0 +1,262 @@
+"""The data's way in a TensorFlow graph through the shared CPU path: NumPy code, called by `tf.numpy_function`.
+
+Residuals live in variables. Functions called from the graph get their memory, not a copy, and work in place; nothing
+else assigns to them but the restoring of a checkpoint, between two steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from horovod_sparse.buckets import Layout, Slot
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.exchanges import ROUNDS, Entries, Exchange, Round, dense
+from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.ops import Array
+from horovod_sparse.pipeline import Bucket, Pipeline
+from horovod_sparse.tensorflow.exchange import Collectives
+from horovod_sparse.tensorflow.step import Step
+
+Tensor = Any
+Variable = Any
+
+
+class HostPipeline(Pipeline):
+    """A pipeline that is called from a graph.
+
+    Args:
+        compressor: settings and algorithm.
+        collectives: Horovod's.
+        world, position, rank: as for `Pipeline`.
+    """
+
+    def __init__(
+        self, compressor: Compressor, collectives: Collectives, *, world: int, position: int, rank: int
+    ) -> None:
+        super().__init__(NumpyOps(), compressor, world=world, position=position, rank=rank)
+        self._collectives = collectives
+        self._memory: dict[str, list[Variable]] = {}
+        """Bucket -> its residual and, with momentum correction, its velocity."""
+        self._reduced: dict[str, list[NDArray[Any]]] = {}
+        """Bucket -> its reduced gradients, flat, until the graph takes them."""
+
+    @property
+    def variables(self) -> list[Variable]:
+        """Residuals and velocities, flat, one for each bucket. Their memory is this pipeline's: copy what you read."""
+        return [variable for memory in self._memory.values() for variable in memory]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the residuals take, in bytes."""
+        return self.residuals.nbytes
+
+    def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array] = lambda name: None) -> None:
+        super().add_buckets(layouts, like)
+        for bucket in self.buckets[len(self.buckets) - len(layouts) :]:
+            kinds = ("residual",) if bucket.velocity is None else ("residual", "velocity")
+            # Outside of any function that is being traced, and where NumPy can reach them.
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._memory[bucket.name] = [
+                    tf.Variable(
+                        np.zeros(bucket.layout.numel, bucket.layout.residual_dtype),
+                        trainable=False,
+                        name=f"horovod_sparse/{bucket.name}/{kind}",
+                    )
+                    for kind in kinds
+                ]
+            self._adopt(bucket)
+            self._check_memory(bucket)
+
+    def _adopt(self, bucket: Bucket) -> None:
+        """Work on the memory that the variables have now."""
+
+        def hand_over() -> None:
+            tf.numpy_function(partial(self._use, bucket), self._read(bucket), [])
+
+        with tf.init_scope(), tf.device("CPU:0"):
+            # From a graph, because eager functions get copies.
+            tf.function(hand_over, autograph=False)()
+
+    def _check_memory(self, bucket: Bucket) -> None:
+        bucket.buffer[0] = 1.0
+        with tf.init_scope():
+            seen = self._memory[bucket.name][0].numpy()[0]
+        bucket.buffer[0] = 0.0
+        if seen != 1.0:
+            raise RuntimeError(
+                f"tf.numpy_function must get the memory of a variable, but TensorFlow {tf.__version__} made a copy; use a "
+                "release that horovod_sparse was tested with (2.21), or graph=True"
+            )
+
+    def _read(self, bucket: Bucket) -> list[Tensor]:
+        return [variable.read_value() for variable in self._memory[bucket.name]]
+
+    def _use(self, bucket: Bucket, *memory: NDArray[Any]) -> None:
+        self.rebind(bucket, memory[0], memory[1] if len(memory) > 1 else None)
+
+    # --- called while a graph is built ---
+
+    def reduce(self, step: Step) -> dict[str, Tensor]:
+        """Operations that reduce one step's gradients; the reduced ones by name."""
+        with tf.device("CPU:0"):
+            compressed = self._exchange_all(step)
+            dense_names = list(step.dense)
+            finished = self._reduce_dense(step, dense_names)
+            others = [tf.reduce_all(tf.math.is_finite(other)) for other in step.others.values()]
+            with tf.control_dependencies([*compressed, *finished]):
+                end = tf.numpy_function(partial(self._end, list(step.others)), others, tf.bool)
+            with tf.control_dependencies([end]):
+                tensors = [tf.identity(tensor) for tensor in (*compressed, *finished)]
+        names = [slot.name for bucket in step.buckets for slot in bucket.layout.slots]
+        return dict(zip([*names, *dense_names], tensors, strict=True))
+
+    def _exchange_all(self, step: Step) -> list[Tensor]:
+        if not step.buckets:
+            return []
+        if not self.compressor.dense_steps:
+            return self._exchange(step, self.compressor.exchange)
+        first = step.buckets[0]
+        everything = tf.numpy_function(lambda: np.bool_(first.state.step < self.compressor.dense_steps), [], tf.bool)
+        return _list(
+            tf.cond(
+                everything,
+                lambda: self._exchange(step, dense),
+                lambda: self._exchange(step, self.compressor.exchange),
+            )
+        )
+
+    def _exchange(self, step: Step, exchange: Exchange) -> list[Tensor]:
+        rounds = ROUNDS[exchange]
+        messages = [self._begin(step, bucket, rounds[0]) for bucket in step.buckets]
+        for number, (kind, _) in enumerate(rounds):
+            run = self._collectives.allgather if kind == "allgather" else self._collectives.total
+            # Numbers, because the names of variables may hold what names of operations must not.
+            results = [
+                run(message, f"{self.buckets.index(bucket)}.{exchange.__name__}.{number}")
+                for bucket, message in zip(step.buckets, messages, strict=True)
+            ]
+            if number < len(rounds) - 1:
+                messages = [
+                    tf.numpy_function(
+                        partial(self._advance, bucket, step.divisor, rounds[number + 1]),
+                        [result],
+                        rounds[number + 1].dtype or bucket.layout.residual_dtype,
+                    )
+                    for bucket, result in zip(step.buckets, results, strict=True)
+                ]
+        return [
+            tensor
+            for bucket, result in zip(step.buckets, results, strict=True)
+            for tensor in self._finish_bucket(step, bucket, result)
+        ]
+
+    def _begin(self, step: Step, bucket: Bucket, first: Round) -> Tensor:
+        names = [slot.name for slot in bucket.layout.slots if slot.name in step.gradients]
+        return tf.numpy_function(
+            partial(self._take_in, bucket, names, len(self._memory[bucket.name])),
+            [*self._read(bucket), step.rate, *(step.gradients[name] for name in names)],
+            first.dtype or bucket.layout.residual_dtype,
+        )
+
+    def _finish_bucket(self, step: Step, bucket: Bucket, result: Tensor) -> list[Tensor]:
+        slots = bucket.layout.slots
+        types = [step.dtypes[slot.name] for slot in slots]
+        reduced = tf.numpy_function(partial(self._write_out, bucket, step.divisor, types), [result], types)
+        return [tf.ensure_shape(tensor, slot.shape) for tensor, slot in zip(_list(reduced), slots, strict=True)]
+
+    def _reduce_dense(self, step: Step, names: list[str]) -> list[Tensor]:
+        reduced = []
+        for number, name in enumerate(names):
+            gradient = step.dense[name]
+            if self.compressor.clip_norm is not None:
+                dtype = "float64" if gradient.dtype == tf.float64 else "float32"
+                clipped = tf.numpy_function(partial(self._clip, dtype), [gradient], dtype)
+                gradient = tf.cast(tf.ensure_shape(clipped, gradient.shape), gradient.dtype)
+            # Horovod reduces no bfloat16, and small tensors can afford float32.
+            wire = tf.float32 if gradient.dtype == tf.bfloat16 else gradient.dtype
+            reduced.append(self._collectives.dense(tf.cast(gradient, wire), f"dense.{number}", step.op, step.predivide))
+        if not reduced:
+            return []
+        types = [tensor.dtype for tensor in reduced]
+        finished = _list(tf.numpy_function(partial(self._finish_all_dense, names), reduced, types))
+        return [
+            tf.cast(tf.ensure_shape(tensor, step.dense[name].shape), step.dense[name].dtype)
+            for name, tensor in zip(names, finished, strict=True)
+        ]
+
+    # --- called from the graph ---
+
+    def _take_in(self, bucket: Bucket, names: list[str], parts: int, *inputs: NDArray[Any]) -> NDArray[Any]:
+        self._use(bucket, *inputs[:parts])
+        rate = float(inputs[parts])
+        gradients = dict(zip(names, inputs[parts + 1 :], strict=True))
+        for slot in bucket.layout.slots:
+            self.arrive(slot.name, gradients.get(slot.name), None if math.isnan(rate) else rate)
+        return np.ascontiguousarray(self.begin(bucket).message)
+
+    def _advance(self, bucket: Bucket, divisor: float, following: Round, result: NDArray[Any]) -> NDArray[Any]:
+        collective = self.advance(bucket, result, divisor, self._keep_reduced(bucket))
+        if collective is None:
+            # It has ended early, on all ranks; the graph's next collective has nothing to carry.
+            return np.zeros(1, following.dtype or bucket.layout.residual_dtype)
+        return np.ascontiguousarray(collective.message)
+
+    def _write_out(self, bucket: Bucket, divisor: float, types: list[Any], result: NDArray[Any]) -> list[NDArray[Any]]:
+        if bucket.exchange is not None:
+            assert self.advance(bucket, result, divisor, self._keep_reduced(bucket)) is None
+        flat = self._reduced.pop(bucket.name)
+        return [
+            array.reshape(slot.shape).astype(dtype.as_numpy_dtype, copy=False)
+            for array, slot, dtype in zip(flat, bucket.layout.slots, types, strict=True)
+        ]
+
+    def _keep_reduced(self, bucket: Bucket) -> Callable[[Slot, list[Entries] | None], None]:
+        kept = self._reduced[bucket.name] = []
+
+        def write(slot: Slot, parts: list[Entries] | None) -> None:
+            # Half-precision sums are rounded once, at the end, and not after every rank.
+            flat = np.zeros(slot.numel, bucket.layout.residual_dtype)
+            if parts is None:
+                flat.fill(np.nan)
+            for indices, values in parts or ():
+                if indices is None:
+                    self.ops.accumulate(flat, values)
+                else:
+                    self.ops.scatter_add(flat, indices, values)
+            kept.append(flat)
+
+        return write
+
+    def _clip(self, dtype: str, gradient: NDArray[Any]) -> NDArray[Any]:
+        return np.asarray(self.clipped(gradient, dtype))
+
+    def _finish_all_dense(self, names: list[str], *reduced: NDArray[Any]) -> list[NDArray[Any]]:
+        copies = [np.array(array) for array in reduced]
+        for name, array in zip(names, copies, strict=True):
+            self.finish_dense(name, array)
+        return copies
+
+    def _end(self, names: list[str], *finite: np.bool_) -> np.bool_:
+        for name, is_finite in zip(names, finite, strict=True):
+            if not is_finite:
+                self._not_finite.append(f"parameter {name!r}")
+        self.end_step()
+        return np.True_
+
+    # --- state ---
+
+    def adopt_memory(self) -> None:
+        """Work on what the variables hold now: a checkpoint may have been restored."""
+        for bucket in self.buckets:
+            self._adopt(bucket)
+
+
+def _list(tensors: Any) -> list[Tensor]:
+    return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]

@@ -1,0 +1,184 @@
+"""The seam to stock Horovod for TensorFlow: three of its functions, replaced in place.
+
+- `horovod.tensorflow._make_allreduce_grads_fn` makes what reduces gradients, for tapes and for all optimizers but Keras 3's.
+- `_DistributedGradientTape.gradient`, which `hvd.DistributedGradientTape` copies into a new class at each call: here it takes
+  the variables of Keras 3 too.
+- `horovod._keras.create_distributed_optimizer`: Keras 3 calls none of the methods that Horovod overrides, so replicas
+  would train apart without a word (see `keras.optimizer`).
+
+Without one of our compressors they do what they did, but that a Keras 3 optimizer is warned of.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import horovod
+import horovod._keras as horovod_keras
+import horovod.tensorflow as horovod_tensorflow
+from horovod.tensorflow import mpi_ops
+
+from horovod_sparse.agreement import check_arguments
+from horovod_sparse.tensorflow.compressors import TensorflowCompressor
+from horovod_sparse.tensorflow.names import plain
+from horovod_sparse.tensorflow.reducer import Reducer
+
+Function = Callable[..., Any]
+
+_MAKE_PARAMETERS = (
+    "name", "device_dense", "device_sparse", "compression", "sparse_as_dense", "op", "gradient_predivide_factor", "groups",
+    "process_set",
+)  # fmt: skip
+_OPTIMIZER_PARAMETERS = (
+    "keras", "optimizer", "name", "device_dense", "device_sparse", "compression", "sparse_as_dense",
+    "gradient_predivide_factor", "op", "backward_passes_per_step", "average_aggregated_gradients", "groups", "process_set",
+    "scale_local_gradients",
+)  # fmt: skip
+_CONTRACT = {
+    "_make_allreduce_grads_fn": (horovod_tensorflow, _MAKE_PARAMETERS),
+    "gradient": (
+        horovod_tensorflow._DistributedGradientTape,
+        ("self", "target", "sources", "output_gradients", "use_generic_names"),
+    ),
+    "create_distributed_optimizer": (horovod_keras, _OPTIMIZER_PARAMETERS),
+}
+
+_replaced: list[tuple[Any, str, Any]] = []
+"""(module or class, name, stock function) of everything that is replaced now."""
+
+
+def check_contract() -> None:
+    """Raise ImportError unless the functions take the parameters that the replacements rely on."""
+    problems = []
+    for name, (owner, expected) in _CONTRACT.items():
+        function = getattr(owner, name, None)
+        found = tuple(inspect.signature(function).parameters) if function is not None else None
+        if found != expected:
+            problems.append(f"{owner.__name__}.{name} takes {found}, expected {expected}")
+    if problems:
+        raise ImportError(
+            f"horovod_sparse extends horovod.tensorflow as it is in Horovod 0.28.1, but Horovod {horovod.__version__} is "
+            f"installed, where {'; '.join(problems)}. Install horovod==0.28.1 (docker/build_horovod.sh builds it)"
+        )
+
+
+def install() -> None:
+    """Replace the functions; a second call does nothing."""
+    if _replaced:
+        return
+    check_contract()
+    replacements = {
+        "_make_allreduce_grads_fn": _make_allreduce_grads_fn,
+        "gradient": _gradient,
+        "create_distributed_optimizer": _create_distributed_optimizer,
+    }
+    for name, (owner, _) in _CONTRACT.items():
+        stock = getattr(owner, name)
+        _replaced.append((owner, name, stock))
+        setattr(owner, name, functools.wraps(stock)(replacements[name](stock)))
+
+
+def uninstall() -> None:
+    """Put stock Horovod's functions back. Tapes and optimizers made before keep what they have."""
+    while _replaced:
+        owner, name, stock = _replaced.pop()
+        setattr(owner, name, stock)
+
+
+def reducer_of(
+    compression: TensorflowCompressor,
+    *,
+    op: Any,
+    predivide: float,
+    groups: Any,
+    sparse_as_dense: bool,
+    process_set: Any,
+) -> Reducer:
+    """The reducer that a compressor is bound to; a new one if there is none. One compressor serves one way of reducing."""
+    check_arguments(op, mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum, groups, compression)
+    bound = compression.server
+    if not isinstance(bound, Reducer):
+        return Reducer(
+            compression,
+            op=op,
+            predivide=predivide,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+        )
+    bound.check_same(
+        op=op, predivide=predivide, groups=groups, sparse_as_dense=sparse_as_dense, process_set=process_set
+    )
+    return bound
+
+
+def refuse_class(compression: Any) -> None:
+    """Raise TypeError for a compressor's class in place of an instance."""
+    if isinstance(compression, type) and issubclass(compression, TensorflowCompressor):
+        raise TypeError(f"compression must be an instance, such as {compression.__name__}(...), got the class itself")
+
+
+# Each takes the stock function and returns its replacement.
+
+
+def _make_allreduce_grads_fn(stock: Function) -> Function:
+    signature = inspect.signature(stock)
+
+    def extended(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        compression = given["compression"]
+        refuse_class(compression)
+        if not isinstance(compression, TensorflowCompressor):
+            return stock(*args, **kwargs)
+        return reducer_of(
+            compression,
+            op=given["op"],
+            predivide=given["gradient_predivide_factor"],
+            groups=given["groups"],
+            sparse_as_dense=given["sparse_as_dense"],
+            process_set=given["process_set"],
+        )
+
+    return extended
+
+
+def _gradient(stock: Function) -> Function:
+    def extended(
+        self: Any, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> Any:
+        if isinstance(self._allreduce_grads, Reducer):
+            # While they still have their paths.
+            self._allreduce_grads.names.of(sources)
+        return stock(self, target, [plain(source) for source in sources], output_gradients, use_generic_names)
+
+    return extended
+
+
+def _create_distributed_optimizer(stock: Function) -> Function:
+    signature = inspect.signature(stock)
+
+    def extended(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        arguments = given.arguments
+        refuse_class(arguments["compression"])
+        # Here, because Keras takes seconds to import and a tape does not need it.
+        import horovod_sparse.tensorflow.keras.optimizer as keras_optimizer
+
+        if not keras_optimizer.is_keras_3(arguments["optimizer"]):
+            return stock(*args, **kwargs)
+        if not isinstance(arguments["compression"], TensorflowCompressor):
+            warnings.warn(
+                "horovod_sparse: stock Horovod never reduces the gradients of a Keras 3 optimizer, so the workers train apart; "
+                "make it with horovod_sparse.tensorflow.keras.DistributedOptimizer, which does, also without compression",
+                stacklevel=3,
+            )
+            return stock(*args, **kwargs)
+        del arguments["keras"]
+        return keras_optimizer.make(**arguments)
+
+    return extended
