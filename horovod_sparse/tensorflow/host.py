@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -61,16 +62,7 @@ class HostPipeline(Pipeline):
         super().add_buckets(layouts, like)
         for bucket in self.buckets[len(self.buckets) - len(layouts) :]:
             kinds = ("residual",) if bucket.velocity is None else ("residual", "velocity")
-            # Outside of any function that is being traced, and where NumPy can reach them.
-            with tf.init_scope(), tf.device("CPU:0"):
-                self._memory[bucket.name] = [
-                    tf.Variable(
-                        np.zeros(bucket.layout.numel, bucket.layout.residual_dtype),
-                        trainable=False,
-                        name=f"horovod_sparse/{bucket.name}/{kind}",
-                    )
-                    for kind in kinds
-                ]
+            self._memory[bucket.name] = [make_variable(bucket, kind) for kind in kinds]
             self._adopt(bucket)
             self._check_memory(bucket)
 
@@ -256,6 +248,21 @@ class HostPipeline(Pipeline):
         """Work on what the variables hold now: a checkpoint may have been restored."""
         for bucket in self.buckets:
             self._adopt(bucket)
+
+
+def make_variable(bucket: Bucket, kind: str) -> Variable:
+    """A flat variable of zeros for a bucket, made outside of any function that is being traced."""
+
+    def make() -> Variable:
+        # On the CPU, where NumPy can reach it.
+        with tf.device("CPU:0"):
+            zeros = np.zeros(bucket.layout.numel, bucket.layout.residual_dtype)
+            return tf.Variable(zeros, trainable=False, name=f"horovod_sparse/{bucket.name}/{kind}")
+
+    # In another thread, because `tf.function` watches its own for new variables, even in `tf.init_scope`: it would trace
+    # twice, and refuse a variable that a later trace needs.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 def _list(tensors: Any) -> list[Tensor]:

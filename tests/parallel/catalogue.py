@@ -1,8 +1,17 @@
-"""All scenarios."""
+"""All scenarios, by the framework that they need. Imports that framework when it is asked for."""
 
 from __future__ import annotations
 
-from . import exchange, gradients, policies, state, training, usage
-from .scenario import scenarios_of
+from importlib import import_module
 
-SCENARIOS = scenarios_of([training, exchange, gradients, usage, state, policies])
+from .scenario import Scenario, scenarios_of
+
+MODULES = {
+    "torch": ("training", "exchange", "gradients", "usage", "state", "policies"),
+    "tensorflow": ("tf.tape",),
+}
+
+
+def scenarios(framework: str) -> dict[str, Scenario]:
+    """Those of a framework, by name."""
+    return scenarios_of(import_module(f".{name}", __package__) for name in MODULES[framework])

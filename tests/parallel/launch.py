@@ -43,9 +43,12 @@ class Launch:
     launcher: str
     """"mpirun", "horovodrun" or "plain"."""
     ranks: int = 1
+    framework: str = "torch"
+    """Whose scenarios are run; every process has one framework only, since each brings a Horovod of its own."""
 
     def __str__(self) -> str:
-        return f"{self.launcher}-{self.ranks}"
+        other = "" if self.framework == "torch" else f"{self.framework}-"
+        return f"{other}{self.launcher}-{self.ranks}"
 
     def _command(self) -> list[str]:
         if self.launcher == "plain":
@@ -62,6 +65,8 @@ class Launch:
         env |= {
             "PYTHONPATH": os.pathsep.join([str(TESTS), str(REPOSITORY)]),
             "OMP_NUM_THREADS": "1",
+            "TF_NUM_INTRAOP_THREADS": "1",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
             "HOROVOD_CYCLE_TIME": "1",
             "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
             "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",

@@ -41,7 +41,7 @@ def run_scenarios(launch: Launch, names: Sequence[str], directory: Path) -> dict
         part.mkdir(parents=True)
         chosen = part / "names.json"
         chosen.write_text(json.dumps(left), encoding="utf-8")
-        ended = launch.run("-m", "parallel.worker", str(part), str(chosen), limit=LAUNCH_LIMIT)
+        ended = launch.run("-m", "parallel.worker", launch.framework, str(part), str(chosen), limit=LAUNCH_LIMIT)
         reached = _read(part, launch.ranks)
         if ended.code != 0:
             _blame(reached, left, launch.ranks, ended)

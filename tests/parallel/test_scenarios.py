@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .catalogue import SCENARIOS
+from .catalogue import MODULES, scenarios
 from .conftest import Outcomes
 from .launch import Launch
 
@@ -12,11 +12,12 @@ pytestmark = pytest.mark.parallel
 
 
 def _cases() -> list[object]:
-    launches = dict.fromkeys(launch for one in SCENARIOS.values() for launch in one.launches)
+    known = [(name, one) for framework in MODULES for name, one in scenarios(framework).items()]
+    launches = dict.fromkeys(launch for _, one in known for launch in one.launches)
     return [
         pytest.param(launch, name, id=f"{launch}-{name}", marks=[pytest.mark.slow] if launch.ranks > 4 else [])
         for launch in launches
-        for name, one in SCENARIOS.items()
+        for name, one in known
         if launch in one.launches
     ]
 

@@ -1,6 +1,6 @@
 """What every rank runs: scenarios, one after the other. Each outcome is written at once, so that a hang loses none.
 
-python -m parallel.worker DIRECTORY NAMES_FILE
+python -m parallel.worker FRAMEWORK DIRECTORY NAMES_FILE
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
-import torch
-
-from .catalogue import SCENARIOS
+from .catalogue import scenarios
 from .scenario import Scenario
 
 SCENARIO_LIMIT = 90.0
@@ -36,12 +35,12 @@ class Record:
         self._file.flush()
 
 
-def run(one: Scenario, record: Record) -> bool:
+def run(one: Scenario, record: Record, hvd: Any, seed: Callable[[int], object]) -> bool:
     """Run a scenario on this rank; return whether the ranks are still in step, so that there can be another."""
     record.write(scenario=one.name, event="start")
     faulthandler.dump_traceback_later(SCENARIO_LIMIT, exit=True)
     began, error = time.perf_counter(), ""
-    torch.manual_seed(0)
+    seed(0)
     try:
         one.run(*one.arguments)
     except Exception:
@@ -49,8 +48,10 @@ def run(one: Scenario, record: Record) -> bool:
     record.write(scenario=one.name, event="end", error=error, seconds=time.perf_counter() - began)
     try:
         # A rank that has raised may have left the others in a collective: they end it when Horovod sees the stall.
-        hvd.barrier()
-    except hvd.HorovodInternalError:
+        hvd.allgather_object(None, name="next_scenario")
+    except Exception as error:
+        # HorovodInternalError from PyTorch, an error of its own from TensorFlow.
+        print(error, file=sys.stderr)
         return False
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -58,17 +59,21 @@ def run(one: Scenario, record: Record) -> bool:
     return True
 
 
-def main(directory: Path, names: list[str]) -> int:
+def main(framework: str, directory: Path, names: list[str]) -> int:
+    known = scenarios(framework)
+    hvd = import_module(f"horovod.{framework}")
+    library = import_module(framework)
+    seed = library.manual_seed if framework == "torch" else library.random.set_seed
     hvd.init()
     record = Record(directory / f"rank{hvd.rank()}.jsonl")
     for name in names:
-        if not run(SCENARIOS[name], record):
+        if not run(known[name], record, hvd, seed):
             return 3
     return 0
 
 
 if __name__ == "__main__":
-    status = main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))
+    status = main(sys.argv[1], Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text(encoding="utf-8")))
     if status:
         # Horovod is down; its shutdown at exit would wait for ranks that are gone.
         sys.stdout.flush()

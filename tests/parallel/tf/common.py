@@ -1,0 +1,99 @@
+"""What scenarios for TensorFlow share: gradients given exactly, a small model, comparisons across ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from horovod_sparse.tensorflow import (
+    DGC,
+    GaussianK,
+    MiCRO,
+    NoOp,
+    RandomBlock,
+    RandomK,
+    RedSync,
+    SIDCo,
+    Threshold,
+    TopK,
+)
+
+# Makes one compressor; every training loop needs its own.
+MakeCompression = Callable[..., Any]
+COMPRESSORS: dict[str, MakeCompression] = {
+    "NoOp": NoOp,
+    "TopK": lambda **settings: TopK(0.01, **settings),
+    "SIDCo-exponential": lambda **settings: SIDCo(0.01, **settings),
+    "SIDCo-gamma": lambda **settings: SIDCo(0.01, distribution="gamma", **settings),
+    "SIDCo-gpareto": lambda **settings: SIDCo(0.01, distribution="gpareto", **settings),
+    "TopK-union": lambda **settings: TopK(0.01, union=True, **settings),
+    "GaussianK": lambda **settings: GaussianK(0.01, **settings),
+    "DGC": lambda **settings: DGC(0.01, **settings),
+    "RedSync": lambda **settings: RedSync(0.01, **settings),
+    "MiCRO": lambda **settings: MiCRO(0.01, **settings),
+    "RandomK": lambda **settings: RandomK(0.01, **settings),
+    "RandomK-own": lambda **settings: RandomK(0.01, shared=False, **settings),
+    "RandomBlock": lambda **settings: RandomBlock(0.01, **settings),
+    "Threshold": lambda **settings: Threshold(0.05, **settings),
+}
+
+
+def variables(shapes: Mapping[str, Sequence[int]], dtype: Any = tf.float32) -> dict[str, tf.Variable]:
+    """Named variables that are zero."""
+    return {name: tf.Variable(tf.zeros(tuple(shape), dtype), name=name) for name, shape in shapes.items()}
+
+
+def reduce(
+    compression: Any, variables: Mapping[str, tf.Variable], gradients: Mapping[str, Any], **arguments: Any
+) -> dict[str, np.ndarray]:
+    """What a distributed tape makes of exactly these gradients; a variable without one is no part of the loss."""
+    with tf.GradientTape() as tape:
+        loss = tf.add_n(
+            [
+                tf.cast(tf.reduce_sum(variables[name] * tf.cast(gradient, variables[name].dtype)), tf.float64)
+                for name, gradient in gradients.items()
+            ]
+        )
+    tape = hvd.DistributedGradientTape(tape, compression=compression, **arguments)
+    reduced = tape.gradient(loss, list(variables.values()))
+    return {
+        name: tf.convert_to_tensor(one).numpy() for name, one in zip(variables, reduced, strict=True) if one is not None
+    }
+
+
+def normals(shape: Sequence[int], *, step: int, rank: int, salt: int = 0) -> np.ndarray:
+    return np.random.default_rng((salt, step, rank)).standard_normal(tuple(shape)).astype(np.float32)
+
+
+# --- across ranks ---
+
+
+def everyone(value: Any, name: str = "everyone") -> list[Any]:
+    """Every rank's value, in rank order."""
+    gathered: list[Any] = hvd.allgather_object(value, name=name)
+    return gathered
+
+
+def assert_identical(arrays: Sequence[Any]) -> None:
+    """Arrays, tensors or variables are the same on every rank, to the last bit, and finite."""
+    sha = hashlib.sha256()
+    for array in arrays:
+        values = np.asarray(array)
+        assert np.isfinite(values.astype(np.float64)).all()
+        sha.update(values.tobytes())
+    digests = everyone(sha.hexdigest())
+    assert len(set(digests)) == 1, f"replicas differ: {digests}"
+
+
+def raised(error: type[BaseException], function: Callable[[], object]) -> str:
+    """The message of the error that the function must raise."""
+    try:
+        function()
+    except error as caught:
+        return str(caught)
+    raise AssertionError(f"nothing raised, expected {error.__name__}")
