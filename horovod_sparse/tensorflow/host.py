@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops import Array
 from horovod_sparse.pipeline import Bucket, Pipeline
 from horovod_sparse.tensorflow.exchange import Collectives
+from horovod_sparse.tensorflow.memory import check_memory, make_variable, memory_of
 from horovod_sparse.tensorflow.step import Step
 
 Tensor = Any
@@ -61,31 +61,17 @@ class HostPipeline(Pipeline):
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array] = lambda name: None) -> None:
         super().add_buckets(layouts, like)
         for bucket in self.buckets[len(self.buckets) - len(layouts) :]:
+            numel, dtype = bucket.layout.numel, bucket.layout.residual_dtype
             kinds = ("residual",) if bucket.velocity is None else ("residual", "velocity")
-            self._memory[bucket.name] = [make_variable(bucket, kind) for kind in kinds]
+            self._memory[bucket.name] = [
+                make_variable(numel, dtype, f"horovod_sparse/{bucket.name}/{kind}") for kind in kinds
+            ]
+            check_memory(self._memory[bucket.name][0])
             self._adopt(bucket)
-            self._check_memory(bucket)
 
     def _adopt(self, bucket: Bucket) -> None:
         """Work on the memory that the variables have now."""
-
-        def hand_over() -> None:
-            tf.numpy_function(partial(self._use, bucket), self._read(bucket), [])
-
-        with tf.init_scope(), tf.device("CPU:0"):
-            # From a graph, because eager functions get copies.
-            tf.function(hand_over, autograph=False)()
-
-    def _check_memory(self, bucket: Bucket) -> None:
-        bucket.buffer[0] = 1.0
-        with tf.init_scope():
-            seen = self._memory[bucket.name][0].numpy()[0]
-        bucket.buffer[0] = 0.0
-        if seen != 1.0:
-            raise RuntimeError(
-                f"tf.numpy_function must get the memory of a variable, but TensorFlow {tf.__version__} made a copy; use a "
-                "release that horovod_sparse was tested with (2.21), or graph=True"
-            )
+        self._use(bucket, *map(memory_of, self._memory[bucket.name]))
 
     def _read(self, bucket: Bucket) -> list[Tensor]:
         return [variable.read_value() for variable in self._memory[bucket.name]]
@@ -248,21 +234,6 @@ class HostPipeline(Pipeline):
         """Work on what the variables hold now: a checkpoint may have been restored."""
         for bucket in self.buckets:
             self._adopt(bucket)
-
-
-def make_variable(bucket: Bucket, kind: str) -> Variable:
-    """A flat variable of zeros for a bucket, made outside of any function that is being traced."""
-
-    def make() -> Variable:
-        # On the CPU, where NumPy can reach it.
-        with tf.device("CPU:0"):
-            zeros = np.zeros(bucket.layout.numel, bucket.layout.residual_dtype)
-            return tf.Variable(zeros, trainable=False, name=f"horovod_sparse/{bucket.name}/{kind}")
-
-    # In another thread, because `tf.function` watches its own for new variables, even in `tf.init_scope`: it would trace
-    # twice, and refuse a variable that a later trace needs.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(make).result()
 
 
 def _list(tensors: Any) -> list[Tensor]:
