@@ -1,0 +1,57 @@
+"""Variables whose memory NumPy works on in place."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+Tensor = Any
+Variable = Any
+
+_one_at_a_time = threading.Lock()
+_seen: list[NDArray[Any]] = []
+
+
+def make_variable(count: int, dtype: str, name: str) -> Variable:
+    """A flat variable of zeros on the CPU, made outside of any function that is being traced."""
+
+    def make() -> Variable:
+        with tf.device("CPU:0"):
+            return tf.Variable(np.zeros(count, dtype), trainable=False, name=name)
+
+    # In another thread, because `tf.function` watches its own for new variables, even in `tf.init_scope`: it would trace
+    # twice, and refuse a variable that a later trace needs.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
+
+
+def memory_of(variable: Variable) -> NDArray[Any]:
+    """The memory of a variable on the CPU, not a copy; until something is assigned to the variable."""
+    with _one_at_a_time, tf.init_scope(), tf.device("CPU:0"):
+        _look(variable.read_value())
+        return _seen.pop()
+
+
+def check_memory(variable: Variable) -> None:
+    """Raise RuntimeError if what is written to the memory of a variable of zeros is not seen in the variable."""
+    memory = memory_of(variable)
+    memory[0] = 1.0
+    with tf.init_scope():
+        seen = variable.numpy()[0]
+    memory[0] = 0.0
+    if seen != 1.0:
+        raise RuntimeError(
+            f"tf.numpy_function must get the memory of a variable, but TensorFlow {tf.__version__} made a copy; use a "
+            "release that horovod_sparse was tested with (2.21), or graph=True"
+        )
+
+
+# In a graph, because functions that are called eagerly get copies.
+@tf.function(reduce_retracing=True, autograph=False)  # type: ignore[untyped-decorator, unused-ignore]
+def _look(tensor: Tensor) -> None:
+    tf.numpy_function(_seen.append, [tensor], [])
