@@ -25,7 +25,7 @@ def make_pipeline(
     dtype: str = "float32",
 ) -> Pipeline:
     """A worker's pipeline for parameters of these shapes."""
-    pipeline = Pipeline(backend.ops, compressor, world=world, position=position, rank=position)
+    pipeline = backend.pipeline(backend.ops, compressor, world=world, position=position, rank=position)
     parameters = [Parameter(name, tuple(shape), dtype, "cpu") for name, shape in shapes.items()]
     like = backend.array(np.zeros(1, np.float32))
     pipeline.add_buckets(layouts or plan(parameters, compressor), lambda name: like)

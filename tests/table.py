@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 import torch
 
 from horovod_sparse.compressors.base import Compressor
@@ -22,6 +23,8 @@ from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops import Ops
+from horovod_sparse.pipeline import Pipeline
+from horovod_sparse.tensorflow.host import HostPipeline
 from horovod_sparse.torch.ops import TorchOps
 
 
@@ -32,14 +35,25 @@ class Backend:
     array: Callable[[np.ndarray], Any]
     """A copy of a NumPy array in the backend."""
     numpy: Callable[[Any], np.ndarray]
+    pipeline: Callable[..., Pipeline] = Pipeline
 
     def __str__(self) -> str:
         return self.name
 
 
+def _memory_of_tensor(array: np.ndarray) -> np.ndarray:
+    return np.asarray(memoryview(tf.constant(array)))
+
+
+def _host_pipeline(ops: Ops, compressor: Compressor, **where: int) -> HostPipeline:
+    return HostPipeline(compressor, None, **where)
+
+
 BACKENDS = [
     Backend("numpy", NumpyOps(), np.array, np.asarray),
     Backend("torch", TorchOps(), lambda array: torch.from_numpy(np.array(array)), lambda tensor: tensor.numpy()),
+    # Gradients and messages are the memory of tensors, which must not be written to, residuals that of variables.
+    Backend("tensorflow", NumpyOps(), _memory_of_tensor, np.asarray, _host_pipeline),
 ]
 
 

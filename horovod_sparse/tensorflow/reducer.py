@@ -61,7 +61,6 @@ class Reducer:
         sparse_as_dense: bool,
         process_set: Any,
     ) -> None:
-        compressor.bind(self)
         self.compressor = compressor
         self._arguments = _key(op, predivide, groups, sparse_as_dense, process_set)
         self.names = Names()
@@ -83,6 +82,7 @@ class Reducer:
         self._pending_state: Mapping[str, Any] | None = None
         self._function = tf.function(self._reduce, autograph=False)
         self.active = self._activate()
+        compressor.bind(self)
 
     def check_same(self, *, op: Any, predivide: float, groups: Any, sparse_as_dense: bool, process_set: Any) -> None:
         """Raise ValueError unless a later tape is given the same arguments as the first one."""
@@ -154,10 +154,11 @@ class Reducer:
             )
         self._extend(names, gradients, variables)
         if tf.executing_eagerly():
-            return list(self._function(names, list(gradients), rate))
-        return self._reduce(names, list(gradients), rate)
+            return list(self._function(self._agreements, names, list(gradients), rate))
+        return self._reduce(self._agreements, names, list(gradients), rate)
 
-    def _reduce(self, names: tuple[str, ...], gradients: list[Any], rate: Tensor) -> list[Any]:
+    def _reduce(self, plan: int, names: tuple[str, ...], gradients: list[Any], rate: Tensor) -> list[Any]:
+        """Build the operations; traced again when another `plan` has buckets for more variables."""
         assert self.engine is not None
         given = {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
         # Those of embeddings go Horovod's own way.

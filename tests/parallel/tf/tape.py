@@ -2,55 +2,470 @@
 
 from __future__ import annotations
 
+import copy
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
+import keras
 import numpy as np
 import tensorflow as tf
 from mpi4py import MPI
 
 import horovod_sparse.numpy as reference
 from horovod_sparse.numpy import SparseAllreduce
+from horovod_sparse.tensorflow import DGC, MomentumCorrection, NoOp, RandomBlock, SIDCo, TopK, warmup
 
-from ..scenario import TF_2, TF_4, scenario
-from .common import COMPRESSORS, MakeCompression, assert_identical, normals, reduce, variables
+from ..scenario import TF_2, TF_4, TF_GLOO_2, scenario
+from .common import COMPRESSORS, MakeCompression, assert_identical, everyone, normals, raised, reduce, variables
 
 SHAPES = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
-SETTINGS = {"granularity": "bucket", "bucket_bytes": 16_000}
+SETTINGS: dict[str, Any] = {"granularity": "bucket", "bucket_bytes": 16_000}
+POLICIES: dict[str, MakeCompression] = {
+    "dense-steps": lambda **settings: RandomBlock(0.01, dense_steps=3, **settings),
+    "dense-steps-union": lambda **settings: TopK(0.01, union=True, dense_steps=2, **settings),
+    "warm-up": lambda **settings: SIDCo(warmup(0.25, 0.01, 4), **settings),
+    "momentum": lambda **settings: TopK(0.01, momentum_correction=MomentumCorrection(0.9), **settings),
+    "clipped": lambda **settings: TopK(0.01, clip_norm=0.5, **settings),
+    "no-residual": lambda **settings: TopK(0.01, residual=False, **settings),
+    "layer": lambda **settings: TopK(0.01, **{**settings, "granularity": "layer"}),
+    "model": lambda **settings: TopK(0.01, **{**settings, "granularity": "model"}),
+}
 
 
 def oracle(compression: Any) -> SparseAllreduce:
     """The NumPy path with the same settings."""
-    settings = compression.settings()
-    cls = getattr(reference, settings.pop("compressor"))
+    cls = getattr(reference, type(compression).__name__)
     other = cls.__new__(cls)
     vars(other).update({name: value for name, value in vars(compression).items() if not name.startswith("_")})
     return SparseAllreduce(MPI.COMM_WORLD, other)
 
 
-@scenario(TF_2, TF_4, cases={name: (make,) for name, make in COMPRESSORS.items()})
+def gradients_of(step: int) -> dict[str, np.ndarray]:
+    """This rank's, of `SHAPES`."""
+    return {name: normals(shape, step=step, rank=hvd.rank()) for name, shape in SHAPES.items()}
+
+
+def graph_reducer(compression: Any, weights: dict[str, tf.Variable], **arguments: Any) -> Any:
+    """A traced function of a dictionary of gradients."""
+
+    @tf.function
+    def function(gradients: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(weights[name] * gradient) for name, gradient in gradients.items()])
+        tape = hvd.DistributedGradientTape(tape, compression=compression, **arguments)
+        return dict(zip(weights, tape.gradient(loss, list(weights.values())), strict=True))
+
+    return function
+
+
+def tensors(arrays: dict[str, np.ndarray]) -> dict[str, tf.Tensor]:
+    return {name: tf.constant(array) for name, array in arrays.items()}
+
+
+@scenario(TF_2, TF_4, TF_GLOO_2, cases={name: (make,) for name, make in (COMPRESSORS | POLICIES).items()})
 def tensorflow_gives_what_numpy_gives(make: MakeCompression) -> None:
+    """To the last bit, eager and in a function that is traced once."""
     compression = make(**SETTINGS)
     expect = oracle(compression)
     weights = variables(SHAPES)
-    graph = tf.function(lambda gradients: reduce_tensors(compression, weights, gradients))
+    function = graph_reducer(compression, weights)
     for step in range(8):
-        gradients = {name: normals(shape, step=step, rank=hvd.rank()) for name, shape in SHAPES.items()}
+        gradients = gradients_of(step)
         expected = expect(gradients)
         if step % 2:
             got = reduce(compression, weights, gradients)
         else:
-            got = {n: t.numpy() for n, t in graph({n: tf.constant(g) for n, g in gradients.items()}).items()}
+            got = {name: one.numpy() for name, one in function(tensors(gradients)).items()}
         for name in SHAPES:
             np.testing.assert_array_equal(got[name], expected[name], err_msg=f"step {step}, {name}")
         assert_identical(list(got.values()))
-    assert graph.experimental_get_tracing_count() == 1
+    assert function.experimental_get_tracing_count() == 1
+    theirs, mine = expect.stats().mean.total, compression.stats().mean.total
+    assert (theirs.count, theirs.bytes_sent) == (mine.count, mine.bytes_sent)
 
 
-def reduce_tensors(
-    compression: Any, weights: dict[str, tf.Variable], gradients: dict[str, tf.Tensor]
-) -> dict[str, tf.Tensor]:
+@scenario(TF_2)
+def the_sum_is_the_average_times_the_workers() -> None:
+    weights = variables(SHAPES)
+    gradients = gradients_of(0)
+    average = reduce(TopK(0.05), weights, gradients)
+    total = reduce(TopK(0.05), weights, gradients, op=hvd.Sum)
+    for name in SHAPES:
+        np.testing.assert_allclose(total[name], hvd.size() * average[name], rtol=1e-6)
+
+
+@scenario(TF_2, cases={"float16": (tf.float16,), "bfloat16": (tf.bfloat16,), "float64": (tf.float64,)})
+def other_types_are_kept(dtype: Any) -> None:
+    weights = variables(SHAPES, dtype)
+    gradients = gradients_of(0)
+    compression = NoOp()
+    got = reduce(compression, weights, gradients)
+    everyones = everyone(gradients)
+    for name in SHAPES:
+        exact = np.mean([np.asarray(tf.cast(one[name], dtype)).astype(np.float64) for one in everyones], axis=0)
+        tolerance = {tf.float16: 1e-3, tf.bfloat16: 1e-2, tf.float64: 1e-7}[dtype]
+        assert got[name].dtype == dtype.as_numpy_dtype
+        np.testing.assert_allclose(got[name].astype(np.float64), exact, rtol=tolerance, atol=tolerance)
+    width = 8 if dtype == tf.float64 else 4
+    assert compression.residual_bytes == width * sum(int(np.prod(SHAPES[n])) for n in ("first", "second", "third"))
+
+
+@scenario(TF_4)
+def a_process_set_reduces_for_itself() -> None:
+    even = hvd.add_process_set([0, 2])
+    try:
+        weights = variables(SHAPES)
+        gradients = gradients_of(0)
+        everyones = everyone(gradients)
+        got = reduce(NoOp(min_numel=0), weights, gradients, process_set=even)
+        for name in SHAPES:
+            members = (everyones[0], everyones[2])
+            expected = np.mean([one[name] for one in members], axis=0) if hvd.rank() in (0, 2) else gradients[name]
+            np.testing.assert_allclose(got[name], expected, rtol=1e-6)
+    finally:
+        hvd.remove_process_set(even)
+
+
+@scenario(TF_2, cases={"list": (True,), "number": (False,)})
+def groups_are_buckets(as_list: bool) -> None:
+    weights = variables(SHAPES)
+    groups = [[weights["first"], weights["third"]], [weights["second"]]] if as_list else 2
+    compression = TopK(0.01)
+    function = graph_reducer(compression, weights, groups=groups)
+    for step in range(3):
+        function(tensors(gradients_of(step)))
+    buckets = [{slot.name for slot in bucket.layout.slots} for bucket in compression.server.engine.buckets]
+    expected = [{"first", "third"}, {"second"}] if as_list else [{"first", "second"}, {"third"}]
+    assert sorted(map(sorted, buckets)) == sorted(map(sorted, expected)), buckets
+
+
+@scenario(TF_2)
+def predividing_changes_nothing() -> None:
+    weights = variables(SHAPES)
+    gradients = gradients_of(0)
+    one = reduce(TopK(0.05), weights, gradients)
+    other = reduce(TopK(0.05), weights, gradients, gradient_predivide_factor=2.0)
+    for name in SHAPES:
+        np.testing.assert_allclose(other[name], one[name], rtol=1e-6)
+
+
+def _embedded(compression: Any, step: int, **arguments: Any) -> list[Any]:
+    table = tf.Variable(tf.zeros((50, 20)), name="table")
+    dense = tf.Variable(tf.zeros((500,)), name="dense")
+    with tf.GradientTape() as tape:
+        rows = tf.constant([1 + hvd.rank(), 7, 7])
+        loss = tf.reduce_sum(tf.nn.embedding_lookup(table, rows)) * (step + 1.0) + tf.reduce_sum(dense)
+    tape = hvd.DistributedGradientTape(tape, compression=compression, **arguments)
+    reduced: list[Any] = tape.gradient(loss, [table, dense])
+    return reduced
+
+
+@scenario(TF_2)
+def embeddings_go_horovods_way() -> None:
+    table, dense = _embedded(TopK(1.0), 0)
+    assert isinstance(table, tf.IndexedSlices)
+    expected = np.zeros((50, 20), np.float32)
+    for rank in range(hvd.size()):
+        for row in (1 + rank, 7, 7):
+            expected[row] += 1.0 / hvd.size()
+    np.testing.assert_allclose(tf.convert_to_tensor(table).numpy(), expected)
+    np.testing.assert_allclose(dense.numpy(), 1.0)
+
+
+@scenario(TF_2)
+def embeddings_are_compressed_as_dense() -> None:
+    table, _ = _embedded(NoOp(), 0, sparse_as_dense=True)
+    expected, _ = _embedded(hvd.Compression.none, 0, sparse_as_dense=True)
+    assert not isinstance(table, tf.IndexedSlices)
+    np.testing.assert_allclose(table.numpy(), expected.numpy())
+    message = raised(ValueError, lambda: _embedded(DGC(0.01), 0))
+    assert "sparse_as_dense must be True" in message
+
+
+@scenario(TF_2)
+def local_variables_stay_local() -> None:
+    weights = variables(SHAPES)
+    gradients = gradients_of(0)
     with tf.GradientTape() as tape:
         loss = tf.add_n([tf.reduce_sum(weights[name] * gradient) for name, gradient in gradients.items()])
-    tape = hvd.DistributedGradientTape(tape, compression=compression)
-    return dict(zip(weights, tape.gradient(loss, list(weights.values())), strict=True))
+    tape = hvd.DistributedGradientTape(tape, compression=NoOp(min_numel=0), scale_local_gradients=False)
+    tape.register_local_source(weights["second"])
+    got = dict(zip(weights, tape.gradient(loss, list(weights.values())), strict=True))
+    everyones = everyone(gradients)
+    np.testing.assert_array_equal(got["second"].numpy(), gradients["second"])
+    np.testing.assert_allclose(got["first"].numpy(), np.mean([one["first"] for one in everyones], axis=0), rtol=1e-5)
+
+
+@scenario(TF_2)
+def a_variable_without_gradient_has_none() -> None:
+    weights = variables(SHAPES)
+    compression = TopK(0.05)
+    gradients = gradients_of(0)
+    del gradients["second"]
+    got = reduce(compression, weights, gradients)
+    assert got.keys() == gradients.keys()
+    # It joins when it has one, and what waits for it is sent when it has none again.
+    reduce(compression, weights, gradients_of(1))
+    kept = compression.state_dict()["residuals"]["second"]
+    got = reduce(compression, weights, gradients)
+    after = compression.state_dict()["residuals"]["second"]
+    total = sum(everyone(kept - after))
+    assert np.count_nonzero(total)
+    np.testing.assert_allclose(got["second"], total / hvd.size(), rtol=1e-5)
+
+
+@scenario(TF_2, TF_4)
+def a_gradient_that_is_not_finite_raises_everywhere() -> None:
+    weights = variables(SHAPES)
+    compression = TopK(0.05, **SETTINGS)
+    function = graph_reducer(compression, weights)
+    function(tensors(gradients_of(0)))
+    before = compression.state_dict()["residuals"]
+    bad = gradients_of(1)
+    if hvd.rank() == 1:
+        bad["first"][3, 3] = np.nan
+    message = raised(tf.errors.OpError, lambda: function(tensors(bad)))
+    assert "FloatingPointError" in message and "holds NaN or infinity" in message
+    assert ("the gradient of parameter 'first' holds" in message) == (hvd.rank() == 1)
+    after = compression.state_dict()["residuals"]
+    np.testing.assert_allclose(after["second"], before["second"] + bad["second"], rtol=1e-6)
+    got = function(tensors(gradients_of(2)))
+    assert_identical(list(got.values()))
+
+
+@scenario(TF_2)
+def not_finite_propagates_to_all_ranks() -> None:
+    weights = variables(SHAPES)
+    compression = TopK(0.05, granularity="model", not_finite="propagate")
+    bad = gradients_of(0)
+    if hvd.rank() == 0:
+        bad["third"][0] = np.inf
+    got = reduce(compression, weights, bad)
+    assert all(np.isnan(got[name]).all() for name in ("first", "second", "third"))
+    assert_identical(list(reduce(compression, weights, gradients_of(1)).values()))
+
+
+def _model() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((32,)), keras.layers.Dense(128, "relu"), keras.layers.Dense(128, "relu")]
+    return keras.Sequential([*layers, keras.layers.Dense(10)])
+
+
+def _batch(step: int) -> tuple[tf.Tensor, tf.Tensor]:
+    rng = np.random.default_rng((step, hvd.rank()))
+    return tf.constant(rng.normal(size=(16, 32)), tf.float32), tf.constant(rng.integers(0, 10, 16))
+
+
+def _train(model: keras.Model, compression: Any, steps: range, *, graph: bool, batch: Any = _batch) -> Any:
+    def step(x: tf.Tensor, y: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        for weight, gradient in zip(
+            model.trainable_variables, tape.gradient(loss, model.trainable_variables), strict=True
+        ):
+            weight.assign_sub(0.05 * gradient)
+
+    function = tf.function(step) if graph else step
+    for number in steps:
+        function(*batch(number))
+    return function
+
+
+@scenario(TF_2, TF_4, TF_GLOO_2, cases={"eager": (False,), "function": (True,)})
+def replicas_stay_identical(graph: bool) -> None:
+    """Keras variables on a tape."""
+    model, compression = _model(), SIDCo(0.01)
+    _train(model, compression, range(50), graph=graph)
+    assert_identical(model.trainable_variables)
+    assert compression.stats().steps == 50
+    paths = {variable.path for variable in model.trainable_variables if "kernel" in variable.path}
+    assert compression.state_dict()["residuals"].keys() == paths
+
+
+@scenario(TF_2)
+def everything_sent_is_dense_training() -> None:
+    sparse, dense = _model(), _model()
+    _train(sparse, NoOp(), range(10), graph=True)
+    _train(dense, hvd.Compression.none, range(10), graph=True)
+    for mine, theirs in zip(sparse.trainable_variables, dense.trainable_variables, strict=True):
+        np.testing.assert_allclose(mine.numpy(), theirs.numpy(), rtol=1e-4, atol=1e-6)
+
+
+@scenario(TF_2)
+def a_retraced_function_keeps_the_residuals() -> None:
+    """Batches of other sizes are traced again; the same steps without that give the same."""
+
+    def shorter(step: int) -> tuple[tf.Tensor, tf.Tensor]:
+        x, y = _batch(step)
+        return x[: 16 - step % 3], y[: 16 - step % 3]
+
+    retraced, eager = _model(), _model()
+    function = _train(retraced, TopK(0.01), range(9), graph=True, batch=shorter)
+    assert function.experimental_get_tracing_count() == 3
+    _train(eager, TopK(0.01), range(9), graph=False, batch=shorter)
+    for mine, theirs in zip(retraced.trainable_variables, eager.trainable_variables, strict=True):
+        np.testing.assert_allclose(mine.numpy(), theirs.numpy(), rtol=1e-4, atol=1e-6)
+
+
+@scenario(TF_2)
+def layers_can_join_later() -> None:
+    """Also in a function that is traced again because of it."""
+    weights = variables(SHAPES)
+    compression = TopK(0.05, **SETTINGS)
+
+    @tf.function
+    def function(names: tuple[str, ...], gradients: dict[str, tf.Tensor]) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(weights[name] * gradients[name]) for name in names])
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        reduced: list[tf.Tensor] = tape.gradient(loss, [weights[name] for name in names])
+        return reduced
+
+    function(("first", "second"), tensors(gradients_of(0)))
+    kept = compression.state_dict()["residuals"]["first"]
+    function(("first", "second", "third"), tensors(gradients_of(1)))
+    state = compression.state_dict()["residuals"]
+    assert state.keys() == {"first", "second", "third"} and not np.array_equal(state["first"], kept)
+
+
+@scenario(TF_2)
+def two_tapes_share_a_compression() -> None:
+    """A generator and a discriminator, each with its own variables."""
+    one, other = variables({"a": (600,)}), variables({"b": (700,)})
+    compression = TopK(0.05)
+    for step in range(3):
+        for weights in (one, other):
+            gradients = {name: normals(v.shape, step=step, rank=hvd.rank()) for name, v in weights.items()}
+            reduce(compression, weights, gradients)
+    assert compression.state_dict()["residuals"].keys() == {"a", "b"}
+    assert compression.stats().steps == 3
+
+
+@scenario(TF_2)
+def misuse_is_refused() -> None:
+    weights = variables(SHAPES)
+    gradients = gradients_of(0)
+    compression = TopK(0.05)
+    reduce(compression, weights, gradients)
+    message = raised(ValueError, lambda: reduce(compression, weights, gradients, op=hvd.Sum))
+    assert "op must be the same for all tapes with one compression" in message
+    part = {name: weights[name] for name in ("first", "small")}
+    message = raised(ValueError, lambda: reduce(compression, part, {name: gradients[name] for name in part}))
+    assert "['third', 'second'] are not there" in message
+    assert "must be hvd.Average or hvd.Sum" in raised(
+        ValueError, lambda: reduce(TopK(0.1), weights, gradients, op=hvd.Adasum)
+    )
+    assert "must be an instance" in raised(TypeError, lambda: reduce(TopK, weights, gradients))
+    assert "lr_in_residual must be False" in raised(
+        ValueError, lambda: reduce(TopK(0.1, lr_in_residual=True), weights, gradients)
+    )
+    # Whatever was refused, the ranks are still in step.
+    assert_identical(list(reduce(compression, weights, gradients_of(1)).values()))
+
+
+@scenario(TF_2, TF_4)
+def ranks_that_differ_raise() -> None:
+    weights = variables(SHAPES)
+    ratio = 0.01 if hvd.rank() else 0.02
+    message = raised(ValueError, lambda: reduce(TopK(ratio), weights, gradients_of(0)))
+    assert "ratio=0.01" in message and "ratio=0.02" in message
+    mine = variables({"a": (300 + hvd.rank(),)})
+    gradients = {"a": np.ones(300 + hvd.rank(), np.float32)}
+    assert "variables" in raised(ValueError, lambda: reduce(TopK(0.1), mine, gradients))
+
+
+@scenario(TF_2, cases={name: (COMPRESSORS[name],) for name in ("SIDCo-exponential", "MiCRO", "DGC", "RandomK")})
+def training_goes_on_from_a_checkpoint(make: MakeCompression) -> None:
+    compression, weights = make(**SETTINGS), variables(SHAPES)
+    for step in range(5):
+        reduce(compression, weights, gradients_of(step))
+    with tempfile.TemporaryDirectory() as directory:
+        path = tf.train.Checkpoint(compression=compression).write(str(Path(directory) / "rank"))
+        state = copy.deepcopy(compression.state_dict())
+        expected = [reduce(compression, weights, gradients_of(step)) for step in (5, 6)]
+        before_first = make(**SETTINGS)
+        tf.train.Checkpoint(compression=before_first).read(path).assert_consumed()
+        from_state = make(**SETTINGS)
+        from_state.load_state_dict(state)
+        while_running = make(**SETTINGS)
+        function = graph_reducer(while_running, weights)
+        function(tensors(gradients_of(9)))
+        tf.train.Checkpoint(compression=while_running).read(path)
+        rewound = compression
+        tf.train.Checkpoint(compression=rewound).read(path)
+    for number, step in enumerate((5, 6)):
+        for other in (before_first, from_state, rewound):
+            got = reduce(other, weights, gradients_of(step))
+            for name in SHAPES:
+                np.testing.assert_array_equal(got[name], expected[number][name])
+        got = function(tensors(gradients_of(step)))
+        for name in SHAPES:
+            np.testing.assert_array_equal(got[name].numpy(), expected[number][name])
+
+
+@scenario(TF_2)
+def variables_can_be_assigned_between_steps() -> None:
+    """Residuals are variables: what a checkpoint of them restores is what the next step uses."""
+    compression, weights = TopK(0.05, granularity="model"), variables(SHAPES)
+    function = graph_reducer(compression, weights)
+    function(tensors(gradients_of(0)))
+    residual = compression.server.engine.variables[0]
+    assert residual.name.startswith("horovod_sparse/")
+    residual.assign(tf.fill(residual.shape, 2.0))
+    kept = compression.state_dict()["residuals"]
+    assert all((array == 2.0).all() for array in kept.values())
+    function(tensors({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}))
+    values = set(np.unique(residual.numpy()))
+    assert values == {0.0, 2.0}, "some of it was sent, the rest is kept"
+
+
+@scenario(TF_2)
+def rescale_and_reset_reach_the_variables() -> None:
+    compression, weights = TopK(0.05, granularity="model"), variables(SHAPES)
+    reduce(compression, weights, gradients_of(0))
+    before = compression.server.engine.variables[0].numpy().copy()
+    compression.rescale(0.5)
+    np.testing.assert_array_equal(compression.server.engine.variables[0].numpy(), before * 0.5)
+    compression.reset()
+    assert not compression.server.engine.variables[0].numpy().any()
+    assert compression.stats().steps == 0
+
+
+@scenario(TF_2, cases={"eager": (False,), "function": (True,)})
+def a_plain_allreduce_is_right(graph: bool) -> None:
+    x = tf.constant(normals((40, 50), step=0, rank=hvd.rank()))
+    compression = TopK(0.01)
+
+    def run(x: tf.Tensor) -> tf.Tensor:
+        return hvd.allreduce(x, compression=compression, name="plain", op=hvd.Sum)
+
+    got = (tf.function(run) if graph else run)(x)
+    chosen = np.zeros(2000, np.float32)
+    flat = x.numpy().reshape(-1)
+    largest = np.argsort(-np.abs(flat), kind="stable")[:20]
+    chosen[largest] = flat[largest]
+    np.testing.assert_allclose(got.numpy().reshape(-1), np.sum(everyone(chosen), axis=0), rtol=1e-6)
+
+
+@scenario(TF_2)
+def compressing_is_differentiable() -> None:
+    x = tf.Variable(normals((30, 30), step=0, rank=0))
+    with tf.GradientTape() as tape:
+        kept, _ = TopK(0.1).compress(x)
+        loss = tf.reduce_sum(kept * kept)
+    np.testing.assert_allclose(tape.gradient(loss, x).numpy(), 2 * kept.numpy())
+    assert np.count_nonzero(kept.numpy()) == 90
+
+
+@scenario(TF_2)
+def variables_with_the_same_name_are_told_apart() -> None:
+    weights = [tf.Variable(tf.zeros(400), name="w"), tf.Variable(tf.zeros(500), name="w")]
+    compression = TopK(0.1)
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(weight) for weight in weights])
+    hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, weights)
+    assert {n: a.shape for n, a in compression.state_dict()["residuals"].items()} == {"w": (400,), "w_1": (500,)}
