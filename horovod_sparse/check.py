@@ -186,6 +186,18 @@ def _seam(machine: Machine) -> Finding:
     )
 
 
+def _tensorflow_seam(machine: Machine) -> Finding:
+    answer = machine.answers["tensorflow_seam"]
+    if answer.works:
+        return Finding("ok", "seam for tf", "horovod_sparse.tensorflow extends the installed Horovod")
+    return Finding(
+        "warn",
+        "seam for tf",
+        answer.error,
+        f"only for TensorFlow: settle its lines above; needs Horovod {HOROVOD_VERSION}",
+    )
+
+
 def _kernels(_: Machine) -> Finding:
     return Finding("ok", "kernels", "none: this version selects with framework operations")
 
@@ -204,6 +216,7 @@ _CHECKS: tuple[Callable[[Machine], Finding], ...] = (
     _horovodrun,
     _mpi4py,
     _seam,
+    _tensorflow_seam,
     _kernels,
 )
 

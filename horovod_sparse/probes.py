@@ -72,6 +72,12 @@ def _mpi4py() -> dict[str, Any]:
     return {"version": mpi4py.__version__, "library": MPI.Get_library_version().split(",")[0].strip()}
 
 
+def _tensorflow_seam() -> dict[str, Any]:
+    import horovod_sparse.tensorflow  # noqa: F401  (importing it checks the installed Horovod)
+
+    return {}
+
+
 def _seam() -> dict[str, Any]:
     import horovod_sparse.torch  # noqa: F401  (importing it checks the installed Horovod)
 
@@ -86,10 +92,15 @@ _PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "seam": _seam,
     "tensorflow": _tensorflow,
     "horovod_tensorflow": _horovod_tensorflow,
+    "tensorflow_seam": _tensorflow_seam,
 }
 
 # One process each. What needs the same slow import shares a process, the likeliest to work first.
-GROUPS = (("numpy", "mpi4py"), ("torch", "horovod_torch", "seam"), ("tensorflow", "horovod_tensorflow"))
+GROUPS = (
+    ("numpy", "mpi4py"),
+    ("torch", "horovod_torch", "seam"),
+    ("tensorflow", "horovod_tensorflow", "tensorflow_seam"),
+)
 
 
 def ask(names: Sequence[str], timeout: float = 60.0) -> dict[str, Answer]:

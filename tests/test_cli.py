@@ -23,6 +23,7 @@ COMPLETE = check.Machine(
         "seam": Answer(),
         "tensorflow": Answer({"version": "2.21.0"}),
         "horovod_tensorflow": Answer({"built": True}),
+        "tensorflow_seam": Answer(),
     },
     programs={"mpirun": "mpirun (Open MPI) 4.1.4", "horovodrun": "0.28.1"},
     horovod="0.28.1",

@@ -24,14 +24,27 @@ def test_order_of_imports(launch: Launch, case: str) -> None:
     assert ended.output.count(f"{case} works") == 2, str(ended)
 
 
+@pytest.mark.parametrize(
+    ("launch", "case"),
+    [(MPI_2, "horovod_first"), (MPI_2, "ours_first"), (GLOO_2, "ours_only"), (MPI_2, "function_first")],
+    ids=str,
+)
+def test_order_of_imports_with_tensorflow(launch: Launch, case: str) -> None:
+    ended = launch.run("-m", "parallel.tf.alone", case, limit=LIMIT)
+    assert ended.code == 0, str(ended)
+    assert ended.output.count(f"{case} works") == 2, str(ended)
+
+
+@pytest.mark.parametrize("module", ["parallel.one_worker", "parallel.tf.alone"])
 @pytest.mark.parametrize(("case", "force"), [("forced", "1"), ("plain", "0")])
-def test_one_worker(case: str, force: str) -> None:
-    ended = ALONE.run("-m", "parallel.one_worker", case, limit=LIMIT, environment={"HOROVOD_SPARSE_FORCE": force})
+def test_one_worker(module: str, case: str, force: str) -> None:
+    ended = ALONE.run("-m", module, case, limit=LIMIT, environment={"HOROVOD_SPARSE_FORCE": force})
     assert ended.code == 0, str(ended)
     assert f"{case} works" in ended.output
 
 
-def test_an_elastic_job_is_refused() -> None:
-    ended = ALONE.run("-m", "parallel.one_worker", "plain", limit=LIMIT, environment={"HOROVOD_ELASTIC": "1"})
+@pytest.mark.parametrize("module", ["parallel.one_worker", "parallel.tf.alone"])
+def test_an_elastic_job_is_refused(module: str) -> None:
+    ended = ALONE.run("-m", module, "plain", limit=LIMIT, environment={"HOROVOD_ELASTIC": "1"})
     assert ended.code == 1, str(ended)
     assert "RuntimeError: horovod_sparse does not follow an elastic job" in ended.output

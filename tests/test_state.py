@@ -1,0 +1,30 @@
+"""The state goes from one framework to the other."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from driver import make_pipeline, send
+from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
+
+PAIRS = list(itertools.permutations(BACKENDS, 2))
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda backend: str(backend))
+@pytest.mark.parametrize("row", COMPRESSORS, ids=str)
+def test_another_framework_goes_on_where_one_stopped(source: Backend, target: Backend, row: Row) -> None:
+    rng = np.random.default_rng(0)
+    one = make_pipeline(source, row.make(0.05), {"p": (20, 30)})
+    other = make_pipeline(target, row.make(0.05), {"p": (20, 30)})
+    for _ in range(3):
+        send(source, one, gradients("laplace", 600, rng).reshape(20, 30))
+    send(target, other, gradients("laplace", 600, rng).reshape(20, 30))
+    other.load_state_dict(one.state_dict())
+    for _ in range(3):
+        gradient = gradients("laplace", 600, rng).reshape(20, 30)
+        expected, got = send(source, one, gradient), send(target, other, gradient)
+        np.testing.assert_array_equal(got.before, expected.before)
+        np.testing.assert_array_equal(got.indices, expected.indices)
+        np.testing.assert_array_equal(got.values, expected.values)

@@ -1,0 +1,103 @@
+"""The seam to stock Horovod for TensorFlow: what it checks, that it is idempotent and reversible, what importing it brings."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import horovod._keras
+import horovod.tensorflow
+import pytest
+
+import horovod_sparse.tensorflow
+from horovod_sparse.tensorflow import seam
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def stock() -> Iterator[None]:
+    """Stock Horovod as it was installed; extended again afterwards."""
+    seam.uninstall()
+    try:
+        yield
+    finally:
+        seam.install()
+
+
+def _functions() -> list[Any]:
+    return [getattr(owner, name) for name, (owner, _) in seam._CONTRACT.items()]
+
+
+@pytest.mark.usefixtures("stock")
+def test_installed_horovod_fulfils_the_contract() -> None:
+    seam.check_contract()
+
+
+@pytest.mark.usefixtures("stock")
+@pytest.mark.parametrize("name", seam._CONTRACT)
+def test_nothing_is_replaced_when_the_contract_is_broken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(self: Any, something: Any) -> None: ...
+
+    owner = seam._CONTRACT[name][0]
+    monkeypatch.setattr(owner, name, other)
+    before = _functions()
+    with pytest.raises(
+        ImportError, match=rf"{owner.__name__}.{name} takes \('self', 'something'\), .* Install horovod=="
+    ):
+        seam.install()
+    assert _functions() == before
+
+
+def test_install_is_idempotent() -> None:
+    before = _functions()
+    seam.install()
+    assert _functions() == before
+
+
+def test_uninstall_restores_stock_exactly() -> None:
+    extended = _functions()
+    seam.uninstall()
+    try:
+        stock = _functions()
+        seam.uninstall()
+        assert _functions() == stock
+    finally:
+        seam.install()
+    assert [function.__wrapped__ for function in extended] == stock
+    assert [function.__wrapped__ for function in _functions()] == stock
+
+
+def test_all_public_names_of_horovod_are_there() -> None:
+    ours = {"DistributedOptimizer", "broadcast_variables"}
+    """Those that take Keras 3 too."""
+    public = {name for name in vars(horovod.tensorflow) if not name.startswith("_")} - ours
+    module = horovod_sparse.tensorflow
+    assert not [name for name in public if getattr(module, name, None) is not getattr(horovod.tensorflow, name)]
+    assert {"SIDCo", "TopK", "NoOp", "DistributedGradientTape", "init", "allreduce"} | ours <= set(module.__all__)
+
+
+def _modules_after(statement: str) -> set[str]:
+    code = f"import json, sys; {statement}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("module", ["horovod_sparse.tensorflow", "horovod_sparse.tensorflow.keras"])
+def test_importing_the_adapter_leaves_other_frameworks_alone(module: str) -> None:
+    modules = _modules_after(f"import {module}")
+    assert "horovod.tensorflow" in modules
+    assert not {"torch", "mpi4py", "horovod.torch"} & modules
+    assert not {name for name in modules if name.startswith("horovod_sparse.torch")}
+
+
+def test_import_fails_with_a_clear_message_on_another_horovod() -> None:
+    code = "import horovod.tensorflow as hvd; del hvd._make_allreduce_grads_fn\nimport horovod_sparse.tensorflow"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "ImportError: horovod_sparse extends horovod.tensorflow as it is in Horovod 0.28.1" in done.stderr
