@@ -84,7 +84,7 @@ class HostPipeline(Pipeline):
     def reduce(self, step: Step) -> dict[str, Tensor]:
         """Operations that reduce one step's gradients; the reduced ones by name."""
         with tf.device("CPU:0"):
-            compressed = self._exchange_all(step)
+            compressed = [tensor for bucket in step.buckets for tensor in self._exchange_bucket(step, bucket)]
             dense_names = list(step.dense)
             finished = self._reduce_dense(step, dense_names)
             others = [tf.reduce_all(tf.math.is_finite(other)) for other in step.others.values()]
@@ -95,45 +95,32 @@ class HostPipeline(Pipeline):
         names = [slot.name for bucket in step.buckets for slot in bucket.layout.slots]
         return dict(zip([*names, *dense_names], tensors, strict=True))
 
-    def _exchange_all(self, step: Step) -> list[Tensor]:
-        if not step.buckets:
-            return []
-        if not self.compressor.dense_steps:
-            return self._exchange(step, self.compressor.exchange)
-        first = step.buckets[0]
-        everything = tf.numpy_function(lambda: np.bool_(first.state.step < self.compressor.dense_steps), [], tf.bool)
+    def _exchange_bucket(self, step: Step, bucket: Bucket) -> list[Tensor]:
+        """A bucket's reduced gradients; no bucket's operations wait for another's."""
+        compressor = self.compressor
+        if not compressor.dense_steps:
+            return self._exchange(step, bucket, compressor.exchange)
+        everything = tf.numpy_function(lambda: np.bool_(bucket.state.step < compressor.dense_steps), [], tf.bool)
         return _list(
             tf.cond(
                 everything,
-                lambda: self._exchange(step, dense),
-                lambda: self._exchange(step, self.compressor.exchange),
+                lambda: self._exchange(step, bucket, dense),
+                lambda: self._exchange(step, bucket, compressor.exchange),
             )
         )
 
-    def _exchange(self, step: Step, exchange: Exchange) -> list[Tensor]:
+    def _exchange(self, step: Step, bucket: Bucket, exchange: Exchange) -> list[Tensor]:
+        # A number, because the name of a variable may hold what that of an operation must not.
+        name = f"{list(self._memory).index(bucket.name)}.{exchange.__name__}"
         rounds = ROUNDS[exchange]
-        messages = [self._begin(step, bucket, rounds[0]) for bucket in step.buckets]
+        tensor = self._begin(step, bucket, rounds[0])
         for number, (kind, _) in enumerate(rounds):
+            if number > 0:
+                dtype = rounds[number].dtype or bucket.layout.residual_dtype
+                tensor = tf.numpy_function(partial(self._advance, bucket, step.divisor, dtype), [tensor], dtype)
             run = self._collectives.allgather if kind == "allgather" else self._collectives.total
-            # Numbers, because the names of variables may hold what names of operations must not.
-            results = [
-                run(message, f"{self.buckets.index(bucket)}.{exchange.__name__}.{number}")
-                for bucket, message in zip(step.buckets, messages, strict=True)
-            ]
-            if number < len(rounds) - 1:
-                messages = [
-                    tf.numpy_function(
-                        partial(self._advance, bucket, step.divisor, rounds[number + 1]),
-                        [result],
-                        rounds[number + 1].dtype or bucket.layout.residual_dtype,
-                    )
-                    for bucket, result in zip(step.buckets, results, strict=True)
-                ]
-        return [
-            tensor
-            for bucket, result in zip(step.buckets, results, strict=True)
-            for tensor in self._finish_bucket(step, bucket, result)
-        ]
+            tensor = run(tensor, f"{name}.{number}")
+        return self._finish_bucket(step, bucket, tensor)
 
     def _begin(self, step: Step, bucket: Bucket, first: Round) -> Tensor:
         names = [slot.name for slot in bucket.layout.slots if slot.name in step.gradients]
@@ -179,11 +166,11 @@ class HostPipeline(Pipeline):
             self.arrive(slot.name, gradients.get(slot.name), None if math.isnan(rate) else rate)
         return np.ascontiguousarray(self.begin(bucket).message)
 
-    def _advance(self, bucket: Bucket, divisor: float, following: Round, result: NDArray[Any]) -> NDArray[Any]:
+    def _advance(self, bucket: Bucket, divisor: float, dtype: str, result: NDArray[Any]) -> NDArray[Any]:
         collective = self.advance(bucket, result, divisor, self._keep_reduced(bucket))
         if collective is None:
             # It has ended early, on all ranks; the graph's next collective has nothing to carry.
-            return np.zeros(1, following.dtype or bucket.layout.residual_dtype)
+            return np.zeros(1, dtype)
         return np.ascontiguousarray(collective.message)
 
     def _write_out(self, bucket: Bucket, divisor: float, types: list[Any], result: NDArray[Any]) -> list[NDArray[Any]]:

@@ -315,7 +315,8 @@ def a_retraced_function_keeps_the_residuals() -> None:
 def layers_can_join_later() -> None:
     """Also in a function that is traced again because of it."""
     weights = variables(SHAPES)
-    compression = TopK(0.05, **SETTINGS)
+    # The dense steps of what joins begin when it joins.
+    compression = TopK(0.05, dense_steps=1, **SETTINGS)
 
     @tf.function
     def function(names: tuple[str, ...], gradients: dict[str, tf.Tensor]) -> list[tf.Tensor]:
@@ -326,10 +327,14 @@ def layers_can_join_later() -> None:
         return reduced
 
     function(("first", "second"), tensors(gradients_of(0)))
+    function(("first", "second"), tensors(gradients_of(1)))
     kept = compression.state_dict()["residuals"]["first"]
-    function(("first", "second", "third"), tensors(gradients_of(1)))
+    function(("first", "second", "third"), tensors(gradients_of(2)))
     state = compression.state_dict()["residuals"]
-    assert state.keys() == {"first", "second", "third"} and not np.array_equal(state["first"], kept)
+    assert kept.any() and not np.array_equal(state["first"], kept)
+    assert state.keys() == {"first", "second", "third"} and not state["third"].any()
+    function(("first", "second", "third"), tensors(gradients_of(3)))
+    assert compression.state_dict()["residuals"]["third"].any()
 
 
 @scenario(TF_2)
