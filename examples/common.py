@@ -1,6 +1,6 @@
 """What the examples share: options, choice of compression, traffic, log, check that the workers agree.
 
-Imports no framework: each example hands over its own, `horovod_sparse.torch` or `horovod_sparse.tensorflow`, as `hvd`.
+Imports no framework: each example hands over its adapter, such as `horovod_sparse.torch`, as `hvd`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 import hashlib
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -189,13 +189,13 @@ class RunLog:
         tqdm.write(f"epoch {epoch:2d}  loss {loss:.4f}  {text}  {sent}")
 
 
-def check_replicas(parameters: Mapping[str, NDArray[Any]], hvd: ModuleType) -> str:
-    """Hash of all parameters; raises if it is not the same on every worker, bit by bit."""
+def check_replicas(parameters: Mapping[str, NDArray[Any]], allgather_object: Callable[..., list[str]]) -> str:
+    """Hash of all parameters; raises if it is not the same on every worker, bit by bit. The gathering is Horovod's."""
     digest = hashlib.sha256()
     for name, values in parameters.items():
         digest.update(name.encode())
         digest.update(np.ascontiguousarray(values).tobytes())
-    hashes = hvd.allgather_object(digest.hexdigest(), name="parameter_hash")
+    hashes = allgather_object(digest.hexdigest(), name="parameter_hash")
     if len(set(hashes)) != 1:
         listing = ", ".join(f"rank {rank}: {value[:12]}" for rank, value in enumerate(hashes))
         raise RuntimeError(f"the workers ended with different parameters ({listing})")

@@ -63,7 +63,7 @@ def launcher(workers: int) -> list[str]:
 def worker_environment() -> dict[str, str]:
     """One computing thread per worker, Horovod's shortest cycle, and the package from this checkout."""
     path = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
-    # TensorFlow has threads of its own: one to compute, and one more, since a collective that waits holds one.
+    # TensorFlow has threads of its own: one within an operation, two for operations side by side.
     tensorflow = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2", "TF_CPP_MIN_LOG_LEVEL": "3"}
     return {**os.environ, "OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "1", **tensorflow, "PYTHONPATH": path}
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
 
 import keras
 import numpy as np
@@ -123,12 +122,9 @@ def main() -> None:
                 accuracy=correct,
             )
 
-    log.write("end", seconds=time.perf_counter() - started, parameter_hash=check_replicas(values(model), hvd))
-
-
-def values(model: keras.Model) -> dict[str, NDArray[Any]]:
-    """The model's parameters by name."""
-    return {variable.path: variable.numpy() for variable in model.trainable_variables}
+    parameters = {variable.path: variable.numpy() for variable in model.trainable_variables}
+    agreed = check_replicas(parameters, hvd.allgather_object)
+    log.write("end", seconds=time.perf_counter() - started, parameter_hash=agreed)
 
 
 if __name__ == "__main__":

@@ -169,7 +169,8 @@ def main() -> None:
             )
 
     parameters = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
-    log.write("end", seconds=time.perf_counter() - started, parameter_hash=check_replicas(parameters, hvd))
+    agreed = check_replicas(parameters, hvd.allgather_object)
+    log.write("end", seconds=time.perf_counter() - started, parameter_hash=agreed)
 
 
 if __name__ == "__main__":

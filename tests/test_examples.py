@@ -156,7 +156,7 @@ def test_different_parameters_are_noticed(tmp_path: Path) -> None:
         "from common import check_replicas\n"
         "hvd.init()\n"
         "weight = np.full((2, 1), 1.0 + 1e-6 * hvd.rank(), np.float32)\n"
-        "check_replicas({'weight': weight, 'bias': np.zeros(1)}, hvd)\n"
+        "check_replicas({'weight': weight, 'bias': np.zeros(1)}, hvd.allgather_object)\n"
     )
     ended = TWO_WORKERS.run(str(script), limit=LIMIT)
     assert ended.code not in (0, None), ended
