@@ -23,6 +23,7 @@ from horovod_sparse.tensorflow.compressors import (
     Threshold,
     TopK,
 )
+from horovod_sparse.tensorflow.functions import DistributedOptimizer, broadcast_variables
 
 seam.install()
 

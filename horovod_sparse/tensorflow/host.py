@@ -259,6 +259,11 @@ def make_variable(bucket: Bucket, kind: str) -> Variable:
             zeros = np.zeros(bucket.layout.numel, bucket.layout.residual_dtype)
             return tf.Variable(zeros, trainable=False, name=f"horovod_sparse/{bucket.name}/{kind}")
 
+    return unwatched(make)
+
+
+def unwatched(make: Callable[[], Variable]) -> Variable:
+    """The variable that `make` makes, outside of any function that is being traced."""
     # In another thread, because `tf.function` watches its own for new variables, even in `tf.init_scope`: it would trace
     # twice, and refuse a variable that a later trace needs.
     with ThreadPoolExecutor(1) as thread:
