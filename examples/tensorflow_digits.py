@@ -86,8 +86,7 @@ def main() -> None:
     )
     optimizer.build(model.trainable_variables)
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # Horovod takes the `tf.Variable` in a Keras variable.
-    hvd.broadcast_variables([variable.value for variable in [*model.variables, *optimizer.variables]], root_rank=0)
+    hvd.broadcast_variables([*model.weights, *optimizer.variables], root_rank=0)
 
     @tf.function
     def train_step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:

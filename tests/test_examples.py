@@ -64,6 +64,7 @@ def needs(module: str) -> pytest.MarkDecorator:
     [
         "torch_digits.py",
         pytest.param("tensorflow_digits.py", marks=needs("tensorflow")),
+        pytest.param("keras_digits.py", marks=needs("tensorflow")),
     ],
 )
 @pytest.mark.parametrize(
