@@ -23,7 +23,10 @@ from horovod_sparse.tensorflow.compressors import (
     Threshold,
     TopK,
 )
-from horovod_sparse.tensorflow.functions import DistributedOptimizer, broadcast_variables
+from horovod_sparse.tensorflow.wrappers import DistributedOptimizer, broadcast_variables
+
+# The star brings Horovod's, where that was imported before; ours is there once it is imported.
+globals().pop("keras", None)
 
 seam.install()
 

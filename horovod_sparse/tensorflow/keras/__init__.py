@@ -6,8 +6,6 @@ compressors must be made with the `DistributedOptimizer` of this package: stock 
 
 from horovod.tensorflow.keras import *
 
-# The star has brought Horovod's module of this name.
-import horovod_sparse.tensorflow.keras.callbacks as callbacks
 from horovod_sparse.averaging import WeightedAverage
 from horovod_sparse.compressors.threshold import suggested_threshold
 from horovod_sparse.feedback import MomentumCorrection
@@ -24,7 +22,10 @@ from horovod_sparse.tensorflow.compressors import (
     Threshold,
     TopK,
 )
-from horovod_sparse.tensorflow.functions import broadcast_variables
-from horovod_sparse.tensorflow.keras.functions import DistributedOptimizer, load_model
 
-__all__ = [name for name in globals() if not name.startswith("_") and name not in ("functions", "optimizer")]
+# This also makes `callbacks` our module; the star has brought Horovod's.
+from horovod_sparse.tensorflow.keras.callbacks import CompressionCheckpoint
+from horovod_sparse.tensorflow.keras.wrappers import DistributedOptimizer, load_model
+from horovod_sparse.tensorflow.wrappers import broadcast_variables
+
+__all__ = [name for name in globals() if not name.startswith("_") and name not in ("optimizer", "wrappers")]

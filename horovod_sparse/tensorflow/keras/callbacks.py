@@ -1,8 +1,8 @@
 """Callbacks for Keras 3 and legacy Keras.
 
-Those of Horovod that schedule learning rates (`LearningRateScheduleCallback`, `LearningRateWarmupCallback`) work on what
-only legacy Keras has, and are here with that only; with Keras 3 use `keras.optimizers.schedules`, for instance
-`CosineDecay(..., warmup_target=..., warmup_steps=...)`.
+Those of Horovod that schedule learning rates (`LearningRateScheduleCallback`, `LearningRateWarmupCallback`) are not here: they
+call functions of Keras' backend that are gone since Keras 3 is installed, and fail with either Keras. Use
+`keras.optimizers.schedules`, for instance `CosineDecay(..., warmup_target=..., warmup_steps=...)`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ from horovod.tensorflow.keras.callbacks import BestModelCheckpoint as BestModelC
 from tensorflow import keras
 
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
-from horovod_sparse.tensorflow.functions import broadcast_variables
-from horovod_sparse.tensorflow.keras.optimizer import LEGACY
 from horovod_sparse.tensorflow.names import plain
-
-if LEGACY:
-    from horovod.tensorflow.keras.callbacks import LearningRateScheduleCallback as LearningRateScheduleCallback
-    from horovod.tensorflow.keras.callbacks import LearningRateWarmupCallback as LearningRateWarmupCallback
+from horovod_sparse.tensorflow.wrappers import broadcast_variables
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]

@@ -52,9 +52,9 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name.
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return stock.DistributedOptimizer(optimizer, use_locking=use_locking, **arguments)
     # Here, because Keras takes seconds to import.
-    from horovod_sparse.tensorflow.keras import functions
+    from horovod_sparse.tensorflow.keras import wrappers
 
-    return functions.DistributedOptimizer(optimizer, **arguments)
+    return wrappers.DistributedOptimizer(optimizer, **arguments)
 
 
 def broadcast_variables(
