@@ -1,13 +1,13 @@
 # Everything is made on first use: system packages (apt), .venv, Horovod's wheel (minutes, once), this package.
 # PYTHON=python3.12 chooses the interpreter of a new .venv; FRAMEWORKS=torch leaves TensorFlow out (docker/setup.sh).
 .DEFAULT_GOAL := help
-.PHONY: help setup test demo lint types check clean
+.PHONY: help setup test demo demo-tensorflow lint types check clean
 export PYTHON FRAMEWORKS HOROVOD_GPU
 
 bin := .venv/bin
 
 help: ## say what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## install everything into .venv; about a second when that is done already
 	@docker/setup.sh
@@ -17,6 +17,9 @@ test: setup lint types ## lint, types, then all tests
 
 demo: setup ## train a small model on several processes, dense and sparse
 	$(bin)/python examples/demo.py
+
+demo-tensorflow: setup ## the same with TensorFlow
+	$(bin)/python examples/demo.py --framework tensorflow
 
 lint: setup ## ruff: style and layout
 	$(bin)/ruff check .

@@ -1,6 +1,7 @@
 """Train one of the examples dense and sparse with several seeds, and set the sparse results beside dense's spread.
 
     python benchmarks/accuracy.py digits
+    python benchmarks/accuracy.py digits --framework tensorflow
     python benchmarks/accuracy.py charlm --rows "dense fp32" "SIDCo 0.01" -- --epochs 20
 
 What follows `--` goes to the example. Every run has the same settings but for compression, ratio and seed. Prints one table;
@@ -31,13 +32,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task", choices=runs.TASKS)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
+    parser.add_argument("--framework", choices=runs.demo.FRAMEWORKS, default="torch", help="whose example to train")
     args, passed_on = runs.parse(parser, "accuracy-output")
     task = runs.TASKS[args.task]
+    if not runs.script_of(args.task, args.framework).exists():
+        parser.error(f"there is no example for {args.task} with {args.framework}")
 
-    results = {row: runs.train(args.task, row, [*ROWS[row], *passed_on], args) for row in args.rows}
+    results = {row: runs.train(args.task, row, [*ROWS[row], *passed_on], args, args.framework) for row in args.rows}
 
     steps = next(iter(results.values())).steps
-    print(f"\n{args.task}: {task.unit}, {args.workers} workers, {steps} steps, {args.seeds} seeds\n")
+    print(f"\n{args.task}, {args.framework}: {task.unit}, {args.workers} workers, {steps} steps, {args.seeds} seeds\n")
     rows = {(row,): result for row, result in results.items()}
     print("\n".join(runs.table(["compression"], rows, results.get("dense fp32"), task.better)))
 

@@ -20,7 +20,6 @@ DENSE = {"dense fp32": ["--compression", "none"], "dense fp16": ["--compression"
 
 @dataclass(frozen=True)
 class Task:
-    script: str
     field: str
     unit: str
     scale: float
@@ -29,8 +28,8 @@ class Task:
 
 
 TASKS = {
-    "digits": Task("torch_digits.py", "accuracy", "held-out accuracy, %", 100.0, 1),
-    "charlm": Task("torch_charlm.py", "bits_per_character", "held-out bits per character", 1.0, -1),
+    "digits": Task("accuracy", "held-out accuracy, %", 100.0, 1),
+    "charlm": Task("bits_per_character", "held-out bits per character", 1.0, -1),
 }
 
 
@@ -64,16 +63,22 @@ def parse(parser: argparse.ArgumentParser, output: str) -> tuple[argparse.Namesp
     return parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
 
 
-def train(task: str, row: str, options: Sequence[str], args: argparse.Namespace) -> Result:
-    """Train an example once per seed, with logs named after task, row and seed."""
+def script_of(task: str, framework: str) -> Path:
+    """The example that trains a task with a framework; not all do."""
+    return EXAMPLES / f"{framework}_{task}.py"
+
+
+def train(task: str, row: str, options: Sequence[str], args: argparse.Namespace, framework: str = "torch") -> Result:
+    """Train an example once per seed, with logs named after example, row and seed."""
+    script = script_of(task, framework)
     settings = TASKS[task]
     args.output.mkdir(parents=True, exist_ok=True)
     values, best, diverged = [], [], []
     for seed in range(args.seeds):
-        stem = f"{task}-{row.replace(' ', '-')}-{seed}"
+        stem = f"{script.stem}-{row.replace(' ', '-')}-{seed}"
         log = args.output / f"{stem}.jsonl"
         command = [*options, "--seed", str(seed)]
-        diverged.append(_diverges(settings.script, command, log, args))
+        diverged.append(_diverges(script, command, log, args))
         epochs = demo.read_epochs(log)
         measured = [settings.scale * epoch[settings.field] for epoch in epochs]
         values.append(measured[-1])
@@ -83,12 +88,12 @@ def train(task: str, row: str, options: Sequence[str], args: argparse.Namespace)
     return Result(values, best, diverged, epochs[-1]["bytes_per_step"], epochs[-1]["step"], told)
 
 
-def _diverges(script: str, options: list[str], log: Path, args: argparse.Namespace) -> bool:
+def _diverges(script: Path, options: list[str], log: Path, args: argparse.Namespace) -> bool:
     """Run an example; whether a gradient that is not finite ended it after an epoch. Other failures end the benchmark."""
     output = log.with_suffix(".txt")
     command = [*options, "--log-file", str(log)]
     try:
-        demo.run_workers(EXAMPLES / script, command, workers=args.workers, output=output, timeout=args.timeout)
+        demo.run_workers(script, command, workers=args.workers, output=output, timeout=args.timeout)
     except SystemExit:
         not_finite = "FloatingPointError" in output.read_text(encoding="utf-8", errors="replace")
         if not (not_finite and demo.read_epochs(log)):

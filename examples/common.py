@@ -1,32 +1,27 @@
-"""What the examples share: options, choice of compression, traffic, log, check that the workers agree."""
+"""What the examples share: options, choice of compression, traffic, log, check that the workers agree.
+
+Imports no framework: each example hands over its adapter, such as `horovod_sparse.torch`, as `hvd`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
 import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import horovod.torch as hvd
-import torch
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
 
 from horovod_sparse.cost import allreduce_bytes
-from horovod_sparse.torch import (
-    DGC,
-    GaussianK,
-    MiCRO,
-    MomentumCorrection,
-    NoOp,
-    RandomBlock,
-    RandomK,
-    RedSync,
-    SIDCo,
-    Threshold,
-    TopK,
-    warmup,
-)
+from horovod_sparse.feedback import MomentumCorrection
+from horovod_sparse.schedules import warmup
 
 COMPRESSIONS = ["none", "fp16", "noop", "topk", "sidco", "gaussiank", "dgc", "redsync", "micro"]
 COMPRESSIONS += ["randomk", "randomblock", "threshold"]
@@ -90,7 +85,7 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
     return parser
 
 
-def make_compression(args: argparse.Namespace) -> Any:
+def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
     """The object that `hvd.DistributedOptimizer(compression=...)` takes."""
     if args.shared is not None and args.compression not in CHOOSE_SUPPORT:
         raise SystemExit(f"--shared and --per-worker are for {', '.join(CHOOSE_SUPPORT)}, not for {args.compression}")
@@ -104,26 +99,26 @@ def make_compression(args: argparse.Namespace) -> Any:
         case "fp16":
             return hvd.Compression.fp16
         case "noop":
-            return NoOp(**common)
+            return hvd.NoOp(**common)
         case "topk":
-            return TopK(ratio, union=args.shared is True, **common)
+            return hvd.TopK(ratio, union=args.shared is True, **common)
         case "sidco":
-            return SIDCo(ratio, distribution=args.distribution, **common)
+            return hvd.SIDCo(ratio, distribution=args.distribution, **common)
         case "gaussiank":
-            return GaussianK(ratio, **common)
+            return hvd.GaussianK(ratio, **common)
         case "dgc":
             common.pop("momentum_correction", None)  # Its own.
-            return DGC(ratio, momentum=MOMENTUM, seed=args.seed, **common)
+            return hvd.DGC(ratio, momentum=MOMENTUM, seed=args.seed, **common)
         case "redsync":
-            return RedSync(ratio, **common)
+            return hvd.RedSync(ratio, **common)
         case "micro":
-            return MiCRO(ratio, **common)
+            return hvd.MiCRO(ratio, **common)
         case "randomk":
-            return RandomK(ratio, shared=args.shared is not False, seed=args.seed, **common)
+            return hvd.RandomK(ratio, shared=args.shared is not False, seed=args.seed, **common)
         case "randomblock":
-            return RandomBlock(ratio, shared=args.shared is not False, seed=args.seed, **common)
+            return hvd.RandomBlock(ratio, shared=args.shared is not False, seed=args.seed, **common)
         case "threshold":
-            return Threshold(args.threshold, ratio=ratio, **common)
+            return hvd.Threshold(args.threshold, ratio=ratio, **common)
     raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {args.compression!r}")
 
 
@@ -140,22 +135,21 @@ class Traffic:
     ratio: float
 
 
-def measure_traffic(compression: Any, model: torch.nn.Module) -> Traffic:
-    """Counted by the compressor if it is a sparse one, computed for a dense ring allreduce."""
+def measure_traffic(compression: Any, parameters: int, hvd: ModuleType) -> Traffic:
+    """Counted by the compressor if it is a sparse one, computed for a dense ring allreduce of so many parameters."""
     if hvd.size() == 1:
         return Traffic(bytes_per_step=0.0, ratio=1.0)
     if hasattr(compression, "stats"):
         mean = compression.stats().mean
         return Traffic(bytes_per_step=mean.total.bytes_sent + mean.dense_bytes_sent, ratio=mean.total.ratio)
     itemsize = 2 if compression is hvd.Compression.fp16 else 4
-    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Traffic(bytes_per_step=allreduce_bytes(numel * itemsize, hvd.size()), ratio=1.0)
+    return Traffic(bytes_per_step=allreduce_bytes(parameters * itemsize, hvd.size()), ratio=1.0)
 
 
 class RunLog:
     """JSON lines: one "settings", then one "epoch" per epoch, then one "end". Only rank 0 writes."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, hvd: ModuleType) -> None:
         self._file = path.open("w", encoding="utf-8") if path is not None and hvd.rank() == 0 else None
 
     def write(self, event: str, **fields: Any) -> None:
@@ -163,14 +157,45 @@ class RunLog:
         if self._file is not None:
             print(json.dumps({"event": event, **fields}, default=str), file=self._file, flush=True)
 
+    def write_epoch(
+        self,
+        epoch: int,
+        *,
+        step: int,
+        loss: float,
+        traffic: Traffic,
+        seconds: Sequence[float],
+        text: str,
+        **held_out: float,
+    ) -> None:
+        """Append the line of an epoch and print it, with what was measured on held-out data, which `text` says in words.
 
-def check_replicas(model: torch.nn.Module) -> str:
-    """Hash of all parameters; raises if it is not the same on every worker, bit by bit."""
+        Args:
+            step: steps since the start.
+            loss: mean of the epoch's steps and of all workers.
+            seconds: of each of the epoch's steps.
+        """
+        self.write(
+            "epoch",
+            epoch=epoch,
+            step=step,
+            loss=loss,
+            **held_out,
+            bytes_per_step=traffic.bytes_per_step,
+            step_seconds=statistics.median(seconds),
+            ratio=traffic.ratio,
+        )
+        sent = f"{traffic.bytes_per_step:,.0f} bytes per step, ratio {traffic.ratio:.5f}"
+        tqdm.write(f"epoch {epoch:2d}  loss {loss:.4f}  {text}  {sent}")
+
+
+def check_replicas(parameters: Mapping[str, NDArray[Any]], allgather_object: Callable[..., list[str]]) -> str:
+    """Hash of all parameters; raises if it is not the same on every worker, bit by bit. The gathering is Horovod's."""
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
+    for name, values in parameters.items():
         digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
-    hashes = hvd.allgather_object(digest.hexdigest(), name="parameter_hash")
+        digest.update(np.ascontiguousarray(values).tobytes())
+    hashes = allgather_object(digest.hexdigest(), name="parameter_hash")
     if len(set(hashes)) != 1:
         listing = ", ".join(f"rank {rank}: {value[:12]}" for rank, value in enumerate(hashes))
         raise RuntimeError(f"the workers ended with different parameters ({listing})")

@@ -1,6 +1,7 @@
 """Train the digits example on two local workers, dense and sparse, and compare accuracy with bytes sent.
 
     python examples/demo.py
+    python examples/demo.py --framework tensorflow
 
 Prints one table and draws one picture. Needs mpirun or horovodrun; a worker is one process with one thread.
 """
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLES = Path(__file__).resolve().parent
+FRAMEWORKS = ("torch", "tensorflow", "keras")
+"""Each has a `<framework>_digits.py`."""
 TAIL_LINES = 60
 
 
@@ -58,9 +61,11 @@ def launcher(workers: int) -> list[str]:
 
 
 def worker_environment() -> dict[str, str]:
-    """One thread per worker, Horovod's shortest cycle, and the package from this checkout."""
+    """One computing thread per worker, Horovod's shortest cycle, and the package from this checkout."""
     path = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "1", "PYTHONPATH": path}
+    # TensorFlow has threads of its own: one within an operation, two for operations side by side.
+    tensorflow = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "1", **tensorflow, "PYTHONPATH": path}
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -171,15 +176,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for logs and picture")
+    parser.add_argument("--framework", choices=FRAMEWORKS, default="torch", help="whose digits example to train")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("demo-output"),
+        help="folder for logs and picture, in a folder per framework",
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, help="epochs per run (default: that of the example)")
     parser.add_argument("--timeout", type=float, default=120, help="seconds after which a run is stopped")
     args = parser.parse_args()
-    args.output.mkdir(parents=True, exist_ok=True)
+    script = EXAMPLES / f"{args.framework}_digits.py"
+    output = args.output / args.framework
+    output.mkdir(parents=True, exist_ok=True)
 
     print(
-        f"Training examples/torch_digits.py {len(RUNS)} times on {args.workers} workers "
+        f"Training examples/{script.name} {len(RUNS)} times on {args.workers} workers "
         f"({launcher(args.workers)[0]}), same settings and seed.",
         flush=True,
     )
@@ -187,17 +200,11 @@ def main() -> None:
     for number, run in enumerate(RUNS, start=1):
         print(f"[{number}/{len(RUNS)}] {run.label:<12}", end=" ", flush=True)
         started = time.perf_counter()
-        log = args.output / f"{run.name}.jsonl"
+        log = output / f"{run.name}.jsonl"
         options = [*run.options, "--log-file", str(log)]
         if args.epochs is not None:
             options += ["--epochs", str(args.epochs)]
-        run_workers(
-            EXAMPLES / "torch_digits.py",
-            options,
-            workers=args.workers,
-            output=args.output / f"{run.name}.txt",
-            timeout=args.timeout,
-        )
+        run_workers(script, options, workers=args.workers, output=output / f"{run.name}.txt", timeout=args.timeout)
         epochs[run] = read_epochs(log)
         print(
             f"accuracy {epochs[run][-1]['accuracy']:.2%} after {epochs[run][-1]['step']} steps, "
@@ -205,7 +212,7 @@ def main() -> None:
             flush=True,
         )
 
-    picture = args.output / "accuracy-per-byte.png"
+    picture = output / "accuracy-per-byte.png"
     draw(epochs, args.workers, picture)
     print(f"\n{table(epochs)}\n\nPicture: {picture}")
     print(

@@ -17,12 +17,13 @@ import sysconfig
 import time
 from pathlib import Path
 
-import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 from common import RunLog, check_replicas, make_compression, make_parser, measure_traffic, optimizer_momentum
 from torch import Tensor, nn
 from tqdm import tqdm
+
+import horovod_sparse.torch as hvd
 
 CHARACTERS = 128  # ASCII; the few others in the sources become "?"
 EVALUATION_CHARACTERS = 16384
@@ -122,8 +123,8 @@ def main() -> None:
     generator = torch.Generator().manual_seed(args.seed)
 
     model = CharLM(args.context, args.width, args.layers, args.heads)
-    # In your own script: compression = SIDCo(ratio=0.001), after `from horovod_sparse.torch import SIDCo`.
-    compression = make_compression(args)
+    # In your own script: compression = hvd.SIDCo(ratio=0.001).
+    compression = make_compression(args, hvd)
     # SGD, because a gradient entry that waited for n steps must move its weight n times as far: Adam would divide that away.
     # No clipping after the reduction, because it would cut off just what had waited.
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=optimizer_momentum(compression))
@@ -131,8 +132,9 @@ def main() -> None:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-    log = RunLog(args.log_file)
-    log.write("settings", **vars(args), workers=hvd.size(), parameters=sum(p.numel() for p in model.parameters()))
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    log = RunLog(args.log_file, hvd)
+    log.write("settings", **vars(args), workers=hvd.size(), parameters=numel)
     steps = args.epochs * args.epoch_steps
     step = 0
     started = time.perf_counter()
@@ -155,24 +157,20 @@ def main() -> None:
 
         mean_loss = hvd.allreduce(torch.tensor(statistics.fmean(losses)), name="mean_loss").item()
         if hvd.rank() == 0:  # all workers hold the same parameters, so one evaluates for all
-            traffic = measure_traffic(compression, model)
             bits = bits_per_character(model, text[boundary:], args.context)
-            log.write(
-                "epoch",
-                epoch=epoch,
+            log.write_epoch(
+                epoch,
                 step=step,
                 loss=mean_loss,
+                traffic=measure_traffic(compression, numel, hvd),
+                seconds=seconds,
+                text=f"held out {bits:.3f} bits per character",
                 bits_per_character=bits,
-                bytes_per_step=traffic.bytes_per_step,
-                step_seconds=statistics.median(seconds),
-                ratio=traffic.ratio,
-            )
-            tqdm.write(
-                f"epoch {epoch:2d}  loss {mean_loss:.4f}  held out {bits:.3f} bits per character  "
-                f"{traffic.bytes_per_step:,.0f} bytes per step, ratio {traffic.ratio:.5f}"
             )
 
-    log.write("end", seconds=time.perf_counter() - started, parameter_hash=check_replicas(model))
+    parameters = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    agreed = check_replicas(parameters, hvd.allgather_object)
+    log.write("end", seconds=time.perf_counter() - started, parameter_hash=agreed)
 
 
 if __name__ == "__main__":

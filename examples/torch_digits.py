@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 import time
 
-import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 from common import RunLog, check_replicas, make_compression, make_parser, measure_traffic, optimizer_momentum
@@ -21,6 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
+
+import horovod_sparse.torch as hvd
 
 WARMUP_EPOCHS = 2
 
@@ -69,15 +70,16 @@ def main() -> None:
     loader = DataLoader(train, batch_size=args.batch_size, sampler=sampler, drop_last=True)
 
     model = make_model()
-    # In your own script: compression = SIDCo(ratio=0.001), after `from horovod_sparse.torch import SIDCo`.
-    compression = make_compression(args)
+    # In your own script: compression = hvd.SIDCo(ratio=0.001).
+    compression = make_compression(args, hvd)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=optimizer_momentum(compression))
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-    log = RunLog(args.log_file)
-    log.write("settings", **vars(args), workers=hvd.size(), parameters=sum(p.numel() for p in model.parameters()))
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    log = RunLog(args.log_file, hvd)
+    log.write("settings", **vars(args), workers=hvd.size(), parameters=numel)
     warmup_steps = WARMUP_EPOCHS * len(loader)
     step = 0
     started = time.perf_counter()
@@ -98,24 +100,20 @@ def main() -> None:
 
         mean_loss = hvd.allreduce(torch.tensor(statistics.fmean(losses)), name="mean_loss").item()
         if hvd.rank() == 0:  # all workers hold the same parameters, so one evaluates for all
-            traffic = measure_traffic(compression, model)
             correct = accuracy(model, held_out)
-            log.write(
-                "epoch",
-                epoch=epoch,
+            log.write_epoch(
+                epoch,
                 step=step,
                 loss=mean_loss,
+                traffic=measure_traffic(compression, numel, hvd),
+                seconds=seconds,
+                text=f"accuracy {correct:.2%}",
                 accuracy=correct,
-                bytes_per_step=traffic.bytes_per_step,
-                step_seconds=statistics.median(seconds),
-                ratio=traffic.ratio,
-            )
-            tqdm.write(
-                f"epoch {epoch:2d}  loss {mean_loss:.4f}  accuracy {correct:.2%}  "
-                f"{traffic.bytes_per_step:,.0f} bytes per step, ratio {traffic.ratio:.5f}"
             )
 
-    log.write("end", seconds=time.perf_counter() - started, parameter_hash=check_replicas(model))
+    parameters = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    agreed = check_replicas(parameters, hvd.allgather_object)
+    log.write("end", seconds=time.perf_counter() - started, parameter_hash=agreed)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Mapping
 
 from horovod_sparse.compressors.base import Compressor
@@ -50,4 +51,29 @@ def check_sparse(found: Iterable[str], c: Compressor, *, sparse_as_dense: bool, 
         raise ValueError(
             f"rank {rank}: sparse_as_dense must be True with {c.momentum_correction!r}, since the sparse gradients of "
             f"{names} would get no momentum; pass sparse_as_dense=True to hvd.DistributedOptimizer"
+        )
+
+
+def check_momentum(c: Compressor, momentum: object, betas: object, remedy: str) -> None:
+    """Refuse momentum twice: before the selection by the compressor, and after the reduction by the optimizer.
+
+    Args:
+        c: the compressor.
+        momentum: the optimizer's.
+        betas: those of an optimizer that averages gradients, which is warned of; None for others.
+        remedy: how to make an optimizer without momentum.
+    """
+    correction = c.momentum_correction
+    if correction is None:
+        return
+    if momentum:
+        raise ValueError(
+            f"optimizer must have momentum=0 with {correction!r}, got momentum={momentum}: it would be applied "
+            f"twice. Use {remedy}, or turn it off in the compression (DGC: momentum=0)"
+        )
+    if betas is not None:
+        warnings.warn(
+            f"horovod_sparse: the optimizer averages gradients (betas={betas}) that {correction!r} has averaged "
+            "before; momentum correction is meant for SGD without momentum",
+            stacklevel=1,
         )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from parallel.launch import Launch
+
+import horovod_sparse.torch as hvd
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TWO_WORKERS = Launch("mpirun", 2)
@@ -50,16 +53,31 @@ def run(launch: Launch, script: str, log: Path, *options: str) -> list[dict[str,
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
+def needs(module: str) -> pytest.MarkDecorator:
+    """Skip where a framework is not installed; without importing it, since a process loads only one."""
+    return pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")
+
+
 @pytest.mark.parallel
+@pytest.mark.parametrize(
+    "script",
+    [
+        "torch_digits.py",
+        pytest.param("tensorflow_digits.py", marks=needs("tensorflow")),
+        pytest.param("keras_digits.py", marks=needs("tensorflow")),
+    ],
+)
 @pytest.mark.parametrize(
     ("compression", "ratio", "most_bytes"),
     # DGC would refuse an optimizer with momentum.
     [("none", 1.0, 700_000), ("sidco", 0.01, 20_000), ("dgc", 0.01, 20_000)],
 )
-def test_digits_on_two_workers(compression: str, ratio: float, most_bytes: int, tmp_path: Path) -> None:
+def test_digits_on_two_workers(
+    common: Any, script: str, compression: str, ratio: float, most_bytes: int, tmp_path: Path
+) -> None:
     settings, epoch, end = run(
         TWO_WORKERS,
-        "torch_digits.py",
+        script,
         tmp_path / "log",
         "--compression",
         compression,
@@ -69,14 +87,17 @@ def test_digits_on_two_workers(compression: str, ratio: float, most_bytes: int, 
         "1",
     )
     assert (settings["event"], epoch["event"], end["event"]) == ("settings", "epoch", "end")
+    assert settings.keys() == vars(parsed(common)).keys() | {"event", "workers", "parameters"}
     assert settings["compression"] == compression
     assert settings["workers"] == 2
+    assert settings["parameters"] == 151_306
     assert epoch.keys() == EPOCH_FIELDS | {"accuracy"}
     assert epoch["epoch"] == 1
     assert epoch["step"] == 44, "718 images per worker, 16 in a step"
     assert 0.0 <= epoch["accuracy"] <= 1.0
     assert ratio / 2 <= epoch["ratio"] <= ratio * 1.5
     assert 1_000 < epoch["bytes_per_step"] < most_bytes
+    assert end.keys() == {"event", "seconds", "parameter_hash"}
     assert len(end["parameter_hash"]) == 64
 
 
@@ -101,7 +122,8 @@ def test_one_plain_process_sends_nothing(tmp_path: Path) -> None:
 def test_every_compression_can_be_made(common: Any) -> None:
     layers = ["--granularity", "layer"]
     made = {
-        name: common.make_compression(parsed(common, "--compression", name, *layers)) for name in common.COMPRESSIONS
+        name: common.make_compression(parsed(common, "--compression", name, *layers), hvd)
+        for name in common.COMPRESSIONS
     }
     sparse = {name: compression for name, compression in made.items() if name not in ("none", "fp16")}
     assert len({type(compression) for compression in sparse.values()}) == 10
@@ -113,7 +135,8 @@ def test_every_compression_can_be_made(common: Any) -> None:
 def test_support_and_residual_can_be_chosen(common: Any, name: str, attribute: str) -> None:
     chosen = ["--compression", name, "--no-residual"]
     default, shared, own = (
-        common.make_compression(parsed(common, *chosen, *support)) for support in ([], ["--shared"], ["--per-worker"])
+        common.make_compression(parsed(common, *chosen, *support), hvd)
+        for support in ([], ["--shared"], ["--per-worker"])
     )
     assert (getattr(shared, attribute), getattr(own, attribute)) == (True, False)
     assert getattr(default, attribute) == (attribute == "shared"), "the compressor's own default"
@@ -122,7 +145,7 @@ def test_support_and_residual_can_be_chosen(common: Any, name: str, attribute: s
 
 def test_support_is_refused_where_there_is_no_choice(common: Any) -> None:
     with pytest.raises(SystemExit, match="topk, randomk, randomblock, not for sidco"):
-        common.make_compression(parsed(common, "--compression", "sidco", "--shared"))
+        common.make_compression(parsed(common, "--compression", "sidco", "--shared"), hvd)
 
 
 @pytest.mark.parallel
@@ -130,13 +153,11 @@ def test_different_parameters_are_noticed(tmp_path: Path) -> None:
     script = tmp_path / "differ.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(EXAMPLES)!r})\n"
-        "import horovod.torch as hvd, torch\n"
+        "import horovod.torch as hvd, numpy as np\n"
         "from common import check_replicas\n"
         "hvd.init()\n"
-        "model = torch.nn.Linear(2, 1)\n"
-        "torch.nn.init.constant_(model.weight, 1.0 + 1e-6 * hvd.rank())\n"
-        "torch.nn.init.zeros_(model.bias)\n"
-        "check_replicas(model)\n"
+        "weight = np.full((2, 1), 1.0 + 1e-6 * hvd.rank(), np.float32)\n"
+        "check_replicas({'weight': weight, 'bias': np.zeros(1)}, hvd.allgather_object)\n"
     )
     ended = TWO_WORKERS.run(str(script), limit=LIMIT)
     assert ended.code not in (0, None), ended

@@ -23,6 +23,10 @@ from horovod_sparse.tensorflow.compressors import (
     Threshold,
     TopK,
 )
+from horovod_sparse.tensorflow.wrappers import DistributedOptimizer, broadcast_variables
+
+# The star brings Horovod's, where that was imported before; ours is there once it is imported.
+globals().pop("keras", None)
 
 seam.install()
 

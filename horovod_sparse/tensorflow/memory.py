@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,12 +19,17 @@ _seen: list[NDArray[Any]] = []
 
 
 def make_variable(count: int, dtype: str, name: str) -> Variable:
-    """A flat variable of zeros on the CPU, made outside of any function that is being traced."""
+    """A flat variable of zeros, on the CPU, where NumPy can reach it."""
 
     def make() -> Variable:
         with tf.device("CPU:0"):
             return tf.Variable(np.zeros(count, dtype), trainable=False, name=name)
 
+    return unwatched(make)
+
+
+def unwatched(make: Callable[[], Variable]) -> Variable:
+    """The variable that `make` makes, outside of any function that is being traced."""
     # In another thread, because `tf.function` watches its own for new variables, even in `tf.init_scope`: it would trace
     # twice, and refuse a variable that a later trace needs.
     with ThreadPoolExecutor(1) as thread:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Variable = Any
@@ -42,3 +42,23 @@ class Names:
 def plain(variable: Variable) -> Variable:
     """The `tf.Variable` in a Keras 3 variable; anything else as it is."""
     return variable.value if hasattr(variable, "path") and hasattr(variable, "value") else variable
+
+
+def renamed(state: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """A compressor's state with the names that its variables have now; as it is, if they cannot be told apart.
+
+    Keras calls a variable of a sequential model "sequential/dense/kernel", and "dense/kernel" in the same model, loaded: so
+    of two names one may end in the other.
+    """
+    names = list(names)
+    new: dict[str, str] = {}
+    for name in names:
+        found = [old for old in state["residuals"] if old == name] or [
+            old for old in state["residuals"] if old.endswith(f"/{name}") or name.endswith(f"/{old}")
+        ]
+        if len(found) == 1:
+            new[found[0]] = name
+    if len(new) < len(names):
+        return state
+    parts = ("residuals", "velocities", "learning_rates", "adaptive")
+    return {**state, **{part: {new.get(old, old): value for old, value in state[part].items()} for part in parts}}

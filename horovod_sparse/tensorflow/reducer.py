@@ -27,7 +27,7 @@ from horovod_sparse.serving import ServingCompressor, empty_state
 from horovod_sparse.statistics import Stats, StepStats
 from horovod_sparse.tensorflow.exchange import Collectives
 from horovod_sparse.tensorflow.host import HostPipeline
-from horovod_sparse.tensorflow.names import Names
+from horovod_sparse.tensorflow.names import Names, renamed
 from horovod_sparse.tensorflow.step import Step
 
 Tensor = Any
@@ -149,8 +149,8 @@ class Reducer:
         rate = tf.constant(math.nan, tf.float64) if learning_rate is None else tf.cast(learning_rate, tf.float64)
         if learning_rate is None and self.compressor.lr_in_residual:
             raise ValueError(
-                "lr_in_residual must be False with a gradient tape, which does not know the learning rate; use a Keras "
-                "optimizer with hvd.DistributedOptimizer"
+                "lr_in_residual must be False with a gradient tape or a legacy optimizer, which do not tell the learning rate; "
+                "use a Keras 3 optimizer with hvd.DistributedOptimizer"
             )
         self._extend(names, gradients, variables)
         if tf.executing_eagerly():
@@ -245,7 +245,7 @@ class Reducer:
             size = max(self._dtypes[layout.name].size, 4 if self._dtypes[layout.name] == tf.bfloat16 else 2)
             self.engine.dense_bytes_sent += allreduce_bytes(layout.numel * size, self._process_set.size())
         if self._pending_state is not None:
-            self.engine.load_state_dict(self._pending_state)
+            self.engine.load_state_dict(renamed(self._pending_state, self.engine.residuals.shapes))
             self._pending_state = None
 
     def _group_numbers(self, names: Sequence[str], variables: Sequence[Variable]) -> dict[str, int]:
@@ -294,7 +294,7 @@ class Reducer:
         """Load now, or, before the first step, when the buckets are made."""
         if self.engine is not None:
             self.engine.adopt_memory()
-            self.engine.load_state_dict(state)
+            self.engine.load_state_dict(renamed(state, self.engine.residuals.shapes))
         else:
             self._pending_state = state if state["residuals"] else None
 

@@ -169,9 +169,12 @@ def _create_distributed_optimizer(stock: Function) -> Function:
         # Here, because Keras takes seconds to import and a tape does not need it.
         import horovod_sparse.tensorflow.keras.optimizer as keras_optimizer
 
+        is_ours = isinstance(arguments["compression"], TensorflowCompressor)
         if not keras_optimizer.is_keras_3(arguments["optimizer"]):
+            if is_ours:
+                keras_optimizer.check_compression(arguments["optimizer"], arguments["compression"])
             return stock(*args, **kwargs)
-        if not isinstance(arguments["compression"], TensorflowCompressor):
+        if not is_ours:
             warnings.warn(
                 "horovod_sparse: stock Horovod never reduces the gradients of a Keras 3 optimizer, so the workers train apart; "
                 "make it with horovod_sparse.tensorflow.keras.DistributedOptimizer, which does, also without compression",

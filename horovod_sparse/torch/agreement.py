@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from horovod.torch import mpi_ops
 from torch import Tensor
 
+from horovod_sparse import agreement
 from horovod_sparse.agreement import check_sparse, compare, digest
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import gather_json
 
 
 def check_momentum(groups: Iterable[Mapping[str, Any]], compressor: TorchCompressor) -> None:
-    """Refuse momentum twice: before the selection by the compressor, and after the reduction by the optimizer."""
-    correction = compressor.momentum_correction
-    if correction is None:
-        return
+    """Refuse momentum twice, in any of the optimizer's parameter groups."""
     for group in groups:
-        if group.get("momentum"):
-            raise ValueError(
-                f"optimizer must have momentum=0 with {correction!r}, got momentum={group['momentum']}: it would be applied "
-                "twice. Use torch.optim.SGD(..., momentum=0), or turn it off in the compression (DGC: momentum=0)"
-            )
-        if "betas" in group:
-            warnings.warn(
-                f"horovod_sparse: the optimizer averages gradients (betas={group['betas']}) that {correction!r} has averaged "
-                "before; momentum correction is meant for SGD without momentum",
-                stacklevel=1,
-            )
+        betas = group.get("betas")
+        agreement.check_momentum(compressor, group.get("momentum"), betas, "torch.optim.SGD(..., momentum=0)")
+        if betas is not None:
+            # One warning is enough.
             return
 
 

@@ -1,11 +1,11 @@
-"""What needs processes of its own: the order of imports, and training alone."""
+"""What needs processes of its own: the order of imports, training alone, and legacy Keras."""
 
 from __future__ import annotations
 
 import pytest
 
 from .launch import Launch
-from .scenario import GLOO_2, MPI_2
+from .scenario import GLOO_2, MPI_2, TF_2, TF_GLOO_2
 
 pytestmark = pytest.mark.parallel
 
@@ -48,3 +48,10 @@ def test_an_elastic_job_is_refused(module: str) -> None:
     ended = ALONE.run("-m", module, "plain", limit=LIMIT, environment={"HOROVOD_ELASTIC": "1"})
     assert ended.code == 1, str(ended)
     assert "RuntimeError: horovod_sparse does not follow an elastic job" in ended.output
+
+
+@pytest.mark.parametrize("launch", [TF_2, TF_GLOO_2], ids=str)
+def test_legacy_keras(launch: Launch) -> None:
+    ended = launch.run("-m", "parallel.legacy_keras", limit=2 * LIMIT, environment={"TF_USE_LEGACY_KERAS": "1"})
+    assert ended.code == 0, str(ended)
+    assert ended.output.count("legacy Keras works") == launch.ranks, str(ended)

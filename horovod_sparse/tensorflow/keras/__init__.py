@@ -1,1 +1,31 @@
-"""Keras adapter."""
+"""Keras adapter: every public name of ``horovod.tensorflow.keras``, and the compressors.
+
+Importing it extends stock Horovod, as `horovod_sparse.tensorflow` does; but Keras 3 optimizers without one of our
+compressors must be made with the `DistributedOptimizer` of this package: stock Horovod never reduces their gradients.
+"""
+
+from horovod.tensorflow.keras import *
+
+from horovod_sparse.averaging import WeightedAverage
+from horovod_sparse.compressors.threshold import suggested_threshold
+from horovod_sparse.feedback import MomentumCorrection
+from horovod_sparse.schedules import Schedule, warmup
+from horovod_sparse.tensorflow.compressors import (
+    DGC,
+    GaussianK,
+    MiCRO,
+    NoOp,
+    RandomBlock,
+    RandomK,
+    RedSync,
+    SIDCo,
+    Threshold,
+    TopK,
+)
+
+# This also makes `callbacks` our module; the star has brought Horovod's.
+from horovod_sparse.tensorflow.keras.callbacks import CompressionCheckpoint
+from horovod_sparse.tensorflow.keras.wrappers import DistributedOptimizer, load_model
+from horovod_sparse.tensorflow.wrappers import broadcast_variables
+
+__all__ = [name for name in globals() if not name.startswith("_") and name not in ("optimizer", "wrappers")]

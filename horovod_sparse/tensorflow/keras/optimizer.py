@@ -1,10 +1,34 @@
-"""Keras 3 optimizers that reduce their gradients before they apply them."""
+"""Keras 3 optimizers that reduce their gradients before they apply them.
+
+All ways to an update lead through the public `Optimizer.apply`, so that is what a distributed optimizer has one of its own
+of: an attribute of the instance. Its class, and with it what is saved, stay those of the plain optimizer.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import horovod.tensorflow as horovod_tensorflow
 import keras
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from horovod_sparse.agreement import check_momentum
+from horovod_sparse.tensorflow import seam
+from horovod_sparse.tensorflow.compressors import TensorflowCompressor
+from horovod_sparse.tensorflow.memory import unwatched
+from horovod_sparse.tensorflow.names import plain
+
+Tensor = Any
+Variable = Any
+
+LEGACY = tf.keras.Model is not keras.Model
+"""Whether `tf.keras` is legacy Keras (`TF_USE_LEGACY_KERAS=1`)."""
+
+# Takes gradients and their variables.
+Reduce = Callable[[list[Any], list[Variable]], list[Any]]
 
 
 def is_keras_3(optimizer: Any) -> bool:
@@ -12,6 +36,330 @@ def is_keras_3(optimizer: Any) -> bool:
     return isinstance(optimizer, keras.optimizers.Optimizer) and hasattr(optimizer, "apply")
 
 
-def make(**arguments: Any) -> Any:
-    """A distributed optimizer."""
-    raise NotImplementedError("Keras 3 optimizers are not supported yet; use hvd.DistributedGradientTape")
+def make(
+    optimizer: Any,
+    *,
+    name: str | None,
+    device_dense: str,
+    device_sparse: str,
+    compression: Any,
+    sparse_as_dense: bool,
+    gradient_predivide_factor: float,
+    op: Any,
+    backward_passes_per_step: int,
+    average_aggregated_gradients: bool,
+    groups: Any,
+    process_set: Any,
+    scale_local_gradients: bool,
+) -> Any:
+    """Make a Keras 3 optimizer distributed; the same object is returned. Arguments as for Horovod's `DistributedOptimizer`.
+
+    Raises:
+        ValueError: the optimizer or the compression cannot be used this way.
+    """
+    seam.refuse_class(compression)
+    _check_optimizer(optimizer, backward_passes_per_step)
+    _check_arguments(op, gradient_predivide_factor, groups)
+    if isinstance(compression, TensorflowCompressor):
+        check_compression(optimizer, compression)
+        reduce = _compressed(
+            seam.reducer_of(
+                compression,
+                op=op,
+                predivide=gradient_predivide_factor,
+                groups=groups,
+                sparse_as_dense=sparse_as_dense,
+                process_set=process_set,
+            ),
+            optimizer,
+        )
+    else:
+        reduce = _Dense(
+            groups,
+            process_set,
+            name=name or f"Distributed{type(optimizer).__name__}",
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            op=op,
+            gradient_predivide_factor=gradient_predivide_factor,
+        )
+    distributed = DistributedApply(
+        optimizer,
+        reduce,
+        passes=backward_passes_per_step,
+        average_passes=average_aggregated_gradients,
+        sparse_as_dense=sparse_as_dense,
+        local_divisor=process_set.size() if scale_local_gradients and process_set.included() else 1,
+    )
+    optimizer.apply = distributed
+    optimizer.register_local_var = distributed.register_local_var
+    return optimizer
+
+
+class DistributedApply:
+    """Stands in for the `apply` of one optimizer: reduces the gradients and hands them to it.
+
+    Args:
+        optimizer: the plain optimizer.
+        reduce: makes gradients the same on all ranks.
+        passes: `backward_passes_per_step`.
+        average_passes: `average_aggregated_gradients`.
+        sparse_as_dense: whether `tf.IndexedSlices` become dense tensors.
+        local_divisor: of the gradients of local variables.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        reduce: Reduce,
+        *,
+        passes: int,
+        average_passes: bool,
+        sparse_as_dense: bool,
+        local_divisor: int,
+    ) -> None:
+        self._optimizer = optimizer
+        self._apply = optimizer.apply
+        self._reduce = reduce
+        self._accumulator = _Accumulator(passes, sparse_as_dense) if passes > 1 else None
+        self._passes_divisor = passes if average_passes else 1
+        self._local_divisor = local_divisor
+        self._local: set[Any] = set()
+        self._checked = False
+
+    def register_local_var(self, var: Variable) -> None:
+        """Leave a variable's gradient as this rank has computed it."""
+        self._local.add(plain(var).ref())
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:
+        """Reduce and apply; with several passes per step only in the last one."""
+        if trainable_variables is None:
+            # Keras offers no public way to what it was built with.
+            trainable_variables = self._optimizer._trainable_variables
+        grads, variables = list(grads), list(trainable_variables)
+        if not grads or len(grads) != len(variables):
+            # Nothing to do, or the optimizer's own error.
+            self._apply(grads, variables)
+            return
+        if not self._checked or not tf.executing_eagerly():
+            _check_callers(self._optimizer)
+            self._checked = True
+        if self._accumulator is None:
+            self._apply(self._reduced(grads, variables), variables)
+            return
+        sums = self._accumulator.add(grads, variables)
+        # The same on all ranks, so that all or none of them reach the collectives.
+        tf.cond(self._accumulator.is_full(), lambda: self._apply_sums(sums, variables), self._skip)
+
+    def _apply_sums(self, sums: list[Any], variables: list[Variable]) -> Tensor:
+        assert self._accumulator is not None
+        self._apply([_divide(one, self._passes_divisor) for one in self._reduced(sums, variables)], variables)
+        self._accumulator.clear()
+        return tf.constant(True)
+
+    def _skip(self) -> Tensor:
+        # Every pass counts, as it does in stock Horovod.
+        self._optimizer.iterations.assign_add(1)
+        return tf.constant(False)
+
+    def _reduced(self, gradients: list[Any], variables: list[Variable]) -> list[Any]:
+        is_local = [plain(variable).ref() in self._local for variable in variables]
+        reduced = iter(
+            self._reduce(
+                [gradient for gradient, local in zip(gradients, is_local, strict=True) if not local],
+                [variable for variable, local in zip(variables, is_local, strict=True) if not local],
+            )
+        )
+        return [
+            _divide(gradient, self._local_divisor) if local else next(reduced)
+            for gradient, local in zip(gradients, is_local, strict=True)
+        ]
+
+
+def _compressed(reducer: Any, optimizer: Any) -> Reduce:
+    def reduce(gradients: list[Any], variables: list[Variable]) -> list[Any]:
+        rate = tf.convert_to_tensor(optimizer.learning_rate) if reducer.compressor.lr_in_residual else None
+        # In true units, because what stays in the residual outlives the loss scale of this step.
+        scale = _loss_scale(optimizer)
+        if scale is not None:
+            gradients = [_divide(gradient, scale) for gradient in gradients]
+        reduced: list[Any] = reducer(gradients, variables, learning_rate=rate)
+        return reduced if scale is None else [_divide(gradient, 1.0 / scale) for gradient in reduced]
+
+    return reduce
+
+
+def _loss_scale(optimizer: Any) -> Any:
+    """What the gradients that are handed to the optimizer are too large by; None for 1."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return tf.convert_to_tensor(optimizer.dynamic_scale) if optimizer.built else optimizer.initial_scale
+    return optimizer.loss_scale_factor
+
+
+class _Dense:
+    """Stock Horovod's reduction.
+
+    Args:
+        groups: as for `hvd.DistributedOptimizer`; variables may be those of Keras.
+        process_set: the workers that reduce; on others gradients stay what they are.
+        arguments: of `horovod.tensorflow._make_allreduce_grads_fn`.
+    """
+
+    def __init__(self, groups: Any, process_set: Any, *, name: str, **arguments: Any) -> None:
+        self._process_set = process_set
+        # Horovod finds the members of groups by name, and those of Keras all have the same few ("kernel:0"): so one function
+        # for each group, which is told that all it is given is one group, and a last one for variables in no group.
+        self._group_of = {
+            plain(member).ref(): number
+            for number, group in enumerate(groups if isinstance(groups, list) else [])
+            for member in group
+        }
+        numbers: list[Any] = [1] * len(groups) if isinstance(groups, list) else []
+        self._functions = [
+            horovod_tensorflow._make_allreduce_grads_fn(
+                name=f"{name}_{number}" if numbers else name,
+                groups=number_of_groups,
+                process_set=process_set,
+                **arguments,
+            )
+            for number, number_of_groups in enumerate([*numbers, None if numbers else groups])
+        ]
+
+    def __call__(self, gradients: list[Any], variables: list[Variable]) -> list[Any]:
+        if not self._process_set.included():
+            return gradients
+        parts: dict[int, list[int]] = {}
+        for index, variable in enumerate(variables):
+            if gradients[index] is not None:
+                number = self._group_of.get(plain(variable).ref(), len(self._functions) - 1)
+                parts.setdefault(number, []).append(index)
+        reduced = list(gradients)
+        for number, indices in sorted(parts.items()):
+            found = self._functions[number]([gradients[i] for i in indices], [plain(variables[i]) for i in indices])
+            for index, gradient in zip(indices, found, strict=True):
+                reduced[index] = gradient
+        return reduced
+
+
+class _Accumulator:
+    """Sums of gradients over several backward passes: variables that are no part of the optimizer's.
+
+    Args:
+        passes: how many make a step.
+        sparse_as_dense: whether `tf.IndexedSlices` are summed as dense tensors; otherwise they are refused.
+    """
+
+    def __init__(self, passes: int, sparse_as_dense: bool) -> None:
+        self._passes = passes
+        self._sparse_as_dense = sparse_as_dense
+        self._count = unwatched(lambda: tf.Variable(0, trainable=False))
+        self._sums: dict[Any, Variable] = {}
+
+    def add(self, gradients: list[Any], variables: list[Variable]) -> list[Any]:
+        """Take in one pass's gradients and return the sums so far; None where there never was a gradient."""
+        self._count.assign_add(1)
+        return [self._add(gradient, plain(variable)) for gradient, variable in zip(gradients, variables, strict=True)]
+
+    def _add(self, gradient: Any, variable: Variable) -> Tensor | None:
+        if isinstance(gradient, tf.IndexedSlices):
+            if not self._sparse_as_dense:
+                raise ValueError(
+                    f"sparse_as_dense must be True with backward_passes_per_step={self._passes}, got False: the gradient of "
+                    f"{variable.name!r} is a tf.IndexedSlices, and those are not summed"
+                )
+            gradient = tf.convert_to_tensor(gradient)
+        total = self._sums.get(variable.ref())
+        if gradient is not None:
+            if total is None:
+                shape, dtype = variable.shape, gradient.dtype
+                total = unwatched(lambda: tf.Variable(tf.zeros(shape, dtype), trainable=False))
+                self._sums[variable.ref()] = total
+            total.assign_add(gradient)
+        return None if total is None else total.read_value()
+
+    def is_full(self) -> Tensor:
+        return tf.equal(self._count, self._passes)
+
+    def clear(self) -> None:
+        for variable in (self._count, *self._sums.values()):
+            variable.assign(tf.zeros_like(variable))
+
+
+def _divide(gradient: Any, divisor: Any) -> Any:
+    if gradient is None or (isinstance(divisor, (int, float)) and divisor == 1):
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_divide(gradient.values, divisor), gradient.indices, gradient.dense_shape)
+    return gradient / tf.cast(divisor, gradient.dtype)
+
+
+def _check_optimizer(optimizer: Any, passes: int) -> None:
+    if keras.backend.backend() != "tensorflow":
+        raise ValueError(
+            f"the Keras backend must be 'tensorflow' with horovod.tensorflow, got {keras.backend.backend()!r}; set "
+            "KERAS_BACKEND=tensorflow"
+        )
+    if isinstance(vars(optimizer).get("apply"), DistributedApply):
+        raise ValueError(f"optimizer must be a plain one, but {optimizer.name!r} is distributed already")
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1, got {passes!r}")
+    steps = _inner(optimizer).gradient_accumulation_steps
+    if steps:
+        raise ValueError(
+            f"optimizer must have gradient_accumulation_steps=None, got {steps}: Keras sums after the reduction, which would "
+            f"send every pass; use hvd.DistributedOptimizer(..., backward_passes_per_step={steps}, "
+            "average_aggregated_gradients=True)"
+        )
+
+
+def _check_arguments(op: Any, predivide: float, groups: Any) -> None:
+    if op not in (mpi_ops.Average, mpi_ops.Sum):
+        raise ValueError(f"op must be hvd.Average or hvd.Sum with a Keras optimizer, got {op!r}")
+    if predivide != 1.0 and op != mpi_ops.Average:
+        raise ValueError(
+            f"gradient_predivide_factor must be 1.0 with op=hvd.Sum, got {predivide!r}: it splits an average; use hvd.Average"
+        )
+    if groups is not None and not isinstance(groups, list) and not (isinstance(groups, int) and groups > 0):
+        raise ValueError(f"groups must be a list of lists of variables, or a number > 0 of groups, got {groups!r}")
+
+
+def check_compression(optimizer: Any, compression: TensorflowCompressor) -> None:
+    """Raise ValueError where a Keras optimizer, also a legacy one, and one of our compressors do not go together."""
+    compression.check_free()
+    inner = _inner(optimizer)
+    betas = {name: getattr(inner, name) for name in ("beta_1", "beta_2") if hasattr(inner, name)}
+    check_momentum(
+        compression, getattr(inner, "momentum", None), betas or None, "keras.optimizers.SGD(..., momentum=0.0)"
+    )
+    if inner is not optimizer and compression.not_finite != "propagate":
+        raise ValueError(
+            f"not_finite must be 'propagate' with a LossScaleOptimizer, got {compression.not_finite!r}: infinite gradients are "
+            "how it finds its scale; all ranks skip the step together"
+        )
+
+
+def _inner(optimizer: Any) -> Any:
+    return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+
+
+def _check_callers(optimizer: Any) -> None:
+    """Refuse to be called where a collective would hang or cannot be compiled: neither Keras nor TensorFlow tells."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, keras.optimizers.LossScaleOptimizer) and caller is not optimizer:
+            raise ValueError(
+                f"the distributed optimizer {optimizer.name!r} must not be inside of a LossScaleOptimizer, which leaves "
+                "out the call on ranks whose gradients overflow, and the others would wait; wrap them the other way round: "
+                "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), compression=...), with "
+                "not_finite='propagate' in the compression"
+            )
+        if isinstance(caller, keras.Model) and caller.compiled and caller.jit_compile and not tf.executing_eagerly():
+            raise ValueError(
+                f"jit_compile must be False in compile() of model {caller.name!r}, got True (Keras' default where there is a "
+                "GPU): XLA cannot compile Horovod's collectives; use model.compile(..., jit_compile=False)"
+            )
+        frame = frame.f_back

@@ -1,0 +1,115 @@
+"""Callbacks for Keras 3 and legacy Keras.
+
+Those of Horovod that schedule learning rates (`LearningRateScheduleCallback`, `LearningRateWarmupCallback`) are not here: they
+call functions of Keras' backend that are gone since Keras 3 is installed, and fail with either Keras. Use
+`keras.optimizers.schedules`, for instance `CosineDecay(..., warmup_target=..., warmup_steps=...)`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+from horovod.tensorflow.keras.callbacks import BestModelCheckpoint as BestModelCheckpoint
+from tensorflow import keras
+
+from horovod_sparse.tensorflow.compressors import TensorflowCompressor
+from horovod_sparse.tensorflow.names import plain
+from horovod_sparse.tensorflow.wrappers import broadcast_variables
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Give all workers one worker's weights and optimizer variables after the first batch; not residuals.
+
+    Args:
+        root_rank: the worker whose values all get.
+        device: to broadcast on.
+        local_variables: variables that stay what they are on every worker.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__()
+        self._root_rank = root_rank
+        self._device = device
+        self._local: set[Any] = set()
+        self._done = False
+        if local_variables is not None and not isinstance(local_variables, Iterable):
+            local_variables = [local_variables]
+        for variable in local_variables or ():
+            self.register_local_var(variable)
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave a variable out."""
+        self._local.add(plain(var).ref())
+
+    def on_train_batch_end(self, batch: int, logs: MutableMapping[str, Any] | None = None) -> None:
+        if self._done:
+            return
+        optimizer = self.model.optimizer.variables
+        # Without the states of metrics and random generators, which are each worker's own.
+        everything = [*self.model.weights, *(optimizer() if callable(optimizer) else optimizer)]
+        with tf.device(self._device):
+            broadcast_variables([v for v in everything if plain(v).ref() not in self._local], self._root_rank)
+        self._done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Average the metrics of an epoch over all workers; put it before callbacks that look at them.
+
+    Args:
+        device: to reduce on.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self._device = device
+
+    def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
+        if not logs:
+            return
+        names = sorted(logs)
+        with tf.device(self._device):
+            values = hvd.allreduce(tf.constant([float(logs[name]) for name in names], tf.float64), name="metrics")
+        logs.update(zip(names, values.numpy().tolist(), strict=True))
+
+
+class CompressionCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
+    """Save a compressor's residuals and adaptive state at the end of every epoch, on every worker: no model file has them.
+
+    Args:
+        compression: the optimizer's.
+        path: of the file, with "{rank}" in it; an older file is replaced when the new one is complete.
+
+    Raises:
+        ValueError: there is no "{rank}" in the path.
+    """
+
+    def __init__(self, compression: TensorflowCompressor, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        if "{rank}" not in os.fspath(path):
+            raise ValueError(f"path must have '{{rank}}' in it, since every rank saves its own state, got {path!r}")
+        self._compression = compression
+        self._path = os.fspath(path)
+
+    @property
+    def path(self) -> Path:
+        """Of this rank's file."""
+        return Path(self._path.replace("{rank}", str(hvd.rank())))
+
+    def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
+        self.save()
+
+    def save(self) -> None:
+        """Write the file now."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_name(f"{self.path.name}.unfinished")
+        unfinished.write_bytes(self._compression.serialize())
+        unfinished.replace(self.path)
+
+    def load(self) -> None:
+        """Continue from this rank's file; before or after the compressor is given to an optimizer."""
+        self._compression.deserialize(self.path.read_bytes())

@@ -1,0 +1,103 @@
+"""Functions of `horovod.tensorflow.keras` that work with Keras 3 here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import horovod.tensorflow.keras as stock
+import keras
+from horovod.tensorflow import Average, Compression, global_process_set
+
+from horovod_sparse.tensorflow.keras.optimizer import LEGACY, is_keras_3, make
+
+
+def DistributedOptimizer(  # noqa: N802  Horovod's name.
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Make a Keras optimizer reduce its gradients over all workers before it applies them.
+
+    A Keras 3 optimizer becomes distributed itself and is returned, with all its state; legacy ones go to stock Horovod.
+    Loss scaling goes inside: `DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)`. Models must be
+    compiled with `jit_compile=False`, since XLA cannot compile the exchange; Keras does so by itself without a GPU.
+
+    Args:
+        optimizer: a plain Keras optimizer. Its clipping and weight decay act after the reduction.
+        name: prefix of the operations of a dense reduction.
+        device_dense: for a dense reduction.
+        device_sparse: for a dense reduction.
+        compression: one of ours, which must not serve another optimizer, or one of `hvd.Compression`.
+        sparse_as_dense: whether `tf.IndexedSlices` are reduced as dense tensors.
+        gradient_predivide_factor: what the average is divided by before the sum instead of after it.
+        op: hvd.Average or hvd.Sum.
+        backward_passes_per_step: passes whose gradients are summed here before they are reduced and applied.
+            `optimizer.iterations` counts passes.
+        average_aggregated_gradients: whether that sum is divided by the number of passes.
+        num_groups: older form of `groups`.
+        groups: a number of groups, or lists of variables, that are reduced together.
+        process_set: the workers that take part.
+        scale_local_gradients: whether gradients of variables that were given to `optimizer.register_local_var(variable)`,
+            which stay this worker's own, are divided by the number of workers.
+
+    Raises:
+        ValueError: an argument that cannot be honoured; it says what to do instead.
+    """
+    arguments = {
+        "name": name,
+        "device_dense": device_dense,
+        "device_sparse": device_sparse,
+        "compression": compression,
+        "sparse_as_dense": sparse_as_dense,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "op": op,
+        "backward_passes_per_step": backward_passes_per_step,
+        "average_aggregated_gradients": average_aggregated_gradients,
+        "groups": groups if groups is not None or num_groups == 0 else num_groups,
+        "process_set": process_set,
+        "scale_local_gradients": scale_local_gradients,
+    }
+    return make(optimizer, **arguments) if is_keras_3(optimizer) else stock.DistributedOptimizer(optimizer, **arguments)
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Iterable[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+    **arguments: Any,
+) -> Any:
+    """Load a saved Keras model and make its optimizer distributed. Residuals are not in it: see `CompressionCheckpoint`.
+
+    Args:
+        filepath: of the model.
+        custom_optimizers: classes of optimizers that Keras does not know.
+        custom_objects: as for `keras.models.load_model`.
+        compression: as for `DistributedOptimizer`.
+        legacy_opts: as for stock Horovod, which loads models of legacy Keras.
+        arguments: others of `DistributedOptimizer`, with Keras 3.
+
+    Raises:
+        ValueError: the model was saved without an optimizer.
+    """
+    if LEGACY:
+        return stock.load_model(filepath, custom_optimizers, custom_objects, compression, legacy_opts, **arguments)
+    known = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=known)
+    if model.optimizer is None:
+        raise ValueError(f"filepath must be a model that was saved with its optimizer, got {str(filepath)!r}")
+    DistributedOptimizer(model.optimizer, compression=compression, **arguments)
+    return model

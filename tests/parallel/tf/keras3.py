@@ -1,0 +1,615 @@
+"""Scenarios: Keras 3 optimizers, mostly under `model.fit`."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as stock
+import horovod.tensorflow.keras as stock_keras
+import keras
+import numpy as np
+import tensorflow as tf
+
+import horovod_sparse.tensorflow as ours
+import horovod_sparse.tensorflow.keras as hvd
+from horovod_sparse.tensorflow import DGC, MomentumCorrection, NoOp, SIDCo, TopK
+
+from ..scenario import TF_2, TF_4, TF_GLOO_2, scenario
+from .common import COMPRESSORS, MakeCompression, assert_identical, everyone, normals, raised
+
+BATCH = 8
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+Wrap = Callable[..., Any]
+WRAPS: dict[str, Wrap] = {
+    "horovod.tensorflow": stock.DistributedOptimizer,
+    "horovod.tensorflow.keras": stock_keras.DistributedOptimizer,
+    "horovod_sparse.tensorflow": ours.DistributedOptimizer,
+    "horovod_sparse.tensorflow.keras": hvd.DistributedOptimizer,
+}
+
+
+@keras.saving.register_keras_serializable("tests")
+class OwnSGD(keras.optimizers.SGD):
+    """An optimizer that Keras does not know."""
+
+
+def small_model(seed: int = 1) -> Any:
+    """About 5 000 parameters, the same on every rank."""
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(64, activation="relu"), keras.layers.Dense(48), keras.layers.Dense(10)]
+    return keras.Sequential([keras.Input((16,)), *layers])
+
+
+def data(steps: Iterable[int], ranks: Iterable[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and labels of some steps: this rank's, or in every step those of several ranks one after the other."""
+    pairs = [(step, rank) for step in steps for rank in ([hvd.rank()] if ranks is None else ranks)]
+    inputs = [normals((BATCH, 16), step=step, rank=rank, salt=1) for step, rank in pairs]
+    labels = [np.random.default_rng((2, step, rank)).integers(0, 10, BATCH) for step, rank in pairs]
+    return np.concatenate(inputs), np.concatenate(labels)
+
+
+def compiled(optimizer: Any, seed: int = 1, **arguments: Any) -> Any:
+    model = small_model(seed)
+    model.compile(optimizer, loss=LOSS, **arguments)
+    return model
+
+
+def fit(model: Any, steps: Iterable[int], ranks: Sequence[int] | None = None, **arguments: Any) -> Any:
+    """One epoch; with `ranks`, on the union of their batches."""
+    inputs, labels = data(steps, ranks)
+    size = BATCH * (len(ranks) if ranks is not None else 1)
+    return model.fit(inputs, labels, batch_size=size, shuffle=False, verbose=0, **arguments)
+
+
+def assert_close(model: Any, other: Any, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Two models have the same weights, to float32 tolerance."""
+    for mine, theirs in zip(model.weights, other.weights, strict=True):
+        np.testing.assert_allclose(mine.numpy(), theirs.numpy(), rtol=rtol, atol=atol, err_msg=mine.path)
+
+
+def assert_in_step(model: Any) -> None:
+    """Weights and optimizer variables are the same on every rank, to the last bit, and not those of the start."""
+    assert_identical([*model.weights, *model.optimizer.variables])
+    assert not np.array_equal(model.weights[0].numpy(), small_model().weights[0].numpy())
+
+
+def warned(function: Callable[[], object]) -> list[str]:
+    """What the function warns of on our behalf."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return [str(one.message) for one in caught if "horovod_sparse" in str(one.message)]
+
+
+# --- replicas stay in step ---
+
+
+@scenario(TF_2, TF_4, cases={name: (make,) for name, make in COMPRESSORS.items()})
+def keras_replicas_stay_identical(make: MakeCompression) -> None:
+    compression = make(granularity="bucket", bucket_bytes=10_000)
+    momentum = 0.0 if compression.momentum_correction is not None else 0.9
+    model = compiled(stock_keras.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum), compression=compression))
+    fit(model, range(50))
+    assert compression.stats().steps == 50
+    assert_in_step(model)
+
+
+@scenario(TF_2, TF_GLOO_2, cases={name: (wrap,) for name, wrap in WRAPS.items()})
+def every_keras_wrapper_keeps_replicas_identical(wrap: Wrap) -> None:
+    compression = SIDCo(0.01)
+    model = compiled(wrap(keras.optimizers.Adam(0.01), compression=compression))
+    fit(model, range(20))
+    assert compression.stats().steps == 20
+    assert_in_step(model)
+
+
+@scenario(
+    TF_2,
+    cases={
+        "run_eagerly": ({"run_eagerly": True},),
+        "steps_per_execution": ({"steps_per_execution": 4},),
+        "metrics": ({"metrics": ["accuracy"]},),
+    },
+)
+def ways_to_compile(arguments: dict[str, Any]) -> None:
+    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=TopK(0.01)), **arguments)
+    plain = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=TopK(0.01)))
+    for one in (model, plain):
+        fit(one, range(8))
+    assert_in_step(model)
+    assert_close(model, plain)
+
+
+@scenario(TF_2)
+def a_training_loop_of_ones_own() -> None:
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=TopK(0.01))
+
+    @tf.function
+    def step(inputs: Any, labels: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = LOSS(labels, model(inputs))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    optimizer.build(model.trainable_variables)
+    for number in range(6):
+        step(*(tf.constant(array) for array in data([number])))
+    # And without saying of what variables.
+    optimizer.apply([tf.ones(v.shape) * hvd.rank() for v in model.trainable_variables])
+    assert_identical([*model.weights, *optimizer.variables])
+
+
+@scenario(TF_2)
+def keras_variables_on_a_tape() -> None:
+    model, compression = small_model(), NoOp()
+    inputs, labels = data([0])
+    with tf.GradientTape() as tape:
+        loss = LOSS(labels, model(inputs))
+    reduced = stock.DistributedGradientTape(tape, compression=compression).gradient(loss, model.trainable_variables)
+    inputs, labels = data([0], range(hvd.size()))
+    with tf.GradientTape() as tape:
+        loss = LOSS(labels, model(inputs))
+    for mine, expected in zip(reduced, tape.gradient(loss, model.trainable_variables), strict=True):
+        np.testing.assert_allclose(mine.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+    assert model.trainable_variables[0].path in compression.state_dict()["residuals"]
+
+
+# --- what is reduced ---
+
+
+def assert_dense(compression: Any, tolerance: float, **arguments: Any) -> None:
+    """Training on all ranks is training on the union of their batches."""
+    model = compiled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=compression, **arguments))
+    fit(model, range(10))
+    alone = compiled(keras.optimizers.Adam(0.01))
+    fit(alone, range(10), range(hvd.size()))
+    assert_in_step(model)
+    # Adam divides by the size of the gradient, which may be next to nothing.
+    assert_close(model, alone, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+@scenario(
+    TF_2,
+    TF_4,
+    cases={
+        "none": (lambda: hvd.Compression.none, 1e-5),
+        "fp16": (lambda: hvd.Compression.fp16, 1e-2),
+        "NoOp": (NoOp, 1e-5),
+    },
+)
+def dense_is_training_on_all_data(make: MakeCompression, tolerance: float) -> None:
+    assert_dense(make(), tolerance)
+
+
+@scenario(
+    TF_2,
+    cases={
+        "predivide": (lambda: hvd.Compression.none, {"gradient_predivide_factor": 2.0}),
+        "NoOp-predivide": (NoOp, {"gradient_predivide_factor": 2.0}),
+        "groups": (lambda: hvd.Compression.none, {"groups": 2}),
+        "NoOp-groups": (lambda: NoOp(granularity="bucket"), {"groups": 2}),
+        "num_groups": (lambda: hvd.Compression.none, {"num_groups": 2}),
+    },
+)
+def ways_to_reduce_do_not_matter(make: MakeCompression, arguments: dict[str, Any]) -> None:
+    assert_dense(make(), 1e-5, **arguments)
+
+
+@scenario(TF_2, TF_4, cases={"none": (lambda: hvd.Compression.none,), "NoOp": (NoOp,)})
+def sums_are_not_averages(make: MakeCompression) -> None:
+    for wrap in (hvd.DistributedOptimizer, ours.DistributedOptimizer):
+        model = compiled(wrap(keras.optimizers.SGD(0.05), compression=make(), op=ours.Sum))
+        fit(model, range(10))
+        alone = compiled(keras.optimizers.SGD(0.05 * hvd.size()))
+        fit(alone, range(10), range(hvd.size()))
+        assert_in_step(model)
+        assert_close(model, alone, rtol=1e-4, atol=1e-5)
+
+
+@scenario(TF_2, cases={"none": (lambda: hvd.Compression.none,), "NoOp": (lambda: NoOp(granularity="bucket"),)})
+def groups_of_keras_variables(make: MakeCompression) -> None:
+    model = small_model()
+    kernels = [layer.kernel for layer in model.layers]
+    # The last layer is in no group.
+    groups = [[kernels[0], model.layers[1].bias], [kernels[1], model.layers[0].bias]]
+    compression = make()
+    optimizer = ours.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression, groups=groups)
+    model.compile(optimizer, loss=LOSS)
+    fit(model, range(5))
+    alone = compiled(keras.optimizers.SGD(0.05))
+    fit(alone, range(5), range(hvd.size()))
+    assert_in_step(model)
+    assert_close(model, alone)
+    if isinstance(compression, NoOp):
+        # The biases are below the size that is compressed; the kernels are one bucket each.
+        assert len(compression.stats().last.buckets) == 3
+
+
+@scenario(
+    TF_2,
+    cases={
+        f"{name}-{sparse_as_dense}": (make, sparse_as_dense)
+        for name, make in {"none": lambda: hvd.Compression.none, "NoOp": NoOp}.items()
+        for sparse_as_dense in (False, True)
+    },
+)
+def embeddings(make: MakeCompression, sparse_as_dense: bool) -> None:
+    def build(optimizer: Any) -> Any:
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Embedding(50, 40), keras.layers.Flatten(), keras.layers.Dense(10)]
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+        model.compile(optimizer, loss=LOSS)
+        return model
+
+    def batch(rank: int) -> tuple[np.ndarray, np.ndarray]:
+        generator = np.random.default_rng(rank)
+        return generator.integers(0, 50, (BATCH, 3)), generator.integers(0, 10, BATCH)
+
+    model = build(
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), compression=make(), sparse_as_dense=sparse_as_dense)
+    )
+    alone = build(keras.optimizers.SGD(0.5))
+    together = [np.concatenate(arrays) for arrays in zip(*(batch(rank) for rank in range(hvd.size())), strict=True)]
+    for _ in range(3):
+        model.train_on_batch(*batch(hvd.rank()))
+        alone.train_on_batch(*together)
+    assert_identical(model.weights)
+    assert_close(model, alone)
+
+
+@scenario(TF_2)
+def clipping_is_after_the_reduction() -> None:
+    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.5, clipnorm=0.05), compression=NoOp()))
+    alone = compiled(keras.optimizers.SGD(0.5, clipnorm=0.05))
+    fit(model, range(5))
+    fit(alone, range(5), range(hvd.size()))
+    assert_close(model, alone)
+
+
+@scenario(TF_2, cases={"scaled": (True,), "as_it_is": (False,)})
+def local_variables_keep_their_own_gradients(scale: bool) -> None:
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=NoOp(), scale_local_gradients=scale)
+    local, shared = model.layers[0].kernel, model.layers[1].kernel
+    optimizer.register_local_var(local)
+    before = [local.numpy(), shared.numpy()]
+    inputs, labels = data([0])
+    with tf.GradientTape() as tape:
+        loss = LOSS(labels, model(inputs))
+    mine = tape.gradient(loss, [local.value, shared.value])
+    model.compile(optimizer, loss=LOSS)
+    fit(model, [0])
+    expected = before[0] - 0.1 * mine[0].numpy() / (hvd.size() if scale else 1)
+    np.testing.assert_allclose(local.numpy(), expected, rtol=1e-5, atol=1e-6)
+    expected = before[1] - 0.1 * np.mean(everyone(mine[1].numpy()), axis=0)
+    np.testing.assert_allclose(shared.numpy(), expected, rtol=1e-5, atol=1e-6)
+    assert_identical([shared])
+
+
+@scenario(TF_4, cases={"none": (lambda: hvd.Compression.none,), "TopK": (lambda: TopK(0.01),)})
+def keras_in_process_sets(make: MakeCompression) -> None:
+    pairs = [hvd.add_process_set([0, 1]), hvd.add_process_set([2, 3])]
+    mine = pairs[hvd.rank() // 2]
+    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=make(), process_set=mine))
+    fit(model, range(8))
+    weights = everyone(model.weights[0].numpy())
+    assert np.array_equal(weights[0], weights[1])
+    assert np.array_equal(weights[2], weights[3])
+    assert not np.array_equal(weights[0], weights[2])
+    for one in pairs:
+        hvd.remove_process_set(one)
+
+
+# --- several passes per step ---
+
+
+@scenario(
+    TF_2,
+    cases={
+        f"{name}-{'average' if average else 'sum'}-{'eager' if eager else 'graph'}": (make, average, eager)
+        for name, make in {"none": lambda: hvd.Compression.none, "NoOp": NoOp}.items()
+        for average, eager in ((True, False), (False, False), (False, True))
+    },
+)
+def several_passes_are_one_step(make: MakeCompression, average: bool, eager: bool) -> None:
+    compression = make()
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.05, momentum=0.9),
+        compression=compression,
+        backward_passes_per_step=3,
+        average_aggregated_gradients=average,
+    )
+    model = compiled(optimizer, run_eagerly=eager)
+    # The last pass is not enough for a step.
+    fit(model, range(7))
+    # The mean over three batches of each rank, or three times that.
+    alone = compiled(keras.optimizers.SGD(0.05 if average else 0.15, momentum=0.9))
+    for first in (0, 3):
+        inputs, labels = data(range(first, first + 3), range(hvd.size()))
+        alone.train_on_batch(inputs, labels)
+    assert_in_step(model)
+    assert_close(model, alone, rtol=1e-4, atol=1e-5)
+    assert int(optimizer.iterations) == 7
+    assert len(optimizer.variables) == len(alone.optimizer.variables)
+    if isinstance(compression, NoOp):
+        assert compression.stats().steps == 2
+
+
+@scenario(TF_2)
+def passes_with_sparse_gradients_are_refused() -> None:
+    variable = keras.Variable(np.zeros((50, 40)), name="table")
+    slices = tf.IndexedSlices(tf.ones((2, 40)), tf.constant([1, 1]), tf.constant([50, 40]))
+    sgd = keras.optimizers.SGD(1.0)
+    refused = hvd.DistributedOptimizer(sgd, backward_passes_per_step=2)
+    assert "sparse_as_dense" in raised(ValueError, lambda: refused.apply([slices], [variable]))
+    sgd = keras.optimizers.SGD(1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, backward_passes_per_step=2, sparse_as_dense=True)
+    for _ in range(2):
+        optimizer.apply([slices], [variable])
+    np.testing.assert_array_equal(variable.numpy()[1], -4.0)
+
+
+# --- the optimizer that was given ---
+
+
+@scenario(TF_2, cases={"none": (lambda: hvd.Compression.none,), "NoOp": (NoOp,)})
+def state_is_kept(make: MakeCompression) -> None:
+    model, alone = compiled(keras.optimizers.Adam(0.01)), compiled(keras.optimizers.Adam(0.01))
+    for one in (model, alone):
+        one.optimizer.learning_rate = 0.005
+        fit(one, range(3), [0])
+    optimizer = model.optimizer
+    before = optimizer.variables
+    assert hvd.DistributedOptimizer(optimizer, compression=make()) is optimizer
+    assert type(optimizer) is keras.optimizers.Adam
+    assert all(a is b for a, b in zip(before, optimizer.variables, strict=True))
+    model.compile(optimizer, loss=LOSS)
+    for one in (model, alone):
+        fit(one, range(3, 8), [0])
+    assert_close(model, alone)
+    assert int(optimizer.iterations) == 8
+    np.testing.assert_allclose(float(optimizer.learning_rate), 0.005)
+
+
+@scenario(TF_2)
+def residuals_know_the_learning_rate_of_the_step() -> None:
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2, 5], [0.4, 0.2, 0.1])
+    compression = TopK(0.01, lr_in_residual=True)
+    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(schedule), compression=compression))
+    for step in range(7):
+        fit(model, [step])
+        expected = 0.4 if step <= 2 else 0.2 if step <= 5 else 0.1
+        rates = compression.state_dict()["learning_rates"]
+        assert rates
+        np.testing.assert_allclose(list(rates.values()), expected, rtol=1e-6)
+    assert_in_step(model)
+    # One that is set by hand.
+    compression = TopK(0.01, lr_in_residual=True)
+    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression))
+    for rate in (0.1, 0.03):
+        model.optimizer.learning_rate = rate
+        fit(model, [0])
+        np.testing.assert_allclose(list(compression.state_dict()["learning_rates"].values()), rate, rtol=1e-6)
+
+
+@scenario(TF_2)
+def saved_models_know_nothing_of_horovod() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        for cls in (keras.optimizers.SGD, OwnSGD):
+            path = Path(directory) / f"{cls.__name__}.keras"
+            model = compiled(hvd.DistributedOptimizer(cls(0.05, momentum=0.9), compression=TopK(0.01)))
+            fit(model, range(3))
+            model.save(path)
+            plain = keras.models.load_model(path)
+            assert type(plain.optimizer) is cls
+            for mine, theirs in zip(model.optimizer.variables, plain.optimizer.variables, strict=True):
+                np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
+            for one in (keras.optimizers.deserialize(keras.optimizers.serialize(model.optimizer)), plain.optimizer):
+                assert "apply" not in vars(one)
+        path = Path(directory) / "SGD.keras"
+        code = (
+            f"import keras, sys; model = keras.models.load_model({str(path)!r}); "
+            "assert int(model.optimizer.iterations) == 3; assert 'horovod' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@scenario(TF_2, TF_GLOO_2)
+def training_continues_where_it_was_saved() -> None:
+    directory = Path(everyone(tempfile.mkdtemp())[0])
+    compression = SIDCo(0.01)
+    through = compiled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=compression))
+    saved = hvd.callbacks.CompressionCheckpoint(compression, directory / "states" / "rank{rank}.npz")
+    fit(through, range(5), callbacks=[saved])
+    if hvd.rank() == 0:
+        through.save(directory / "model.keras")
+    everyone(None, "saved")
+    other = SIDCo(0.01)
+    model = hvd.load_model(directory / "model.keras", compression=other)
+    hvd.callbacks.CompressionCheckpoint(other, directory / "states" / "rank{rank}.npz").load()
+    for one in (through, model):
+        fit(one, range(5, 10))
+    for mine, theirs in zip(model.weights, through.weights, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
+    assert_in_step(model)
+    assert len(list((directory / "states").iterdir())) == hvd.size()
+    # Without the residuals it goes on, elsewhere.
+    model = hvd.load_model(directory / "model.keras", compression=SIDCo(0.01))
+    fit(model, range(5, 10))
+    assert not np.array_equal(model.weights[0].numpy(), through.weights[0].numpy())
+    assert "{rank}" in raised(ValueError, lambda: hvd.callbacks.CompressionCheckpoint(other, "state.npz"))
+
+
+# --- loss scaling ---
+
+
+def scaled(inner: Any, **settings: Any) -> Any:
+    return keras.optimizers.LossScaleOptimizer(inner, **settings)
+
+
+@scenario(TF_2, cases={"TopK": (lambda: TopK(0.02, not_finite="propagate"),), "none": (lambda: hvd.Compression.none,)})
+def the_loss_scale_changes_nothing(make: MakeCompression) -> None:
+    # It doubles every three steps, while there is something in the residuals.
+    optimizer = scaled(keras.optimizers.SGD(0.05), initial_scale=64.0, dynamic_growth_steps=3)
+    model = compiled(hvd.DistributedOptimizer(optimizer, compression=make()))
+    plain = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=make()))
+    fixed = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, loss_scale_factor=8.0), compression=make()))
+    for one in (model, plain, fixed):
+        fit(one, range(10))
+        assert_in_step(one)
+    assert float(optimizer.dynamic_scale) == 512.0
+    assert_close(model, plain)
+    assert_close(fixed, plain)
+
+
+@scenario(TF_2, TF_4, cases={"graph": (False,), "eager": (True,)})
+def a_step_that_overflows_on_one_rank_is_left_out(eager: bool) -> None:
+    compression = TopK(0.02, not_finite="propagate")
+    optimizer = hvd.DistributedOptimizer(
+        scaled(keras.optimizers.Adam(0.01), initial_scale=64.0), compression=compression
+    )
+    model = compiled(optimizer, run_eagerly=eager)
+    fit(model, range(3))
+    before = [weight.numpy() for weight in model.weights]
+    inputs, labels = data([3])
+    if hvd.rank() == 0:
+        inputs[0, 0] = np.inf
+    model.train_on_batch(inputs, labels)
+    for weight, old in zip(model.weights, before, strict=True):
+        np.testing.assert_array_equal(weight.numpy(), old)
+    assert everyone(float(optimizer.dynamic_scale)) == [32.0] * hvd.size()
+    assert int(optimizer.iterations) == 3
+    assert all(np.isfinite(array).all() for array in compression.state_dict()["residuals"].values())
+    fit(model, range(4, 8))
+    assert_in_step(model)
+    assert int(optimizer.iterations) == 7
+
+
+@scenario(TF_2)
+def half_precision_in_keras() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        optimizer = scaled(keras.optimizers.SGD(0.05))
+        compression = TopK(0.02, not_finite="propagate")
+        model = compiled(hvd.DistributedOptimizer(optimizer, compression=compression, backward_passes_per_step=2))
+        fit(model, range(10))
+        assert_in_step(model)
+        for eager in (False, True):
+            inside = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=TopK(0.02))
+            # Keras puts a LossScaleOptimizer around it.
+            model = compiled(inside, run_eagerly=eager)
+            error = raised(ValueError, lambda model=model: fit(model, [0]))
+            assert "LossScaleOptimizer(optimizer)" in error, error
+            assert "not_finite='propagate'" in error, error
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+# --- callbacks ---
+
+
+@scenario(TF_2, TF_4)
+def the_callback_makes_replicas_identical() -> None:
+    def start(local_variables: Any = None) -> tuple[Any, Any]:
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=SIDCo(0.01))
+        model = compiled(optimizer, seed=hvd.rank())
+        weights = [layer.kernel for layer in model.layers][: 0 if local_variables is None else local_variables]
+        return model, hvd.callbacks.BroadcastGlobalVariablesCallback(1, local_variables=weights)
+
+    model, callback = start()
+    fit(model, range(5), callbacks=[callback])
+    assert_in_step(model)
+    model, callback = start(1)
+    fit(model, range(5), callbacks=[callback])
+    assert_identical(model.weights[1:])
+    first = everyone(model.weights[0].numpy())
+    assert not np.array_equal(first[0], first[1])
+
+
+@scenario(TF_2)
+def variables_of_keras_are_broadcast() -> None:
+    variable = keras.Variable(np.full(3, float(hvd.rank())), name="v")
+    plain = tf.Variable([hvd.rank()])
+    ours.broadcast_variables([variable, plain], root_rank=1)
+    assert variable.numpy().tolist() == [1.0] * 3
+    assert plain.numpy().tolist() == [1]
+    ours.broadcast_variables([variable], root_rank=0, inplace=True)
+
+
+@scenario(TF_2, TF_4)
+def metrics_are_averaged() -> None:
+    seen: list[dict[str, float]] = []
+    own: list[float] = []
+    callbacks = [
+        keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: own.append(logs["loss"])),
+        hvd.callbacks.MetricAverageCallback(),
+        keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(dict(logs))),
+    ]
+    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), metrics=["accuracy"])
+    fit(model, range(4), callbacks=callbacks)
+    np.testing.assert_allclose(seen[0]["loss"], np.mean(everyone(own[0])), rtol=1e-6)
+    assert len(set(map(str, everyone(seen)))) == 1
+    assert "accuracy" in seen[0]
+
+
+# --- refused, or warned of ---
+
+
+@scenario(TF_2)
+def stock_horovod_is_warned_of_with_keras_3() -> None:
+    for wrap in (stock.DistributedOptimizer, stock_keras.DistributedOptimizer):
+        for compression in (stock.Compression.none, stock.Compression.fp16):
+            for _ in range(2):
+                messages = warned(lambda wrap=wrap, c=compression: wrap(keras.optimizers.SGD(0.1), compression=c))
+                assert len(messages) == 1, messages
+                assert "train apart" in messages[0]
+    for wrap in (ours.DistributedOptimizer, hvd.DistributedOptimizer):
+        assert warned(lambda wrap=wrap: wrap(keras.optimizers.SGD(0.1))) == []
+    assert warned(lambda: stock_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=TopK(0.01))) == []
+
+
+@scenario(TF_2)
+def optimizers_that_are_refused() -> None:
+    sgd = keras.optimizers.SGD
+    wrap = stock_keras.DistributedOptimizer
+    for optimizer in (sgd(0.1, momentum=0.9), scaled(sgd(0.1, momentum=0.9))):
+        error = raised(ValueError, lambda optimizer=optimizer: wrap(optimizer, compression=DGC(0.01)))
+        assert "momentum=0.9" in error, error
+    compression = TopK(0.01, momentum_correction=MomentumCorrection())
+    messages = warned(lambda: wrap(keras.optimizers.Adam(0.1), compression=compression))
+    assert any("averages gradients" in message for message in messages), messages
+    assert warned(lambda: wrap(sgd(0.1), compression=DGC(0.01))) == []
+
+    used = TopK(0.01)
+    optimizer = wrap(sgd(0.1), compression=used)
+    assert "copy.deepcopy" in raised(ValueError, lambda: wrap(sgd(0.1), compression=used))
+    assert "distributed already" in raised(ValueError, lambda: wrap(optimizer, compression=TopK(0.01)))
+    wrap(sgd(0.1), compression=copy.deepcopy(used))
+
+    accumulating = sgd(0.1, gradient_accumulation_steps=4)
+    assert "backward_passes_per_step=4" in raised(ValueError, lambda: hvd.DistributedOptimizer(accumulating))
+    assert "not_finite" in raised(ValueError, lambda: wrap(scaled(sgd(0.1)), compression=TopK(0.01)))
+    assert "instance" in raised(TypeError, lambda: wrap(sgd(0.1), compression=TopK))
+    for arguments, named in (
+        ({"op": ours.Adasum}, "op must be"),
+        ({"op": ours.Sum, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
+        ({"groups": -1}, "groups"),
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
+    ):
+        error = raised(ValueError, lambda arguments=arguments: hvd.DistributedOptimizer(sgd(0.1), **arguments))
+        assert named in error, error
+
+
+@scenario(TF_2, cases={"none": (lambda: hvd.Compression.none,), "TopK": (lambda: TopK(0.01),)})
+def xla_is_refused(make: MakeCompression) -> None:
+    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=make()), jit_compile=True)
+    error = raised(ValueError, lambda: fit(model, [0]))
+    assert "model.compile(..., jit_compile=False)" in error, error
