@@ -57,6 +57,10 @@ BACKENDS = [
 ]
 
 
+WITH_VERBS = [backend for backend in BACKENDS if backend.pipeline is Pipeline]
+"""Those with array verbs of their own."""
+
+
 @dataclass(frozen=True)
 class Row:
     name: str
