@@ -62,7 +62,9 @@ class HostPipeline(Pipeline):
         super().add_buckets(layouts, like)
         for bucket in self.buckets[len(self.buckets) - len(layouts) :]:
             kinds = ("residual",) if bucket.velocity is None else ("residual", "velocity")
-            self._memory[bucket.name] = [make_variable(bucket, kind) for kind in kinds]
+            zeros = np.zeros(bucket.layout.numel, bucket.layout.residual_dtype)
+            # On the CPU, where NumPy can reach them.
+            self._memory[bucket.name] = [make_variable(zeros, f"{bucket.name}/{kind}", "CPU:0") for kind in kinds]
             self._adopt(bucket)
             self._check_memory(bucket)
 
@@ -250,14 +252,12 @@ class HostPipeline(Pipeline):
             self._adopt(bucket)
 
 
-def make_variable(bucket: Bucket, kind: str) -> Variable:
-    """A flat variable of zeros for a bucket, made outside of any function that is being traced."""
+def make_variable(value: Any, name: str, device: str | None) -> Variable:
+    """A variable, made outside of any function that is being traced; `device` None leaves the choice to TensorFlow."""
 
     def make() -> Variable:
-        # On the CPU, where NumPy can reach it.
-        with tf.device("CPU:0"):
-            zeros = np.zeros(bucket.layout.numel, bucket.layout.residual_dtype)
-            return tf.Variable(zeros, trainable=False, name=f"horovod_sparse/{bucket.name}/{kind}")
+        with tf.device(device):
+            return tf.Variable(value, trainable=False, name=f"horovod_sparse/{name}")
 
     # In another thread, because `tf.function` watches its own for new variables, even in `tf.init_scope`: it would trace
     # twice, and refuse a variable that a later trace needs.
