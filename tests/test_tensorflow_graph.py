@@ -22,7 +22,6 @@ from horovod_sparse.buckets import Layout, Parameter, Slot, plan  # noqa: E402
 from horovod_sparse.feedback import MomentumCorrection  # noqa: E402
 from horovod_sparse.numpy.ops import NumpyOps  # noqa: E402
 from horovod_sparse.schedules import warmup  # noqa: E402
-from horovod_sparse.tensorflow import compressors as tf_compressors  # noqa: E402
 from horovod_sparse.tensorflow.compressors import (  # noqa: E402
     DGC,
     GaussianK,
@@ -91,7 +90,9 @@ class Collectives:
         others = self.others[int(name.split(".")[0])] if self.others else tf.zeros([0, 2], tf.int32)
         before = tf.shape(message)[0] * self.position
         self.sent.append(message)
-        return tf.concat([others[:before], message, others[before:]], 0)
+        gathered = tf.concat([others[:before], message, others[before:]], 0)
+        # Of Horovod's nobody knows the length before it is there.
+        return tf.raw_ops.PlaceholderWithDefault(input=gathered, shape=[None, 2])
 
     def dense(self, tensor: Any, name: str, op: Any, predivide: float) -> Any:
         return tensor + tensor
@@ -212,11 +213,10 @@ def test_every_kind_of_gradient_is_reduced_as_by_numpy(make: Make) -> None:
 
 
 @for_all
-@pytest.mark.parametrize("ratio", [0.3, 0.01])
-def test_degenerate_gradients_are_reduced_as_by_numpy(make: Make, ratio: float) -> None:
+def test_degenerate_gradients_are_reduced_as_by_numpy(make: Make) -> None:
     """TensorFlow takes denormal numbers for zeros; so does NumPy when TensorFlow calls it."""
     shapes = {name: gradient.shape for name, gradient in DEGENERATE.items()}
-    graph, host = pair(make, shapes, ratio, granularity="layer")
+    graph, host = pair(make, shapes, 0.02, granularity="layer")
     for step in range(4):
         scale = np.float32(1.0 if step == 0 else 0.01)
         given = {name: np.where(np.abs(g * scale) < TINY, 0, g * scale) for name, g in DEGENERATE.items()}
@@ -239,8 +239,8 @@ def test_every_setting_means_what_it_means_to_numpy(name: str, options: dict[str
     rng = np.random.default_rng(1)
     shapes = {"a": (40, 10), "b": (7, 9, 4), "c": (50,)}
     graph, host = pair(ROWS[name], shapes, 0.02, world=2, **options)
-    for step in range(5):
-        dtypes = {"a": np.float32, "b": np.float16, "c": np.float64 if step >= 0 else None}
+    for _ in range(5):
+        dtypes = {"a": np.float32, "b": np.float16, "c": np.float64}
         given = {n: rng.laplace(size=shape).astype(dtypes[n]) for n, shape in shapes.items()}
         same_step(graph, host, given, other_messages(graph, rng))
 
@@ -295,10 +295,9 @@ def test_a_state_continues_in_either_path(name: str, swap: bool) -> None:
     assert_same_state(second.state(), state)
     for _ in range(3):
         given = draw()
-        for n, reduced in first.step(given)[0].items():
-            np.testing.assert_array_equal(second.step(given)[0][n] if n == "a" else reduced, reduced)
-            if n == "a":
-                break
+        expected, got = first.step(given)[0], second.step(given)[0]
+        for n, reduced in expected.items():
+            np.testing.assert_array_equal(got[n], reduced)
         assert_same_state(second.state(), first.state())
     second.engine.rescale(2.0)
     for n, residual in second.state()["residuals"].items():
@@ -344,7 +343,7 @@ def test_a_step_with_a_bad_gradient_fails_as_a_whole(make: Make, not_finite: str
         assert np.isnan(reduced["bad"]).all() and np.isfinite(reduced["good"]).all()
     else:
         others = other_messages(graph, rng)
-        with pytest.raises(tf.errors.InvalidArgumentError, match="rank 0: the gradient of parameter 'bad' holds NaN"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="rank 0: the gradient of parameter bad holds NaN"):
             graph.step(poisoned, others)
         with pytest.raises(Exception, match="parameter 'bad' holds NaN"):
             host.step(poisoned, others)
@@ -368,8 +367,8 @@ def test_a_bad_gradient_of_another_rank_or_of_a_dense_parameter_fails_the_step_t
     given, others = draw(), other_messages(graph, rng)
     others[0][:] = PADDING, 0
     others[0][0, 0] = NOT_FINITE
-    cause = "some parameter in bucket 'p' of another rank"
-    for poisoned, expected in ((given, cause), ({**given, "q": given["q"] * np.float32(np.nan)}, "parameter 'q'")):
+    cause = "some parameter in bucket .?p.? of another rank"
+    for poisoned, expected in ((given, cause), ({**given, "q": given["q"] * np.float32(np.nan)}, "parameter .?q.?")):
         for worker in (graph, host):
             with pytest.raises(Exception, match=f"{expected}.* holds NaN"):
                 worker.step(poisoned, others if poisoned is given else other_messages(graph, np.random.default_rng(5)))
@@ -399,7 +398,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "dgc": (lambda: DGC(0.1, graph=True), "compression must not be 'DGC'"),
     "auto": (lambda: SIDCo(0.1, graph=True), "stages must not be 'auto'.*use stages=3"),
     "gamma": (lambda: SIDCo(0.1, stages=3, distribution="gamma", graph=True), "distribution must not be 'gamma'"),
-    "schedule": (lambda: TopK(warmup(0.1), graph=True), "ratio must not be .*use a number"),
+    "schedule": (lambda: TopK(warmup(0.1, end=0.01, steps=5), graph=True), "ratio must not be .*use a number"),
     "dense-steps": (lambda: TopK(0.1, dense_steps=2, graph=True), "dense_steps must not be 2"),
     "learning-rate": (lambda: TopK(0.1, lr_in_residual=True, graph=True), "lr_in_residual must not be True"),
 }
@@ -477,8 +476,3 @@ def test_gradients_may_be_jitted_and_then_reduced() -> None:
     given = gradients("laplace", 400, np.random.default_rng(6))
     expected = host.step({"p": gradient(tf.constant(given)).numpy()})[0]["p"]
     np.testing.assert_array_equal(reduce(tf.constant(given)).numpy(), expected)
-
-
-def test_a_compressor_of_every_algorithm_takes_graph() -> None:
-    for name in ("TopK", "SIDCo", "GaussianK", "DGC", "RedSync", "MiCRO", "RandomK", "RandomBlock"):
-        assert getattr(tf_compressors, name)(0.1, graph=False).graph is False

@@ -165,12 +165,13 @@ class GraphPipeline:
         received = [self._receive(one.bucket, all_, divisor) for one, all_ in zip(sent, gathered, strict=True)]
         dense = {name: self._reduce_dense(step, name, number) for number, name in enumerate(step.dense)}
         others = {name: _all_finite(tensor) for name, tensor in (*dense.items(), *step.others.items())}
-        checks = [(f"parameter {name!r}", finite) for one in sent for name, finite in one.finite.items()]
+        # Without quotation marks: an assertion would show them with backslashes.
+        checks = [(f"parameter {name}", finite) for one in sent for name, finite in one.finite.items()]
         checks += [
-            (f"some parameter in bucket {one.bucket.name!r} of another rank", finite)
+            (f"some parameter in bucket {one.bucket.name} of another rank", finite)
             for one, (_, finite) in zip(sent, received, strict=True)
         ]
-        checks += [(f"parameter {name!r}", finite) for name, finite in others.items()]
+        checks += [(f"parameter {name}", finite) for name, finite in others.items()]
         succeeded = tf.reduce_all([finite for _, finite in checks]) if checks else tf.constant(True)
         updates = [
             update
@@ -266,8 +267,9 @@ class GraphPipeline:
         """The reduced gradient, flat (NaN after a gradient that was not finite), and whether all were finite."""
         numel, dtype = bucket.layout.numel, bucket.layout.residual_dtype
         with tf.control_dependencies([self._check_length(bucket, gathered)]):
-            # As floats: many operations on int32 run on the host, even between tensors of a GPU.
-            messages = tf.reshape(tf.bitcast(gathered, tf.float32), [self._world, bucket.capacity, 2])
+            gathered = tf.identity(gathered)
+        # As floats: many operations on int32 run on the host, even between tensors of a GPU.
+        messages = tf.reshape(tf.bitcast(gathered, tf.float32), [self._world, bucket.capacity, 2])
         numbers = tf.bitcast(messages[:, :, 0], tf.int32)
         with tf.control_dependencies([self._check_range(bucket, numbers)]):
             finite = tf.reduce_all(numbers != wire.NOT_FINITE)
@@ -284,7 +286,7 @@ class GraphPipeline:
         return tf.debugging.Assert(
             tf.equal(tf.shape(gathered)[0], expected),
             [
-                f"rank {self._rank}: the messages for bucket {bucket.name!r} must have {expected} rows together; the ranks "
+                f"rank {self._rank}: the messages for bucket {bucket.name} must have {expected} rows together; the ranks "
                 "run different models, settings or versions of horovod_sparse; got",
                 tf.shape(gathered)[0],
             ],
@@ -294,7 +296,7 @@ class GraphPipeline:
         return tf.debugging.Assert(
             tf.reduce_all(numbers < bucket.layout.numel),
             [
-                f"rank {self._rank}: a message for bucket {bucket.name!r} holds an index beyond its "
+                f"rank {self._rank}: a message for bucket {bucket.name} holds an index beyond its "
                 f"{bucket.layout.numel} entries; the ranks run different models or different versions of horovod_sparse"
             ],
         )
@@ -349,7 +351,7 @@ class GraphPipeline:
                         f"rank {self._rank}: the gradient of ",
                         cause,
                         " holds NaN or infinity; it was kept out of the residual. Lower the learning rate, or with loss "
-                        "scaling use not_finite='propagate'",
+                        "scaling set not_finite to propagate",
                     ]
                 )
             ],

@@ -314,7 +314,7 @@ def _trimmed(x: Tensor, k: int, mean: Tensor, largest: Tensor) -> Tensor:
         return part - redsync.TRIM, limit, count_above(x, limit) >= k
 
     _, limit, enough = tf.while_loop(
-        lambda part, _, enough: ~enough & (part > 0.0), trim, (_number(1.0 - redsync.TRIM), mean, False)
+        lambda part, _, enough: tf.logical_not(enough) & (part > 0.0), trim, (_number(1.0 - redsync.TRIM), mean, False)
     )
     return tf.where(enough, limit, tf.where(count_above(x, mean) >= k, mean, _number(0.0)))
 

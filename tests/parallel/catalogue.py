@@ -8,7 +8,7 @@ from .scenario import Scenario, scenarios_of
 
 MODULES = {
     "torch": ("training", "exchange", "gradients", "usage", "state", "policies"),
-    "tensorflow": ("tf.tape",),
+    "tensorflow": ("tf.tape", "tf.graph"),
 }
 
 
