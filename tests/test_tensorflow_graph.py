@@ -90,9 +90,7 @@ class Collectives:
         others = self.others[int(name.split(".")[0])] if self.others else tf.zeros([0, 2], tf.int32)
         before = tf.shape(message)[0] * self.position
         self.sent.append(message)
-        gathered = tf.concat([others[:before], message, others[before:]], 0)
-        # Of Horovod's nobody knows the length before it is there.
-        return tf.raw_ops.PlaceholderWithDefault(input=gathered, shape=[None, 2])
+        return tf.concat([others[:before], message, others[before:]], 0)
 
     def dense(self, tensor: Any, name: str, op: Any, predivide: float) -> Any:
         return tensor + tensor
@@ -113,7 +111,7 @@ class Worker:
         self.engine.add_buckets(plan([p for p in parameters if p not in self.dense], compressor))
         layouts = [Layout((Slot(p.name, 0, p.numel, p.shape),), dtype) for p in self.dense]
         self.engine.add_dense(layouts, lambda name: None)
-        self.run = tf.function(self._run, autograph=False)
+        self.run = tf.function(self._run, autograph=False, reduce_retracing=True)
 
     def _run(self, gradients: dict[str, Any], others: list[Any]) -> tuple[dict[str, Any], list[Any]]:
         self.collectives.others, self.collectives.sent = others, []

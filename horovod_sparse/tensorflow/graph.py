@@ -266,19 +266,20 @@ class GraphPipeline:
     def _receive(self, bucket: GraphBucket, gathered: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
         """The reduced gradient, flat (NaN after a gradient that was not finite), and whether all were finite."""
         numel, dtype = bucket.layout.numel, bucket.layout.residual_dtype
-        with tf.control_dependencies([self._check_length(bucket, gathered)]):
-            gathered = tf.identity(gathered)
         # As floats: many operations on int32 run on the host, even between tensors of a GPU.
-        messages = tf.reshape(tf.bitcast(gathered, tf.float32), [self._world, bucket.capacity, 2])
-        numbers = tf.bitcast(messages[:, :, 0], tf.int32)
-        with tf.control_dependencies([self._check_range(bucket, numbers)]):
-            finite = tf.reduce_all(numbers != wire.NOT_FINITE)
+        rows = tf.bitcast(gathered, tf.float32)
+        numbers = tf.bitcast(rows[:, 0], tf.int32)
+        # No reshape to (world, capacity, 2): TensorFlow's optimizer moves it before the check of the length.
+        with tf.control_dependencies([self._check_length(bucket, gathered), self._check_range(bucket, numbers)]):
+            numbers = tf.identity(numbers)
+        finite = tf.reduce_all(numbers != wire.NOT_FINITE)
         # Padding is added to one more entry, so that no shape depends on data.
-        indices = tf.cast(tf.where(numbers >= 0, numbers, numel), tf.int64)
-        values = tf.cast(messages[:, :, 1] / divisor, dtype)
+        indices = tf.cast(tf.where(numbers >= 0, numbers, numel), tf.int64)[:, None]
+        values = tf.cast(rows[:, 1] / divisor, dtype)
         flat = tf.zeros([numel + 1], dtype)
-        for rank in range(self._world):
-            flat = tf.tensor_scatter_nd_add(flat, indices[rank][:, None], values[rank])
+        for start in range(0, self._world * bucket.capacity, bucket.capacity):
+            part = slice(start, start + bucket.capacity)
+            flat = tf.tensor_scatter_nd_add(flat, indices[part], values[part])
         return tf.where(finite, flat[:numel], tf.constant(math.nan, dtype)), finite
 
     def _check_length(self, bucket: GraphBucket, gathered: Tensor) -> Any:
