@@ -3,9 +3,9 @@
 It selects, sends and reduces what the shared CPU path (`host`) does. Residuals, adaptive numbers and counts live in variables
 on the device of the model's own, and come to the host only when somebody asks for them.
 
-What XLA can compile (`jit_compile=True`): the gradients, not the reduction. The collectives of Horovod 0.28.1 have no XLA
-kernels unless Horovod was built and started for them, and the number of selected entries is a shape that depends on data,
-which XLA refuses. So jit a function that computes gradients, and reduce them in the `tf.function` that calls it.
+What XLA can compile (`jit_compile=True`): the gradients, not the reduction. Horovod 0.28.1, as `docker/build_horovod.sh` builds
+it, has no XLA kernels ("No registered 'HorovodAllgather' OpKernel for XLA_CPU_JIT devices"). So jit a function that computes
+gradients, and reduce them in the `tf.function` that calls it.
 """
 
 from __future__ import annotations
