@@ -1,5 +1,7 @@
 """Moments of a distribution's magnitudes -> the threshold that a given ratio of them exceeds. Scalars only.
 
+They are floats, or with another `m` (see `algebra`) what stands for floats there.
+
 With `L = ln(1/ratio)`, each fit solves `P(|X| > threshold) = ratio` for one sparsity-inducing distribution of SIDCo
 (arXiv 2101.10761, https://arxiv.org/abs/2101.10761). All are scale-equivariant: moments of c|X| give c * threshold.
 Applied to the excesses over an earlier threshold they give the step to the next one. A ratio above 1 extrapolates
@@ -11,28 +13,32 @@ from __future__ import annotations
 
 import math
 
+from horovod_sparse.algebra import FLOATS, Algebra
+
 # Below this variance / mean^2 all magnitudes are equal as far as float32 data can tell, and a shape cannot be fitted.
 _CONSTANT = 1e-12
 
 
-def exponential(mean: float, ratio: float) -> float:
+def exponential(mean: float, ratio: float, m: Algebra = FLOATS) -> float:
     """Exponential magnitudes (double-exponential gradients): `threshold = beta L`, `beta = mean`."""
-    return mean * -math.log(ratio)
+    return mean * -m.log(ratio)
 
 
-def generalized_pareto(mean: float, variance: float, ratio: float) -> float:
+def generalized_pareto(mean: float, variance: float, ratio: float, m: Algebra = FLOATS) -> float:
     """Generalised Pareto magnitudes with location 0, by the method of moments.
 
     `alpha = (1 - mean^2/variance)/2`, `beta = mean (mean^2/variance + 1)/2`,
     `threshold = beta (exp(alpha L) - 1)/alpha`; the shape alpha is below 1/2, and alpha = 0 is the exponential.
     """
-    if mean <= 0.0:
-        return 0.0
-    squared_mean_over_variance = mean * mean / max(variance, _CONSTANT * mean * mean)
-    shape = 0.5 * (1.0 - squared_mean_over_variance)
-    scale = 0.5 * mean * (squared_mean_over_variance + 1.0)
-    log_survival = -math.log(ratio)
-    return scale * log_survival * _expm1_over(shape * log_survival)
+
+    def fitted() -> float:
+        squared_mean_over_variance = mean * mean / m.maximum(variance, _CONSTANT * mean * mean)
+        shape = 0.5 * (1.0 - squared_mean_over_variance)
+        scale = 0.5 * mean * (squared_mean_over_variance + 1.0)
+        log_survival = -m.log(ratio)
+        return scale * log_survival * _expm1_over(shape * log_survival, m)
+
+    return m.choose(mean <= 0.0, lambda: 0.0, fitted)
 
 
 def gamma(mean: float, mean_log: float, ratio: float) -> float:
@@ -54,6 +60,6 @@ def gamma(mean: float, mean_log: float, ratio: float) -> float:
     return mean / shape * float(gammainccinv(shape, ratio))
 
 
-def _expm1_over(x: float) -> float:
+def _expm1_over(x: float, m: Algebra) -> float:
     """(exp(x) - 1)/x without the cancellation near 0, and large instead of an overflow for x > 700."""
-    return 1.0 + x / 2.0 + x * x / 6.0 if abs(x) < 1e-4 else math.expm1(min(x, 700.0)) / x
+    return m.choose(abs(x) < 1e-4, lambda: 1.0 + x / 2.0 + x * x / 6.0, lambda: m.expm1(m.minimum(x, 700.0)) / x)

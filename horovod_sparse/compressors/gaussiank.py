@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from horovod_sparse.algebra import FLOATS, Algebra
 from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place, Settings, check_choice
 from horovod_sparse.compressors.search import below_largest, search_threshold
-from horovod_sparse.ops import Array, Ops, Selection
+from horovod_sparse.ops import Array, Moments, Ops, Selection
 from horovod_sparse.schedules import Schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_CORRECTIONS = 3
-_TOO_FEW, _TOO_MANY = 2.0 / 3.0, 4.0 / 3.0
-_LOWER, _RAISE = 0.5, 1.5
-_TOLERANCE = 0.1
-_RECENTRE = 0.05
+CORRECTIONS = 3
+TOO_FEW, TOO_MANY = 2.0 / 3.0, 4.0 / 3.0
+LOWER, RAISE = 0.5, 1.5
+TOLERANCE = 0.1
+RECENTRE = 0.05
 
 
 @dataclass
@@ -44,7 +44,7 @@ class GaussianK(Compressor):
         others: those of `Compressor`. Message room is 4k/3 unless `capacity` says otherwise.
     """
 
-    default_capacity = _TOO_MANY
+    default_capacity = TOO_MANY
 
     def __init__(
         self,
@@ -66,27 +66,32 @@ class GaussianK(Compressor):
         if whole.count <= k:
             state.threshold = 0.0
             return ops.select_above(x, 0.0, capacity)
-        mean_square = (whole.variance + whole.mean**2) * whole.count / len(x)
-        fitted = math.sqrt(mean_square) * -NormalDist().inv_cdf(k / len(x) / 2)
+        fitted = fit(whole, k, len(x))
         if self.refine == "paper":
             threshold = self._corrected(ops, x, k, fitted)
         else:
-            threshold = search_threshold(ops, x, k, _TOLERANCE, not_zero=whole.count, start=fitted * state.factor)
+            threshold = search_threshold(ops, x, k, TOLERANCE, not_zero=whole.count, start=fitted * state.factor)
             state.factor = threshold / fitted if threshold > 0.0 < fitted else 1.0
         state.threshold = below_largest(ops, x, threshold)
         selection = ops.select_above(x, state.threshold, capacity)
         # What is within the tolerance is accepted, but the next search begins a little nearer to k.
-        state.factor *= (max(selection.found, 1) / k) ** _RECENTRE
+        state.factor *= (max(selection.found, 1) / k) ** RECENTRE
         return selection
 
     @staticmethod
     def _corrected(ops: Ops, x: Array, k: int, threshold: float) -> float:
-        for _ in range(_CORRECTIONS):
+        for _ in range(CORRECTIONS):
             count = ops.moments(x, threshold).count
-            if count < _TOO_FEW * k:
-                threshold *= _LOWER
-            elif count > _TOO_MANY * k:
-                threshold *= _RAISE
+            if count < TOO_FEW * k:
+                threshold *= LOWER
+            elif count > TOO_MANY * k:
+                threshold *= RAISE
             else:
                 break
         return threshold
+
+
+def fit(whole: Moments, k: int, numel: int, m: Algebra = FLOATS) -> float:
+    """eta = sigma z, of the moments of all non-zero entries."""
+    mean_square = (whole.variance + whole.mean**2) * whole.count / numel
+    return m.sqrt(mean_square) * -NormalDist().inv_cdf(k / numel / 2)

@@ -12,9 +12,9 @@ from horovod_sparse.schedules import Schedule
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_TRIM = 0.2
+TRIM = 0.2
 """Step of the trimming threshold, as a part of the way from the mean to the largest magnitude."""
-_MOST_PROBES = 10
+MOST_PROBES = 10
 """Of the binary search: its threshold is then known to a thousandth of that way."""
 
 
@@ -60,19 +60,19 @@ class RedSync(Compressor):
     @staticmethod
     def _trimmed(ops: Ops, x: Array, k: int, mean: float, largest: float) -> float:
         """A threshold that at least k of more than k non-zero entries exceed."""
-        part = 1.0 - _TRIM
+        part = 1.0 - TRIM
         while part > 0.0:
             threshold = mean + part * (largest - mean)
             if ops.moments(x, threshold).count >= k:
                 return threshold
-            part -= _TRIM
+            part -= TRIM
         return mean if ops.moments(x, mean).count >= k else 0.0
 
     @staticmethod
     def _bisected(ops: Ops, x: Array, k: int, mean: float, largest: float) -> float:
         """A threshold that at least k entries exceed, and at most 2k if ten probes find one."""
         low, high = (mean, largest) if ops.moments(x, mean).count >= k else (0.0, mean)
-        for _ in range(_MOST_PROBES):
+        for _ in range(MOST_PROBES):
             middle = 0.5 * (low + high)
             count = ops.moments(x, middle).count
             if count < k:

@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 
+from horovod_sparse.algebra import FLOATS, Algebra
 from horovod_sparse.ops import Array, Ops
 
-_MOST_COUNTS = 12
+MOST_COUNTS = 12
 
 
 def below_largest(ops: Ops, x: Array, threshold: float) -> float:
@@ -29,15 +30,14 @@ def search_threshold(ops: Ops, x: Array, k: int, tolerance: float, *, not_zero: 
     if most <= k:
         return low
     best, best_error = low, math.log(most / k)
-    for step in range(_MOST_COUNTS):
-        line = math.log(most / k) / math.log(most / max(fewest, 0.5))
-        guess = low + (high - low) * (0.5 if step % 2 else min(max(line, 0.01), 0.99))
+    for step in range(MOST_COUNTS):
+        guess = next_guess(step % 2 == 1, low, high, most, fewest, k)
         if step == 0 and low < start < high:
             guess = start
         if not low < guess < high:
             break
         count = ops.moments(x, guess).count
-        error = abs(math.log(max(count, 0.5) / k))
+        error = error_of(count, k)
         if error < best_error:
             best, best_error = guess, error
         if abs(count - k) <= tolerance * k:
@@ -47,3 +47,18 @@ def search_threshold(ops: Ops, x: Array, k: int, tolerance: float, *, not_zero: 
         else:
             high, fewest = guess, count
     return best
+
+
+def next_guess(bisect: bool, low: float, high: float, most: float, fewest: float, k: int, m: Algebra = FLOATS) -> float:
+    """Where to count next between `low`, which `most` exceed, and `high`, which `fewest` do."""
+
+    def on_line() -> float:
+        line = m.log(most / k) / m.log(most / m.maximum(fewest, 0.5))
+        return m.minimum(m.maximum(line, 0.01), 0.99)
+
+    return low + (high - low) * m.choose(bisect, lambda: 0.5, on_line)
+
+
+def error_of(count: float, k: int, m: Algebra = FLOATS) -> float:
+    """|ln(count/k)|, with half an entry for none."""
+    return abs(m.log(m.maximum(count, 0.5) / k))

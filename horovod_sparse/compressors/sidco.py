@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from horovod_sparse import fits
+from horovod_sparse.algebra import FLOATS, Algebra
 from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place, Settings, check_choice
 from horovod_sparse.compressors.search import below_largest, search_threshold
 from horovod_sparse.ops import Array, Moments, Ops, Selection
@@ -21,9 +22,9 @@ FIRST_RATIO = 0.25
 """delta_1: fraction of the entries that the first of several stages aims at."""
 _FIRST_STAGES = 3
 """M to start from with stages="auto": under error feedback fewer starve (they underestimate a truncated bulk's tail)."""
-_TRUSTED = 2.0
+TRUSTED = 2.0
 """An estimate that selects more than this many times, or less than one over this many times, k entries is replaced."""
-_SEARCH_TOLERANCE = 0.1
+SEARCH_TOLERANCE = 0.1
 _MOST_AIM = 4.0
 _AIM_GAIN = 0.1
 """How much of the relative error of a step's count the next step's aim makes good."""
@@ -137,17 +138,14 @@ class SIDCo(Compressor):
         if self.stages == "auto":
             state.controller.observe(selection.found, aim, most_stages(self.ratio_at(state.step)))
         found = selection.found
-        trusted = k / _TRUSTED <= found <= k * _TRUSTED
+        trusted = k / TRUSTED <= found <= k * TRUSTED
         if not trusted:
-            state.threshold = below_largest(
-                ops, x, search_threshold(ops, x, k, _SEARCH_TOLERANCE, not_zero=whole.count)
-            )
+            state.threshold = below_largest(ops, x, search_threshold(ops, x, k, SEARCH_TOLERANCE, not_zero=whole.count))
             selection = ops.select_above(x, state.threshold, capacity)
         if self.adapt == "robust":
             # By the estimate's own count, whatever replaced it, or the error that made it useless would grow.
             achieved = len(selection.indices) if trusted else found
-            state.aim *= min(max(k / max(achieved, 1), 1.0 / _MOST_AIM), _MOST_AIM) ** _AIM_GAIN
-            state.aim = min(max(state.aim, 1.0 / _MOST_AIM), _MOST_AIM)
+            state.aim = next_aim(state.aim, achieved, k)
         return selection
 
     def _estimate(self, candidates: _Candidates, k: int, whole: Moments, stages: int) -> float:
@@ -181,3 +179,12 @@ class SIDCo(Compressor):
         if self.distribution == "exponential":
             return fits.exponential(moments.mean, ratio)
         return fits.generalized_pareto(moments.mean, moments.variance, ratio)
+
+
+def next_aim(aim: float, achieved: float, k: int, m: Algebra = FLOATS) -> float:
+    """What to aim at after `achieved` of k entries, as a multiple of k."""
+
+    def within(x: float) -> float:
+        return m.minimum(m.maximum(x, 1.0 / _MOST_AIM), _MOST_AIM)
+
+    return within(aim * within(k / m.maximum(achieved, 1)) ** _AIM_GAIN)

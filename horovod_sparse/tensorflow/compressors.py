@@ -25,8 +25,10 @@ from horovod_sparse.compressors import (
     threshold,
     topk,
 )
+from horovod_sparse.compressors.base import check_boolean
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.serving import Server, ServingCompressor, empty_state
+from horovod_sparse.tensorflow import selectors
 
 Tensor = Any
 
@@ -38,9 +40,22 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
 
     `state_dict` is of NumPy arrays and plain values. `tf.train.Checkpoint(compression=compression, ...)` saves it too; every
     rank must save a checkpoint of its own.
+
+    Args:
+        graph: False: selection and reduction are NumPy code, called from the graph on the CPU. True: they are TensorFlow
+            operations alone, on the device of the variables: for GPUs, and where Python calls are not allowed. What a
+            graph cannot do is refused here; a gradient with NaN or infinity raises `tf.errors.InvalidArgumentError`.
+        others: the algorithm's.
     """
 
     _pending: Mapping[str, Any] | None = None
+
+    def __init__(self, *args: Any, graph: bool = False, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        check_boolean("graph", graph)
+        self.graph = graph
+        if graph:
+            selectors.check(self)
 
     def bind(self, server: Server) -> None:
         """Called by the reducer of the optimizer or tape that this compressor is given to; another one is refused."""
@@ -62,7 +77,10 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
             tensor.shape.is_fully_defined() and self._is_small(tensor.shape.num_elements())
         ):
             return tensor, None
-        chosen = tf.ensure_shape(tf.numpy_function(self._chosen, [tensor], tf.bool), tensor.shape)
+        if self.graph:
+            chosen = self._chosen_in_graph(tensor)
+        else:
+            chosen = tf.ensure_shape(tf.numpy_function(self._chosen, [tensor], tf.bool), tensor.shape)
         # Differentiable, as Horovod's own compressors are.
         return tf.where(chosen, tensor, tf.zeros_like(tensor)), None
 
@@ -87,6 +105,23 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
         chosen = np.zeros(tensor.size, np.bool_)
         chosen[self.select(NumpyOps(), wide, k, self.room(tensor.size, k, 1), state).indices] = True
         return chosen.reshape(tensor.shape)
+
+    def _chosen_in_graph(self, tensor: Tensor) -> Tensor:
+        if not tensor.shape.is_fully_defined():
+            raise ValueError(
+                f"tensor must have a known shape with graph=True, got {tensor.shape}; use tf.ensure_shape, or graph=False"
+            )
+        numel, state = tensor.shape.num_elements(), self.new_state()
+        wide = self.residual_dtype or ("float64" if tensor.dtype == tf.float64 else "float32")
+        k = self.asked(numel)
+        saved = {name: tf.constant(getattr(state, name), tf.float64) for name in state.saved}
+
+        def some() -> Tensor:
+            flat = tf.reshape(tf.cast(tensor, wide), [-1])
+            indices = selectors.select(self, flat, k, self.room(numel, k, 1), saved).indices
+            return tf.reshape(tf.scatter_nd(indices[:, None], tf.ones_like(indices), [numel]) > 0, tensor.shape)
+
+        return tf.cond(tf.reduce_all(tf.math.is_finite(tensor)), some, lambda: tf.ones(tensor.shape, tf.bool))
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() if self._server is not None else dict(self._pending or empty_state())

@@ -61,11 +61,10 @@ class HostPipeline(Pipeline):
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array] = lambda name: None) -> None:
         super().add_buckets(layouts, like)
         for bucket in self.buckets[len(self.buckets) - len(layouts) :]:
-            numel, dtype = bucket.layout.numel, bucket.layout.residual_dtype
             kinds = ("residual",) if bucket.velocity is None else ("residual", "velocity")
-            self._memory[bucket.name] = [
-                make_variable(numel, dtype, f"horovod_sparse/{bucket.name}/{kind}") for kind in kinds
-            ]
+            zeros = np.zeros(bucket.layout.numel, bucket.layout.residual_dtype)
+            # On the CPU, where NumPy can reach them.
+            self._memory[bucket.name] = [make_variable(zeros, f"{bucket.name}/{kind}", "CPU:0") for kind in kinds]
             check_memory(self._memory[bucket.name][0])
             self._adopt(bucket)
 

@@ -1,4 +1,4 @@
-"""Variables whose memory NumPy works on in place."""
+"""Variables of our own, and their memory, on which NumPy works in place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
@@ -18,12 +17,12 @@ _one_at_a_time = threading.Lock()
 _seen: list[NDArray[Any]] = []
 
 
-def make_variable(count: int, dtype: str, name: str) -> Variable:
-    """A flat variable of zeros, on the CPU, where NumPy can reach it."""
+def make_variable(value: Any, name: str, device: str | None) -> Variable:
+    """A variable, made outside of any function that is being traced; `device` None leaves the choice to TensorFlow."""
 
     def make() -> Variable:
-        with tf.device("CPU:0"):
-            return tf.Variable(np.zeros(count, dtype), trainable=False, name=name)
+        with tf.device(device):
+            return tf.Variable(value, trainable=False, name=f"horovod_sparse/{name}")
 
     return unwatched(make)
 

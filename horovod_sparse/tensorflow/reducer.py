@@ -23,11 +23,13 @@ from horovod_sparse.agreement import check_sparse, compare, digest
 from horovod_sparse.buckets import Layout, Parameter, Slot, plan
 from horovod_sparse.cost import allreduce_bytes
 from horovod_sparse.pipeline import Bucket
-from horovod_sparse.serving import ServingCompressor, empty_state
+from horovod_sparse.serving import empty_state
 from horovod_sparse.statistics import Stats, StepStats
+from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives
+from horovod_sparse.tensorflow.graph import GraphBucket, GraphPipeline
 from horovod_sparse.tensorflow.host import HostPipeline
-from horovod_sparse.tensorflow.names import Names, renamed
+from horovod_sparse.tensorflow.names import Names, plain, renamed
 from horovod_sparse.tensorflow.step import Step
 
 Tensor = Any
@@ -53,7 +55,7 @@ class Reducer:
 
     def __init__(
         self,
-        compressor: ServingCompressor,
+        compressor: TensorflowCompressor,
         *,
         op: Any,
         predivide: float,
@@ -64,7 +66,7 @@ class Reducer:
         self.compressor = compressor
         self._arguments = _key(op, predivide, groups, sparse_as_dense, process_set)
         self.names = Names()
-        self.engine: HostPipeline | None = None
+        self.engine: HostPipeline | GraphPipeline | None = None
         self._op = op
         self._predivide = predivide
         self._groups = groups
@@ -76,7 +78,7 @@ class Reducer:
         self._agreements = 0
         self._dtypes: dict[str, Any] = {}
         """Of the gradients of all variables that have been seen, by name."""
-        self._bucket_of: dict[str, Bucket] = {}
+        self._bucket_of: dict[str, Bucket | GraphBucket] = {}
         self._dense: set[str] = set()
         self._sparse: set[str] = set()
         self._pending_state: Mapping[str, Any] | None = None
@@ -186,7 +188,7 @@ class Reducer:
         )
         return [others.get(name, reduced.get(name)) for name in names]
 
-    def _taking_part(self, names: Sequence[str]) -> list[Bucket]:
+    def _taking_part(self, names: Sequence[str]) -> list[Bucket | GraphBucket]:
         """The buckets of some variables, which must all be there: what was sent for others would be lost."""
         buckets = list({id(b): b for b in (self._bucket_of.get(name) for name in names) if b is not None}.values())
         for bucket in buckets:
@@ -212,6 +214,7 @@ class Reducer:
         sparse = [name for name, gradient in new.items() if isinstance(gradient, tf.IndexedSlices)]
         self._agree(new, sparse)
         groups = self._group_numbers(names, variables)
+        devices = {name: plain(variable).device for name, variable in zip(names, variables, strict=True)}
         parameters, layouts = [], []
         for name, gradient in new.items():
             self._dtypes[name] = gradient.dtype
@@ -223,12 +226,14 @@ class Reducer:
             if self.compressor.leaves_dense(name, math.prod(shape)):
                 layouts.append(Layout((Slot(name, 0, math.prod(shape), shape),), residual))
             else:
-                parameters.append(Parameter(name, shape, residual, "cpu", groups.get(name)))
-        self._plan(parameters, layouts)
+                kind = devices[name] if self.compressor.graph else "cpu"
+                parameters.append(Parameter(name, shape, residual, kind, groups.get(name)))
+        self._plan(parameters, layouts, devices)
 
-    def _plan(self, parameters: Sequence[Parameter], layouts: Sequence[Layout]) -> None:
+    def _plan(self, parameters: Sequence[Parameter], layouts: Sequence[Layout], devices: Mapping[str, str]) -> None:
         if self.engine is None:
-            self.engine = HostPipeline(
+            make = GraphPipeline if self.compressor.graph else HostPipeline
+            self.engine = make(
                 self.compressor,
                 self._collectives,
                 world=self._process_set.size(),
@@ -236,8 +241,8 @@ class Reducer:
                 rank=mpi_ops.rank(),
             )
         planned = plan(parameters, self.compressor)
-        self.engine.add_buckets(planned)
-        self.engine.add_dense(layouts, lambda name: np.zeros(0))
+        self.engine.add_buckets(planned, devices.__getitem__)
+        self.engine.add_dense(layouts, devices.__getitem__)
         for bucket in self.engine.buckets[len(self.engine.buckets) - len(planned) :]:
             self._bucket_of.update((slot.name, bucket) for slot in bucket.layout.slots)
         for layout in layouts:
@@ -245,7 +250,7 @@ class Reducer:
             size = max(self._dtypes[layout.name].size, 4 if self._dtypes[layout.name] == tf.bfloat16 else 2)
             self.engine.dense_bytes_sent += allreduce_bytes(layout.numel * size, self._process_set.size())
         if self._pending_state is not None:
-            self.engine.load_state_dict(renamed(self._pending_state, self.engine.residuals.shapes))
+            self.engine.load_state_dict(renamed(self._pending_state, self._bucket_of))
             self._pending_state = None
 
     def _group_numbers(self, names: Sequence[str], variables: Sequence[Variable]) -> dict[str, int]:
@@ -294,7 +299,7 @@ class Reducer:
         """Load now, or, before the first step, when the buckets are made."""
         if self.engine is not None:
             self.engine.adopt_memory()
-            self.engine.load_state_dict(renamed(state, self.engine.residuals.shapes))
+            self.engine.load_state_dict(renamed(state, self._bucket_of))
         else:
             self._pending_state = state if state["residuals"] else None
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horovod_sparse.pipeline import Bucket
-
 Tensor = Any
 
 
@@ -15,8 +13,8 @@ Tensor = Any
 class Step:
     """The gradients of one step and how they are reduced."""
 
-    buckets: Sequence[Bucket]
-    """Those that take part."""
+    buckets: Sequence[Any]
+    """The engine's, those that take part."""
     gradients: Mapping[str, Tensor]
     """Of the parameters in the buckets, by name; those that are left out count as zero."""
     dense: Mapping[str, Tensor]

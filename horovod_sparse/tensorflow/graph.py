@@ -1,0 +1,497 @@
+"""The data's way by TensorFlow operations alone (`graph=True`): for GPUs, and where Python calls are not allowed.
+
+It selects, sends and reduces what the shared CPU path (`host`) does. Residuals, adaptive numbers and counts live in variables
+on the device of the model's own, and come to the host only when somebody asks for them.
+
+What XLA can compile (`jit_compile=True`): the gradients, not the reduction. Horovod 0.28.1, as `docker/build_horovod.sh` builds
+it, has no XLA kernels ("No registered 'HorovodAllgather' OpKernel for XLA_CPU_JIT devices"). So jit a function that computes
+gradients, and reduce them in the `tf.function` that calls it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from horovod_sparse import cost, wire
+from horovod_sparse.buckets import Layout, Slot
+from horovod_sparse.compressors.base import BucketState, Compressor, Place
+from horovod_sparse.pipeline import VERSION, check_state
+from horovod_sparse.statistics import Counts, Stats, StepStats, Tally
+from horovod_sparse.tensorflow import selectors
+from horovod_sparse.tensorflow.exchange import Collectives
+from horovod_sparse.tensorflow.memory import make_variable
+from horovod_sparse.tensorflow.step import Step
+
+Tensor = Any
+Variable = Any
+
+_LARGEST = wire.LARGEST
+
+
+@dataclass(frozen=True)
+class GraphBucket:
+    """One bucket on this rank. All that changes is in variables."""
+
+    layout: Layout
+    k: int
+    capacity: int
+    residual: Variable
+    velocity: Variable | None
+    """With momentum correction."""
+    state: BucketState
+    """As before the first step: what of it changes is below."""
+    step: Variable
+    saved: Mapping[str, Variable]
+    """The algorithm's adaptive numbers."""
+    tally: Variable
+    """Rows: the last step, the sums of all steps. Columns: steps, count, overflow, threshold."""
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What this rank takes out of a bucket in a step."""
+
+    bucket: GraphBucket
+    message: Tensor
+    indices: Tensor
+    taken: Tensor
+    """What the residual holds there, in its own type."""
+    chosen: selectors.Chosen
+    finite: Mapping[str, Tensor]
+    """Parameter -> whether its gradient was, on this rank."""
+
+
+class GraphPipeline:
+    """Residuals, selection and reduction for one optimizer; see `Pipeline`, whose words it uses.
+
+    Args:
+        compressor: settings and algorithm, checked with `selectors.check`.
+        collectives: Horovod's.
+        world, position, rank: as for `Pipeline`.
+    """
+
+    def __init__(
+        self, compressor: Compressor, collectives: Collectives, *, world: int, position: int, rank: int
+    ) -> None:
+        self.compressor = compressor
+        self.buckets: list[GraphBucket] = []
+        self.dense_bytes_sent = 0.0
+        self._collectives = collectives
+        self._world = world
+        self._position = position
+        self._rank = rank
+        self._residuals: list[tuple[Layout, Variable]] = []
+        self._velocities: list[tuple[Layout, Variable]] = []
+        """With momentum correction: of the buckets, and of the parameters that are reduced dense."""
+        self._dense_velocity: dict[str, Variable] = {}
+        self._divisors: dict[float, Variable] = {}
+
+    @property
+    def variables(self) -> list[Variable]:
+        """Residuals and velocities, flat."""
+        return [variable for _, variable in (*self._residuals, *self._velocities)]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the residuals take, in bytes."""
+        return sum(layout.numel * np.dtype(layout.residual_dtype).itemsize for layout, _ in self._residuals)
+
+    def add_buckets(self, layouts: Sequence[Layout], device: Callable[[str], str | None] = lambda name: None) -> None:
+        """Add buckets; `device(name)` is where the parameter lives, and its bucket shall."""
+        rooms = [self._k_and_room(layout) for layout in layouts]
+        for layout, (_, capacity) in zip(layouts, rooms, strict=True):
+            wire.check_limits(layout.name, layout.numel, capacity, self._world)
+        for layout, (k, capacity) in zip(layouts, rooms, strict=True):
+            self.buckets.append(self._make_bucket(layout, k, capacity, device(layout.name)))
+
+    def _k_and_room(self, layout: Layout) -> tuple[int, int]:
+        k = self.compressor.asked(layout.numel)
+        return k, self.compressor.room(layout.numel, k, self._world)
+
+    def _make_bucket(self, layout: Layout, k: int, capacity: int, device: str | None) -> GraphBucket:
+        state = self.compressor.new_state(Place(layout.name, self._position, self._world))
+
+        def number(name: str, value: Any) -> Variable:
+            return make_variable(value, f"{layout.name}/{name}", device)
+
+        residual = _make_flat(layout, "residual", device)
+        self._residuals.append((layout, residual))
+        velocity = None
+        if self.compressor.momentum_correction is not None:
+            velocity = _make_flat(layout, "velocity", device)
+            self._velocities.append((layout, velocity))
+        return GraphBucket(
+            layout,
+            k,
+            capacity,
+            residual,
+            velocity,
+            state,
+            step=number("step", np.int64(0)),
+            saved={name: number(name, np.float64(getattr(state, name))) for name in state.saved},
+            tally=number("tally", np.zeros((2, 4))),
+        )
+
+    def add_dense(self, layouts: Sequence[Layout], device: Callable[[str], str | None] = lambda name: None) -> None:
+        """Say which parameters, one each, are reduced dense."""
+        for layout in layouts:
+            if self.compressor.momentum_correction is not None:
+                velocity = self._dense_velocity[layout.name] = _make_flat(layout, "velocity", device(layout.name))
+                self._velocities.append((layout, velocity))
+
+    # --- one step: called while a graph is built ---
+
+    def reduce(self, step: Step) -> dict[str, Tensor]:
+        """Operations that reduce one step's gradients; the reduced ones by name.
+
+        A step fails on every rank if a gradient on any of them holds NaN or infinity: what was taken then stays in the
+        residuals, and `tf.errors.InvalidArgumentError` is raised unless `not_finite="propagate"`.
+        """
+        sent = [self._send(step, bucket) for bucket in step.buckets]
+        gathered = [
+            self._collectives.allgather(one.message, f"{self.buckets.index(one.bucket)}.pairs.0") for one in sent
+        ]
+        divisor = self._divisor(step.divisor)
+        received = [self._receive(one.bucket, all_, divisor) for one, all_ in zip(sent, gathered, strict=True)]
+        dense = {name: self._reduce_dense(step, name, number) for number, name in enumerate(step.dense)}
+        others = {name: _all_finite(tensor) for name, tensor in (*dense.items(), *step.others.items())}
+        # Without quotation marks: an assertion would show them with backslashes.
+        checks = [(f"parameter {name}", finite) for one in sent for name, finite in one.finite.items()]
+        checks += [
+            (f"some parameter in bucket {one.bucket.name} of another rank", finite)
+            for one, (_, finite) in zip(sent, received, strict=True)
+        ]
+        checks += [(f"parameter {name}", finite) for name, finite in others.items()]
+        succeeded = tf.reduce_all([finite for _, finite in checks]) if checks else tf.constant(True)
+        updates = [
+            update
+            for one, (_, finite) in zip(sent, received, strict=True)
+            for update in self._settle(one, finite, succeeded)
+        ]
+        for name, velocity in self._dense_velocity.items():
+            if name in dense:
+                dense[name], update = self._finish_dense(dense[name], velocity, others[name])
+                updates.append(update)
+        with tf.control_dependencies(updates):
+            end = self._verdict(checks, succeeded)
+        with tf.control_dependencies([end]):
+            reduced = {
+                slot.name: tf.cast(_part(flat, slot), step.dtypes[slot.name])
+                for one, (flat, _) in zip(sent, received, strict=True)
+                for slot in one.bucket.layout.slots
+            }
+            return reduced | {name: tf.cast(tensor, step.dense[name].dtype) for name, tensor in dense.items()}
+
+    def _divisor(self, number: float) -> Tensor:
+        # A variable, because TensorFlow multiplies by the reciprocal of a constant, which rounds differently.
+        if number not in self._divisors:
+            self._divisors[number] = make_variable(np.float32(number), "divisor", None)
+        return self._divisors[number].read_value()
+
+    def _send(self, step: Step, bucket: GraphBucket) -> _Sent:
+        x, finite = self._accumulate(step, bucket)
+        saved = {name: variable.read_value() for name, variable in bucket.saved.items()}
+
+        def some() -> tuple[Any, ...]:
+            chosen = selectors.select(self.compressor, x, bucket.k, bucket.capacity, saved)
+            taken = tf.gather(x, chosen.indices)
+            message = _pack(chosen.indices, _to_float32(taken), bucket.capacity)
+            return message, chosen.indices, taken, chosen.found, chosen.threshold, chosen.saved
+
+        def nothing() -> tuple[Any, ...]:
+            none = tf.zeros([0], tf.int64)
+            message = _pack(tf.fill([1], tf.constant(wire.NOT_FINITE, tf.int64)), tf.zeros([1]), bucket.capacity)
+            zero = tf.constant(0.0, tf.float64)
+            return message, none, tf.zeros([0], x.dtype), zero, zero, saved
+
+        message, indices, taken, found, threshold, after = tf.cond(tf.reduce_all(list(finite.values())), some, nothing)
+        message = tf.ensure_shape(message, [bucket.capacity, 2])
+        return _Sent(bucket, message, indices, taken, selectors.Chosen(indices, found, threshold, after), finite)
+
+    def _accumulate(self, step: Step, bucket: GraphBucket) -> tuple[Tensor, dict[str, Tensor]]:
+        """Take the gradients into the residual; what it holds then, and which gradients were finite."""
+        finite, parts = {}, []
+        for slot in bucket.layout.slots:
+            gradient = step.gradients.get(slot.name)
+            if gradient is None:
+                finite[slot.name] = tf.constant(True)
+                parts.append(tf.zeros([slot.numel], bucket.layout.residual_dtype))
+                continue
+            finite[slot.name] = _all_finite(gradient)
+            kept = tf.where(finite[slot.name], gradient, tf.zeros_like(gradient))
+            parts.append(tf.reshape(self._clipped(kept, bucket.layout.residual_dtype), [slot.numel]))
+        # Sums with float64 gradients are rounded once, after the addition.
+        wide = "float64" if any(part.dtype == tf.float64 for part in parts) else "float32"
+        flat = tf.concat([tf.cast(part, wide) for part in parts], 0)
+        residual, updates = bucket.residual.read_value(), []
+        if bucket.velocity is None:
+            x = _plus(residual, flat)
+        else:
+            x, velocity = self._with_momentum(residual, bucket.velocity.read_value(), flat)
+            updates.append(bucket.velocity.assign(velocity))
+        with tf.control_dependencies([*updates, bucket.residual.assign(x)]):
+            return tf.identity(x), finite
+
+    def _with_momentum(self, residual: Tensor, velocity: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """As `MomentumCorrection.accumulate`: residual and velocity with the gradient taken in."""
+        correction = self.compressor.momentum_correction
+        assert correction is not None
+        momentum = tf.cast(correction.momentum, velocity.dtype)
+        if correction.nesterov:
+            velocity = _plus(velocity, gradient) * momentum
+            return _plus(_plus(residual, gradient), velocity), velocity
+        velocity = _plus(velocity * momentum, gradient)
+        return _plus(residual, velocity), velocity
+
+    def _clipped(self, gradient: Tensor, dtype: str) -> Tensor:
+        """As `feedback.clip`; without a limit the gradient as it is."""
+        limit = self.compressor.clip_norm
+        if limit is None:
+            return gradient
+        gradient = tf.cast(gradient, dtype)
+        wide = tf.cast(gradient, tf.float64)
+        norm, most = tf.sqrt(tf.reduce_sum(wide * wide)), limit / math.sqrt(self._world)
+        return gradient * tf.cast(tf.where(norm > most, most / norm, tf.ones_like(norm)), dtype)
+
+    def _receive(self, bucket: GraphBucket, gathered: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
+        """The reduced gradient, flat (NaN after a gradient that was not finite), and whether all were finite."""
+        numel, dtype = bucket.layout.numel, bucket.layout.residual_dtype
+        # As floats: many operations on int32 run on the host, even between tensors of a GPU.
+        rows = tf.bitcast(gathered, tf.float32)
+        numbers = tf.bitcast(rows[:, 0], tf.int32)
+        # No reshape to (world, capacity, 2): TensorFlow's optimizer moves it before the check of the length.
+        with tf.control_dependencies([self._check_length(bucket, gathered), self._check_range(bucket, numbers)]):
+            numbers = tf.identity(numbers)
+        finite = tf.reduce_all(numbers != wire.NOT_FINITE)
+        # Padding is added to one more entry, so that no shape depends on data.
+        indices = tf.cast(tf.where(numbers >= 0, numbers, numel), tf.int64)[:, None]
+        values = tf.cast(rows[:, 1] / divisor, dtype)
+        flat = tf.zeros([numel + 1], dtype)
+        for start in range(0, self._world * bucket.capacity, bucket.capacity):
+            part = slice(start, start + bucket.capacity)
+            flat = tf.tensor_scatter_nd_add(flat, indices[part], values[part])
+        return tf.where(finite, flat[:numel], tf.constant(math.nan, dtype)), finite
+
+    def _check_length(self, bucket: GraphBucket, gathered: Tensor) -> Any:
+        expected = self._world * bucket.capacity
+        return tf.debugging.Assert(
+            tf.equal(tf.shape(gathered)[0], expected),
+            [
+                f"rank {self._rank}: the messages for bucket {bucket.name} must have {expected} rows together; the ranks "
+                "run different models, settings or versions of horovod_sparse; got",
+                tf.shape(gathered)[0],
+            ],
+        )
+
+    def _check_range(self, bucket: GraphBucket, numbers: Tensor) -> Any:
+        return tf.debugging.Assert(
+            tf.reduce_all(numbers < bucket.layout.numel),
+            [
+                f"rank {self._rank}: a message for bucket {bucket.name} holds an index beyond its "
+                f"{bucket.layout.numel} entries; the ranks run different models or different versions of horovod_sparse"
+            ],
+        )
+
+    def _settle(self, sent: _Sent, received: Tensor, succeeded: Tensor) -> list[Any]:
+        """Updates of a bucket's variables at the end of a step; `received`: whether its messages were all finite."""
+        bucket, indices = sent.bucket, sent.indices
+        updates = [bucket.step.assign_add(1)]
+        if self.compressor.residual:
+            left = sent.taken - tf.cast(_to_float32(sent.taken), sent.taken.dtype)
+            updates.append(_write(bucket.residual, indices, tf.where(succeeded, left, sent.taken)))
+        else:
+            updates.append(bucket.residual.assign(tf.zeros_like(bucket.residual)))
+        correction = self.compressor.momentum_correction
+        if bucket.velocity is not None and correction is not None and correction.masking:
+            moving = bucket.velocity.sparse_read(indices)
+            updates.append(_write(bucket.velocity, indices, tf.where(succeeded, tf.zeros_like(moving), moving)))
+        updates += [bucket.saved[name].assign(number) for name, number in sent.chosen.saved.items()]
+        return [*updates, self._count(sent, received)]
+
+    def _count(self, sent: _Sent, received: Tensor) -> Any:
+        count = tf.cast(tf.size(sent.indices), tf.float64)
+        last = tf.stack([tf.ones_like(count), count, sent.chosen.found - count, sent.chosen.threshold])
+        before = sent.bucket.tally.read_value()
+        return sent.bucket.tally.assign(tf.where(received, tf.stack([last, before[1] + last]), before))
+
+    def _reduce_dense(self, step: Step, name: str, number: int) -> Tensor:
+        gradient = step.dense[name]
+        dtype = "float64" if gradient.dtype == tf.float64 else "float32"
+        gradient = tf.cast(self._clipped(gradient, dtype), gradient.dtype)
+        # Horovod reduces no bfloat16, and small tensors can afford float32.
+        wire_dtype = tf.float32 if gradient.dtype == tf.bfloat16 else gradient.dtype
+        return self._collectives.dense(tf.cast(gradient, wire_dtype), f"dense.{number}", step.op, step.predivide)
+
+    def _finish_dense(self, reduced: Tensor, velocity: Variable, finite: Tensor) -> tuple[Tensor, Any]:
+        """A dense gradient with momentum, and the update of its velocity; neither if it is not finite."""
+        before, flat = velocity.read_value(), tf.reshape(reduced, [-1])
+        total, after = self._with_momentum(tf.zeros_like(before), before, flat)
+        corrected = tf.cast(tf.reshape(total, reduced.shape), reduced.dtype)
+        return tf.where(finite, corrected, reduced), velocity.assign(tf.where(finite, after, before))
+
+    def _verdict(self, checks: Sequence[tuple[str, Tensor]], succeeded: Tensor) -> Any:
+        if self.compressor.not_finite == "propagate" or not checks:
+            return tf.no_op()
+        first = tf.argmin(tf.cast(tf.stack([finite for _, finite in checks]), tf.int32))
+        cause = tf.gather(tf.constant([label for label, _ in checks]), first)
+        return tf.debugging.Assert(
+            succeeded,
+            [
+                tf.strings.join(
+                    [
+                        f"rank {self._rank}: the gradient of ",
+                        cause,
+                        " holds NaN or infinity; it was kept out of the residual. Lower the learning rate, or with loss "
+                        "scaling set not_finite to propagate",
+                    ]
+                )
+            ],
+        )
+
+    # --- statistics and state: the same as those of `Pipeline` ---
+
+    def adopt_memory(self) -> None:
+        """Nothing to do: the graph reads its variables anew in every step."""
+
+    def stats(self) -> Stats:
+        """Counts and bytes per bucket and in total, of the last step and on average; computed now."""
+        pairs, most = [], 0
+        for bucket in self.buckets:
+            tally = self._tally(bucket)
+            most = max(most, tally.steps)
+            residual = _numpy(bucket.residual).astype(np.float64)
+            pairs.append(tally.stats(bucket.name, bucket.layout.numel, float(np.linalg.norm(residual))))
+        return Stats(
+            most,
+            StepStats(tuple(last for last, _ in pairs), self.dense_bytes_sent),
+            StepStats(tuple(mean for _, mean in pairs), self.dense_bytes_sent),
+        )
+
+    def _tally(self, bucket: GraphBucket) -> Tally:
+        stages = getattr(self.compressor, "stages", 0)
+        sent = cost.allgather_bytes(8 * bucket.capacity, self._world)
+        last, sums = (
+            Counts(steps * bucket.k, count, overflow, threshold, steps * stages, steps * sent)
+            for steps, count, overflow, threshold in _numpy(bucket.tally).tolist()
+        )
+        return Tally(int(_numpy(bucket.tally)[1, 0]), last, sums)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of `Pipeline`: NumPy arrays and plain values by parameter name."""
+        return {
+            "version": VERSION,
+            "residuals": _arrays(self._residuals),
+            "velocities": _arrays(self._velocities),
+            "learning_rates": {},
+            "adaptive": {slot.name: self._adaptive(bucket) for bucket in self.buckets for slot in bucket.layout.slots},
+        }
+
+    def _adaptive(self, bucket: GraphBucket) -> dict[str, object]:
+        numbers = {name: float(_numpy(variable)) for name, variable in bucket.saved.items()}
+        return {**bucket.state.state_dict(), "step": int(_numpy(bucket.step)), **numbers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict`, this one or that of `Pipeline`, returned. Strict."""
+        check_state(state, self.compressor, _shapes(self._residuals), _shapes(self._velocities))
+        _load(self._residuals, state["residuals"])
+        _load(self._velocities, state["velocities"])
+        for bucket in self.buckets:
+            adaptive = state["adaptive"][bucket.name]
+            _assign(bucket.step, adaptive["step"])
+            for name, variable in bucket.saved.items():
+                _assign(variable, adaptive[name])
+
+    def rescale(self, factor: float) -> None:
+        """Multiply residuals and velocities by `factor`."""
+        for variable in self.variables:
+            _assign(variable, _numpy(variable) * np.asarray(factor, variable.dtype.as_numpy_dtype))
+
+    def reset(self) -> None:
+        """Start afresh: residuals zero, adaptive state and statistics as before the first step."""
+        for variable in self.variables:
+            _assign(variable, np.zeros(variable.shape))
+        for bucket in self.buckets:
+            _assign(bucket.step, 0)
+            _assign(bucket.tally, np.zeros((2, 4)))
+            for name, variable in bucket.saved.items():
+                _assign(variable, getattr(bucket.state, name))
+
+
+# --- tensors ---
+
+
+def _all_finite(tensor: Tensor) -> Tensor:
+    return tf.reduce_all(tf.math.is_finite(tensor))
+
+
+def _plus(sum_: Tensor, addend: Tensor) -> Tensor:
+    """The sum, of the first one's type; added up in the wider type."""
+    wide = tf.float64 if tf.float64 in (sum_.dtype, addend.dtype) else tf.float32
+    return tf.cast(tf.cast(sum_, wide) + tf.cast(addend, wide), sum_.dtype)
+
+
+def _to_float32(values: Tensor) -> Tensor:
+    if values.dtype == tf.float32:
+        return values
+    return tf.cast(tf.clip_by_value(values, -_LARGEST, _LARGEST), tf.float32)
+
+
+def _pack(indices: Tensor, values: Tensor, capacity: int) -> Tensor:
+    """The message of pairs of `wire`: int32, shape (capacity, 2)."""
+    room = [[0, capacity - tf.size(indices)]]
+    rows = tf.cast(tf.pad(indices, room, constant_values=wire.PADDING), tf.int32)
+    # As floats, for the reason given in `_receive`.
+    return tf.bitcast(tf.stack([tf.bitcast(rows, tf.float32), tf.pad(values, room)], axis=1), tf.int32)
+
+
+def _part(flat: Tensor, slot: Slot) -> Tensor:
+    return tf.reshape(flat[slot.offset : slot.offset + slot.numel], slot.shape)
+
+
+# --- variables ---
+
+
+def _make_flat(layout: Layout, kind: str, device: str | None) -> Variable:
+    return make_variable(np.zeros(layout.numel, layout.residual_dtype), f"{layout.name}/{kind}", device)
+
+
+def _write(variable: Variable, indices: Tensor, values: Tensor) -> Any:
+    return variable.scatter_update(tf.IndexedSlices(values, indices))
+
+
+def _numpy(variable: Variable) -> Any:
+    with tf.init_scope():
+        return np.array(variable.numpy())
+
+
+def _assign(variable: Variable, value: Any) -> None:
+    with tf.init_scope():
+        variable.assign(tf.constant(value, variable.dtype))
+
+
+def _shapes(kept: Sequence[tuple[Layout, Variable]]) -> dict[str, tuple[int, ...]]:
+    return {slot.name: slot.shape for layout, _ in kept for slot in layout.slots}
+
+
+def _arrays(kept: Sequence[tuple[Layout, Variable]]) -> dict[str, Any]:
+    return {
+        slot.name: flat[slot.offset : slot.offset + slot.numel].reshape(slot.shape)
+        for layout, flat in ((layout, _numpy(variable)) for layout, variable in kept)
+        for slot in layout.slots
+    }
+
+
+def _load(kept: Sequence[tuple[Layout, Variable]], arrays: Mapping[str, Any]) -> None:
+    for layout, variable in kept:
+        parts = [np.asarray(arrays[slot.name]).reshape(-1) for slot in layout.slots]
+        _assign(variable, np.concatenate(parts).astype(layout.residual_dtype))

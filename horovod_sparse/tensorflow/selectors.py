@@ -1,0 +1,351 @@
+"""Selection by TensorFlow operations alone: the algorithms of `horovod_sparse.compressors`, with 0-d tensors for floats.
+
+The formulas are the same code (`horovod_sparse.algebra`); what is written again here is control flow that depends on
+data. Thresholds are float64, as Python's floats are. TensorFlow's CPU kernels take denormal numbers for zeros: entries below
+1.2e-38 (2.2e-308 in a float64 residual) count as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_sparse import exchanges, fits
+from horovod_sparse.compressors import gaussiank, noop, redsync, search, sidco, threshold, topk
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.ops import Moments
+from horovod_sparse.schedules import Schedule
+
+Tensor = Any
+Numbers = dict[str, Tensor]
+
+
+class Tensors:
+    """0-d tensors of float64 as `horovod_sparse.algebra.Algebra`."""
+
+    def log(self, x: Tensor) -> Tensor:
+        return tf.math.log(_number(x))
+
+    def expm1(self, x: Tensor) -> Tensor:
+        return tf.math.expm1(_number(x))
+
+    def sqrt(self, x: Tensor) -> Tensor:
+        return tf.sqrt(_number(x))
+
+    def maximum(self, a: Tensor, b: Tensor) -> Tensor:
+        return tf.maximum(_number(a), _number(b))
+
+    def minimum(self, a: Tensor, b: Tensor) -> Tensor:
+        return tf.minimum(_number(a), _number(b))
+
+    def choose(self, condition: Tensor, yes: Callable[[], Tensor], no: Callable[[], Tensor]) -> Tensor:
+        return tf.where(condition, _number(yes()), _number(no()))
+
+
+TENSORS = Tensors()
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was selected from a bucket."""
+
+    indices: Tensor
+    """int64, ascending, unique, at most the capacity."""
+    found: Tensor
+    """How many qualified, float64."""
+    threshold: Tensor
+    """float64; NaN where there is none."""
+    saved: Numbers = field(default_factory=dict)
+    """The algorithm's adaptive numbers after this selection; those that are left out stay as they were."""
+
+
+Select = Callable[[Any, Tensor, int, int, Mapping[str, Tensor]], Chosen]
+"""(compressor, x, k, capacity, adaptive numbers) -> what it chooses; `x` as for `Compressor.select`."""
+
+
+def check(compressor: Compressor) -> None:
+    """Raise ValueError, naming the setting, unless the graph path can do what the compressor does."""
+
+    def refuse(name: str, value: object, why: str, remedy: str) -> None:
+        raise ValueError(f"{name} must not be {value!r} with graph=True: {why}; {remedy}, or leave graph=False")
+
+    if type(compressor).select not in _SELECTS:
+        names = "TopK, SIDCo, GaussianK, RedSync, Threshold, NoOp"
+        refuse(
+            "compression",
+            type(compressor).__name__,
+            "its selection is Python code, which a graph cannot hold",
+            f"use one of {names}",
+        )
+    if compressor.exchange is not exchanges.pairs:
+        refuse("union", True, "the graph exchanges pairs only", "use union=False")
+    if isinstance(compressor.ratio, Schedule):
+        refuse("ratio", compressor.ratio, "a graph's messages have one shape for good", "use a number")
+    if compressor.dense_steps:
+        refuse("dense_steps", compressor.dense_steps, "a graph reduces every step alike", "use dense_steps=0")
+    if compressor.lr_in_residual:
+        refuse("lr_in_residual", True, "the graph does not follow the learning rate", "use lr_in_residual=False")
+    if isinstance(compressor, sidco.SIDCo):
+        if compressor.stages == "auto":
+            refuse("stages", "auto", "the number of stages is fixed when the graph is built", "use stages=3")
+        if compressor.distribution == "gamma":
+            refuse(
+                "distribution",
+                "gamma",
+                "TensorFlow has no inverse of the incomplete gamma function that follows SciPy's",
+                "use 'exponential' or 'gpareto'",
+            )
+
+
+def select(compressor: Compressor, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
+    """Choose about k, at most `capacity`, entries of `x`: flat, finite, not empty."""
+    chosen = _SELECTS[type(compressor).select](compressor, x, k, capacity, saved)
+    return Chosen(chosen.indices, chosen.found, chosen.threshold, {**saved, **chosen.saved})
+
+
+# --- verbs, as in `horovod_sparse.ops` ---
+
+
+def moments(x: Tensor, threshold: Tensor) -> Moments:
+    """Statistics of the excesses over `threshold`, as float64 tensors. No shape depends on the data."""
+    magnitudes, limit = tf.abs(x), _limit(x, threshold)
+    above = magnitudes > limit
+    excesses = tf.where(above, tf.cast(magnitudes, tf.float64) - tf.cast(limit, tf.float64), _number(0.0))
+    count = count_above(x, threshold)
+    number = tf.maximum(count, 1.0)
+    mean = tf.reduce_sum(excesses) / number
+    deviations = tf.where(above, excesses - mean, _number(0.0))
+    return Moments(count, mean, tf.reduce_sum(deviations * deviations) / number, float("nan"))
+
+
+def count_above(x: Tensor, threshold: Tensor) -> Tensor:
+    """How many magnitudes exceed `threshold`, as float64."""
+    return tf.cast(tf.math.count_nonzero(tf.abs(x) > _limit(x, threshold)), tf.float64)
+
+
+def max_abs(x: Tensor) -> Tensor:
+    """The largest magnitude, float64."""
+    return tf.cast(tf.reduce_max(tf.abs(x)), tf.float64)
+
+
+def select_above(x: Tensor, threshold: Tensor, capacity: int) -> Chosen:
+    """The entries above `threshold`, or the `capacity` largest of those."""
+    indices = tf.reshape(tf.where(tf.abs(x) > _limit(x, threshold)), [-1])
+    found = tf.size(indices)
+    indices = tf.cond(
+        found > capacity,
+        lambda: tf.gather(indices, select_largest(tf.gather(x, indices), capacity)),
+        lambda: indices,
+    )
+    return Chosen(indices, tf.cast(found, tf.float64), _number(threshold))
+
+
+def select_largest(x: Tensor, count: int) -> Tensor:
+    """Indices, ascending, of the `count` largest magnitudes; among equals the lowest."""
+    return tf.cast(tf.sort(tf.math.top_k(tf.abs(x), count).indices), tf.int64)
+
+
+def below_largest(x: Tensor, threshold: Tensor) -> Tensor:
+    """As `search.below_largest`."""
+    largest = tf.math.nextafter(tf.cast(max_abs(x), tf.float32), 0.0)
+    return tf.minimum(threshold, tf.cast(largest, tf.float64))
+
+
+def search_threshold(x: Tensor, k: int, tolerance: float, *, not_zero: Tensor, start: Tensor | None = None) -> Tensor:
+    """As `search.search_threshold`, for `not_zero` > k."""
+
+    def count_once(
+        step: Tensor,
+        low: Tensor,
+        most: Tensor,
+        high: Tensor,
+        fewest: Tensor,
+        best: Tensor,
+        best_error: Tensor,
+        _: Tensor,
+    ) -> tuple[Tensor, ...]:
+        guess = search.next_guess(tf.equal(step % 2, 1), low, high, most, fewest, k, TENSORS)
+        if start is not None:
+            guess = tf.where(tf.equal(step, 0) & (low < start) & (start < high), start, guess)
+        inside = (low < guess) & (guess < high)
+        count = count_above(x, guess)
+        error = search.error_of(count, k, TENSORS)
+        better = inside & (error < best_error)
+        too_many = count > k
+        return (
+            step + 1,
+            tf.where(too_many, guess, low),
+            tf.where(too_many, count, most),
+            tf.where(too_many, high, guess),
+            tf.where(too_many, fewest, count),
+            tf.where(better, guess, best),
+            tf.where(better, error, best_error),
+            inside & (tf.abs(count - k) > tolerance * k),
+        )
+
+    zero = _number(0.0)
+    begin = (0, zero, not_zero, max_abs(x), zero, zero, TENSORS.log(not_zero / k), True)
+    return tf.while_loop(lambda *state: state[-1], count_once, begin, maximum_iterations=search.MOST_COUNTS)[5]
+
+
+# --- algorithms ---
+
+
+def _topk(compressor: topk.TopK, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
+    return Chosen(select_largest(x, k), _number(k), _number(float("nan")))
+
+
+def _noop(compressor: noop.NoOp, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
+    return Chosen(tf.range(tf.size(x, tf.int64)), _number(k), _number(float("nan")))
+
+
+def _hard(compressor: threshold.Threshold, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
+    return select_above(x, compressor.threshold, capacity)
+
+
+def _sidco(compressor: sidco.SIDCo, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
+    whole = moments(x, 0.0)
+
+    def fitted() -> tuple[Tensor, Tensor]:
+        aim = tf.minimum(tf.maximum(tf.round(saved["aim"] * k), 1.0), whole.count - 1.0)
+        estimate = below_largest(x, _estimate(compressor, x, aim, whole))
+        found = count_above(x, estimate)
+        trusted = (found >= k / sidco.TRUSTED) & (found <= k * sidco.TRUSTED)
+        limit = tf.cond(
+            trusted,
+            lambda: estimate,
+            lambda: below_largest(x, search_threshold(x, k, sidco.SEARCH_TOLERANCE, not_zero=whole.count)),
+        )
+        if compressor.adapt == "paper":
+            return limit, saved["aim"]
+        achieved = tf.where(trusted, tf.minimum(found, float(capacity)), found)
+        return limit, sidco.next_aim(saved["aim"], achieved, k, TENSORS)
+
+    limit, aim = tf.cond(whole.count <= k, lambda: (_number(0.0), saved["aim"]), fitted)
+    chosen = select_above(x, limit, capacity)
+    return Chosen(chosen.indices, chosen.found, limit, {"aim": aim})
+
+
+def _estimate(compressor: sidco.SIDCo, x: Tensor, aim: Tensor, whole: Moments) -> Tensor:
+    """As `SIDCo._estimate`."""
+    assert compressor.stages != "auto"
+    stages, ratio = compressor.stages, aim / whole.count
+
+    def fit(moments: Moments, ratio: Tensor) -> Tensor:
+        if compressor.distribution == "exponential":
+            return fits.exponential(moments.mean, ratio, TENSORS)
+        return fits.generalized_pareto(moments.mean, moments.variance, ratio, TENSORS)
+
+    if stages == 1:
+        return fit(whole, ratio)
+
+    def peaks_over_threshold() -> Tensor:
+        first = fit(whole, sidco.FIRST_RATIO)
+        tails = tf.boolean_mask(x, tf.abs(x) > _limit(x, first))
+        same_ratio = (ratio / sidco.FIRST_RATIO) ** (1.0 / (stages - 1))
+
+        def stage(remaining: Tensor, previous: Tensor, threshold: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+            tail = moments(tails, threshold)
+            left = tail.count >= 2.0
+            step = same_ratio
+            if compressor.adapt == "robust":
+                step = (aim / tf.maximum(tail.count, 1.0)) ** (1.0 / remaining)
+            following = tf.maximum(threshold + fit(tail, step), previous)
+            # Beyond the data the last threshold that left something is the better one.
+            return remaining - 1.0, threshold, tf.where(left, following, previous), left
+
+        begin = (_number(stages - 1), _number(0.0), first, True)
+        return tf.while_loop(lambda remaining, _, __, left: left & (remaining > 0.0), stage, begin)[2]
+
+    return tf.cond(ratio >= sidco.FIRST_RATIO, lambda: fit(whole, ratio), peaks_over_threshold)
+
+
+def _gaussiank(
+    compressor: gaussiank.GaussianK, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]
+) -> Chosen:
+    whole = moments(x, 0.0)
+    few = whole.count <= k
+
+    def fitted() -> tuple[Tensor, Tensor]:
+        eta = gaussiank.fit(whole, k, x.shape[0], TENSORS)
+        if compressor.refine == "paper":
+            limit, factor = _corrected(x, k, eta), saved["factor"]
+        else:
+            limit = search_threshold(x, k, gaussiank.TOLERANCE, not_zero=whole.count, start=eta * saved["factor"])
+            factor = tf.where((limit > 0.0) & (eta > 0.0), limit / eta, 1.0)
+        return below_largest(x, limit), factor
+
+    limit, factor = tf.cond(few, lambda: (_number(0.0), saved["factor"]), fitted)
+    chosen = select_above(x, limit, capacity)
+    recentred = factor * (tf.maximum(chosen.found, 1.0) / k) ** gaussiank.RECENTRE
+    return Chosen(chosen.indices, chosen.found, limit, {"factor": tf.where(few, factor, recentred)})
+
+
+def _corrected(x: Tensor, k: int, eta: Tensor) -> Tensor:
+    def correct(limit: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        count = count_above(x, limit)
+        few, many = count < gaussiank.TOO_FEW * k, count > gaussiank.TOO_MANY * k
+        by = tf.where(few, gaussiank.LOWER, tf.where(many, gaussiank.RAISE, 1.0))
+        return limit * tf.cast(by, tf.float64), few | many
+
+    begin = (eta, True)
+    return tf.while_loop(lambda _, going: going, correct, begin, maximum_iterations=gaussiank.CORRECTIONS)[0]
+
+
+def _redsync(compressor: redsync.RedSync, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
+    whole = moments(x, 0.0)
+    few = whole.count <= k
+    mean, largest = whole.mean * whole.count / x.shape[0], max_abs(x)
+    if compressor.method == "trim":
+        limit = tf.cond(few, lambda: _number(0.0), lambda: _trimmed(x, k, mean, largest))
+        chosen = select_above(x, limit, k)
+        # The same entries as TopK finds; more than those do not qualify.
+        return Chosen(chosen.indices, tf.minimum(chosen.found, float(k)), limit)
+    limit = tf.cond(few, lambda: _number(0.0), lambda: below_largest(x, _bisected(x, k, mean, largest)))
+    return select_above(x, limit, min(capacity, 2 * k))
+
+
+def _trimmed(x: Tensor, k: int, mean: Tensor, largest: Tensor) -> Tensor:
+    def trim(part: Tensor, _: Tensor, __: Tensor) -> tuple[Tensor, ...]:
+        limit = mean + part * (largest - mean)
+        return part - redsync.TRIM, limit, count_above(x, limit) >= k
+
+    _, limit, enough = tf.while_loop(
+        lambda part, _, enough: tf.logical_not(enough) & (part > 0.0), trim, (_number(1.0 - redsync.TRIM), mean, False)
+    )
+    return tf.where(enough, limit, tf.where(count_above(x, mean) >= k, mean, _number(0.0)))
+
+
+def _bisected(x: Tensor, k: int, mean: Tensor, largest: Tensor) -> Tensor:
+    def halve(low: Tensor, high: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        middle = 0.5 * (low + high)
+        count = count_above(x, middle)
+        few = count < k
+        return tf.where(few, low, middle), tf.where(few, middle, high), few | (count > 2 * k)
+
+    over_mean = count_above(x, mean) >= k
+    begin = (tf.where(over_mean, mean, _number(0.0)), tf.where(over_mean, largest, mean), True)
+    return tf.while_loop(lambda _, __, going: going, halve, begin, maximum_iterations=redsync.MOST_PROBES)[0]
+
+
+# By the function, so that a subclass with a selection of its own is none of them.
+_SELECTS: dict[Any, Select] = {
+    topk.TopK.select: _topk,
+    noop.NoOp.select: _noop,
+    threshold.Threshold.select: _hard,
+    sidco.SIDCo.select: _sidco,
+    gaussiank.GaussianK.select: _gaussiank,
+    redsync.RedSync.select: _redsync,
+}
+
+
+def _number(x: Any) -> Tensor:
+    return tf.convert_to_tensor(x, tf.float64)
+
+
+def _limit(x: Tensor, threshold: Tensor) -> Tensor:
+    """The threshold in the precision of the comparison; infinity beyond its range."""
+    return tf.cast(_number(threshold), x.dtype)

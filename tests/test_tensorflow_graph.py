@@ -1,0 +1,476 @@
+"""The pure-graph path of TensorFlow, in lockstep with the NumPy path, in this process: other workers are messages."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from table import DEGENERATE, KINDS, gradients
+
+tf = pytest.importorskip("tensorflow")
+pytest.importorskip("horovod.tensorflow", reason="Horovod was built without TensorFlow", exc_type=ImportError)
+
+from horovod.tensorflow import mpi_ops  # noqa: E402
+
+from horovod_sparse.buckets import Layout, Parameter, Slot, plan  # noqa: E402
+from horovod_sparse.feedback import MomentumCorrection  # noqa: E402
+from horovod_sparse.numpy.ops import NumpyOps  # noqa: E402
+from horovod_sparse.schedules import warmup  # noqa: E402
+from horovod_sparse.tensorflow.compressors import (  # noqa: E402
+    DGC,
+    GaussianK,
+    MiCRO,
+    NoOp,
+    RandomBlock,
+    RandomK,
+    RedSync,
+    SIDCo,
+    Threshold,
+    TopK,
+)
+from horovod_sparse.tensorflow.graph import GraphPipeline  # noqa: E402
+from horovod_sparse.tensorflow.host import HostPipeline  # noqa: E402
+from horovod_sparse.tensorflow.step import Step  # noqa: E402
+from horovod_sparse.wire import NOT_FINITE, PADDING  # noqa: E402
+
+Make = Callable[..., Any]
+
+ROWS: dict[str, Make] = {
+    "noop": lambda ratio, **settings: NoOp(**settings),
+    "topk": TopK,
+    **{
+        f"sidco-{distribution}-{adapt}-{stages}": functools.partial(
+            SIDCo, distribution=distribution, adapt=adapt, stages=stages
+        )
+        for distribution in ("exponential", "gpareto")
+        for adapt in ("paper", "robust")
+        for stages in (1, 3)
+    },
+    "gaussiank": GaussianK,
+    "gaussiank-paper": functools.partial(GaussianK, refine="paper"),
+    "redsync-trim": RedSync,
+    "redsync-bisect": functools.partial(RedSync, method="bisect"),
+    "threshold": lambda ratio, **settings: Threshold(-np.log(ratio), ratio=ratio, **settings),
+}
+for_all = pytest.mark.parametrize("make", ROWS.values(), ids=ROWS)
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "layer": {"granularity": "layer"},
+    "bucket": {"granularity": "bucket", "bucket_bytes": 3000},
+    "model": {"granularity": "model"},
+    "no-residual": {"residual": False},
+    "float64": {"residual_dtype": "float64"},
+    "capacity": {"capacity": 3.0},
+    "exclude": {"exclude": ["*c"]},
+    "clip": {"clip_norm": 0.7},
+    "momentum": {"momentum_correction": MomentumCorrection(0.9), "exclude": ["*c"]},
+    "nesterov": {"momentum_correction": MomentumCorrection(0.9, nesterov=True, masking=False), "exclude": ["*c"]},
+}
+
+TINY = float(np.finfo(np.float32).tiny)
+
+
+class Collectives:
+    """Horovod's for one worker: what the others send is given."""
+
+    def __init__(self, world: int, position: int) -> None:
+        self.world = world
+        self.position = position
+        self.others: list[Any] = []
+        """Their messages, by bucket: concatenated in rank order."""
+        self.sent: list[Any] = []
+
+    def allgather(self, message: Any, name: str) -> Any:
+        others = self.others[int(name.split(".")[0])] if self.others else tf.zeros([0, 2], tf.int32)
+        before = tf.shape(message)[0] * self.position
+        self.sent.append(message)
+        return tf.concat([others[:before], message, others[before:]], 0)
+
+    def dense(self, tensor: Any, name: str, op: Any, predivide: float) -> Any:
+        return tensor + tensor
+
+
+class Worker:
+    """An engine and the function that runs its steps."""
+
+    def __init__(
+        self, engine: type, compressor: Any, shapes: Mapping[str, Sequence[int]], world: int = 1, position: int = 0
+    ) -> None:
+        self.compressor = compressor
+        self.collectives = Collectives(world, position)
+        self.engine = engine(compressor, self.collectives, world=world, position=position, rank=position)
+        dtype = compressor.residual_dtype or "float32"
+        parameters = [Parameter(name, tuple(shape), dtype, "cpu") for name, shape in shapes.items()]
+        self.dense = [p for p in parameters if compressor.leaves_dense(p.name, p.numel)]
+        self.engine.add_buckets(plan([p for p in parameters if p not in self.dense], compressor))
+        layouts = [Layout((Slot(p.name, 0, p.numel, p.shape),), dtype) for p in self.dense]
+        self.engine.add_dense(layouts, lambda name: None)
+        self.run = tf.function(self._run, autograph=False, reduce_retracing=True)
+
+    def _run(self, gradients: dict[str, Any], others: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+        self.collectives.others, self.collectives.sent = others, []
+        dense = {p.name for p in self.dense}
+        reduced = self.engine.reduce(
+            Step(
+                buckets=self.engine.buckets,
+                gradients={name: gradient for name, gradient in gradients.items() if name not in dense},
+                dense={name: gradient for name, gradient in gradients.items() if name in dense},
+                others={},
+                dtypes={name: gradient.dtype for name, gradient in gradients.items()},
+                rate=tf.constant(np.nan, tf.float64),
+                op=mpi_ops.Average,
+                divisor=float(self.collectives.world),
+                predivide=1.0,
+            )
+        )
+        return reduced, [tf.identity(message) for message in self.collectives.sent]
+
+    def step(
+        self, gradients: Mapping[str, np.ndarray], others: Sequence[np.ndarray] = ()
+    ) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
+        """The reduced gradients and what was sent."""
+        reduced, sent = self.run(
+            {name: tf.constant(gradient) for name, gradient in gradients.items()}, [tf.constant(o) for o in others]
+        )
+        return {name: tensor.numpy() for name, tensor in reduced.items()}, [message.numpy() for message in sent]
+
+    def state(self) -> dict[str, Any]:
+        return self.engine.state_dict()
+
+
+def pair(make: Make, shapes: Mapping[str, Sequence[int]], ratio: float = 0.1, **options: Any) -> tuple[Worker, Worker]:
+    """A worker of each path; `world` and `position` are the workers', everything else the compressor's."""
+    place = {name: options.pop(name) for name in ("world", "position") if name in options}
+    options = {"min_numel": 0, **options}
+    graph = Worker(GraphPipeline, make(ratio, graph=True, **options), shapes, **place)
+    return graph, Worker(HostPipeline, make(ratio, **options), shapes, **place)
+
+
+def same_step(
+    graph: Worker, host: Worker, gradients: Mapping[str, np.ndarray], others: Sequence[np.ndarray] = ()
+) -> dict[str, np.ndarray]:
+    """Both paths' step, which must come to the same; what it reduces to."""
+    (got, sent), (expected, expected_sent) = graph.step(gradients, others), host.step(gradients, others)
+    for mine, one in zip(sent, expected_sent, strict=True):
+        np.testing.assert_array_equal(mine, one, strict=True)
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        np.testing.assert_array_equal(got[name], gradient, strict=True, err_msg=name)
+    assert_same_state(graph.state(), host.state())
+    return got
+
+
+def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    for kind in ("residuals", "velocities"):
+        assert got[kind].keys() == expected[kind].keys()
+        for name, array in expected[kind].items():
+            np.testing.assert_array_equal(got[kind][name], array, strict=True, err_msg=name)
+    assert got["adaptive"].keys() == expected["adaptive"].keys()
+    for name, adaptive in expected["adaptive"].items():
+        # Sums are added up in another order.
+        numbers = got["adaptive"][name]
+        assert numbers.keys() == adaptive.keys()
+        assert all(numbers[n] == (pytest.approx(x) if isinstance(x, float) else x) for n, x in adaptive.items()), name
+
+
+def other_messages(worker: Worker, rng: np.random.Generator) -> list[np.ndarray]:
+    """What the other workers might send."""
+    ops, world = NumpyOps(), worker.collectives.world
+    messages = []
+    for bucket in worker.engine.buckets:
+        numel, room = bucket.layout.numel, bucket.capacity
+        parts = []
+        for _ in range(world - 1):
+            indices = np.sort(rng.permutation(numel)[: rng.integers(0, room + 1)])
+            parts.append(ops.pack(indices, rng.normal(size=indices.size).astype(np.float32), room))
+        messages.append(np.concatenate(parts) if parts else np.zeros((0, 2), np.int32))
+    return messages
+
+
+@for_all
+def test_every_kind_of_gradient_is_reduced_as_by_numpy(make: Make) -> None:
+    """A bucket for each kind; another worker's messages beside the own ones."""
+    rng = np.random.default_rng(0)
+    graph, host = pair(make, dict.fromkeys(KINDS, (2000,)), 0.01, granularity="layer", world=3, position=1)
+    for _ in range(6):
+        same_step(graph, host, {k: gradients(k, 2000, rng) for k in KINDS}, other_messages(graph, rng))
+    mine, others = graph.engine.stats(), host.engine.stats()
+    assert mine.steps == others.steps == 6
+    for got, expected in zip(
+        (*mine.last.buckets, *mine.mean.buckets), (*others.last.buckets, *others.mean.buckets), strict=True
+    ):
+        for name in vars(expected):
+            value = getattr(expected, name)
+            assert getattr(got, name) == (value if name == "name" else pytest.approx(value, nan_ok=True)), name
+
+
+@for_all
+def test_degenerate_gradients_are_reduced_as_by_numpy(make: Make) -> None:
+    """TensorFlow takes denormal numbers for zeros; so does NumPy when TensorFlow calls it."""
+    shapes = {name: gradient.shape for name, gradient in DEGENERATE.items()}
+    graph, host = pair(make, shapes, 0.02, granularity="layer")
+    for step in range(4):
+        scale = np.float32(1.0 if step == 0 else 0.01)
+        given = {name: np.where(np.abs(g * scale) < TINY, 0, g * scale) for name, g in DEGENERATE.items()}
+        same_step(graph, host, given)
+
+
+@for_all
+def test_denormal_entries_count_as_zero(make: Make) -> None:
+    gradient = np.full(50, 1e-40, np.float32)
+    gradient[[3, 9]] = -2.0, 1.0
+    graph, _ = pair(make, {"p": (50,)}, 0.04)
+    reduced = graph.step({"p": gradient})[0]["p"]
+    assert set(np.flatnonzero(np.abs(reduced) > TINY)) <= {3, 9}
+    assert not (np.abs(np.delete(graph.state()["residuals"]["p"], [3, 9])) >= TINY).any()
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("name", ["topk", "sidco-exponential-robust-3", "threshold"])
+def test_every_setting_means_what_it_means_to_numpy(name: str, options: dict[str, Any]) -> None:
+    rng = np.random.default_rng(1)
+    shapes = {"a": (40, 10), "b": (7, 9, 4), "c": (50,)}
+    graph, host = pair(ROWS[name], shapes, 0.02, world=2, **options)
+    for _ in range(5):
+        dtypes = {"a": np.float32, "b": np.float16, "c": np.float64}
+        given = {n: rng.laplace(size=shape).astype(dtypes[n]) for n, shape in shapes.items()}
+        same_step(graph, host, given, other_messages(graph, rng))
+
+
+@functools.cache
+def kept_pair(name: str, size: int, ratio: float, dtype: str) -> tuple[Worker, Worker]:
+    """Made once: tracing takes longer than a step."""
+    return pair(ROWS[name], {"p": (size,)}, ratio, residual_dtype=dtype)
+
+
+# Far enough from denormal numbers that no difference of two is one.
+FINITE = st.floats(-(2.0**100), 2.0**100, width=32).map(lambda x: 0.0 if abs(x) < 2.0**-60 else x)
+
+
+@pytest.mark.parametrize("name", ROWS)
+@given(data=st.data())
+@settings(max_examples=15, deadline=None)
+def test_whatever_the_gradient_it_is_reduced_as_by_numpy(name: str, data: st.DataObject) -> None:
+    size, ratio, dtype = data.draw(
+        st.sampled_from([(1, 1.0, "float32"), (7, 0.5, "float64"), (60, 0.1, "float32"), (200, 0.01, "float32")])
+    )
+    graph, host = kept_pair(name, size, ratio, dtype)
+    for worker in (graph, host):
+        worker.engine.reset()
+    for gradient in data.draw(st.lists(npst.arrays(np.float32, size, elements=FINITE), min_size=1, max_size=3)):
+        same_step(graph, host, {"p": gradient})
+
+
+def test_what_has_no_room_waits() -> None:
+    graph, host = pair(lambda ratio, **options: Threshold(0.5, ratio=ratio, **options), {"p": (100,)}, 0.05)
+    gradient = np.arange(100, dtype=np.float32)
+    sent = same_step(graph, host, {"p": gradient})["p"]
+    assert np.flatnonzero(sent).tolist() == list(range(90, 100))
+    assert graph.engine.stats().last.total.overflow == 89
+
+
+# --- state ---
+
+
+@pytest.mark.parametrize("name", ["topk", "sidco-gpareto-robust-3", "gaussiank"])
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_state_continues_in_either_path(name: str, swap: bool) -> None:
+    rng = np.random.default_rng(2)
+    options = {"momentum_correction": MomentumCorrection(0.5), "exclude": ["*c"]}
+    shapes = {"a": (30, 20), "b": (400,), "c": (20,)}
+    draw = lambda: {n: gradients("student", int(np.prod(s)), rng).reshape(s) for n, s in shapes.items()}  # noqa: E731
+    first, second = pair(ROWS[name], shapes, granularity="layer", **options)[:: -1 if swap else 1]
+    for _ in range(4):
+        first.step(draw())
+    state = first.state()
+    second.engine.load_state_dict(state)
+    assert_same_state(second.state(), state)
+    for _ in range(3):
+        given = draw()
+        expected, got = first.step(given)[0], second.step(given)[0]
+        for n, reduced in expected.items():
+            np.testing.assert_array_equal(got[n], reduced)
+        assert_same_state(second.state(), first.state())
+    second.engine.rescale(2.0)
+    for n, residual in second.state()["residuals"].items():
+        np.testing.assert_array_equal(residual, first.state()["residuals"][n] * 2)
+    second.engine.reset()
+    fresh = pair(ROWS[name], shapes, granularity="layer", **options)[0]
+    assert_same_state(second.state(), fresh.state())
+    assert second.engine.stats().steps == 0
+
+
+def test_the_state_of_another_algorithm_is_refused() -> None:
+    graph, _ = pair(TopK, {"p": (100,)})
+    other, _ = pair(GaussianK, {"p": (100,)})
+    with pytest.raises(ValueError, match="another algorithm saved it"):
+        graph.engine.load_state_dict(other.state())
+
+
+def test_a_copy_of_the_state_shares_no_memory() -> None:
+    graph, _ = pair(TopK, {"p": (100,)})
+    before = graph.state()["residuals"]["p"]
+    graph.step({"p": np.arange(100, dtype=np.float32)})
+    assert not before.any()
+
+
+# --- gradients that are not finite ---
+
+
+@for_all
+@pytest.mark.parametrize("not_finite", ["raise", "propagate"])
+def test_a_step_with_a_bad_gradient_fails_as_a_whole(make: Make, not_finite: str) -> None:
+    rng = np.random.default_rng(3)
+    shapes = {"good": (300,), "bad": (200,)}
+    graph, host = pair(make, shapes, granularity="layer", not_finite=not_finite, world=2)
+
+    def draw() -> dict[str, np.ndarray]:
+        return {name: gradients("laplace", *shape, rng) for name, shape in shapes.items()}
+
+    same_step(graph, host, draw(), other_messages(graph, rng))
+    kept, poisoned = graph.state()["residuals"], draw()
+    poisoned["bad"][17] = np.inf
+    if not_finite == "propagate":
+        reduced = same_step(graph, host, poisoned, other_messages(graph, rng))
+        assert np.isnan(reduced["bad"]).all() and np.isfinite(reduced["good"]).all()
+    else:
+        others = other_messages(graph, rng)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="rank 0: the gradient of parameter bad holds NaN"):
+            graph.step(poisoned, others)
+        with pytest.raises(Exception, match="parameter 'bad' holds NaN"):
+            host.step(poisoned, others)
+        assert_same_state(graph.state(), host.state())
+    after = graph.state()["residuals"]
+    np.testing.assert_array_equal(after["bad"], kept["bad"])
+    np.testing.assert_array_equal(after["good"], kept["good"] + poisoned["good"])
+    same_step(graph, host, draw(), other_messages(graph, rng))
+
+
+def test_a_bad_gradient_of_another_rank_or_of_a_dense_parameter_fails_the_step_too() -> None:
+    rng = np.random.default_rng(4)
+    graph, host = pair(
+        TopK, {"p": (300,), "q": (10,)}, exclude=["q"], world=2, momentum_correction=MomentumCorrection()
+    )
+
+    def draw() -> dict[str, np.ndarray]:
+        return {"p": gradients("laplace", 300, rng), "q": gradients("laplace", 10, rng)}
+
+    same_step(graph, host, draw(), other_messages(graph, rng))
+    given, others = draw(), other_messages(graph, rng)
+    others[0][:] = PADDING, 0
+    others[0][0, 0] = NOT_FINITE
+    cause = "some parameter in bucket .?p.? of another rank"
+    for poisoned, expected in ((given, cause), ({**given, "q": given["q"] * np.float32(np.nan)}, "parameter .?q.?")):
+        for worker in (graph, host):
+            with pytest.raises(Exception, match=f"{expected}.* holds NaN"):
+                worker.step(poisoned, others if poisoned is given else other_messages(graph, np.random.default_rng(5)))
+        assert_same_state(graph.state(), host.state())
+    same_step(graph, host, draw(), other_messages(graph, rng))
+
+
+@pytest.mark.parametrize("index", [300, 2**31 - 1])
+def test_messages_of_another_model_are_refused(index: int) -> None:
+    graph, _ = pair(TopK, {"p": (300,)}, world=2)
+    others = other_messages(graph, np.random.default_rng(0))
+    others[0][0, 0] = index
+    with pytest.raises(tf.errors.InvalidArgumentError, match="holds an index beyond its 300 entries"):
+        graph.step({"p": np.ones(300, np.float32)}, others)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must have 60 rows together"):
+        graph.step({"p": np.ones(300, np.float32)}, [others[0][:-1]])
+
+
+# --- what cannot be done is refused when it is asked for ---
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "graph": (lambda: TopK(0.1, graph=1), "graph must be True or False, got 1"),
+    "union": (lambda: TopK(0.1, union=True, graph=True), "union must not be True"),
+    "micro": (lambda: MiCRO(0.1, graph=True), "compression must not be 'MiCRO'"),
+    "randomk": (lambda: RandomK(0.1, graph=True), "compression must not be 'RandomK'"),
+    "randomblock": (lambda: RandomBlock(0.1, graph=True), "compression must not be 'RandomBlock'"),
+    "dgc": (lambda: DGC(0.1, graph=True), "compression must not be 'DGC'"),
+    "auto": (lambda: SIDCo(0.1, graph=True), "stages must not be 'auto'.*use stages=3"),
+    "gamma": (lambda: SIDCo(0.1, stages=3, distribution="gamma", graph=True), "distribution must not be 'gamma'"),
+    "schedule": (lambda: TopK(warmup(0.1, end=0.01, steps=5), graph=True), "ratio must not be .*use a number"),
+    "dense-steps": (lambda: TopK(0.1, dense_steps=2, graph=True), "dense_steps must not be 2"),
+    "learning-rate": (lambda: TopK(0.1, lr_in_residual=True, graph=True), "lr_in_residual must not be True"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_refusals(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_a_selection_of_the_users_own_is_refused() -> None:
+    class Own(TopK):
+        def select(self, *args: Any) -> Any:
+            return super().select(*args)
+
+    with pytest.raises(ValueError, match="compression must not be 'Own'"):
+        Own(0.1, graph=True)
+
+
+def test_ranks_compare_the_path() -> None:
+    assert TopK(0.1, graph=True).settings()["graph"] is True
+    assert "graph=False" in repr(TopK(0.1))
+
+
+# --- TensorFlow operations alone ---
+
+
+def operations(graph: Any) -> set[str]:
+    """The types of all operations of a function and of those that it calls."""
+    definition = graph.as_graph_def(add_shapes=False)
+    functions = definition.library.function
+    return {node.op for node in definition.node} | {node.op for f in functions for node in f.node_def}
+
+
+PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc", "NumpyFunction"}
+
+
+@for_all
+def test_no_graph_calls_python(make: Make) -> None:
+    graph, host = pair(make, {"p": (300,), "q": (20,)}, exclude=["q"], clip_norm=1.0)
+    given = {"p": tf.zeros(300), "q": tf.zeros(20)}
+    assert not operations(graph.run.get_concrete_function(given, []).graph) & PYTHON
+    assert operations(host.run.get_concrete_function(given, []).graph) & PYTHON
+    compress = tf.function(lambda x: graph.compressor.compress(x)[0])
+    with pytest.warns(UserWarning, match="sent dense"):
+        assert not operations(compress.get_concrete_function(tf.zeros(500)).graph) & PYTHON
+
+
+@for_all
+@pytest.mark.filterwarnings("ignore:.*sent dense")
+def test_compress_selects_what_numpy_does(make: Make) -> None:
+    graph, host = make(0.1, graph=True, min_numel=5), make(0.1, min_numel=5)
+    rng = np.random.default_rng(5)
+    for dtype in ("float32", "float64", "float16", "bfloat16"):
+        tensor = tf.cast(tf.constant(rng.laplace(size=(20, 30))), dtype)
+        got, context = graph.compress(tensor)
+        assert context is None and got.dtype == dtype and got.shape == (20, 30)
+        np.testing.assert_array_equal(got.numpy(), host.compress(tensor)[0].numpy())
+    for left in (tf.constant([1.0, np.nan] * 10), tf.ones(4), tf.range(20)):
+        np.testing.assert_array_equal(graph.compress(left)[0].numpy(), left.numpy())
+
+
+@pytest.mark.filterwarnings("ignore:.*sent dense")
+def test_compress_needs_a_known_shape() -> None:
+    function = tf.function(lambda x: TopK(0.1, graph=True).compress(x)[0], input_signature=[tf.TensorSpec([None])])
+    with pytest.raises(ValueError, match="tensor must have a known shape"):
+        function(tf.zeros(500))
+
+
+def test_gradients_may_be_jitted_and_then_reduced() -> None:
+    graph, host = pair(ROWS["sidco-exponential-robust-3"], {"p": (400,)})
+    gradient = tf.function(lambda x: x * tf.abs(x), jit_compile=True)
+    reduce = tf.function(lambda x: graph.run({"p": gradient(x)}, [])[0]["p"])
+    given = gradients("laplace", 400, np.random.default_rng(6))
+    expected = host.step({"p": gradient(tf.constant(given)).numpy()})[0]["p"]
+    np.testing.assert_array_equal(reduce(tf.constant(given)).numpy(), expected)
