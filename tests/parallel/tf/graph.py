@@ -12,7 +12,7 @@ from horovod_sparse.tensorflow import GaussianK, NoOp, RedSync, SIDCo, Threshold
 
 from ..scenario import TF_2, TF_4, scenario
 from .common import MakeCompression, assert_identical, everyone, normals, raised, reduce, variables
-from .tape import SETTINGS, SHAPES, oracle, reduce_tensors
+from .tape import SETTINGS, SHAPES, gradients_of, graph_reducer, oracle, tensors
 
 COMPRESSORS: dict[str, MakeCompression] = {
     "NoOp": NoOp,
@@ -34,14 +34,14 @@ def the_graph_gives_what_numpy_gives(make: MakeCompression) -> None:
     compression = make(graph=True, **SETTINGS)
     expect = oracle(compression)
     weights = variables(SHAPES)
-    graph = tf.function(lambda gradients: reduce_tensors(compression, weights, gradients))
+    graph = graph_reducer(compression, weights)
     for step in range(6):
-        gradients = {name: normals(shape, step=step, rank=hvd.rank()) for name, shape in SHAPES.items()}
+        gradients = gradients_of(step)
         expected = expect(gradients)
         if step % 2:
             got = reduce(compression, weights, gradients)
         else:
-            got = {n: t.numpy() for n, t in graph({n: tf.constant(g) for n, g in gradients.items()}).items()}
+            got = {n: t.numpy() for n, t in graph(tensors(gradients)).items()}
         for name in SHAPES:
             np.testing.assert_array_equal(got[name], expected[name], err_msg=f"step {step}, {name}")
         assert_identical(list(got.values()))
