@@ -46,9 +46,14 @@ class Launch:
     framework: str = "torch"
     """Whose scenarios are run; every process has one framework only, since each brings a Horovod of its own."""
 
+    process_sets: bool = True
+    """Whether process sets can be added and removed: Horovod then has one more blocking collective in every cycle, which on
+    few cores sometimes makes steps take a second."""
+
     def __str__(self) -> str:
         other = "" if self.framework == "torch" else f"{self.framework}-"
-        return f"{other}{self.launcher}-{self.ranks}"
+        sets = "-sets" if self.process_sets and other else ""
+        return f"{other}{self.launcher}-{self.ranks}{sets}"
 
     def _command(self) -> list[str]:
         if self.launcher == "plain":
@@ -68,7 +73,7 @@ class Launch:
             "TF_NUM_INTRAOP_THREADS": "1",
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "HOROVOD_CYCLE_TIME": "1",
-            "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+            "HOROVOD_DYNAMIC_PROCESS_SETS": str(int(self.process_sets)),
             "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",
             # A hang says which rank waits for which tensor, and then ends with an error on all ranks.
             "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",

@@ -13,8 +13,11 @@ MPI_2, MPI_4, MPI_5, GLOO_2 = Launch("mpirun", 2), Launch("mpirun", 4), Launch("
 EVERYWHERE = (MPI_2, MPI_4, GLOO_2)
 MPI = (MPI_2, MPI_4)
 PAIR = (MPI_2, GLOO_2)
-TF_2, TF_4 = Launch("mpirun", 2, "tensorflow"), Launch("mpirun", 4, "tensorflow")
-TF_GLOO_2 = Launch("horovodrun", 2, "tensorflow")
+TF_2, TF_4, TF_GLOO_2 = (
+    Launch(launcher, ranks, "tensorflow", process_sets=False)
+    for launcher, ranks in (("mpirun", 2), ("mpirun", 4), ("horovodrun", 2))
+)
+TF_SETS_4 = Launch("mpirun", 4, "tensorflow")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import horovod_sparse.tensorflow as ours
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.tensorflow import DGC, MomentumCorrection, NoOp, SIDCo, TopK
 
-from ..scenario import TF_2, TF_4, TF_GLOO_2, scenario
+from ..scenario import TF_2, TF_4, TF_GLOO_2, TF_SETS_4, scenario
 from .common import COMPRESSORS, MakeCompression, assert_identical, everyone, normals, raised
 
 BATCH = 8
@@ -294,7 +294,7 @@ def local_variables_keep_their_own_gradients(scale: bool) -> None:
     assert_identical([shared])
 
 
-@scenario(TF_4, cases={"none": (lambda: hvd.Compression.none,), "TopK": (lambda: TopK(0.01),)})
+@scenario(TF_SETS_4, cases={"none": (lambda: hvd.Compression.none,), "TopK": (lambda: TopK(0.01),)})
 def keras_in_process_sets(make: MakeCompression) -> None:
     pairs = [hvd.add_process_set([0, 1]), hvd.add_process_set([2, 3])]
     mine = pairs[hvd.rank() // 2]

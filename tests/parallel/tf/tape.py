@@ -17,7 +17,7 @@ import horovod_sparse.numpy as reference
 from horovod_sparse.numpy import SparseAllreduce
 from horovod_sparse.tensorflow import DGC, MomentumCorrection, NoOp, RandomBlock, SIDCo, TopK, warmup
 
-from ..scenario import TF_2, TF_4, TF_GLOO_2, scenario
+from ..scenario import TF_2, TF_4, TF_GLOO_2, TF_SETS_4, scenario
 from .common import COMPRESSORS, MakeCompression, assert_identical, everyone, normals, raised, reduce, variables
 
 SHAPES = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
@@ -112,7 +112,7 @@ def other_types_are_kept(dtype: Any) -> None:
     assert compression.residual_bytes == width * sum(int(np.prod(SHAPES[n])) for n in ("first", "second", "third"))
 
 
-@scenario(TF_4)
+@scenario(TF_SETS_4)
 def a_process_set_reduces_for_itself() -> None:
     even = hvd.add_process_set([0, 2])
     try:
