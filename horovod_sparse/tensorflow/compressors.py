@@ -58,8 +58,8 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
             selectors.check(self)
         if not tf.executing_eagerly():
             raise RuntimeError(
-                f"{type(self).__name__} must not be made inside of a function that is being traced: every trace would begin with "
-                "an empty residual; make it once, outside"
+                f"{type(self).__name__} must not be made inside of a function that is being traced: every trace would begin "
+                "with an empty residual; make it once, outside"
             )
 
     def __getstate__(self) -> dict[str, Any]:
