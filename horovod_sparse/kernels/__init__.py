@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,9 @@ from numpy.typing import NDArray
 
 from horovod_sparse.ops import Sums
 
+_native: Any
 try:
-    from horovod_sparse.kernels import _native
+    _native = import_module("horovod_sparse.kernels._native")
 except ImportError:
     _native = None
 
@@ -36,7 +38,7 @@ class Memory(NamedTuple):
     address: int
     dtype: str
     """"float32" or "float64", gradients also "bfloat16" or "float16"."""
-    count: int
+    numel: int
 
 
 def memory_of(array: NDArray[Any]) -> Memory:
@@ -52,10 +54,8 @@ def supports(dtype: str) -> bool:
 def accumulate(residual: Memory, gradient: Memory, cut: float, threads: int) -> Sums:
     """residual += gradient where that is finite; sums of the new residual."""
     sums = _native.ffi.new("hs_sums *")
-    _native.lib.hs_accumulate(
-        *_mutable(residual), *_constant(gradient), residual.count, _bound(cut), threads, sums
-    )
-    return _sums(sums, cut)
+    _native.lib.hs_accumulate(*_mutable(residual), *_constant(gradient), residual.numel, _bound(cut), threads, sums)
+    return _sums(sums)
 
 
 def accumulate_velocity(
@@ -67,55 +67,53 @@ def accumulate_velocity(
         _pointer(residual),
         *_mutable(velocity),
         *_constant(gradient),
-        residual.count,
+        residual.numel,
         momentum,
         nesterov,
         _bound(cut),
         threads,
         sums,
     )
-    return _sums(sums, cut)
+    return _sums(sums)
 
 
 def measure(x: Memory, cut: float, with_logs: bool, threads: int) -> Sums:
     """Sums of x."""
     sums = _native.ffi.new("hs_sums *")
-    _native.lib.hs_measure(*_mutable(x), x.count, _bound(cut), with_logs, threads, sums)
-    return _sums(sums, cut)
+    _native.lib.hs_measure(*_mutable(x), x.numel, _bound(cut), with_logs, threads, sums)
+    return _sums(sums, with_logs)
 
 
 def counts(x: Memory, thresholds: list[float], threads: int) -> list[int]:
     """How many entries are above each threshold; at most 16 thresholds."""
     found = _native.ffi.new("int64_t[]", len(thresholds))
-    _native.lib.hs_counts(*_mutable(x), x.count, thresholds, len(thresholds), threads, found)
+    _native.lib.hs_counts(*_mutable(x), x.numel, thresholds, len(thresholds), threads, found)
     return list(found)
 
 
 def all_finite(x: Memory, threads: int) -> bool:
     """Whether all entries are finite."""
-    return bool(_native.lib.hs_all_finite(*_mutable(x), x.count, threads))
+    return bool(_native.lib.hs_all_finite(*_mutable(x), x.numel, threads))
 
 
 def select_above(x: Memory, threshold: float, capacity: int, threads: int) -> tuple[NDArray[np.int64], int]:
     """Indices of the first `capacity` entries above the threshold, and how many are above it."""
     indices = np.empty(capacity, np.int64)
     pointer = _native.ffi.cast("int64_t *", _native.ffi.from_buffer(indices))
-    found = int(_native.lib.hs_select_above(*_mutable(x), x.count, threshold, pointer, capacity, threads))
+    found = int(_native.lib.hs_select_above(*_mutable(x), x.numel, threshold, pointer, capacity, threads))
     return indices[: min(found, capacity)], found
 
 
 def take(x: Memory, indices: Memory, values: Memory) -> None:
     """values = x[indices] rounded to float32, which is subtracted there. Indices are in range."""
     lib, cast = _native.lib, _native.ffi.cast
-    lib.hs_take(*_mutable(x), cast("int64_t *", indices.address), indices.count, cast("float *", values.address))
+    lib.hs_take(*_mutable(x), cast("int64_t *", indices.address), indices.numel, cast("float *", values.address))
 
 
 def scatter_add(target: Memory, indices: Memory, values: Memory) -> bool:
     """target[indices] += values; False, and nothing is changed, if an index is out of range."""
     pointer = _native.ffi.cast("int64_t *", indices.address)
-    return bool(
-        _native.lib.hs_scatter_add(*_mutable(target), target.count, pointer, *_constant(values), indices.count)
-    )
+    return bool(_native.lib.hs_scatter_add(*_mutable(target), target.numel, pointer, *_constant(values), indices.numel))
 
 
 def _pointer(memory: Memory) -> Any:
@@ -133,16 +131,15 @@ def _bound(cut: float) -> float:
     return math.inf if math.isnan(cut) else cut
 
 
-def _sums(sums: Any, cut: float) -> Sums:
+def _sums(sums: Any, with_logs: bool = False) -> Sums:
     return Sums(
         count=sums.count,
         total=sums.total,
         squares=sums.squares,
         largest=sums.largest,
-        cut=cut,
         tail_count=sums.tail_count,
         tail_total=sums.tail_total,
         tail_squares=sums.tail_squares,
-        tail_logs=sums.tail_logs,
+        tail_logs=sums.tail_logs if with_logs else math.nan,
         not_finite=sums.not_finite,
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.ops import Moments, Selection
+from horovod_sparse.ops import Moments, Selection, Sums
 from horovod_sparse.wire import NOT_FINITE, PADDING
 
 Array = NDArray[Any]
@@ -21,6 +22,45 @@ class NumpyOps:
 
     def accumulate(self, residual: Array, gradient: Array) -> None:
         residual += gradient.reshape(-1)
+
+    def absorb(self, residual: Array, gradient: Array, cut: float | None) -> Sums:
+        finite = np.isfinite(gradient)
+        residual += np.where(finite, gradient, 0).reshape(-1)
+        sums = Sums() if cut is None else self.measure(residual, cut)
+        return replace(sums, not_finite=int(finite.size - np.count_nonzero(finite)))
+
+    def absorb_velocity(
+        self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, cut: float | None
+    ) -> Sums:
+        finite = np.isfinite(gradient)
+        added = np.where(finite, gradient, 0).reshape(-1)
+        if nesterov:
+            velocity += added
+            residual += added
+            velocity *= momentum
+        else:
+            velocity *= momentum
+            velocity += added
+        residual += velocity
+        sums = Sums() if cut is None else self.measure(residual, cut)
+        return replace(sums, not_finite=int(finite.size - np.count_nonzero(finite)))
+
+    def measure(self, x: Array, cut: float) -> Sums:
+        magnitudes = np.abs(x).astype(np.float64)
+        limit = np.float64(_limit(x, cut))
+        excesses = magnitudes[magnitudes > limit] - limit
+        return Sums(
+            count=int(np.count_nonzero(magnitudes)),
+            total=float(magnitudes.sum()),
+            squares=float(magnitudes @ magnitudes),
+            largest=float(magnitudes.max(initial=0.0)),
+            tail_count=excesses.size,
+            tail_total=float(excesses.sum()),
+            tail_squares=float(excesses @ excesses),
+        )
+
+    def counts(self, x: Array, thresholds: list[float]) -> list[int]:
+        return [int(np.count_nonzero(np.abs(x) > _limit(x, threshold))) for threshold in thresholds]
 
     def assign(self, residual: Array, gradient: Array) -> None:
         residual[:] = gradient.reshape(-1)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_sparse.ops import Moments, Selection
+from horovod_sparse.ops import Moments, Selection, Sums
 from horovod_sparse.wire import NOT_FINITE, PADDING
 
 # 64 Ki float64 are 512 KiB: within a core's second-level cache. GPUs have none worth chunking for.
@@ -31,6 +32,58 @@ class TorchOps:
     def accumulate(self, residual: Tensor, gradient: Tensor) -> None:
         residual.view(gradient.shape).add_(gradient)
 
+    def absorb(self, residual: Tensor, gradient: Tensor, cut: float | None) -> Sums:
+        gradient, not_finite = self._finite(gradient)
+        self.accumulate(residual, gradient)
+        return replace(Sums() if cut is None else self.measure(residual, cut), not_finite=not_finite)
+
+    def absorb_velocity(
+        self, residual: Tensor, velocity: Tensor, gradient: Tensor, momentum: float, nesterov: bool, cut: float | None
+    ) -> Sums:
+        gradient, not_finite = self._finite(gradient)
+        if nesterov:
+            self.accumulate(velocity, gradient)
+            self.accumulate(residual, gradient)
+            velocity.mul_(momentum)
+        else:
+            velocity.mul_(momentum)
+            self.accumulate(velocity, gradient)
+        residual.add_(velocity)
+        return replace(Sums() if cut is None else self.measure(residual, cut), not_finite=not_finite)
+
+    def _finite(self, gradient: Tensor) -> tuple[Tensor, int]:
+        """The gradient with zeros for what is not finite, and how much that is."""
+        if self.all_finite(gradient):
+            return gradient, 0
+        finite = torch.isfinite(gradient)
+        return torch.where(finite, gradient, 0.0), int(torch.count_nonzero(~finite))
+
+    def measure(self, x: Tensor, cut: float) -> Sums:
+        limit = _limit(x, cut)
+        sums = Sums(tail_logs=0.0)
+        for chunk in _chunks(x):
+            magnitudes = chunk.abs().double()
+            excesses = (magnitudes - limit).clamp_(min=0.0) if limit < math.inf else magnitudes[:0]
+            sums += Sums(
+                count=int(torch.count_nonzero(magnitudes)),
+                total=magnitudes.sum().item(),
+                squares=torch.dot(magnitudes, magnitudes).item(),
+                largest=magnitudes.max().item(),
+                tail_count=int(torch.count_nonzero(excesses)),
+                tail_total=excesses.sum().item(),
+                tail_squares=torch.dot(excesses, excesses).item(),
+                tail_logs=0.0,
+            )
+        return replace(sums, tail_logs=math.nan)
+
+    def counts(self, x: Tensor, thresholds: list[float]) -> list[int]:
+        limits = [_limit(x, threshold) for threshold in thresholds]
+        found = [0] * len(limits)
+        for chunk in _chunks(x):
+            magnitudes = chunk.abs()
+            found = [n + int(torch.count_nonzero(magnitudes > t)) for n, t in zip(found, limits, strict=True)]
+        return found
+
     def assign(self, residual: Tensor, gradient: Tensor) -> None:
         residual.view(gradient.shape).copy_(torch.as_tensor(gradient))
 
@@ -42,7 +95,7 @@ class TorchOps:
         return math.isfinite(array.sum().item()) or bool(torch.isfinite(array).all())
 
     def moments(self, x: Tensor, threshold: float, *, with_log: bool = False) -> Moments:
-        limit = torch.tensor(threshold, dtype=x.dtype).item()
+        limit = _limit(x, threshold)
         count, total, squares, logs = 0, 0.0, 0.0, 0.0
         for chunk in _chunks(x):
             excesses = chunk.abs().double().sub_(limit).clamp_(min=0.0)
@@ -69,7 +122,7 @@ class TorchOps:
         return math.sqrt(math.fsum(torch.dot(wide, wide).item() for wide in (chunk.double() for chunk in _chunks(x))))
 
     def select_above(self, x: Tensor, threshold: float, capacity: int) -> Selection:
-        limit = torch.tensor(threshold, dtype=x.dtype).item()
+        limit = _limit(x, threshold)
         found: list[Tensor] = []
         for start, chunk in zip(range(0, x.numel(), _chunk_size(x)), _chunks(x), strict=True):
             found.append((chunk.abs() > limit).nonzero().view(-1).add_(start))
@@ -149,6 +202,11 @@ class TorchOps:
 
     def scatter_add(self, target: Tensor, indices: Tensor, values: Tensor) -> None:
         target.index_add_(0, indices, values.to(target.dtype))
+
+
+def _limit(x: Tensor, threshold: float) -> float:
+    """The threshold in the precision of the comparison."""
+    return float(torch.tensor(threshold, dtype=x.dtype).item())
 
 
 def _empty_message(capacity: int, device: torch.device) -> Tensor:
