@@ -68,7 +68,7 @@ def test_a_state_is_a_copy(backend: Backend) -> None:
             r"of another shape \(got, expected\): {'head': \(\(77,\), \(7, 11\)\)}",
         ),
         (lambda state: state["adaptive"].pop("head"), r"state\['adaptive'\] must name the same parameters"),
-        (lambda state: state.update(version=1), "state must have version 2, got 1"),
+        (lambda state: state.update(version=1), "state must have version 3, got 1"),
         (
             lambda state: state["adaptive"].update(head={}),
             "adaptive state must be like .*another algorithm",
