@@ -21,6 +21,7 @@ from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops import Ops
 from horovod_sparse.pipeline import Pipeline
@@ -51,6 +52,7 @@ def _host_pipeline(ops: Ops, compressor: Compressor, **where: int) -> HostPipeli
 
 BACKENDS = [
     Backend("numpy", NumpyOps(), np.array, np.asarray),
+    Backend("compiled", host_ops(2), np.array, np.asarray),
     Backend("torch", TorchOps(), lambda array: torch.from_numpy(np.array(array)), lambda tensor: tensor.numpy()),
     # Gradients and messages are the memory of tensors, which must not be written to, residuals that of variables.
     Backend("tensorflow", NumpyOps(), _memory_of_tensor, np.asarray, _host_pipeline),

@@ -89,9 +89,9 @@ def test_norms(backend: Backend, x: np.ndarray) -> None:
 
 
 @on_every_backend
-@given(x=npst.arrays(np.float64, 20, elements=st.floats(-1e300, 1e300)), count=st.integers(0, 20))
+@given(x=npst.arrays(np.float64, 20, elements=st.floats(-1e47, 1e47)), count=st.integers(0, 20))
 def test_take_splits_float64_exactly(backend: Backend, x: np.ndarray, count: int) -> None:
-    """What float32 cannot carry stays behind, also what is beyond its range."""
+    """What float32 cannot carry stays behind, also what is beyond its range. (From 2^157 on the rest has too many digits.)"""
     kept, indices = backend.array(x), np.arange(count)
     values = backend.numpy(backend.ops.take(kept, backend.array(indices)))
     assert values.dtype == np.float32 and np.isfinite(values).all()

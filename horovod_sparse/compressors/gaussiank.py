@@ -79,9 +79,7 @@ class GaussianK(Compressor):
         else:
             selection = None
         if selection is None or abs(selection.found - k) > TOLERANCE * k:
-            threshold = search_threshold(
-                ops, x, k, TOLERANCE, not_zero=sums.count, largest=sums.largest, start=start
-            )
+            threshold = search_threshold(ops, x, k, TOLERANCE, not_zero=sums.count, largest=sums.largest, start=start)
             state.factor = threshold / fitted if threshold > 0.0 < fitted else 1.0
             state.threshold = below_largest(sums.largest, threshold)
             selection = ops.select_above(x, state.threshold, capacity)

@@ -85,6 +85,8 @@ INLINE Bits<T> magnitude_bits(Vector<T> x) {
 template <class T>
 INLINE typename Type<T>::Bit limit_bits(double threshold) {
     if (threshold < 0) return -1;
+    // Also for a negative zero, whose bits are no magnitude's.
+    if (threshold == 0) return 0;
     T limit = static_cast<T>(threshold);
     if (threshold > std::numeric_limits<T>::max()) limit = std::numeric_limits<T>::infinity();
     typename Type<T>::Bit bits;

@@ -232,9 +232,7 @@ def _sidco(compressor: sidco.SIDCo, x: Tensor, k: int, capacity: int, saved: Map
     return Chosen(chosen.indices, chosen.found, limit, {"aim": aim, "cut": cut})
 
 
-def _estimate(
-    compressor: sidco.SIDCo, x: Tensor, aim: Tensor, whole: Moments, cut: Tensor
-) -> tuple[Tensor, Tensor]:
+def _estimate(compressor: sidco.SIDCo, x: Tensor, aim: Tensor, whole: Moments, cut: Tensor) -> Any:
     """The fitted threshold, and the next step's cut, as in `SIDCo.select`."""
     assert compressor.stages != "auto"
     stages, ratio = compressor.stages, aim / whole.count
@@ -270,7 +268,7 @@ def _estimate(
         done = tf.while_loop(lambda remaining, _, __, ___, left: left & (remaining > 0.0), stage, begin)
         return done[2], done[3] if compressor.adapt == "robust" else no_cut
 
-    def all_stages() -> tuple[Tensor, Tensor]:
+    def all_stages() -> Any:
         return tf.cond(ratio >= sidco.FIRST_RATIO, lambda: (fit(whole, ratio), no_cut), peaks_over_threshold)
 
     if compressor.adapt == "paper":
@@ -300,6 +298,8 @@ def _gaussiank(
 
     limit, factor = tf.cond(few, lambda: (_number(0.0), saved["factor"]), fitted)
     chosen = select_above(x, limit, capacity)
+    if compressor.refine == "paper":
+        return Chosen(chosen.indices, chosen.found, limit)
     recentred = factor * (tf.maximum(chosen.found, 1.0) / k) ** gaussiank.RECENTRE
     return Chosen(chosen.indices, chosen.found, limit, {"factor": tf.where(few, factor, recentred)})
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from horovod_sparse import kernels
 from horovod_sparse.ops import Moments, Selection, Sums
 from horovod_sparse.wire import NOT_FINITE, PADDING
 
@@ -33,6 +34,10 @@ class TorchOps:
         residual.view(gradient.shape).add_(gradient)
 
     def absorb(self, residual: Tensor, gradient: Tensor, cut: float | None) -> Sums:
+        if _compiled(residual, gradient):
+            flat = gradient.contiguous()
+            bound = math.inf if cut is None else cut
+            return kernels.accumulate(_memory(residual), _memory(flat), bound, torch.get_num_threads())
         gradient, not_finite = self._finite(gradient)
         self.accumulate(residual, gradient)
         return replace(Sums() if cut is None else self.measure(residual, cut), not_finite=not_finite)
@@ -40,6 +45,11 @@ class TorchOps:
     def absorb_velocity(
         self, residual: Tensor, velocity: Tensor, gradient: Tensor, momentum: float, nesterov: bool, cut: float | None
     ) -> Sums:
+        if _compiled(residual, gradient):
+            flat = gradient.contiguous()
+            memories = _memory(residual), _memory(velocity), _memory(flat)
+            bound = math.inf if cut is None else cut
+            return kernels.accumulate_velocity(*memories, momentum, nesterov, bound, torch.get_num_threads())
         gradient, not_finite = self._finite(gradient)
         if nesterov:
             self.accumulate(velocity, gradient)
@@ -59,6 +69,9 @@ class TorchOps:
         return torch.where(finite, gradient, 0.0), int(torch.count_nonzero(~finite))
 
     def measure(self, x: Tensor, cut: float) -> Sums:
+        if _compiled(x):
+            x = x.contiguous()
+            return kernels.measure(_memory(x), cut, False, torch.get_num_threads())
         limit = _limit(x, cut)
         sums = Sums(tail_logs=0.0)
         for chunk in _chunks(x):
@@ -77,6 +90,9 @@ class TorchOps:
         return replace(sums, tail_logs=math.nan)
 
     def counts(self, x: Tensor, thresholds: list[float]) -> list[int]:
+        if _compiled(x):
+            x = x.contiguous()
+            return kernels.counts(_memory(x), thresholds, torch.get_num_threads())
         limits = [_limit(x, threshold) for threshold in thresholds]
         found = [0] * len(limits)
         for chunk in _chunks(x):
@@ -91,10 +107,16 @@ class TorchOps:
         return array.clone()
 
     def all_finite(self, array: Tensor) -> bool:
+        if _compiled(array):
+            array = array.contiguous()
+            return kernels.all_finite(_memory(array), torch.get_num_threads())
         # A sum is not finite when an entry is not, and is read at memory speed; finite entries may still overflow it.
         return math.isfinite(array.sum().item()) or bool(torch.isfinite(array).all())
 
     def moments(self, x: Tensor, threshold: float, *, with_log: bool = False) -> Moments:
+        if _compiled(x):
+            x = x.contiguous()
+            return kernels.measure(_memory(x), threshold, with_log, torch.get_num_threads()).tail
         limit = _limit(x, threshold)
         count, total, squares, logs = 0, 0.0, 0.0, 0.0
         for chunk in _chunks(x):
@@ -113,15 +135,21 @@ class TorchOps:
         return Moments(count, mean, variance, logs / count if with_log else math.nan)
 
     def max_abs(self, x: Tensor) -> float:
+        if _compiled(x):
+            return self.measure(x, math.inf).largest
         if x.numel() == 0:
             return 0.0
         low, high = torch.aminmax(x)
         return max(-low.item(), high.item())
 
     def norm(self, x: Tensor) -> float:
+        if _compiled(x):
+            return math.sqrt(self.measure(x, math.inf).squares)
         return math.sqrt(math.fsum(torch.dot(wide, wide).item() for wide in (chunk.double() for chunk in _chunks(x))))
 
     def select_above(self, x: Tensor, threshold: float, capacity: int) -> Selection:
+        if _compiled(x):
+            return self._select_compiled(x.contiguous(), threshold, capacity)
         limit = _limit(x, threshold)
         found: list[Tensor] = []
         for start, chunk in zip(range(0, x.numel(), _chunk_size(x)), _chunks(x), strict=True):
@@ -131,6 +159,15 @@ class TorchOps:
         if number > capacity:
             indices = indices[self.select_largest(x[indices], capacity).indices]
         return Selection(indices, number)
+
+    def _select_compiled(self, x: Tensor, threshold: float, capacity: int) -> Selection:
+        threads = torch.get_num_threads()
+        indices, found = kernels.select_above(_memory(x), threshold, capacity, threads)
+        chosen = torch.from_numpy(indices)
+        if found > capacity:
+            every = torch.from_numpy(kernels.select_above(_memory(x), threshold, found, threads)[0])
+            chosen = every[self.select_largest(x[every], capacity).indices]
+        return Selection(chosen, found)
 
     def select_largest(self, x: Tensor, count: int) -> Selection:
         magnitudes = x.abs()
@@ -155,6 +192,10 @@ class TorchOps:
         return list(array.tolist())
 
     def take(self, x: Tensor, indices: Tensor) -> Tensor:
+        if _compiled(x):
+            indices, values = indices.contiguous(), torch.empty(indices.numel(), dtype=torch.float32)
+            kernels.take(_memory(x), kernels.Memory(indices.data_ptr(), "int64", indices.numel()), _memory(values))
+            return values
         taken = x[indices]
         if x.dtype == torch.float32:
             x[indices] = 0.0
@@ -201,7 +242,28 @@ class TorchOps:
         return [int(position) for position in torch.searchsorted(indices, torch.tensor(bounds, device=indices.device))]
 
     def scatter_add(self, target: Tensor, indices: Tensor, values: Tensor) -> None:
+        if _compiled(target) and _compiled(values):
+            indices, values = indices.contiguous(), values.contiguous()
+            where = kernels.Memory(indices.data_ptr(), "int64", indices.numel())
+            if not kernels.scatter_add(_memory(target), where, _memory(values)):
+                raise IndexError(f"indices must be in [0, {target.numel()}), got {indices.min()}..{indices.max()}")
+            return
         target.index_add_(0, indices, values.to(target.dtype))
+
+
+def _compiled(x: Tensor, gradient: Tensor | None = None) -> bool:
+    """Whether the kernels can do it: on the CPU, with types that they know."""
+    if not kernels.available() or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
+        return False
+    return gradient is None or (gradient.device.type == "cpu" and kernels.supports(_dtype(gradient)))
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _memory(tensor: Tensor) -> kernels.Memory:
+    return kernels.Memory(tensor.data_ptr(), _dtype(tensor), tensor.numel())
 
 
 def _limit(x: Tensor, threshold: float) -> float:
