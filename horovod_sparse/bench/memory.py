@@ -2,7 +2,8 @@
 
     python -m horovod_sparse.bench.memory ROW SIZE RATIO THREADS BACKEND
 
-That is the peak of the process's resident set during the step, less the resident set before it.
+That is the peak of the process's resident set during the step, less the resident set before it, which the system knows to about
+half a megabyte: mind small buckets.
 """
 
 from __future__ import annotations
