@@ -23,6 +23,7 @@ try:
 except ImportError:
     _native = None
 
+_SPARE = 16
 _TYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
 MOST_THRESHOLDS = 16
 
@@ -102,6 +103,15 @@ def select_above(x: Memory, threshold: float, capacity: int, threads: int) -> tu
     pointer = _native.ffi.cast("int64_t *", _native.ffi.from_buffer(indices))
     found = int(_native.lib.hs_select_above(*_mutable(x), x.numel, threshold, pointer, capacity, threads))
     return indices[: min(found, capacity)], found
+
+
+def select_all_above(x: Memory, threshold: float, expected: int, threads: int) -> tuple[NDArray[np.int64], int]:
+    """Indices of all entries above the threshold, and their number; mostly one pass, if a few times `expected` or fewer."""
+    # Memory that is not written to costs nothing, a second pass does.
+    indices, found = select_above(x, threshold, min(_SPARE * expected, x.numel), threads)
+    if found > len(indices):
+        indices, found = select_above(x, threshold, found, threads)
+    return indices, found
 
 
 def take(x: Memory, indices: Memory, values: Memory) -> None:

@@ -75,11 +75,17 @@ class CompiledOps(NumpyOps):
 
     def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
         x = _contiguous(x)
-        indices, found = kernels.select_above(memory_of(x), threshold, capacity, self._threads)
+        indices, found = kernels.select_all_above(memory_of(x), threshold, capacity, self._threads)
         if found > capacity:
-            indices, _ = kernels.select_above(memory_of(x), threshold, found, self._threads)
             indices = indices[self.select_largest(x[indices], capacity).indices]
         return Selection(indices, found)
+
+    def union(self, parts: list[Array]) -> Array:
+        # np.unique takes many times longer.
+        merged = np.sort(np.concatenate(parts))
+        first = merged >= 0
+        first[1:] &= merged[1:] != merged[:-1]
+        return merged[first].astype(np.int64)
 
     def take(self, x: Array, indices: Array) -> Array:
         values = np.empty(indices.size, np.float32)

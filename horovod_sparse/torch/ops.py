@@ -153,7 +153,7 @@ class TorchOps:
         limit = _limit(x, threshold)
         found: list[Tensor] = []
         for start, chunk in zip(range(0, x.numel(), _chunk_size(x)), _chunks(x), strict=True):
-            found.append((chunk.abs() > limit).nonzero().view(-1).add_(start))
+            found.append(_nonzero(chunk.abs() > limit).add_(start))
         indices = torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
         number = indices.numel()
         if number > capacity:
@@ -162,21 +162,25 @@ class TorchOps:
 
     def _select_compiled(self, x: Tensor, threshold: float, capacity: int) -> Selection:
         threads = torch.get_num_threads()
-        indices, found = kernels.select_above(_memory(x), threshold, capacity, threads)
-        chosen = torch.from_numpy(indices)
+        every, found = kernels.select_all_above(_memory(x), threshold, capacity, threads)
+        chosen = torch.from_numpy(every)
         if found > capacity:
-            every = torch.from_numpy(kernels.select_above(_memory(x), threshold, found, threads)[0])
-            chosen = every[self.select_largest(x[every], capacity).indices]
+            chosen = chosen[self.select_largest(x[chosen], capacity).indices]
         return Selection(chosen, found)
 
     def select_largest(self, x: Tensor, count: int) -> Selection:
-        magnitudes = x.abs()
-        smallest = torch.topk(magnitudes, count, sorted=False).values.min()
-        above = (magnitudes > smallest).nonzero().view(-1)
-        equal = (magnitudes == smallest).nonzero().view(-1)[: count - above.numel()]
-        return Selection(torch.cat((above, equal)).sort().values, count)
+        smallest, magnitudes = self.kth_largest(x, count), x.abs()
+        chosen = magnitudes > smallest
+        equal = _nonzero(magnitudes == smallest)
+        chosen[equal[: count - int(torch.count_nonzero(chosen))]] = True
+        return Selection(_nonzero(chosen), count)
 
     def kth_largest(self, x: Tensor, count: int) -> float:
+        if x.device.type == "cpu":
+            # NumPy's partition and sort use vector instructions: many times faster than torch's.
+            magnitudes = x.abs().numpy()
+            magnitudes.partition(x.numel() - count)
+            return float(magnitudes[x.numel() - count])
         return float(torch.topk(x.abs(), count, sorted=False).values.min())
 
     def indices(self, host: NDArray[np.int64], like: Tensor) -> Tensor:
@@ -185,8 +189,10 @@ class TorchOps:
 
     def union(self, parts: list[Tensor]) -> Tensor:
         merged = torch.cat(parts)
-        unique: Tensor = torch.unique(merged[merged >= 0], sorted=True)
-        return unique.long()
+        merged = torch.from_numpy(np.sort(merged.numpy())) if merged.device.type == "cpu" else merged.sort().values
+        first = merged >= 0
+        first[1:] &= merged[1:] != merged[:-1]
+        return merged[first].long()
 
     def numbers(self, array: Tensor) -> list[float]:
         return list(array.tolist())
@@ -264,6 +270,14 @@ def _dtype(tensor: Tensor) -> str:
 
 def _memory(tensor: Tensor) -> kernels.Memory:
     return kernels.Memory(tensor.data_ptr(), _dtype(tensor), tensor.numel())
+
+
+def _nonzero(mask: Tensor) -> Tensor:
+    """Where it is true."""
+    if mask.device.type == "cpu":
+        # Several times faster than torch's.
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().view(-1)
 
 
 def _limit(x: Tensor, threshold: float) -> float:
