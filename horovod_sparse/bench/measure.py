@@ -21,7 +21,6 @@ from horovod_sparse.bench.backends import Unit, comparisons, make_backend
 from horovod_sparse.bench.rows import BAR_CONDITIONS, ROWS, Conditions, Row
 from horovod_sparse.bench.worker import Backend, Gradients, Verbs, Worker
 
-WARM_STEPS = 10
 _ELEMENTS = 2_000_000
 """Steps of small buckets are repeated until so many elements have gone through."""
 
@@ -165,7 +164,7 @@ def _timed_row(
             }
 
     if not row.cold:
-        for _ in range(WARM_STEPS):
+        for _ in range(row.warm_steps):
             worker.step(gradients.next(row.data))
     worker.step(gradients.next(row.data))
     worker.check()
@@ -201,7 +200,7 @@ def _timed_tensorflow(
             def run(worker: GraphWorker = worker, data: str = row.data) -> float:
                 return worker.step(backend.host(gradients.next(data)))
 
-            for _ in range(WARM_STEPS):
+            for _ in range(row.warm_steps):
                 run()
             yield _Timed(Result(title, conditions, None), run, lambda: None)
 
