@@ -2,8 +2,8 @@
 // TensorFlow, so that one build serves them all. Every function has its twin in horovod_sparse/numpy/ops.py.
 //
 // Sums are of float64, block by block in the order of the blocks: the same on every run and with any number of threads.
-// Magnitudes are compared by their bits, which orders them like the numbers, denormal ones too, whatever the processor is
-// set to do with those.
+// Magnitudes are compared by their bits, which orders them like the numbers, denormal ones too, whatever the processor
+// is set to do with those.
 
 #include "kernels.h"
 
@@ -16,8 +16,8 @@
 #include <thread>
 #include <vector>
 
-// One build runs on every x86-64: the functions marked so are compiled for several generations of it, and the system's loader
-// picks. Elsewhere the compiler's baseline has vectors of its own. (Other compilers know these names later, or not at all.)
+// One build runs on every x86-64: the functions marked so are compiled for several generations of it, and the system's
+// loader picks. Elsewhere the compiler's baseline has vectors of its own. (Other compilers learnt these names later.)
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12 && \
     !defined(HOROVOD_SPARSE_PORTABLE)
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -86,10 +86,11 @@ INLINE Bits<T> magnitude_bits(Vector<T> x) {
     return (Bits<T>)x & Type<T>::magnitude;
 }
 
-// The bits that a magnitude must exceed to be above the threshold; all magnitudes are above a negative one, none above NaN.
+// The bits that a magnitude must exceed to be above the threshold; all are above a negative one, none is above NaN.
 template <class T>
 INLINE typename Type<T>::Bit limit_bits(double threshold) {
-    // What is beyond the type's range becomes infinity, a tiny negative number a negative zero, whose bits are no magnitude's.
+    // What is beyond the type's range becomes infinity, a tiny negative number a negative zero, whose bits are no
+    // magnitude's.
     T limit = static_cast<T>(threshold);
     if (limit < 0) return -1;
     if (std::isnan(limit)) return Type<T>::magnitude;
@@ -221,7 +222,7 @@ struct Sums {
             add(x[part]);
             either |= limit - magnitude_bits<T>(x[part]);
         }
-        // The sign bits of the differences say who is above; most groups have nobody above a cut that is worth its name.
+        // The sign bits of the differences say who is above; most groups have nobody above a cut worth its name.
         if (!any<T>(either >> (8 * sizeof(T) - 1))) return;
         for (int part = 0; part < kGroup; ++part) add_tail<kLogs>(x[part], limit, cut);
     }
@@ -297,7 +298,7 @@ INLINE float from_bfloat16(uint16_t bits) {
 
 INLINE float from_float16(uint16_t half) {
     const uint32_t sign = uint32_t{half & 0x8000u} << 16, magnitude = half & 0x7fffu;
-    // Denormal halves are made of integers: as denormal floats they would be zero to a processor that is set to flush those.
+    // Denormal halves are made of integers: denormal floats would be zero to a processor that is set to flush those.
     const float small = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f;
     uint32_t small_bits;
     std::memcpy(&small_bits, &small, sizeof small_bits);
@@ -361,8 +362,8 @@ struct Nesterov {
 };
 
 template <class T, class Update>
-INLINE void accumulate_block(T* residual, T* velocity, const T* gradient, int64_t count, Update update, double threshold,
-                             hs_sums& out) {
+INLINE void accumulate_block(T* residual, T* velocity, const T* gradient, int64_t count, Update update,
+                             double threshold, hs_sums& out) {
     const auto bound = limit_bits<T>(threshold);
     const Bits<T> limit = all_lanes<T>(bound), finite = all_lanes<T>(Type<T>::infinity - 1);
     const double cut = static_cast<double>(static_cast<T>(threshold));
@@ -446,7 +447,7 @@ INLINE int64_t select_block(const T* x, int64_t begin, int64_t count, typename T
                             std::vector<int64_t>& found) {
     constexpr int64_t kStep = 4 * kLanes<T>;
     const Bits<T> limit = all_lanes<T>(bound);
-    int64_t indices[kBlock + 1], number = 0;
+    int64_t indices[kBlock], number = 0;
     const auto scan = [&](int64_t from, int64_t end) ALWAYS {
         // Every index is written, and kept if it qualifies: no branch that would be mispredicted.
         for (int64_t i = from; i < end; ++i) {
@@ -589,8 +590,8 @@ int64_t select_above(const T* x, int64_t n, double threshold, int64_t* indices, 
     std::vector<int64_t> numbers(kMostThreads);
     in_parallel(n, threads, [&](int64_t part, int64_t first, int64_t end) {
         for (int64_t block = first; block < end; ++block)
-            numbers[part] += Functions<T>::select(x + block * kBlock, block * kBlock, std::min(kBlock, n - block * kBlock),
-                                                  bound, capacity, found[part]);
+            numbers[part] += Functions<T>::select(x + block * kBlock, block * kBlock,
+                                                  std::min(kBlock, n - block * kBlock), bound, capacity, found[part]);
     });
     int64_t written = 0;
     for (const auto& part : found) {
@@ -629,17 +630,18 @@ void scatter_add(T* target, const int64_t* indices, const V* values, int64_t cou
 }
 }  // namespace
 
-void hs_accumulate(void* residual, int type, const void* gradient, int gradient_type, int64_t n, double cut, int threads,
-                   hs_sums* sums) {
+void hs_accumulate(void* residual, int type, const void* gradient, int gradient_type, int64_t n, double cut,
+                   int threads, hs_sums* sums) {
     if (type == HS_FLOAT32)
-        accumulate<float>(static_cast<float*>(residual), nullptr, gradient, gradient_type, n, 0, false, cut, threads, sums);
+        accumulate<float>(static_cast<float*>(residual), nullptr, gradient, gradient_type, n, 0, false, cut, threads,
+                          sums);
     else
         accumulate<double>(static_cast<double*>(residual), nullptr, gradient, gradient_type, n, 0, false, cut, threads,
                            sums);
 }
 
-void hs_accumulate_velocity(void* residual, void* velocity, int type, const void* gradient, int gradient_type, int64_t n,
-                            double momentum, int nesterov, double cut, int threads, hs_sums* sums) {
+void hs_accumulate_velocity(void* residual, void* velocity, int type, const void* gradient, int gradient_type,
+                            int64_t n, double momentum, int nesterov, double cut, int threads, hs_sums* sums) {
     if (type == HS_FLOAT32)
         accumulate<float>(static_cast<float*>(residual), static_cast<float*>(velocity), gradient, gradient_type, n,
                           momentum, nesterov != 0, cut, threads, sums);
