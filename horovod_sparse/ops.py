@@ -95,7 +95,7 @@ class Ops(Protocol):
         """residual += gradient, in place; `gradient` has any shape, float type and strides, and is left as it is."""
 
     def absorb(self, residual: Array, gradient: Array, cut: float | None) -> Sums:
-        """As `accumulate`, but entries of the gradient that are not finite add nothing; sums of the new residual.
+        """As `accumulate`, but entries that are not finite in the residual's type add nothing; sums of the new residual.
 
         `cut` > 0 (or infinity) is that of the sums; with None only `not_finite` is asked for.
         """

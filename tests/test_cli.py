@@ -78,7 +78,8 @@ def test_the_command_imports_no_framework() -> None:
     assert not {"torch", "tensorflow", "horovod", "mpi4py"} & set(json.loads(done.stdout))
 
 
-def test_nothing_to_say_about_a_complete_machine() -> None:
+def test_nothing_to_say_about_a_complete_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horovod_sparse.kernels.available", lambda: True)
     assert marks(COMPLETE) == {}
 
 
@@ -102,6 +103,23 @@ def test_only_what_torch_training_needs_is_missing(machine: check.Machine, expec
     found = marks(machine)
     assert found
     assert ("missing" in found.values()) == (expected == "missing")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "said", "mark", "detail"),
+    [
+        (True, "1", "ok", "compiled"),
+        (True, "0", "warn", "turned off: framework operations are used"),
+        (False, "1", "warn", "not compiled: framework operations are used"),
+    ],
+)
+def test_the_kernels_are_compiled_or_not(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool, said: str, mark: str, detail: str
+) -> None:
+    monkeypatch.setattr("horovod_sparse.kernels._native", object() if compiled else None)
+    monkeypatch.setenv("HOROVOD_SPARSE_KERNELS", said)
+    finding = next(finding for finding in check.judge(COMPLETE) if finding.what == "kernels")
+    assert (finding.mark, finding.detail) == (mark, detail)
 
 
 def test_every_shortcoming_comes_with_its_remedy() -> None:

@@ -2,8 +2,8 @@
 // TensorFlow, so that one build serves them all. Every function has its twin in horovod_sparse/numpy/ops.py.
 //
 // Sums are of float64, block by block in the order of the blocks: the same on every run and with any number of threads.
-// Magnitudes are compared by their bits, which orders them like the numbers, denormal ones too, whatever the processor is
-// set to do with those.
+// Magnitudes are compared by their bits, which orders them like the numbers, denormal ones too, whatever the processor
+// is set to do with those.
 
 #include "kernels.h"
 
@@ -11,12 +11,15 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
+#include <system_error>
 #include <thread>
 #include <vector>
 
-// One build runs on every x86-64: the functions marked so are compiled for several generations of it, and the system's loader
-// picks. Elsewhere the compiler's baseline has vectors of its own.
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(HOROVOD_SPARSE_PORTABLE)
+// One build runs on every x86-64: the functions marked so are compiled for several generations of it, and the system's
+// loader picks. Elsewhere the compiler's baseline has vectors of its own. (Other compilers learnt these names later.)
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12 && \
+    !defined(HOROVOD_SPARSE_PORTABLE)
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define CLONES
@@ -47,6 +50,8 @@ struct Type<double> {
     using Bit = int64_t;
     static constexpr Bit magnitude = 0x7fffffffffffffff, infinity = 0x7ff0000000000000;
 };
+
+static_assert(std::numeric_limits<float>::is_iec559 && std::numeric_limits<double>::is_iec559);
 
 template <class T>
 using Vector = typename Type<T>::Vector;
@@ -81,14 +86,15 @@ INLINE Bits<T> magnitude_bits(Vector<T> x) {
     return (Bits<T>)x & Type<T>::magnitude;
 }
 
-// The bits that a magnitude must exceed to be above the threshold; all magnitudes are above a negative one.
+// The bits that a magnitude must exceed to be above the threshold; all are above a negative one, none is above NaN.
 template <class T>
 INLINE typename Type<T>::Bit limit_bits(double threshold) {
-    if (threshold < 0) return -1;
-    // Also for a negative zero, whose bits are no magnitude's.
-    if (threshold == 0) return 0;
+    // What is beyond the type's range becomes infinity, a tiny negative number a negative zero, whose bits are no
+    // magnitude's.
     T limit = static_cast<T>(threshold);
-    if (threshold > std::numeric_limits<T>::max()) limit = std::numeric_limits<T>::infinity();
+    if (limit < 0) return -1;
+    if (std::isnan(limit)) return Type<T>::magnitude;
+    limit = std::abs(limit);
     typename Type<T>::Bit bits;
     std::memcpy(&bits, &limit, sizeof bits);
     return bits;
@@ -105,16 +111,22 @@ INLINE Bits<T> all_lanes(typename Type<T>::Bit bit) {
     return bit - Bits<T>{};
 }
 
+// The halves of a vector.
+template <class Half, class Whole>
+INLINE void split(Whole whole, Half& low, Half& high) {
+    static_assert(2 * sizeof(Half) == sizeof(Whole));
+    std::memcpy(&low, &whole, sizeof low);
+    std::memcpy(&high, reinterpret_cast<const char*>(&whole) + sizeof low, sizeof high);
+}
+
 template <class T>
 INLINE bool any(Bits<T> mask) {
-    using Half = int64_t __attribute__((vector_size(32)));
-    using Quarter = int64_t __attribute__((vector_size(16)));
-    using Whole = int64_t __attribute__((vector_size(64)));
-    const Whole whole = (Whole)mask;
-    const Half half =
-        __builtin_shufflevector(whole, whole, 0, 1, 2, 3) | __builtin_shufflevector(whole, whole, 4, 5, 6, 7);
-    const Quarter quarter = __builtin_shufflevector(half, half, 0, 1) | __builtin_shufflevector(half, half, 2, 3);
-    return (quarter[0] | quarter[1]) != 0;
+    int64_t __attribute__((vector_size(32))) low, high;
+    int64_t __attribute__((vector_size(16))) a, b;
+    split(mask, low, high);
+    split(low | high, a, b);
+    a |= b;
+    return (a[0] | a[1]) != 0;
 }
 
 // A sum of float64 over vectors of either type.
@@ -140,8 +152,8 @@ struct Sum {
     INLINE void add_excesses(Vector<float> magnitude, Bits<float> mask, double cut, Sum& squares) {
         using Ints = int32_t __attribute__((vector_size(32)));
         using Longs = int64_t __attribute__((vector_size(64)));
-        const Ints low_mask = __builtin_shufflevector(mask, mask, 0, 1, 2, 3, 4, 5, 6, 7);
-        const Ints high_mask = __builtin_shufflevector(mask, mask, 8, 9, 10, 11, 12, 13, 14, 15);
+        Ints low_mask, high_mask;
+        split(mask, low_mask, high_mask);
         Wide a, b;
         widen(magnitude, a, b);
         a = (Wide)((Longs)(a - cut) & __builtin_convertvector(low_mask, Longs));
@@ -165,9 +177,8 @@ struct Sum {
     }
 
     static INLINE void widen(Vector<float> x, Wide& a, Wide& b) {
-        using Half = float __attribute__((vector_size(32)));
-        const Half low = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7);
-        const Half high = __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+        float __attribute__((vector_size(32))) low, high;
+        split(x, low, high);
         a = __builtin_convertvector(low, Wide);
         b = __builtin_convertvector(high, Wide);
     }
@@ -211,7 +222,7 @@ struct Sums {
             add(x[part]);
             either |= limit - magnitude_bits<T>(x[part]);
         }
-        // The sign bits of the differences say who is above; most groups have nobody above a cut that is worth its name.
+        // The sign bits of the differences say who is above; most groups have nobody above a cut worth its name.
         if (!any<T>(either >> (8 * sizeof(T) - 1))) return;
         for (int part = 0; part < kGroup; ++part) add_tail<kLogs>(x[part], limit, cut);
     }
@@ -248,10 +259,17 @@ template <class Work>
 void in_parallel(int64_t n, int threads, const Work& work) {
     const int64_t blocks = (n + kBlock - 1) / kBlock;
     const int64_t parts = std::max<int64_t>(1, std::min({int64_t{threads}, n / kLeastPerThread, kMostThreads}));
+    const auto do_part = [&](int64_t part) { work(part, blocks * part / parts, blocks * (part + 1) / parts); };
     std::vector<std::thread> helpers;
-    for (int64_t part = 1; part < parts; ++part)
-        helpers.emplace_back([&, part] { work(part, blocks * part / parts, blocks * (part + 1) / parts); });
-    work(int64_t{0}, int64_t{0}, blocks / parts);
+    helpers.reserve(parts - 1);
+    int64_t mine = 1;
+    try {
+        for (; mine < parts; ++mine) helpers.emplace_back(do_part, mine);
+    } catch (const std::system_error&) {
+        // The system has no more threads: what remains is done here.
+    }
+    for (; mine < parts; ++mine) do_part(mine);
+    do_part(0);
     for (auto& helper : helpers) helper.join();
 }
 
@@ -279,15 +297,17 @@ INLINE float from_bfloat16(uint16_t bits) {
 }
 
 INLINE float from_float16(uint16_t half) {
-    // The exponent is moved into float32's place, and its bias corrected by a multiplication, which is exact.
-    const uint32_t sign = uint32_t{half & 0x8000u} << 16, rest = uint32_t{half & 0x7fffu} << 13;
+    const uint32_t sign = uint32_t{half & 0x8000u} << 16, magnitude = half & 0x7fffu;
+    // Denormal halves are made of integers: denormal floats would be zero to a processor that is set to flush those.
+    const float small = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f;
+    uint32_t small_bits;
+    std::memcpy(&small_bits, &small, sizeof small_bits);
+    // The others' exponent is moved into float32's place and its bias corrected, by twice as much for infinity and NaN.
+    // Masks, because compilers make no vectors of a branch.
+    const uint32_t normal = -uint32_t{magnitude >= 0x0400u}, infinite = -uint32_t{magnitude >= 0x7c00u};
+    const uint32_t moved = (magnitude << 13) + 0x38000000u + (infinite & 0x38000000u);
+    const uint32_t bits = sign | (normal & moved) | (~normal & small_bits);
     float number;
-    std::memcpy(&number, &rest, sizeof number);
-    number *= 0x1p112f;
-    uint32_t bits;
-    std::memcpy(&bits, &number, sizeof bits);
-    if (rest >= 0x0f800000u) bits |= 0x7f800000u;
-    bits |= sign;
     std::memcpy(&number, &bits, sizeof number);
     return number;
 }
@@ -342,8 +362,8 @@ struct Nesterov {
 };
 
 template <class T, class Update>
-INLINE void accumulate_block(T* residual, T* velocity, const T* gradient, int64_t count, Update update, double threshold,
-                             hs_sums& out) {
+INLINE void accumulate_block(T* residual, T* velocity, const T* gradient, int64_t count, Update update,
+                             double threshold, hs_sums& out) {
     const auto bound = limit_bits<T>(threshold);
     const Bits<T> limit = all_lanes<T>(bound), finite = all_lanes<T>(Type<T>::infinity - 1);
     const double cut = static_cast<double>(static_cast<T>(threshold));
@@ -420,13 +440,14 @@ INLINE void count_block(const T* x, int64_t count, const double* thresholds, int
     }
 }
 
-// Appends the indices of the entries above the limit, which are those of `x` plus `begin`.
+// Appends the indices of the entries above the limit, which are those of `x` plus `begin`, while there are fewer than
+// `capacity`; says how many entries are above the limit.
 template <class T>
-INLINE void select_block(const T* x, int64_t begin, int64_t count, typename Type<T>::Bit bound,
-                         std::vector<int64_t>& found) {
+INLINE int64_t select_block(const T* x, int64_t begin, int64_t count, typename Type<T>::Bit bound, int64_t capacity,
+                            std::vector<int64_t>& found) {
     constexpr int64_t kStep = 4 * kLanes<T>;
     const Bits<T> limit = all_lanes<T>(bound);
-    int64_t indices[kBlock + 1], number = 0;
+    int64_t indices[kBlock], number = 0;
     const auto scan = [&](int64_t from, int64_t end) ALWAYS {
         // Every index is written, and kept if it qualifies: no branch that would be mispredicted.
         for (int64_t i = from; i < end; ++i) {
@@ -447,7 +468,8 @@ INLINE void select_block(const T* x, int64_t begin, int64_t count, typename Type
             if (any<T>(above<T>(magnitude_bits<T>(load<T>(x + part)), limit))) scan(part, part + kLanes<T>);
     }
     scan(i, count);
-    found.insert(found.end(), indices, indices + number);
+    found.insert(found.end(), indices, indices + std::min<int64_t>(number, capacity - found.size()));
+    return number;
 }
 
 template <class T>
@@ -484,9 +506,9 @@ INLINE bool finite_block(const T* x, int64_t count) {
     CLONES static void NAME##_count(const T* x, int64_t n, const double* thresholds, int number, int64_t* counts) {    \
         count_block<T>(x, n, thresholds, number, counts);                                                              \
     }                                                                                                                  \
-    CLONES static void NAME##_select(const T* x, int64_t begin, int64_t n, Type<T>::Bit bound,                         \
-                                     std::vector<int64_t>& found) {                                                    \
-        select_block<T>(x, begin, n, bound, found);                                                                    \
+    CLONES static int64_t NAME##_select(const T* x, int64_t begin, int64_t n, Type<T>::Bit bound, int64_t capacity,    \
+                                        std::vector<int64_t>& found) {                                                 \
+        return select_block<T>(x, begin, n, bound, capacity, found);                                                   \
     }                                                                                                                  \
     CLONES static bool NAME##_finite(const T* x, int64_t n) { return finite_block<T>(x, n); }                          \
     CLONES static void NAME##_convert(const void* from, int type, int64_t begin, int64_t n, T* to) {                   \
@@ -565,18 +587,23 @@ template <class T>
 int64_t select_above(const T* x, int64_t n, double threshold, int64_t* indices, int64_t capacity, int threads) {
     const auto bound = limit_bits<T>(threshold);
     std::vector<std::vector<int64_t>> found(kMostThreads);
+    std::vector<int64_t> numbers(kMostThreads);
     in_parallel(n, threads, [&](int64_t part, int64_t first, int64_t end) {
         for (int64_t block = first; block < end; ++block)
-            Functions<T>::select(x + block * kBlock, block * kBlock, std::min(kBlock, n - block * kBlock), bound,
-                                 found[part]);
+            numbers[part] += Functions<T>::select(x + block * kBlock, block * kBlock,
+                                                  std::min(kBlock, n - block * kBlock), bound, capacity, found[part]);
     });
-    int64_t number = 0;
+    int64_t written = 0;
     for (const auto& part : found) {
-        const int64_t room = std::max<int64_t>(0, std::min<int64_t>(part.size(), capacity - number));
-        if (room > 0) std::copy_n(part.begin(), room, indices + number);
-        number += static_cast<int64_t>(part.size());
+        const int64_t room = std::min<int64_t>(part.size(), capacity - written);
+        std::copy_n(part.begin(), room, indices + written);
+        written += room;
     }
-    return number;
+    return std::accumulate(numbers.begin(), numbers.end(), int64_t{0});
+}
+
+bool in_range(const int64_t* indices, int64_t count, int64_t n) {
+    return std::all_of(indices, indices + count, [n](int64_t index) { return 0 <= index && index < n; });
 }
 
 template <class T>
@@ -584,7 +611,7 @@ void take(T* x, const int64_t* indices, int64_t count, float* values) {
     constexpr double largest = std::numeric_limits<float>::max();
     for (int64_t i = 0; i < count; ++i) {
         T& entry = x[indices[i]];
-        values[i] = static_cast<float>(std::max(-largest, std::min<double>(entry, largest)));
+        values[i] = static_cast<float>(std::min(std::max<double>(entry, -largest), largest));
         entry -= static_cast<T>(values[i]);
     }
 }
@@ -603,17 +630,18 @@ void scatter_add(T* target, const int64_t* indices, const V* values, int64_t cou
 }
 }  // namespace
 
-void hs_accumulate(void* residual, int type, const void* gradient, int gradient_type, int64_t n, double cut, int threads,
-                   hs_sums* sums) {
+void hs_accumulate(void* residual, int type, const void* gradient, int gradient_type, int64_t n, double cut,
+                   int threads, hs_sums* sums) {
     if (type == HS_FLOAT32)
-        accumulate<float>(static_cast<float*>(residual), nullptr, gradient, gradient_type, n, 0, false, cut, threads, sums);
+        accumulate<float>(static_cast<float*>(residual), nullptr, gradient, gradient_type, n, 0, false, cut, threads,
+                          sums);
     else
         accumulate<double>(static_cast<double*>(residual), nullptr, gradient, gradient_type, n, 0, false, cut, threads,
                            sums);
 }
 
-void hs_accumulate_velocity(void* residual, void* velocity, int type, const void* gradient, int gradient_type, int64_t n,
-                            double momentum, int nesterov, double cut, int threads, hs_sums* sums) {
+void hs_accumulate_velocity(void* residual, void* velocity, int type, const void* gradient, int gradient_type,
+                            int64_t n, double momentum, int nesterov, double cut, int threads, hs_sums* sums) {
     if (type == HS_FLOAT32)
         accumulate<float>(static_cast<float*>(residual), static_cast<float*>(velocity), gradient, gradient_type, n,
                           momentum, nesterov != 0, cut, threads, sums);
@@ -658,17 +686,18 @@ int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, in
     return select_above(static_cast<const double*>(x), n, threshold, indices, capacity, threads);
 }
 
-void hs_take(void* x, int type, const int64_t* indices, int64_t count, float* values) {
+int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, float* values) {
+    if (!in_range(indices, count, n)) return 0;
     if (type == HS_FLOAT32)
         take(static_cast<float*>(x), indices, count, values);
     else
         take(static_cast<double*>(x), indices, count, values);
+    return 1;
 }
 
 int hs_scatter_add(void* target, int type, int64_t n, const int64_t* indices, const void* values, int values_type,
                    int64_t count) {
-    for (int64_t i = 0; i < count; ++i)
-        if (indices[i] < 0 || indices[i] >= n) return 0;
+    if (!in_range(indices, count, n)) return 0;
     const auto* floats = static_cast<const float*>(values);
     const auto* doubles = static_cast<const double*>(values);
     if (type == HS_FLOAT32)

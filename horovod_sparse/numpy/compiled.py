@@ -93,9 +93,7 @@ class CompiledOps(NumpyOps):
         return values
 
     def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
-        indices, values = _contiguous(indices), _contiguous(values)
-        if not kernels.scatter_add(memory_of(target), memory_of(indices), memory_of(values)):
-            raise IndexError(f"indices must be in [0, {target.size}), got {indices.min()}..{indices.max()}")
+        kernels.scatter_add(memory_of(target), memory_of(_contiguous(indices)), memory_of(_contiguous(values)))
 
 
 def _cut(cut: float | None) -> float:
@@ -104,7 +102,7 @@ def _cut(cut: float | None) -> float:
 
 
 def _contiguous(array: Array) -> Array:
-    return np.ascontiguousarray(array)
+    return np.require(array, requirements=("C", "A"))
 
 
 def _flat(gradient: Array) -> Array | None:

@@ -24,16 +24,14 @@ class NumpyOps:
         residual += gradient.reshape(-1)
 
     def absorb(self, residual: Array, gradient: Array, cut: float | None) -> Sums:
-        finite = np.isfinite(gradient)
-        residual += np.where(finite, gradient, 0).reshape(-1)
-        sums = Sums() if cut is None else self.measure(residual, cut)
-        return replace(sums, not_finite=int(finite.size - np.count_nonzero(finite)))
+        added, not_finite = _finite(gradient, residual.dtype)
+        residual += added
+        return replace(Sums() if cut is None else self.measure(residual, cut), not_finite=not_finite)
 
     def absorb_velocity(
         self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, cut: float | None
     ) -> Sums:
-        finite = np.isfinite(gradient)
-        added = np.where(finite, gradient, 0).reshape(-1)
+        added, not_finite = _finite(gradient, residual.dtype)
         if nesterov:
             velocity += added
             residual += added
@@ -42,8 +40,7 @@ class NumpyOps:
             velocity *= momentum
             velocity += added
         residual += velocity
-        sums = Sums() if cut is None else self.measure(residual, cut)
-        return replace(sums, not_finite=int(finite.size - np.count_nonzero(finite)))
+        return replace(Sums() if cut is None else self.measure(residual, cut), not_finite=not_finite)
 
     def measure(self, x: Array, cut: float) -> Sums:
         magnitudes = np.abs(x).astype(np.float64)
@@ -158,7 +155,15 @@ class NumpyOps:
     def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
         if indices.size and not (indices.min() >= 0 and indices.max() < target.size):
             raise IndexError(f"indices must be in [0, {target.size}), got {indices.min()}..{indices.max()}")
-        target[indices] += values
+        target[indices] += values.astype(target.dtype)
+
+
+def _finite(gradient: Array, dtype: Any) -> tuple[Array, int]:
+    """The gradient, flat and in the residual's type, with zeros for what is not finite then, and how much that is."""
+    with np.errstate(over="ignore"):
+        converted = gradient.astype(dtype).reshape(-1)
+    finite = np.isfinite(converted)
+    return np.where(finite, converted, 0), int(finite.size - np.count_nonzero(finite))
 
 
 def _limit(x: Array, threshold: float) -> Any:

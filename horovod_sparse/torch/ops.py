@@ -25,7 +25,14 @@ _GPU_CHUNK = 2**26
 
 
 class TorchOps:
-    """Implements `horovod_sparse.ops.Ops` on `torch.Tensor`."""
+    """Implements `horovod_sparse.ops.Ops` on `torch.Tensor`.
+
+    Args:
+        compiled: whether tensors on the CPU are left to the compiled kernels, if there are any.
+    """
+
+    def __init__(self, *, compiled: bool = True) -> None:
+        self._kernels = compiled and kernels.available()
 
     def zeros(self, count: int, dtype: str, like: Tensor) -> Tensor:
         return torch.zeros(count, dtype=getattr(torch, dtype), device=like.device)
@@ -34,23 +41,23 @@ class TorchOps:
         residual.view(gradient.shape).add_(gradient)
 
     def absorb(self, residual: Tensor, gradient: Tensor, cut: float | None) -> Sums:
-        if _compiled(residual, gradient):
+        if self._compiled(residual, gradient):
             flat = gradient.contiguous()
             bound = math.inf if cut is None else cut
             return kernels.accumulate(_memory(residual), _memory(flat), bound, torch.get_num_threads())
-        gradient, not_finite = self._finite(gradient)
+        gradient, not_finite = self._finite(gradient, residual.dtype)
         self.accumulate(residual, gradient)
         return replace(Sums() if cut is None else self.measure(residual, cut), not_finite=not_finite)
 
     def absorb_velocity(
         self, residual: Tensor, velocity: Tensor, gradient: Tensor, momentum: float, nesterov: bool, cut: float | None
     ) -> Sums:
-        if _compiled(residual, gradient):
+        if self._compiled(residual, gradient):
             flat = gradient.contiguous()
             memories = _memory(residual), _memory(velocity), _memory(flat)
             bound = math.inf if cut is None else cut
             return kernels.accumulate_velocity(*memories, momentum, nesterov, bound, torch.get_num_threads())
-        gradient, not_finite = self._finite(gradient)
+        gradient, not_finite = self._finite(gradient, residual.dtype)
         if nesterov:
             self.accumulate(velocity, gradient)
             self.accumulate(residual, gradient)
@@ -61,15 +68,23 @@ class TorchOps:
         residual.add_(velocity)
         return replace(Sums() if cut is None else self.measure(residual, cut), not_finite=not_finite)
 
-    def _finite(self, gradient: Tensor) -> tuple[Tensor, int]:
-        """The gradient with zeros for what is not finite, and how much that is."""
+    def _finite(self, gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+        """The gradient, in the residual's type if that may matter, with zeros for what is not finite, and how much that is."""
+        if gradient.dtype == torch.float64:
+            gradient = gradient.to(dtype)
         if self.all_finite(gradient):
             return gradient, 0
         finite = torch.isfinite(gradient)
         return torch.where(finite, gradient, 0.0), int(torch.count_nonzero(~finite))
 
+    def _compiled(self, x: Tensor, gradient: Tensor | None = None) -> bool:
+        """Whether the kernels can do it: on the CPU, with types that they know."""
+        if not self._kernels or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
+            return False
+        return gradient is None or (gradient.device.type == "cpu" and kernels.supports(_dtype(gradient)))
+
     def measure(self, x: Tensor, cut: float) -> Sums:
-        if _compiled(x):
+        if self._compiled(x):
             x = x.contiguous()
             return kernels.measure(_memory(x), cut, False, torch.get_num_threads())
         limit = _limit(x, cut)
@@ -90,7 +105,7 @@ class TorchOps:
         return replace(sums, tail_logs=math.nan)
 
     def counts(self, x: Tensor, thresholds: list[float]) -> list[int]:
-        if _compiled(x):
+        if self._compiled(x):
             x = x.contiguous()
             return kernels.counts(_memory(x), thresholds, torch.get_num_threads())
         limits = [_limit(x, threshold) for threshold in thresholds]
@@ -107,14 +122,14 @@ class TorchOps:
         return array.clone()
 
     def all_finite(self, array: Tensor) -> bool:
-        if _compiled(array):
+        if self._compiled(array):
             array = array.contiguous()
             return kernels.all_finite(_memory(array), torch.get_num_threads())
         # A sum is not finite when an entry is not, and is read at memory speed; finite entries may still overflow it.
         return math.isfinite(array.sum().item()) or bool(torch.isfinite(array).all())
 
     def moments(self, x: Tensor, threshold: float, *, with_log: bool = False) -> Moments:
-        if _compiled(x):
+        if self._compiled(x):
             x = x.contiguous()
             return kernels.measure(_memory(x), threshold, with_log, torch.get_num_threads()).tail
         limit = _limit(x, threshold)
@@ -135,7 +150,7 @@ class TorchOps:
         return Moments(count, mean, variance, logs / count if with_log else math.nan)
 
     def max_abs(self, x: Tensor) -> float:
-        if _compiled(x):
+        if self._compiled(x):
             return self.measure(x, math.inf).largest
         if x.numel() == 0:
             return 0.0
@@ -143,12 +158,12 @@ class TorchOps:
         return max(-low.item(), high.item())
 
     def norm(self, x: Tensor) -> float:
-        if _compiled(x):
+        if self._compiled(x):
             return math.sqrt(self.measure(x, math.inf).squares)
         return math.sqrt(math.fsum(torch.dot(wide, wide).item() for wide in (chunk.double() for chunk in _chunks(x))))
 
     def select_above(self, x: Tensor, threshold: float, capacity: int) -> Selection:
-        if _compiled(x):
+        if self._compiled(x):
             return self._select_compiled(x.contiguous(), threshold, capacity)
         limit = _limit(x, threshold)
         found: list[Tensor] = []
@@ -198,9 +213,9 @@ class TorchOps:
         return list(array.tolist())
 
     def take(self, x: Tensor, indices: Tensor) -> Tensor:
-        if _compiled(x):
+        if self._compiled(x):
             indices, values = indices.contiguous(), torch.empty(indices.numel(), dtype=torch.float32)
-            kernels.take(_memory(x), kernels.Memory(indices.data_ptr(), "int64", indices.numel()), _memory(values))
+            kernels.take(_memory(x), _memory(indices), _memory(values))
             return values
         taken = x[indices]
         if x.dtype == torch.float32:
@@ -248,20 +263,10 @@ class TorchOps:
         return [int(position) for position in torch.searchsorted(indices, torch.tensor(bounds, device=indices.device))]
 
     def scatter_add(self, target: Tensor, indices: Tensor, values: Tensor) -> None:
-        if _compiled(target) and _compiled(values):
-            indices, values = indices.contiguous(), values.contiguous()
-            where = kernels.Memory(indices.data_ptr(), "int64", indices.numel())
-            if not kernels.scatter_add(_memory(target), where, _memory(values)):
-                raise IndexError(f"indices must be in [0, {target.numel()}), got {indices.min()}..{indices.max()}")
+        if self._compiled(target) and self._compiled(values):
+            kernels.scatter_add(_memory(target), _memory(indices.contiguous()), _memory(values.contiguous()))
             return
         target.index_add_(0, indices, values.to(target.dtype))
-
-
-def _compiled(x: Tensor, gradient: Tensor | None = None) -> bool:
-    """Whether the kernels can do it: on the CPU, with types that they know."""
-    if not kernels.available() or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
-        return False
-    return gradient is None or (gradient.device.type == "cpu" and kernels.supports(_dtype(gradient)))
 
 
 def _dtype(tensor: Tensor) -> str:
@@ -269,7 +274,8 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _memory(tensor: Tensor) -> kernels.Memory:
-    return kernels.Memory(tensor.data_ptr(), _dtype(tensor), tensor.numel())
+    assert tensor.is_contiguous()
+    return kernels.Memory(tensor.data_ptr(), _dtype(tensor), tensor.numel(), tensor)
 
 
 def _nonzero(mask: Tensor) -> Tensor:
