@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
 
 from horovod_sparse.compressors.base import Compressor
 
-
-def digest(values: list[object]) -> str:
-    """How many values there are, and a short hash of them."""
-    return f"{len(values)} with digest {hashlib.sha256(repr(values).encode()).hexdigest()[:16]}"
+Description = Mapping[str, str | list[str]]
 
 
-def compare(mine: Mapping[str, str], everyone: Iterable[Mapping[str, str]], rank: int) -> None:
+def compare(mine: Description, everyone: Iterable[Description], rank: int) -> None:
     """Raise ValueError on every rank that finds another one's description different, with both values."""
     for position, theirs in enumerate(everyone):
-        different = {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
+        different = {key: _difference(mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
         if different:
             raise ValueError(
                 f"rank {rank}: all ranks must run the same model with the same compression, but worker {position} "
                 f"of the process set differs (mine, theirs): {different}"
             )
+
+
+def _difference(mine: str | list[str], theirs: str | list[str]) -> tuple[str, str]:
+    """Both values; of lists the first entry that differs."""
+    if isinstance(mine, str) or isinstance(theirs, str):
+        return str(mine), str(theirs)
+    number = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
+    if number is None:
+        number = min(len(mine), len(theirs))
+    return _entry(mine, number), _entry(theirs, number)
+
+
+def _entry(values: list[str], number: int) -> str:
+    return f"{len(values)}, number {number} is {values[number] if number < len(values) else 'not there'}"
 
 
 def check_arguments(op: object, average: object, total: object, adasum: object, groups: object, c: Compressor) -> None:

@@ -82,10 +82,7 @@ class Pipeline:
 
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Add buckets; `like(name)` gives an array on the device where the parameter's bucket shall live."""
-        for layout in layouts:
-            most = self.compressor.most_room(layout.numel, self.world)
-            gathers = self.compressor.exchange is not exchanges.shared_indices
-            wire.check_limits(layout.name, layout.numel, most if gathers else 0, self.world)
+        check_limits(layouts, self.compressor, self.world)
         for layout in layouts:
             buffer = self.residuals.allocate(layout, like(layout.name))
             corrected = self.compressor.momentum_correction is not None
@@ -361,6 +358,14 @@ class Pipeline:
         for bucket in self.buckets:
             bucket.state = self.compressor.new_state(self._place(bucket.layout))
             bucket.tally = Tally()
+
+
+def check_limits(layouts: Sequence[Layout], compressor: Compressor, world: int) -> None:
+    """Raise ValueError when a bucket is too large for its messages."""
+    for layout in layouts:
+        gathers = compressor.exchange is not exchanges.shared_indices
+        most = compressor.most_room(layout.numel, world) if gathers else 0
+        wire.check_limits(layout.name, layout.numel, most, world)
 
 
 def check_state(

@@ -93,9 +93,7 @@ class ServingCompressor(Compressor):
 
     def _bound(self) -> Server:
         if self._server is None:
-            raise RuntimeError(
-                f"{self!r} serves no optimizer yet; pass it to hvd.DistributedOptimizer(..., compression=...) first"
-            )
+            raise RuntimeError(f"{self!r} serves no optimizer yet; give it to one first, by its argument compression")
         return self._server
 
     def __getstate__(self) -> dict[str, Any]:

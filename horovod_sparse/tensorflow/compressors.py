@@ -56,6 +56,15 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
         self.graph = graph
         if graph:
             selectors.check(self)
+        if not tf.executing_eagerly():
+            warnings.warn(
+                f"{type(self).__name__} was made inside of a function that is being traced: every trace starts with an empty "
+                "residual; make it once, outside",
+                stacklevel=2,
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_pending"}
 
     def bind(self, server: Server) -> None:
         """Called by the reducer of the optimizer or tape that this compressor is given to; another one is refused."""

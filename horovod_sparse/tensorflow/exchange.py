@@ -9,6 +9,8 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from horovod_sparse.tensorflow.memory import make_variable
+
 Tensor = Any
 
 
@@ -23,6 +25,15 @@ class Collectives:
     def __init__(self, prefix: str, process_set: Any) -> None:
         self._prefix = prefix
         self._process_set = process_set
+        self._zero = make_variable(np.zeros(1, np.float32), "zero", None)
+
+    def exchanged_in_every_step(self, tensor: Tensor) -> Tensor:
+        """The tensor, as something that TensorFlow does not know before.
+
+        It takes Horovod's operations for functions of their inputs. One with a constant gradient would run once, when the
+        graph is optimised, and never again, and ranks with other gradients would wait for it.
+        """
+        return tensor + tf.cast(self._zero[0], tensor.dtype)
 
     def allgather(self, message: Tensor, name: str) -> Tensor:
         """All ranks' messages, one after the other in rank order."""
@@ -32,12 +43,18 @@ class Collectives:
 
     def total(self, message: Tensor, name: str) -> Tensor:
         """The sum of all ranks' messages."""
-        return self.dense(message, name, mpi_ops.Sum, 1.0)
+        return mpi_ops._allreduce(
+            message,
+            name=f"{self._prefix}.{name}",
+            op=mpi_ops.Sum,
+            ignore_name_scope=True,
+            process_set=self._process_set,
+        )
 
     def dense(self, tensor: Tensor, name: str, op: Any, predivide: float) -> Tensor:
         """Horovod's dense allreduce; `predivide` splits the averaging as `gradient_predivide_factor` does."""
         return mpi_ops._allreduce(
-            tensor,
+            self.exchanged_in_every_step(tensor),
             name=f"{self._prefix}.{name}",
             op=op,
             prescale_factor=1.0 / predivide,

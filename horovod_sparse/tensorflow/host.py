@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,8 @@ class HostPipeline(Pipeline):
         self._collectives = collectives
         self._memory: dict[str, list[Variable]] = {}
         """Bucket -> its residual and, with momentum correction, its velocity."""
+        self._generation: dict[str, int] = {}
+        """Bucket -> how many there were before those that were made together with it."""
         self._reduced: dict[str, list[NDArray[Any]]] = {}
         """Bucket -> its reduced gradients, flat, until the graph takes them."""
 
@@ -60,8 +62,10 @@ class HostPipeline(Pipeline):
         return self.residuals.nbytes
 
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array] = lambda name: None) -> None:
+        generation = len(self.buckets)
         super().add_buckets(layouts, like)
-        for bucket in self.buckets[len(self.buckets) - len(layouts) :]:
+        for bucket in self.buckets[generation:]:
+            self._generation[bucket.name] = generation
             kinds = ("residual",) if bucket.velocity is None else ("residual", "velocity")
             zeros = np.zeros(bucket.layout.numel, bucket.layout.residual_dtype)
             # On the CPU, where NumPy can reach them.
@@ -84,48 +88,63 @@ class HostPipeline(Pipeline):
     def reduce(self, step: Step) -> dict[str, Tensor]:
         """Operations that reduce one step's gradients; the reduced ones by name."""
         with tf.device("CPU:0"):
-            compressed = [tensor for bucket in step.buckets for tensor in self._exchange_bucket(step, bucket)]
+            compressed = [tensor for together in self._together(step) for tensor in self._exchange_all(step, together)]
             dense_names = list(step.dense)
             finished = self._reduce_dense(step, dense_names)
             others = [tf.reduce_all(tf.math.is_finite(other)) for other in step.others.values()]
             with tf.control_dependencies([*compressed, *finished]):
-                end = tf.numpy_function(partial(self._end, list(step.others)), others, tf.bool)
+                end = self._call(self._end, list(step.others), others, tf.bool)
             with tf.control_dependencies([end]):
                 tensors = [tf.identity(tensor) for tensor in (*compressed, *finished)]
         names = [slot.name for bucket in step.buckets for slot in bucket.layout.slots]
         return dict(zip([*names, *dense_names], tensors, strict=True))
 
-    def _exchange_bucket(self, step: Step, bucket: Bucket) -> list[Tensor]:
-        """A bucket's reduced gradients; no bucket's operations wait for another's."""
-        compressor = self.compressor
-        if not compressor.dense_steps:
-            return self._exchange(step, bucket, compressor.exchange)
-        everything = tf.numpy_function(lambda: np.bool_(bucket.state.step < compressor.dense_steps), [], tf.bool)
+    def _together(self, step: Step) -> list[list[Bucket]]:
+        """The buckets that are always in the same step of their schedule: those that were made together."""
+        made: dict[int, list[Bucket]] = {}
+        for bucket in step.buckets:
+            made.setdefault(self._generation[bucket.name] if self.compressor.dense_steps else 0, []).append(bucket)
+        return list(made.values())
+
+    def _exchange_all(self, step: Step, buckets: list[Bucket]) -> list[Tensor]:
+        """The reduced gradients of some buckets."""
+        if not self.compressor.dense_steps:
+            return self._exchange(step, buckets, self.compressor.exchange)
         return _list(
             tf.cond(
-                everything,
-                lambda: self._exchange(step, bucket, dense),
-                lambda: self._exchange(step, bucket, compressor.exchange),
+                self._call(self._is_dense, buckets[0].name, [], tf.bool),
+                lambda: self._exchange(step, buckets, dense),
+                lambda: self._exchange(step, buckets, self.compressor.exchange),
             )
         )
 
-    def _exchange(self, step: Step, bucket: Bucket, exchange: Exchange) -> list[Tensor]:
-        # A number, because the name of a variable may hold what that of an operation must not.
-        name = f"{list(self._memory).index(bucket.name)}.{exchange.__name__}"
+    def _exchange(self, step: Step, buckets: list[Bucket], exchange: Exchange) -> list[Tensor]:
+        # TensorFlow runs calls of Python in the order in which they are written here. So all buckets are begun before the
+        # result of any is asked for, and their collectives are under way together.
         rounds = ROUNDS[exchange]
-        tensor = self._begin(step, bucket, rounds[0])
+        tensors = [self._begin(step, bucket, rounds[0]) for bucket in buckets]
         for number, (kind, _) in enumerate(rounds):
             if number > 0:
-                dtype = rounds[number].dtype or bucket.layout.residual_dtype
-                tensor = tf.numpy_function(partial(self._advance, bucket, step.divisor, dtype), [tensor], dtype)
+                dtypes = [rounds[number].dtype or bucket.layout.residual_dtype for bucket in buckets]
+                tensors = [
+                    self._call(self._advance, (bucket.name, step.divisor, dtype), [tensor], dtype)
+                    for bucket, tensor, dtype in zip(buckets, tensors, dtypes, strict=True)
+                ]
             run = self._collectives.allgather if kind == "allgather" else self._collectives.total
-            tensor = run(tensor, f"{name}.{number}")
-        return self._finish_bucket(step, bucket, tensor)
+            # Numbers, because the name of a variable may hold what that of an operation must not.
+            names = [f"{list(self._memory).index(bucket.name)}.{exchange.__name__}.{number}" for bucket in buckets]
+            tensors = [run(tensor, name) for tensor, name in zip(tensors, names, strict=True)]
+        return [
+            reduced
+            for bucket, tensor in zip(buckets, tensors, strict=True)
+            for reduced in self._finish_bucket(step, bucket, tensor)
+        ]
 
     def _begin(self, step: Step, bucket: Bucket, first: Round) -> Tensor:
         names = [slot.name for slot in bucket.layout.slots if slot.name in step.gradients]
-        return tf.numpy_function(
-            partial(self._take_in, bucket, names, len(self._memory[bucket.name])),
+        return self._call(
+            self._take_in,
+            (bucket.name, names, len(self._memory[bucket.name])),
             [*self._read(bucket), step.rate, *(step.gradients[name] for name in names)],
             first.dtype or bucket.layout.residual_dtype,
         )
@@ -133,7 +152,7 @@ class HostPipeline(Pipeline):
     def _finish_bucket(self, step: Step, bucket: Bucket, result: Tensor) -> list[Tensor]:
         slots = bucket.layout.slots
         types = [step.dtypes[slot.name] for slot in slots]
-        reduced = tf.numpy_function(partial(self._write_out, bucket, step.divisor, types), [result], types)
+        reduced = self._call(self._write_out, (bucket.name, step.divisor, types), [result], types)
         return [tf.ensure_shape(tensor, slot.shape) for tensor, slot in zip(_list(reduced), slots, strict=True)]
 
     def _reduce_dense(self, step: Step, names: list[str]) -> list[Tensor]:
@@ -142,7 +161,7 @@ class HostPipeline(Pipeline):
             gradient = step.dense[name]
             if self.compressor.clip_norm is not None:
                 dtype = "float64" if gradient.dtype == tf.float64 else "float32"
-                clipped = tf.numpy_function(partial(self._clip, dtype), [gradient], dtype)
+                clipped = self._call(self._clip, dtype, [gradient], dtype)
                 gradient = tf.cast(tf.ensure_shape(clipped, gradient.shape), gradient.dtype)
             # Horovod reduces no bfloat16, and small tensors can afford float32.
             wire = tf.float32 if gradient.dtype == tf.bfloat16 else gradient.dtype
@@ -150,15 +169,24 @@ class HostPipeline(Pipeline):
         if not reduced:
             return []
         types = [tensor.dtype for tensor in reduced]
-        finished = _list(tf.numpy_function(partial(self._finish_all_dense, names), reduced, types))
+        finished = _list(self._call(self._finish_all_dense, names, reduced, types))
         return [
             tf.cast(tf.ensure_shape(tensor, step.dense[name].shape), step.dense[name].dtype)
             for name, tensor in zip(names, finished, strict=True)
         ]
 
+    @staticmethod
+    def _call(method: Callable[..., Any], known: Any, inputs: Sequence[Tensor], types: Any) -> Any:
+        """An operation that calls a method with what is known now, then with its inputs."""
+        return tf.numpy_function(_Weak(method, known if isinstance(known, tuple) else (known,)), inputs, types)
+
     # --- called from the graph ---
 
-    def _take_in(self, bucket: Bucket, names: list[str], parts: int, *inputs: NDArray[Any]) -> NDArray[Any]:
+    def _is_dense(self, name: str) -> np.bool_:
+        return np.bool_(self._bucket_of[name].state.step < self.compressor.dense_steps)
+
+    def _take_in(self, name: str, names: list[str], parts: int, *inputs: NDArray[Any]) -> NDArray[Any]:
+        bucket = self._bucket_of[name]
         self._use(bucket, *inputs[:parts])
         rate = float(inputs[parts])
         gradients = dict(zip(names, inputs[parts + 1 :], strict=True))
@@ -166,17 +194,22 @@ class HostPipeline(Pipeline):
             self.arrive(slot.name, gradients.get(slot.name), None if math.isnan(rate) else rate)
         return np.ascontiguousarray(self.begin(bucket).message)
 
-    def _advance(self, bucket: Bucket, divisor: float, dtype: str, result: NDArray[Any]) -> NDArray[Any]:
+    def _advance(self, name: str, divisor: float, dtype: str, result: NDArray[Any]) -> NDArray[Any]:
+        bucket = self._bucket_of[name]
         collective = self.advance(bucket, result, divisor, self._keep_reduced(bucket))
         if collective is None:
             # It has ended early, on all ranks; the graph's next collective has nothing to carry.
             return np.zeros(1, dtype)
         return np.ascontiguousarray(collective.message)
 
-    def _write_out(self, bucket: Bucket, divisor: float, types: list[Any], result: NDArray[Any]) -> list[NDArray[Any]]:
-        if bucket.exchange is not None:
-            assert self.advance(bucket, result, divisor, self._keep_reduced(bucket)) is None
-        flat = self._reduced.pop(bucket.name)
+    def _write_out(self, name: str, divisor: float, types: list[Any], result: NDArray[Any]) -> list[NDArray[Any]]:
+        bucket = self._bucket_of[name]
+        if (
+            bucket.exchange is not None
+            and self.advance(bucket, result, divisor, self._keep_reduced(bucket)) is not None
+        ):
+            raise RuntimeError(f"the exchange of bucket {name!r} has more rounds than its graph; this is a defect")
+        flat = self._reduced.pop(name)
         return [
             array.reshape(slot.shape).astype(dtype.as_numpy_dtype, copy=False)
             for array, slot, dtype in zip(flat, bucket.layout.slots, types, strict=True)
@@ -226,6 +259,27 @@ class HostPipeline(Pipeline):
 def _threads() -> int:
     """As many as TensorFlow uses within an operation."""
     return int(tf.config.threading.get_intra_op_parallelism_threads()) or os.cpu_count() or 1
+
+
+class _Weak:
+    """Calls a method of an object that it does not keep alive, as TensorFlow does with every function that a graph calls.
+
+    Args:
+        method: of the object.
+        known: its first arguments.
+    """
+
+    def __init__(self, method: Callable[..., Any], known: tuple[Any, ...]) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._known = known
+
+    def __call__(self, *inputs: Any) -> Any:
+        method = self._method()
+        if method is None:
+            raise RuntimeError(
+                "the compression that a function was traced with is gone; keep it as long as the function, outside of it"
+            )
+        return method(*self._known, *inputs)
 
 
 def _list(tensors: Any) -> list[Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 Variable = Any
 
 
@@ -27,6 +29,8 @@ class Names:
         return self._shapes[name]
 
     def _name(self, variable: Variable) -> str:
+        if not isinstance(plain(variable), tf.Variable):
+            raise TypeError(f"sources must be variables where compression is a sparsifier, got {variable!r}")
         key = plain(variable).ref()
         if key not in self._names:
             wanted = getattr(variable, "path", None) or variable.name.split(":")[0]

@@ -7,22 +7,22 @@ settings then, so that a difference raises on all of them instead of hanging.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from horovod import tensorflow as hvd
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.agreement import check_sparse, compare, digest
+from horovod_sparse.agreement import check_sparse, compare
 from horovod_sparse.buckets import Layout, Parameter, Slot, plan
 from horovod_sparse.cost import allreduce_bytes
-from horovod_sparse.pipeline import Bucket
+from horovod_sparse.pipeline import Bucket, check_limits, check_state
 from horovod_sparse.serving import empty_state
 from horovod_sparse.statistics import Stats, StepStats
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
@@ -51,6 +51,7 @@ class Reducer:
         groups: as for `hvd.DistributedGradientTape`.
         sparse_as_dense: whether `tf.IndexedSlices` are compressed like other gradients.
         process_set: the workers that exchange.
+        shared: whether it serves one tape after the other, and not one optimizer.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class Reducer:
         groups: Any,
         sparse_as_dense: bool,
         process_set: Any,
+        shared: bool,
     ) -> None:
+        self.shared = shared
         self.compressor = compressor
         self._arguments = _key(op, predivide, groups, sparse_as_dense, process_set)
         self.names = Names()
@@ -80,9 +83,12 @@ class Reducer:
         """Of the gradients of all variables that have been seen, by name."""
         self._bucket_of: dict[str, Bucket | GraphBucket] = {}
         self._dense: set[str] = set()
-        self._sparse: set[str] = set()
+        self._sparse: list[str] = []
         self._pending_state: Mapping[str, Any] | None = None
-        self._function = tf.function(self._reduce, autograph=False)
+        # Embeddings have another number of rows in every step.
+        self._function = tf.function(self._reduce, autograph=False, reduce_retracing=True)
+        # AutoGraph would rewrite all that is called from there, though it needs no rewriting.
+        self._reduce_as_it_is = tf.autograph.experimental.do_not_convert(self._reduce_list)
         self.active = self._activate()
         compressor.bind(self)
 
@@ -134,9 +140,7 @@ class Reducer:
         Raises:
             ValueError: a bucket's variables are not all there; the ranks differ.
         """
-        # AutoGraph would rewrite all that is called from here, though it needs no rewriting.
-        reduce = tf.autograph.experimental.do_not_convert(self._reduce_list)
-        return list(reduce(gradients, variables, learning_rate))
+        return list(self._reduce_as_it_is(gradients, variables, learning_rate))
 
     def _reduce_list(
         self, gradients: Sequence[Any], variables: Sequence[Variable] | None, learning_rate: Tensor | None
@@ -148,6 +152,11 @@ class Reducer:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         if not self.active:
             return list(gradients)
+        if tf.config.functions_run_eagerly() and not self.compressor.graph:
+            raise RuntimeError(
+                "tf.config.run_functions_eagerly must be False with a sparsifier, got True: functions that are called "
+                "eagerly get copies, and what is added to a residual would be lost; use graph=True in the compression"
+            )
         rate = tf.constant(math.nan, tf.float64) if learning_rate is None else tf.cast(learning_rate, tf.float64)
         if learning_rate is None and self.compressor.lr_in_residual:
             raise ValueError(
@@ -163,12 +172,8 @@ class Reducer:
         """Build the operations; traced again when another `plan` has buckets for more variables."""
         assert self.engine is not None
         given = {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
-        # Those of embeddings go Horovod's own way.
-        others = {
-            name: hvd.allreduce(gradient, op=self._op, process_set=self._process_set)
-            for name, gradient in given.items()
-            if name in self._sparse
-        }
+        divisor = float(self._process_set.size()) if self._op == mpi_ops.Average else 1.0
+        others = {name: self._gather_slices(name, given.get(name), divisor) for name in names if name in self._sparse}
         reduced = self.engine.reduce(
             Step(
                 buckets=self._taking_part(names),
@@ -182,11 +187,26 @@ class Reducer:
                 dtypes=self._dtypes,
                 rate=rate,
                 op=self._op,
-                divisor=float(self._process_set.size()) if self._op == mpi_ops.Average else 1.0,
+                divisor=divisor,
                 predivide=self._predivide,
             )
         )
         return [others.get(name, reduced.get(name)) for name in names]
+
+    def _gather_slices(self, name: str, gradient: Any, divisor: float) -> Any:
+        """All ranks' slices of an embedding's gradient, as stock Horovod reduces them; None is no slice."""
+        shape, dtype = self.names.shape(name), self._dtypes[name]
+        if gradient is None:
+            gradient = tf.IndexedSlices(tf.zeros((0, *shape[1:]), dtype), tf.zeros(0, tf.int64))
+        elif not isinstance(gradient, tf.IndexedSlices):
+            gradient = tf.IndexedSlices(gradient, tf.range(shape[0], dtype=tf.int64))
+        number = self._sparse.index(name)
+        given = gradient.values, tf.cast(gradient.indices, tf.int64)
+        values, indices = (
+            self._collectives.allgather(self._collectives.exchanged_in_every_step(part), f"sparse.{number}.{kind}")
+            for part, kind in zip(given, ("values", "indices"), strict=True)
+        )
+        return tf.IndexedSlices(values / tf.cast(divisor, dtype), indices, tf.constant(shape, tf.int64))
 
     def _taking_part(self, names: Sequence[str]) -> list[Bucket | GraphBucket]:
         """The buckets of some variables, which must all be there: what was sent for others would be lost."""
@@ -203,7 +223,10 @@ class Reducer:
     # --- planning ---
 
     def _extend(self, names: Sequence[str], gradients: Sequence[Any], variables: Sequence[Variable]) -> None:
-        """Plan for variables that have a gradient for the first time."""
+        """Plan for variables that have a gradient for the first time.
+
+        What can be wrong on one rank alone is found before the ranks compare, so that all of them raise.
+        """
         new = {
             name: gradient
             for name, gradient in zip(names, gradients, strict=True)
@@ -211,15 +234,37 @@ class Reducer:
         }
         if not new:
             return
-        sparse = [name for name, gradient in new.items() if isinstance(gradient, tf.IndexedSlices)]
-        self._agree(new, sparse)
-        groups = self._group_numbers(names, variables)
         devices = {name: plain(variable).device for name, variable in zip(names, variables, strict=True)}
+        sparse = [name for name, gradient in new.items() if isinstance(gradient, tf.IndexedSlices)]
+        try:
+            planned, layouts = self._plan(new, sparse, self._group_numbers(names, variables), devices)
+            state = self._state_of(planned, layouts)
+        except ValueError as error:
+            self._agree(new, sparse, str(error))
+            raise
+        self._agree(new, sparse, "")
+        engine = self._engine()
+        engine.add_buckets(planned, devices.__getitem__)
+        engine.add_dense(layouts, devices.__getitem__)
+        for bucket in engine.buckets[len(engine.buckets) - len(planned) :]:
+            self._bucket_of.update((slot.name, bucket) for slot in bucket.layout.slots)
+        self._sparse.extend(sparse)
+        self._dense.update(layout.name for layout in layouts)
+        self._dtypes.update((name, gradient.dtype) for name, gradient in new.items())
+        for layout in layouts:
+            size = max(self._dtypes[layout.name].size, 4 if self._dtypes[layout.name] == tf.bfloat16 else 2)
+            engine.dense_bytes_sent += allreduce_bytes(layout.numel * size, self._process_set.size())
+        if state is not None:
+            engine.adopt_memory()
+            engine.load_state_dict(_merged(engine.state_dict(), state))
+
+    def _plan(
+        self, new: Mapping[str, Any], sparse: Sequence[str], groups: Mapping[str, int], devices: Mapping[str, str]
+    ) -> tuple[list[Layout], list[Layout]]:
+        """The buckets of new variables, and those that are reduced dense."""
         parameters, layouts = [], []
         for name, gradient in new.items():
-            self._dtypes[name] = gradient.dtype
             if name in sparse:
-                self._sparse.add(name)
                 continue
             shape = self.names.shape(name)
             residual = self.compressor.residual_dtype or ("float64" if gradient.dtype == tf.float64 else "float32")
@@ -228,9 +273,26 @@ class Reducer:
             else:
                 kind = devices[name] if self.compressor.graph else "cpu"
                 parameters.append(Parameter(name, shape, residual, kind, groups.get(name)))
-        self._plan(parameters, layouts, devices)
+        planned = plan(parameters, self.compressor)
+        check_limits(planned, self.compressor, self._process_set.size())
+        return planned, layouts
 
-    def _plan(self, parameters: Sequence[Parameter], layouts: Sequence[Layout], devices: Mapping[str, str]) -> None:
+    def _state_of(self, planned: Sequence[Layout], dense: Sequence[Layout]) -> Mapping[str, Any] | None:
+        """What a state that was loaded before has for new variables, checked; what it has for others goes on waiting."""
+        if self._pending_state is None:
+            return None
+        residuals = {slot.name: slot.shape for layout in planned for slot in layout.slots}
+        velocities = {**residuals, **{layout.name: layout.slots[0].shape for layout in dense}}
+        if self.compressor.momentum_correction is None:
+            velocities = {}
+        pending = renamed(self._pending_state, [*residuals])
+        state = _part(pending, {*residuals, *velocities})
+        check_state(state, self.compressor, residuals, velocities)
+        rest = _part(pending, {name for kind in _BY_NAME for name in pending[kind]} - {*residuals, *velocities})
+        self._pending_state = rest if rest["residuals"] or rest["velocities"] else None
+        return state
+
+    def _engine(self) -> HostPipeline | GraphPipeline:
         if self.engine is None:
             make = GraphPipeline if self.compressor.graph else HostPipeline
             self.engine = make(
@@ -240,18 +302,7 @@ class Reducer:
                 position=self._process_set.rank(),
                 rank=mpi_ops.rank(),
             )
-        planned = plan(parameters, self.compressor)
-        self.engine.add_buckets(planned, devices.__getitem__)
-        self.engine.add_dense(layouts, devices.__getitem__)
-        for bucket in self.engine.buckets[len(self.engine.buckets) - len(planned) :]:
-            self._bucket_of.update((slot.name, bucket) for slot in bucket.layout.slots)
-        for layout in layouts:
-            self._dense.add(layout.name)
-            size = max(self._dtypes[layout.name].size, 4 if self._dtypes[layout.name] == tf.bfloat16 else 2)
-            self.engine.dense_bytes_sent += allreduce_bytes(layout.numel * size, self._process_set.size())
-        if self._pending_state is not None:
-            self.engine.load_state_dict(renamed(self._pending_state, self._bucket_of))
-            self._pending_state = None
+        return self.engine
 
     def _group_numbers(self, names: Sequence[str], variables: Sequence[Variable]) -> dict[str, int]:
         if self._groups is None:
@@ -264,13 +315,16 @@ class Reducer:
         alone = [name for name in names if name not in numbers]
         return numbers | {name: len(self._groups) + number for number, name in enumerate(alone)}
 
-    def _agree(self, new: Mapping[str, Any], sparse: list[str]) -> None:
-        parameters: list[object] = [(n, self.names.shape(n), g.dtype.name, n in sparse) for n, g in new.items()]
-        mine = {
+    def _agree(self, new: Mapping[str, Any], sparse: Sequence[str], problem: str) -> None:
+        """Compare with the other ranks; blocks. `problem` is what this rank cannot go on with."""
+        mine: dict[str, str | list[str]] = {
             "compression": repr(self.compressor),
-            "variables": digest(parameters),
+            "variables": [
+                f"{n} {self.names.shape(n)} {g.dtype.name}{' sparse' * (n in sparse)}" for n, g in new.items()
+            ],
             "op": str(self._op),
             "sparse_as_dense": str(self._sparse_as_dense),
+            "problem": problem,
         }
         self._agreements += 1
         everyone = self._collectives.gather_json(mine, f"agree.{self._agreements}")
@@ -280,28 +334,34 @@ class Reducer:
     # --- statistics and state: see `ServingCompressor` ---
 
     def stats(self) -> Stats:
-        return Stats(0, StepStats((), 0.0), StepStats((), 0.0)) if self.engine is None else self.engine.stats()
+        if self.engine is None:
+            return Stats(0, StepStats((), 0.0), StepStats((), 0.0))
+        self.engine.adopt_memory()
+        return self.engine.stats()
 
     @property
     def residual_bytes(self) -> int:
         return 0 if self.engine is None else self.engine.nbytes
 
     def state_dict(self) -> dict[str, Any]:
-        """The engine's state and the names of the variables with sparse gradients, which have none."""
-        if self._pending_state is not None:
-            return dict(self._pending_state)
-        if self.engine is None:
-            return empty_state()
-        self.engine.adopt_memory()
-        return {**self.engine.state_dict(), "sparse": sorted(self._sparse)}
-
-    def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        """Load now, or, before the first step, when the buckets are made."""
+        """The engine's state, with what waits for variables that have had no gradient yet, and the names of embeddings."""
+        state = empty_state()
         if self.engine is not None:
             self.engine.adopt_memory()
-            self.engine.load_state_dict(renamed(state, self._bucket_of))
-        else:
-            self._pending_state = state if state["residuals"] else None
+            state = {**self.engine.state_dict(), "sparse": sorted(self._sparse)}
+        return state if self._pending_state is None else _merged(state, copy.deepcopy(self._pending_state))
+
+    def load_compression_state(self, state: Mapping[str, Any]) -> None:
+        """Load what there are buckets for, and keep the rest until there are."""
+        if self.engine is None:
+            self._pending_state = copy.deepcopy(dict(state)) if state["residuals"] else None
+            return
+        known = renamed(state, self._bucket_of)
+        here = {*self._bucket_of, *self._dense}
+        self.engine.adopt_memory()
+        self.engine.load_state_dict(_part(known, here))
+        rest = _part(known, {name for kind in _BY_NAME for name in known[kind]} - here)
+        self._pending_state = copy.deepcopy(rest) if rest["residuals"] else None
 
     def rescale(self, factor: float) -> None:
         if self._pending_state is not None:
@@ -328,3 +388,17 @@ def _key(op: Any, predivide: float, groups: Any, sparse_as_dense: bool, process_
         "sparse_as_dense": sparse_as_dense,
         "process_set": process_set.process_set_id,
     }
+
+
+_BY_NAME = ("residuals", "velocities", "learning_rates", "adaptive")
+
+
+def _part(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """What a state has for some variables."""
+    kept = {kind: {name: value for name, value in state[kind].items() if name in names} for kind in _BY_NAME}
+    return {**state, **kept}
+
+
+def _merged(state: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with what another one has in its place."""
+    return {**state, **{kind: {**state[kind], **other[kind]} for kind in _BY_NAME}}

@@ -1,8 +1,8 @@
-"""The seam to stock Horovod for TensorFlow: three of its functions, replaced in place.
+"""The seam to stock Horovod for TensorFlow: five of its functions, replaced in place.
 
 - `horovod.tensorflow._make_allreduce_grads_fn` makes what reduces gradients, for tapes and for all optimizers but Keras 3's.
-- `_DistributedGradientTape.gradient`, which `hvd.DistributedGradientTape` copies into a new class at each call: here it takes
-  the variables of Keras 3 too.
+- Three methods of `_DistributedGradientTape`, which `hvd.DistributedGradientTape` copies into a new class at each call: here
+  they take the variables of Keras 3 too.
 - `horovod._keras.create_distributed_optimizer`: Keras 3 calls none of the methods that Horovod overrides, so replicas
   would train apart without a word (see `keras.optimizer`).
 
@@ -44,6 +44,11 @@ _CONTRACT = {
         horovod_tensorflow._DistributedGradientTape,
         ("self", "target", "sources", "output_gradients", "use_generic_names"),
     ),
+    "register_local_source": (horovod_tensorflow._DistributedGradientTape, ("self", "source")),
+    "get_local_and_global_gradients": (
+        horovod_tensorflow._DistributedGradientTape,
+        ("self", "target", "sources", "output_gradients", "use_generic_names"),
+    ),
     "create_distributed_optimizer": (horovod_keras, _OPTIMIZER_PARAMETERS),
 }
 
@@ -74,6 +79,8 @@ def install() -> None:
     replacements = {
         "_make_allreduce_grads_fn": _make_allreduce_grads_fn,
         "gradient": _gradient,
+        "register_local_source": _register_local_source,
+        "get_local_and_global_gradients": _get_local_and_global_gradients,
         "create_distributed_optimizer": _create_distributed_optimizer,
     }
     for name, (owner, _) in _CONTRACT.items():
@@ -97,11 +104,16 @@ def reducer_of(
     groups: Any,
     sparse_as_dense: bool,
     process_set: Any,
+    shared: bool,
 ) -> Reducer:
-    """The reducer that a compressor is bound to; a new one if there is none. One compressor serves one way of reducing."""
+    """The reducer that a compressor is bound to; a new one if there is none.
+
+    One compressor serves one optimizer, or, `shared`, tapes that all reduce in the same way.
+    """
     check_arguments(op, mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum, groups, compression)
     bound = compression.server
-    if not isinstance(bound, Reducer):
+    if not (shared and isinstance(bound, Reducer) and bound.shared):
+        compression.check_free()
         return Reducer(
             compression,
             op=op,
@@ -109,6 +121,7 @@ def reducer_of(
             groups=groups,
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
+            shared=shared,
         )
     bound.check_same(
         op=op, predivide=predivide, groups=groups, sparse_as_dense=sparse_as_dense, process_set=process_set
@@ -141,6 +154,8 @@ def _make_allreduce_grads_fn(stock: Function) -> Function:
             groups=given["groups"],
             sparse_as_dense=given["sparse_as_dense"],
             process_set=given["process_set"],
+            # A tape is made anew in every step.
+            shared=given["name"] == "DistributedGradientTape",
         )
 
     return extended
@@ -150,8 +165,34 @@ def _gradient(stock: Function) -> Function:
     def extended(
         self: Any, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> Any:
+        if isinstance(sources, (list, tuple)):
+            many = list(sources)
+        elif isinstance(self._allreduce_grads, Reducer):
+            many = [sources]
+        else:
+            # What stock Horovod makes of it is its own affair.
+            return stock(self, target, sources, output_gradients, use_generic_names)
         if isinstance(self._allreduce_grads, Reducer):
             # While they still have their paths.
+            self._allreduce_grads.names.of(many)
+        reduced = stock(self, target, [plain(source) for source in many], output_gradients, use_generic_names)
+        return reduced if isinstance(sources, (list, tuple)) else reduced[0]
+
+    return extended
+
+
+def _register_local_source(stock: Function) -> Function:
+    def extended(self: Any, source: Any) -> None:
+        stock(self, plain(source))
+
+    return extended
+
+
+def _get_local_and_global_gradients(stock: Function) -> Function:
+    def extended(
+        self: Any, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> Any:
+        if isinstance(self._allreduce_grads, Reducer):
             self._allreduce_grads.names.of(sources)
         return stock(self, target, [plain(source) for source in sources], output_gradients, use_generic_names)
 

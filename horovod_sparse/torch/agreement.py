@@ -9,7 +9,7 @@ from horovod.torch import mpi_ops
 from torch import Tensor
 
 from horovod_sparse import agreement
-from horovod_sparse.agreement import check_sparse, compare, digest
+from horovod_sparse.agreement import check_sparse, compare
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import gather_json
 
@@ -42,17 +42,15 @@ def agree(
     Raises:
         ValueError: on every rank that finds another one different, with both values.
     """
-    parameters: list[object] = [(name, tuple(parameter.shape), str(parameter.dtype)) for parameter, name in new.items()]
+    parameters = [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for parameter, name in new.items()]
     names = optimizer._parameter_names
-    groups: list[object] = [
-        [names[member] for member in group] for group in dict.fromkeys(optimizer._p_to_group.values())
-    ]
-    mine = {
+    groups = [str([names[member] for member in group]) for group in dict.fromkeys(optimizer._p_to_group.values())]
+    mine: dict[str, str | list[str]] = {
         "compression": repr(compressor),
-        "parameters": digest(parameters),
+        "parameters": parameters,
         "op": str(optimizer.op),
         "sparse_as_dense": str(bool(optimizer.sparse_as_dense)),
-        "groups": digest(groups),
+        "groups": groups,
     }
     sparse = [
         name

@@ -36,6 +36,14 @@ def test_order_of_imports_with_tensorflow(launch: Launch, case: str) -> None:
 
 
 @pytest.mark.parametrize("module", ["parallel.one_worker", "parallel.tf.alone"])
+def test_optimised_python_does_the_same(module: str) -> None:
+    """No assertion does any work."""
+    environment = {"HOROVOD_SPARSE_FORCE": "1", "PYTHONOPTIMIZE": "1"}
+    ended = ALONE.run("-m", module, "forced", limit=LIMIT, environment=environment)
+    assert ended.code == 0, str(ended)
+
+
+@pytest.mark.parametrize("module", ["parallel.one_worker", "parallel.tf.alone"])
 @pytest.mark.parametrize(("case", "force"), [("forced", "1"), ("plain", "0")])
 def test_one_worker(module: str, case: str, force: str) -> None:
     ended = ALONE.run("-m", module, case, limit=LIMIT, environment={"HOROVOD_SPARSE_FORCE": force})

@@ -70,6 +70,7 @@ def make(
                 groups=groups,
                 sparse_as_dense=sparse_as_dense,
                 process_set=process_set,
+                shared=False,
             ),
             optimizer,
         )
