@@ -57,10 +57,9 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
         if graph:
             selectors.check(self)
         if not tf.executing_eagerly():
-            warnings.warn(
-                f"{type(self).__name__} was made inside of a function that is being traced: every trace starts with an empty "
-                "residual; make it once, outside",
-                stacklevel=2,
+            raise RuntimeError(
+                f"{type(self).__name__} must not be made inside of a function that is being traced: every trace would begin with "
+                "an empty residual; make it once, outside"
             )
 
     def __getstate__(self) -> dict[str, Any]:
