@@ -1,7 +1,7 @@
 # Everything is made on first use: system packages (apt), .venv, Horovod's wheel (minutes, once), this package.
 # PYTHON=python3.12 chooses the interpreter of a new .venv; FRAMEWORKS=torch leaves TensorFlow out (docker/setup.sh).
 .DEFAULT_GOAL := help
-.PHONY: help setup test demo demo-tensorflow lint types check clean
+.PHONY: help setup test sanitize demo demo-tensorflow lint types check clean
 export PYTHON FRAMEWORKS HOROVOD_GPU
 
 bin := .venv/bin
@@ -14,6 +14,9 @@ setup: ## install everything into .venv; about a second when that is done alread
 
 test: setup lint types ## lint, types, then all tests
 	$(bin)/python -m pytest tests
+
+sanitize: setup ## test the compiled kernels with the address and undefined behaviour sanitizers
+	$(bin)/python tests/sanitize.py
 
 demo: setup ## train a small model on several processes, dense and sparse
 	$(bin)/python examples/demo.py

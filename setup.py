@@ -1,4 +1,4 @@
-"""Packaging of horovod_sparse. Pure Python: this version compiles nothing."""
+"""Packaging of horovod_sparse. With a C++ compiler the kernels are compiled; without one it installs all the same."""
 
 import re
 from pathlib import Path
@@ -32,9 +32,9 @@ setup(
     long_description=read_description(),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["horovod_sparse", "horovod_sparse.*"]),
-    package_data={"horovod_sparse": ["py.typed"]},
+    package_data={"horovod_sparse": ["py.typed", "kernels/kernels.h"]},
     python_requires=">=3.10,<3.13",
-    install_requires=["numpy", "scipy"],
+    install_requires=["numpy", "scipy", "cffi"],
     extras_require={
         "torch": ["torch", HOROVOD],
         "tensorflow": ["tensorflow", HOROVOD],
@@ -42,6 +42,7 @@ setup(
         "test": ["pytest", "hypothesis", "ruff", "mypy"],
         "bench": ["matplotlib", "scikit-learn", "tqdm"],
     },
+    cffi_modules=["horovod_sparse/kernels/build.py:ffibuilder"],
     entry_points={"console_scripts": ["horovod-sparse = horovod_sparse.cli:main"]},
     zip_safe=False,
 )

@@ -14,7 +14,7 @@ source docker/common.sh
 venv=.venv
 stamp=$venv/.setup
 log=$venv/setup.log
-inputs=(constraints.txt setup.py docker/*.sh)
+inputs=(constraints.txt setup.py docker/*.sh horovod_sparse/kernels/*.{py,cpp,h})
 
 find_python() {
     local candidate

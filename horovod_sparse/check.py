@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from horovod_sparse import probes
+from horovod_sparse import kernels, probes
 
 HOROVOD_VERSION = "0.28.1"
 _REBUILD = "build Horovod: make setup, or docker/build_horovod.sh PYTHON"
@@ -199,7 +199,11 @@ def _tensorflow_seam(machine: Machine) -> Finding:
 
 
 def _kernels(_: Machine) -> Finding:
-    return Finding("ok", "kernels", "none: this version selects with framework operations")
+    if kernels.available():
+        return Finding("ok", "kernels", "compiled")
+    if kernels.compiled():
+        return Finding("warn", "kernels", "turned off: framework operations are used", "unset HOROVOD_SPARSE_KERNELS")
+    return Finding("warn", "kernels", "not compiled: framework operations are used", "install g++ and reinstall")
 
 
 _CHECKS: tuple[Callable[[Machine], Finding], ...] = (

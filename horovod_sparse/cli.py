@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from horovod_sparse import __version__, check
+from horovod_sparse import __version__, bench, check
 
 
 def _check(_: argparse.Namespace) -> int:
@@ -23,6 +23,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     text = "say what this machine can do, and what to install; exit status 0 if training with torch can run"
     commands.add_parser("check", help=text, description=text).set_defaults(run=_check)
+    text = "time the compressors on this machine, in units of residual.add_(gradient)"
+    measured = commands.add_parser("bench", help=text, description=text)
+    bench.add_arguments(measured, sizes=(1_000_000, 25_000_000), repetitions=5, everything=False)
     return parser
 
 

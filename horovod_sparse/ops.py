@@ -6,6 +6,7 @@ The NumPy implementation (`horovod_sparse.numpy.ops`) is the oracle: every other
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +24,56 @@ class Moments:
     """Population variance (divided by count)."""
     mean_log: float
     """Mean of ln(|x_i| - threshold); NaN unless it was asked for."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What the moments of an array's magnitudes are made of; those of two parts add up to those of the whole."""
+
+    count: int = 0
+    """Entries that are not zero."""
+    total: float = 0.0
+    squares: float = 0.0
+    largest: float = 0.0
+    tail_count: int = 0
+    """Entries above the cut."""
+    tail_total: float = 0.0
+    """Of their excesses over the cut, as all that follows."""
+    tail_squares: float = 0.0
+    tail_logs: float = math.nan
+    """Of the logarithms; NaN unless it was asked for."""
+    not_finite: int = 0
+    """Entries of the gradient that were left out."""
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(
+            self.count + other.count,
+            self.total + other.total,
+            self.squares + other.squares,
+            max(self.largest, other.largest),
+            self.tail_count + other.tail_count,
+            self.tail_total + other.tail_total,
+            self.tail_squares + other.tail_squares,
+            self.tail_logs + other.tail_logs,
+            self.not_finite + other.not_finite,
+        )
+
+    @property
+    def whole(self) -> Moments:
+        """Of the magnitudes that are not zero."""
+        return _moments(self.count, self.total, self.squares, math.nan)
+
+    @property
+    def tail(self) -> Moments:
+        """Of the excesses over the cut."""
+        return _moments(self.tail_count, self.tail_total, self.tail_squares, self.tail_logs)
+
+
+def _moments(count: int, total: float, squares: float, logs: float) -> Moments:
+    if count == 0:
+        return Moments(0, 0.0, 0.0, math.nan)
+    mean = total / count
+    return Moments(count, mean, max(squares / count - mean * mean, 0.0), logs / count)
 
 
 class Selection(NamedTuple):
@@ -43,6 +94,20 @@ class Ops(Protocol):
     def accumulate(self, residual: Array, gradient: Array) -> None:
         """residual += gradient, in place; `gradient` has any shape, float type and strides, and is left as it is."""
 
+    def absorb(self, residual: Array, gradient: Array, cut: float | None) -> Sums:
+        """As `accumulate`, but entries that are not finite in the residual's type add nothing; sums of the new residual.
+
+        `cut` > 0 (or infinity) is that of the sums; with None only `not_finite` is asked for.
+        """
+
+    def absorb_velocity(
+        self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, cut: float | None
+    ) -> Sums:
+        """As `absorb`, of a gradient with momentum (see `feedback.MomentumCorrection`)."""
+
+    def measure(self, x: Array, cut: float) -> Sums:
+        """Sums of x, accumulated in float64."""
+
     def assign(self, residual: Array, gradient: Array) -> None:
         """residual = gradient, in place; `gradient` as in `accumulate`, or another framework's on the host."""
 
@@ -54,6 +119,9 @@ class Ops(Protocol):
 
     def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
         """Statistics of the excesses over `threshold` >= 0, accumulated in float64."""
+
+    def counts(self, x: Array, thresholds: list[float]) -> list[int]:
+        """How many entries are above each threshold."""
 
     def max_abs(self, x: Array) -> float:
         """The largest magnitude; 0 for an empty array."""

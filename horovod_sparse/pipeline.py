@@ -14,11 +14,11 @@ from horovod_sparse import cost, exchanges, feedback, wire
 from horovod_sparse.buckets import Layout, Slot
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.exchanges import Collective, Entries, Task
-from horovod_sparse.ops import Array, Ops
+from horovod_sparse.ops import Array, Ops, Sums
 from horovod_sparse.residuals import Residuals
 from horovod_sparse.statistics import Counts, Stats, StepStats, Tally
 
-VERSION = 2
+VERSION = 3
 """Of the state."""
 
 
@@ -34,6 +34,8 @@ class Bucket:
     state: BucketState
     missing: set[str] = field(default_factory=set)
     """Parameters whose gradient has not arrived in this step."""
+    sums: dict[str, Sums] = field(default_factory=dict)
+    """Of the parameters whose gradients have arrived in this step."""
     finite: bool = True
     """Whether all gradients of this step are."""
     task: Task | None = None
@@ -115,29 +117,36 @@ class Pipeline:
     def arrive(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> Bucket | None:
         """Take in a parameter's gradient (None: it has none in this step); return its bucket when that is complete.
 
-        `learning_rate` is the step's, for `lr_in_residual`. The gradient's memory is free afterwards. A gradient with NaN
-        or infinity is kept out of the residual; its bucket's reduced gradient becomes None on every rank.
+        `learning_rate` is the step's, for `lr_in_residual`. The gradient's memory is free afterwards. NaN and infinity
+        are kept out of the residual; their bucket's reduced gradient becomes None on every rank.
         """
         bucket = self._bucket_of[name]
         if name not in bucket.missing:
             raise RuntimeError(f"the gradient of {name!r} arrived twice in one step")
-        if gradient is not None and not self.ops.all_finite(gradient):
-            self._not_finite.append(f"parameter {name!r}")
-            bucket.finite = False
-            gradient = None
         residual = self.residuals.view(name)
         if self.compressor.lr_in_residual:
             gradient = self._rescaled(name, gradient, residual, learning_rate)
         if gradient is not None:
             gradient = self.clipped(gradient, bucket.layout.residual_dtype)
-        if bucket.velocity is not None:
-            correction = self.compressor.momentum_correction
-            assert correction is not None
-            correction.accumulate(self.ops, residual, self.velocities.view(name), gradient)
-        elif gradient is not None:
-            self.ops.accumulate(residual, gradient)
+        bucket.sums[name] = sums = self._absorb(bucket, name, residual, gradient)
+        if sums.not_finite:
+            self._not_finite.append(f"parameter {name!r}")
+            bucket.finite = False
         bucket.missing.discard(name)
         return None if bucket.missing else bucket
+
+    def _absorb(self, bucket: Bucket, name: str, residual: Array, gradient: Array | None) -> Sums:
+        """Take a gradient (None: zero) into the residual, and into the velocity if there is one; sums of the residual."""
+        ops, correction = self.ops, self.compressor.momentum_correction
+        cut = bucket.state.cut if self.compressor.measures else None
+        if gradient is None:
+            if correction is not None:
+                correction.accumulate(ops, residual, self.velocities.view(name), None)
+            return Sums() if cut is None else ops.measure(residual, cut)
+        if correction is None:
+            return ops.absorb(residual, gradient, cut)
+        velocity = self.velocities.view(name)
+        return ops.absorb_velocity(residual, velocity, gradient, correction.momentum, correction.nesterov, cut)
 
     def check_reduced(self, name: str, reduced: Array) -> bool:
         """Whether a reduced gradient that did not come through a bucket is finite; if not, the step fails."""
@@ -181,6 +190,8 @@ class Pipeline:
         """Select from a complete bucket; the first collective of its exchange. What was not selected stays in the residual."""
         compressor, state, numel = self.compressor, bucket.state, bucket.layout.numel
         bucket.missing = {slot.name for slot in bucket.layout.slots}
+        # In the order of the parameters, whatever that of their gradients was.
+        state.sums = sum((bucket.sums[slot.name] for slot in bucket.layout.slots[1:]), bucket.sums[bucket.name])
         k = compressor.asked(numel, compressor.ratio_at(state.step))
         capacity = compressor.room(numel, k, self.world)
         correction = compressor.momentum_correction

@@ -21,6 +21,7 @@ from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops import Ops
 from horovod_sparse.pipeline import Pipeline
@@ -41,6 +42,10 @@ class Backend:
         return self.name
 
 
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.array(array))
+
+
 def _memory_of_tensor(array: np.ndarray) -> np.ndarray:
     return np.asarray(memoryview(tf.constant(array)))
 
@@ -51,7 +56,9 @@ def _host_pipeline(ops: Ops, compressor: Compressor, **where: int) -> HostPipeli
 
 BACKENDS = [
     Backend("numpy", NumpyOps(), np.array, np.asarray),
-    Backend("torch", TorchOps(), lambda array: torch.from_numpy(np.array(array)), lambda tensor: tensor.numpy()),
+    Backend("numpy-compiled", host_ops(2), np.array, np.asarray),
+    Backend("torch", TorchOps(), _tensor, lambda tensor: tensor.numpy()),
+    Backend("torch-operations", TorchOps(compiled=False), _tensor, lambda tensor: tensor.numpy()),
     # Gradients and messages are the memory of tensors, which must not be written to, residuals that of variables.
     Backend("tensorflow", NumpyOps(), _memory_of_tensor, np.asarray, _host_pipeline),
 ]

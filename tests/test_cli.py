@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_sparse import check, cli
+from horovod_sparse import check, cli, kernels
 from horovod_sparse.probes import Answer
 
 COMPLETE = check.Machine(
@@ -78,7 +78,8 @@ def test_the_command_imports_no_framework() -> None:
     assert not {"torch", "tensorflow", "horovod", "mpi4py"} & set(json.loads(done.stdout))
 
 
-def test_nothing_to_say_about_a_complete_machine() -> None:
+def test_nothing_to_say_about_a_complete_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horovod_sparse.kernels.available", lambda: True)
     assert marks(COMPLETE) == {}
 
 
@@ -104,6 +105,23 @@ def test_only_what_torch_training_needs_is_missing(machine: check.Machine, expec
     assert ("missing" in found.values()) == (expected == "missing")
 
 
+@pytest.mark.parametrize(
+    ("compiled", "said", "mark", "detail"),
+    [
+        (True, "1", "ok", "compiled"),
+        (True, "0", "warn", "turned off: framework operations are used"),
+        (False, "1", "warn", "not compiled: framework operations are used"),
+    ],
+)
+def test_the_kernels_are_compiled_or_not(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool, said: str, mark: str, detail: str
+) -> None:
+    monkeypatch.setattr("horovod_sparse.kernels._native", object() if compiled else None)
+    monkeypatch.setenv("HOROVOD_SPARSE_KERNELS", said)
+    finding = next(finding for finding in check.judge(COMPLETE) if finding.what == "kernels")
+    assert (finding.mark, finding.detail) == (mark, detail)
+
+
 def test_every_shortcoming_comes_with_its_remedy() -> None:
     bare = check.Machine(
         answers={name: Answer(error="not there") for name in COMPLETE.answers},
@@ -118,3 +136,30 @@ def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main([])
     assert ended.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+def test_bench_times_the_compressors_and_checks_what_they_select(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("horovod.torch")
+    table, options = tmp_path / "table.json", ["--kernels", "on" if kernels.available() else "off"]
+    small = ["bench", "--sizes", "10k", "--ratios", "0.01", "--repetitions", "2", *options]
+    assert cli.main([*small, "--json", str(table)]) == 0
+    printed = capsys.readouterr().out
+    results = json.loads(table.read_text())["results"]
+    assert {"SIDCo, exponential", "TopK", "DGC", "MiCRO, 8 workers", "decompress, 4 workers"} <= {
+        result["title"] for result in results
+    }
+    for result in results:
+        assert len(result["quotients"]) == 2 and all(quotient > 0 for quotient in result["quotients"])
+        assert f"{result['title']:31}  {result['units']:.2f}".split() in [
+            line.split()[: len(result["title"].split()) + 1] for line in printed.splitlines()
+        ]
+
+
+def test_bench_holds_no_bar_under_other_conditions(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("horovod.torch")
+    with pytest.raises(SystemExit, match="--bars needs rows"):
+        cli.main(
+            ["bench", "--sizes", "10k", "--repetitions", "1", "--rows", "RandomBlock", "--bars", "--kernels", "off"]
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,8 @@ SIZE = 1_000_000
 def estimate(x: np.ndarray, ratio: float, stages: int, distribution: str, adapt: str = "paper") -> float:
     """The fitted threshold alone, before any safeguard."""
     compressor = SIDCo(ratio, stages=stages, distribution=distribution, adapt=adapt)
-    whole = OPS.moments(x, 0.0, with_log=distribution == "gamma")
-    return compressor._estimate(sidco._Candidates(OPS, x), compressor.asked(x.size), whole, stages)
+    sums = OPS.measure(x, math.inf)
+    return compressor._all_stages(sidco._Candidates(OPS, x), sums, compressor.asked(x.size), stages)[0]
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +162,29 @@ def test_states_of_buckets_are_their_own() -> None:
         compressor.select(OPS, gradients("pareto", 50_000, rng), 50, 100, heavy)
     assert light.controller == compressor.new_state().controller
     assert heavy.controller != light.controller
+
+
+@pytest.mark.parametrize("distribution", ["exponential", "gamma", "gpareto"])
+@pytest.mark.parametrize("ratio", [0.1, 0.01, 0.001])
+def test_the_last_stage_alone_estimates_as_well_as_all(laplace: np.ndarray, distribution: Any, ratio: float) -> None:
+    """And its cut stays where stage M-1 ends."""
+    compressor, k = SIDCo(ratio, distribution=distribution, stages=3), int(ratio * SIZE)
+    state = compressor.new_state()
+    for step in range(6):
+        # What the pipeline measures while gradients arrive.
+        state.sums = OPS.measure(laplace, state.cut)
+        selection = compressor.select(OPS, laplace, k, SIZE, state)
+        assert selection.found / k == pytest.approx(1.0, abs=0.05 + 2 / np.sqrt(k)), step
+        left = np.count_nonzero(np.abs(laplace) > state.cut) / SIZE
+        assert left == pytest.approx(np.sqrt(0.25 * ratio), rel=0.25), step
+
+
+def test_a_cut_that_leaves_too_few_or_too_many_is_given_up(laplace: np.ndarray) -> None:
+    for factor in (1e-3, 1e3):
+        compressor = SIDCo(0.01, stages=3)
+        state = compressor.new_state()
+        compressor.select(OPS, laplace, 10_000, SIZE, state)
+        x = laplace * np.float32(factor)
+        state.sums = OPS.measure(x, state.cut)
+        assert compressor.select(OPS, x, 10_000, SIZE, state).found == pytest.approx(10_000, rel=0.1)
+        assert state.cut == pytest.approx(-factor * np.log(np.sqrt(0.25 * 0.01)), rel=0.1)

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, TypedDict
 from horovod_sparse import exchanges
 from horovod_sparse.exchanges import Exchange
 from horovod_sparse.feedback import MomentumCorrection
-from horovod_sparse.ops import Array, Ops, Selection
+from horovod_sparse.ops import Array, Ops, Selection, Sums
 from horovod_sparse.schedules import Schedule
 
 Granularity = Literal["layer", "bucket", "model"]
@@ -70,6 +70,10 @@ class BucketState:
     """Magnitude above which entries were selected in the last step; NaN for algorithms without one."""
     stages: int = 0
     """Fitting stages of the last step; 0 for algorithms without them."""
+    cut: float = math.inf
+    """The sums of the next step are to tell of the entries above it."""
+    sums: Sums | None = None
+    """Of what is selected from, if they were taken when the gradients arrived."""
     fingerprint: int = 0
     """31 bits of a choice that all ranks must have made alike."""
     proposal: float = 0.0
@@ -193,6 +197,13 @@ class Compressor(ABC):
         self.clip_norm = clip_norm
         self.capacity = self.default_capacity if capacity is None else float(capacity)
         self.not_finite: NotFinite = not_finite
+
+    measures: ClassVar[bool] = False
+    """Whether `select` uses the sums."""
+
+    def sums(self, ops: Ops, x: Array, state: BucketState) -> Sums:
+        """Of `x`, for `select`: taken before, or now."""
+        return ops.measure(x, state.cut) if state.sums is None else state.sums
 
     @abstractmethod
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:

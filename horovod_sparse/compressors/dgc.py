@@ -84,7 +84,7 @@ class DGC(Compressor):
             threshold *= _TOO_FEW
             selection = ops.select_above(x, threshold, capacity)
         if selection.found == 0:
-            threshold = below_largest(ops, x, threshold)
+            threshold = below_largest(ops.max_abs(x), threshold)
             selection = ops.select_above(x, threshold, capacity)
         state.threshold = threshold
         if selection.found > _TOO_MANY * k:

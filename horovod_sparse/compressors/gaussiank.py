@@ -45,6 +45,7 @@ class GaussianK(Compressor):
     """
 
     default_capacity = TOO_MANY
+    measures = True
 
     def __init__(
         self,
@@ -62,18 +63,26 @@ class GaussianK(Compressor):
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, GaussianKState)
-        whole = ops.moments(x, 0.0)
-        if whole.count <= k:
+        sums = self.sums(ops, x, state)
+        if sums.count <= k:
             state.threshold = 0.0
             return ops.select_above(x, 0.0, capacity)
-        fitted = fit(whole, k, len(x))
+        fitted = fit(sums.whole, k, len(x))
         if self.refine == "paper":
-            threshold = self._corrected(ops, x, k, fitted)
+            state.threshold = below_largest(sums.largest, self._corrected(ops, x, k, fitted))
+            return ops.select_above(x, state.threshold, capacity)
+        start = fitted * state.factor
+        # Where the last search ended is mostly right, and then nothing has to be counted before.
+        if 0.0 < start < sums.largest:
+            state.threshold = below_largest(sums.largest, start)
+            selection = ops.select_above(x, state.threshold, capacity)
         else:
-            threshold = search_threshold(ops, x, k, TOLERANCE, not_zero=whole.count, start=fitted * state.factor)
+            selection = None
+        if selection is None or abs(selection.found - k) > TOLERANCE * k:
+            threshold = search_threshold(ops, x, k, TOLERANCE, not_zero=sums.count, largest=sums.largest, start=start)
             state.factor = threshold / fitted if threshold > 0.0 < fitted else 1.0
-        state.threshold = below_largest(ops, x, threshold)
-        selection = ops.select_above(x, state.threshold, capacity)
+            state.threshold = below_largest(sums.largest, threshold)
+            selection = ops.select_above(x, state.threshold, capacity)
         # What is within the tolerance is accepted, but the next search begins a little nearer to k.
         state.factor *= (max(selection.found, 1) / k) ** RECENTRE
         return selection
@@ -81,7 +90,7 @@ class GaussianK(Compressor):
     @staticmethod
     def _corrected(ops: Ops, x: Array, k: int, threshold: float) -> float:
         for _ in range(CORRECTIONS):
-            count = ops.moments(x, threshold).count
+            (count,) = ops.counts(x, [threshold])
             if count < TOO_FEW * k:
                 threshold *= LOWER
             elif count > TOO_MANY * k:

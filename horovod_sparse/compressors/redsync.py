@@ -12,8 +12,8 @@ from horovod_sparse.schedules import Schedule
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-TRIM = 0.2
-"""Step of the trimming threshold, as a part of the way from the mean to the largest magnitude."""
+PARTS = (0.8, 0.6, 0.4, 0.2, 0.0)
+"""Where the trimming threshold may be, as parts of the way from the mean to the largest magnitude."""
 MOST_PROBES = 10
 """Of the binary search: its threshold is then known to a thousandth of that way."""
 
@@ -32,6 +32,8 @@ class RedSync(Compressor):
         others: those of `Compressor`. Message room is k with "trim" and 2k with "bisect" unless `capacity` says otherwise.
     """
 
+    measures = True
+
     def __init__(
         self,
         ratio: float | Schedule,
@@ -46,35 +48,31 @@ class RedSync(Compressor):
         self.method: Literal["trim", "bisect"] = method
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
-        whole = ops.moments(x, 0.0)
-        if whole.count <= k:
+        sums = self.sums(ops, x, state)
+        if sums.count <= k:
             state.threshold = 0.0
             return ops.select_above(x, 0.0, capacity)
-        mean, largest = whole.mean * whole.count / len(x), ops.max_abs(x)
+        mean, largest = sums.total / len(x), sums.largest
         if self.method == "trim":
             state.threshold = self._trimmed(ops, x, k, mean, largest)
             return Selection(ops.select_above(x, state.threshold, k).indices, k)
-        state.threshold = below_largest(ops, x, self._bisected(ops, x, k, mean, largest))
+        state.threshold = below_largest(largest, self._bisected(ops, x, k, mean, largest))
         return ops.select_above(x, state.threshold, min(capacity, max(2 * k, 1)))
 
     @staticmethod
     def _trimmed(ops: Ops, x: Array, k: int, mean: float, largest: float) -> float:
         """A threshold that at least k of more than k non-zero entries exceed."""
-        part = 1.0 - TRIM
-        while part > 0.0:
-            threshold = mean + part * (largest - mean)
-            if ops.moments(x, threshold).count >= k:
-                return threshold
-            part -= TRIM
-        return mean if ops.moments(x, mean).count >= k else 0.0
+        thresholds = [mean + part * (largest - mean) for part in PARTS]
+        counts = ops.counts(x, thresholds)
+        return next((threshold for threshold, count in zip(thresholds, counts, strict=True) if count >= k), 0.0)
 
     @staticmethod
     def _bisected(ops: Ops, x: Array, k: int, mean: float, largest: float) -> float:
         """A threshold that at least k entries exceed, and at most 2k if ten probes find one."""
-        low, high = (mean, largest) if ops.moments(x, mean).count >= k else (0.0, mean)
+        low, high = (mean, largest) if ops.counts(x, [mean])[0] >= k else (0.0, mean)
         for _ in range(MOST_PROBES):
             middle = 0.5 * (low + high)
-            count = ops.moments(x, middle).count
+            (count,) = ops.counts(x, [middle])
             if count < k:
                 high = middle
             else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -10,15 +12,21 @@ from horovod_sparse.algebra import FLOATS, Algebra
 from horovod_sparse.ops import Array, Ops
 
 MOST_COUNTS = 12
+_MOST_CANDIDATES = 5
+"""As a multiple of k: what is cheaper to sort than the whole."""
+_LEAST_SAMPLED = 100
+"""Of the k largest, on average, in a sample: their number is then known to a tenth."""
 
 
-def below_largest(ops: Ops, x: Array, threshold: float) -> float:
-    """`threshold`, or less, so that at least one entry exceeds it unless all are zero."""
+def below_largest(largest: float, threshold: float) -> float:
+    """`threshold`, or less, so that at least one entry exceeds it, the largest, unless all are zero."""
     # In the precision of the comparison.
-    return min(threshold, float(np.nextafter(np.float32(ops.max_abs(x)), np.float32(0.0))))
+    return min(threshold, float(np.nextafter(np.float32(largest), np.float32(0.0))))
 
 
-def search_threshold(ops: Ops, x: Array, k: int, tolerance: float, *, not_zero: int, start: float = math.nan) -> float:
+def search_threshold(
+    ops: Ops, x: Array, k: int, tolerance: float, *, not_zero: int, largest: float, start: float = math.nan
+) -> float:
     """A threshold that about k of `not_zero` entries exceed: within `tolerance` of k if the data allow it, else the closest.
 
     Regula falsi on ln(count) over the threshold, which is a straight line for exponential tails, alternating with
@@ -26,7 +34,7 @@ def search_threshold(ops: Ops, x: Array, k: int, tolerance: float, *, not_zero: 
     at `start` if that lies within the data.
     """
     low, most = 0.0, not_zero
-    high, fewest = ops.max_abs(x), 0
+    high, fewest = largest, 0
     if most <= k:
         return low
     best, best_error = low, math.log(most / k)
@@ -36,7 +44,7 @@ def search_threshold(ops: Ops, x: Array, k: int, tolerance: float, *, not_zero: 
             guess = start
         if not low < guess < high:
             break
-        count = ops.moments(x, guess).count
+        (count,) = ops.counts(x, [guess])
         error = error_of(count, k)
         if error < best_error:
             best, best_error = guess, error
@@ -62,3 +70,28 @@ def next_guess(bisect: bool, low: float, high: float, most: float, fewest: float
 def error_of(count: float, k: int, m: Algebra = FLOATS) -> float:
     """|ln(count/k)|, with half an entry for none."""
     return abs(m.log(m.maximum(count, 0.5) / k))
+
+
+def largest_candidates(ops: Ops, x: Array, k: int, guess: float) -> Array | None:
+    """Indices of a few entries among which are the k largest; None where there are no such few.
+
+    Those above `guess` if it is good; otherwise above a threshold that a sample of `x` suggests.
+    """
+    most = min(_MOST_CANDIDATES * k, len(x) // 4)
+    if k >= most:
+        return None
+    for threshold in itertools.chain((guess,), _sampled(ops, x, k)):
+        if threshold > 0.0:
+            selection = ops.select_above(x, threshold, most)
+            if k <= selection.found <= most:
+                return selection.indices
+    return None
+
+
+def _sampled(ops: Ops, x: Array, k: int) -> Iterator[float]:
+    """Thresholds that about 1.5 k and 3 k entries exceed, by a sample in strides."""
+    stride = max(1, k // _LEAST_SAMPLED)
+    if stride > 1:
+        sample = x[:: stride | 1]
+        for wanted in (1.5, 3.0):
+            yield ops.kth_largest(sample, min(len(sample), math.ceil(wanted * k * len(sample) / len(x))))

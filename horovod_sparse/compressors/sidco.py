@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -9,7 +11,7 @@ from horovod_sparse import fits
 from horovod_sparse.algebra import FLOATS, Algebra
 from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place, Settings, check_choice
 from horovod_sparse.compressors.search import below_largest, search_threshold
-from horovod_sparse.ops import Array, Moments, Ops, Selection
+from horovod_sparse.ops import Array, Moments, Ops, Selection, Sums
 from horovod_sparse.schedules import Schedule
 from horovod_sparse.stages import Rule, StageController, most_stages
 
@@ -25,6 +27,8 @@ _FIRST_STAGES = 3
 TRUSTED = 2.0
 """An estimate that selects more than this many times, or less than one over this many times, k entries is replaced."""
 SEARCH_TOLERANCE = 0.1
+MOST_TAIL = 2.0 * FIRST_RATIO
+"""A cut that leaves a larger part of the entries is none."""
 _MOST_AIM = 4.0
 _AIM_GAIN = 0.1
 """How much of the relative error of a step's count the next step's aim makes good."""
@@ -34,11 +38,14 @@ _AIM_GAIN = 0.1
 class SIDCoState(BucketState):
     """The stage controller of one bucket."""
 
-    saved: ClassVar[tuple[str, ...]] = ("aim",)
+    saved: ClassVar[tuple[str, ...]] = ("aim", "cut")
     controller: StageController = field(default_factory=lambda: StageController("paper", 1))
 
     aim: float = 1.0
     """Entries to aim at, as a multiple of k (adapt="robust")."""
+
+    def rescale(self, factor: float) -> None:
+        self.cut *= factor
 
     def state_dict(self) -> dict[str, object]:
         return super().state_dict() | self.controller.state_dict()
@@ -85,7 +92,9 @@ class SIDCo(Compressor):
     stage starves under error feedback; by default each later stage aims by the number of entries that are really left,
     `r_m = (k/n_m)^(1/(stages to go))`, so that an error of an earlier one is made good; an estimate that is off by more
     than a factor 2 is replaced by a threshold found by counting, so that no bucket starves or floods while M adapts; at
-    least one entry is sent unless all are zero.
+    least one entry is sent unless all are zero. And for speed: in most steps only the last stage is fitted, to the entries
+    above a cut that the step before has put where stage M-1 would end; their moments are taken while the gradient is
+    accumulated, so the stages cost next to nothing.
 
     Args:
         ratio: fraction of entries to send, in (0, 1], or a schedule.
@@ -98,6 +107,7 @@ class SIDCo(Compressor):
     """
 
     default_capacity = 1.25
+    measures = True
 
     def __init__(
         self,
@@ -125,22 +135,28 @@ class SIDCo(Compressor):
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, SIDCoState)
         state.stages = state.controller.stages if self.stages == "auto" else self.stages
-        whole = ops.moments(x, 0.0, with_log=self.distribution == "gamma")
-        if whole.count <= k:
+        sums = self.sums(ops, x, state)
+        if sums.count <= k:
             # There is room for everything that is not zero; nothing was estimated, so there is nothing to learn from.
             state.threshold = 0.0
             return ops.select_above(x, 0.0, capacity)
-        aim = min(max(1, round(state.aim * k)), whole.count - 1)
+        aim = min(max(1, round(state.aim * k)), sums.count - 1)
         candidates = _Candidates(ops, x)
-        threshold = self._estimate(candidates, aim, whole, state.stages)
-        state.threshold = below_largest(ops, candidates.values, threshold)
+        if self.adapt == "robust" and state.stages > 1 and aim < sums.tail_count <= MOST_TAIL * sums.count:
+            threshold, state.cut = last_stage(
+                state.cut, sums.tail, sums.count, sums.largest, aim, state.stages, self._tail_fit
+            )
+        else:
+            threshold, state.cut = self._all_stages(candidates, sums, aim, state.stages)
+        state.threshold = below_largest(sums.largest, threshold)
         selection = candidates.select(state.threshold, capacity)
         if self.stages == "auto":
             state.controller.observe(selection.found, aim, most_stages(self.ratio_at(state.step)))
         found = selection.found
         trusted = k / TRUSTED <= found <= k * TRUSTED
         if not trusted:
-            state.threshold = below_largest(ops, x, search_threshold(ops, x, k, SEARCH_TOLERANCE, not_zero=whole.count))
+            threshold = search_threshold(ops, x, k, SEARCH_TOLERANCE, not_zero=sums.count, largest=sums.largest)
+            state.threshold, state.cut = below_largest(sums.largest, threshold), math.inf
             selection = ops.select_above(x, state.threshold, capacity)
         if self.adapt == "robust":
             # By the estimate's own count, whatever replaced it, or the error that made it useless would grow.
@@ -148,11 +164,14 @@ class SIDCo(Compressor):
             state.aim = next_aim(state.aim, achieved, k)
         return selection
 
-    def _estimate(self, candidates: _Candidates, k: int, whole: Moments, stages: int) -> float:
-        """The fitted threshold; `whole` are the moments of all k < whole.count non-zero entries."""
+    def _all_stages(self, candidates: _Candidates, sums: Sums, k: int, stages: int) -> tuple[float, float]:
+        """The threshold fitted to all k < sums.count non-zero entries, stage by stage, and the cut of the last stage."""
+        whole, cut = sums.whole, math.inf
+        if self.distribution == "gamma":
+            whole = candidates.ops.moments(candidates.values, 0.0, with_log=True)
         ratio = k / whole.count
         if stages == 1 or ratio >= FIRST_RATIO:
-            return self._first_fit(whole, ratio)
+            return self._first_fit(whole, ratio), cut
         threshold = self._first_fit(whole, FIRST_RATIO)
         candidates.narrow(threshold)
         step_ratio = (ratio / FIRST_RATIO) ** (1.0 / (stages - 1))
@@ -163,12 +182,12 @@ class SIDCo(Compressor):
                 # Beyond the data: nothing is left to fit, the last threshold that left something is the better one.
                 break
             if self.adapt == "robust":
-                step_ratio = (k / tail.count) ** (1.0 / remaining)
+                step_ratio, cut = (k / tail.count) ** (1.0 / remaining), threshold
             previous, threshold = threshold, max(threshold + self._tail_fit(tail, step_ratio), previous)
         else:
-            return threshold
+            return threshold, cut
         candidates.widen()
-        return previous
+        return previous, cut
 
     def _first_fit(self, moments: Moments, ratio: float) -> float:
         if self.distribution == "gamma":
@@ -179,6 +198,26 @@ class SIDCo(Compressor):
         if self.distribution == "exponential":
             return fits.exponential(moments.mean, ratio)
         return fits.generalized_pareto(moments.mean, moments.variance, ratio)
+
+
+def last_stage(
+    cut: float,
+    tail: Moments,
+    count: float,
+    largest: float,
+    k: float,
+    stages: int,
+    fit: Callable[[Moments, float], float],
+    m: Algebra = FLOATS,
+) -> tuple[float, float]:
+    """The threshold fitted to the `tail` above a cut, and the next step's cut, which leaves what stage M-1 aims at.
+
+    `count` entries are not zero, and k are wanted; infinity stands for no cut.
+    """
+    before_last = FIRST_RATIO * (k / count / FIRST_RATIO) ** ((stages - 2) / (stages - 1))
+    following = cut + fit(tail, before_last * count / tail.count)
+    is_cut = m.minimum(following, largest - following) > 0.0
+    return cut + fit(tail, k / tail.count), m.choose(is_cut, lambda: following, lambda: math.inf)
 
 
 def next_aim(aim: float, achieved: float, k: int, m: Algebra = FLOATS) -> float:

@@ -13,7 +13,7 @@ from horovod_sparse.buckets import Layout, Parameter, Slot, plan
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.cost import allreduce_bytes
 from horovod_sparse.exchanges import Collective, Entries
-from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.pipeline import Pipeline
 from horovod_sparse.schedules import Schedule
 from horovod_sparse.statistics import Stats, StepStats
@@ -49,7 +49,7 @@ class SparseAllreduce:
         self._world = 1 if comm is None else int(comm.Get_size())
         self._rank = 0 if comm is None else int(comm.Get_rank())
         self._divisor = float(self._world) if average else 1.0
-        self._ops = NumpyOps()
+        self._ops = host_ops()
         self._shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
         self._dense: set[str] = set()
         self.pipeline = Pipeline(self._ops, compression, world=self._world, position=self._rank, rank=self._rank)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.ops import Moments, Selection
+from horovod_sparse.ops import Moments, Selection, Sums
 from horovod_sparse.wire import NOT_FINITE, PADDING
 
 Array = NDArray[Any]
@@ -21,6 +22,42 @@ class NumpyOps:
 
     def accumulate(self, residual: Array, gradient: Array) -> None:
         residual += gradient.reshape(-1)
+
+    def absorb(self, residual: Array, gradient: Array, cut: float | None) -> Sums:
+        added, not_finite = _finite(gradient, residual.dtype)
+        residual += added
+        return replace(Sums() if cut is None else self.measure(residual, cut), not_finite=not_finite)
+
+    def absorb_velocity(
+        self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, cut: float | None
+    ) -> Sums:
+        added, not_finite = _finite(gradient, residual.dtype)
+        if nesterov:
+            velocity += added
+            residual += added
+            velocity *= momentum
+        else:
+            velocity *= momentum
+            velocity += added
+        residual += velocity
+        return replace(Sums() if cut is None else self.measure(residual, cut), not_finite=not_finite)
+
+    def measure(self, x: Array, cut: float) -> Sums:
+        magnitudes = np.abs(x).astype(np.float64)
+        limit = np.float64(_limit(x, cut))
+        excesses = magnitudes[magnitudes > limit] - limit
+        return Sums(
+            count=int(np.count_nonzero(magnitudes)),
+            total=float(magnitudes.sum()),
+            squares=float(magnitudes @ magnitudes),
+            largest=float(magnitudes.max(initial=0.0)),
+            tail_count=excesses.size,
+            tail_total=float(excesses.sum()),
+            tail_squares=float(excesses @ excesses),
+        )
+
+    def counts(self, x: Array, thresholds: list[float]) -> list[int]:
+        return [int(np.count_nonzero(np.abs(x) > _limit(x, threshold))) for threshold in thresholds]
 
     def assign(self, residual: Array, gradient: Array) -> None:
         residual[:] = gradient.reshape(-1)
@@ -118,7 +155,15 @@ class NumpyOps:
     def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
         if indices.size and not (indices.min() >= 0 and indices.max() < target.size):
             raise IndexError(f"indices must be in [0, {target.size}), got {indices.min()}..{indices.max()}")
-        target[indices] += values
+        target[indices] += values.astype(target.dtype)
+
+
+def _finite(gradient: Array, dtype: Any) -> tuple[Array, int]:
+    """The gradient, flat and in the residual's type, with zeros for what is not finite then, and how much that is."""
+    with np.errstate(over="ignore"):
+        converted = gradient.astype(dtype).reshape(-1)
+    finite = np.isfinite(converted)
+    return np.where(finite, converted, 0), int(finite.size - np.count_nonzero(finite))
 
 
 def _limit(x: Array, threshold: float) -> Any:

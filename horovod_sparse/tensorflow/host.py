@@ -7,6 +7,7 @@ else assigns to them but the restoring of a checkpoint, between two steps.
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from horovod_sparse.buckets import Layout, Slot
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.exchanges import ROUNDS, Entries, Exchange, Round, dense
-from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.ops import Array
 from horovod_sparse.pipeline import Bucket, Pipeline
 from horovod_sparse.tensorflow.exchange import Collectives
@@ -41,7 +42,7 @@ class HostPipeline(Pipeline):
     def __init__(
         self, compressor: Compressor, collectives: Collectives, *, world: int, position: int, rank: int
     ) -> None:
-        super().__init__(NumpyOps(), compressor, world=world, position=position, rank=rank)
+        super().__init__(host_ops(_threads()), compressor, world=world, position=position, rank=rank)
         self._collectives = collectives
         self._memory: dict[str, list[Variable]] = {}
         """Bucket -> its residual and, with momentum correction, its velocity."""
@@ -253,6 +254,11 @@ class HostPipeline(Pipeline):
         """Work on what the variables hold now: a checkpoint may have been restored."""
         for bucket in self.buckets:
             self._adopt(bucket)
+
+
+def _threads() -> int:
+    """As many as TensorFlow uses within an operation."""
+    return int(tf.config.threading.get_intra_op_parallelism_threads()) or os.cpu_count() or 1
 
 
 class _Weak:

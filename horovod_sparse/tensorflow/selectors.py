@@ -7,6 +7,7 @@ data. Thresholds are float64, as Python's floats are. TensorFlow's CPU kernels t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -209,9 +210,10 @@ def _hard(compressor: threshold.Threshold, x: Tensor, k: int, capacity: int, sav
 def _sidco(compressor: sidco.SIDCo, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
     whole = moments(x, 0.0)
 
-    def fitted() -> tuple[Tensor, Tensor]:
+    def fitted() -> tuple[Tensor, Tensor, Tensor]:
         aim = tf.minimum(tf.maximum(tf.round(saved["aim"] * k), 1.0), whole.count - 1.0)
-        estimate = below_largest(x, _estimate(compressor, x, aim, whole))
+        estimate, cut = _estimate(compressor, x, aim, whole, saved["cut"])
+        estimate = below_largest(x, estimate)
         found = count_above(x, estimate)
         trusted = (found >= k / sidco.TRUSTED) & (found <= k * sidco.TRUSTED)
         limit = tf.cond(
@@ -219,20 +221,22 @@ def _sidco(compressor: sidco.SIDCo, x: Tensor, k: int, capacity: int, saved: Map
             lambda: estimate,
             lambda: below_largest(x, search_threshold(x, k, sidco.SEARCH_TOLERANCE, not_zero=whole.count)),
         )
+        cut = tf.where(trusted, cut, _number(math.inf))
         if compressor.adapt == "paper":
-            return limit, saved["aim"]
+            return limit, saved["aim"], cut
         achieved = tf.where(trusted, tf.minimum(found, float(capacity)), found)
-        return limit, sidco.next_aim(saved["aim"], achieved, k, TENSORS)
+        return limit, sidco.next_aim(saved["aim"], achieved, k, TENSORS), cut
 
-    limit, aim = tf.cond(whole.count <= k, lambda: (_number(0.0), saved["aim"]), fitted)
+    limit, aim, cut = tf.cond(whole.count <= k, lambda: (_number(0.0), saved["aim"], saved["cut"]), fitted)
     chosen = select_above(x, limit, capacity)
-    return Chosen(chosen.indices, chosen.found, limit, {"aim": aim})
+    return Chosen(chosen.indices, chosen.found, limit, {"aim": aim, "cut": cut})
 
 
-def _estimate(compressor: sidco.SIDCo, x: Tensor, aim: Tensor, whole: Moments) -> Tensor:
-    """As `SIDCo._estimate`."""
+def _estimate(compressor: sidco.SIDCo, x: Tensor, aim: Tensor, whole: Moments, cut: Tensor) -> Any:
+    """The fitted threshold, and the next step's cut, as in `SIDCo.select`."""
     assert compressor.stages != "auto"
     stages, ratio = compressor.stages, aim / whole.count
+    no_cut = _number(math.inf)
 
     def fit(moments: Moments, ratio: Tensor) -> Tensor:
         if compressor.distribution == "exponential":
@@ -240,14 +244,16 @@ def _estimate(compressor: sidco.SIDCo, x: Tensor, aim: Tensor, whole: Moments) -
         return fits.generalized_pareto(moments.mean, moments.variance, ratio, TENSORS)
 
     if stages == 1:
-        return fit(whole, ratio)
+        return fit(whole, ratio), no_cut
 
-    def peaks_over_threshold() -> Tensor:
+    def peaks_over_threshold() -> tuple[Tensor, Tensor]:
         first = fit(whole, sidco.FIRST_RATIO)
         tails = tf.boolean_mask(x, tf.abs(x) > _limit(x, first))
         same_ratio = (ratio / sidco.FIRST_RATIO) ** (1.0 / (stages - 1))
 
-        def stage(remaining: Tensor, previous: Tensor, threshold: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        def stage(
+            remaining: Tensor, previous: Tensor, threshold: Tensor, last: Tensor, _: Tensor
+        ) -> tuple[Tensor, ...]:
             tail = moments(tails, threshold)
             left = tail.count >= 2.0
             step = same_ratio
@@ -255,12 +261,24 @@ def _estimate(compressor: sidco.SIDCo, x: Tensor, aim: Tensor, whole: Moments) -
                 step = (aim / tf.maximum(tail.count, 1.0)) ** (1.0 / remaining)
             following = tf.maximum(threshold + fit(tail, step), previous)
             # Beyond the data the last threshold that left something is the better one.
-            return remaining - 1.0, threshold, tf.where(left, following, previous), left
+            reached = tf.where(left, following, previous)
+            return remaining - 1.0, threshold, reached, tf.where(left, threshold, last), left
 
-        begin = (_number(stages - 1), _number(0.0), first, True)
-        return tf.while_loop(lambda remaining, _, __, left: left & (remaining > 0.0), stage, begin)[2]
+        begin = (_number(stages - 1), _number(0.0), first, no_cut, True)
+        done = tf.while_loop(lambda remaining, _, __, ___, left: left & (remaining > 0.0), stage, begin)
+        return done[2], done[3] if compressor.adapt == "robust" else no_cut
 
-    return tf.cond(ratio >= sidco.FIRST_RATIO, lambda: fit(whole, ratio), peaks_over_threshold)
+    def all_stages() -> Any:
+        return tf.cond(ratio >= sidco.FIRST_RATIO, lambda: (fit(whole, ratio), no_cut), peaks_over_threshold)
+
+    if compressor.adapt == "paper":
+        return all_stages()
+    tail = moments(x, cut)
+    return tf.cond(
+        (tail.count > aim) & (tail.count <= sidco.MOST_TAIL * whole.count),
+        lambda: sidco.last_stage(cut, tail, whole.count, max_abs(x), aim, stages, fit, TENSORS),
+        all_stages,
+    )
 
 
 def _gaussiank(
@@ -280,6 +298,8 @@ def _gaussiank(
 
     limit, factor = tf.cond(few, lambda: (_number(0.0), saved["factor"]), fitted)
     chosen = select_above(x, limit, capacity)
+    if compressor.refine == "paper":
+        return Chosen(chosen.indices, chosen.found, limit)
     recentred = factor * (tf.maximum(chosen.found, 1.0) / k) ** gaussiank.RECENTRE
     return Chosen(chosen.indices, chosen.found, limit, {"factor": tf.where(few, factor, recentred)})
 
@@ -309,14 +329,15 @@ def _redsync(compressor: redsync.RedSync, x: Tensor, k: int, capacity: int, save
 
 
 def _trimmed(x: Tensor, k: int, mean: Tensor, largest: Tensor) -> Tensor:
-    def trim(part: Tensor, _: Tensor, __: Tensor) -> tuple[Tensor, ...]:
-        limit = mean + part * (largest - mean)
-        return part - redsync.TRIM, limit, count_above(x, limit) >= k
+    def trim(number: Tensor, _: Tensor, __: Tensor) -> tuple[Tensor, ...]:
+        limit = mean + tf.gather(parts, number) * (largest - mean)
+        return number + 1, limit, count_above(x, limit) >= k
 
+    parts = _number(redsync.PARTS)
     _, limit, enough = tf.while_loop(
-        lambda part, _, enough: tf.logical_not(enough) & (part > 0.0), trim, (_number(1.0 - redsync.TRIM), mean, False)
+        lambda number, _, enough: tf.logical_not(enough) & (number < len(redsync.PARTS)), trim, (0, mean, False)
     )
-    return tf.where(enough, limit, tf.where(count_above(x, mean) >= k, mean, _number(0.0)))
+    return tf.where(enough, limit, _number(0.0))
 
 
 def _bisected(x: Tensor, k: int, mean: Tensor, largest: Tensor) -> Tensor:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_sparse.ops import Moments, Selection
+from horovod_sparse import kernels
+from horovod_sparse.ops import Moments, Selection, Sums
 from horovod_sparse.wire import NOT_FINITE, PADDING
 
 # 64 Ki float64 are 512 KiB: within a core's second-level cache. GPUs have none worth chunking for.
@@ -23,13 +25,95 @@ _GPU_CHUNK = 2**26
 
 
 class TorchOps:
-    """Implements `horovod_sparse.ops.Ops` on `torch.Tensor`."""
+    """Implements `horovod_sparse.ops.Ops` on `torch.Tensor`.
+
+    Args:
+        compiled: whether tensors on the CPU are left to the compiled kernels, if there are any.
+    """
+
+    def __init__(self, *, compiled: bool = True) -> None:
+        self._kernels = compiled and kernels.available()
 
     def zeros(self, count: int, dtype: str, like: Tensor) -> Tensor:
         return torch.zeros(count, dtype=getattr(torch, dtype), device=like.device)
 
     def accumulate(self, residual: Tensor, gradient: Tensor) -> None:
         residual.view(gradient.shape).add_(gradient)
+
+    def absorb(self, residual: Tensor, gradient: Tensor, cut: float | None) -> Sums:
+        if self._compiled(residual, gradient):
+            flat = gradient.contiguous()
+            bound = math.inf if cut is None else cut
+            return kernels.accumulate(_memory(residual), _memory(flat), bound, torch.get_num_threads())
+        gradient, not_finite = self._finite(gradient, residual.dtype)
+        self.accumulate(residual, gradient)
+        return replace(Sums() if cut is None else self.measure(residual, cut), not_finite=not_finite)
+
+    def absorb_velocity(
+        self, residual: Tensor, velocity: Tensor, gradient: Tensor, momentum: float, nesterov: bool, cut: float | None
+    ) -> Sums:
+        if self._compiled(residual, gradient):
+            flat = gradient.contiguous()
+            memories = _memory(residual), _memory(velocity), _memory(flat)
+            bound = math.inf if cut is None else cut
+            return kernels.accumulate_velocity(*memories, momentum, nesterov, bound, torch.get_num_threads())
+        gradient, not_finite = self._finite(gradient, residual.dtype)
+        if nesterov:
+            self.accumulate(velocity, gradient)
+            self.accumulate(residual, gradient)
+            velocity.mul_(momentum)
+        else:
+            velocity.mul_(momentum)
+            self.accumulate(velocity, gradient)
+        residual.add_(velocity)
+        return replace(Sums() if cut is None else self.measure(residual, cut), not_finite=not_finite)
+
+    def _finite(self, gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+        """The gradient, in the residual's type if that may matter, with zeros for what is not finite, and how much that is."""
+        if gradient.dtype == torch.float64:
+            gradient = gradient.to(dtype)
+        if self.all_finite(gradient):
+            return gradient, 0
+        finite = torch.isfinite(gradient)
+        return torch.where(finite, gradient, 0.0), int(torch.count_nonzero(~finite))
+
+    def _compiled(self, x: Tensor, gradient: Tensor | None = None) -> bool:
+        """Whether the kernels can do it: on the CPU, with types that they know."""
+        if not self._kernels or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
+            return False
+        return gradient is None or (gradient.device.type == "cpu" and kernels.supports(_dtype(gradient)))
+
+    def measure(self, x: Tensor, cut: float) -> Sums:
+        if self._compiled(x):
+            x = x.contiguous()
+            return kernels.measure(_memory(x), cut, False, torch.get_num_threads())
+        limit = _limit(x, cut)
+        sums = Sums(tail_logs=0.0)
+        for chunk in _chunks(x):
+            magnitudes = chunk.abs().double()
+            excesses = (magnitudes - limit).clamp_(min=0.0) if limit < math.inf else magnitudes[:0]
+            sums += Sums(
+                count=int(torch.count_nonzero(magnitudes)),
+                total=magnitudes.sum().item(),
+                squares=torch.dot(magnitudes, magnitudes).item(),
+                largest=magnitudes.max().item(),
+                tail_count=int(torch.count_nonzero(excesses)),
+                tail_total=excesses.sum().item(),
+                tail_squares=torch.dot(excesses, excesses).item(),
+                tail_logs=0.0,
+            )
+        return replace(sums, tail_logs=math.nan)
+
+    def counts(self, x: Tensor, thresholds: list[float]) -> list[int]:
+        if self._compiled(x):
+            x = x.contiguous()
+            return kernels.counts(_memory(x), thresholds, torch.get_num_threads())
+        limits = [_limit(x, threshold) for threshold in thresholds]
+        found = [0] * len(limits)
+        for chunk in _chunks(x):
+            magnitudes = chunk.abs()
+            found = [n + int(torch.count_nonzero(magnitudes > t)) for n, t in zip(found, limits, strict=True)]
+        return found
 
     def assign(self, residual: Tensor, gradient: Tensor) -> None:
         residual.view(gradient.shape).copy_(torch.as_tensor(gradient))
@@ -38,11 +122,17 @@ class TorchOps:
         return array.clone()
 
     def all_finite(self, array: Tensor) -> bool:
+        if self._compiled(array):
+            array = array.contiguous()
+            return kernels.all_finite(_memory(array), torch.get_num_threads())
         # A sum is not finite when an entry is not, and is read at memory speed; finite entries may still overflow it.
         return math.isfinite(array.sum().item()) or bool(torch.isfinite(array).all())
 
     def moments(self, x: Tensor, threshold: float, *, with_log: bool = False) -> Moments:
-        limit = torch.tensor(threshold, dtype=x.dtype).item()
+        if self._compiled(x):
+            x = x.contiguous()
+            return kernels.measure(_memory(x), threshold, with_log, torch.get_num_threads()).tail
+        limit = _limit(x, threshold)
         count, total, squares, logs = 0, 0.0, 0.0, 0.0
         for chunk in _chunks(x):
             excesses = chunk.abs().double().sub_(limit).clamp_(min=0.0)
@@ -60,33 +150,52 @@ class TorchOps:
         return Moments(count, mean, variance, logs / count if with_log else math.nan)
 
     def max_abs(self, x: Tensor) -> float:
+        if self._compiled(x):
+            return self.measure(x, math.inf).largest
         if x.numel() == 0:
             return 0.0
         low, high = torch.aminmax(x)
         return max(-low.item(), high.item())
 
     def norm(self, x: Tensor) -> float:
+        if self._compiled(x):
+            return math.sqrt(self.measure(x, math.inf).squares)
         return math.sqrt(math.fsum(torch.dot(wide, wide).item() for wide in (chunk.double() for chunk in _chunks(x))))
 
     def select_above(self, x: Tensor, threshold: float, capacity: int) -> Selection:
-        limit = torch.tensor(threshold, dtype=x.dtype).item()
+        if self._compiled(x):
+            return self._select_compiled(x.contiguous(), threshold, capacity)
+        limit = _limit(x, threshold)
         found: list[Tensor] = []
         for start, chunk in zip(range(0, x.numel(), _chunk_size(x)), _chunks(x), strict=True):
-            found.append((chunk.abs() > limit).nonzero().view(-1).add_(start))
+            found.append(_nonzero(chunk.abs() > limit).add_(start))
         indices = torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
         number = indices.numel()
         if number > capacity:
             indices = indices[self.select_largest(x[indices], capacity).indices]
         return Selection(indices, number)
 
+    def _select_compiled(self, x: Tensor, threshold: float, capacity: int) -> Selection:
+        threads = torch.get_num_threads()
+        every, found = kernels.select_all_above(_memory(x), threshold, capacity, threads)
+        chosen = torch.from_numpy(every)
+        if found > capacity:
+            chosen = chosen[self.select_largest(x[chosen], capacity).indices]
+        return Selection(chosen, found)
+
     def select_largest(self, x: Tensor, count: int) -> Selection:
-        magnitudes = x.abs()
-        smallest = torch.topk(magnitudes, count, sorted=False).values.min()
-        above = (magnitudes > smallest).nonzero().view(-1)
-        equal = (magnitudes == smallest).nonzero().view(-1)[: count - above.numel()]
-        return Selection(torch.cat((above, equal)).sort().values, count)
+        smallest, magnitudes = self.kth_largest(x, count), x.abs()
+        chosen = magnitudes > smallest
+        equal = _nonzero(magnitudes == smallest)
+        chosen[equal[: count - int(torch.count_nonzero(chosen))]] = True
+        return Selection(_nonzero(chosen), count)
 
     def kth_largest(self, x: Tensor, count: int) -> float:
+        if x.device.type == "cpu":
+            # NumPy's partition and sort use vector instructions: many times faster than torch's.
+            magnitudes = x.abs().numpy()
+            magnitudes.partition(x.numel() - count)
+            return float(magnitudes[x.numel() - count])
         return float(torch.topk(x.abs(), count, sorted=False).values.min())
 
     def indices(self, host: NDArray[np.int64], like: Tensor) -> Tensor:
@@ -95,13 +204,19 @@ class TorchOps:
 
     def union(self, parts: list[Tensor]) -> Tensor:
         merged = torch.cat(parts)
-        unique: Tensor = torch.unique(merged[merged >= 0], sorted=True)
-        return unique.long()
+        merged = torch.from_numpy(np.sort(merged.numpy())) if merged.device.type == "cpu" else merged.sort().values
+        first = merged >= 0
+        first[1:] &= merged[1:] != merged[:-1]
+        return merged[first].long()
 
     def numbers(self, array: Tensor) -> list[float]:
         return list(array.tolist())
 
     def take(self, x: Tensor, indices: Tensor) -> Tensor:
+        if self._compiled(x):
+            indices, values = indices.contiguous(), torch.empty(indices.numel(), dtype=torch.float32)
+            kernels.take(_memory(x), _memory(indices), _memory(values))
+            return values
         taken = x[indices]
         if x.dtype == torch.float32:
             x[indices] = 0.0
@@ -148,7 +263,32 @@ class TorchOps:
         return [int(position) for position in torch.searchsorted(indices, torch.tensor(bounds, device=indices.device))]
 
     def scatter_add(self, target: Tensor, indices: Tensor, values: Tensor) -> None:
+        if self._compiled(target) and self._compiled(values):
+            kernels.scatter_add(_memory(target), _memory(indices.contiguous()), _memory(values.contiguous()))
+            return
         target.index_add_(0, indices, values.to(target.dtype))
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _memory(tensor: Tensor) -> kernels.Memory:
+    assert tensor.is_contiguous()
+    return kernels.Memory(tensor.data_ptr(), _dtype(tensor), tensor.numel(), tensor)
+
+
+def _nonzero(mask: Tensor) -> Tensor:
+    """Where it is true."""
+    if mask.device.type == "cpu":
+        # Several times faster than torch's.
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().view(-1)
+
+
+def _limit(x: Tensor, threshold: float) -> float:
+    """The threshold in the precision of the comparison."""
+    return float(torch.tensor(threshold, dtype=x.dtype).item())
 
 
 def _empty_message(capacity: int, device: torch.device) -> Tensor:

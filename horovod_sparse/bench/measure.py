@@ -1,0 +1,231 @@
+"""Times all rows in turn, again and again, with the unit beside each. Needs PyTorch and Horovod for it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_sparse import kernels
+from horovod_sparse.bench.backends import Unit, comparisons, make_backend
+from horovod_sparse.bench.rows import BAR_CONDITIONS, ROWS, Conditions, Row
+from horovod_sparse.bench.worker import Backend, Gradients, Verbs, Worker
+
+_ELEMENTS = 2_000_000
+"""Steps of small buckets are repeated until so many elements have gone through."""
+
+
+@dataclass
+class Result:
+    """What was measured of one row."""
+
+    title: str
+    conditions: Conditions
+    bar: float | None
+    quotients: list[float] = field(default_factory=list)
+    """Units that it took, one per repetition."""
+    seconds: list[float] = field(default_factory=list)
+    verbs: dict[str, float] = field(default_factory=dict)
+    """Units per step in array verbs, if they were timed."""
+    memory: float | None = None
+    """Most that a step took beside residual, gradient and reduced gradient, as a part of the residual."""
+
+    def quantile(self, part: float) -> float:
+        return float(np.quantile(self.quotients, part))
+
+    @property
+    def units(self) -> float:
+        return self.quantile(0.5)
+
+    @property
+    def gigabytes(self) -> float:
+        """12 bytes per element, the unit's, by the time taken; per second, in 10^9."""
+        return 12e-9 * self.conditions.size / float(np.median(self.seconds))
+
+    @property
+    def within(self) -> bool | None:
+        """Whether the row is within its bar; None where it has none."""
+        return None if self.bar is None else self.units <= self.bar
+
+
+@dataclass
+class _Timed:
+    result: Result
+    run: Callable[[], float]
+    """Seconds of one step."""
+    finish: Callable[[], None]
+
+
+@contextlib.contextmanager
+def kernels_set(on: bool) -> Iterator[None]:
+    """With the compiled kernels, or without."""
+    before = os.environ.get("HOROVOD_SPARSE_KERNELS")
+    os.environ["HOROVOD_SPARSE_KERNELS"] = "1" if on else "0"
+    try:
+        if on and not kernels.available():
+            raise SystemExit("there are no compiled kernels: install a C++ compiler and horovod_sparse again")
+        yield
+    finally:
+        del os.environ["HOROVOD_SPARSE_KERNELS"]
+        if before is not None:
+            os.environ["HOROVOD_SPARSE_KERNELS"] = before
+
+
+def measure(
+    conditions: Conditions, rows: Sequence[Row], repetitions: int, *, memory: bool = False, verbs: bool = False
+) -> list[Result]:
+    """Time rows under the same conditions."""
+    with kernels_set(conditions.kernels):
+        backend = make_backend(conditions.backend, conditions.threads)
+        gradients = Gradients(backend, conditions.size)
+        unit = Unit(backend, gradients, conditions.size)
+        timed = list(_timed(conditions, rows, backend, gradients, verbs))
+        steps = max(1, _ELEMENTS // conditions.size)
+
+        def seconds(step: Callable[[], float]) -> float:
+            if steps > 1:
+                # What fits into the cache finds itself there, in the unit as in a row.
+                step()
+            return sum(step() for _ in range(steps)) / steps
+
+        seconds(unit.seconds)
+        gc.disable()
+        for _ in progress(range(repetitions), f"{conditions.size:,} elements, ratio {conditions.ratio}"):
+            before = seconds(unit.seconds)
+            for row in timed:
+                spent = seconds(row.run)
+                after = seconds(unit.seconds)
+                # The processor is shared, so its speed changes: the unit's is taken just before and just after.
+                row.result.quotients.append(2.0 * spent / (before + after))
+                row.result.seconds.append(spent)
+                before = after
+            gc.collect()
+        gc.enable()
+        for row in timed:
+            row.finish()
+        results = [row.result for row in timed]
+        if memory:
+            by_title = {row.title: number for number, row in enumerate(ROWS)}
+            for result in progress(results, "memory"):
+                if result.title in by_title:
+                    result.memory = _memory(by_title[result.title], conditions)
+    return results
+
+
+def _timed(
+    conditions: Conditions, rows: Sequence[Row], backend: Backend, gradients: Gradients, verbs: bool
+) -> Iterator[_Timed]:
+    """Rows ready to be timed: warm, but for those that are to be cold."""
+    if conditions.backend == "tensorflow":
+        yield from _timed_tensorflow(conditions, rows, backend, gradients)
+        return
+    dense = backend.ops.zeros(conditions.size, "float32", backend.like)
+    backend.host(dense).fill(0.0)
+    for row in progress(rows, "warming up"):
+        yield _timed_row(conditions, row, backend, gradients, dense, verbs)
+    if conditions.backend == "torch":
+        for title, run in comparisons(conditions.ratio, conditions.size).items():
+            yield _timed_comparison(title, run, conditions, gradients)
+
+
+def _timed_row(
+    conditions: Conditions, row: Row, backend: Backend, gradients: Gradients, dense: Any, verbs: bool
+) -> _Timed:
+    clock: Verbs | None = None
+    if verbs:
+        backend, clock = Verbs.of(backend)
+    worker = Worker(backend, row, conditions.ratio, conditions.size, dense)
+    result = Result(row.title, conditions, row.bar if conditions == BAR_CONDITIONS else None)
+
+    def run() -> float:
+        if row.cold:
+            worker.start()
+        return worker.step(gradients.next(row.data))
+
+    def finish() -> None:
+        worker.check()
+        if clock is not None:
+            total = sum(result.seconds) or 1.0
+            calls = max(1, _ELEMENTS // conditions.size)
+            calls += calls > 1
+            result.verbs = {
+                name: calls_seconds / (total * calls) * result.units
+                for name, calls_seconds in sorted(clock.seconds.items(), key=lambda item: -item[1])
+            }
+
+    if not row.cold:
+        for _ in range(row.warm_steps):
+            worker.step(gradients.next(row.data))
+    worker.step(gradients.next(row.data))
+    worker.check()
+    if clock is not None:
+        clock.seconds.clear()
+    return _Timed(result, run, finish)
+
+
+def _timed_comparison(
+    title: str, run: Callable[[torch.Tensor], object], conditions: Conditions, gradients: Gradients
+) -> _Timed:
+    def seconds() -> float:
+        gradient = gradients.next("Laplace")
+        begun = time.perf_counter()
+        run(gradient)
+        return time.perf_counter() - begun
+
+    seconds()
+    return _Timed(Result(title, conditions, None), seconds, lambda: None)
+
+
+def _timed_tensorflow(
+    conditions: Conditions, rows: Sequence[Row], backend: Backend, gradients: Gradients
+) -> Iterator[_Timed]:
+    from horovod_sparse.bench.tensorflow import GraphWorker, set_threads
+
+    set_threads(conditions.threads)
+    for row in progress([row for row in rows if row.world == 1 and not row.cold], "warming up"):
+        for traced in (False, True):
+            worker = GraphWorker(row, conditions.ratio, conditions.size, traced=traced)
+            title = f"{row.title}, whole step in {'a tf.function' if traced else 'eager code'}"
+
+            def run(worker: GraphWorker = worker, data: str = row.data) -> float:
+                return worker.step(backend.host(gradients.next(data)))
+
+            for _ in range(row.warm_steps):
+                run()
+            yield _Timed(Result(title, conditions, None), run, lambda: None)
+
+
+def _memory(row: int, conditions: Conditions) -> float | None:
+    """Measured in a process of its own, so that nothing is left of other rows."""
+    if not Path("/proc/self/clear_refs").exists() or conditions.backend == "tensorflow":
+        return None
+    arguments = [row, conditions.size, conditions.ratio, conditions.threads, conditions.backend]
+    done = subprocess.run(
+        [sys.executable, "-m", "horovod_sparse.bench.memory", *map(str, arguments)],
+        # What a step frees goes back to the system, so that the next step's peak shows it again.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return float(done.stdout) / (4 * conditions.size)
+
+
+def progress(items: Sequence[Any] | range, what: str) -> Iterable[Any]:
+    """With a progress bar where tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    # disable=None: none where standard error is no terminal.
+    return tqdm(items, what, leave=False, disable=None)  # type: ignore[no-any-return]

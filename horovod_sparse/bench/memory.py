@@ -1,0 +1,56 @@
+"""Prints how many bytes one step of a row takes at the most beside what it begins with. Linux only.
+
+    python -m horovod_sparse.bench.memory ROW SIZE RATIO THREADS BACKEND
+
+That is the peak of the process's resident set during the step, less the resident set before it, which the system knows to about
+half a megabyte: mind small buckets.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from pathlib import Path
+
+from horovod_sparse.bench.backends import make_backend
+from horovod_sparse.bench.rows import ROWS
+from horovod_sparse.bench.worker import Gradients, Worker
+
+_STEPS = 5
+
+
+def resident(field: str) -> int:
+    """Bytes: "VmRSS", of now, or "VmHWM", the most since `forget_peak`."""
+    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found.group(1))
+
+
+def forget_peak() -> None:
+    """Let the peak begin anew."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def main() -> None:
+    """Take some steps, and print what one more takes."""
+    row, size, ratio, threads = ROWS[int(sys.argv[1])], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+    backend = make_backend(sys.argv[5], threads)
+    gradients = Gradients(backend, size)
+    dense = backend.ops.zeros(size, "float32", backend.like)
+    backend.host(dense).fill(0.0)
+    worker = Worker(backend, row, ratio, size, dense)
+    for _ in range(_STEPS):
+        worker.step(gradients.next(row.data))
+    if row.cold:
+        worker.start()
+    gradient = gradients.next(row.data)
+    gc.collect()
+    before = resident("VmRSS")
+    forget_peak()
+    worker.step(gradient)
+    print(max(0, resident("VmHWM") - before))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What is timed: one row per compressor and kind of gradients. Imports no framework."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.bench.checks import Check, above, block, draw, everything, exact, own_part, sampled
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.dgc import DGC
+from horovod_sparse.compressors.gaussiank import GaussianK
+from horovod_sparse.compressors.micro import MiCRO
+from horovod_sparse.compressors.noop import NoOp
+from horovod_sparse.compressors.randomblock import RandomBlock
+from horovod_sparse.compressors.randomk import RandomK
+from horovod_sparse.compressors.redsync import RedSync
+from horovod_sparse.compressors.sidco import SIDCo
+from horovod_sparse.compressors.threshold import Threshold
+from horovod_sparse.compressors.topk import TopK
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compressor's step."""
+
+    name: str
+    make: Callable[[float], Compressor]
+    check: Check
+    """Raises AssertionError unless what was selected is right."""
+    bar: float | None = None
+    """Units that it may take at the most, under `BAR_CONDITIONS`."""
+    data: str = "Laplace"
+    world: int = 1
+    cold: bool = False
+    """Whether the first step of a new pipeline is timed, and not one of many."""
+    receives: bool = False
+    """Whether the writing of all ranks' messages is timed, and not their making."""
+    warm_steps: int = 25
+    """Before the first that is timed: thresholds have settled by then."""
+    chosen: bool = True
+    """Whether the command `horovod-sparse bench` times it."""
+
+    @property
+    def title(self) -> str:
+        return self.name if self.data == "Laplace" else f"{self.name}, {self.data}"
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under which a row is timed."""
+
+    size: int
+    ratio: float
+    threads: int
+    backend: str
+    kernels: bool
+
+
+BAR_CONDITIONS = Conditions(25_000_000, 0.001, 1, "torch", True)
+
+
+def _threshold(ratio: float) -> Compressor:
+    # What it starts with; the worker sets it before every step, so that about k entries are above it.
+    return Threshold(-math.log(ratio), ratio=ratio)
+
+
+ROWS = (
+    *(
+        Row(
+            f"SIDCo, {distribution}",
+            partial(SIDCo, distribution=distribution),
+            above(0.5, 2.0),
+            2.0,
+            data,
+            chosen=(distribution, data) in {("exponential", "Laplace"), ("gpareto", "heavy tails")},
+        )
+        for data in ("Laplace", "Gaussian", "heavy tails")
+        for distribution in ("exponential", "gamma", "gpareto")
+    ),
+    Row("TopK", TopK, exact, 2.0),
+    Row("TopK, first step", TopK, exact, 6.0, cold=True),
+    Row("GaussianK", GaussianK, above(0.9, 1.1), 2.0),
+    Row("DGC", DGC, sampled, 2.5),
+    Row("RedSync", RedSync, exact, 2.5),
+    Row("MiCRO, 8 workers", MiCRO, own_part, 1.3, world=8),
+    Row("RandomK", RandomK, draw, 1.2),
+    Row("RandomBlock", RandomBlock, block, 1.1),
+    Row("Threshold", _threshold, above(0.25, 2.0), chosen=False),
+    Row("NoOp", lambda ratio: NoOp(), everything, warm_steps=2, chosen=False),
+    Row("decompress, 4 workers", TopK, exact, 0.7, world=4, receives=True),
+)
+
+DATA: dict[str, Callable[[np.random.Generator, int], NDArray[Any]]] = {
+    "Laplace": lambda rng, size: _signed(rng, rng.standard_exponential(size, np.float32)),
+    "Gaussian": lambda rng, size: rng.standard_normal(size, np.float32),
+    "heavy tails": lambda rng, size: _signed(
+        rng, rng.standard_exponential(size, np.float32) * rng.random(size, np.float32) ** 2
+    ),
+}
+
+
+def _signed(rng: np.random.Generator, magnitudes: NDArray[Any]) -> NDArray[Any]:
+    magnitudes.view(np.uint32)[...] |= rng.integers(2, size=magnitudes.size, dtype=np.uint32) << 31
+    return magnitudes

@@ -1,0 +1,62 @@
+"""A step through TensorFlow's shared CPU path, in one process: gradient in, reduced gradient out."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from horovod_sparse.bench.rows import Row
+from horovod_sparse.buckets import Parameter, plan
+from horovod_sparse.tensorflow.host import HostPipeline
+from horovod_sparse.tensorflow.step import Step
+
+
+def set_threads(threads: int) -> None:
+    """Before anything else; once per process."""
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+
+
+class _Alone:
+    """Horovod's collectives for a single worker."""
+
+    def allgather(self, message: Any, name: str) -> Any:
+        return message
+
+    total = allgather
+
+
+class GraphWorker:
+    """A worker whose steps run in a `tf.function`, called for itself or within a user's."""
+
+    def __init__(self, row: Row, ratio: float, size: int, *, traced: bool) -> None:
+        compressor: Any = row.make(ratio)
+        self._engine = HostPipeline(compressor, _Alone(), world=1, position=0, rank=0)  # type: ignore[arg-type]
+        self._engine.add_buckets(plan([Parameter("p", (size,), "float32", "cpu")], compressor))
+        inner = tf.function(self._reduce, autograph=False)
+        # As a training step that the user has made a function of.
+        self._run = tf.function(lambda gradient: tf.identity(inner(gradient)), autograph=False) if traced else inner
+
+    def _reduce(self, gradient: Any) -> Any:
+        step = Step(
+            buckets=self._engine.buckets,
+            gradients={"p": gradient},
+            dense={},
+            others={},
+            dtypes={"p": tf.float32},
+            rate=tf.constant(math.nan, tf.float64),
+            op=None,
+            divisor=1.0,
+            predivide=1.0,
+        )
+        return self._engine.reduce(step)["p"]
+
+    def step(self, gradient: NDArray[Any]) -> float:
+        """Seconds of a step."""
+        tensor = tf.constant(gradient)
+        begun = time.perf_counter()
+        self._run(tensor)
+        return time.perf_counter() - begun

@@ -1,0 +1,194 @@
+"""One worker's steps, timed; what other workers send is made here, outside of the timed parts. Imports no framework."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse import wire
+from horovod_sparse.bench.checks import Sent
+from horovod_sparse.bench.rows import DATA, Row
+from horovod_sparse.buckets import Parameter, Slot, plan
+from horovod_sparse.compressors.base import Place
+from horovod_sparse.compressors.threshold import Threshold
+from horovod_sparse.exchanges import Collective, Entries
+from horovod_sparse.ops import Array, Ops
+from horovod_sparse.pipeline import Pipeline
+
+ALIGNMENT = 16
+"""Elements in a line of the cache."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A framework's arrays on the CPU."""
+
+    ops: Ops
+    like: Array
+    """Any array."""
+    host: Callable[[Array], NDArray[Any]]
+    """The array's memory."""
+    join: Callable[[list[Array]], Array]
+
+
+class Gradients:
+    """Gradients of one size without end: each begins somewhere else in a longer array, so none comes again."""
+
+    def __init__(self, backend: Backend, size: int, seed: int = 0) -> None:
+        self._backend = backend
+        self._size = size
+        self._room = max(size // 4, ALIGNMENT)
+        self._rng = np.random.default_rng(seed)
+        self._kept: dict[str, Array] = {}
+
+    def next(self, data: str) -> Array:
+        if data not in self._kept:
+            # In the framework's own memory, where gradients are.
+            self._kept[data] = self._backend.ops.zeros(self._size + self._room, "float32", self._backend.like)
+            self._backend.host(self._kept[data])[:] = DATA[data](self._rng, self._size + self._room)
+        start = ALIGNMENT * int(self._rng.integers(self._room // ALIGNMENT))
+        return self._kept[data][start : start + self._size]
+
+
+class Worker:
+    """A pipeline with one bucket of one parameter, the first of `row.world` workers."""
+
+    def __init__(self, backend: Backend, row: Row, ratio: float, size: int, dense: Array) -> None:
+        self.backend = backend
+        self.row = row
+        self.ratio = ratio
+        self.size = size
+        self._dense = dense
+        """Where the reduced gradient is written to."""
+        self.start()
+
+    def start(self) -> None:
+        """Begin with nothing kept."""
+        compressor = self.row.make(self.ratio)
+        self.pipeline = Pipeline(self.backend.ops, compressor, world=self.row.world, position=0, rank=0)
+        self.pipeline.add_buckets(
+            plan([Parameter("p", (self.size,), "float32", "cpu")], compressor), lambda name: self.backend.like
+        )
+        (self.bucket,) = self.pipeline.buckets
+        # The system hands out memory when it is first written to: that is no part of a step.
+        self.backend.host(self.bucket.buffer).fill(0.0)
+        if self.bucket.velocity is not None:
+            self.backend.host(self.bucket.velocity).fill(0.0)
+        self._former: list[Array] = []
+        """This worker's messages of the last steps."""
+        self._entries: list[Entries] = []
+
+    def step(self, gradient: Array) -> float:
+        """Take a step; the seconds of what the row times.
+
+        That is all of it until the last collective, or from there on with `row.receives`.
+        """
+        pipeline, bucket = self.pipeline, self.bucket
+        if isinstance(pipeline.compressor, Threshold):
+            self._set_threshold(pipeline.compressor, gradient)
+        begun = time.perf_counter()
+        pipeline.arrive("p", gradient)
+        request: Collective | None = pipeline.begin(bucket)
+        compress = time.perf_counter() - begun
+        while request is not None:
+            answer = self._answer(request)
+            begun = time.perf_counter()
+            request = pipeline.advance(bucket, answer, 1.0, self._write)
+            last = time.perf_counter() - begun
+            compress += 0.0 if request is None else last
+        begun = time.perf_counter()
+        pipeline.end_step()
+        compress += time.perf_counter() - begun
+        return last if self.row.receives else compress
+
+    def _set_threshold(self, compressor: Threshold, gradient: Array) -> None:
+        # A fixed one sends more in every step until residuals are as large as it, after 1/ratio steps. It is the cost of
+        # about k entries that is asked for: what sends them in this step, by a sample.
+        stride = max(1, self.size // 100_000)
+        sample = self.backend.host(self.bucket.buffer)[::stride] + self.backend.host(gradient)[::stride]
+        compressor.threshold = float(np.quantile(np.abs(sample), 1.0 - self.ratio))
+
+    # --- the other workers ---
+
+    def _answer(self, request: Collective) -> Array:
+        if self.row.world == 1 or request.kind == "allreduce":
+            # What others add changes nothing in the work that is left.
+            return request.message
+        if len(request.message.shape) == 1:
+            return self.backend.join([request.message, *self._other_parts()])
+        # As if the others had sent what this worker has sent before.
+        self._former = [self.backend.ops.copy(request.message), *self._former][: self.row.world]
+        others = [self._former[min(number, len(self._former) - 1)] for number in range(1, self.row.world)]
+        return self.backend.join([request.message, *others])
+
+    def _other_parts(self) -> list[Array]:
+        """What the other workers of exchange `union` select from their parts, if all have this worker's gradients."""
+        compressor, bucket, ops = self.pipeline.compressor, self.bucket, self.backend.ops
+        task = bucket.task
+        assert task is not None
+        messages = []
+        for position in range(1, self.row.world):
+            state = replace(bucket.state, place=Place(bucket.name, position, self.row.world))
+            selection = compressor.select(ops, bucket.buffer, task.asked, task.capacity, state)
+            header = [task.digest(), wire.float_bits(state.proposal)]
+            messages.append(ops.pack_indices(selection.indices, header, task.capacity))
+        return messages
+
+    def _write(self, slot: Slot, parts: list[Entries] | None) -> None:
+        assert parts is not None
+        self._entries = parts
+        if self.row.receives:
+            self._dense[:] = 0
+            for indices, values in parts:
+                assert indices is not None
+                self.backend.ops.scatter_add(self._dense, indices, values)
+
+    # --- what came of it ---
+
+    def check(self) -> None:
+        """Raise AssertionError unless the last step selected what it had to."""
+        task_k = self.pipeline.compressor.asked(self.size)
+        capacity = self.pipeline.compressor.room(self.size, task_k, self.row.world)
+        entries = self._entries[0]
+        assert entries.indices is not None
+        indices, values = self.backend.host(entries.indices), self.backend.host(entries.values)
+        # What was sent is no longer in the residual, so the two make what was selected from.
+        x = self.backend.host(self.bucket.buffer).copy()
+        assert not x[indices].any(), "what was sent is still in the residual"
+        x[indices] = values
+        try:
+            self.row.check(Sent(x, indices, task_k, capacity, self.bucket.state))
+        except AssertionError as error:
+            raise AssertionError(f"{self.row.title}, {self.size} elements, ratio {self.ratio}: {error}") from error
+
+
+class Verbs:
+    """Array verbs that note how long they take."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @classmethod
+    def of(cls, backend: Backend) -> tuple[Backend, Verbs]:
+        """A backend with such verbs."""
+        verbs = cls(backend.ops)
+        return replace(backend, ops=cast(Ops, verbs)), verbs
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        verb = getattr(self._ops, name)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return verb(*arguments, **options)
+            finally:
+                self.seconds[name] += time.perf_counter() - begun
+
+        return timed

@@ -1,0 +1,41 @@
+"""How the compiled kernels are made: cffi wraps the plain C functions of kernels.h. Run by setup.py, not imported otherwise.
+
+cffi, because the functions take addresses and sizes: it needs no class or array of any framework, releases Python's lock
+while a function runs, and makes one extension module for all versions of Python.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cffi import FFI
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+
+def declarations() -> str:
+    """What kernels.h declares, as cffi reads it."""
+    header = (HERE / "kernels.h").read_text(encoding="utf-8")
+    return header.split("/* begin */")[1].split("/* end */")[0]
+
+
+ffibuilder = FFI()
+ffibuilder.cdef(declarations())
+ffibuilder.set_source(
+    "horovod_sparse.kernels._native",
+    '#include "kernels.h"',
+    # Relative, as packaging wants it.
+    sources=[os.path.relpath(HERE / "kernels.cpp", ROOT)],
+    depends=[os.path.relpath(HERE / "kernels.h", ROOT)],
+    include_dirs=[os.path.relpath(HERE, ROOT)],
+    source_extension=".cpp",
+    # No contraction: the same bits on every processor. Vectors are passed inside one file only, hence no warning on that.
+    extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-Wno-psabi"],
+    extra_link_args=["-pthread"],
+    optional=True,
+)
+
+if __name__ == "__main__":
+    ffibuilder.compile(tmpdir=str(ROOT), verbose=True)

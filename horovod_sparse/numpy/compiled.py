@@ -1,0 +1,110 @@
+"""The array verbs by compiled kernels, on NumPy arrays in memory that is theirs; what has no kernel is NumPy's."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse import kernels
+from horovod_sparse.kernels import memory_of
+from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.ops import Moments, Selection, Sums
+
+Array = NDArray[Any]
+
+
+def host_ops(threads: int | None = None) -> NumpyOps:
+    """The array verbs for arrays on the CPU: compiled ones if there are any.
+
+    Args:
+        threads: that kernels may use; None for what OMP_NUM_THREADS says, or one.
+    """
+    if threads is None:
+        said = os.environ.get("OMP_NUM_THREADS", "")
+        threads = int(said) if said.isdigit() and int(said) > 0 else 1
+    return CompiledOps(threads) if kernels.available() else NumpyOps()
+
+
+class CompiledOps(NumpyOps):
+    """Implements `horovod_sparse.ops.Ops` on `numpy.ndarray`; selects what `NumpyOps` selects.
+
+    Args:
+        threads: that one verb may use.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def absorb(self, residual: Array, gradient: Array, cut: float | None) -> Sums:
+        flat = _flat(gradient)
+        if flat is None:
+            return super().absorb(residual, gradient, cut)
+        return kernels.accumulate(memory_of(residual), memory_of(flat), _cut(cut), self._threads)
+
+    def absorb_velocity(
+        self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, cut: float | None
+    ) -> Sums:
+        flat = _flat(gradient)
+        if flat is None:
+            return super().absorb_velocity(residual, velocity, gradient, momentum, nesterov, cut)
+        memories = memory_of(residual), memory_of(velocity), memory_of(flat)
+        return kernels.accumulate_velocity(*memories, momentum, nesterov, _cut(cut), self._threads)
+
+    def measure(self, x: Array, cut: float) -> Sums:
+        return kernels.measure(memory_of(_contiguous(x)), cut, False, self._threads)
+
+    def all_finite(self, array: Array) -> bool:
+        flat = _flat(array)
+        return super().all_finite(array) if flat is None else kernels.all_finite(memory_of(flat), self._threads)
+
+    def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
+        return kernels.measure(memory_of(_contiguous(x)), threshold, with_log, self._threads).tail
+
+    def counts(self, x: Array, thresholds: list[float]) -> list[int]:
+        return kernels.counts(memory_of(_contiguous(x)), thresholds, self._threads)
+
+    def max_abs(self, x: Array) -> float:
+        return self.measure(x, math.inf).largest
+
+    def norm(self, x: Array) -> float:
+        return math.sqrt(self.measure(x, math.inf).squares)
+
+    def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
+        x = _contiguous(x)
+        indices, found = kernels.select_all_above(memory_of(x), threshold, capacity, self._threads)
+        if found > capacity:
+            indices = indices[self.select_largest(x[indices], capacity).indices]
+        return Selection(indices, found)
+
+    def union(self, parts: list[Array]) -> Array:
+        # np.unique takes many times longer.
+        merged = np.sort(np.concatenate(parts))
+        first = merged >= 0
+        first[1:] &= merged[1:] != merged[:-1]
+        return merged[first].astype(np.int64)
+
+    def take(self, x: Array, indices: Array) -> Array:
+        values = np.empty(indices.size, np.float32)
+        kernels.take(memory_of(x), memory_of(_contiguous(indices)), memory_of(values))
+        return values
+
+    def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
+        kernels.scatter_add(memory_of(target), memory_of(_contiguous(indices)), memory_of(_contiguous(values)))
+
+
+def _cut(cut: float | None) -> float:
+    # Sums cost next to nothing, so those that nobody asked for are made all the same.
+    return math.inf if cut is None else cut
+
+
+def _contiguous(array: Array) -> Array:
+    return np.require(array, requirements=("C", "A"))
+
+
+def _flat(gradient: Array) -> Array | None:
+    """The gradient in one piece; None if the kernels do not know its type."""
+    return _contiguous(gradient) if kernels.supports(str(gradient.dtype)) else None

@@ -1,0 +1,65 @@
+"""The tests of the kernels on a build that reports what memory and arithmetic must not do: make sanitize.
+
+python tests/sanitize.py [ARGUMENTS OF PYTEST]
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib import util
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BUILD = ROOT / "build" / "sanitize"
+FLAGS = "-DHOROVOD_SPARSE_PORTABLE -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g"
+MODULE = "horovod_sparse.kernels._native"
+
+
+def build() -> None:
+    # A build that fails leaves nothing behind, setuptools only warns of it.
+    shutil.rmtree(BUILD, ignore_errors=True)
+    # Without the clones: their resolvers would run before the sanitizer's library is ready.
+    flags = {"CFLAGS": FLAGS, "CXXFLAGS": FLAGS, "LDFLAGS": FLAGS}
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build_ext",
+        "--build-lib",
+        str(BUILD),
+        "--build-temp",
+        str(BUILD / "temp"),
+    ]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **flags}, check=True)
+
+
+def restart(arguments: list[str]) -> None:
+    """With the sanitizer's library in front of everything, as it must be."""
+    compiler = os.environ.get("CXX", "g++")
+    asked = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    environment = {"LD_PRELOAD": asked.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0", "HOROVOD_SPARSE_KERNELS": "1"}
+    os.execve(sys.executable, [sys.executable, __file__, *arguments], {**os.environ, **environment})
+
+
+def test(arguments: list[str]) -> int:
+    import pytest
+
+    (path,) = (BUILD / "horovod_sparse" / "kernels").glob("_native.*")
+    assert b"__asan_report" in path.read_bytes() and b"__ubsan_handle" in path.read_bytes(), "the flags were not heeded"
+    spec = util.spec_from_file_location(MODULE, path)
+    assert spec is not None and spec.loader is not None
+    # The package finds this module instead of the one beside it.
+    sys.modules[MODULE] = util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[MODULE])
+    # A report goes to standard error and ends the process: pytest must not keep it to itself.
+    return pytest.main([str(ROOT / "tests" / "test_kernels.py"), "-q", "-s", *arguments])
+
+
+if __name__ == "__main__":
+    if "libasan" in os.environ.get("LD_PRELOAD", ""):
+        sys.exit(test(sys.argv[1:]))
+    build()
+    restart(sys.argv[1:])

@@ -1,0 +1,337 @@
+"""Every compiled kernel in lockstep with its twin in NumPy: the same bits, but for sums, which are added in another order."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from horovod_sparse import kernels
+from horovod_sparse.kernels import Memory, memory_of
+from horovod_sparse.numpy.compiled import CompiledOps
+from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.ops import Sums
+
+pytestmark = [
+    pytest.mark.skipif(not kernels.available(), reason="the kernels are not compiled, or turned off"),
+    # Of the oracle, on infinities.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+ORACLE = NumpyOps()
+ONE = CompiledOps(1)
+# Around vectors, groups of vectors and blocks; several blocks.
+SIZES = (0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 4095, 4096, 4097, 3 * 4096 + 77)
+# Three threads start, and the last one has a part of a block.
+LARGE = 3 * 2**18 + 4096 + 5
+THREADS = (1, 2, 3, 100)
+THRESHOLDS = [
+    0.0,
+    -0.0,
+    -1.0,
+    -math.inf,
+    5e-324,
+    1e-45,
+    0.5,
+    0.7,
+    1.0,
+    3.0,
+    3.4028234663852886e38,
+    3.4028235e38,
+    3.5e38,
+]
+THRESHOLDS += [1e300, math.inf, math.nan]
+of_either_width = pytest.mark.parametrize("dtype", [np.float32, np.float64])
+
+
+def sample(size: int, dtype: type, seed: int = 0, *, infinite: bool = False, nan: bool = False) -> np.ndarray:
+    """Numbers of every kind, half of them from a few values so that there are ties, where no vector is aligned."""
+    rng = np.random.default_rng(seed)
+    info = np.finfo(dtype)
+    special = [0.0, -0.0, 0.5, -0.5, 1.0, -1.0, 3.0, info.smallest_subnormal, -info.smallest_subnormal, info.tiny]
+    special += [info.max, np.inf, -np.inf] * infinite + [np.nan, -np.nan] * nan
+    x = np.empty(size + 1, dtype)[1:]
+    x[:] = np.where(rng.uniform(size=size) < 0.5, rng.laplace(size=size), rng.choice(special, size=size))
+    return x
+
+
+def assert_same(got: np.ndarray, expected: np.ndarray) -> None:
+    """Equal, with the same signs of zeros."""
+    np.testing.assert_array_equal(got, expected, strict=True)
+    np.testing.assert_array_equal(np.signbit(got[got == 0]), np.signbit(expected[expected == 0]))
+
+
+def assert_sums(got: Sums, expected: Sums) -> None:
+    exact = ("count", "largest", "tail_count", "not_finite")
+    assert [getattr(got, name) for name in exact] == [getattr(expected, name) for name in exact]
+    for name in ("total", "squares", "tail_total", "tail_squares", "tail_logs"):
+        assert getattr(got, name) == pytest.approx(getattr(expected, name), rel=1e-12, nan_ok=True), name
+
+
+def assert_absorbed(ops: CompiledOps, residual: np.ndarray, gradient: np.ndarray, cut: float) -> Sums:
+    mine, expected = residual.copy(), residual.copy()
+    sums = ops.absorb(mine, gradient, cut)
+    assert_sums(sums, ORACLE.absorb(expected, gradient, cut))
+    assert_same(mine, expected)
+    return sums
+
+
+@of_either_width
+@pytest.mark.parametrize("gradient_type", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("size", SIZES)
+def test_absorb(size: int, dtype: type, gradient_type: type) -> None:
+    gradient = sample(size, gradient_type, 1, infinite=True, nan=True)
+    for cut in (0.0, 0.5, 3.0, 1e300, math.inf):
+        assert_absorbed(ONE, sample(size, dtype), gradient, cut)
+
+
+@of_either_width
+@pytest.mark.parametrize("gradient_type", [np.float16, np.float32, np.float64])
+def test_absorb_in_several_threads(dtype: type, gradient_type: type) -> None:
+    gradient = sample(LARGE, gradient_type, 1, infinite=True, nan=True)
+    sums = [assert_absorbed(CompiledOps(threads), sample(LARGE, dtype), gradient, 0.7) for threads in THREADS]
+    assert len(set(map(repr, sums))) == 1, "the same bits with any number of threads"
+
+
+@of_either_width
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("gradient_type", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 4097, LARGE])
+def test_absorb_velocity(size: int, dtype: type, gradient_type: type, nesterov: bool) -> None:
+    found = set()
+    expected = sample(size, dtype), sample(size, dtype, 1)
+    gradient = sample(size, gradient_type, 2, infinite=True, nan=True)
+    expected_sums = ORACLE.absorb_velocity(*expected, gradient, 0.9, nesterov, 0.7)
+    for threads in THREADS if size == LARGE else (1,):
+        residual, velocity = sample(size, dtype), sample(size, dtype, 1)
+        sums = CompiledOps(threads).absorb_velocity(residual, velocity, gradient, 0.9, nesterov, 0.7)
+        assert_same(velocity, expected[1])
+        assert_same(residual, expected[0])
+        assert_sums(sums, expected_sums)
+        found.add(repr(sums))
+    assert len(found) == 1
+
+
+def every_half(dtype: str) -> tuple[Memory, np.ndarray]:
+    """All numbers of the type, and their values."""
+    patterns = np.arange(2**16, dtype=np.uint16)
+    memory = memory_of(patterns)._replace(dtype=dtype)
+    if dtype == "float16":
+        return memory, patterns.view(np.float16).astype(np.float32)
+    return memory, (patterns.astype(np.uint32) << 16).view(np.float32)
+
+
+@contextmanager
+def flushed_denormals() -> Iterator[None]:
+    """As TensorFlow sets its threads: denormal numbers are zeros to the processor."""
+    library = ctypes.CDLL(ctypes.util.find_library("m"))
+    old = (ctypes.c_uint32 * 8)()
+    library.fegetenv(old)
+    new = (ctypes.c_uint32 * 8)(*old)
+    new[7] |= 0x8040
+    library.fesetenv(new)
+    try:
+        yield
+    finally:
+        library.fesetenv(old)
+
+
+@of_either_width
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_every_half_precision_number(dtype: type, half: str) -> None:
+    memory, values = every_half(half)
+    finite = np.isfinite(values)
+    residual = np.full(values.size, -0.0, dtype)
+    assert kernels.accumulate(memory_of(residual), memory, math.inf, 1).not_finite == np.count_nonzero(~finite)
+    assert_same(residual[finite], values[finite].astype(dtype))
+    assert_same(residual[~finite], np.zeros(np.count_nonzero(~finite), dtype))
+    assert not kernels.all_finite(memory, 1)
+    for number in range(2**16):
+        one = memory._replace(address=memory.address + 2 * number, numel=1)
+        assert kernels.all_finite(one, 1) == finite[number]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="sets a register of x86-64")
+def test_flushed_denormals_lose_nothing_that_is_none() -> None:
+    memory, values = every_half("float16")
+    residual, denormal = np.zeros(values.size, np.float32), np.full(100, 1e-45, np.float32)
+    with flushed_denormals():
+        kernels.accumulate(memory_of(residual), memory, math.inf, 1)
+        selection = ONE.select_above(denormal, 0.0, 100)
+        counts = ONE.counts(denormal, [0.0])
+    np.testing.assert_array_equal(residual, np.where(np.isfinite(values), values, 0))
+    assert (selection.found, counts) == (100, [100]), "magnitudes are compared by their bits"
+
+
+@of_either_width
+@pytest.mark.parametrize("size", SIZES)
+def test_measure(size: int, dtype: type) -> None:
+    for x in (sample(size, dtype), sample(size, dtype, infinite=True)):
+        for cut in [threshold for threshold in THRESHOLDS if not threshold < 0]:
+            assert_sums(ONE.measure(x, cut), ORACLE.measure(x, cut))
+
+
+@of_either_width
+def test_measure_in_several_threads(dtype: type) -> None:
+    x = sample(LARGE, dtype)
+    expected = ORACLE.moments(x, 0.7, with_log=True)
+    found = set()
+    for threads in THREADS:
+        moments = CompiledOps(threads).moments(x, 0.7, with_log=True)
+        assert moments.count == expected.count
+        assert (moments.mean, moments.mean_log) == pytest.approx((expected.mean, expected.mean_log), rel=1e-12)
+        assert moments.variance == pytest.approx(expected.variance, rel=1e-11)
+        found |= {repr((moments, CompiledOps(threads).measure(x, 0.7)))}
+    assert len(found) == 1
+    assert (ONE.max_abs(x), ONE.norm(x)) == pytest.approx((ORACLE.max_abs(x), ORACLE.norm(x)), rel=1e-12)
+
+
+@of_either_width
+@pytest.mark.parametrize("size", [*SIZES, LARGE])
+def test_counts_and_selections(size: int, dtype: type) -> None:
+    ops = CompiledOps(3)
+    for x in (sample(size, dtype), sample(size, dtype, infinite=True)):
+        expected = ORACLE.counts(x, THRESHOLDS)
+        # More of them than one call of the kernel takes.
+        assert ops.counts(x, THRESHOLDS + THRESHOLDS) == expected + expected
+        for threshold, count in zip(THRESHOLDS, expected, strict=True):
+            above = ORACLE.select_above(x, threshold, size + 1)
+            for capacity in {0, 1, 5, max(count - 1, 0), count, count + 1, size}:
+                indices, found = kernels.select_above(memory_of(x), threshold, capacity, 3)
+                assert found == count == above.found
+                np.testing.assert_array_equal(indices, above.indices[:capacity], strict=True)
+
+
+@of_either_width
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_array(dtype: type, data: st.DataObject) -> None:
+    elements = st.one_of(
+        st.floats(width=np.dtype(dtype).itemsize * 8, allow_nan=False), st.sampled_from((0, 1.0, -1.0))
+    )
+    array = data.draw(npst.arrays(dtype, st.integers(1, 150), elements=elements))
+    x = array[data.draw(st.sampled_from((0, 1))) :]
+    magnitudes = st.sampled_from([0.0, *np.abs(x).tolist()])
+    threshold = data.draw(st.one_of(magnitudes, st.floats()))
+    capacity = data.draw(st.integers(1, 20))
+    assert ONE.counts(x, [threshold]) == ORACLE.counts(x, [threshold])
+    got, expected = ONE.select_above(x, threshold, capacity), ORACLE.select_above(x, threshold, capacity)
+    assert got.found == expected.found
+    np.testing.assert_array_equal(got.indices, expected.indices, strict=True)
+    assert ONE.all_finite(x) == ORACLE.all_finite(x)
+    cut = data.draw(magnitudes)
+    assert_sums(ONE.measure(x, cut), ORACLE.measure(x, cut))
+    residual = np.nan_to_num(sample(x.size, dtype))
+    assert_absorbed(ONE, residual, x, cut)
+
+
+@of_either_width
+def test_nan_is_above_every_threshold(dtype: type) -> None:
+    """A residual has NaN after infinities of both signs: it is sent, so that it shows, and does not stay for ever."""
+    x = np.array([1.0, np.nan, 0.0, -np.nan], dtype)
+    for threshold in (0.0, 2.0, math.inf):
+        selection = ONE.select_above(x, threshold, 4)
+        assert {1, 3} <= set(selection.indices.tolist()) <= {0, 1, 3}
+        assert ONE.counts(x, [threshold]) == [selection.found]
+    assert np.isnan(ONE.take(x, np.array([1]))).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("size", [*SIZES[1:], LARGE])
+def test_all_finite(size: int, dtype: type) -> None:
+    x = np.full(size + 1, np.finfo(dtype).max)[1:]
+    assert CompiledOps(3).all_finite(x)
+    for position in {0, size // 2, size - 1}:
+        for bad in (np.nan, -np.nan, np.inf, -np.inf):
+            x[position] = bad
+            assert not CompiledOps(3).all_finite(x)
+        x[position] = 0
+    assert ONE.all_finite(x)
+
+
+def test_all_of_nothing_is_finite() -> None:
+    assert ONE.all_finite(np.empty(0, np.float16))
+
+
+@of_either_width
+@pytest.mark.parametrize("size", [0, 1, 100])
+def test_take(size: int, dtype: type) -> None:
+    x = sample(size + 10, dtype, infinite=True)
+    x[:5] = np.array([1e300, -1e300, 1 + 2.0**-30, 3.4028235e38, -3.5e38]).astype(dtype)
+    expected = x.copy()
+    indices = np.random.default_rng(0).permutation(x.size)[:size]
+    values = ONE.take(x, indices)
+    assert_same(values, ORACLE.take(expected, indices))
+    assert_same(x, expected)
+
+
+@of_either_width
+@pytest.mark.parametrize("values_type", [np.float32, np.float64])
+def test_scatter_add(dtype: type, values_type: type) -> None:
+    target = sample(100, dtype)
+    expected = target.copy()
+    # Every second one: not contiguous.
+    indices, values = np.random.default_rng(0).permutation(100)[::2], sample(100, values_type, 1)[::2]
+    ONE.scatter_add(target, indices, values)
+    ORACLE.scatter_add(expected, indices, values)
+    assert_same(target, expected)
+
+
+@of_either_width
+@pytest.mark.parametrize("outside", [-1, 3, -(2**63), 2**63 - 1])
+def test_indices_out_of_range_change_nothing(dtype: type, outside: int) -> None:
+    target = np.ones(3, dtype)
+    with pytest.raises(IndexError, match=r"indices must be in \[0, 3\)"):
+        ONE.scatter_add(target, np.array([0, outside]), np.ones(2, np.float32))
+    with pytest.raises(IndexError, match=r"indices must be in \[0, 3\)"):
+        ONE.take(target, np.array([0, outside]))
+    assert target.tolist() == [1, 1, 1]
+
+
+def test_arrays_that_do_not_lie_as_the_kernels_want_it() -> None:
+    """Strided and misaligned ones are copied, types that no kernel knows are left to NumPy."""
+    x = sample(5001, np.float32)
+    assert_sums(ONE.measure(x[::2], 0.7), ORACLE.measure(x[::2], 0.7))
+    assert ONE.counts(x[::2], [0.7]) == ORACLE.counts(x[::2], [0.7])
+    misaligned = np.frombuffer(b"\0" + x.tobytes(), np.uint8)[1:].view(np.float32)
+    assert not misaligned.flags.aligned
+    for gradient in (x[::2], x[:2502:][::-1][:2501], misaligned[:2501], x[:2501].astype(">f4"), np.arange(2501)):
+        assert_absorbed(ONE, np.zeros(2501, np.float32), gradient, 0.7)
+
+
+def test_what_would_reach_beyond_an_array_is_refused() -> None:
+    short, long = np.zeros(3, np.float32), np.zeros(4, np.float32)
+    with pytest.raises(AssertionError):
+        ONE.absorb(short, long, None)
+    with pytest.raises(AssertionError):
+        ONE.absorb_velocity(long, short, long, 0.9, False, None)
+    with pytest.raises(AssertionError):
+        ONE.absorb(np.zeros(6, np.float32)[::2], short, None)
+    with pytest.raises(AssertionError):
+        ONE.scatter_add(long, np.array([0, 1]), short)
+    with pytest.raises(AssertionError):
+        ONE.take(long, np.array([0, 1], np.int32))
+    with pytest.raises(KeyError):
+        ONE.absorb(np.zeros(3, np.float16), short, None)
+    with pytest.raises(KeyError):
+        ONE.scatter_add(long, np.array([0]), np.zeros(1, np.float16))
+
+
+@pytest.mark.parametrize(("said", "expected"), [("0", "NumpyOps"), ("1", "CompiledOps")])
+def test_an_environment_variable_turns_them_off(said: str, expected: str) -> None:
+    code = "from horovod_sparse.numpy.compiled import host_ops; print(type(host_ops()).__name__)"
+    environment = {**os.environ, "HOROVOD_SPARSE_KERNELS": said}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.strip() == expected
