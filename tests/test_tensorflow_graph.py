@@ -462,7 +462,8 @@ def test_compress_selects_what_numpy_does(make: Make) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*sent dense")
 def test_compress_needs_a_known_shape() -> None:
-    function = tf.function(lambda x: TopK(0.1, graph=True).compress(x)[0], input_signature=[tf.TensorSpec([None])])
+    compression = TopK(0.1, graph=True)
+    function = tf.function(lambda x: compression.compress(x)[0], input_signature=[tf.TensorSpec([None])])
     with pytest.raises(ValueError, match="tensor must have a known shape"):
         function(tf.zeros(500))
 

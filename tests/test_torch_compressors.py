@@ -88,7 +88,7 @@ def test_a_compressor_without_an_optimizer() -> None:
     compression = SIDCo(0.1)
     assert compression.stats().steps == 0 and compression.residual_bytes == 0
     for call in (compression.state_dict, compression.reset, lambda: compression.load_state_dict({})):
-        with pytest.raises(RuntimeError, match=r"SIDCo\(.*\) serves no optimizer yet; pass it to"):
+        with pytest.raises(RuntimeError, match=r"SIDCo\(.*\) serves no optimizer yet; give it to"):
             call()
 
 

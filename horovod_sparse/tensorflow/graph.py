@@ -227,12 +227,12 @@ class GraphPipeline:
                 finite[slot.name] = tf.constant(True)
                 parts.append(tf.zeros([slot.numel], bucket.layout.residual_dtype))
                 continue
+            gradient = tf.cast(gradient, bucket.layout.residual_dtype)
             finite[slot.name] = _all_finite(gradient)
-            kept = tf.where(finite[slot.name], gradient, tf.zeros_like(gradient))
-            parts.append(tf.reshape(self._clipped(kept, bucket.layout.residual_dtype), [slot.numel]))
-        # Sums with float64 gradients are rounded once, after the addition.
-        wide = "float64" if any(part.dtype == tf.float64 for part in parts) else "float32"
-        flat = tf.concat([tf.cast(part, wide) for part in parts], 0)
+            gradient = self._clipped(gradient, bucket.layout.residual_dtype)
+            kept = tf.where(tf.math.is_finite(gradient), gradient, tf.zeros_like(gradient))
+            parts.append(tf.reshape(kept, [slot.numel]))
+        flat = tf.concat(parts, 0)
         residual, updates = bucket.residual.read_value(), []
         if bucket.velocity is None:
             x = _plus(residual, flat)
