@@ -35,15 +35,6 @@ class Sums:
     total: float = 0.0
     squares: float = 0.0
     largest: float = 0.0
-    tail_count: int = 0
-    """Entries above the cut."""
-    tail_total: float = 0.0
-    """Of their excesses over the cut, as all that follows."""
-    tail_squares: float = 0.0
-    tail_logs: float = math.nan
-    """Of the logarithms; NaN unless it was asked for."""
-    not_finite: int = 0
-    """Entries of the gradient that were left out."""
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(
@@ -51,29 +42,48 @@ class Sums:
             self.total + other.total,
             self.squares + other.squares,
             max(self.largest, other.largest),
-            self.tail_count + other.tail_count,
-            self.tail_total + other.tail_total,
-            self.tail_squares + other.tail_squares,
-            self.tail_logs + other.tail_logs,
-            self.not_finite + other.not_finite,
         )
 
-    @property
-    def whole(self) -> Moments:
-        """Of the magnitudes that are not zero."""
-        return _moments(self.count, self.total, self.squares, math.nan)
-
-    @property
-    def tail(self) -> Moments:
-        """Of the excesses over the cut."""
-        return _moments(self.tail_count, self.tail_total, self.tail_squares, self.tail_logs)
+    def moments(self, logs: float = math.nan) -> Moments:
+        """Of the magnitudes that are not zero; `logs` is the sum of their logarithms."""
+        if self.count == 0:
+            return Moments(0, 0.0, 0.0, math.nan)
+        mean = self.total / self.count
+        return Moments(self.count, mean, max(self.squares / self.count - mean * mean, 0.0), logs / self.count)
 
 
-def _moments(count: int, total: float, squares: float, logs: float) -> Moments:
-    if count == 0:
-        return Moments(0, 0.0, 0.0, math.nan)
-    mean = total / count
-    return Moments(count, mean, max(squares / count - mean * mean, 0.0), logs / count)
+class Wanted(NamedTuple):
+    """Which entries of the new residual `Ops.absorb` is to note on its way, if that costs no pass of its own."""
+
+    cut: float = math.inf
+    """> 0: those above it; infinity for none."""
+    room: int = 0
+    """Of more entries than these none are wanted."""
+    first: int = 0
+    """Index of the residual's first entry."""
+
+
+NOTHING = Wanted()
+
+
+class Above(NamedTuple):
+    """All entries above a cut."""
+
+    cut: float
+    indices: Array
+    """Ascending; int32 or int64."""
+    values: Array
+    """Copies, of the array's type."""
+
+
+class Absorbed(NamedTuple):
+    """What was found out; None for what would have cost a pass of its own, was not wanted, or had no room."""
+
+    not_finite: int
+    """Entries of the gradient that were left out."""
+    sums: Sums | None = None
+    """Of the new residual."""
+    above: Above | None = None
 
 
 class Selection(NamedTuple):
@@ -94,18 +104,15 @@ class Ops(Protocol):
     def accumulate(self, residual: Array, gradient: Array) -> None:
         """residual += gradient, in place; `gradient` has any shape, float type and strides, and is left as it is."""
 
-    def absorb(self, residual: Array, gradient: Array, cut: float | None) -> Sums:
-        """As `accumulate`, but entries that are not finite in the residual's type add nothing; sums of the new residual.
-
-        `cut` > 0 (or infinity) is that of the sums; with None only `not_finite` is asked for.
-        """
+    def absorb(self, residual: Array, gradient: Array, wanted: Wanted) -> Absorbed:
+        """As `accumulate`, but entries that are not finite in the residual's type add nothing."""
 
     def absorb_velocity(
-        self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, cut: float | None
-    ) -> Sums:
+        self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, wanted: Wanted
+    ) -> Absorbed:
         """As `absorb`, of a gradient with momentum (see `feedback.MomentumCorrection`)."""
 
-    def measure(self, x: Array, cut: float) -> Sums:
+    def measure(self, x: Array) -> Sums:
         """Sums of x, accumulated in float64."""
 
     def assign(self, residual: Array, gradient: Array) -> None:
@@ -143,6 +150,12 @@ class Ops(Protocol):
 
     def union(self, parts: list[Array]) -> Array:
         """The indices (int64, ascending, unique) that are in any of some arrays of indices; negative ones are padding."""
+
+    def concatenate(self, arrays: list[Array]) -> Array:
+        """One after the other."""
+
+    def pick(self, indices: Array, positions: Array) -> Array:
+        """indices[positions], as int64."""
 
     def numbers(self, array: Array) -> list[float]:
         """The entries of a short array as Python numbers, exactly."""

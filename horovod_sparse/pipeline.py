@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from horovod_sparse import cost, exchanges, feedback, wire
 from horovod_sparse.buckets import Layout, Slot
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.exchanges import Collective, Entries, Task
-from horovod_sparse.ops import Array, Ops, Sums
+from horovod_sparse.known import join
+from horovod_sparse.ops import NOTHING, Absorbed, Array, Ops, Selection, Wanted
 from horovod_sparse.residuals import Residuals
 from horovod_sparse.statistics import Counts, Stats, StepStats, Tally
 
@@ -34,8 +35,8 @@ class Bucket:
     state: BucketState
     missing: set[str] = field(default_factory=set)
     """Parameters whose gradient has not arrived in this step."""
-    sums: dict[str, Sums] = field(default_factory=dict)
-    """Of the parameters whose gradients have arrived in this step."""
+    absorbed: dict[str, Absorbed] = field(default_factory=dict)
+    """What the gradients of this step that have arrived have shown of the buffer."""
     finite: bool = True
     """Whether all gradients of this step are."""
     task: Task | None = None
@@ -74,6 +75,8 @@ class Pipeline:
         self.buckets: list[Bucket] = []
         self.dense_bytes_sent = 0.0
         self._bucket_of: dict[str, Bucket] = {}
+        self._offsets: dict[str, int] = {}
+        """Of the parameters in their buckets."""
         self._learning_rates: dict[str, float] = {}
         self._not_finite: list[str] = []
         """What held NaN or infinity in this step: this rank's gradients first."""
@@ -95,6 +98,7 @@ class Pipeline:
             )
             self.buckets.append(bucket)
             self._bucket_of.update((slot.name, bucket) for slot in layout.slots)
+            self._offsets.update((slot.name, slot.offset) for slot in layout.slots)
 
     def rebind(self, bucket: Bucket, buffer: Array, velocity: Array | None) -> None:
         """Keep a bucket's residual and velocity in other memory from now on; between two steps."""
@@ -128,25 +132,41 @@ class Pipeline:
             gradient = self._rescaled(name, gradient, residual, learning_rate)
         if gradient is not None:
             gradient = self.clipped(gradient, bucket.layout.residual_dtype)
-        bucket.sums[name] = sums = self._absorb(bucket, name, residual, gradient)
-        if sums.not_finite:
+        if self._absorb(bucket, name, residual, gradient):
             self._not_finite.append(f"parameter {name!r}")
             bucket.finite = False
         bucket.missing.discard(name)
         return None if bucket.missing else bucket
 
-    def _absorb(self, bucket: Bucket, name: str, residual: Array, gradient: Array | None) -> Sums:
-        """Take a gradient (None: zero) into the residual, and into the velocity if there is one; sums of the residual."""
+    def _absorb(self, bucket: Bucket, name: str, residual: Array, gradient: Array | None) -> int:
+        """Take a gradient (None: zero) into the residual, and into the velocity if there is one.
+
+        How many entries were left out because they are not finite.
+        """
         ops, correction = self.ops, self.compressor.momentum_correction
-        cut = bucket.state.cut if self.compressor.measures else None
         if gradient is None:
             if correction is not None:
                 correction.accumulate(ops, residual, self.velocities.view(name), None)
-            return Sums() if cut is None else ops.measure(residual, cut)
+            return 0
+        wanted = self._wanted(bucket, name)
         if correction is None:
-            return ops.absorb(residual, gradient, cut)
-        velocity = self.velocities.view(name)
-        return ops.absorb_velocity(residual, velocity, gradient, correction.momentum, correction.nesterov, cut)
+            absorbed = ops.absorb(residual, gradient, wanted)
+        else:
+            velocity, how = self.velocities.view(name), (correction.momentum, correction.nesterov)
+            absorbed = ops.absorb_velocity(residual, velocity, gradient, *how, wanted)
+        bucket.absorbed[name] = absorbed
+        return absorbed.not_finite
+
+    def _wanted(self, bucket: Bucket, name: str) -> Wanted:
+        state = bucket.state
+        if state.step < self.compressor.dense_steps:
+            return NOTHING
+        return Wanted(state.cut, state.room, self._offsets[name])
+
+    def _select(self, bucket: Bucket, k: int, capacity: int) -> Selection:
+        absorbed, bucket.absorbed = bucket.absorbed, {}
+        known = join(self.ops, bucket.buffer, [absorbed.get(slot.name) for slot in bucket.layout.slots])
+        return self.compressor.select(cast(Ops, known), bucket.buffer, k, capacity, bucket.state)
 
     def check_reduced(self, name: str, reduced: Array) -> bool:
         """Whether a reduced gradient that did not come through a bucket is finite; if not, the step fails."""
@@ -190,8 +210,6 @@ class Pipeline:
         """Select from a complete bucket; the first collective of its exchange. What was not selected stays in the residual."""
         compressor, state, numel = self.compressor, bucket.state, bucket.layout.numel
         bucket.missing = {slot.name for slot in bucket.layout.slots}
-        # In the order of the parameters, whatever that of their gradients was.
-        state.sums = sum((bucket.sums[slot.name] for slot in bucket.layout.slots[1:]), bucket.sums[bucket.name])
         k = compressor.asked(numel, compressor.ratio_at(state.step))
         capacity = compressor.room(numel, k, self.world)
         correction = compressor.momentum_correction
@@ -207,7 +225,7 @@ class Pipeline:
             asked=numel if exchange is exchanges.dense else k,
             finite=bucket.finite,
             residual=compressor.residual,
-            select=lambda: compressor.select(self.ops, bucket.buffer, k, capacity, state),
+            select=lambda: self._select(bucket, k, capacity),
             digest=lambda: state.digest() ^ state.fingerprint,
             propose=lambda: state.proposal,
             observe=lambda count, proposed: compressor.observe(state, count, k, proposed),
@@ -341,6 +359,7 @@ class Pipeline:
         self.velocities.load_state_dict(state["velocities"])
         self._learning_rates = dict(state["learning_rates"])
         for bucket in self.buckets:
+            bucket.absorbed.clear()
             bucket.state.load_state_dict(state["adaptive"][bucket.name])
 
     def rescale(self, factor: float) -> None:
@@ -348,6 +367,7 @@ class Pipeline:
         self.residuals.rescale(factor)
         self.velocities.rescale(factor)
         for bucket in self.buckets:
+            bucket.absorbed.clear()
             bucket.state.rescale(factor)
 
     def reset(self) -> None:
@@ -356,6 +376,7 @@ class Pipeline:
         self.velocities.reset()
         self._learning_rates.clear()
         for bucket in self.buckets:
+            bucket.absorbed.clear()
             bucket.state = self.compressor.new_state(self._place(bucket.layout))
             bucket.tally = Tally()
 

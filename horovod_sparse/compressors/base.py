@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, TypedDict
 from horovod_sparse import exchanges
 from horovod_sparse.exchanges import Exchange
 from horovod_sparse.feedback import MomentumCorrection
-from horovod_sparse.ops import Array, Ops, Selection, Sums
+from horovod_sparse.ops import Array, Ops, Selection
 from horovod_sparse.schedules import Schedule
 
 Granularity = Literal["layer", "bucket", "model"]
@@ -22,6 +22,8 @@ NotFinite = Literal["raise", "propagate"]
 
 BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
+_NEARLY = 0.95
+_MOST_EXPECTED = 5
 
 
 class Settings(TypedDict, total=False):
@@ -71,9 +73,9 @@ class BucketState:
     stages: int = 0
     """Fitting stages of the last step; 0 for algorithms without them."""
     cut: float = math.inf
-    """The sums of the next step are to tell of the entries above it."""
-    sums: Sums | None = None
-    """Of what is selected from, if they were taken when the gradients arrived."""
+    """The next selection will most likely be of entries above it; infinity if nobody knows."""
+    room: int = 0
+    """Of more entries above the cut than these the next selection makes no use."""
     fingerprint: int = 0
     """31 bits of a choice that all ranks must have made alike."""
     proposal: float = 0.0
@@ -95,8 +97,13 @@ class BucketState:
         for name in ("step", *self.saved):
             setattr(self, name, state[name])
 
+    def expect(self, smallest: float, k: int) -> None:
+        """The next step's k largest entries will hardly be smaller than nearly `smallest`, this step's k-th largest."""
+        self.cut, self.room = _NEARLY * smallest or math.inf, _MOST_EXPECTED * k
+
     def rescale(self, factor: float) -> None:
         """Residuals were multiplied by `factor`: so must be what is kept in their unit."""
+        self.cut *= factor
 
     def digest(self) -> int:
         """31 bits that tell different states apart."""
@@ -197,13 +204,6 @@ class Compressor(ABC):
         self.clip_norm = clip_norm
         self.capacity = self.default_capacity if capacity is None else float(capacity)
         self.not_finite: NotFinite = not_finite
-
-    measures: ClassVar[bool] = False
-    """Whether `select` uses the sums."""
-
-    def sums(self, ops: Ops, x: Array, state: BucketState) -> Sums:
-        """Of `x`, for `select`: taken before, or now."""
-        return ops.measure(x, state.cut) if state.sums is None else state.sums
 
     @abstractmethod
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Settings, as_number, check_integer, check_number
 from horovod_sparse.compressors.draws import generator
-from horovod_sparse.compressors.search import below_largest
 from horovod_sparse.feedback import MomentumCorrection
 from horovod_sparse.ops import Array, Ops, Selection
 from horovod_sparse.schedules import Schedule, warmup
+from horovod_sparse.search import below_largest
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -87,6 +87,7 @@ class DGC(Compressor):
             threshold = below_largest(ops.max_abs(x), threshold)
             selection = ops.select_above(x, threshold, capacity)
         state.threshold = threshold
+        state.expect(threshold, k)
         if selection.found > _TOO_MANY * k:
             # Hierarchical selection: exact, and only among those above.
             largest = ops.select_largest(x[selection.indices], k).indices

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from horovod_sparse.algebra import FLOATS, Algebra
 from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place, Settings, check_choice
-from horovod_sparse.compressors.search import below_largest, search_threshold
 from horovod_sparse.ops import Array, Moments, Ops, Selection
 from horovod_sparse.schedules import Schedule
+from horovod_sparse.search import below_largest, search_threshold
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,7 +45,6 @@ class GaussianK(Compressor):
     """
 
     default_capacity = TOO_MANY
-    measures = True
 
     def __init__(
         self,
@@ -63,13 +62,14 @@ class GaussianK(Compressor):
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, GaussianKState)
-        sums = self.sums(ops, x, state)
+        sums = ops.measure(x)
         if sums.count <= k:
             state.threshold = 0.0
             return ops.select_above(x, 0.0, capacity)
-        fitted = fit(sums.whole, k, len(x))
+        fitted = fit(sums.moments(), k, len(x))
         if self.refine == "paper":
             state.threshold = below_largest(sums.largest, self._corrected(ops, x, k, fitted))
+            state.expect(state.threshold, k)
             return ops.select_above(x, state.threshold, capacity)
         start = fitted * state.factor
         # Where the last search ended is mostly right, and then nothing has to be counted before.
@@ -85,6 +85,7 @@ class GaussianK(Compressor):
             selection = ops.select_above(x, state.threshold, capacity)
         # What is within the tolerance is accepted, but the next search begins a little nearer to k.
         state.factor *= (max(selection.found, 1) / k) ** RECENTRE
+        state.expect(state.threshold, k)
         return selection
 
     @staticmethod

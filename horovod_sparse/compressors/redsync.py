@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_choice
-from horovod_sparse.compressors.search import below_largest
 from horovod_sparse.ops import Array, Ops, Selection
 from horovod_sparse.schedules import Schedule
+from horovod_sparse.search import below_largest
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -32,8 +32,6 @@ class RedSync(Compressor):
         others: those of `Compressor`. Message room is k with "trim" and 2k with "bisect" unless `capacity` says otherwise.
     """
 
-    measures = True
-
     def __init__(
         self,
         ratio: float | Schedule,
@@ -48,23 +46,22 @@ class RedSync(Compressor):
         self.method: Literal["trim", "bisect"] = method
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
-        sums = self.sums(ops, x, state)
+        sums = ops.measure(x)
         if sums.count <= k:
             state.threshold = 0.0
             return ops.select_above(x, 0.0, capacity)
         mean, largest = sums.total / len(x), sums.largest
         if self.method == "trim":
-            state.threshold = self._trimmed(ops, x, k, mean, largest)
-            return Selection(ops.select_above(x, state.threshold, k).indices, k)
+            selection = ops.select_largest(x, k)
+            smallest = ops.kth_largest(x[selection.indices], k)
+            thresholds = (mean + part * (largest - mean) for part in PARTS)
+            # At least k entries exceed what the k-th largest exceeds: nothing need be counted.
+            state.threshold = next((threshold for threshold in thresholds if threshold < smallest), 0.0)
+            state.expect(smallest, k)
+            return selection
         state.threshold = below_largest(largest, self._bisected(ops, x, k, mean, largest))
+        state.expect(state.threshold, k)
         return ops.select_above(x, state.threshold, min(capacity, max(2 * k, 1)))
-
-    @staticmethod
-    def _trimmed(ops: Ops, x: Array, k: int, mean: float, largest: float) -> float:
-        """A threshold that at least k of more than k non-zero entries exceed."""
-        thresholds = [mean + part * (largest - mean) for part in PARTS]
-        counts = ops.counts(x, thresholds)
-        return next((threshold for threshold, count in zip(thresholds, counts, strict=True) if count >= k), 0.0)
 
     @staticmethod
     def _bisected(ops: Ops, x: Array, k: int, mean: float, largest: float) -> float:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from horovod_sparse import fits
 from horovod_sparse.algebra import FLOATS, Algebra
 from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place, Settings, check_choice
-from horovod_sparse.compressors.search import below_largest, search_threshold
-from horovod_sparse.ops import Array, Moments, Ops, Selection, Sums
+from horovod_sparse.known import Known
+from horovod_sparse.ops import Above, Array, Moments, Ops, Selection, Sums
 from horovod_sparse.schedules import Schedule
+from horovod_sparse.search import below_largest, search_threshold
 from horovod_sparse.stages import Rule, StageController, most_stages
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ TRUSTED = 2.0
 SEARCH_TOLERANCE = 0.1
 MOST_TAIL = 2.0 * FIRST_RATIO
 """A cut that leaves a larger part of the entries is none."""
+_SPARE = 2
+"""Of so many times what it should leave the entries above a cut are kept."""
 _MOST_AIM = 4.0
 _AIM_GAIN = 0.1
 """How much of the relative error of a step's count the next step's aim makes good."""
@@ -44,40 +47,12 @@ class SIDCoState(BucketState):
     aim: float = 1.0
     """Entries to aim at, as a multiple of k (adapt="robust")."""
 
-    def rescale(self, factor: float) -> None:
-        self.cut *= factor
-
     def state_dict(self) -> dict[str, object]:
         return super().state_dict() | self.controller.state_dict()
 
     def adopt(self, state: dict[str, object]) -> None:
         super().adopt(state)
         self.controller.load_state_dict(state)
-
-
-class _Candidates:
-    """The entries that may be selected: later stages and the selection need to look only at what the first one left."""
-
-    def __init__(self, ops: Ops, x: Array) -> None:
-        self.ops = ops
-        self.values = self._whole = x
-        self._indices: Array | None = None
-
-    def narrow(self, threshold: float) -> None:
-        """Drop everything that is not above `threshold`; no lower one will be asked for."""
-        self._indices = self.ops.select_above(self._whole, threshold, len(self._whole)).indices
-        self.values = self._whole[self._indices]
-
-    def widen(self) -> None:
-        """Take everything back."""
-        self.values, self._indices = self._whole, None
-
-    def select(self, threshold: float, capacity: int) -> Selection:
-        """As `Ops.select_above`."""
-        selection = self.ops.select_above(self.values, threshold, capacity)
-        if self._indices is None:
-            return selection
-        return Selection(self._indices[selection.indices], selection.found)
 
 
 class SIDCo(Compressor):
@@ -107,7 +82,6 @@ class SIDCo(Compressor):
     """
 
     default_capacity = 1.25
-    measures = True
 
     def __init__(
         self,
@@ -135,21 +109,24 @@ class SIDCo(Compressor):
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, SIDCoState)
         state.stages = state.controller.stages if self.stages == "auto" else self.stages
-        sums = self.sums(ops, x, state)
+        sums = ops.measure(x)
         if sums.count <= k:
             # There is room for everything that is not zero; nothing was estimated, so there is nothing to learn from.
             state.threshold = 0.0
             return ops.select_above(x, 0.0, capacity)
         aim = min(max(1, round(state.aim * k)), sums.count - 1)
-        candidates = _Candidates(ops, x)
-        if self.adapt == "robust" and state.stages > 1 and aim < sums.tail_count <= MOST_TAIL * sums.count:
+        tail = self._tail(ops, x, state)
+        narrowed = ops
+        if tail is not None and aim < tail.count <= MOST_TAIL * sums.count:
             threshold, state.cut = last_stage(
-                state.cut, sums.tail, sums.count, sums.largest, aim, state.stages, self._tail_fit
+                state.cut, tail, sums.count, sums.largest, aim, state.stages, self._tail_fit
             )
         else:
-            threshold, state.cut = self._all_stages(candidates, sums, aim, state.stages)
+            threshold, state.cut, narrowed = self._all_stages(ops, x, sums, aim, state.stages)
+        if state.stages > 1:
+            state.room = round(_SPARE * tail_aim(sums.count, aim, state.stages))
         state.threshold = below_largest(sums.largest, threshold)
-        selection = candidates.select(state.threshold, capacity)
+        selection = narrowed.select_above(x, state.threshold, capacity)
         if self.stages == "auto":
             state.controller.observe(selection.found, aim, most_stages(self.ratio_at(state.step)))
         found = selection.found
@@ -164,30 +141,38 @@ class SIDCo(Compressor):
             state.aim = next_aim(state.aim, achieved, k)
         return selection
 
-    def _all_stages(self, candidates: _Candidates, sums: Sums, k: int, stages: int) -> tuple[float, float]:
-        """The threshold fitted to all k < sums.count non-zero entries, stage by stage, and the cut of the last stage."""
-        whole, cut = sums.whole, math.inf
+    def _tail(self, ops: Ops, x: Array, state: SIDCoState) -> Moments | None:
+        """Of the excesses over the cut, if there is one."""
+        if self.adapt == "paper" or state.stages == 1 or state.cut == math.inf:
+            return None
+        return ops.moments(x, state.cut)
+
+    def _all_stages(self, ops: Ops, x: Array, sums: Sums, k: int, stages: int) -> tuple[float, float, Ops]:
+        """The threshold fitted to all k < sums.count non-zero entries, stage by stage, and the cut of the last stage.
+
+        And verbs that know what is above the first stage's threshold.
+        """
+        whole, cut = sums.moments(), math.inf
         if self.distribution == "gamma":
-            whole = candidates.ops.moments(candidates.values, 0.0, with_log=True)
+            whole = ops.moments(x, 0.0, with_log=True)
         ratio = k / whole.count
         if stages == 1 or ratio >= FIRST_RATIO:
-            return self._first_fit(whole, ratio), cut
+            return self._first_fit(whole, ratio), cut, ops
         threshold = self._first_fit(whole, FIRST_RATIO)
-        candidates.narrow(threshold)
+        # Later stages and the selection need to look only at what the first one left.
+        left = ops.select_above(x, threshold, len(x)).indices
+        narrowed = cast(Ops, Known(ops, x, sums, Above(threshold, left, x[left])))
         step_ratio = (ratio / FIRST_RATIO) ** (1.0 / (stages - 1))
         previous = 0.0
         for remaining in range(stages - 1, 0, -1):
-            tail = candidates.ops.moments(candidates.values, threshold)
+            tail = narrowed.moments(x, threshold)
             if tail.count < 2:
                 # Beyond the data: nothing is left to fit, the last threshold that left something is the better one.
-                break
+                return previous, cut, narrowed
             if self.adapt == "robust":
                 step_ratio, cut = (k / tail.count) ** (1.0 / remaining), threshold
             previous, threshold = threshold, max(threshold + self._tail_fit(tail, step_ratio), previous)
-        else:
-            return threshold, cut
-        candidates.widen()
-        return previous, cut
+        return threshold, cut, narrowed
 
     def _first_fit(self, moments: Moments, ratio: float) -> float:
         if self.distribution == "gamma":
@@ -214,10 +199,15 @@ def last_stage(
 
     `count` entries are not zero, and k are wanted; infinity stands for no cut.
     """
-    before_last = FIRST_RATIO * (k / count / FIRST_RATIO) ** ((stages - 2) / (stages - 1))
-    following = cut + fit(tail, before_last * count / tail.count)
+    following = cut + fit(tail, tail_aim(count, k, stages) / tail.count)
     is_cut = m.minimum(following, largest - following) > 0.0
     return cut + fit(tail, k / tail.count), m.choose(is_cut, lambda: following, lambda: math.inf)
+
+
+def tail_aim(count: float, k: float, stages: int) -> float:
+    """How many of `count` entries stage M-1 aims at."""
+    aim: float = count * FIRST_RATIO * (k / count / FIRST_RATIO) ** ((stages - 2) / (stages - 1))
+    return aim
 
 
 def next_aim(aim: float, achieved: float, k: int, m: Algebra = FLOATS) -> float:

@@ -36,6 +36,7 @@ class Threshold(Compressor):
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         state.threshold = self.threshold
+        state.expect(self.threshold, capacity)
         return ops.select_above(x, self.threshold, capacity)
 
 

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from horovod_sparse import exchanges
-from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place, Settings, check_boolean
-from horovod_sparse.compressors.search import largest_candidates
+from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_boolean
 from horovod_sparse.exchanges import Exchange
 from horovod_sparse.ops import Array, Ops, Selection
 from horovod_sparse.schedules import Schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-_LOWER = 0.95
-"""The next step looks for the k largest among what exceeds this part of the k-th largest."""
-
-
-@dataclass
-class TopKState(BucketState):
-    """With a guess, which makes the search faster and changes nothing in its result."""
-
-    guess: float = 0.0
 
 
 class TopK(Compressor):
@@ -50,14 +37,7 @@ class TopK(Compressor):
     def exchange(self) -> Exchange:
         return exchanges.union if self.union else exchanges.pairs
 
-    def new_state(self, place: Place = ALONE) -> TopKState:
-        return TopKState(place)
-
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
-        assert isinstance(state, TopKState)
-        candidates = largest_candidates(ops, x, k, state.guess)
-        if candidates is None:
-            return ops.select_largest(x, k)
-        values = x[candidates]
-        state.guess = _LOWER * ops.kth_largest(values, k)
-        return Selection(candidates[ops.select_largest(values, k).indices], k)
+        selection = ops.select_largest(x, k)
+        state.expect(ops.kth_largest(x[selection.indices], k), k)
+        return selection

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.ops import Sums
+from horovod_sparse.ops import Above, Absorbed, Moments, Sums, Wanted
 
 _native: Any
 try:
@@ -23,7 +24,11 @@ try:
 except ImportError:
     _native = None
 
+_spare: list[memoryview] = []
+"""Memory for what is found on the way, to be used again."""
 _SPARE = 16
+_MOST_INDICES = 2**31
+"""Of int32."""
 _WIDE = {"float32": 0, "float64": 1}
 _TYPES = {**_WIDE, "bfloat16": 2, "float16": 3}
 _MOST_THRESHOLDS = 16
@@ -52,7 +57,8 @@ class Memory(NamedTuple):
 
 def memory_of(array: NDArray[Any]) -> Memory:
     """Of a contiguous array."""
-    assert array.flags.c_contiguous and array.flags.aligned
+    if not (array.flags.c_contiguous and array.flags.aligned):
+        raise ValueError("the array must be contiguous and aligned")
     return Memory(array.__array_interface__["data"][0], str(array.dtype), array.size, array)
 
 
@@ -61,32 +67,78 @@ def supports(dtype: str) -> bool:
     return dtype in _TYPES
 
 
-def accumulate(residual: Memory, gradient: Memory, cut: float, threads: int) -> Sums:
-    """residual += gradient where that is finite; sums of the new residual."""
-    assert residual.numel == gradient.numel
-    sums = _native.ffi.new("hs_sums *")
-    _native.lib.hs_accumulate(*_wide(residual), *_any(gradient), residual.numel, cut, threads, sums)
-    return _sums(sums)
+def accumulate(residual: Memory, gradient: Memory, wanted: Wanted, threads: int) -> Absorbed:
+    """residual += gradient where that is finite."""
+    return _accumulate(residual, None, gradient, 0.0, False, wanted, threads)
 
 
 def accumulate_velocity(
-    residual: Memory, velocity: Memory, gradient: Memory, momentum: float, nesterov: bool, cut: float, threads: int
-) -> Sums:
-    """Take a gradient into velocity and residual; sums of the new residual."""
-    assert residual.numel == velocity.numel == gradient.numel and residual.dtype == velocity.dtype
-    sums = _native.ffi.new("hs_sums *")
-    how = momentum, nesterov, cut, threads
-    _native.lib.hs_accumulate_velocity(
-        _wide(residual)[0], *_wide(velocity), *_any(gradient), residual.numel, *how, sums
+    residual: Memory, velocity: Memory, gradient: Memory, momentum: float, nesterov: bool, wanted: Wanted, threads: int
+) -> Absorbed:
+    """Take a gradient into velocity and residual, where it is finite."""
+    if residual.numel != velocity.numel or residual.dtype != velocity.dtype:
+        raise ValueError(f"velocity must be like the residual, {residual}, got {velocity}")
+    return _accumulate(residual, velocity, gradient, momentum, nesterov, wanted, threads)
+
+
+def _accumulate(
+    residual: Memory,
+    velocity: Memory | None,
+    gradient: Memory,
+    momentum: float,
+    nesterov: bool,
+    wanted: Wanted,
+    threads: int,
+) -> Absorbed:
+    if residual.numel != gradient.numel:
+        raise ValueError(f"the gradient must have the residual's {residual.numel} elements, got {gradient.numel}")
+    wanted_of_these = wanted.cut < math.inf and wanted.first + residual.numel <= _MOST_INDICES
+    room = min(wanted.room, residual.numel) if wanted_of_these else 0
+    indices, values = _lend(room, "int32"), _lend(room, residual.dtype)
+    ffi = _native.ffi
+    sums = ffi.new("hs_sums *")
+    above = ffi.new(
+        "hs_above *",
+        {
+            "cut": wanted.cut,
+            "first": wanted.first,
+            "room": room,
+            "indices": ffi.cast("int32_t *", ffi.from_buffer(indices)),
+            "values": ffi.cast("void *", ffi.from_buffer(values)),
+        },
     )
+    _native.lib.hs_accumulate(
+        _wide(residual)[0],
+        ffi.NULL if velocity is None else _wide(velocity)[0],
+        _wide(residual)[1],
+        *_any(gradient),
+        residual.numel,
+        momentum,
+        nesterov,
+        threads,
+        sums,
+        above,
+    )
+    found = above.found
+    return Absorbed(
+        sums.not_finite,
+        _sums(sums),
+        Above(wanted.cut, indices[:found], values[:found]) if room and above.complete else None,
+    )
+
+
+def measure(x: Memory, threads: int) -> Sums:
+    """Sums of x."""
+    sums = _native.ffi.new("hs_sums *")
+    _native.lib.hs_measure(*_wide(x), x.numel, threads, sums)
     return _sums(sums)
 
 
-def measure(x: Memory, cut: float, with_logs: bool, threads: int) -> Sums:
-    """Sums of x. The cut is not negative."""
+def moments(x: Memory, cut: float, with_log: bool, threads: int) -> Moments:
+    """Of the excesses over a cut, which is not negative."""
     sums = _native.ffi.new("hs_sums *")
-    _native.lib.hs_measure(*_wide(x), x.numel, cut, with_logs, threads, sums)
-    return _sums(sums, with_logs)
+    _native.lib.hs_measure_tail(*_wide(x), x.numel, cut, with_log, threads, sums)
+    return _sums(sums).moments(sums.logs if with_log else math.nan)
 
 
 def counts(x: Memory, thresholds: list[float], threads: int) -> list[int]:
@@ -105,35 +157,46 @@ def all_finite(x: Memory, threads: int) -> bool:
     return bool(_native.lib.hs_all_finite(*_any(x), x.numel, threads))
 
 
-def select_above(x: Memory, threshold: float, capacity: int, threads: int) -> tuple[NDArray[np.int64], int]:
-    """Indices of the first `capacity` entries above the threshold, and how many are above it."""
-    indices = np.empty(capacity, np.int64)
-    pointer = _indices(memory_of(indices))
-    found = int(_native.lib.hs_select_above(*_wide(x), x.numel, threshold, pointer, capacity, threads))
-    return indices[: min(found, capacity)], found
-
-
-def select_all_above(x: Memory, threshold: float, expected: int, threads: int) -> tuple[NDArray[np.int64], int]:
-    """Indices of all entries above the threshold, and their number; mostly one pass, if a few times `expected` or fewer."""
-    # Memory that is not written to costs nothing, a second pass does.
-    indices, found = select_above(x, threshold, min(_SPARE * expected, x.numel), threads)
-    if found > len(indices):
-        indices, found = select_above(x, threshold, found, threads)
-    return indices, found
+def select_above(x: Memory, threshold: float, expected: int, threads: int) -> NDArray[np.int64]:
+    """Indices of all entries above the threshold; mostly in one pass, if there are at most a few times `expected`."""
+    room = min(_SPARE * expected, x.numel)
+    complete = _native.ffi.new("int *")
+    while True:
+        # Memory that is not written to costs nothing, a second pass does.
+        indices = np.empty(room, np.int64)
+        pointer = _indices(memory_of(indices))
+        found = int(_native.lib.hs_select_above(*_wide(x), x.numel, threshold, pointer, room, threads, complete))
+        if complete[0]:
+            return indices[:found]
+        room, threads = found, 1
 
 
 def take(x: Memory, indices: Memory, values: Memory) -> None:
     """values = x[indices] rounded to float32, which is subtracted there. IndexError, before any change, out of range."""
-    assert values.dtype == "float32" and values.numel == indices.numel
+    if values.dtype != "float32" or values.numel != indices.numel:
+        raise ValueError(f"values must be {indices.numel} of float32, got {values}")
     lib, pointer = _native.lib, _native.ffi.cast("float *", values.address)
     _check(lib.hs_take(*_wide(x), x.numel, _indices(indices), indices.numel, pointer), x)
 
 
 def scatter_add(target: Memory, indices: Memory, values: Memory) -> None:
     """target[indices] += values. IndexError, before any change, out of range."""
-    assert values.numel == indices.numel
+    if values.numel != indices.numel:
+        raise ValueError(f"values must be {indices.numel}, got {values.numel}")
     lib, into = _native.lib, (*_wide(target), target.numel)
     _check(lib.hs_scatter_add(*into, _indices(indices), *_wide(values), indices.numel), target)
+
+
+def _lend(count: int, dtype: str) -> NDArray[Any]:
+    """An array in memory that the last one had, which is free when no view of it is left: fresh memory costs page faults."""
+    size = count * np.dtype(dtype).itemsize
+    memory = _spare.pop() if _spare else memoryview(b"")
+    if memory.nbytes < size:
+        memory = np.empty(size, np.uint8).data
+    # Views of the array keep it alive: it is no view of another array, whose views they would be.
+    array: NDArray[Any] = np.frombuffer(memory[:size], dtype)
+    weakref.finalize(array, _spare.append, memory)
+    return array
 
 
 def _wide(memory: Memory) -> tuple[Any, int]:
@@ -145,7 +208,8 @@ def _any(memory: Memory) -> tuple[Any, int]:
 
 
 def _indices(memory: Memory) -> Any:
-    assert memory.dtype == "int64"
+    if memory.dtype != "int64":
+        raise ValueError(f"indices must be of int64, got {memory.dtype}")
     return _native.ffi.cast("int64_t *", memory.address)
 
 
@@ -154,15 +218,5 @@ def _check(in_range: int, target: Memory) -> None:
         raise IndexError(f"indices must be in [0, {target.numel})")
 
 
-def _sums(sums: Any, with_logs: bool = False) -> Sums:
-    return Sums(
-        count=sums.count,
-        total=sums.total,
-        squares=sums.squares,
-        largest=sums.largest,
-        tail_count=sums.tail_count,
-        tail_total=sums.tail_total,
-        tail_squares=sums.tail_squares,
-        tail_logs=sums.tail_logs if with_logs else math.nan,
-        not_finite=sums.not_finite,
-    )
+def _sums(sums: Any) -> Sums:
+    return Sums(sums.count, sums.total, sums.squares, sums.largest)

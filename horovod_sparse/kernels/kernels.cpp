@@ -11,9 +11,9 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <numeric>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 // One build runs on every x86-64: the functions marked so are compiled for several generations of it, and the system's
@@ -21,8 +21,12 @@
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12 && \
     !defined(HOROVOD_SPARSE_PORTABLE)
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+// Compressing a vector has no portable form: this one kernel is also written with the instruction for it.
+#include <immintrin.h>
+#define HAS_COMPRESS 1
 #else
 #define CLONES
+#define HAS_COMPRESS 0
 #endif
 #define ALWAYS __attribute__((always_inline))
 #define INLINE inline ALWAYS
@@ -60,8 +64,10 @@ using Bits = typename Type<T>::Bits;
 template <class T>
 constexpr int64_t kLanes = 64 / sizeof(T);
 
-// Elements per partial sum, and the most of a gradient that is converted at once: within the first-level cache.
-constexpr int64_t kBlock = 4096;
+// Elements per partial sum.
+constexpr int64_t kBlock = 1 << 14;
+// Elements that are converted, changed and looked at again while they are in the first-level cache.
+constexpr int64_t kPiece = 1024;
 // A thread that has less to do costs more than it brings.
 constexpr int64_t kLeastPerThread = 1 << 18;
 // Vectors that are looked at together before a branch.
@@ -169,6 +175,11 @@ struct Sum {
         squares.low += excess * excess;
     }
 
+    INLINE void add(const Sum& other) {
+        low += other.low;
+        high += other.high;
+    }
+
     INLINE double value() const {
         const Wide both = low + high;
         double total = 0;
@@ -189,56 +200,58 @@ template <class T>
 struct Sums {
     Sum total, squares;
     Bits<T> count = {}, largest = {};
-    Sum tail_total, tail_squares;
-    Bits<T> tail_count = {};
-    double tail_logs = 0;
 
     INLINE void add(Vector<T> x) {
         const Bits<T> bits = magnitude_bits<T>(x);
         total.add((Vector<T>)bits);
         squares.add_squares((Vector<T>)bits);
         count -= above<T>(bits, Bits<T>{});
-        const Bits<T> larger = above<T>(bits, largest);
-        largest = (bits & larger) | (largest & ~larger);
+        largest = bits > largest ? bits : largest;
     }
 
-    template <bool kLogs>
-    INLINE void add_tail(Vector<T> x, Bits<T> limit, double cut) {
-        const Bits<T> bits = magnitude_bits<T>(x), tail = above<T>(bits, limit);
-        const auto magnitude = (Vector<T>)bits;
-        tail_count -= tail;
-        tail_total.add_excesses(magnitude, tail, cut, tail_squares);
-        if (kLogs) {
-            for (int64_t lane = 0; lane < kLanes<T>; ++lane)
-                if (tail[lane]) tail_logs += std::log(static_cast<double>(magnitude[lane]) - cut);
-        }
-    }
-
-    // Of kGroup vectors; lanes beyond the end are zero, which counts nowhere.
-    template <bool kLogs>
-    INLINE void add_group(const Vector<T>* x, Bits<T> limit, double cut) {
-        Bits<T> either = {};
-        for (int part = 0; part < kGroup; ++part) {
-            add(x[part]);
-            either |= limit - magnitude_bits<T>(x[part]);
-        }
-        // The sign bits of the differences say who is above; most groups have nobody above a cut worth its name.
-        if (!any<T>(either >> (8 * sizeof(T) - 1))) return;
-        for (int part = 0; part < kGroup; ++part) add_tail<kLogs>(x[part], limit, cut);
+    INLINE void add(const Sums& other) {
+        total.add(other.total);
+        squares.add(other.squares);
+        count += other.count;
+        largest = other.largest > largest ? other.largest : largest;
     }
 
     INLINE void write(hs_sums& sums) const {
         const auto magnitudes = (Vector<T>)largest;
-        sums.total = total.value();
-        sums.squares = squares.value();
+        sums.total += total.value();
+        sums.squares += squares.value();
         for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
             sums.count += count[lane];
-            sums.tail_count += tail_count[lane];
             sums.largest = std::max<double>(sums.largest, magnitudes[lane]);
         }
-        sums.tail_total = tail_total.value();
-        sums.tail_squares = tail_squares.value();
-        sums.tail_logs = tail_logs;
+    }
+};
+
+// The sums of one block's excesses over a cut.
+template <class T, bool kLogs>
+struct Tail {
+    Bits<T> limit;
+    double cut;
+    Sum total, squares;
+    Bits<T> count = {};
+    double logs = 0;
+
+    INLINE void add(Vector<T> x) {
+        const Bits<T> bits = magnitude_bits<T>(x), tail = above<T>(bits, limit);
+        const auto magnitude = (Vector<T>)bits;
+        count -= tail;
+        total.add_excesses(magnitude, tail, cut, squares);
+        if (kLogs) {
+            for (int64_t lane = 0; lane < kLanes<T>; ++lane)
+                if (tail[lane]) logs += std::log(static_cast<double>(magnitude[lane]) - cut);
+        }
+    }
+
+    INLINE void write(hs_sums& sums) const {
+        sums.total += total.value();
+        sums.squares += squares.value();
+        for (int64_t lane = 0; lane < kLanes<T>; ++lane) sums.count += count[lane];
+        sums.logs += logs;
     }
 };
 
@@ -247,18 +260,20 @@ void add_to(hs_sums& sums, const hs_sums& other) {
     sums.total += other.total;
     sums.squares += other.squares;
     sums.largest = std::max(sums.largest, other.largest);
-    sums.tail_count += other.tail_count;
-    sums.tail_total += other.tail_total;
-    sums.tail_squares += other.tail_squares;
-    sums.tail_logs += other.tail_logs;
+    sums.logs += other.logs;
     sums.not_finite += other.not_finite;
+}
+
+// Into how many parts the work on n elements is divided.
+int64_t parts_of(int64_t n, int threads) {
+    return std::max<int64_t>(1, std::min({int64_t{threads}, n / kLeastPerThread, kMostThreads}));
 }
 
 // Calls work(part, first, end), block numbers, for parts that together are all blocks; each in a thread of its own.
 template <class Work>
 void in_parallel(int64_t n, int threads, const Work& work) {
     const int64_t blocks = (n + kBlock - 1) / kBlock;
-    const int64_t parts = std::max<int64_t>(1, std::min({int64_t{threads}, n / kLeastPerThread, kMostThreads}));
+    const int64_t parts = parts_of(n, threads);
     const auto do_part = [&](int64_t part) { work(part, blocks * part / parts, blocks * (part + 1) / parts); };
     std::vector<std::thread> helpers;
     helpers.reserve(parts - 1);
@@ -273,14 +288,14 @@ void in_parallel(int64_t n, int threads, const Work& work) {
     for (auto& helper : helpers) helper.join();
 }
 
-// Calls block(begin, count, sums) for every block and adds up the sums in the order of the blocks.
+// Calls block(part, begin, end, sums) for every block and adds up the sums in the order of the blocks.
 template <class Block>
 void sum_blocks(int64_t n, int threads, hs_sums* sums, const Block& block) {
     std::vector<hs_sums> partial((n + kBlock - 1) / kBlock, hs_sums{});
-    in_parallel(n, threads, [&](int64_t, int64_t first, int64_t end) {
+    in_parallel(n, threads, [&](int64_t part, int64_t first, int64_t end) {
         for (int64_t number = first; number < end; ++number) {
             const int64_t begin = number * kBlock;
-            block(begin, std::min(kBlock, n - begin), partial[number]);
+            block(part, begin, std::min(begin + kBlock, n), partial[number]);
         }
     });
     *sums = hs_sums{};
@@ -361,33 +376,34 @@ struct Nesterov {
     static constexpr bool has_velocity = true;
 };
 
-template <class T, class Update>
-INLINE void accumulate_block(T* residual, T* velocity, const T* gradient, int64_t count, Update update,
-                             double threshold, hs_sums& out) {
-    const auto bound = limit_bits<T>(threshold);
-    const Bits<T> limit = all_lanes<T>(bound), finite = all_lanes<T>(Type<T>::infinity - 1);
-    const double cut = static_cast<double>(static_cast<T>(threshold));
+// What is found out about a block while it accumulates.
+template <class T>
+struct Findings {
     Sums<T> sums;
     Bits<T> bad = {};
-    constexpr int64_t kStep = kGroup * kLanes<T>;
+};
+
+template <class T, class Update>
+INLINE void accumulate_piece(T* residual, T* velocity, const T* gradient, int64_t count, Update update,
+                             Findings<T>& findings) {
+    const Bits<T> finite = all_lanes<T>(Type<T>::infinity - 1);
+    Sums<T> sums;
+    Bits<T> bad = {};
     const auto step = [&](T* r, T* v, const T* g) ALWAYS {
-        Vector<T> updated[kGroup];
-        for (int part = 0; part < kGroup; ++part) {
-            const int64_t at = part * kLanes<T>;
-            Vector<T> gradients = load<T>(g + at), velocities = Update::has_velocity ? load<T>(v + at) : Vector<T>{};
-            const Bits<T> wrong = above<T>(magnitude_bits<T>(gradients), finite);
-            bad -= wrong;
-            gradients = (Vector<T>)((Bits<T>)gradients & ~wrong);
-            updated[part] = update(load<T>(r + at), velocities, gradients);
-            if (Update::has_velocity) store<T>(v + at, velocities);
-            store<T>(r + at, updated[part]);
-        }
-        sums.template add_group<false>(updated, limit, cut);
+        Vector<T> gradients = load<T>(g), velocities = Update::has_velocity ? load<T>(v) : Vector<T>{};
+        const Bits<T> wrong = above<T>(magnitude_bits<T>(gradients), finite);
+        bad -= wrong;
+        gradients = (Vector<T>)((Bits<T>)gradients & ~wrong);
+        const Vector<T> updated = update(load<T>(r), velocities, gradients);
+        if (Update::has_velocity) store<T>(v, velocities);
+        store<T>(r, updated);
+        sums.add(updated);
     };
     int64_t i = 0;
-    for (; i + kStep <= count; i += kStep) step(residual + i, velocity + i, gradient + i);
+    for (; i + kLanes<T> <= count; i += kLanes<T>) step(residual + i, velocity + i, gradient + i);
     if (i < count) {
-        T r[kStep] = {}, v[kStep] = {}, g[kStep] = {};
+        // Lanes beyond the end are zero, which counts nowhere.
+        T r[kLanes<T>] = {}, v[kLanes<T>] = {}, g[kLanes<T>] = {};
         const size_t bytes = (count - i) * sizeof(T);
         std::memcpy(r, residual + i, bytes);
         if (Update::has_velocity) std::memcpy(v, velocity + i, bytes);
@@ -396,27 +412,20 @@ INLINE void accumulate_block(T* residual, T* velocity, const T* gradient, int64_
         std::memcpy(residual + i, r, bytes);
         if (Update::has_velocity) std::memcpy(velocity + i, v, bytes);
     }
-    sums.write(out);
-    for (int64_t lane = 0; lane < kLanes<T>; ++lane) out.not_finite += bad[lane];
+    findings.bad += bad;
+    findings.sums.add(sums);
 }
 
-template <class T, bool kLogs>
-INLINE void measure_block(const T* x, int64_t count, double threshold, hs_sums& out) {
-    const Bits<T> limit = all_lanes<T>(limit_bits<T>(threshold));
-    const double cut = static_cast<double>(static_cast<T>(threshold));
-    constexpr int64_t kStep = kGroup * kLanes<T>;
-    Sums<T> sums;
-    const auto step = [&](const T* from) ALWAYS {
-        Vector<T> group[kGroup];
-        for (int part = 0; part < kGroup; ++part) group[part] = load<T>(from + part * kLanes<T>);
-        sums.template add_group<kLogs>(group, limit, cut);
-    };
+// Adds all of x to sums: `Sums` or `Tail`.
+template <class T, class Statistics>
+INLINE void measure_block(const T* x, int64_t count, Statistics sums, hs_sums& out) {
     int64_t i = 0;
-    for (; i + kStep <= count; i += kStep) step(x + i);
+    for (; i + kLanes<T> <= count; i += kLanes<T>) sums.add(load<T>(x + i));
     if (i < count) {
-        T rest[kStep] = {};
+        // Zeros are in no sum.
+        T rest[kLanes<T>] = {};
         std::memcpy(rest, x + i, (count - i) * sizeof(T));
-        step(rest);
+        sums.add(load<T>(rest));
     }
     sums.write(out);
 }
@@ -440,20 +449,23 @@ INLINE void count_block(const T* x, int64_t count, const double* thresholds, int
     }
 }
 
-// Appends the indices of the entries above the limit, which are those of `x` plus `begin`, while there are fewer than
-// `capacity`; says how many entries are above the limit.
+// Up to so many more are written than are found.
+constexpr int64_t kSlack = 16;
+
+// The entries of a piece that are above a bound, and their positions counted from `first`; how many.
 template <class T>
-INLINE int64_t select_block(const T* x, int64_t begin, int64_t count, typename Type<T>::Bit bound, int64_t capacity,
-                            std::vector<int64_t>& found) {
-    constexpr int64_t kStep = 4 * kLanes<T>;
+INLINE int64_t find_above(const T* x, int64_t count, typename Type<T>::Bit bound, int32_t first, int32_t* positions,
+                          T* values) {
+    constexpr int64_t kStep = kGroup * kLanes<T>;
     const Bits<T> limit = all_lanes<T>(bound);
-    int64_t indices[kBlock], number = 0;
+    int64_t number = 0;
     const auto scan = [&](int64_t from, int64_t end) ALWAYS {
-        // Every index is written, and kept if it qualifies: no branch that would be mispredicted.
+        // Every entry is written, and kept if it qualifies: no branch that would be mispredicted.
         for (int64_t i = from; i < end; ++i) {
             typename Type<T>::Bit bits;
             std::memcpy(&bits, x + i, sizeof bits);
-            indices[number] = begin + i;
+            positions[number] = first + static_cast<int32_t>(i);
+            values[number] = x[i];
             number += (bits & Type<T>::magnitude) > bound;
         }
     };
@@ -468,9 +480,50 @@ INLINE int64_t select_block(const T* x, int64_t begin, int64_t count, typename T
             if (any<T>(above<T>(magnitude_bits<T>(load<T>(x + part)), limit))) scan(part, part + kLanes<T>);
     }
     scan(i, count);
-    found.insert(found.end(), indices, indices + std::min<int64_t>(number, capacity - found.size()));
     return number;
 }
+
+#if HAS_COMPRESS
+#define COMPRESSING __attribute__((target("arch=x86-64-v4")))
+
+COMPRESSING inline __mmask16 above_mask(__m512 x, __m512i limit) {
+    return _mm512_cmpgt_epi32_mask(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(Type<float>::magnitude)),
+                                   limit);
+}
+
+COMPRESSING inline int64_t write_found(__m512 x, int32_t first, __mmask16 mask, int32_t* positions, float* values) {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i here = _mm512_add_epi32(lanes, _mm512_set1_epi32(first));
+    _mm512_storeu_si512(positions, _mm512_maskz_compress_epi32(mask, here));
+    _mm512_storeu_ps(values, _mm512_maskz_compress_ps(mask, x));
+    return __builtin_popcount(mask);
+}
+
+// `many`: there are likely some in every few vectors, so that looking for those without any costs more than it brings.
+COMPRESSING int64_t find_above_compressing(const float* x, int64_t count, int32_t bound, bool many, int32_t first,
+                                           int32_t* positions, float* values) {
+    const __m512i limit = _mm512_set1_epi32(bound);
+    int64_t number = 0;
+    int32_t i = 0;
+    for (; i + 64 <= count; i += 64) {
+        __m512 parts[4];
+        __mmask16 masks[4];
+        for (int part = 0; part < 4; ++part) {
+            parts[part] = _mm512_loadu_ps(x + i + 16 * part);
+            masks[part] = above_mask(parts[part], limit);
+        }
+        if (!many && (masks[0] | masks[1] | masks[2] | masks[3]) == 0) continue;
+        for (int part = 0; part < 4; ++part)
+            number += write_found(parts[part], first + i + 16 * part, masks[part], positions + number, values + number);
+    }
+    for (; i < count; i += 16) {
+        const auto valid = static_cast<__mmask16>(count - i < 16 ? (1u << (count - i)) - 1 : 0xffffu);
+        const __m512 part = _mm512_maskz_loadu_ps(valid, x + i);
+        number += write_found(part, first + i, above_mask(part, limit) & valid, positions + number, values + number);
+    }
+    return number;
+}
+#endif
 
 template <class T>
 INLINE bool finite_block(const T* x, int64_t count) {
@@ -488,27 +541,28 @@ INLINE bool finite_block(const T* x, int64_t count) {
 // --- for each type of residual a set of functions, compiled for several processors ---
 
 #define FUNCTIONS(T, NAME)                                                                                             \
-    CLONES static void NAME##_accumulate(T* r, const T* g, int64_t n, double cut, hs_sums& out) {                      \
-        accumulate_block<T>(r, r, g, n, Plain<T>{}, cut, out);                                                         \
+    CLONES static void NAME##_accumulate(T* r, const T* g, int64_t n, Findings<T>& found) {                            \
+        accumulate_piece(r, r, g, n, Plain<T>{}, found);                                                               \
     }                                                                                                                  \
-    CLONES static void NAME##_momentum(T* r, T* v, const T* g, int64_t n, T m, double cut, hs_sums& out) {             \
-        accumulate_block<T>(r, v, g, n, Momentum<T>{m}, cut, out);                                                     \
+    CLONES static void NAME##_momentum(T* r, T* v, const T* g, int64_t n, T m, Findings<T>& found) {                   \
+        accumulate_piece(r, v, g, n, Momentum<T>{m}, found);                                                           \
     }                                                                                                                  \
-    CLONES static void NAME##_nesterov(T* r, T* v, const T* g, int64_t n, T m, double cut, hs_sums& out) {             \
-        accumulate_block<T>(r, v, g, n, Nesterov<T>{m}, cut, out);                                                     \
+    CLONES static void NAME##_nesterov(T* r, T* v, const T* g, int64_t n, T m, Findings<T>& found) {                   \
+        accumulate_piece(r, v, g, n, Nesterov<T>{m}, found);                                                           \
     }                                                                                                                  \
-    CLONES static void NAME##_measure(const T* x, int64_t n, double cut, hs_sums& out) {                               \
-        measure_block<T, false>(x, n, cut, out);                                                                       \
+    CLONES static void NAME##_measure(const T* x, int64_t n, hs_sums& out) { measure_block<T>(x, n, Sums<T>{}, out); } \
+    CLONES static void NAME##_tail(const T* x, int64_t n, Type<T>::Bit bound, double cut, hs_sums& out) {              \
+        measure_block<T>(x, n, Tail<T, false>{all_lanes<T>(bound), cut}, out);                                         \
     }                                                                                                                  \
-    CLONES static void NAME##_measure_logs(const T* x, int64_t n, double cut, hs_sums& out) {                          \
-        measure_block<T, true>(x, n, cut, out);                                                                        \
+    CLONES static void NAME##_tail_logs(const T* x, int64_t n, Type<T>::Bit bound, double cut, hs_sums& out) {         \
+        measure_block<T>(x, n, Tail<T, true>{all_lanes<T>(bound), cut}, out);                                          \
     }                                                                                                                  \
     CLONES static void NAME##_count(const T* x, int64_t n, const double* thresholds, int number, int64_t* counts) {    \
         count_block<T>(x, n, thresholds, number, counts);                                                              \
     }                                                                                                                  \
-    CLONES static int64_t NAME##_select(const T* x, int64_t begin, int64_t n, Type<T>::Bit bound, int64_t capacity,    \
-                                        std::vector<int64_t>& found) {                                                 \
-        return select_block<T>(x, begin, n, bound, capacity, found);                                                   \
+    CLONES static int64_t NAME##_find(const T* x, int64_t n, Type<T>::Bit bound, int32_t first, int32_t* positions,    \
+                                      T* values) {                                                                     \
+        return find_above<T>(x, n, bound, first, positions, values);                                                   \
     }                                                                                                                  \
     CLONES static bool NAME##_finite(const T* x, int64_t n) { return finite_block<T>(x, n); }                          \
     CLONES static void NAME##_convert(const void* from, int type, int64_t begin, int64_t n, T* to) {                   \
@@ -520,9 +574,10 @@ INLINE bool finite_block(const T* x, int64_t count) {
         static constexpr auto momentum = NAME##_momentum;                                                              \
         static constexpr auto nesterov = NAME##_nesterov;                                                              \
         static constexpr auto measure = NAME##_measure;                                                                \
-        static constexpr auto measure_logs = NAME##_measure_logs;                                                      \
+        static constexpr auto tail = NAME##_tail;                                                                      \
+        static constexpr auto tail_logs = NAME##_tail_logs;                                                            \
         static constexpr auto count = NAME##_count;                                                                    \
-        static constexpr auto select = NAME##_select;                                                                  \
+        static constexpr auto find = NAME##_find;                                                                      \
         static constexpr auto finite = NAME##_finite;                                                                  \
         static constexpr auto convert = NAME##_convert;                                                                \
     };
@@ -533,40 +588,136 @@ struct Functions;
 FUNCTIONS(float, float32)
 FUNCTIONS(double, float64)
 
-// Calls work(pointer to `count` elements of type T, in their place or converted).
+// Calls work(pointer to a piece of `count` elements of type T, in their place or converted).
 template <class T, class Work>
-void with_block(const void* x, int type, int64_t begin, int64_t count, const Work& work) {
+void with_piece(const void* x, int type, int64_t begin, int64_t count, const Work& work) {
     if (type == kOwnType<T>) {
         work(static_cast<const T*>(x) + begin);
     } else {
-        T converted[kBlock];
+        T converted[kPiece];
         Functions<T>::convert(x, type, begin, count, converted);
         work(converted);
     }
 }
 
 template <class T>
+int64_t find(const T* x, int64_t count, typename Type<T>::Bit bound, bool, int32_t first, int32_t* positions,
+             T* values) {
+    return Functions<T>::find(x, count, bound, first, positions, values);
+}
+
+#if HAS_COMPRESS
+template <>
+int64_t find<float>(const float* x, int64_t count, int32_t bound, bool many, int32_t first, int32_t* positions,
+                    float* values) {
+    static const bool compresses = __builtin_cpu_supports("x86-64-v4");
+    return compresses ? find_above_compressing(x, count, bound, many, first, positions, values)
+                      : Functions<float>::find(x, count, bound, first, positions, values);
+}
+#endif
+
+// Entries above a bound, as far as there is room, in ascending order. Each part of the work has its own share of the room.
+template <class T, class Index>
+class Collector {
+public:
+    // `values` may be null. Indices are counted from `first`.
+    Collector(double threshold, int64_t first, Index* indices, T* values, int64_t room, int64_t parts)
+        : bound_(limit_bits<T>(threshold)), first_(first), indices_(indices), values_(values), room_(room),
+          numbers_(parts), last_(parts) {}
+
+    // Those of a piece.
+    void add(int64_t part, const T* piece, int64_t begin, int64_t count) {
+        const int64_t start = start_of(part) + numbers_[part], left = start_of(part + 1) - start;
+        const bool many = last_[part] > count / 128;
+        if constexpr (std::is_same_v<Index, int32_t>) {
+            if (left >= count + kSlack) {
+                const auto first = static_cast<int32_t>(first_ + begin);
+                last_[part] = find<T>(piece, count, bound_, many, first, indices_ + start, values_ + start);
+                numbers_[part] += last_[part];
+                return;
+            }
+        }
+        int32_t positions[kPiece + kSlack];
+        T values[kPiece + kSlack];
+        last_[part] = find<T>(piece, count, bound_, many, 0, positions, values);
+        const int64_t kept = std::min(last_[part], std::max<int64_t>(0, left));
+        for (int64_t j = 0; j < kept; ++j) indices_[start + j] = static_cast<Index>(first_ + begin + positions[j]);
+        if (values_ != nullptr) std::copy_n(values, kept, values_ + start);
+        numbers_[part] += last_[part];
+    }
+
+    // Closes the gaps between the parts; how many entries are above the bound. They are there, or the first `room` of
+    // them with one part, unless some part's are more than its share: then `complete` says no.
+    int64_t finish() {
+        int64_t end = 0, number = 0;
+        for (int64_t part = 0; part < static_cast<int64_t>(numbers_.size()); ++part) {
+            const int64_t start = start_of(part), kept = std::min(numbers_[part], start_of(part + 1) - start);
+            std::copy_n(indices_ + start, kept, indices_ + end);
+            if (values_ != nullptr) std::copy_n(values_ + start, kept, values_ + end);
+            end += kept;
+            number += numbers_[part];
+        }
+        complete = end == number;
+        return number;
+    }
+
+    bool complete = false;
+
+private:
+    int64_t start_of(int64_t part) const { return room_ * part / static_cast<int64_t>(numbers_.size()); }
+
+    const typename Type<T>::Bit bound_;
+    const int64_t first_;
+    Index* const indices_;
+    T* const values_;
+    const int64_t room_;
+    // Found by each part, so far and in its last piece.
+    std::vector<int64_t> numbers_, last_;
+};
+
+template <class T>
 void accumulate(T* residual, T* velocity, const void* gradient, int type, int64_t n, double momentum, bool nesterov,
-                double cut, int threads, hs_sums* sums) {
+                int threads, hs_sums* sums, hs_above* above) {
     using F = Functions<T>;
     const T m = static_cast<T>(momentum);
-    sum_blocks(n, threads, sums, [&](int64_t begin, int64_t count, hs_sums& out) {
-        with_block<T>(gradient, type, begin, count, [&](const T* g) {
-            if (velocity == nullptr)
-                F::accumulate(residual + begin, g, count, cut, out);
-            else if (nesterov)
-                F::nesterov(residual + begin, velocity + begin, g, count, m, cut, out);
-            else
-                F::momentum(residual + begin, velocity + begin, g, count, m, cut, out);
-        });
+    Collector<T, int32_t> collector(above->cut, above->first, above->indices, static_cast<T*>(above->values),
+                                    above->room, parts_of(n, threads));
+    sum_blocks(n, threads, sums, [&](int64_t part, int64_t begin, int64_t end, hs_sums& out) {
+        Findings<T> findings;
+        for (int64_t i = begin; i < end; i += kPiece) {
+            const int64_t count = std::min(kPiece, end - i);
+            with_piece<T>(gradient, type, i, count, [&](const T* g) {
+                if (velocity == nullptr)
+                    F::accumulate(residual + i, g, count, findings);
+                else if (nesterov)
+                    F::nesterov(residual + i, velocity + i, g, count, m, findings);
+                else
+                    F::momentum(residual + i, velocity + i, g, count, m, findings);
+            });
+            if (above->room > 0) collector.add(part, residual + i, i, count);
+        }
+        findings.sums.write(out);
+        for (int64_t lane = 0; lane < kLanes<T>; ++lane) out.not_finite += findings.bad[lane];
+    });
+    above->found = collector.finish();
+    above->complete = collector.complete;
+}
+
+template <class T>
+void measure(const T* x, int64_t n, int threads, hs_sums* sums) {
+    sum_blocks(n, threads, sums, [&](int64_t, int64_t begin, int64_t end, hs_sums& out) {
+        Functions<T>::measure(x + begin, end - begin, out);
     });
 }
 
 template <class T>
-void measure(const T* x, int64_t n, double cut, bool with_logs, int threads, hs_sums* sums) {
-    const auto block = with_logs ? Functions<T>::measure_logs : Functions<T>::measure;
-    sum_blocks(n, threads, sums,
-               [&](int64_t begin, int64_t count, hs_sums& out) { block(x + begin, count, cut, out); });
+void measure_tail(const T* x, int64_t n, double cut, bool with_logs, int threads, hs_sums* sums) {
+    const auto block = with_logs ? Functions<T>::tail_logs : Functions<T>::tail;
+    const auto bound = limit_bits<T>(cut);
+    const double rounded = static_cast<double>(static_cast<T>(cut));
+    sum_blocks(n, threads, sums, [&](int64_t, int64_t begin, int64_t end, hs_sums& out) {
+        block(x + begin, end - begin, bound, rounded, out);
+    });
 }
 
 template <class T>
@@ -584,22 +735,16 @@ void count_above(const T* x, int64_t n, const double* thresholds, int number, in
 }
 
 template <class T>
-int64_t select_above(const T* x, int64_t n, double threshold, int64_t* indices, int64_t capacity, int threads) {
-    const auto bound = limit_bits<T>(threshold);
-    std::vector<std::vector<int64_t>> found(kMostThreads);
-    std::vector<int64_t> numbers(kMostThreads);
+int64_t select_above(const T* x, int64_t n, double threshold, int64_t* indices, int64_t room, int threads,
+                     int* complete) {
+    Collector<T, int64_t> collector(threshold, 0, indices, nullptr, room, parts_of(n, threads));
     in_parallel(n, threads, [&](int64_t part, int64_t first, int64_t end) {
-        for (int64_t block = first; block < end; ++block)
-            numbers[part] += Functions<T>::select(x + block * kBlock, block * kBlock,
-                                                  std::min(kBlock, n - block * kBlock), bound, capacity, found[part]);
+        for (int64_t i = first * kBlock; i < std::min(n, end * kBlock); i += kPiece)
+            collector.add(part, x + i, i, std::min(kPiece, n - i));
     });
-    int64_t written = 0;
-    for (const auto& part : found) {
-        const int64_t room = std::min<int64_t>(part.size(), capacity - written);
-        std::copy_n(part.begin(), room, indices + written);
-        written += room;
-    }
-    return std::accumulate(numbers.begin(), numbers.end(), int64_t{0});
+    const int64_t found = collector.finish();
+    *complete = collector.complete;
+    return found;
 }
 
 bool in_range(const int64_t* indices, int64_t count, int64_t n) {
@@ -630,31 +775,28 @@ void scatter_add(T* target, const int64_t* indices, const V* values, int64_t cou
 }
 }  // namespace
 
-void hs_accumulate(void* residual, int type, const void* gradient, int gradient_type, int64_t n, double cut,
-                   int threads, hs_sums* sums) {
+void hs_accumulate(void* residual, void* velocity, int type, const void* gradient, int gradient_type, int64_t n,
+                   double momentum, int nesterov, int threads, hs_sums* sums, hs_above* above) {
     if (type == HS_FLOAT32)
-        accumulate<float>(static_cast<float*>(residual), nullptr, gradient, gradient_type, n, 0, false, cut, threads,
-                          sums);
+        accumulate(static_cast<float*>(residual), static_cast<float*>(velocity), gradient, gradient_type, n, momentum,
+                   nesterov != 0, threads, sums, above);
     else
-        accumulate<double>(static_cast<double*>(residual), nullptr, gradient, gradient_type, n, 0, false, cut, threads,
-                           sums);
+        accumulate(static_cast<double*>(residual), static_cast<double*>(velocity), gradient, gradient_type, n, momentum,
+                   nesterov != 0, threads, sums, above);
 }
 
-void hs_accumulate_velocity(void* residual, void* velocity, int type, const void* gradient, int gradient_type,
-                            int64_t n, double momentum, int nesterov, double cut, int threads, hs_sums* sums) {
+void hs_measure(const void* x, int type, int64_t n, int threads, hs_sums* sums) {
     if (type == HS_FLOAT32)
-        accumulate<float>(static_cast<float*>(residual), static_cast<float*>(velocity), gradient, gradient_type, n,
-                          momentum, nesterov != 0, cut, threads, sums);
+        measure(static_cast<const float*>(x), n, threads, sums);
     else
-        accumulate<double>(static_cast<double*>(residual), static_cast<double*>(velocity), gradient, gradient_type, n,
-                           momentum, nesterov != 0, cut, threads, sums);
+        measure(static_cast<const double*>(x), n, threads, sums);
 }
 
-void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums) {
+void hs_measure_tail(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums) {
     if (type == HS_FLOAT32)
-        measure(static_cast<const float*>(x), n, cut, with_logs != 0, threads, sums);
+        measure_tail(static_cast<const float*>(x), n, cut, with_logs != 0, threads, sums);
     else
-        measure(static_cast<const double*>(x), n, cut, with_logs != 0, threads, sums);
+        measure_tail(static_cast<const double*>(x), n, cut, with_logs != 0, threads, sums);
 }
 
 void hs_counts(const void* x, int type, int64_t n, const double* thresholds, int number, int threads, int64_t* counts) {
@@ -667,23 +809,24 @@ void hs_counts(const void* x, int type, int64_t n, const double* thresholds, int
 int hs_all_finite(const void* x, int type, int64_t n, int threads) {
     std::vector<char> bad(kMostThreads);
     in_parallel(n, threads, [&](int64_t part, int64_t first, int64_t end) {
-        for (int64_t block = first; block < end && !bad[part]; ++block) {
-            const int64_t begin = block * kBlock, count = std::min(kBlock, n - begin);
+        const int64_t last = std::min(n, end * kBlock);
+        for (int64_t i = first * kBlock; i < last && !bad[part]; i += kPiece) {
+            const int64_t count = std::min(kPiece, last - i);
             if (type == HS_FLOAT64)
-                bad[part] = !Functions<double>::finite(static_cast<const double*>(x) + begin, count);
+                bad[part] = !Functions<double>::finite(static_cast<const double*>(x) + i, count);
             else
-                with_block<float>(x, type, begin, count,
-                                  [&](const float* block) { bad[part] = !Functions<float>::finite(block, count); });
+                with_piece<float>(x, type, i, count,
+                                  [&](const float* piece) { bad[part] = !Functions<float>::finite(piece, count); });
         }
     });
     return std::none_of(bad.begin(), bad.end(), [](char one) { return one != 0; });
 }
 
-int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int64_t* indices, int64_t capacity,
-                        int threads) {
+int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int64_t* indices, int64_t room,
+                        int threads, int* complete) {
     if (type == HS_FLOAT32)
-        return select_above(static_cast<const float*>(x), n, threshold, indices, capacity, threads);
-    return select_above(static_cast<const double*>(x), n, threshold, indices, capacity, threads);
+        return select_above(static_cast<const float*>(x), n, threshold, indices, room, threads, complete);
+    return select_above(static_cast<const double*>(x), n, threshold, indices, room, threads, complete);
 }
 
 int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, float* values) {

@@ -17,33 +17,41 @@ extern "C" {
 enum { HS_FLOAT32, HS_FLOAT64, HS_BFLOAT16, HS_FLOAT16 };
 
 typedef struct {
-    int64_t count;        /* entries that are not zero */
-    double total;         /* sum of magnitudes */
-    double squares;       /* sum of squares */
-    double largest;       /* magnitude */
-    int64_t tail_count;   /* entries above the cut */
-    double tail_total;    /* sum of their excesses over it */
-    double tail_squares;  /* sum of the squares of those */
-    double tail_logs;     /* sum of the logarithms of those, if asked for */
-    int64_t not_finite;   /* entries of the gradient, which were left out */
+    int64_t count;       /* entries that are not zero, or above the cut */
+    double total;        /* sum of magnitudes, or of their excesses over the cut, as all that follows */
+    double squares;      /* sum of squares */
+    double largest;      /* magnitude; of all entries only */
+    double logs;         /* sum of logarithms; of excesses, if asked for */
+    int64_t not_finite;  /* entries of the gradient, which were left out */
 } hs_sums;
 
-/* residual += gradient; sums of the new residual. */
-void hs_accumulate(void* residual, int type, const void* gradient, int gradient_type, int64_t n, double cut,
-                   int threads, hs_sums* sums);
-/* velocity = momentum velocity + gradient, residual += velocity; Nesterov's: velocity = momentum (velocity + gradient),
-   residual += velocity + gradient. Sums of the new residual. */
-void hs_accumulate_velocity(void* residual, void* velocity, int type, const void* gradient, int gradient_type,
-                            int64_t n, double momentum, int nesterov, double cut, int threads, hs_sums* sums);
-/* Sums of x as it is. */
-void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums);
+typedef struct {
+    double cut;
+    int64_t first;     /* added to indices */
+    int64_t room;      /* for indices and values; 0 if nothing is wanted */
+    int32_t* indices;  /* ascending, of the entries above the cut */
+    void* values;      /* of residual's type */
+    int64_t found;     /* how many are above the cut */
+    int complete;      /* whether all of them are there */
+} hs_above;
+
+/* Without velocity: residual += gradient. With: velocity = momentum velocity + gradient, residual += velocity; Nesterov's:
+   velocity = momentum (velocity + gradient), residual += velocity + gradient. On the way: sums of the new residual, and its
+   entries above a cut. */
+void hs_accumulate(void* residual, void* velocity, int type, const void* gradient, int gradient_type, int64_t n,
+                   double momentum, int nesterov, int threads, hs_sums* sums, hs_above* above);
+/* Sums of x. */
+void hs_measure(const void* x, int type, int64_t n, int threads, hs_sums* sums);
+/* Sums of what exceeds a cut. */
+void hs_measure_tail(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums);
 /* counts[j] = number of entries above thresholds[j]; at most 16 thresholds. */
 void hs_counts(const void* x, int type, int64_t n, const double* thresholds, int number, int threads, int64_t* counts);
 /* Whether all entries are finite; of any type. */
 int hs_all_finite(const void* x, int type, int64_t n, int threads);
-/* Ascending indices of the first `capacity` entries above the threshold; how many entries are above it. */
-int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int64_t* indices, int64_t capacity,
-                        int threads);
+/* Ascending indices of entries above the threshold, all of them if `complete` says so, for which room for twice as many
+   mostly suffices, and with one thread room for all; how many entries are above it. */
+int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int64_t* indices, int64_t room,
+                        int threads, int* complete);
 /* values = x[indices] rounded to float32, which is subtracted there; changes nothing and returns 0 if an index is
    outside [0, n). */
 int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, float* values);

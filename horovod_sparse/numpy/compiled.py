@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from horovod_sparse import kernels
 from horovod_sparse.kernels import memory_of
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.ops import Moments, Selection, Sums
+from horovod_sparse.ops import Absorbed, Moments, Selection, Sums, Wanted
+from horovod_sparse.search import largest_candidates
 
 Array = NDArray[Any]
 
@@ -39,46 +40,53 @@ class CompiledOps(NumpyOps):
     def __init__(self, threads: int) -> None:
         self._threads = threads
 
-    def absorb(self, residual: Array, gradient: Array, cut: float | None) -> Sums:
+    def absorb(self, residual: Array, gradient: Array, wanted: Wanted) -> Absorbed:
         flat = _flat(gradient)
         if flat is None:
-            return super().absorb(residual, gradient, cut)
-        return kernels.accumulate(memory_of(residual), memory_of(flat), _cut(cut), self._threads)
+            return super().absorb(residual, gradient, wanted)
+        return kernels.accumulate(memory_of(residual), memory_of(flat), wanted, self._threads)
 
     def absorb_velocity(
-        self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, cut: float | None
-    ) -> Sums:
+        self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, wanted: Wanted
+    ) -> Absorbed:
         flat = _flat(gradient)
         if flat is None:
-            return super().absorb_velocity(residual, velocity, gradient, momentum, nesterov, cut)
+            return super().absorb_velocity(residual, velocity, gradient, momentum, nesterov, wanted)
         memories = memory_of(residual), memory_of(velocity), memory_of(flat)
-        return kernels.accumulate_velocity(*memories, momentum, nesterov, _cut(cut), self._threads)
+        return kernels.accumulate_velocity(*memories, momentum, nesterov, wanted, self._threads)
 
-    def measure(self, x: Array, cut: float) -> Sums:
-        return kernels.measure(memory_of(_contiguous(x)), cut, False, self._threads)
+    def measure(self, x: Array) -> Sums:
+        return kernels.measure(memory_of(_contiguous(x)), self._threads)
 
     def all_finite(self, array: Array) -> bool:
         flat = _flat(array)
         return super().all_finite(array) if flat is None else kernels.all_finite(memory_of(flat), self._threads)
 
     def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
-        return kernels.measure(memory_of(_contiguous(x)), threshold, with_log, self._threads).tail
+        return kernels.moments(memory_of(_contiguous(x)), threshold, with_log, self._threads)
 
     def counts(self, x: Array, thresholds: list[float]) -> list[int]:
         return kernels.counts(memory_of(_contiguous(x)), thresholds, self._threads)
 
     def max_abs(self, x: Array) -> float:
-        return self.measure(x, math.inf).largest
+        return self.measure(x).largest
 
     def norm(self, x: Array) -> float:
-        return math.sqrt(self.measure(x, math.inf).squares)
+        return math.sqrt(self.measure(x).squares)
 
     def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
         x = _contiguous(x)
-        indices, found = kernels.select_all_above(memory_of(x), threshold, capacity, self._threads)
+        indices = kernels.select_above(memory_of(x), threshold, capacity, self._threads)
+        found = indices.size
         if found > capacity:
             indices = indices[self.select_largest(x[indices], capacity).indices]
         return Selection(indices, found)
+
+    def select_largest(self, x: Array, count: int) -> Selection:
+        few = largest_candidates(self, x, count)
+        if few is None:
+            return super().select_largest(x, count)
+        return Selection(few[super().select_largest(x[few], count).indices], count)
 
     def union(self, parts: list[Array]) -> Array:
         # np.unique takes many times longer.
@@ -94,11 +102,6 @@ class CompiledOps(NumpyOps):
 
     def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
         kernels.scatter_add(memory_of(target), memory_of(_contiguous(indices)), memory_of(_contiguous(values)))
-
-
-def _cut(cut: float | None) -> float:
-    # Sums cost next to nothing, so those that nobody asked for are made all the same.
-    return math.inf if cut is None else cut
 
 
 def _contiguous(array: Array) -> Array:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.ops import Moments, Selection, Sums
+from horovod_sparse.ops import Absorbed, Moments, Selection, Sums, Wanted
 from horovod_sparse.wire import NOT_FINITE, PADDING
 
 Array = NDArray[Any]
@@ -23,14 +22,14 @@ class NumpyOps:
     def accumulate(self, residual: Array, gradient: Array) -> None:
         residual += gradient.reshape(-1)
 
-    def absorb(self, residual: Array, gradient: Array, cut: float | None) -> Sums:
+    def absorb(self, residual: Array, gradient: Array, wanted: Wanted) -> Absorbed:
         added, not_finite = _finite(gradient, residual.dtype)
         residual += added
-        return replace(Sums() if cut is None else self.measure(residual, cut), not_finite=not_finite)
+        return Absorbed(not_finite)
 
     def absorb_velocity(
-        self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, cut: float | None
-    ) -> Sums:
+        self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, wanted: Wanted
+    ) -> Absorbed:
         added, not_finite = _finite(gradient, residual.dtype)
         if nesterov:
             velocity += added
@@ -40,20 +39,15 @@ class NumpyOps:
             velocity *= momentum
             velocity += added
         residual += velocity
-        return replace(Sums() if cut is None else self.measure(residual, cut), not_finite=not_finite)
+        return Absorbed(not_finite)
 
-    def measure(self, x: Array, cut: float) -> Sums:
+    def measure(self, x: Array) -> Sums:
         magnitudes = np.abs(x).astype(np.float64)
-        limit = np.float64(_limit(x, cut))
-        excesses = magnitudes[magnitudes > limit] - limit
         return Sums(
             count=int(np.count_nonzero(magnitudes)),
             total=float(magnitudes.sum()),
             squares=float(magnitudes @ magnitudes),
             largest=float(magnitudes.max(initial=0.0)),
-            tail_count=excesses.size,
-            tail_total=float(excesses.sum()),
-            tail_squares=float(excesses @ excesses),
         )
 
     def counts(self, x: Array, thresholds: list[float]) -> list[int]:
@@ -107,6 +101,12 @@ class NumpyOps:
     def union(self, parts: list[Array]) -> Array:
         merged = np.unique(np.concatenate(parts)).astype(np.int64)
         return merged[merged >= 0]
+
+    def concatenate(self, arrays: list[Array]) -> Array:
+        return np.concatenate(arrays)
+
+    def pick(self, indices: Array, positions: Array) -> Array:
+        return indices[positions].astype(np.int64)
 
     def numbers(self, array: Array) -> list[float]:
         return list(array.tolist())

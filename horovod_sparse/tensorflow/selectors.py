@@ -14,8 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_sparse import exchanges, fits
-from horovod_sparse.compressors import gaussiank, noop, redsync, search, sidco, threshold, topk
+from horovod_sparse import exchanges, fits, search
+from horovod_sparse.compressors import gaussiank, noop, redsync, sidco, threshold, topk
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.ops import Moments
 from horovod_sparse.schedules import Schedule

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_sparse import kernels
-from horovod_sparse.ops import Moments, Selection, Sums
+from horovod_sparse.ops import Above, Absorbed, Moments, Selection, Sums, Wanted
+from horovod_sparse.search import largest_candidates
 from horovod_sparse.wire import NOT_FINITE, PADDING
 
 # 64 Ki float64 are 512 KiB: within a core's second-level cache. GPUs have none worth chunking for.
@@ -40,23 +40,22 @@ class TorchOps:
     def accumulate(self, residual: Tensor, gradient: Tensor) -> None:
         residual.view(gradient.shape).add_(gradient)
 
-    def absorb(self, residual: Tensor, gradient: Tensor, cut: float | None) -> Sums:
+    def absorb(self, residual: Tensor, gradient: Tensor, wanted: Wanted) -> Absorbed:
         if self._compiled(residual, gradient):
             flat = gradient.contiguous()
-            bound = math.inf if cut is None else cut
-            return kernels.accumulate(_memory(residual), _memory(flat), bound, torch.get_num_threads())
+            return _found(kernels.accumulate(_memory(residual), _memory(flat), wanted, torch.get_num_threads()))
         gradient, not_finite = self._finite(gradient, residual.dtype)
         self.accumulate(residual, gradient)
-        return replace(Sums() if cut is None else self.measure(residual, cut), not_finite=not_finite)
+        return Absorbed(not_finite)
 
     def absorb_velocity(
-        self, residual: Tensor, velocity: Tensor, gradient: Tensor, momentum: float, nesterov: bool, cut: float | None
-    ) -> Sums:
+        self, residual: Tensor, velocity: Tensor, gradient: Tensor, momentum: float, nesterov: bool, wanted: Wanted
+    ) -> Absorbed:
         if self._compiled(residual, gradient):
             flat = gradient.contiguous()
             memories = _memory(residual), _memory(velocity), _memory(flat)
-            bound = math.inf if cut is None else cut
-            return kernels.accumulate_velocity(*memories, momentum, nesterov, bound, torch.get_num_threads())
+            threads = torch.get_num_threads()
+            return _found(kernels.accumulate_velocity(*memories, momentum, nesterov, wanted, threads))
         gradient, not_finite = self._finite(gradient, residual.dtype)
         if nesterov:
             self.accumulate(velocity, gradient)
@@ -66,7 +65,7 @@ class TorchOps:
             velocity.mul_(momentum)
             self.accumulate(velocity, gradient)
         residual.add_(velocity)
-        return replace(Sums() if cut is None else self.measure(residual, cut), not_finite=not_finite)
+        return Absorbed(not_finite)
 
     def _finite(self, gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
         """The gradient, in the residual's type if that may matter, with zeros for what is not finite, and how much that is."""
@@ -83,26 +82,20 @@ class TorchOps:
             return False
         return gradient is None or (gradient.device.type == "cpu" and kernels.supports(_dtype(gradient)))
 
-    def measure(self, x: Tensor, cut: float) -> Sums:
+    def measure(self, x: Tensor) -> Sums:
         if self._compiled(x):
             x = x.contiguous()
-            return kernels.measure(_memory(x), cut, False, torch.get_num_threads())
-        limit = _limit(x, cut)
-        sums = Sums(tail_logs=0.0)
+            return kernels.measure(_memory(x), torch.get_num_threads())
+        sums = Sums()
         for chunk in _chunks(x):
             magnitudes = chunk.abs().double()
-            excesses = (magnitudes - limit).clamp_(min=0.0) if limit < math.inf else magnitudes[:0]
             sums += Sums(
                 count=int(torch.count_nonzero(magnitudes)),
                 total=magnitudes.sum().item(),
                 squares=torch.dot(magnitudes, magnitudes).item(),
                 largest=magnitudes.max().item(),
-                tail_count=int(torch.count_nonzero(excesses)),
-                tail_total=excesses.sum().item(),
-                tail_squares=torch.dot(excesses, excesses).item(),
-                tail_logs=0.0,
             )
-        return replace(sums, tail_logs=math.nan)
+        return sums
 
     def counts(self, x: Tensor, thresholds: list[float]) -> list[int]:
         if self._compiled(x):
@@ -131,7 +124,7 @@ class TorchOps:
     def moments(self, x: Tensor, threshold: float, *, with_log: bool = False) -> Moments:
         if self._compiled(x):
             x = x.contiguous()
-            return kernels.measure(_memory(x), threshold, with_log, torch.get_num_threads()).tail
+            return kernels.moments(_memory(x), threshold, with_log, torch.get_num_threads())
         limit = _limit(x, threshold)
         count, total, squares, logs = 0, 0.0, 0.0, 0.0
         for chunk in _chunks(x):
@@ -151,7 +144,7 @@ class TorchOps:
 
     def max_abs(self, x: Tensor) -> float:
         if self._compiled(x):
-            return self.measure(x, math.inf).largest
+            return self.measure(x).largest
         if x.numel() == 0:
             return 0.0
         low, high = torch.aminmax(x)
@@ -159,7 +152,7 @@ class TorchOps:
 
     def norm(self, x: Tensor) -> float:
         if self._compiled(x):
-            return math.sqrt(self.measure(x, math.inf).squares)
+            return math.sqrt(self.measure(x).squares)
         return math.sqrt(math.fsum(torch.dot(wide, wide).item() for wide in (chunk.double() for chunk in _chunks(x))))
 
     def select_above(self, x: Tensor, threshold: float, capacity: int) -> Selection:
@@ -176,19 +169,24 @@ class TorchOps:
         return Selection(indices, number)
 
     def _select_compiled(self, x: Tensor, threshold: float, capacity: int) -> Selection:
-        threads = torch.get_num_threads()
-        every, found = kernels.select_all_above(_memory(x), threshold, capacity, threads)
-        chosen = torch.from_numpy(every)
+        every = kernels.select_above(_memory(x), threshold, capacity, torch.get_num_threads())
+        chosen, found = torch.from_numpy(every), every.size
         if found > capacity:
             chosen = chosen[self.select_largest(x[chosen], capacity).indices]
         return Selection(chosen, found)
 
     def select_largest(self, x: Tensor, count: int) -> Selection:
+        few = largest_candidates(self, x, count) if self._compiled(x) else None
+        if few is None:
+            return Selection(self._largest(x, count), count)
+        return Selection(few[self._largest(x[few], count)], count)
+
+    def _largest(self, x: Tensor, count: int) -> Tensor:
         smallest, magnitudes = self.kth_largest(x, count), x.abs()
         chosen = magnitudes > smallest
         equal = _nonzero(magnitudes == smallest)
         chosen[equal[: count - int(torch.count_nonzero(chosen))]] = True
-        return Selection(_nonzero(chosen), count)
+        return _nonzero(chosen)
 
     def kth_largest(self, x: Tensor, count: int) -> float:
         if x.device.type == "cpu":
@@ -208,6 +206,12 @@ class TorchOps:
         first = merged >= 0
         first[1:] &= merged[1:] != merged[:-1]
         return merged[first].long()
+
+    def concatenate(self, arrays: list[Tensor]) -> Tensor:
+        return torch.cat(arrays)
+
+    def pick(self, indices: Tensor, positions: Tensor) -> Tensor:
+        return indices[positions].long()
 
     def numbers(self, array: Tensor) -> list[float]:
         return list(array.tolist())
@@ -273,8 +277,17 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def _found(absorbed: Absorbed) -> Absorbed:
+    """The kernels' arrays as tensors."""
+    above = absorbed.above
+    if above is None:
+        return absorbed
+    return absorbed._replace(above=Above(above.cut, torch.from_numpy(above.indices), torch.from_numpy(above.values)))
+
+
 def _memory(tensor: Tensor) -> kernels.Memory:
-    assert tensor.is_contiguous()
+    if not tensor.is_contiguous():
+        raise ValueError("the tensor must be contiguous")
     return kernels.Memory(tensor.data_ptr(), _dtype(tensor), tensor.numel(), tensor)
 
 

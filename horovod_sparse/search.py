@@ -1,8 +1,7 @@
-"""Find a threshold by counting, when an estimate is too far off to be used."""
+"""Find a threshold by counting, or the largest entries by a sample. Imports no framework."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 
@@ -72,15 +71,12 @@ def error_of(count: float, k: int, m: Algebra = FLOATS) -> float:
     return abs(m.log(m.maximum(count, 0.5) / k))
 
 
-def largest_candidates(ops: Ops, x: Array, k: int, guess: float) -> Array | None:
-    """Indices of a few entries among which are the k largest; None where there are no such few.
-
-    Those above `guess` if it is good; otherwise above a threshold that a sample of `x` suggests.
-    """
+def largest_candidates(ops: Ops, x: Array, k: int) -> Array | None:
+    """Indices of a few entries among which are the k largest, by a sample of `x`; None where there are no such few."""
     most = min(_MOST_CANDIDATES * k, len(x) // 4)
     if k >= most:
         return None
-    for threshold in itertools.chain((guess,), _sampled(ops, x, k)):
+    for threshold in _sampled(ops, x, k):
         if threshold > 0.0:
             selection = ops.select_above(x, threshold, most)
             if k <= selection.found <= most:

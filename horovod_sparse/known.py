@@ -1,0 +1,83 @@
+"""Array verbs that answer from what is known of one array already, where that suffices. Imports no framework."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from horovod_sparse.ops import Above, Absorbed, Array, Moments, Ops, Selection, Sums
+
+
+class Known:
+    """Implements `Ops` by another one; of `x` it need not look at all entries for what concerns only those above a cut.
+
+    Args:
+        ops: the framework's verbs.
+        x: the array. What is known must be of it as it is now.
+        sums: of x; None if they are not known.
+        above: the entries above a cut; None if they are not known.
+    """
+
+    def __init__(self, ops: Ops, x: Array, sums: Sums | None, above: Above | None) -> None:
+        self._ops = ops
+        self._x = x
+        self._sums = sums
+        self._above = above
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def measure(self, x: Array) -> Sums:
+        return self._sums if x is self._x and self._sums is not None else self._ops.measure(x)
+
+    def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
+        return self._ops.moments(self._exceeding(x, threshold), threshold, with_log=with_log)
+
+    def counts(self, x: Array, thresholds: list[float]) -> list[int]:
+        return self._ops.counts(self._exceeding(x, min(thresholds)), thresholds)
+
+    def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
+        among = self._exceeding(x, threshold)
+        return self._of(x, among, self._ops.select_above(among, threshold, capacity))
+
+    def select_largest(self, x: Array, count: int) -> Selection:
+        among = self._at_least(x, count)
+        return self._of(x, among, self._ops.select_largest(among, count))
+
+    def kth_largest(self, x: Array, count: int) -> float:
+        return self._ops.kth_largest(self._at_least(x, count), count)
+
+    def _exceeding(self, x: Array, threshold: float) -> Array:
+        """An array with all entries of x above the threshold."""
+        return self._above.values if x is self._x and self._above and threshold >= self._above.cut else x
+
+    def _at_least(self, x: Array, count: int) -> Array:
+        """An array with the `count` largest entries of x."""
+        return self._above.values if x is self._x and self._above and len(self._above.values) >= count else x
+
+    def _of(self, x: Array, among: Array, selection: Selection) -> Selection:
+        """What was selected among some entries of x, by its indices in x."""
+        if among is x:
+            return selection
+        assert self._above is not None
+        return Selection(self._ops.pick(self._above.indices, selection.indices), selection.found)
+
+
+def join(ops: Ops, x: Array, parts: list[Absorbed | None]) -> Known:
+    """What is known of x when its consecutive parts, all of it, have absorbed their gradients; None: nothing of a part."""
+    sums, above = [part and part.sums for part in parts], [part and part.above for part in parts]
+    return Known(
+        ops, x, _total([one for one in sums if one], len(parts)), _all(ops, [a for a in above if a], len(parts))
+    )
+
+
+def _total(sums: list[Sums], parts: int) -> Sums | None:
+    return sum(sums, Sums()) if len(sums) == parts else None
+
+
+def _all(ops: Ops, above: list[Above], parts: int) -> Above | None:
+    if len(above) != parts or len({part.cut for part in above}) != 1:
+        return None
+    if parts == 1:
+        return above[0]
+    indices, values = ([getattr(part, name) for part in above] for name in ("indices", "values"))
+    return Above(above[0].cut, ops.concatenate(indices), ops.concatenate(values))
