@@ -23,7 +23,8 @@ NotFinite = Literal["raise", "propagate"]
 BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
 _NEARLY = 0.95
-_MOST_EXPECTED = 5
+_MOST_GROWTH = 1.1
+_MOST_EXPECTED = 8
 
 
 class Settings(TypedDict, total=False):
@@ -76,6 +77,8 @@ class BucketState:
     """The next selection will most likely be of entries above it; infinity if nobody knows."""
     room: int = 0
     """Of more entries above the cut than these the next selection makes no use."""
+    smallest: float = 0.0
+    """About the k-th largest magnitude of the last step, where the algorithm tells (`expect`)."""
     fingerprint: int = 0
     """31 bits of a choice that all ranks must have made alike."""
     proposal: float = 0.0
@@ -98,12 +101,16 @@ class BucketState:
             setattr(self, name, state[name])
 
     def expect(self, smallest: float, k: int) -> None:
-        """The next step's k largest entries will hardly be smaller than nearly `smallest`, this step's k-th largest."""
-        self.cut, self.room = _NEARLY * smallest or math.inf, _MOST_EXPECTED * k
+        """The next step's k largest entries will hardly be smaller than about `smallest`, this step's k-th largest."""
+        # Residuals grow at first, and with momentum for long: what grew will grow.
+        growth = smallest / self.smallest if self.smallest > 0.0 else 1.0
+        self.smallest, self.room = smallest, _MOST_EXPECTED * k
+        self.cut = _NEARLY * smallest * min(max(growth, 1.0), _MOST_GROWTH) or math.inf
 
     def rescale(self, factor: float) -> None:
         """Residuals were multiplied by `factor`: so must be what is kept in their unit."""
         self.cut *= factor
+        self.smallest *= factor
 
     def digest(self) -> int:
         """31 bits that tell different states apart."""

@@ -87,12 +87,13 @@ class DGC(Compressor):
             threshold = below_largest(ops.max_abs(x), threshold)
             selection = ops.select_above(x, threshold, capacity)
         state.threshold = threshold
-        state.expect(threshold, k)
-        if selection.found > _TOO_MANY * k:
-            # Hierarchical selection: exact, and only among those above.
-            largest = ops.select_largest(x[selection.indices], k).indices
-            return Selection(selection.indices[largest], k)
-        return selection
+        if selection.found <= _TOO_MANY * k:
+            state.expect(threshold, k)
+            return selection
+        # Hierarchical selection: exact, and only among those above.
+        values = x[selection.indices]
+        state.expect(ops.kth_largest(values, k), k)
+        return Selection(selection.indices[ops.select_largest(values, k).indices], k)
 
     def _sampled(self, ops: Ops, x: Array, k: int, state: BucketState) -> float:
         """The threshold that the sample suggests: its entries in strides, from a random start."""
