@@ -121,6 +121,20 @@ class Task:
         )
 
 
+def add_up(ops: Ops, parts: list[Entries], target: Array) -> None:
+    """The flat `target` becomes the sum of all ranks' entries, in the order of the ranks."""
+    indexed = [(indices, values) for indices, values in parts if indices is not None]
+    if len(indexed) == len(parts):
+        ops.assemble(target, indexed)
+        return
+    target[:] = 0
+    for indices, values in parts:
+        if indices is None:
+            ops.accumulate(target, values)
+        else:
+            ops.scatter_add(target, indices, values)
+
+
 Exchange = Callable[[Task], "Generator[Collective, Any, list[Entries] | None]"]
 """Returns the entries to be added up, in this order, or None if a rank's gradient was not finite."""
 

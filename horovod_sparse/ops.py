@@ -189,3 +189,6 @@ class Ops(Protocol):
 
     def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
         """target[indices] += values, in place; indices are unique; out-of-range ones raise IndexError."""
+
+    def assemble(self, target: Array, parts: list[tuple[Array, Array]]) -> None:
+        """Add up parts of (indices, values) from zero, in their order, in place; indices ascend. IndexError out of range."""

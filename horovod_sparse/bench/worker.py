@@ -17,7 +17,7 @@ from horovod_sparse.bench.rows import DATA, Row
 from horovod_sparse.buckets import Parameter, Slot, plan
 from horovod_sparse.compressors.base import Place
 from horovod_sparse.compressors.threshold import Threshold
-from horovod_sparse.exchanges import Collective, Entries
+from horovod_sparse.exchanges import Collective, Entries, add_up
 from horovod_sparse.ops import Array, Ops
 from horovod_sparse.pipeline import Pipeline
 
@@ -144,10 +144,7 @@ class Worker:
         assert parts is not None
         self._entries = parts
         if self.row.receives:
-            self._dense[:] = 0
-            for indices, values in parts:
-                assert indices is not None
-                self.backend.ops.scatter_add(self._dense, indices, values)
+            add_up(self.backend.ops, parts, self._dense)
 
     # --- what came of it ---
 

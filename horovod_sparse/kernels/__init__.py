@@ -187,6 +187,17 @@ def scatter_add(target: Memory, indices: Memory, values: Memory) -> None:
     _check(lib.hs_scatter_add(*into, _indices(indices), *_wide(values), indices.numel), target)
 
 
+def assemble(target: Memory, parts: list[tuple[Memory, Memory]]) -> None:
+    """The target becomes the sum of (indices, values). IndexError, before any change, unless indices ascend in range."""
+    entries = _native.ffi.new("hs_part[]", len(parts))
+    for entry, (indices, values) in zip(entries, parts, strict=True):
+        if values.numel != indices.numel:
+            raise ValueError(f"values must be {indices.numel}, got {values.numel}")
+        entry.indices, entry.count = _indices(indices), indices.numel
+        entry.values, entry.type = _wide(values)
+    _check(_native.lib.hs_assemble(*_wide(target), target.numel, len(parts), entries), target)
+
+
 def _lend(count: int, dtype: str) -> NDArray[Any]:
     """An array in memory that the last one had, which is free when no view of it is left: fresh memory costs page faults."""
     size = count * np.dtype(dtype).itemsize
@@ -215,7 +226,7 @@ def _indices(memory: Memory) -> Any:
 
 def _check(in_range: int, target: Memory) -> None:
     if not in_range:
-        raise IndexError(f"indices must be in [0, {target.numel})")
+        raise IndexError(f"indices must be in [0, {target.numel}), of a message ascending")
 
 
 def _sums(sums: Any) -> Sums:

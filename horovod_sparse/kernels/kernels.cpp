@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <system_error>
 #include <thread>
@@ -68,6 +69,8 @@ constexpr int64_t kLanes = 64 / sizeof(T);
 constexpr int64_t kBlock = 1 << 14;
 // Elements that are converted, changed and looked at again while they are in the first-level cache.
 constexpr int64_t kPiece = 1024;
+// Elements that become zero, and are added to, while they are in the second-level cache.
+constexpr int64_t kStretch = 1 << 14;
 // A thread that has less to do costs more than it brings.
 constexpr int64_t kLeastPerThread = 1 << 18;
 // Vectors that are looked at together before a branch.
@@ -773,6 +776,29 @@ template <class T, class V>
 void scatter_add(T* target, const int64_t* indices, const V* values, int64_t count) {
     for (int64_t i = 0; i < count; ++i) target[indices[i]] += static_cast<T>(values[i]);
 }
+
+bool ascends(const int64_t* indices, int64_t count) {
+    return std::adjacent_find(indices, indices + count, std::greater_equal<>()) == indices + count;
+}
+
+template <class T>
+void assemble(T* target, int64_t n, int parts, const hs_part* entries) {
+    std::vector<int64_t> done(parts);
+    for (int64_t begin = 0; begin < n; begin += kStretch) {
+        const int64_t end = std::min(begin + kStretch, n);
+        std::memset(target + begin, 0, (end - begin) * sizeof(T));
+        for (int part = 0; part < parts; ++part) {
+            const hs_part& of = entries[part];
+            const int64_t first = done[part];
+            const int64_t last = std::lower_bound(of.indices + first, of.indices + of.count, end) - of.indices;
+            if (of.type == HS_FLOAT32)
+                scatter_add(target, of.indices + first, static_cast<const float*>(of.values) + first, last - first);
+            else
+                scatter_add(target, of.indices + first, static_cast<const double*>(of.values) + first, last - first);
+            done[part] = last;
+        }
+    }
+}
 }  // namespace
 
 void hs_accumulate(void* residual, void* velocity, int type, const void* gradient, int gradient_type, int64_t n,
@@ -849,5 +875,17 @@ int hs_scatter_add(void* target, int type, int64_t n, const int64_t* indices, co
     else
         values_type == HS_FLOAT32 ? scatter_add(static_cast<double*>(target), indices, floats, count)
                                   : scatter_add(static_cast<double*>(target), indices, doubles, count);
+    return 1;
+}
+
+int hs_assemble(void* target, int type, int64_t n, int parts, const hs_part* entries) {
+    for (int part = 0; part < parts; ++part) {
+        const hs_part& of = entries[part];
+        if (!in_range(of.indices, of.count, n) || !ascends(of.indices, of.count)) return 0;
+    }
+    if (type == HS_FLOAT32)
+        assemble(static_cast<float*>(target), n, parts, entries);
+    else
+        assemble(static_cast<double*>(target), n, parts, entries);
     return 1;
 }

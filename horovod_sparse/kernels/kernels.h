@@ -35,6 +35,13 @@ typedef struct {
     int complete;      /* whether all of them are there */
 } hs_above;
 
+typedef struct {
+    const int64_t* indices;
+    const void* values;
+    int type; /* of the values: float32 or float64 */
+    int64_t count;
+} hs_part;
+
 /* Without velocity: residual += gradient. With: velocity = momentum velocity + gradient, residual += velocity; Nesterov's:
    velocity = momentum (velocity + gradient), residual += velocity + gradient. On the way: sums of the new residual, and its
    entries above a cut. */
@@ -58,6 +65,9 @@ int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count,
 /* target[indices] += values; changes nothing and returns 0 if an index is outside [0, n). */
 int hs_scatter_add(void* target, int type, int64_t n, const int64_t* indices, const void* values, int values_type,
                    int64_t count);
+/* target = the sum of the parts, in their order; zero where none has an entry. Changes nothing and returns 0 unless every
+   part's indices ascend within [0, n). */
+int hs_assemble(void* target, int type, int64_t n, int parts, const hs_part* entries);
 /* end */
 
 #ifdef __cplusplus

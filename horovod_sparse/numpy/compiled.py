@@ -103,6 +103,10 @@ class CompiledOps(NumpyOps):
     def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
         kernels.scatter_add(memory_of(target), memory_of(_contiguous(indices)), memory_of(_contiguous(values)))
 
+    def assemble(self, target: Array, parts: list[tuple[Array, Array]]) -> None:
+        of_parts = [(_contiguous(indices), _contiguous(values)) for indices, values in parts]
+        kernels.assemble(memory_of(target), [(memory_of(indices), memory_of(values)) for indices, values in of_parts])
+
 
 def _contiguous(array: Array) -> Array:
     return np.require(array, requirements=("C", "A"))

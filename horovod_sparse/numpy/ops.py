@@ -157,6 +157,11 @@ class NumpyOps:
             raise IndexError(f"indices must be in [0, {target.size}), got {indices.min()}..{indices.max()}")
         target[indices] += values.astype(target.dtype)
 
+    def assemble(self, target: Array, parts: list[tuple[Array, Array]]) -> None:
+        target[:] = 0
+        for indices, values in parts:
+            self.scatter_add(target, indices, values)
+
 
 def _finite(gradient: Array, dtype: Any) -> tuple[Array, int]:
     """The gradient, flat and in the residual's type, with zeros for what is not finite then, and how much that is."""

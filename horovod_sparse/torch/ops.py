@@ -272,6 +272,15 @@ class TorchOps:
             return
         target.index_add_(0, indices, values.to(target.dtype))
 
+    def assemble(self, target: Tensor, parts: list[tuple[Tensor, Tensor]]) -> None:
+        if self._compiled(target) and all(self._compiled(values) for _, values in parts):
+            of_parts = [(indices.contiguous(), values.contiguous()) for indices, values in parts]
+            kernels.assemble(_memory(target), [(_memory(indices), _memory(values)) for indices, values in of_parts])
+            return
+        target.zero_()
+        for indices, values in parts:
+            self.scatter_add(target, indices, values)
+
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")

@@ -20,7 +20,7 @@ from horovod.torch import mpi_ops
 from torch import Tensor
 
 from horovod_sparse.buckets import Slot
-from horovod_sparse.exchanges import Collective, Entries
+from horovod_sparse.exchanges import Collective, Entries, add_up
 from horovod_sparse.pipeline import Bucket, Pipeline, check_state
 from horovod_sparse.serving import empty_state, stats_of
 from horovod_sparse.statistics import Stats
@@ -214,19 +214,15 @@ class Reducer:
         )
         if in_place:
             assert gradient is not None
-            flat = gradient.view(-1).zero_()
+            flat = gradient.view(-1)
         else:
             # Half-precision sums are rounded once, at the end, and not after every rank.
             wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-            flat = torch.zeros(parameter.numel(), dtype=wide, device=parameter.device)
+            flat = torch.empty(parameter.numel(), dtype=wide, device=parameter.device)
         if parts is None:
             flat.fill_(torch.nan)
         else:
-            for entries in parts:
-                if entries.indices is None:
-                    self._ops.accumulate(flat, entries.values)
-                else:
-                    self._ops.scatter_add(flat, entries.indices, entries.values)
+            add_up(self._ops, parts, flat)
         if not in_place:
             self._replace_gradient(parameter, flat.view(parameter.shape))
 
