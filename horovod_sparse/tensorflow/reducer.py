@@ -238,7 +238,7 @@ class Reducer:
         sparse = [name for name, gradient in new.items() if isinstance(gradient, tf.IndexedSlices)]
         try:
             planned, layouts = self._plan(new, sparse, self._group_numbers(names, variables), devices)
-            state = self._state_of(planned, layouts)
+            state, rest = self._state_of(planned, layouts)
         except ValueError as error:
             self._agree(new, sparse, str(error))
             raise
@@ -257,6 +257,7 @@ class Reducer:
         if state is not None:
             engine.adopt_memory()
             engine.load_state_dict(_merged(engine.state_dict(), state))
+        self._pending_state = rest
 
     def _plan(
         self, new: Mapping[str, Any], sparse: Sequence[str], groups: Mapping[str, int], devices: Mapping[str, str]
@@ -277,10 +278,12 @@ class Reducer:
         check_limits(planned, self.compressor, self._process_set.size())
         return planned, layouts
 
-    def _state_of(self, planned: Sequence[Layout], dense: Sequence[Layout]) -> Mapping[str, Any] | None:
-        """What a state that was loaded before has for new variables, checked; what it has for others goes on waiting."""
+    def _state_of(
+        self, planned: Sequence[Layout], dense: Sequence[Layout]
+    ) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+        """What a state that was loaded before has for new variables, checked, and what goes on waiting for others."""
         if self._pending_state is None:
-            return None
+            return None, None
         residuals = {slot.name: slot.shape for layout in planned for slot in layout.slots}
         velocities = {**residuals, **{layout.name: layout.slots[0].shape for layout in dense}}
         if self.compressor.momentum_correction is None:
@@ -289,8 +292,7 @@ class Reducer:
         state = _part(pending, {*residuals, *velocities})
         check_state(state, self.compressor, residuals, velocities)
         rest = _part(pending, {name for kind in _BY_NAME for name in pending[kind]} - {*residuals, *velocities})
-        self._pending_state = rest if rest["residuals"] or rest["velocities"] else None
-        return state
+        return state, rest if rest["residuals"] or rest["velocities"] else None
 
     def _engine(self) -> HostPipeline | GraphPipeline:
         if self.engine is None:

@@ -562,15 +562,19 @@ def a_wrong_state_on_one_rank_raises_on_all() -> None:
     trained = TopK(0.05)
     reduce(trained, weights, gradients_of(0))
     state = trained.state_dict()
-    if hvd.rank() == 1:
-        del state["residuals"]["first"], state["adaptive"]["first"]
+    names = state["residuals"].keys() - {"first"}
+    wrong = {**state, **{part: {name: state[part][name] for name in names} for part in ("residuals", "adaptive")}}
     compression = TopK(0.05)
-    compression.load_state_dict(state)
+    compression.load_state_dict(wrong if hvd.rank() == 1 else state)
     message = raised(ValueError, lambda: reduce(compression, weights, gradients_of(1)))
     assert "'first'" in message and "problem" in message
-    # Nothing was planned; without the state all is well.
-    compression.load_state_dict({**state, "residuals": {}})
-    assert_identical(list(reduce(compression, weights, gradients_of(1)).values()))
+    # Nothing was planned, and what was right still waits.
+    if hvd.rank() == 1:
+        compression.load_state_dict(state)
+    expected, got = (reduce(one, weights, gradients_of(1)) for one in (trained, compression))
+    for name in SHAPES:
+        np.testing.assert_array_equal(got[name], expected[name])
+    assert_identical(list(got.values()))
 
 
 @scenario(TF_2)
