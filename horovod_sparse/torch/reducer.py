@@ -42,11 +42,10 @@ class Reducer:
 
     Args:
         optimizer: the wrapped optimizer, fully constructed.
-        compressor: the `compression` it was given, checked by `check_arguments`.
+        compressor: the `compression` it was given, checked by `check_arguments` and `check_momentum`.
     """
 
     def __init__(self, optimizer: Any, compressor: TorchCompressor) -> None:
-        check_momentum(optimizer.param_groups, compressor)
         compressor.bind(self)
         self.compressor = compressor
         self.pipeline: Pipeline | None = None
