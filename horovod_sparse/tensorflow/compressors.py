@@ -34,7 +34,7 @@ Tensor = Any
 _ARRAYS = ("residuals", "velocities")
 
 
-class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experimental.PythonState):  # type: ignore[misc]
+class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experimental.PythonState):
     """A sparsifier that serves one `hvd.DistributedOptimizer`, or the tapes of one training loop.
 
     `state_dict` is of NumPy arrays and plain values. `tf.train.Checkpoint(compression=compression, ...)` saves it too; every

@@ -22,7 +22,7 @@ from horovod_sparse.serving import ServingCompressor
 from horovod_sparse.torch.ops import TorchOps
 
 
-class TorchCompressor(ServingCompressor, HorovodCompressor):  # type: ignore[misc]
+class TorchCompressor(ServingCompressor, HorovodCompressor):
     """A sparsifier that serves one `hvd.DistributedOptimizer`; its state loads with `torch.load(weights_only=True)`."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, None]:
