@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 
@@ -37,6 +38,11 @@ def _entry(values: list[str], number: int) -> str:
 
 def check_arguments(op: object, average: object, total: object, adasum: object, groups: object, c: Compressor) -> None:
     """Refuse what a sparse exchange cannot honour; `average`, `total` and `adasum` are Horovod's names of the operations."""
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise RuntimeError(
+            "horovod_sparse does not follow an elastic job, in which workers come and go; start the job with a fixed "
+            "number of workers, or use hvd.Compression.none"
+        )
     if op == adasum:
         raise ValueError(
             "op must be hvd.Average or hvd.Sum with a sparsifier, got hvd.Adasum: Adasum weighs whole gradients by the "

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 _MARK = "horovod_sparse.probe:"
@@ -73,14 +74,14 @@ def _mpi4py() -> dict[str, Any]:
 
 
 def _tensorflow_seam() -> dict[str, Any]:
-    import horovod_sparse.tensorflow  # noqa: F401  (importing it checks the installed Horovod)
-
+    # Importing it checks the installed Horovod.
+    import_module("horovod_sparse.tensorflow")
     return {}
 
 
 def _seam() -> dict[str, Any]:
-    import horovod_sparse.torch  # noqa: F401  (importing it checks the installed Horovod)
-
+    # Importing it checks the installed Horovod.
+    import_module("horovod_sparse.torch")
     return {}
 
 

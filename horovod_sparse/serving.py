@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+import warnings
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.ops import Array, Ops
 from horovod_sparse.pipeline import VERSION, Pipeline
-from horovod_sparse.statistics import Stats, StepStats
+from horovod_sparse.statistics import NO_STATS, Stats
+
+_FORCE = "HOROVOD_SPARSE_FORCE"
 
 
 class Server(Protocol):
@@ -61,9 +66,26 @@ class ServingCompressor(Compressor):
                 "mix in; give this optimizer a compressor of its own, for instance copy.deepcopy(compression)"
             )
 
+    def choose_alone(self, ops: Ops, x: Array) -> Array:
+        """Indices of what is sent of `x`, flat, finite and not empty, outside of any bucket."""
+        k = self.asked(len(x))
+        state = self.new_state()
+        # Random choices are other ones at every call.
+        state.step = self._calls
+        self._calls += 1
+        return self.select(ops, x, k, self.room(len(x), k, 1), state).indices
+
+    def warn_dense(self) -> None:
+        """Say that Horovod allreduces what `compress` returns; once, since Python shows a warning once per place."""
+        warnings.warn(
+            f"{type(self).__name__} was called by Horovod outside hvd.DistributedOptimizer or hvd.DistributedGradientTape: "
+            "the result is right, but it is sent dense, so no bandwidth is saved",
+            stacklevel=1,
+        )
+
     def stats(self) -> Stats:
         """Counts, bytes and residual norms per bucket and in total, of the last step and on average; computed now."""
-        return Stats(0, StepStats((), 0.0), StepStats((), 0.0)) if self._server is None else self._server.stats()
+        return NO_STATS if self._server is None else self._server.stats()
 
     @property
     def residual_bytes(self) -> int:
@@ -108,4 +130,15 @@ def empty_state() -> dict[str, Any]:
 
 def stats_of(pipeline: Pipeline | None) -> Stats:
     """Of a pipeline that there may not be yet."""
-    return Stats(0, StepStats((), 0.0), StepStats((), 0.0)) if pipeline is None else pipeline.stats()
+    return NO_STATS if pipeline is None else pipeline.stats()
+
+
+def compresses(workers: int) -> bool:
+    """Whether so many workers compress: several do; one alone only if it is forced to, and is warned otherwise."""
+    if workers > 1 or os.environ.get(_FORCE) == "1":
+        return True
+    warnings.warn(
+        f"horovod_sparse: there is one worker, so nothing is compressed (set {_FORCE}=1 to compress all the same)",
+        stacklevel=1,
+    )
+    return False

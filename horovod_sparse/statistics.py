@@ -75,6 +75,10 @@ class Stats:
     mean: StepStats
 
 
+NO_STATS = Stats(0, StepStats((), 0.0), StepStats((), 0.0))
+"""Before the first step."""
+
+
 @dataclass(frozen=True)
 class Counts:
     """What is known of one bucket after one step; or sums of that."""

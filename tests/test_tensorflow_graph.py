@@ -36,6 +36,7 @@ from horovod_sparse.tensorflow.compressors import (  # noqa: E402
 )
 from horovod_sparse.tensorflow.graph import GraphPipeline  # noqa: E402
 from horovod_sparse.tensorflow.host import HostPipeline  # noqa: E402
+from horovod_sparse.tensorflow.host import _zeros as host_zeros  # noqa: E402
 from horovod_sparse.tensorflow.step import Step  # noqa: E402
 from horovod_sparse.wire import NOT_FINITE, PADDING  # noqa: E402
 
@@ -318,6 +319,30 @@ def test_a_copy_of_the_state_shares_no_memory() -> None:
     before = graph.state()["residuals"]["p"]
     graph.step({"p": np.arange(100, dtype=np.float32)})
     assert not before.any()
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_tensorflow_takes_reduced_gradients_without_a_copy(dtype: str) -> None:
+    arrays = [host_zeros(numel, dtype) for numel in (1, 1000, 100_003)]
+    take = tf.function(lambda: tf.numpy_function(lambda: arrays, [], [dtype] * len(arrays)), autograph=False)
+    for array, tensor in zip(arrays, take(), strict=True):
+        assert not array.any()
+        array.fill(2)
+        np.testing.assert_array_equal(tensor, array)
+
+
+def test_reduced_gradients_that_are_kept_do_not_change() -> None:
+    rng = np.random.default_rng(7)
+    for worker in pair(TopK, {"p": (1000,)}):
+        kept = [worker.run({"p": tf.constant(gradients("laplace", 1000, rng))}, [])[0]["p"] for _ in range(4)]
+        before = [tensor.numpy().copy() for tensor in kept]
+        for _ in range(4):
+            worker.step({"p": gradients("laplace", 1000, rng)})
+        for tensor, array in zip(kept, before, strict=True):
+            np.testing.assert_array_equal(tensor, array)
 
 
 # --- gradients that are not finite ---

@@ -228,4 +228,5 @@ def progress(items: Sequence[Any] | range, what: str) -> Iterable[Any]:
     except ImportError:
         return items
     # disable=None: none where standard error is no terminal.
-    return tqdm(items, what, leave=False, disable=None)  # type: ignore[no-any-return]
+    shown: Iterable[Any] = tqdm(items, what, leave=False, disable=None)
+    return shown

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +25,7 @@ from horovod_sparse.compressors import (
     topk,
 )
 from horovod_sparse.compressors.base import check_boolean
-from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.serving import Server, ServingCompressor, empty_state
 from horovod_sparse.tensorflow import selectors
 
@@ -35,7 +34,7 @@ Tensor = Any
 _ARRAYS = ("residuals", "velocities")
 
 
-class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experimental.PythonState):  # type: ignore[misc]
+class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experimental.PythonState):
     """A sparsifier that serves one `hvd.DistributedOptimizer`, or the tapes of one training loop.
 
     `state_dict` is of NumPy arrays and plain values. `tf.train.Checkpoint(compression=compression, ...)` saves it too; every
@@ -79,11 +78,10 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
         feedback, and without saving bandwidth, since Horovod allreduces what is returned. Tensors below `min_numel`,
         tensors that are not floating point, and tensors with NaN or infinity are returned as they are.
         """
-        _warn_dense(type(self).__name__)
+        self.warn_dense()
         tensor = tf.convert_to_tensor(tensor)
-        if not tensor.dtype.is_floating or (
-            tensor.shape.is_fully_defined() and self._is_small(tensor.shape.num_elements())
-        ):
+        known = tensor.shape.is_fully_defined()
+        if not tensor.dtype.is_floating or (known and self.leaves_dense("", tensor.shape.num_elements())):
             return tensor, None
         if self.graph:
             chosen = self._chosen_in_graph(tensor)
@@ -96,22 +94,15 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
         """The tensor as it is."""
         return tensor
 
-    def _is_small(self, numel: int) -> bool:
-        return self.leaves_dense("", numel)
+    def residual_dtype_of(self, tensor: Tensor | NDArray[Any]) -> str:
+        """The residual's dtype for gradients like `tensor`."""
+        return self.residual_dtype or ("float64" if tensor.dtype == np.float64 else "float32")
 
     def _chosen(self, tensor: NDArray[Any]) -> NDArray[np.bool_]:
-        if self._is_small(tensor.size) or not np.isfinite(tensor).all():
+        if self.leaves_dense("", tensor.size) or not np.isfinite(tensor).all():
             return np.ones(tensor.shape, np.bool_)
-        wide = tensor.reshape(-1).astype(
-            self.residual_dtype or ("float64" if tensor.dtype == np.float64 else "float32")
-        )
-        k = self.asked(tensor.size)
-        state = self.new_state()
-        # Random choices are other ones at every call.
-        state.step = self._calls
-        self._calls += 1
         chosen = np.zeros(tensor.size, np.bool_)
-        chosen[self.select(NumpyOps(), wide, k, self.room(tensor.size, k, 1), state).indices] = True
+        chosen[self.choose_alone(host_ops(), tensor.reshape(-1).astype(self.residual_dtype_of(tensor)))] = True
         return chosen.reshape(tensor.shape)
 
     def _chosen_in_graph(self, tensor: Tensor) -> Tensor:
@@ -120,8 +111,7 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
                 f"tensor must have a known shape with graph=True, got {tensor.shape}; use tf.ensure_shape, or graph=False"
             )
         numel, state = tensor.shape.num_elements(), self.new_state()
-        wide = self.residual_dtype or ("float64" if tensor.dtype == tf.float64 else "float32")
-        k = self.asked(numel)
+        wide, k = self.residual_dtype_of(tensor), self.asked(numel)
         saved = {name: tf.constant(getattr(state, name), tf.float64) for name in state.saved}
 
         def some() -> Tensor:
@@ -197,12 +187,3 @@ class Threshold(TensorflowCompressor, threshold.Threshold):
 
 class NoOp(TensorflowCompressor, noop.NoOp):
     __doc__ = noop.NoOp.__doc__
-
-
-def _warn_dense(name: str) -> None:
-    # Python shows a warning once per place; this line is that place.
-    warnings.warn(
-        f"{name} was called by Horovod outside hvd.DistributedOptimizer and hvd.DistributedGradientTape: the result is right, "
-        "but it is sent dense, so no bandwidth is saved",
-        stacklevel=1,
-    )

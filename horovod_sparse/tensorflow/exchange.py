@@ -43,18 +43,15 @@ class Collectives:
 
     def total(self, message: Tensor, name: str) -> Tensor:
         """The sum of all ranks' messages."""
-        return mpi_ops._allreduce(
-            message,
-            name=f"{self._prefix}.{name}",
-            op=mpi_ops.Sum,
-            ignore_name_scope=True,
-            process_set=self._process_set,
-        )
+        return self._allreduce(message, name, mpi_ops.Sum)
 
     def dense(self, tensor: Tensor, name: str, op: Any, predivide: float) -> Tensor:
         """Horovod's dense allreduce; `predivide` splits the averaging as `gradient_predivide_factor` does."""
+        return self._allreduce(self.exchanged_in_every_step(tensor), name, op, predivide)
+
+    def _allreduce(self, tensor: Tensor, name: str, op: Any, predivide: float = 1.0) -> Tensor:
         return mpi_ops._allreduce(
-            self.exchanged_in_every_step(tensor),
+            tensor,
             name=f"{self._prefix}.{name}",
             op=op,
             prescale_factor=1.0 / predivide,

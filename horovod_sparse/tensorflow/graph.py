@@ -21,7 +21,7 @@ import tensorflow as tf
 from horovod_sparse import cost, wire
 from horovod_sparse.buckets import Layout, Slot
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
-from horovod_sparse.pipeline import VERSION, check_state
+from horovod_sparse.pipeline import VERSION, check_limits, check_state
 from horovod_sparse.statistics import Counts, Stats, StepStats, Tally
 from horovod_sparse.tensorflow import selectors
 from horovod_sparse.tensorflow.exchange import Collectives
@@ -30,8 +30,6 @@ from horovod_sparse.tensorflow.step import Step
 
 Tensor = Any
 Variable = Any
-
-_LARGEST = wire.LARGEST
 
 
 @dataclass(frozen=True)
@@ -108,17 +106,11 @@ class GraphPipeline:
 
     def add_buckets(self, layouts: Sequence[Layout], device: Callable[[str], str | None] = lambda name: None) -> None:
         """Add buckets; `device(name)` is where the parameter lives, and its bucket shall."""
-        rooms = [self._k_and_room(layout) for layout in layouts]
-        for layout, (_, capacity) in zip(layouts, rooms, strict=True):
-            wire.check_limits(layout.name, layout.numel, capacity, self._world)
-        for layout, (k, capacity) in zip(layouts, rooms, strict=True):
-            self.buckets.append(self._make_bucket(layout, k, capacity, device(layout.name)))
+        check_limits(layouts, self.compressor, self._world)
+        self.buckets.extend(self._make_bucket(layout, device(layout.name)) for layout in layouts)
 
-    def _k_and_room(self, layout: Layout) -> tuple[int, int]:
+    def _make_bucket(self, layout: Layout, device: str | None) -> GraphBucket:
         k = self.compressor.asked(layout.numel)
-        return k, self.compressor.room(layout.numel, k, self._world)
-
-    def _make_bucket(self, layout: Layout, k: int, capacity: int, device: str | None) -> GraphBucket:
         state = self.compressor.new_state(Place(layout.name, self._position, self._world))
 
         def number(name: str, value: Any) -> Variable:
@@ -133,7 +125,7 @@ class GraphPipeline:
         return GraphBucket(
             layout,
             k,
-            capacity,
+            self.compressor.room(layout.numel, k, self._world),
             residual,
             velocity,
             state,
@@ -229,13 +221,13 @@ class GraphPipeline:
                 continue
             gradient = tf.cast(gradient, bucket.layout.residual_dtype)
             finite[slot.name] = _all_finite(gradient)
-            gradient = self._clipped(gradient, bucket.layout.residual_dtype)
+            gradient = self._clipped(gradient)
             kept = tf.where(tf.math.is_finite(gradient), gradient, tf.zeros_like(gradient))
             parts.append(tf.reshape(kept, [slot.numel]))
         flat = tf.concat(parts, 0)
         residual, updates = bucket.residual.read_value(), []
         if bucket.velocity is None:
-            x = _plus(residual, flat)
+            x = residual + flat
         else:
             x, velocity = self._with_momentum(residual, bucket.velocity.read_value(), flat)
             updates.append(bucket.velocity.assign(velocity))
@@ -249,19 +241,18 @@ class GraphPipeline:
         momentum = tf.cast(correction.momentum, velocity.dtype)
         if correction.nesterov:
             velocity = _plus(velocity, gradient) * momentum
-            return _plus(_plus(residual, gradient), velocity), velocity
+            return _plus(residual, gradient) + velocity, velocity
         velocity = _plus(velocity * momentum, gradient)
-        return _plus(residual, velocity), velocity
+        return residual + velocity, velocity
 
-    def _clipped(self, gradient: Tensor, dtype: str) -> Tensor:
+    def _clipped(self, gradient: Tensor) -> Tensor:
         """As `feedback.clip`; without a limit the gradient as it is."""
         limit = self.compressor.clip_norm
         if limit is None:
             return gradient
-        gradient = tf.cast(gradient, dtype)
         wide = tf.cast(gradient, tf.float64)
         norm, most = tf.sqrt(tf.reduce_sum(wide * wide)), limit / math.sqrt(self._world)
-        return gradient * tf.cast(tf.where(norm > most, most / norm, tf.ones_like(norm)), dtype)
+        return gradient * tf.cast(tf.where(norm > most, most / norm, tf.ones_like(norm)), gradient.dtype)
 
     def _receive(self, bucket: GraphBucket, gathered: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
         """The reduced gradient, flat (NaN after a gradient that was not finite), and whether all were finite."""
@@ -326,8 +317,8 @@ class GraphPipeline:
 
     def _reduce_dense(self, step: Step, name: str, number: int) -> Tensor:
         gradient = step.dense[name]
-        dtype = "float64" if gradient.dtype == tf.float64 else "float32"
-        gradient = tf.cast(self._clipped(gradient, dtype), gradient.dtype)
+        wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
+        gradient = tf.cast(self._clipped(tf.cast(gradient, wide)), gradient.dtype)
         # Horovod reduces no bfloat16, and small tensors can afford float32.
         wire_dtype = tf.float32 if gradient.dtype == tf.bfloat16 else gradient.dtype
         return self._collectives.dense(tf.cast(gradient, wire_dtype), f"dense.{number}", step.op, step.predivide)
@@ -434,16 +425,16 @@ def _all_finite(tensor: Tensor) -> Tensor:
     return tf.reduce_all(tf.math.is_finite(tensor))
 
 
-def _plus(sum_: Tensor, addend: Tensor) -> Tensor:
-    """The sum, of the first one's type; added up in the wider type."""
-    wide = tf.float64 if tf.float64 in (sum_.dtype, addend.dtype) else tf.float32
-    return tf.cast(tf.cast(sum_, wide) + tf.cast(addend, wide), sum_.dtype)
+def _plus(sum_: Tensor, gradient: Tensor) -> Tensor:
+    """The sum, of the first one's type; added up in the wider type, for a dense gradient keeps its own."""
+    wide = tf.float64 if tf.float64 in (sum_.dtype, gradient.dtype) else tf.float32
+    return tf.cast(tf.cast(sum_, wide) + tf.cast(gradient, wide), sum_.dtype)
 
 
 def _to_float32(values: Tensor) -> Tensor:
     if values.dtype == tf.float32:
         return values
-    return tf.cast(tf.clip_by_value(values, -_LARGEST, _LARGEST), tf.float32)
+    return tf.cast(tf.clip_by_value(values, -wire.LARGEST, wire.LARGEST), tf.float32)
 
 
 def _pack(indices: Tensor, values: Tensor, capacity: int) -> Tensor:

@@ -29,6 +29,9 @@ from horovod_sparse.tensorflow.step import Step
 Tensor = Any
 Variable = Any
 
+_ALIGNMENT = 64
+"""Bytes."""
+
 
 class HostPipeline(Pipeline):
     """A pipeline that is called from a graph.
@@ -220,7 +223,7 @@ class HostPipeline(Pipeline):
 
         def write(slot: Slot, parts: list[Entries] | None) -> None:
             # Half-precision sums are rounded once, at the end, and not after every rank.
-            flat = np.zeros(slot.numel, bucket.layout.residual_dtype)
+            flat = _zeros(slot.numel, bucket.layout.residual_dtype)
             if parts is None:
                 flat.fill(np.nan)
             for indices, values in parts or ():
@@ -280,6 +283,14 @@ class _Weak:
                 "the compression that a function was traced with is gone; keep it as long as the function, outside of it"
             )
         return method(*self._known, *inputs)
+
+
+def _zeros(numel: int, dtype: str) -> NDArray[Any]:
+    """New ones that begin where TensorFlow's own memory would: so it takes them as they are, and copies all others."""
+    width = np.dtype(dtype).itemsize
+    memory = np.zeros(numel + _ALIGNMENT // width, dtype)
+    start = -memory.ctypes.data % _ALIGNMENT // width
+    return memory[start : start + numel]
 
 
 def _list(tensors: Any) -> list[Tensor]:

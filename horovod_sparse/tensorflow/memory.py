@@ -57,6 +57,6 @@ def check_memory(variable: Variable) -> None:
 
 
 # In a graph, because functions that are called eagerly get copies.
-@tf.function(reduce_retracing=True, autograph=False)  # type: ignore[untyped-decorator, unused-ignore]
+@tf.function(reduce_retracing=True, autograph=False)
 def _look(tensor: Tensor) -> None:
     tf.numpy_function(_seen.append, [tensor], [])

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -23,8 +21,8 @@ from horovod_sparse.agreement import check_sparse, compare
 from horovod_sparse.buckets import Layout, Parameter, Slot, plan
 from horovod_sparse.cost import allreduce_bytes
 from horovod_sparse.pipeline import Bucket, check_limits, check_state
-from horovod_sparse.serving import empty_state
-from horovod_sparse.statistics import Stats, StepStats
+from horovod_sparse.serving import compresses, empty_state
+from horovod_sparse.statistics import NO_STATS, Stats
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives
 from horovod_sparse.tensorflow.graph import GraphBucket, GraphPipeline
@@ -34,8 +32,6 @@ from horovod_sparse.tensorflow.step import Step
 
 Tensor = Any
 Variable = Any
-
-_FORCE = "HOROVOD_SPARSE_FORCE"
 
 # Reducers made so far per process set; see the torch adapter.
 _made: Counter[tuple[int, ...]] = Counter()
@@ -89,7 +85,7 @@ class Reducer:
         self._function = tf.function(self._reduce, autograph=False, reduce_retracing=True)
         # AutoGraph would rewrite all that is called from there, though it needs no rewriting.
         self._reduce_as_it_is = tf.autograph.experimental.do_not_convert(self._reduce_list)
-        self.active = self._activate()
+        self.active = process_set.included() and compresses(process_set.size())
         compressor.bind(self)
 
     def check_same(self, *, op: Any, predivide: float, groups: Any, sparse_as_dense: bool, process_set: Any) -> None:
@@ -102,22 +98,6 @@ class Reducer:
                     f"{self._arguments[name]!r}; give the other tape a compression of its own, for instance "
                     "copy.deepcopy(compression)"
                 )
-
-    def _activate(self) -> bool:
-        if not self._process_set.included():
-            return False
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
-            raise RuntimeError(
-                "horovod_sparse does not follow an elastic job, in which workers come and go; start the job with a fixed "
-                "number of workers, or use hvd.Compression.none"
-            )
-        if self._process_set.size() > 1 or os.environ.get(_FORCE) == "1":
-            return True
-        warnings.warn(
-            f"horovod_sparse: there is one worker, so nothing is compressed (set {_FORCE}=1 to compress all the same)",
-            stacklevel=1,
-        )
-        return False
 
     # --- gradients in, reduced gradients out ---
 
@@ -238,7 +218,7 @@ class Reducer:
         sparse = [name for name, gradient in new.items() if isinstance(gradient, tf.IndexedSlices)]
         try:
             planned, layouts = self._plan(new, sparse, self._group_numbers(names, variables), devices)
-            state = self._state_of(planned, layouts)
+            state, rest = self._state_of(planned, layouts)
         except ValueError as error:
             self._agree(new, sparse, str(error))
             raise
@@ -257,6 +237,7 @@ class Reducer:
         if state is not None:
             engine.adopt_memory()
             engine.load_state_dict(_merged(engine.state_dict(), state))
+        self._pending_state = rest
 
     def _plan(
         self, new: Mapping[str, Any], sparse: Sequence[str], groups: Mapping[str, int], devices: Mapping[str, str]
@@ -267,7 +248,7 @@ class Reducer:
             if name in sparse:
                 continue
             shape = self.names.shape(name)
-            residual = self.compressor.residual_dtype or ("float64" if gradient.dtype == tf.float64 else "float32")
+            residual = self.compressor.residual_dtype_of(gradient)
             if self.compressor.leaves_dense(name, math.prod(shape)):
                 layouts.append(Layout((Slot(name, 0, math.prod(shape), shape),), residual))
             else:
@@ -277,10 +258,12 @@ class Reducer:
         check_limits(planned, self.compressor, self._process_set.size())
         return planned, layouts
 
-    def _state_of(self, planned: Sequence[Layout], dense: Sequence[Layout]) -> Mapping[str, Any] | None:
-        """What a state that was loaded before has for new variables, checked; what it has for others goes on waiting."""
+    def _state_of(
+        self, planned: Sequence[Layout], dense: Sequence[Layout]
+    ) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+        """What a state that was loaded before has for new variables, checked, and what goes on waiting for others."""
         if self._pending_state is None:
-            return None
+            return None, None
         residuals = {slot.name: slot.shape for layout in planned for slot in layout.slots}
         velocities = {**residuals, **{layout.name: layout.slots[0].shape for layout in dense}}
         if self.compressor.momentum_correction is None:
@@ -289,8 +272,7 @@ class Reducer:
         state = _part(pending, {*residuals, *velocities})
         check_state(state, self.compressor, residuals, velocities)
         rest = _part(pending, {name for kind in _BY_NAME for name in pending[kind]} - {*residuals, *velocities})
-        self._pending_state = rest if rest["residuals"] or rest["velocities"] else None
-        return state
+        return state, rest if rest["residuals"] or rest["velocities"] else None
 
     def _engine(self) -> HostPipeline | GraphPipeline:
         if self.engine is None:
@@ -335,7 +317,7 @@ class Reducer:
 
     def stats(self) -> Stats:
         if self.engine is None:
-            return Stats(0, StepStats((), 0.0), StepStats((), 0.0))
+            return NO_STATS
         self.engine.adopt_memory()
         return self.engine.stats()
 

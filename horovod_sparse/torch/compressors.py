@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from horovod.torch.compression import Compressor as HorovodCompressor
 from torch import Tensor
@@ -24,7 +22,7 @@ from horovod_sparse.serving import ServingCompressor
 from horovod_sparse.torch.ops import TorchOps
 
 
-class TorchCompressor(ServingCompressor, HorovodCompressor):  # type: ignore[misc]
+class TorchCompressor(ServingCompressor, HorovodCompressor):
     """A sparsifier that serves one `hvd.DistributedOptimizer`; its state loads with `torch.load(weights_only=True)`."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, None]:
@@ -34,20 +32,14 @@ class TorchCompressor(ServingCompressor, HorovodCompressor):  # type: ignore[mis
         feedback, and without saving bandwidth, since Horovod allreduces what is returned. Tensors below `min_numel`,
         tensors that are not floating point or sparse, and tensors with NaN or infinity are returned as they are.
         """
-        _warn_dense(type(self).__name__)
+        self.warn_dense()
         ops = TorchOps()
-        numel = tensor.numel()
-        compressible = tensor.is_floating_point() and not tensor.is_sparse and not self.leaves_dense("", numel)
+        compressible = tensor.is_floating_point() and not tensor.is_sparse and not self.leaves_dense("", tensor.numel())
         if not compressible or not ops.all_finite(tensor):
             return tensor, None
         flat = tensor.reshape(-1)
         wide = flat.detach().to(getattr(torch, self.residual_dtype_of(flat)))
-        k = self.asked(numel)
-        state = self.new_state()
-        # Random choices are other ones at every call.
-        state.step = self._calls
-        self._calls += 1
-        chosen = self.select(ops, wide, k, self.room(numel, k, 1), state).indices
+        chosen = self.choose_alone(ops, wide)
         # Differentiable, as Horovod's own compressors are.
         return torch.zeros_like(flat).scatter(0, chosen, flat[chosen]).view(tensor.shape), None
 
@@ -98,12 +90,3 @@ class Threshold(TorchCompressor, threshold.Threshold):
 
 class NoOp(TorchCompressor, noop.NoOp):
     __doc__ = noop.NoOp.__doc__
-
-
-def _warn_dense(name: str) -> None:
-    # Python shows a warning once per place; this line is that place.
-    warnings.warn(
-        f"{name} was called by Horovod outside hvd.DistributedOptimizer: the result is right, but it is sent dense, so no "
-        "bandwidth is saved",
-        stacklevel=1,
-    )

@@ -9,8 +9,6 @@ instead of hanging, and the embeddings with sparse gradients are known to all.
 from __future__ import annotations
 
 import copy
-import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,15 +20,13 @@ from torch import Tensor
 from horovod_sparse.buckets import Slot
 from horovod_sparse.exchanges import Collective, Entries, add_up
 from horovod_sparse.pipeline import Bucket, Pipeline, check_state
-from horovod_sparse.serving import empty_state, stats_of
+from horovod_sparse.serving import compresses, empty_state, stats_of
 from horovod_sparse.statistics import Stats
 from horovod_sparse.torch.agreement import agree, check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import allreduce_async, gather_async, sum_async
 from horovod_sparse.torch.ops import TorchOps
 from horovod_sparse.torch.routes import Routes, wire_dtype
-
-_FORCE = "HOROVOD_SPARSE_FORCE"
 
 # Optimizers made so far per process set. All its ranks make theirs in the same order, so the number names one everywhere.
 # The ranks are part of the key because Horovod gives the number of a removed set to the next one that is added.
@@ -42,11 +38,10 @@ class Reducer:
 
     Args:
         optimizer: the wrapped optimizer, fully constructed.
-        compressor: the `compression` it was given, checked by `check_arguments`.
+        compressor: the `compression` it was given, checked by `check_arguments` and `check_momentum`.
     """
 
     def __init__(self, optimizer: Any, compressor: TorchCompressor) -> None:
-        check_momentum(optimizer.param_groups, compressor)
         compressor.bind(self)
         self.compressor = compressor
         self.pipeline: Pipeline | None = None
@@ -71,24 +66,12 @@ class Reducer:
         self.active = self._activate()
 
     def _activate(self) -> bool:
-        optimizer = self._optimizer
-        if not self._process_set.included():
+        if not self._process_set.included() or not compresses(mpi_ops.size()):
             return False
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
-            raise RuntimeError(
-                "horovod_sparse does not follow an elastic job, in which workers come and go; start the job with a fixed "
-                "number of workers, or use hvd.Compression.none"
-            )
-        if mpi_ops.size() > 1:
-            return True  # Stock Horovod has registered the hooks.
-        if os.environ.get(_FORCE) == "1":
-            optimizer._register_hooks()
-            return True
-        warnings.warn(
-            f"horovod_sparse: there is one worker, so nothing is compressed (set {_FORCE}=1 to compress all the same)",
-            stacklevel=1,
-        )
-        return False
+        if mpi_ops.size() == 1:
+            # Stock Horovod leaves out the hooks then.
+            self._optimizer._register_hooks()
+        return True
 
     # --- gradients in: called from hooks, never waits ---
 

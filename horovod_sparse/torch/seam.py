@@ -19,6 +19,7 @@ from horovod.torch import mpi_ops
 from horovod.torch import optimizer as horovod_optimizer
 
 from horovod_sparse.agreement import check_arguments
+from horovod_sparse.torch.agreement import check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.reducer import Reducer
 
@@ -121,11 +122,14 @@ def _init(stock: Method) -> Method:
     def extended(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = signature.bind(self, *args, **kwargs)
         arguments.apply_defaults()
-        compression, op, groups = (arguments.arguments[name] for name in ("compression", "op", "groups"))
+        params, compression, op, groups = (
+            arguments.arguments[name] for name in ("params", "compression", "op", "groups")
+        )
         # Before stock Horovod registers its hooks, which would outlive a refused optimizer.
         _refuse_class(compression)
         if isinstance(compression, TorchCompressor):
             _check_arguments(op, groups, compression)
+            check_momentum(params, compression)
             compression.check_free()
         stock(self, *args, **kwargs)
         if isinstance(compression, TorchCompressor):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from horovod_sparse.torch import NoOp, SIDCo, TopK, seam
+from horovod_sparse.torch import DGC, NoOp, SIDCo, TopK, seam
 
 from .common import (
     BUCKET_BYTES,
@@ -637,7 +637,7 @@ def refused_arguments() -> None:
     assert "serves no optimizer" in raised(RuntimeError, SIDCo(0.01).state_dict)
 
 
-@scenario(MPI_2, cases={k: (k,) for k in ("shared", "op", "groups")})
+@scenario(MPI_2, cases={k: (k,) for k in ("shared", "op", "groups", "momentum")})
 def refusal_leaves_no_trace(kind: str) -> None:
     # The same model is wrapped rightly afterwards, and trains as if the first attempt had not been.
     tried, fresh = small_model(), small_model()
@@ -647,6 +647,7 @@ def refusal_leaves_no_trace(kind: str) -> None:
         "shared": lambda: wrap(tried, shared),
         "op": lambda: wrap(tried, SIDCo(0.05), op=hvd.Max),
         "groups": lambda: wrap(tried, SIDCo(0.05, granularity="model"), groups=2),
+        "momentum": lambda: wrap(tried, DGC(0.05), momentum=0.9),
     }
     raised(ValueError, attempts[kind])
     with warnings.catch_warnings():

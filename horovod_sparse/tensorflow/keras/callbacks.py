@@ -22,7 +22,7 @@ from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.wrappers import broadcast_variables
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Give all workers one worker's weights and optimizer variables after the first batch; not residuals.
 
     Args:
@@ -57,7 +57,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._done = True
 
 
-class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class MetricAverageCallback(keras.callbacks.Callback):
     """Average the metrics of an epoch over all workers; put it before callbacks that look at them.
 
     Args:
@@ -77,7 +77,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         logs.update(zip(names, values.numpy().tolist(), strict=True))
 
 
-class CompressionCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
+class CompressionCheckpoint(keras.callbacks.Callback):
     """Save a compressor's residuals and adaptive state at the end of every epoch, on every worker: no model file has them.
 
     Args:

@@ -134,7 +134,7 @@ class DistributedApply:
         """Leave a variable's gradient as this rank has computed it."""
         self._local.add(plain(var).ref())
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:
         """Reduce and apply; with several passes per step only in the last one."""
         if trainable_variables is None:

@@ -11,8 +11,8 @@ import tensorflow as tf
 from horovod_sparse.tensorflow import GaussianK, NoOp, RedSync, SIDCo, Threshold, TopK
 
 from ..scenario import TF_2, TF_4, scenario
-from .common import MakeCompression, assert_identical, everyone, normals, raised, reduce, variables
-from .tape import SETTINGS, SHAPES, gradients_of, graph_reducer, oracle, tensors
+from .common import MakeCompression, assert_identical, everyone, normals, raised
+from .tape import SETTINGS, assert_lockstep
 
 COMPRESSORS: dict[str, MakeCompression] = {
     "NoOp": NoOp,
@@ -31,22 +31,7 @@ COMPRESSORS: dict[str, MakeCompression] = {
 
 @scenario(TF_2, TF_4, cases={name: (make,) for name, make in COMPRESSORS.items()})
 def the_graph_gives_what_numpy_gives(make: MakeCompression) -> None:
-    compression = make(graph=True, **SETTINGS)
-    expect = oracle(compression)
-    weights = variables(SHAPES)
-    graph = graph_reducer(compression, weights)
-    for step in range(6):
-        gradients = gradients_of(step)
-        expected = expect(gradients)
-        if step % 2:
-            got = reduce(compression, weights, gradients)
-        else:
-            got = {n: t.numpy() for n, t in graph(tensors(gradients)).items()}
-        for name in SHAPES:
-            np.testing.assert_array_equal(got[name], expected[name], err_msg=f"step {step}, {name}")
-        assert_identical(list(got.values()))
-    assert graph.experimental_get_tracing_count() == 1
-    assert compression.stats().steps == 6
+    assert_lockstep(make(graph=True, **SETTINGS), 6)
 
 
 def _model() -> tuple[list[tf.Variable], Any]:

@@ -67,15 +67,12 @@ def tensors(arrays: dict[str, np.ndarray]) -> dict[str, tf.Tensor]:
     return {name: tf.constant(array) for name, array in arrays.items()}
 
 
-# The oracle needs MPI.
-@scenario(TF_2, TF_4, cases={name: (make,) for name, make in (COMPRESSORS | POLICIES).items()})
-def tensorflow_gives_what_numpy_gives(make: MakeCompression) -> None:
-    """To the last bit, eager and in a function that is traced once."""
-    compression = make(**SETTINGS)
+def assert_lockstep(compression: Any, steps: int) -> SparseAllreduce:
+    """Eager and in a function that is traced once it gives what NumPy gives, to the last bit. The NumPy path is returned."""
     expect = oracle(compression)
     weights = variables(SHAPES)
     function = graph_reducer(compression, weights)
-    for step in range(8):
+    for step in range(steps):
         gradients = gradients_of(step)
         expected = expect(gradients)
         if step % 2:
@@ -86,6 +83,15 @@ def tensorflow_gives_what_numpy_gives(make: MakeCompression) -> None:
             np.testing.assert_array_equal(got[name], expected[name], err_msg=f"step {step}, {name}")
         assert_identical(list(got.values()))
     assert function.experimental_get_tracing_count() == 1
+    assert compression.stats().steps == steps
+    return expect
+
+
+# The oracle needs MPI.
+@scenario(TF_2, TF_4, cases={name: (make,) for name, make in (COMPRESSORS | POLICIES).items()})
+def tensorflow_gives_what_numpy_gives(make: MakeCompression) -> None:
+    compression = make(**SETTINGS)
+    expect = assert_lockstep(compression, 8)
     theirs, mine = expect.stats().mean.total, compression.stats().mean.total
     assert (theirs.count, theirs.bytes_sent) == (mine.count, mine.bytes_sent)
 
@@ -562,15 +568,19 @@ def a_wrong_state_on_one_rank_raises_on_all() -> None:
     trained = TopK(0.05)
     reduce(trained, weights, gradients_of(0))
     state = trained.state_dict()
-    if hvd.rank() == 1:
-        del state["residuals"]["first"], state["adaptive"]["first"]
+    names = state["residuals"].keys() - {"first"}
+    wrong = {**state, **{part: {name: state[part][name] for name in names} for part in ("residuals", "adaptive")}}
     compression = TopK(0.05)
-    compression.load_state_dict(state)
+    compression.load_state_dict(wrong if hvd.rank() == 1 else state)
     message = raised(ValueError, lambda: reduce(compression, weights, gradients_of(1)))
     assert "'first'" in message and "problem" in message
-    # Nothing was planned; without the state all is well.
-    compression.load_state_dict({**state, "residuals": {}})
-    assert_identical(list(reduce(compression, weights, gradients_of(1)).values()))
+    # Nothing was planned, and what was right still waits.
+    if hvd.rank() == 1:
+        compression.load_state_dict(state)
+    expected, got = (reduce(one, weights, gradients_of(1)) for one in (trained, compression))
+    for name in SHAPES:
+        np.testing.assert_array_equal(got[name], expected[name])
+    assert_identical(list(got.values()))
 
 
 @scenario(TF_2)
@@ -667,6 +677,35 @@ def an_optimizers_compression_is_not_for_tapes() -> None:
     hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
     message = raised(ValueError, lambda: reduce(compression, variables(SHAPES), gradients_of(0)))
     assert "compression must serve one optimizer" in message
+
+
+@scenario(TF_2)
+def a_tapes_compression_is_not_for_optimizers() -> None:
+    compression = TopK(0.05)
+    reduce(compression, variables(SHAPES), gradients_of(0))
+    for make in (keras.optimizers.SGD, tf.compat.v1.train.GradientDescentOptimizer):
+        message = raised(ValueError, lambda make=make: hvd.DistributedOptimizer(make(0.1), compression=compression))
+        assert "compression must serve one optimizer" in message
+
+
+@scenario(TF_2)
+def optimizers_of_tensorflow_1_are_served() -> None:
+    weights, compression = variables(SHAPES), TopK(0.05)
+    optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), compression=compression)
+    expect = oracle(compression)
+    total = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    for step in range(4):
+        gradients = gradients_of(step)
+        for name, reduced in expect(gradients).items():
+            total[name] += reduced
+
+        def loss(gradients: dict[str, np.ndarray] = gradients) -> tf.Tensor:
+            return tf.add_n([tf.reduce_sum(weights[name] * gradient) for name, gradient in gradients.items()])
+
+        optimizer.minimize(loss, var_list=list(weights.values()))
+    for name, weight in weights.items():
+        np.testing.assert_allclose(weight.numpy(), -0.1 * total[name], rtol=1e-5, atol=1e-7)
+    assert_identical(list(weights.values()))
 
 
 @scenario(TF_2)
