@@ -10,6 +10,7 @@ taken out of the residual is sent only when the whole step has succeeded, and re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -121,18 +122,17 @@ class Task:
         )
 
 
-def add_up(ops: Ops, parts: list[Entries], target: Array) -> None:
-    """The flat `target` becomes the sum of all ranks' entries, in the order of the ranks."""
-    indexed = [(indices, values) for indices, values in parts if indices is not None]
-    if len(indexed) == len(parts):
+def add_up(ops: Ops, parts: list[Entries] | None, target: Array) -> None:
+    """The flat `target` becomes the sum of all ranks' entries, in the order of the ranks; NaN where there are none (None)."""
+    indexed = [(indices, values) for indices, values in parts or () if indices is not None]
+    if parts is None:
+        target[:] = math.nan
+    elif len(indexed) == len(parts):
         ops.assemble(target, indexed)
-        return
-    target[:] = 0
-    for indices, values in parts:
-        if indices is None:
+    else:
+        target[:] = 0
+        for _, values in parts:
             ops.accumulate(target, values)
-        else:
-            ops.scatter_add(target, indices, values)
 
 
 Exchange = Callable[[Task], "Generator[Collective, Any, list[Entries] | None]"]

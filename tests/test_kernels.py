@@ -362,6 +362,17 @@ def test_indices_out_of_range_change_nothing(dtype: type, outside: int) -> None:
     assert target.tolist() == [1, 1, 1]
 
 
+@of_either_width
+def test_parts_whose_indices_do_not_ascend_change_nothing(dtype: type) -> None:
+    target = np.ones(9, dtype)
+    for wrong in ([3, 2], [3, 3], [0, 1, 8, 7]):
+        with pytest.raises(IndexError, match="ascending"):
+            ONE.assemble(target, [(np.array([1]), np.ones(1)), (np.array(wrong), np.ones(len(wrong), np.float32))])
+    with pytest.raises(ValueError, match="values must be 2, got 3"):
+        ONE.assemble(target, [(np.array([1, 2]), np.ones(3))])
+    assert target.tolist() == [1] * 9
+
+
 def test_arrays_that_do_not_lie_as_the_kernels_want_it() -> None:
     """Strided and misaligned ones are copied, types that no kernel knows are left to NumPy."""
     x = sample(5001, np.float32)

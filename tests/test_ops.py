@@ -146,6 +146,31 @@ def test_scatter_add_and_positions(backend: Backend) -> None:
 
 
 @on_every_backend
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("size", [0, 1, 2**14, 2**14 + 1, 50_000])
+def test_parts_are_added_up_in_their_order(backend: Backend, dtype: type, size: int) -> None:
+    rng = np.random.default_rng(size)
+    # Sums of these depend on the order.
+    parts = [(np.flatnonzero(rng.random(size) < part), 10.0 ** rng.integers(-9, 9)) for part in (0.5, 0.01, 0.9, 0.0)]
+    entries = [(indices, (scale * rng.normal(size=indices.size)).astype(np.float32)) for indices, scale in parts]
+    expected, target = np.zeros(size, dtype), backend.array(np.full(size, np.nan, dtype))
+    for indices, values in entries:
+        expected[indices] += values
+    backend.ops.assemble(target, [(backend.array(indices), backend.array(values)) for indices, values in entries])
+    np.testing.assert_array_equal(backend.numpy(target), expected, strict=True)
+    backend.ops.assemble(target, [])
+    assert not backend.numpy(target).any()
+
+
+@on_every_backend
+def test_parts_that_reach_beyond_the_target_are_refused(backend: Backend) -> None:
+    target = backend.array(np.ones(6, np.float32))
+    for wrong in ([3, 6], [-7, 3]):
+        with pytest.raises(IndexError):
+            backend.ops.assemble(target, [(backend.array(np.array(wrong)), backend.array(np.ones(2, np.float32)))])
+
+
+@on_every_backend
 def test_copy_shares_nothing(backend: Backend) -> None:
     x = backend.array(np.zeros(3, np.float32))
     backend.ops.copy(x)[:] = 1

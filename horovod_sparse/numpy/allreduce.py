@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from horovod_sparse.buckets import Layout, Parameter, Slot, plan
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.cost import allreduce_bytes
-from horovod_sparse.exchanges import Collective, Entries
+from horovod_sparse.exchanges import Collective, Entries, add_up
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.pipeline import Pipeline
 from horovod_sparse.schedules import Schedule
@@ -95,19 +95,12 @@ class SparseAllreduce:
 
     def _finish(self, under_way: list[Any], reduced: dict[str, Array]) -> None:
         wide = {
-            name: np.zeros(array.size, _wide(array.dtype)) for name, array in reduced.items() if name not in self._dense
+            name: np.empty(array.size, _wide(array.dtype)) for name, array in reduced.items() if name not in self._dense
         }
 
         def write(slot: Slot, parts: list[Entries] | None) -> None:
             flat = wide[slot.name]
-            if parts is None:
-                flat.fill(np.nan)
-            else:
-                for indices, values in parts:
-                    if indices is None:
-                        self._ops.accumulate(flat, values)
-                    else:
-                        self._ops.scatter_add(flat, indices, values)
+            add_up(self._ops, parts, flat)
             reduced[slot.name][...] = flat.reshape(slot.shape)
 
         while under_way:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.buckets import Layout, Slot
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.exchanges import ROUNDS, Entries, Exchange, Round, dense
+from horovod_sparse.exchanges import ROUNDS, Entries, Exchange, Round, add_up, dense
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.ops import Array
 from horovod_sparse.pipeline import Bucket, Pipeline
@@ -223,14 +223,8 @@ class HostPipeline(Pipeline):
 
         def write(slot: Slot, parts: list[Entries] | None) -> None:
             # Half-precision sums are rounded once, at the end, and not after every rank.
-            flat = _zeros(slot.numel, bucket.layout.residual_dtype)
-            if parts is None:
-                flat.fill(np.nan)
-            for indices, values in parts or ():
-                if indices is None:
-                    self.ops.accumulate(flat, values)
-                else:
-                    self.ops.scatter_add(flat, indices, values)
+            flat = _empty(slot.numel, bucket.layout.residual_dtype)
+            add_up(self.ops, parts, flat)
             kept.append(flat)
 
         return write
@@ -285,10 +279,10 @@ class _Weak:
         return method(*self._known, *inputs)
 
 
-def _zeros(numel: int, dtype: str) -> NDArray[Any]:
-    """New ones that begin where TensorFlow's own memory would: so it takes them as they are, and copies all others."""
+def _empty(numel: int, dtype: str) -> NDArray[Any]:
+    """Memory that begins where TensorFlow's own memory would: so it takes them as they are, and copies all others."""
     width = np.dtype(dtype).itemsize
-    memory = np.zeros(numel + _ALIGNMENT // width, dtype)
+    memory = np.empty(numel + _ALIGNMENT // width, dtype)
     start = -memory.ctypes.data % _ALIGNMENT // width
     return memory[start : start + numel]
 

@@ -202,10 +202,7 @@ class Reducer:
             # Half-precision sums are rounded once, at the end, and not after every rank.
             wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
             flat = torch.empty(parameter.numel(), dtype=wide, device=parameter.device)
-        if parts is None:
-            flat.fill_(torch.nan)
-        else:
-            add_up(self._ops, parts, flat)
+        add_up(self._ops, parts, flat)
         if not in_place:
             self._replace_gradient(parameter, flat.view(parameter.shape))
 
