@@ -189,20 +189,31 @@ def _timed_comparison(
 def _timed_tensorflow(
     conditions: Conditions, rows: Sequence[Row], backend: Backend, gradients: Gradients
 ) -> Iterator[_Timed]:
+    """Whole steps in TensorFlow, and the same in PyTorch."""
     from horovod_sparse.bench.tensorflow import GraphWorker, set_threads
 
     set_threads(conditions.threads)
+    dense = backend.ops.zeros(conditions.size, "float32", backend.like)
     for row in progress([row for row in rows if row.world == 1 and not row.cold], "warming up"):
-        for traced in (False, True):
-            worker = GraphWorker(row, conditions.ratio, conditions.size, traced=traced)
-            title = f"{row.title}, whole step in {'a tf.function' if traced else 'eager code'}"
+        for place, traced in (("eager code", False), ("a tf.function", True)):
+            graph = GraphWorker(row, conditions.ratio, conditions.size, traced=traced)
 
-            def run(worker: GraphWorker = worker, data: str = row.data) -> float:
+            def run(worker: GraphWorker = graph, data: str = row.data) -> float:
                 return worker.step(backend.host(gradients.next(data)))
 
-            for _ in range(row.warm_steps):
-                run()
-            yield _Timed(Result(title, conditions, None), run, lambda: None)
+            yield _timed_whole(conditions, row, place, run)
+        worker = Worker(backend, row, conditions.ratio, conditions.size, dense, whole=True)
+
+        def step(worker: Worker = worker, data: str = row.data) -> float:
+            return worker.step(gradients.next(data))
+
+        yield _timed_whole(conditions, row, "PyTorch", step)
+
+
+def _timed_whole(conditions: Conditions, row: Row, place: str, run: Callable[[], float]) -> _Timed:
+    for _ in range(row.warm_steps):
+        run()
+    return _Timed(Result(f"{row.title}, whole step in {place}", conditions, None), run, lambda: None)
 
 
 def _memory(row: int, conditions: Conditions) -> float | None:

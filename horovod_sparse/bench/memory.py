@@ -13,6 +13,7 @@ import re
 import sys
 from pathlib import Path
 
+from horovod_sparse import kernels
 from horovod_sparse.bench.backends import make_backend
 from horovod_sparse.bench.rows import ROWS
 from horovod_sparse.bench.worker import Gradients, Worker
@@ -46,6 +47,7 @@ def main() -> None:
         worker.start()
     gradient = gradients.next(row.data)
     gc.collect()
+    kernels.forget_spare()
     before = resident("VmRSS")
     forget_peak()
     worker.step(gradient)

@@ -59,9 +59,13 @@ class Gradients:
 class Worker:
     """A pipeline with one bucket of one parameter, the first of `row.world` workers."""
 
-    def __init__(self, backend: Backend, row: Row, ratio: float, size: int, dense: Array) -> None:
+    def __init__(
+        self, backend: Backend, row: Row, ratio: float, size: int, dense: Array, *, whole: bool = False
+    ) -> None:
         self.backend = backend
         self.row = row
+        self._whole = whole
+        """Whether both what comes before the last collective and what comes after it is timed."""
         self.ratio = ratio
         self.size = size
         self._dense = dense
@@ -87,7 +91,7 @@ class Worker:
     def step(self, gradient: Array) -> float:
         """Take a step; the seconds of what the row times.
 
-        That is all of it until the last collective, or from there on with `row.receives`.
+        That is all of it until the last collective, or from there on with `row.receives`, or both with `whole`.
         """
         pipeline, bucket = self.pipeline, self.bucket
         if isinstance(pipeline.compressor, Threshold):
@@ -105,6 +109,8 @@ class Worker:
         begun = time.perf_counter()
         pipeline.end_step()
         compress += time.perf_counter() - begun
+        if self._whole:
+            return compress + last
         return last if self.row.receives else compress
 
     def _set_threshold(self, compressor: Threshold, gradient: Array) -> None:
@@ -143,7 +149,7 @@ class Worker:
     def _write(self, slot: Slot, parts: list[Entries] | None) -> None:
         assert parts is not None
         self._entries = parts
-        if self.row.receives:
+        if self.row.receives or self._whole:
             add_up(self.backend.ops, parts, self._dense)
 
     # --- what came of it ---

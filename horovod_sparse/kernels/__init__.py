@@ -198,6 +198,11 @@ def assemble(target: Memory, parts: list[tuple[Memory, Memory]]) -> None:
     _check(_native.lib.hs_assemble(*_wide(target), target.numel, len(parts), entries), target)
 
 
+def forget_spare() -> None:
+    """Give back the memory that waits to be used again."""
+    _spare.clear()
+
+
 def _lend(count: int, dtype: str) -> NDArray[Any]:
     """An array in memory that the last one had, which is free when no view of it is left: fresh memory costs page faults."""
     size = count * np.dtype(dtype).itemsize

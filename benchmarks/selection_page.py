@@ -1,0 +1,138 @@
+"""Measure what docs/selection.md shows, and write it there, into README.md and into docs/selection.png.
+
+    python benchmarks/selection_page.py [--repetitions 7] [--json FILE] [--from FILE]
+
+Runs `benchmarks/selection.py` under each condition of the page, one after the other: leave the machine alone for ten minutes.
+`--json` keeps the figures; `--from` writes the pages from kept ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+PAGE, README = HERE.parent / "docs" / "selection.md", HERE.parent / "README.md"
+MARK = "selection figures"
+
+
+class Column(NamedTuple):
+    title: str
+    size: int
+    ratio: float
+    threads: int
+
+
+COLUMNS = (
+    Column("units", 25_000_000, 0.001, 1),
+    Column("ratio 0.01", 25_000_000, 0.01, 1),
+    Column("ratio 0.1", 25_000_000, 0.1, 1),
+    Column("2 threads", 25_000_000, 0.001, 2),
+    Column("1 M", 1_000_000, 0.001, 1),
+    Column("100 M", 100_000_000, 0.001, 1),
+)
+
+
+def measure(repetitions: int) -> dict[str, Any]:
+    """Every column, and the steps in TensorFlow."""
+    columns = []
+    for column in COLUMNS:
+        options = ["--sizes", str(column.size), "--ratios", str(column.ratio), "--threads", str(column.threads)]
+        columns.append(_run([*options, *(["--memory"] if column is COLUMNS[0] else [])], repetitions))
+    rows = ["--rows", "SIDCo, exponential", "TopK", "RandomBlock"]
+    tensorflow = _run(["--backend", "tensorflow", "--sizes", "25M", *rows], repetitions)
+    return {"columns": columns, "tensorflow": tensorflow}
+
+
+def _run(options: list[str], repetitions: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        command = [sys.executable, str(HERE / "selection.py"), "--repetitions", str(repetitions), "--json", str(file)]
+        picture = ["--picture", str(PAGE.with_suffix(".png"))] if "--memory" in options else []
+        subprocess.run([*command, *options, *picture], check=True, stdout=subprocess.DEVNULL)
+        figures: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return figures
+
+
+def _units(figures: dict[str, Any]) -> dict[str, float]:
+    return {result["title"]: result["units"] for result in figures["results"]}
+
+
+def machine(figures: dict[str, Any]) -> str:
+    """One line."""
+    versions = ", ".join(f"{name} {figures[name]}" for name in ("torch", "numpy"))
+    return f"{figures['processor']}, {figures['cores']} cores; {versions}."
+
+
+def table(kept: dict[str, Any]) -> str:
+    """A row per compressor, a column per condition."""
+    first, *others = kept["columns"]
+    by_column = [_units(figures) for figures in others]
+    titles = ["25 M elements, ratio 0.001, 1 thread", "units", "quartiles", "at most", "GB/s", "memory"]
+    lines = [_line([*titles, *(column.title for column in COLUMNS[1:])])]
+    lines.append("|---|" + "---:|" * (len(titles) + len(others) - 1))
+    for result in first["results"]:
+        quotients = sorted(result["quotients"])
+        quartiles = f"{quotients[len(quotients) // 4]:.2f}-{quotients[-1 - len(quotients) // 4]:.2f}"
+        seconds = sorted(result["seconds"])[len(result["seconds"]) // 2]
+        bar = "" if result["bar"] is None else f"{result['bar']:g}"
+        over = "" if result["bar"] is None or result["units"] <= result["bar"] else " (over)"
+        memory = "" if result["memory"] is None else f"{100 * result['memory']:.1f} %"
+        rate = f"{12e-9 * result['conditions']['size'] / seconds:.0f}"
+        cells = [result["title"], f"{result['units']:.2f}{over}", quartiles, bar, rate, memory]
+        lines.append(_line([*cells, *(f"{units[result['title']]:.2f}" for units in by_column)]))
+    return "\n".join(lines)
+
+
+def tensorflow_table(kept: dict[str, Any]) -> str:
+    """A row per compressor: the whole step in eager code, in a tf.function, and in PyTorch."""
+    units = _units(kept["tensorflow"])
+    places = ("eager code", "a tf.function", "PyTorch")
+    names = dict.fromkeys(title.partition(", whole step in ")[0] for title in units)
+    lines = [_line(["25 M elements, ratio 0.001, 1 thread", *places]), "|---|---:|---:|---:|"]
+    lines += [_line([name, *(f"{units[f'{name}, whole step in {place}']:.2f}" for place in places)]) for name in names]
+    return "\n".join(lines)
+
+
+def headline(kept: dict[str, Any]) -> str:
+    """For the README: what a step costs, in one column."""
+    lines = [_line(["25 M float32, ratio 0.001, one thread", "units"]), "|---|---:|"]
+    lines += [_line([result["title"], f"{result['units']:.2f}"]) for result in kept["columns"][0]["results"]]
+    return "\n".join([*lines, "", machine(kept["columns"][0])])
+
+
+def replace_between(path: Path, text: str) -> None:
+    """Put the text where the page has room for it."""
+    page = path.read_text(encoding="utf-8")
+    before, begin, rest = page.partition(f"<!-- {MARK}: begin -->")
+    _, end, after = rest.partition(f"<!-- {MARK}: end -->")
+    if not begin or not end:
+        raise SystemExit(f"{path} must have <!-- {MARK}: begin --> and <!-- {MARK}: end -->")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="keep the figures here")
+    parser.add_argument("--from", type=Path, dest="kept", help="figures that were kept")
+    arguments = parser.parse_args()
+    kept = json.loads(arguments.kept.read_text()) if arguments.kept else measure(arguments.repetitions)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    figures = [machine(kept["columns"][0]), table(kept), tensorflow_table(kept)]
+    replace_between(PAGE, "\n\n".join(figures))
+    replace_between(README, headline(kept))
+
+
+if __name__ == "__main__":
+    main()
