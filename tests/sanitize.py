@@ -14,15 +14,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "sanitize"
-FLAGS = "-DHOROVOD_SPARSE_PORTABLE -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g"
+# Never with the clones: their resolvers would run before the sanitizer's library is ready.
+VARIANTS = ("-DHOROVOD_SPARSE_PORTABLE", "-DHOROVOD_SPARSE_NO_CLONES")
+FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g"
 MODULE = "horovod_sparse.kernels._native"
 
 
-def build() -> None:
+def build(variant: str) -> None:
     # A build that fails leaves nothing behind, setuptools only warns of it.
     shutil.rmtree(BUILD, ignore_errors=True)
-    # Without the clones: their resolvers would run before the sanitizer's library is ready.
-    flags = {"CFLAGS": FLAGS, "CXXFLAGS": FLAGS, "LDFLAGS": FLAGS}
+    flags = dict.fromkeys(("CFLAGS", "CXXFLAGS", "LDFLAGS"), f"{variant} {FLAGS}")
     command = [
         sys.executable,
         "setup.py",
@@ -36,12 +37,13 @@ def build() -> None:
     subprocess.run(command, cwd=ROOT, env={**os.environ, **flags}, check=True)
 
 
-def restart(arguments: list[str]) -> None:
+def run(arguments: list[str]) -> int:
     """With the sanitizer's library in front of everything, as it must be."""
     compiler = os.environ.get("CXX", "g++")
     asked = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     environment = {"LD_PRELOAD": asked.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0", "HOROVOD_SPARSE_KERNELS": "1"}
-    os.execve(sys.executable, [sys.executable, __file__, *arguments], {**os.environ, **environment})
+    command = [sys.executable, __file__, *arguments]
+    return subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
 
 
 def test(arguments: list[str]) -> int:
@@ -61,5 +63,8 @@ def test(arguments: list[str]) -> int:
 if __name__ == "__main__":
     if "libasan" in os.environ.get("LD_PRELOAD", ""):
         sys.exit(test(sys.argv[1:]))
-    build()
-    restart(sys.argv[1:])
+    for variant in VARIANTS:
+        build(variant)
+        status = run(sys.argv[1:])
+        if status:
+            sys.exit(status)

@@ -19,15 +19,18 @@
 
 // One build runs on every x86-64: the functions marked so are compiled for several generations of it, and the system's
 // loader picks. Elsewhere the compiler's baseline has vectors of its own. (Other compilers learnt these names later.)
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12 && \
-    !defined(HOROVOD_SPARSE_PORTABLE)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
 // Compressing a vector has no portable form: this one kernel is also written with the instruction for it.
+#if !defined(HOROVOD_SPARSE_PORTABLE)
 #include <immintrin.h>
 #define HAS_COMPRESS 1
-#else
+#endif
+#if !defined(HOROVOD_SPARSE_PORTABLE) && !defined(HOROVOD_SPARSE_NO_CLONES)
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#endif
+#endif
+#ifndef CLONES
 #define CLONES
-#define HAS_COMPRESS 0
 #endif
 #define ALWAYS __attribute__((always_inline))
 #define INLINE inline ALWAYS
@@ -486,7 +489,7 @@ INLINE int64_t find_above(const T* x, int64_t count, typename Type<T>::Bit bound
     return number;
 }
 
-#if HAS_COMPRESS
+#ifdef HAS_COMPRESS
 #define COMPRESSING __attribute__((target("arch=x86-64-v4")))
 
 COMPRESSING inline __mmask16 above_mask(__m512 x, __m512i limit) {
@@ -609,7 +612,7 @@ int64_t find(const T* x, int64_t count, typename Type<T>::Bit bound, bool, int32
     return Functions<T>::find(x, count, bound, first, positions, values);
 }
 
-#if HAS_COMPRESS
+#ifdef HAS_COMPRESS
 template <>
 int64_t find<float>(const float* x, int64_t count, int32_t bound, bool many, int32_t first, int32_t* positions,
                     float* values) {
