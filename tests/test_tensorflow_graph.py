@@ -321,6 +321,15 @@ def test_a_copy_of_the_state_shares_no_memory() -> None:
     assert not before.any()
 
 
+def test_a_state_that_waits_for_an_optimizer_is_a_copy() -> None:
+    state = pair(TopK, {"p": (100,)})[0].state()
+    compression = TopK(0.1)
+    compression.load_state_dict(state)
+    for handed_over in (state, compression.state_dict()):
+        handed_over["residuals"]["p"].fill(7)
+        assert not compression.state_dict()["residuals"]["p"].any()
+
+
 # --- memory ---
 
 
