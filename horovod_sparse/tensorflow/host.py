@@ -278,7 +278,7 @@ class _Weak:
 
 
 def _empty(numel: int, dtype: str) -> NDArray[Any]:
-    """Memory that begins where TensorFlow's own memory would: so it takes them as they are, and copies all others."""
+    """Memory that begins where TensorFlow's own would: so it takes this over as it is, where it would copy any other."""
     width = np.dtype(dtype).itemsize
     memory = np.empty(numel + _ALIGNMENT // width, dtype)
     start = -memory.ctypes.data % _ALIGNMENT // width
