@@ -128,6 +128,11 @@ def empty_state() -> dict[str, Any]:
     return {"version": VERSION, "residuals": {}, "velocities": {}, "learning_rates": {}, "adaptive": {}, "sparse": []}
 
 
+def holds_anything(state: Mapping[str, Any]) -> bool:
+    """Whether a state is of any parameter: velocities can be there without residuals."""
+    return bool(state["residuals"] or state.get("velocities"))
+
+
 def stats_of(pipeline: Pipeline | None) -> Stats:
     """Of a pipeline that there may not be yet."""
     return NO_STATS if pipeline is None else pipeline.stats()

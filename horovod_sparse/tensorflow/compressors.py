@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 from collections.abc import Mapping
@@ -47,7 +48,7 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
         others: the algorithm's.
     """
 
-    _pending: Mapping[str, Any] | None = None
+    _pending: dict[str, Any] | None = None
 
     def __init__(self, *args: Any, graph: bool = False, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -122,13 +123,13 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
         return tf.cond(tf.reduce_all(tf.math.is_finite(tensor)), some, lambda: tf.ones(tensor.shape, tf.bool))
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() if self._server is not None else dict(self._pending or empty_state())
+        return super().state_dict() if self._server is not None else copy.deepcopy(self._pending or empty_state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._server is not None:
             super().load_state_dict(state)
         else:
-            self._pending = state
+            self._pending = copy.deepcopy(dict(state))
 
     def serialize(self) -> bytes:
         """The state as one string, for `tf.train.Checkpoint`."""

@@ -14,6 +14,11 @@ from horovod_sparse.tensorflow.memory import make_variable
 Tensor = Any
 
 
+def wire_dtype(dtype: Any) -> Any:
+    """Of a dense allreduce: Horovod reduces no bfloat16, and small tensors can afford float32."""
+    return tf.float32 if dtype == tf.bfloat16 else dtype
+
+
 class Collectives:
     """The collectives of one reducer.
 

@@ -24,7 +24,7 @@ from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.pipeline import VERSION, check_limits, check_state
 from horovod_sparse.statistics import Counts, Stats, StepStats, Tally
 from horovod_sparse.tensorflow import selectors
-from horovod_sparse.tensorflow.exchange import Collectives
+from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.memory import make_variable
 from horovod_sparse.tensorflow.step import Step
 
@@ -318,10 +318,8 @@ class GraphPipeline:
     def _reduce_dense(self, step: Step, name: str, number: int) -> Tensor:
         gradient = step.dense[name]
         wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
-        gradient = tf.cast(self._clipped(tf.cast(gradient, wide)), gradient.dtype)
-        # Horovod reduces no bfloat16, and small tensors can afford float32.
-        wire_dtype = tf.float32 if gradient.dtype == tf.bfloat16 else gradient.dtype
-        return self._collectives.dense(tf.cast(gradient, wire_dtype), f"dense.{number}", step.op, step.predivide)
+        clipped = tf.cast(self._clipped(tf.cast(gradient, wide)), wire_dtype(gradient.dtype))
+        return self._collectives.dense(clipped, f"dense.{number}", step.op, step.predivide)
 
     def _finish_dense(self, reduced: Tensor, velocity: Variable, finite: Tensor) -> tuple[Tensor, Any]:
         """A dense gradient with momentum, and the update of its velocity; neither if it is not finite."""

@@ -22,7 +22,7 @@ from horovod_sparse.exchanges import ROUNDS, Entries, Exchange, Round, add_up, d
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.ops import Array
 from horovod_sparse.pipeline import Bucket, Pipeline
-from horovod_sparse.tensorflow.exchange import Collectives
+from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.memory import check_memory, make_variable, memory_of
 from horovod_sparse.tensorflow.step import Step
 
@@ -164,11 +164,9 @@ class HostPipeline(Pipeline):
             gradient = step.dense[name]
             if self.compressor.clip_norm is not None:
                 dtype = "float64" if gradient.dtype == tf.float64 else "float32"
-                clipped = self._call(self._clip, dtype, [gradient], dtype)
-                gradient = tf.cast(tf.ensure_shape(clipped, gradient.shape), gradient.dtype)
-            # Horovod reduces no bfloat16, and small tensors can afford float32.
-            wire = tf.float32 if gradient.dtype == tf.bfloat16 else gradient.dtype
-            reduced.append(self._collectives.dense(tf.cast(gradient, wire), f"dense.{number}", step.op, step.predivide))
+                gradient = tf.ensure_shape(self._call(self._clip, dtype, [gradient], dtype), gradient.shape)
+            message = tf.cast(gradient, wire_dtype(step.dense[name].dtype))
+            reduced.append(self._collectives.dense(message, f"dense.{number}", step.op, step.predivide))
         if not reduced:
             return []
         types = [tensor.dtype for tensor in reduced]
@@ -280,7 +278,7 @@ class _Weak:
 
 
 def _empty(numel: int, dtype: str) -> NDArray[Any]:
-    """Memory that begins where TensorFlow's own memory would: so it takes them as they are, and copies all others."""
+    """Memory that begins where TensorFlow's own would: so it takes this over as it is, where it would copy any other."""
     width = np.dtype(dtype).itemsize
     memory = np.empty(numel + _ALIGNMENT // width, dtype)
     start = -memory.ctypes.data % _ALIGNMENT // width

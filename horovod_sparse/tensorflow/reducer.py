@@ -21,10 +21,10 @@ from horovod_sparse.agreement import check_sparse, compare
 from horovod_sparse.buckets import Layout, Parameter, Slot, plan
 from horovod_sparse.cost import allreduce_bytes
 from horovod_sparse.pipeline import Bucket, check_limits, check_state
-from horovod_sparse.serving import compresses, empty_state
+from horovod_sparse.serving import compresses, empty_state, holds_anything
 from horovod_sparse.statistics import NO_STATS, Stats
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
-from horovod_sparse.tensorflow.exchange import Collectives
+from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.graph import GraphBucket, GraphPipeline
 from horovod_sparse.tensorflow.host import HostPipeline
 from horovod_sparse.tensorflow.names import Names, plain, renamed
@@ -219,8 +219,9 @@ class Reducer:
         try:
             planned, layouts = self._plan(new, sparse, self._group_numbers(names, variables), devices)
             state, rest = self._state_of(planned, layouts)
-        except ValueError as error:
-            self._agree(new, sparse, str(error))
+        except Exception as error:
+            # Of whatever kind: a damaged state raises others than ValueError.
+            self._agree(new, sparse, f"{type(error).__name__}: {error}")
             raise
         self._agree(new, sparse, "")
         engine = self._engine()
@@ -232,8 +233,8 @@ class Reducer:
         self._dense.update(layout.name for layout in layouts)
         self._dtypes.update((name, gradient.dtype) for name, gradient in new.items())
         for layout in layouts:
-            size = max(self._dtypes[layout.name].size, 4 if self._dtypes[layout.name] == tf.bfloat16 else 2)
-            engine.dense_bytes_sent += allreduce_bytes(layout.numel * size, self._process_set.size())
+            size = layout.numel * wire_dtype(self._dtypes[layout.name]).size
+            engine.dense_bytes_sent += allreduce_bytes(size, self._process_set.size())
         if state is not None:
             engine.adopt_memory()
             engine.load_state_dict(_merged(engine.state_dict(), state))
@@ -272,7 +273,7 @@ class Reducer:
         state = _part(pending, {*residuals, *velocities})
         check_state(state, self.compressor, residuals, velocities)
         rest = _part(pending, {name for kind in _BY_NAME for name in pending[kind]} - {*residuals, *velocities})
-        return state, rest if rest["residuals"] or rest["velocities"] else None
+        return state, rest if holds_anything(rest) else None
 
     def _engine(self) -> HostPipeline | GraphPipeline:
         if self.engine is None:
@@ -336,14 +337,14 @@ class Reducer:
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
         """Load what there are buckets for, and keep the rest until there are."""
         if self.engine is None:
-            self._pending_state = copy.deepcopy(dict(state)) if state["residuals"] else None
+            self._pending_state = copy.deepcopy(dict(state)) if holds_anything(state) else None
             return
         known = renamed(state, self._bucket_of)
         here = {*self._bucket_of, *self._dense}
         self.engine.adopt_memory()
         self.engine.load_state_dict(_part(known, here))
         rest = _part(known, {name for kind in _BY_NAME for name in known[kind]} - here)
-        self._pending_state = copy.deepcopy(rest) if rest["residuals"] else None
+        self._pending_state = copy.deepcopy(rest) if holds_anything(rest) else None
 
     def rescale(self, factor: float) -> None:
         if self._pending_state is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from horovod_sparse.buckets import Slot
 from horovod_sparse.exchanges import Collective, Entries, add_up
 from horovod_sparse.pipeline import Bucket, Pipeline, check_state
-from horovod_sparse.serving import compresses, empty_state, stats_of
+from horovod_sparse.serving import compresses, empty_state, holds_anything, stats_of
 from horovod_sparse.statistics import Stats
 from horovod_sparse.torch.agreement import agree, check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
@@ -116,9 +116,8 @@ class Reducer:
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
         assert self.pipeline is not None
-        wire = wire_dtype(gradient)
-        clipped = self.pipeline.clipped(gradient, self.compressor.residual_dtype_of(parameter))
-        tensor = clipped.to(wire).contiguous()
+        clipped = self.pipeline.clipped(gradient, "float64" if gradient.dtype == torch.float64 else "float32")
+        tensor = clipped.to(wire_dtype(gradient)).contiguous()
         predivide = self._optimizer.gradient_predivide_factor
         wait = allreduce_async(tensor, f"{self._prefix}.{name}", self._optimizer.op, predivide, self._process_set)
         self._allreduces[parameter] = (tensor, wait)
@@ -269,11 +268,11 @@ class Reducer:
         if self.pipeline is not None:
             self.pipeline.load_state_dict(state)
             return
-        if self.active and state.get("residuals"):
+        if self.active and holds_anything(state):
             # A wrong state is found when it is loaded, not in the middle of the first step.
             residuals, velocities = self._routes.expected_shapes(state.get("sparse", ()))
             check_state(state, self.compressor, residuals, velocities)
-        self._pending_state = copy.deepcopy(dict(state)) if state["residuals"] else None
+        self._pending_state = copy.deepcopy(dict(state)) if holds_anything(state) else None
 
     def rescale(self, factor: float) -> None:
         """Multiply all residuals and velocities."""

@@ -9,7 +9,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from horovod_sparse.torch import SIDCo, TopK
+from horovod_sparse.torch import MomentumCorrection, SIDCo, TopK
 
 from .common import (
     BUCKET_BYTES,
@@ -79,6 +79,21 @@ def resumed_run_continues_bit_for_bit(make: MakeCompression) -> None:
     without.compression.reset()
     without.train(10, 20)
     assert without.digest() != first.digest(), "the residuals make no difference: the scenario tests nothing"
+
+
+@scenario(MPI_2)
+def momentum_resumes_where_there_is_no_residual() -> None:
+    def make() -> Any:
+        return TopK(0.01, momentum_correction=MomentumCorrection(), exclude=["*"])
+
+    first = _Run(make())
+    first.train(5)
+    saved = first.save()
+    first.train(5, 10)
+    second = _Run(make())
+    second.load(saved)
+    second.train(5, 10)
+    assert second.digest() == first.digest()
 
 
 @scenario(MPI_2)

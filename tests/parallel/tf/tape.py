@@ -6,6 +6,7 @@ import copy
 import gc
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -393,7 +394,16 @@ def ranks_that_differ_raise() -> None:
     assert "variables" in raised(ValueError, lambda: reduce(TopK(0.1), mine, gradients))
 
 
-@scenario(TF_2, cases={name: (COMPRESSORS[name],) for name in ("SIDCo-exponential", "MiCRO", "DGC", "RandomK")})
+def _all_dense(**settings: Any) -> Any:
+    """There is no residual, but momentum."""
+    return TopK(0.05, momentum_correction=MomentumCorrection(0.9), exclude=["*"], **settings)
+
+
+@scenario(
+    TF_2,
+    cases={name: (COMPRESSORS[name],) for name in ("SIDCo-exponential", "MiCRO", "DGC", "RandomK")}
+    | {"dense": (_all_dense,)},
+)
 def training_goes_on_from_a_checkpoint(make: MakeCompression) -> None:
     compression, weights = make(**SETTINGS), variables(SHAPES)
     for step in range(5):
@@ -562,18 +572,26 @@ def a_state_is_loaded_as_variables_come() -> None:
     assert all((state["residuals"][n] == first_kept).all() for n, first_kept in state["residuals"].items())
 
 
-@scenario(TF_2, TF_4)
-def a_wrong_state_on_one_rank_raises_on_all() -> None:
+def _incomplete(state: dict[str, Any]) -> dict[str, Any]:
+    del state["residuals"]["first"], state["adaptive"]["first"]
+    return state
+
+
+def _damaged(state: dict[str, Any]) -> dict[str, Any]:
+    del state["learning_rates"]
+    return state
+
+
+@scenario(TF_2, TF_4, cases={"incomplete": (_incomplete, "'first'"), "damaged": (_damaged, "'learning_rates'")})
+def a_wrong_state_on_one_rank_raises_on_all(spoil: Callable[[dict[str, Any]], dict[str, Any]], missing: str) -> None:
     weights = variables(SHAPES)
     trained = TopK(0.05)
     reduce(trained, weights, gradients_of(0))
     state = trained.state_dict()
-    names = state["residuals"].keys() - {"first"}
-    wrong = {**state, **{part: {name: state[part][name] for name in names} for part in ("residuals", "adaptive")}}
     compression = TopK(0.05)
-    compression.load_state_dict(wrong if hvd.rank() == 1 else state)
+    compression.load_state_dict(spoil(copy.deepcopy(state)) if hvd.rank() == 1 else state)
     message = raised(ValueError, lambda: reduce(compression, weights, gradients_of(1)))
-    assert "'first'" in message and "problem" in message
+    assert missing in message and "problem" in message
     # Nothing was planned, and what was right still waits.
     if hvd.rank() == 1:
         compression.load_state_dict(state)
