@@ -163,9 +163,10 @@ class Pipeline:
             return NOTHING
         return Wanted(state.cut, state.room, self._offsets[name])
 
-    def _select(self, bucket: Bucket, k: int, capacity: int) -> Selection:
-        absorbed, bucket.absorbed = bucket.absorbed, {}
-        known = join(self.ops, bucket.buffer, [absorbed.get(slot.name) for slot in bucket.layout.slots])
+    def _select(self, bucket: Bucket, absorbed: list[Absorbed | None], k: int, capacity: int) -> Selection:
+        known = join(self.ops, bucket.buffer, absorbed)
+        # What was found out takes memory, and the task lives on until the step ends.
+        absorbed.clear()
         return self.compressor.select(cast(Ops, known), bucket.buffer, k, capacity, bucket.state)
 
     def check_reduced(self, name: str, reduced: Array) -> bool:
@@ -210,6 +211,7 @@ class Pipeline:
         """Select from a complete bucket; the first collective of its exchange. What was not selected stays in the residual."""
         compressor, state, numel = self.compressor, bucket.state, bucket.layout.numel
         bucket.missing = {slot.name for slot in bucket.layout.slots}
+        absorbed = [bucket.absorbed.pop(slot.name, None) for slot in bucket.layout.slots]
         k = compressor.asked(numel, compressor.ratio_at(state.step))
         capacity = compressor.room(numel, k, self.world)
         correction = compressor.momentum_correction
@@ -225,7 +227,7 @@ class Pipeline:
             asked=numel if exchange is exchanges.dense else k,
             finite=bucket.finite,
             residual=compressor.residual,
-            select=lambda: self._select(bucket, k, capacity),
+            select=lambda: self._select(bucket, absorbed, k, capacity),
             digest=lambda: state.digest() ^ state.fingerprint,
             propose=lambda: state.proposal,
             observe=lambda count, proposed: compressor.observe(state, count, k, proposed),

@@ -125,3 +125,29 @@ def test_a_residual_that_was_rescaled_is_looked_at_again(backend: Backend) -> No
         pipeline.end_step()
         sent = [slot.offset + entries[0] for slot in bucket.layout.slots for entries in parts[slot.name] or []]
         assert np.concatenate(sent).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("backend", COMPILED, ids=str)
+def test_nothing_is_known_of_a_parameter_without_gradient(backend: Backend) -> None:
+    """Not even what the step before found out, when that selected nothing because a gradient was not finite."""
+    rng = np.random.default_rng(2)
+    settings: dict[str, Any] = {"residual": False, "granularity": "model", "not_finite": "propagate"}
+    pipeline = make_pipeline(backend, SIDCo(0.01, **settings), {"a": (5000,), "b": (5000,)})
+
+    def step(a: np.ndarray | None, b: np.ndarray) -> int:
+        assert pipeline.arrive("a", None if a is None else backend.array(a)) is None
+        bucket = pipeline.arrive("b", backend.array(b))
+        assert bucket is not None
+        parts = exchange(backend, [pipeline], [bucket])[0]
+        pipeline.end_step()
+        return sum(np.count_nonzero(values == 0) for of_name in parts.values() for _, values in of_name or [])
+
+    def gradient() -> np.ndarray:
+        return gradients("laplace", 5000, rng)
+
+    for _ in range(5):
+        assert step(gradient(), gradient()) == 0
+    poisoned = gradient()
+    poisoned[7] = np.inf
+    step(poisoned, gradient())
+    assert step(None, gradient()) == 0, "zeros were sent"

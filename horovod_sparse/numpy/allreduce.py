@@ -16,7 +16,7 @@ from horovod_sparse.exchanges import Collective, Entries, add_up
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.pipeline import Pipeline
 from horovod_sparse.schedules import Schedule
-from horovod_sparse.statistics import Stats, StepStats
+from horovod_sparse.statistics import NO_STATS, Stats
 
 Array = NDArray[Any]
 Wait = Callable[[], Array]
@@ -176,7 +176,7 @@ class SparseAllreduce:
 
     def stats(self) -> Stats:
         """Counts, bytes and residual norms per bucket and in total, of the last step and on average; computed now."""
-        return self.pipeline.stats() if self._shapes else Stats(0, StepStats((), 0.0), StepStats((), 0.0))
+        return self.pipeline.stats() if self._shapes else NO_STATS
 
     def state_dict(self) -> dict[str, Any]:
         """This worker's residuals and adaptive state by array name; after the first call."""
