@@ -47,7 +47,7 @@ def main() -> None:
         worker.start()
     gradient = gradients.next(row.data)
     gc.collect()
-    kernels.forget_spare()
+    kernels.lender.forget()
     before = resident("VmRSS")
     forget_peak()
     worker.step(gradient)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import os
-import weakref
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_sparse.lending import Lender
 from horovod_sparse.ops import Above, Absorbed, Moments, Sums, Wanted
 
 _native: Any
@@ -24,8 +24,8 @@ try:
 except ImportError:
     _native = None
 
-_spare: list[memoryview] = []
-"""Memory for what is found on the way, to be used again."""
+lender = Lender()
+"""Has memory for what is found on the way."""
 _SPARE = 16
 _MOST_INDICES = 2**31
 """Of int32."""
@@ -94,7 +94,7 @@ def _accumulate(
         raise ValueError(f"the gradient must have the residual's {residual.numel} elements, got {gradient.numel}")
     wanted_of_these = wanted.cut < math.inf and wanted.first + residual.numel <= _MOST_INDICES
     room = min(wanted.room, residual.numel) if wanted_of_these else 0
-    indices, values = _lend(room, "int32"), _lend(room, residual.dtype)
+    indices, values = lender.lend(room, "int32"), lender.lend(room, residual.dtype)
     ffi = _native.ffi
     sums = ffi.new("hs_sums *")
     above = ffi.new(
@@ -119,11 +119,11 @@ def _accumulate(
         sums,
         above,
     )
-    found = above.found
+    number = above.found
     return Absorbed(
         sums.not_finite,
         _sums(sums),
-        Above(wanted.cut, indices[:found], values[:found]) if room and above.complete else None,
+        Above(wanted.cut, indices[:number], values[:number]) if room and above.complete else None,
     )
 
 
@@ -196,23 +196,6 @@ def assemble(target: Memory, parts: list[tuple[Memory, Memory]]) -> None:
         entry.indices, entry.count = _indices(indices), indices.numel
         entry.values, entry.type = _wide(values)
     _check(_native.lib.hs_assemble(*_wide(target), target.numel, len(parts), entries), target)
-
-
-def forget_spare() -> None:
-    """Give back the memory that waits to be used again."""
-    _spare.clear()
-
-
-def _lend(count: int, dtype: str) -> NDArray[Any]:
-    """An array in memory that the last one had, which is free when no view of it is left: fresh memory costs page faults."""
-    size = count * np.dtype(dtype).itemsize
-    memory = _spare.pop() if _spare else memoryview(b"")
-    if memory.nbytes < size:
-        memory = np.empty(size, np.uint8).data
-    # Views of the array keep it alive: it is no view of another array, whose views they would be.
-    array: NDArray[Any] = np.frombuffer(memory[:size], dtype)
-    weakref.finalize(array, _spare.append, memory)
-    return array
 
 
 def _wide(memory: Memory) -> tuple[Any, int]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from horovod_sparse.buckets import Layout, Slot
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.exchanges import ROUNDS, Entries, Exchange, Round, add_up, dense
+from horovod_sparse.lending import Lender
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.ops import Array
 from horovod_sparse.pipeline import Bucket, Pipeline
@@ -28,9 +29,6 @@ from horovod_sparse.tensorflow.step import Step
 
 Tensor = Any
 Variable = Any
-
-_ALIGNMENT = 64
-"""Bytes."""
 
 
 class HostPipeline(Pipeline):
@@ -53,6 +51,8 @@ class HostPipeline(Pipeline):
         """Bucket -> how many there were before those that were made together with it."""
         self._reduced: dict[str, list[NDArray[Any]]] = {}
         """Bucket -> its reduced gradients, flat, until the graph takes them."""
+        self._lender = Lender()
+        """Has the memory of reduced gradients: TensorFlow takes it over as it is, and it comes back with the last tensor."""
 
     @property
     def variables(self) -> list[Variable]:
@@ -221,7 +221,7 @@ class HostPipeline(Pipeline):
 
         def write(slot: Slot, parts: list[Entries] | None) -> None:
             # Half-precision sums are rounded once, at the end, and not after every rank.
-            flat = _empty(slot.numel, bucket.layout.residual_dtype)
+            flat = self._lender.lend(slot.numel, bucket.layout.residual_dtype)
             add_up(self.ops, parts, flat)
             kept.append(flat)
 
@@ -275,14 +275,6 @@ class _Weak:
                 "the compression that a function was traced with is gone; keep it as long as the function, outside of it"
             )
         return method(*self._known, *inputs)
-
-
-def _empty(numel: int, dtype: str) -> NDArray[Any]:
-    """Memory that begins where TensorFlow's own would: so it takes this over as it is, where it would copy any other."""
-    width = np.dtype(dtype).itemsize
-    memory = np.empty(numel + _ALIGNMENT // width, dtype)
-    start = -memory.ctypes.data % _ALIGNMENT // width
-    return memory[start : start + numel]
 
 
 def _list(tensors: Any) -> list[Tensor]:

@@ -1,0 +1,42 @@
+"""Memory that is used again as soon as nobody looks at it any more: fresh memory costs a page fault per 4 KiB. NumPy only."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+ALIGNMENT = 64
+"""Bytes: a line of the cache, and what TensorFlow asks of memory that it takes over."""
+
+
+class Lender:
+    """Keeps what was lent and came back, by size."""
+
+    def __init__(self) -> None:
+        self._spare: defaultdict[int, list[memoryview]] = defaultdict(list)
+
+    def lend(self, count: int, dtype: str) -> NDArray[np.generic]:
+        """An array of anything. Its memory comes back when neither it nor any view or tensor of it is left."""
+        size = count * np.dtype(dtype).itemsize
+        # Powers of two, so that sizes that change a little find something. What is not written to takes no memory.
+        rounded = 1 << (max(size, 1) - 1).bit_length()
+        spare = self._spare[rounded]
+        memory = spare.pop() if spare else _aligned(rounded)
+        # Views of the array keep it alive: it is no view of another array, whose views they would be.
+        array: NDArray[np.generic] = np.frombuffer(memory[:size], dtype)
+        weakref.finalize(array, spare.append, memory).atexit = False
+        return array
+
+    def forget(self) -> None:
+        """Give back what is not lent."""
+        for spare in self._spare.values():
+            spare.clear()
+
+
+def _aligned(size: int) -> memoryview:
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].data

@@ -1,0 +1,58 @@
+"""Memory comes back when nobody looks at it any more, and not before."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from horovod_sparse.lending import ALIGNMENT, Lender
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.ctypes.data)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float32", "float64"])
+@pytest.mark.parametrize("count", [0, 1, 7, 1000])
+def test_an_array_is_what_was_asked_for(count: int, dtype: str) -> None:
+    array = Lender().lend(count, dtype)
+    assert (array.shape, array.dtype) == ((count,), dtype)
+    assert array.flags.writeable and address(array) % ALIGNMENT == 0
+
+
+def test_memory_comes_back() -> None:
+    lender = Lender()
+    array = lender.lend(1000, "float32")
+    place = address(array)
+    del array
+    gc.collect()
+    # A little less or more, or another type, is the same memory.
+    assert address(lender.lend(1001, "int32")) == place
+
+
+def test_views_and_tensors_keep_what_they_look_at() -> None:
+    lender = Lender()
+    array = lender.lend(100, "float32")
+    array[:] = 1
+    lookers = [array[3:7], array[::2].reshape(5, 10), torch.from_numpy(array)[50:]]
+    del array
+    gc.collect()
+    for _ in range(3):
+        lender.lend(100, "float32")[:] = 7
+        others = [lender.lend(100, "float32") for _ in range(3)]
+        for other in others:
+            other[:] = 9
+    for looker in lookers:
+        assert (np.asarray(looker) == 1).all()
+
+
+def test_what_is_forgotten_is_given_back() -> None:
+    lender = Lender()
+    lender.lend(1000, "float32")
+    gc.collect()
+    assert any(lender._spare.values())
+    lender.forget()
+    assert not any(lender._spare.values())
