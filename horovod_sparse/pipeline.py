@@ -21,6 +21,8 @@ from horovod_sparse.statistics import Counts, Stats, StepStats, Tally
 
 VERSION = 3
 """Of the state."""
+_FEW = 4
+"""Of more entries above a cut than one in so many nothing is kept: it would cost more memory and time than it saves."""
 
 
 @dataclass
@@ -161,7 +163,7 @@ class Pipeline:
         state = bucket.state
         if state.step < self.compressor.dense_steps:
             return NOTHING
-        return Wanted(state.cut, state.room, self._offsets[name])
+        return Wanted(state.cut, min(state.room, bucket.layout.numel // _FEW), self._offsets[name])
 
     def _select(self, bucket: Bucket, absorbed: list[Absorbed | None], k: int, capacity: int) -> Selection:
         known = join(self.ops, bucket.buffer, absorbed)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from scipy import stats
 from table import BACKENDS
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
+from horovod_sparse.compressors.draws import distinct
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.numpy.ops import NumpyOps
@@ -129,3 +132,14 @@ def test_ranks_that_draw_differently_raise(make: Any) -> None:
         pipeline.arrive("p", np.ones(1000, np.float32))
     with pytest.raises(RuntimeError, match="rank 0: the ranks disagree on the state of bucket 'p'"):
         exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
+
+
+@pytest.mark.parametrize(("numel", "k"), [(1, 1), (2, 1), (2, 2), (5, 2), (5, 3), (5, 4), (5, 5)])
+def test_every_set_of_k_is_drawn_equally_often(numel: int, k: int) -> None:
+    draws, times = np.random.default_rng(11), 400
+    sets = list(itertools.combinations(range(numel), k))
+    counts = Counter(tuple(distinct(draws, numel, k).tolist()) for _ in range(times * len(sets)))
+    assert set(counts) == set(sets)
+    # Chi-squared, at a chance of one in a thousand that is fixed by the seed.
+    chi = sum((counts[each] - times) ** 2 / times for each in sets)
+    assert chi <= stats.chi2.ppf(0.999, max(len(sets) - 1, 1))

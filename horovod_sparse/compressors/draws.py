@@ -6,6 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from horovod_sparse import exchanges
 from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_boolean, check_integer
@@ -22,6 +23,20 @@ def generator(seed: int, state: BucketState, *, shared: bool) -> np.random.Gener
     key = repr((seed, place.bucket, state.step, None if shared else place.position))
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64)))
+
+
+def distinct(draws: np.random.Generator, numel: int, k: int) -> NDArray[np.int64]:
+    """Draw k different numbers of [0, numel), ascending; every set of k is equally likely."""
+    if k > numel // 2:
+        rest = np.ones(numel, bool)
+        rest[distinct(draws, numel, numel - k)] = False
+        return np.flatnonzero(rest)
+    drawn = np.empty(0, np.int64)
+    # Numbers that were drawn before are drawn again. Many times faster than a generator's own choice.
+    while len(drawn) < k:
+        drawn = np.sort(np.concatenate((drawn, draws.integers(numel, size=k - len(drawn)))))
+        drawn = drawn[np.diff(drawn, prepend=-1) > 0]
+    return drawn
 
 
 class RandomCompressor(Compressor):

@@ -51,4 +51,6 @@ class RandomBlock(RandomCompressor):
         starts = start + np.cumsum(sizes + gaps) - sizes - gaps
         chosen = np.concatenate([np.arange(first, first + size) for first, size in zip(starts, sizes, strict=True)])
         state.fingerprint = zlib.crc32(starts.astype(np.int64).tobytes()) >> 1 if self.shared else 0
-        return Selection(ops.indices(np.sort(chosen % numel), x), k)
+        if chosen[-1] >= numel:
+            chosen = np.sort(chosen % numel)
+        return Selection(ops.indices(chosen, x), k)
