@@ -1,0 +1,199 @@
+"""Run a command on several hosts: network namespaces of this machine, joined by a bridge of a given rate. Needs root.
+
+    sudo .venv/bin/python benchmarks/hosts.py --hosts 2 --rate 1gbit -- .venv/bin/python examples/torch_digits.py
+    sudo .venv/bin/python benchmarks/hosts.py --hosts 4 --launcher horovodrun -- .venv/bin/python benchmarks/step_time.py
+
+Every host has one network card, `eth0`, an address and a host name of its own; it shares processors, files and memory with
+the others. mpirun and horovodrun reach the hosts by an agent in place of ssh, and everything else is as between machines: the
+workers see each other by TCP alone. Whatever was made is removed in the end; the machine's own network is not touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+NETWORK = "10.77.0."
+"""Addresses of the hosts, which nothing outside of their namespaces can see."""
+MOST_HOSTS = 64
+PROGRAMS = ("ip", "tc", "unshare")
+
+# Called as ssh is: options, also behind the host, and then the command in words. `ip netns exec` gives it mounts of its own.
+AGENT = """#!/bin/sh
+host=
+while [ -z "$host" ] || [ "${{1#-}}" != "$1" ]; do
+    case $1 in
+        -x) shift ;;
+        -*) shift 2 ;;
+        *) host=$1; shift ;;
+    esac
+done
+exec ip netns exec {prefix}-"$host" unshare --uts sh -c "mount --bind {names} /etc/hosts && hostname $host && $*"
+"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The hosts that are there."""
+
+    hosts: tuple[str, ...]
+    agent: Path
+    """What launchers call instead of ssh; its name is ssh, since horovodrun cannot be told another one."""
+
+    def inside(self, command: Sequence[str]) -> list[str]:
+        """A command line that runs `command` on the first host."""
+        return [str(self.agent), self.hosts[0], shlex.join(command)]
+
+
+def missing() -> str:
+    """What keeps this machine from making hosts; empty if nothing does."""
+    lacking = [program for program in PROGRAMS if shutil.which(program) is None]
+    if lacking:
+        return f"it needs {' and '.join(lacking)} (Debian and Ubuntu: apt-get install iproute2 util-linux)"
+    name = f"hs{os.getpid()}-try"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return f"it must be run as root, on a machine that allows network namespaces ({tried.stderr.strip()})"
+    _run("ip", "netns", "delete", name)
+    return ""
+
+
+@contextmanager
+def cluster(hosts: int, rate: str) -> Iterator[Cluster]:
+    """Make hosts that are joined at `rate` (as tc writes it, such as 1gbit), and remove them in the end."""
+    prefix = f"hs{os.getpid()}"
+    names = tuple(f"host{number}" for number in range(hosts))
+    switch = f"{prefix}-switch"
+    with tempfile.TemporaryDirectory(prefix=f"{prefix}-") as folder:
+        known = Path(folder, "hosts")
+        known.write_text("".join(f"{line}\n" for line in ("127.0.0.1 localhost", *_addresses(names))), encoding="ascii")
+        agent = Path(folder, "ssh")
+        agent.write_text(AGENT.format(prefix=prefix, names=known), encoding="ascii")
+        agent.chmod(0o755)
+        spaces = [f"{prefix}-{name}" for name in names]
+        try:
+            for space in (switch, *spaces):
+                _run("ip", "netns", "add", space)
+            _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+            _run("ip", "-n", switch, "link", "set", "bridge", "up")
+            for number, space in enumerate(spaces):
+                _connect(space, number, switch, rate)
+            yield Cluster(names, agent)
+        finally:
+            for space in (*spaces, switch):
+                _remove(space)
+
+
+def _addresses(names: Sequence[str]) -> Iterator[str]:
+    """Lines of /etc/hosts."""
+    for number, name in enumerate(names):
+        yield f"{NETWORK}{number + 1} {name}"
+
+
+def _connect(space: str, number: int, switch: str, rate: str) -> None:
+    port = f"port{number}"
+    _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+    _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+    _run("ip", "-n", space, "address", "add", f"{NETWORK}{number + 1}/24", "dev", "eth0")
+    for device in ("lo", "eth0"):
+        _run("ip", "-n", space, "link", "set", device, "up")
+    for place, device in ((switch, port), (space, "eth0")):
+        shape = ["tbf", "rate", rate, "burst", "512kb", "latency", "100ms"]
+        _run("tc", "-n", place, "qdisc", "add", "dev", device, "root", *shape)
+
+
+def _remove(space: str) -> None:
+    """End what still runs in a namespace, and delete it with its links."""
+    found = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False)
+    for pid in found.stdout.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def launch(where: Cluster, launcher: str, slots: int, command: Sequence[str]) -> list[str]:
+    """The command line that starts `slots` workers on every host."""
+    workers = ["-np", str(len(where.hosts) * slots), "-H", ",".join(f"{host}:{slots}" for host in where.hosts)]
+    if launcher == "horovodrun":
+        beside = Path(sys.executable).with_name("horovodrun")
+        program = str(beside) if beside.exists() else "horovodrun"
+        # Its cache remembers hosts by their addresses, which are the same in every run.
+        return [program, "--gloo", "--disable-cache", *workers, "--network-interfaces", "eth0", *command]
+    settings = {
+        "plm_rsh_agent": str(where.agent),
+        "btl": "tcp,self",
+        "btl_tcp_if_include": "eth0",
+        "oob_tcp_if_include": "eth0",
+        "mpi_yield_when_idle": "1",
+    }
+    chosen = [word for name, value in settings.items() for word in ("--mca", name, value)]
+    return ["mpirun", "--allow-run-as-root", *workers, "--bind-to", "none", *chosen, *command]
+
+
+def run(where: Cluster, launcher: str, slots: int, command: Sequence[str]) -> int:
+    """Start the workers and wait for them; the launcher's exit status."""
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PATH": os.pathsep.join([str(where.agent.parent), os.environ.get("PATH", os.defpath)]),
+    }
+    with subprocess.Popen(where.inside(launch(where, launcher, slots, command)), env=environment) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            # Asked to end, a launcher ends its workers first.
+            process.terminate()
+            raise
+
+
+def _interrupted(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--slots", type=int, default=1, help="workers on each host")
+    parser.add_argument("--rate", default="1gbit", help="of every host's network card, both ways, as tc writes it")
+    parser.add_argument("--launcher", choices=["mpirun", "horovodrun"], default="mpirun")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what every worker runs, behind --")
+    args = parser.parse_args()
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        parser.error("say what to run, behind --")
+    if not 1 <= args.hosts <= MOST_HOSTS or args.slots < 1:
+        parser.error(f"--hosts must be in [1, {MOST_HOSTS}] and --slots >= 1, got {args.hosts} and {args.slots}")
+    reason = missing()
+    if reason:
+        raise SystemExit(f"no hosts can be made here: {reason}")
+    signal.signal(signal.SIGTERM, _interrupted)
+    with cluster(args.hosts, args.rate) as where:
+        print(
+            f"{args.hosts} hosts (network namespaces of one machine, {os.cpu_count()} cores), {args.rate} each, "
+            f"{args.slots} workers per host, {args.launcher}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return run(where, args.launcher, args.slots, command)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
