@@ -1,0 +1,86 @@
+"""The pages: their code runs, their links lead somewhere, and what they quote is in the sources."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+import diagram
+import pages
+
+PYTHON_PAGES = [page for page in pages.pages() if any(block.runs for block in pages.blocks(page, "python"))]
+
+
+def page_id(page: Any) -> str:
+    return page.name if isinstance(page, Path) else str(page)
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=page_id)
+def test_the_code_of_a_page_runs(page: Path) -> None:
+    # Empty lines first, so that an error names the line of the page.
+    lines: list[str] = []
+    for block in pages.blocks(page, "python"):
+        if block.runs:
+            lines += [""] * (block.line - 1 - len(lines)) + block.text.splitlines()
+    code = "\n".join(lines)
+    command = [sys.executable, "-W", "error::DeprecationWarning:horovod_sparse", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_the_compressor_of_the_page_passes_all_laws() -> None:
+    page = ROOT / "docs" / "adding-a-compressor.md"
+    code = pages.blocks(page, "python")[0].text
+    assert sum(bool(line) for line in code.splitlines()) <= 30, "the page promises 30 lines"
+    (row,) = re.findall(r"`(Row\(.*\))`", page.read_text(encoding="utf-8"))
+    # In a process of its own: the table of compressors is replaced before the laws are collected.
+    laws = "import sys, pytest, table\nfrom table import Row\n"
+    laws += f"table.COMPRESSORS[:] = [{row}]\nsys.exit(pytest.main(['tests/test_laws.py', '-q', '-p', 'no:cacheprovider']))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    done = subprocess.run(
+        [sys.executable, "-c", code + laws], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.search(r"\n[1-9]\d* passed", done.stdout), done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("page", pages.pages(), ids=page_id)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in pages.links(page):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = target.partition("#")
+        other = (page.parent / name) if name else page
+        assert other.exists(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in pages.anchors(other), f"{page.name} links to {target}"
+
+
+FILE = re.compile(r"(?<![\w./-])(?:\.ci|benchmarks|docker|docs|examples|horovod_sparse|tests)/[\w./-]*[\w/]")
+
+
+@pytest.mark.parametrize("page", [*pages.pages(), diagram.PICTURE], ids=page_id)
+def test_files_that_are_named_exist(page: Path) -> None:
+    for name in FILE.findall(page.read_text(encoding="utf-8")):
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_the_picture_is_drawn_by_its_script() -> None:
+    assert diagram.PICTURE.read_text(encoding="utf-8") == diagram.draw(), "run: python docs/diagram.py"
+
+
+def test_the_picture_names_sources_that_exist() -> None:
+    boxes = [*diagram.OWN_STEPS, diagram.EXCHANGE, *diagram.BACK_STEPS]
+    named = [name for box in boxes for name in re.findall(r"[a-z]+(?:\.py|/)", box.source)]
+    assert len(named) >= 6
+    for name in named:
+        assert (ROOT / "horovod_sparse" / name).exists(), name
