@@ -31,9 +31,21 @@ class Box(NamedTuple):
 LOCAL, NETWORK, HOST = "#eaf2fb", "#fdf1e0", "#eef0f2"
 OWN_STEPS = (
     Box("gradient", "hook of loss.backward()", ("of one parameter, as soon as it is ready",), HOST),
-    Box("accumulate", "residuals.py, feedback.py", ("residual += gradient, in the parameter's slice", "of its bucket"), LOCAL),
-    Box("select", "compressors/", ("when the bucket is complete: threshold,", "then the indices of what exceeds it"), LOCAL),
-    Box("pack", "wire.py", ("values leave the residual; one message", "whose length does not depend on the data"), LOCAL),
+    Box(
+        "accumulate",
+        "residuals.py, feedback.py",
+        ("residual += gradient, in the parameter's slice", "of its bucket"),
+        LOCAL,
+    ),
+    Box(
+        "select",
+        "compressors/",
+        ("when the bucket is complete: threshold,", "then the indices of what exceeds it"),
+        LOCAL,
+    ),
+    Box(
+        "pack", "wire.py", ("values leave the residual; one message", "whose length does not depend on the data"), LOCAL
+    ),
 )
 EXCHANGE = Box(
     "exchange",
@@ -44,7 +56,9 @@ EXCHANGE = Box(
 )  # fmt: skip
 BACK_STEPS = (
     Box("add up", "pipeline.py", ("every worker's entries, rank by rank,", "divided by the number of workers"), LOCAL),
-    Box("reduced gradient", "optimizer.step()", ("in the gradient's own memory; the same", "bits on every worker"), HOST),
+    Box(
+        "reduced gradient", "optimizer.step()", ("in the gradient's own memory; the same", "bits on every worker"), HOST
+    ),
 )
 
 COLUMNS = (60, 470)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import diagram
+import pages
 import pytest
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "docs"))
-import diagram
-import pages
 
 PYTHON_PAGES = [page for page in pages.pages() if any(block.runs for block in pages.blocks(page, "python"))]
 
@@ -44,7 +45,9 @@ def test_the_compressor_of_the_page_passes_all_laws() -> None:
     (row,) = re.findall(r"`(Row\(.*\))`", page.read_text(encoding="utf-8"))
     # In a process of its own: the table of compressors is replaced before the laws are collected.
     laws = "import sys, pytest, table\nfrom table import Row\n"
-    laws += f"table.COMPRESSORS[:] = [{row}]\nsys.exit(pytest.main(['tests/test_laws.py', '-q', '-p', 'no:cacheprovider']))"
+    laws += (
+        f"table.COMPRESSORS[:] = [{row}]\nsys.exit(pytest.main(['tests/test_laws.py', '-q', '-p', 'no:cacheprovider']))"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     done = subprocess.run(
         [sys.executable, "-c", code + laws], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
@@ -84,3 +87,51 @@ def test_the_picture_names_sources_that_exist() -> None:
     assert len(named) >= 6
     for name in named:
         assert (ROOT / "horovod_sparse" / name).exists(), name
+
+
+QUOTE = re.compile(r"^> `(\w+): (.*)`$", re.MULTILINE)
+QUOTED = QUOTE.findall((ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"))
+"""(kind, text) of every message on the page; "..." stands for what changes."""
+
+
+def text_of(node: ast.expr) -> str:
+    """The text of a literal; "..." for what is filled in."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+    assert isinstance(node, ast.Constant), ast.unparse(node)
+    return node.value
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """(kind, text) of everything that the package raises or warns of with a text of its own; its tools left out."""
+    for source in sorted((ROOT / "horovod_sparse").rglob("*.py")):
+        if source.parent.name != "bench":
+            for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+                kind = ast.unparse(node.func).removeprefix("warnings.") if isinstance(node, ast.Call) else ""
+                if kind == "warn" or kind.endswith("Error"):
+                    assert isinstance(node, ast.Call)
+                    yield kind, text_of(node.args[0])
+
+
+MESSAGES = sorted(set(messages()))
+
+
+def quotes(quoted: tuple[str, str], message: tuple[str, str]) -> bool:
+    parts = map(re.escape, quoted[1].split("..."))
+    return quoted[0] == message[0] and re.search(".*".join(parts), message[1], re.DOTALL) is not None
+
+
+@pytest.mark.parametrize("quoted", QUOTED, ids=lambda quoted: f"{quoted[0]}-{quoted[1][:40]}")
+def test_quoted_messages_are_in_the_sources(quoted: tuple[str, str]) -> None:
+    assert any(quotes(quoted, message) for message in MESSAGES)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: f"{message[0]}-{message[1][:40]}")
+def test_messages_are_quoted(message: tuple[str, str]) -> None:
+    """Except for checks of one argument, which say all that there is to say."""
+    checks = re.search(r" must (be|have|name) .*", message[1]) and message[0] in (
+        "ValueError",
+        "TypeError",
+        "IndexError",
+    )
+    assert checks or any(quotes(quoted, message) for quoted in QUOTED)
