@@ -135,3 +135,10 @@ def test_messages_are_quoted(message: tuple[str, str]) -> None:
         "IndexError",
     )
     assert checks or any(quotes(quoted, message) for quoted in QUOTED)
+
+
+def test_variables_of_the_package_are_documented() -> None:
+    name = re.compile(r"HOROVOD_SPARSE_[A-Z_]+")
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "horovod_sparse").rglob("*.py"))
+    launching = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
+    assert set(name.findall(launching)) == set(name.findall(sources))
