@@ -1,7 +1,7 @@
 # Everything is made on first use: system packages (apt), .venv, Horovod's wheel (minutes, once), this package.
 # PYTHON=python3.12 chooses the interpreter of a new .venv; FRAMEWORKS=torch leaves TensorFlow out (docker/setup.sh).
 .DEFAULT_GOAL := help
-.PHONY: help setup test sanitize demo demo-tensorflow lint types check clean
+.PHONY: help setup test sanitize demo demo-tensorflow docs lint types check clean
 export PYTHON FRAMEWORKS HOROVOD_GPU
 
 bin := .venv/bin
@@ -23,6 +23,9 @@ demo: setup ## train a small model on several processes, dense and sparse
 
 demo-tensorflow: setup ## the same with TensorFlow
 	$(bin)/python examples/demo.py --framework tensorflow
+
+docs: setup ## write the API reference to build/api; a warning is an error
+	$(bin)/python docs/api.py
 
 lint: setup ## ruff: style and layout
 	$(bin)/ruff check .

@@ -135,7 +135,7 @@ def add_up(ops: Ops, parts: list[Entries] | None, target: Array) -> None:
             ops.accumulate(target, values)
 
 
-Exchange = Callable[[Task], "Generator[Collective, Any, list[Entries] | None]"]
+Exchange = Callable[[Task], Generator[Collective, Any, list[Entries] | None]]
 """Returns the entries to be added up, in this order, or None if a rank's gradient was not finite."""
 
 
