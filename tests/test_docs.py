@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import diagram
 import pages
 import pytest
+
+from horovod_sparse.compressors.base import Compressor, Settings
 
 ROOT = Path(__file__).parent.parent
 
@@ -142,3 +146,32 @@ def test_variables_of_the_package_are_documented() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "horovod_sparse").rglob("*.py"))
     launching = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
     assert set(name.findall(launching)) == set(name.findall(sources))
+
+
+@pytest.mark.parametrize("module", ["torch", "tensorflow", "tensorflow.keras", "numpy"])
+def test_the_table_of_the_readme_has_every_compressor(module: str) -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Compressors")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)\(", section, re.MULTILINE)
+    adapter = import_module(f"horovod_sparse.{module}")
+    public = [getattr(adapter, name) for name in adapter.__all__]
+    classes = {value.__name__ for value in public if isinstance(value, type) and issubclass(value, Compressor)}
+    assert sorted(listed) == sorted(classes)
+
+
+def test_the_page_of_settings_has_every_setting() -> None:
+    table = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8").split("## The ratio")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(Settings.__annotations__)
+
+
+def test_pages_pass_arguments_that_exist() -> None:
+    """Every compressor that a page of Markdown makes can be made so, as far as its arguments' names go."""
+    adapter = import_module("horovod_sparse.numpy")
+    known = set(Settings.__annotations__)
+    for page in pages.pages():
+        for name, arguments in re.findall(r"\b([A-Z]\w+)\(([^()]*)\)", page.read_text(encoding="utf-8")):
+            cls = getattr(adapter, name, None)
+            if isinstance(cls, type) and issubclass(cls, Compressor):
+                given = set(re.findall(r"\b([a-z_]+) ?=", arguments))
+                assert given <= known | set(inspect.signature(cls).parameters) | {"graph"}, (
+                    f"{page.name}: {name}({arguments})"
+                )
