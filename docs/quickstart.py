@@ -46,7 +46,8 @@ class Command(NamedTuple):
 def commands(block: pages.Block) -> list[Command]:
     """The commands of a block; raises ValueError for what is no line by itself."""
     found: list[Command] = []
-    open_line, parts = 0, []
+    parts: list[str] = []
+    open_line = 0
     for number, row in enumerate(block.text.splitlines(), start=block.line):
         if not parts and (not row.strip() or row.lstrip().startswith("#")):
             continue
