@@ -60,6 +60,14 @@ def test_the_compressor_of_the_page_passes_all_laws() -> None:
     assert re.search(r"\n[1-9]\d* passed", done.stdout), done.stdout[-3000:]
 
 
+def test_what_a_compressor_can_override_is_there() -> None:
+    table = (ROOT / "docs" / "adding-a-compressor.md").read_text(encoding="utf-8").split("| member | when |")[1]
+    members = re.findall(r"^\| `(\w+)` \|", table.split("\n\n")[0], re.MULTILINE)
+    assert len(members) >= 5
+    for name in members:
+        assert hasattr(Compressor, name), name
+
+
 @pytest.mark.parametrize("page", pages.pages(), ids=page_id)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in pages.links(page):
