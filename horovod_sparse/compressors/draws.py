@@ -32,9 +32,11 @@ def distinct(draws: np.random.Generator, numel: int, k: int) -> NDArray[np.int64
         rest[distinct(draws, numel, numel - k)] = False
         return np.flatnonzero(rest)
     drawn = np.empty(0, np.int64)
-    # Numbers that were drawn before are drawn again. Many times faster than a generator's own choice.
+    # Numbers that were drawn before are drawn again: faster than a generator's own choice, most of all for a large k.
     while len(drawn) < k:
-        drawn = np.sort(np.concatenate((drawn, draws.integers(numel, size=k - len(drawn)))))
+        more = np.sort(draws.integers(numel, size=k - len(drawn)))
+        # This sort merges what is in order.
+        drawn = np.sort(np.concatenate((drawn, more)), kind="stable")
         drawn = drawn[np.diff(drawn, prepend=-1) > 0]
     return drawn
 
