@@ -1,8 +1,8 @@
 # Everything is made on first use: system packages (apt), .venv, Horovod's wheel (minutes, once), this package.
 # PYTHON=python3.12 chooses the interpreter of a new .venv; FRAMEWORKS=torch leaves TensorFlow out (docker/setup.sh).
 .DEFAULT_GOAL := help
-.PHONY: help setup test sanitize demo demo-tensorflow docs lint types check clean
-export PYTHON FRAMEWORKS HOROVOD_GPU
+.PHONY: help setup test sanitize package demo demo-tensorflow docs lint types check clean
+export PYTHON FRAMEWORKS TORCH TENSORFLOW HOROVOD_GPU
 
 bin := .venv/bin
 
@@ -18,6 +18,9 @@ test: setup lint types ## lint, types, then all tests
 sanitize: setup ## test the compiled kernels with the address and undefined behaviour sanitizers
 	$(bin)/python tests/sanitize.py
 
+package: setup ## build sdist and wheel, and try each extra alone in a new environment; some minutes
+	$(bin)/python tests/distributions.py
+
 demo: setup ## train a small model on several processes, dense and sparse
 	$(bin)/python examples/demo.py
 
@@ -27,9 +30,11 @@ demo-tensorflow: setup ## the same with TensorFlow
 docs: setup ## write the API reference to build/api; a warning is an error
 	$(bin)/python docs/api.py
 
-lint: setup ## ruff: style and layout
+lint: setup ## ruff: style and layout; shellcheck and hadolint, which are published for x86-64 only
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
+	[ ! -x $(bin)/shellcheck ] || $(bin)/shellcheck --external-sources --severity warning docker/*.sh .ci/run
+	[ ! -x $(bin)/hadolint ] || $(bin)/hadolint --failure-threshold warning docker/*.Dockerfile
 
 types: setup ## mypy
 	$(bin)/mypy horovod_sparse

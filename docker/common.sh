@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Shared by the scripts of this folder; sourced, not run. Everything is said on standard error: standard output is for machines.
 
 program=$(basename "$0" .sh)

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Make .venv, the virtual environment with everything that this repository needs. Does nothing when that is done already.
 #
-#   docker/setup.sh
+#   docker/setup.sh [frameworks | horovod]
 #
+#   frameworks    stop when PyTorch and TensorFlow are there, horovod: when Horovod is too; stages of cpu.Dockerfile
 #   PYTHON        interpreter for a new .venv (default: the first of python3.11, 3.12, 3.10, python3 that is 3.10 to 3.12)
 #   FRAMEWORKS    "torch tensorflow" or "torch" (default: as last time, at first "torch tensorflow")
+#   TORCH, TENSORFLOW   other releases than those in constraints.txt; what they bring along is then not pinned
 #   HOROVOD_GPU   1 builds Horovod with NCCL, 0 without (default: as last time, at first 0)
 #   PIP_...       pip's own settings, such as another index for CPU builds of torch
 set -euo pipefail
@@ -14,7 +16,8 @@ source docker/common.sh
 venv=.venv
 stamp=$venv/.setup
 log=$venv/setup.log
-inputs=(constraints.txt setup.py docker/*.sh horovod_sparse/kernels/*.{py,cpp,h})
+pins=$venv/constraints.txt
+inputs=(setup.py docker/{common,system_packages,build_horovod,setup}.sh horovod_sparse/kernels/*.{py,cpp,h})
 
 find_python() {
     local candidate
@@ -33,28 +36,51 @@ make_venv() {
     "$python" -m venv --clear "$venv"
 }
 
-install_packages() {
-    # Relative, because pip splits this variable at blanks.
-    export PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
-    local pip=("$venv/bin/python" -m pip install) wanted=${frameworks/tensorflow/tensorflow-cpu}
+# Print the versions to install: constraints.txt, or what of it holds for other releases of the frameworks.
+choose_pins() {
+    if [ -z "${TORCH:-}${TENSORFLOW:-}" ]; then cat constraints.txt; return; fi
+    sed -E -e '/^numpy==/d' -e '/^# Brought in by the above/,$d' \
+        ${TORCH:+-e "s/^torch==.*/torch==$TORCH/"} \
+        ${TENSORFLOW:+-e "s/^tensorflow-cpu==.*/tensorflow-cpu==$TENSORFLOW/" -e "s/^tf-keras==.*/tf-keras==${TENSORFLOW%.*}.*/"} \
+        constraints.txt
+}
+
+# Relative, because pip splits this variable at blanks.
+export PIP_CONSTRAINT=$pins PIP_DISABLE_PIP_VERSION_CHECK=1
+pip=("$venv/bin/python" -m pip install)
+
+install_frameworks() {
+    local wanted=${frameworks/tensorflow/tensorflow-cpu}
+    choose_pins >"$pins"
     : >"$log"
     step "$log" "installing $wanted" "${pip[@]}" setuptools wheel $wanted
     # The Keras before 3, for tests. Without its dependencies: it asks for the "tensorflow" that brings CUDA.
     [[ $frameworks != *tensorflow* ]] || step "$log" "installing tf-keras" "${pip[@]}" --no-deps tf-keras
-    guard docker/build_horovod.sh "$venv/bin/python"
+}
+
+install_package() {
     step "$log" "installing horovod_sparse, editable" "${pip[@]}" --no-build-isolation -e ".[torch,mpi,test,bench]"
 }
 
-# Sets `frameworks`, HOROVOD_GPU and `new`, what the stamp will say: a hash of the inputs, the GPU flag, the frameworks.
+# Sets `frameworks` and HOROVOD_GPU, as they are asked for or as they were.
 read_settings() {
     local old=()
     [ ! -f "$stamp" ] || mapfile -t old <"$stamp"
     frameworks=${FRAMEWORKS:-${old[2]:-torch tensorflow}}
     export HOROVOD_GPU=${HOROVOD_GPU:-${old[1]:-0}}
-    new=$(cat "${inputs[@]}" | sha256sum | cut -c1-16)$'\n'$HOROVOD_GPU$'\n'$frameworks
+}
+
+# Print what the stamp says of a finished environment: a hash of the inputs, the GPU flag, the frameworks.
+describe_settings() {
+    { choose_pins; cat "${inputs[@]}"; } | sha256sum | cut -c1-16
+    printf '%s\n' "$HOROVOD_GPU" "$frameworks"
 }
 
 check_settings() {
+    case $1 in
+        "" | frameworks | horovod) ;;
+        *) die "the only argument must be 'frameworks' or 'horovod', got '$1'" ;;
+    esac
     case $frameworks in
         "torch tensorflow" | torch) ;;
         *) die "FRAMEWORKS must be 'torch tensorflow' or 'torch', got '$frameworks'" ;;
@@ -70,17 +96,22 @@ check_settings() {
 }
 
 main() {
+    local until=${1:-}
     read_settings
-    check_settings
-    if [ -x $venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$new" ]; then return; fi
+    check_settings "$until"
+    if [ -f "$stamp" ] && [ -x $venv/bin/python ] && [ "$(cat "$stamp")" = "$(describe_settings)" ]; then return; fi
     rm -f "$stamp"
     docker/system_packages.sh "$(find_python || true)"
     $venv/bin/python -m pip --version >/dev/null 2>&1 || make_venv
     suits $venv/bin/python || die "$venv is $($venv/bin/python --version), 3.10 to 3.12 is needed: run 'make clean' first"
-    install_packages
-    printf '%s\n' "$new" >"$stamp"
+    install_frameworks
+    [ "$until" != frameworks ] || return 0
+    guard docker/build_horovod.sh "$venv/bin/python"
+    [ "$until" != horovod ] || return 0
+    install_package
+    describe_settings >"$stamp"
     say "done; $venv/bin/horovod-sparse check says what this machine can do"
 }
 
 # One line with its exit, because bash reads on in a file that was replaced while it ran.
-main; exit
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then main "$@"; exit; fi

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
-import torch
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.dgc import DGC
@@ -25,8 +24,6 @@ from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops import Ops
 from horovod_sparse.pipeline import Pipeline
-from horovod_sparse.tensorflow.host import HostPipeline
-from horovod_sparse.torch.ops import TorchOps
 
 
 @dataclass(frozen=True)
@@ -42,25 +39,44 @@ class Backend:
         return self.name
 
 
-def _tensor(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.array(array))
+def _torch_backends() -> list[Backend]:
+    import torch
+
+    from horovod_sparse.torch.ops import TorchOps
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.array(array))
+
+    def numpy(tensor: torch.Tensor) -> np.ndarray:
+        return tensor.numpy()
+
+    return [
+        Backend("torch", TorchOps(), tensor, numpy),
+        Backend("torch-operations", TorchOps(compiled=False), tensor, numpy),
+    ]
 
 
-def _memory_of_tensor(array: np.ndarray) -> np.ndarray:
-    return np.asarray(memoryview(tf.constant(array)))
+def _tensorflow_backends() -> list[Backend]:
+    import tensorflow as tf
 
+    from horovod_sparse.tensorflow.host import HostPipeline
 
-def _host_pipeline(ops: Ops, compressor: Compressor, **where: int) -> HostPipeline:
-    return HostPipeline(compressor, None, **where)
+    def memory_of_tensor(array: np.ndarray) -> np.ndarray:
+        return np.asarray(memoryview(tf.constant(array)))
+
+    def host_pipeline(ops: Ops, compressor: Compressor, **where: int) -> HostPipeline:
+        return HostPipeline(compressor, None, **where)
+
+    # Gradients and messages are the memory of tensors, which must not be written to, residuals that of variables.
+    return [Backend("tensorflow", NumpyOps(), memory_of_tensor, np.asarray, host_pipeline)]
 
 
 BACKENDS = [
     Backend("numpy", NumpyOps(), np.array, np.asarray),
     Backend("numpy-compiled", host_ops(2), np.array, np.asarray),
-    Backend("torch", TorchOps(), _tensor, lambda tensor: tensor.numpy()),
-    Backend("torch-operations", TorchOps(compiled=False), _tensor, lambda tensor: tensor.numpy()),
-    # Gradients and messages are the memory of tensors, which must not be written to, residuals that of variables.
-    Backend("tensorflow", NumpyOps(), _memory_of_tensor, np.asarray, _host_pipeline),
+    # Those frameworks that are installed: the package is to work with one alone, and with none.
+    *(_torch_backends() if find_spec("torch") else []),
+    *(_tensorflow_backends() if find_spec("tensorflow") else []),
 ]
 
 

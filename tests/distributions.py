@@ -1,0 +1,173 @@
+"""Build the distributions, and use them as their users do, each extra alone in an environment of its own: make package.
+
+python tests/distributions.py [NAME...]     of: torch, tensorflow, numpy (default: all)
+
+Every environment is new and outside of the checkout, and what is tested there is what the wheel installed: first that nothing
+else of ours and no other framework is there, then some of the tests, then that two workers train. Horovod is the wheel that
+docker/build_horovod.sh made for the environment that runs this; it does for an environment with only one of the frameworks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+from demo import launcher  # noqa: E402
+
+LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "_native.*", "*.o", "*-output")
+MPI4PY = ("-m", "mpi4py")
+LAW = "test_laws.py::test_sent_plus_kept_is_gradient_plus_residual"
+
+
+@dataclass(frozen=True)
+class Installation:
+    """An environment with some extras, and what is run there."""
+
+    extras: str
+    modules: tuple[str, ...]
+    """The frameworks that are there; no other is."""
+    tests: tuple[str, ...]
+    command: tuple[str, ...]
+    """What an example trains with, as arguments of Python."""
+    launched: bool = False
+    """Whether the command must be started on two workers; else it starts them itself."""
+
+
+INSTALLATIONS = {
+    "torch": Installation(
+        "torch,bench",
+        ("torch", "horovod"),
+        ("test_wire.py", LAW, "test_kernels.py", "test_seam.py", "test_torch_compressors.py"),
+        ("examples/demo.py", "--framework", "torch", "--epochs", "1"),
+    ),
+    "tensorflow": Installation(
+        "tensorflow-cpu,bench",
+        ("tensorflow", "keras", "horovod"),
+        ("test_wire.py", LAW, "test_kernels.py", "test_tensorflow_seam.py"),
+        ("examples/demo.py", "--framework", "tensorflow", "--epochs", "1"),
+    ),
+    "numpy": Installation(
+        "mpi,bench",
+        ("mpi4py",),
+        ("test_wire.py", LAW, "test_kernels.py", "test_numpy_allreduce.py"),
+        (*MPI4PY, "examples/numpy_logistic.py", "--epochs", "1"),
+        launched=True,
+    ),
+}
+ALL_MODULES = ("torch", "tensorflow", "keras", "horovod", "mpi4py")
+
+INSPECTION = f"""
+import importlib.util, pathlib, sys
+import horovod_sparse, horovod_sparse.kernels
+folder = pathlib.Path(horovod_sparse.__file__).parent
+assert folder.is_relative_to(sys.prefix), f"the wheel must be what is imported, got {{folder}}"
+assert (folder / "py.typed").is_file() and horovod_sparse.kernels.compiled()
+print(*(name for name in {ALL_MODULES} if importlib.util.find_spec(name)))
+"""
+
+
+def say(text: str) -> None:
+    print(f"distributions: {text}", flush=True)
+
+
+def run(*command: str | Path, cwd: Path, environment: dict[str, str]) -> str:
+    """Standard output of a command; ends everything if it fails."""
+    parts = [str(part) for part in command]
+    done = subprocess.run(parts, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode != 0:
+        raise SystemExit(f"{done.stdout}\n{' '.join(parts)}\nended with exit status {done.returncode}")
+    return done.stdout
+
+
+def clean_environment(constraints: Path) -> dict[str, str]:
+    """That of this process, with nothing that leads to the checkout, and the pinned versions."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return {**environment, "PIP_CONSTRAINT": str(constraints), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+
+def check_contents(names: set[str], kind: str) -> None:
+    """What must be in a distribution and what must not; names are relative to its root."""
+    wanted = {path.relative_to(ROOT).as_posix() for path in (ROOT / "horovod_sparse").rglob("*.py")}
+    wanted |= {"horovod_sparse/py.typed", "horovod_sparse/kernels/kernels.h"}
+    if kind == "sdist":
+        wanted |= {"horovod_sparse/kernels/kernels.cpp", "setup.py", "pyproject.toml", "README.md", "LICENSE"}
+    else:
+        assert any("kernels/_native." in name for name in names), "the wheel must hold the compiled kernels"
+        assert any(name.endswith("licenses/LICENSE") for name in names), "the wheel must hold the license"
+    assert wanted <= names, f"the {kind} lacks {sorted(wanted - names)}"
+    of_checkout = ("tests/", "benchmarks/", "docker/", "examples/")
+    strange = [
+        name for name in names if name.startswith(of_checkout) or "__pycache__" in name or name.endswith((".o", ".pyc"))
+    ]
+    assert not strange, f"the {kind} must not hold {strange}"
+
+
+def build(folder: Path, environment: dict[str, str]) -> Path:
+    """The wheel, built from the source distribution, which is built from a clean copy of the checkout."""
+    shutil.copytree(ROOT, folder / "source", ignore=LEFT_OUT)
+    run(sys.executable, "-m", "build", "--outdir", folder / "dist", cwd=folder / "source", environment=environment)
+    (sdist,) = (folder / "dist").glob("*.tar.gz")
+    (wheel,) = (folder / "dist").glob("*.whl")
+    with tarfile.open(sdist) as archive:
+        check_contents({name.partition("/")[2] for name in archive.getnames()}, "sdist")
+    with zipfile.ZipFile(wheel) as archive:
+        check_contents(set(archive.namelist()), "wheel")
+    say(f"{sdist.name} and, from it, {wheel.name} hold what they should")
+    return wheel
+
+
+def find_horovod(folder: Path, environment: dict[str, str]) -> Path:
+    command = (ROOT / "docker" / "build_horovod.sh", "--wheel-only", sys.executable)
+    return Path(run(*command, cwd=folder, environment=environment).splitlines()[-1]).parent
+
+
+def check_installation(name: str, wheel: Path, horovod: Path, folder: Path, environment: dict[str, str]) -> None:
+    """Install the wheel with its extras, in an environment that is removed again, and run tests and an example."""
+    installation, venv = INSTALLATIONS[name], folder / name
+    # Beside the tests and the examples there is no package that they could find.
+    for part in ("tests", "examples"):
+        shutil.copytree(ROOT / part, folder / part, ignore=LEFT_OUT, dirs_exist_ok=True)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    run(sys.executable, "-m", "venv", venv, cwd=folder, environment=environment)
+    python = venv / "bin" / "python"
+    # "test" would bring linters; the tests need no more than these.
+    wanted = (f"{wheel}[{installation.extras}]", "pytest", "hypothesis", "--find-links", str(horovod))
+    run(python, "-m", "pip", "install", "--quiet", *wanted, cwd=folder, environment=environment)
+    found = run(python, "-c", INSPECTION, cwd=folder, environment=environment).split()
+    assert sorted(found) == sorted(installation.modules), f"{name}: expected {installation.modules} alone, got {found}"
+    tests = [f"tests/{test}" for test in installation.tests]
+    print(run(python, "-m", "pytest", "-q", *tests, cwd=folder, environment=environment).splitlines()[-1], flush=True)
+    start = launcher(2) if installation.launched else []
+    print(run(*start, python, *installation.command, cwd=folder, environment=environment), flush=True)
+    shutil.rmtree(venv)
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(INSTALLATIONS)
+    unknown = sorted(set(names) - set(INSTALLATIONS))
+    if unknown:
+        raise SystemExit(f"the arguments must be of {', '.join(INSTALLATIONS)}, got {', '.join(unknown)}")
+    with tempfile.TemporaryDirectory(prefix="distributions-") as created:
+        folder = Path(created)
+        shutil.copy(ROOT / "constraints.txt", folder)
+        environment = clean_environment(folder / "constraints.txt")
+        wheel = build(folder, environment)
+        horovod = find_horovod(folder, environment)
+        for name in names:
+            started = time.perf_counter()
+            check_installation(name, wheel, horovod, folder, environment)
+            say(f"{name} alone: installed, tested, trained, in {time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
