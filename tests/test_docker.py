@@ -276,3 +276,28 @@ def test_every_paper_is_cited_where_its_algorithm_is() -> None:
     assert len(numbers) == 5
     sources = "".join(path.read_text() for path in (ROOT / "horovod_sparse" / "compressors").glob("*.py"))
     assert all(number in sources for number in numbers)
+
+
+def run_ci(folder: Path, fails_at: str = "nothing") -> tuple[int, list[str]]:
+    """Exit status of docker/ci.sh with a Docker that does nothing, and the commands that this was given."""
+    log = folder / "commands"
+    (folder / "docker").write_text(f'#!/bin/sh\necho "$*" >>{log}\ncase "$*" in *"{fails_at}"*) exit 3 ;; esac\n')
+    (folder / "docker").chmod(0o755)
+    done = run("docker/ci.sh --build-arg A=b", PATH=f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return done.returncode, log.read_text().splitlines()
+
+
+def test_ci_builds_checks_trains_and_clears_up(tmp_path: Path) -> None:
+    status, commands = run_ci(tmp_path)
+    assert status == 0
+    assert commands[0].startswith("build ") and "--build-arg A=b" in commands[0]
+    assert all(command.startswith(("run --rm", "compose")) for command in commands[1:])
+    done = " ".join(commands[1:])
+    assert all(part in done for part in ("make lint types", "pytest tests", "make package", "make demo"))
+    assert commands[-2].endswith("head") and commands[-1].endswith("down --volumes")
+
+
+def test_ci_ends_with_the_first_failure(tmp_path: Path) -> None:
+    status, commands = run_ci(tmp_path, fails_at="pytest")
+    assert status != 0
+    assert "pytest" in commands[-1]
