@@ -21,9 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
-from demo import launcher  # noqa: E402
-
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "_native.*", "*.o", "*-output")
 MPI4PY = ("-m", "mpi4py")
 LAW = "test_laws.py::test_sent_plus_kept_is_gradient_plus_residual"
@@ -131,6 +128,15 @@ def find_horovod(folder: Path, environment: dict[str, str]) -> Path:
     return Path(run(*command, cwd=folder, environment=environment).splitlines()[-1]).parent
 
 
+def start_two() -> list[str]:
+    """The command that starts two workers here."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from demo import launcher
+
+    command: list[str] = launcher(2)
+    return command
+
+
 def check_installation(name: str, wheel: Path, horovod: Path, folder: Path, environment: dict[str, str]) -> None:
     """Install the wheel with its extras, in an environment that is removed again, and run tests and an example."""
     installation, venv = INSTALLATIONS[name], folder / name
@@ -147,7 +153,7 @@ def check_installation(name: str, wheel: Path, horovod: Path, folder: Path, envi
     assert sorted(found) == sorted(installation.modules), f"{name}: expected {installation.modules} alone, got {found}"
     tests = [f"tests/{test}" for test in installation.tests]
     print(run(python, "-m", "pytest", "-q", *tests, cwd=folder, environment=environment).splitlines()[-1], flush=True)
-    start = launcher(2) if installation.launched else []
+    start = start_two() if installation.launched else []
     print(run(*start, python, *installation.command, cwd=folder, environment=environment), flush=True)
     shutil.rmtree(venv)
 
