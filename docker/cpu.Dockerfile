@@ -29,6 +29,7 @@ RUN /usr/local/lib/horovod_sparse/system_packages.sh "$(command -v python3 || tr
     && useradd --create-home --shell /bin/bash worker \
     && install -d -o worker -g worker /home/worker/horovod_sparse \
     && install -d -o worker -g worker -m 700 /home/worker/.ssh
+# hadolint ignore=DL3066
 USER worker
 WORKDIR /home/worker/horovod_sparse
 

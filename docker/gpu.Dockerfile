@@ -27,6 +27,7 @@ RUN /usr/local/lib/horovod_sparse/system_packages.sh "$(command -v python3 || tr
     && install -d -o worker -g worker -m 700 /home/worker/.ssh
 # Makes build_horovod.sh set HOROVOD_GPU_OPERATIONS=NCCL.
 ENV HOROVOD_GPU=1
+# hadolint ignore=DL3066
 USER worker
 WORKDIR /home/worker/horovod_sparse
 
