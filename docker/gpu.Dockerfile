@@ -15,6 +15,7 @@ FROM scratch AS wheels
 FROM $BASE AS system
 COPY docker/common.sh docker/system_packages.sh /usr/local/lib/horovod_sparse/
 # NCCL: most of the base images have it. openssh: mpirun starts workers in other containers by it.
+# The line for Open MPI: containers may forbid processes to read each other's memory.
 # hadolint ignore=DL3008
 RUN /usr/local/lib/horovod_sparse/system_packages.sh "$(command -v python3 || true)" \
     && if [ ! -x /usr/sbin/sshd ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
@@ -22,6 +23,7 @@ RUN /usr/local/lib/horovod_sparse/system_packages.sh "$(command -v python3 || tr
     && if [ ! -e /usr/include/nccl.h ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
         apt-get install -qq -y --no-install-recommends libnccl2 libnccl-dev; fi \
     && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
+    && echo 'btl_vader_single_copy_mechanism = none' >>/etc/openmpi/openmpi-mca-params.conf \
     && useradd --create-home --shell /bin/bash worker \
     && install -d -o worker -g worker /home/worker/horovod_sparse \
     && install -d -o worker -g worker -m 700 /home/worker/.ssh
@@ -31,6 +33,7 @@ ENV HOROVOD_GPU=1
 USER worker
 WORKDIR /home/worker/horovod_sparse
 
+# Logs would tell of the indexes and folders that packages came from.
 # From here on the same as in cpu.Dockerfile.
 FROM system AS frameworks
 ARG FRAMEWORKS
@@ -42,18 +45,18 @@ ENV FRAMEWORKS=$FRAMEWORKS TORCH=$TORCH TENSORFLOW=$TENSORFLOW
 COPY --chown=worker constraints.txt ./
 COPY --chown=worker docker/common.sh docker/system_packages.sh docker/setup.sh docker/
 RUN --mount=type=bind,from=wheels,target=/wheels --mount=type=secret,id=pip,target=/etc/pip.conf,mode=0444 \
-    PIP_NO_CACHE_DIR=1 PIP_FIND_LINKS=/wheels docker/setup.sh frameworks
+    PIP_NO_CACHE_DIR=1 PIP_FIND_LINKS=/wheels docker/setup.sh frameworks && rm .venv/setup.log
 
 FROM frameworks AS horovod
 COPY --chown=worker docker/build_horovod.sh docker/
 RUN --mount=type=bind,from=wheels,target=/wheels --mount=type=secret,id=pip,target=/etc/pip.conf,mode=0444 \
     mkdir -p ~/.cache/horovod_sparse \
     && find /wheels -maxdepth 1 -type d -name 'horovod-*' -exec cp -r {} ~/.cache/horovod_sparse \; \
-    && PIP_NO_CACHE_DIR=1 PIP_FIND_LINKS=/wheels docker/setup.sh horovod
+    && PIP_NO_CACHE_DIR=1 PIP_FIND_LINKS=/wheels docker/setup.sh horovod && rm -f ~/.cache/horovod_sparse/*.log
 
 FROM frameworks
 COPY --from=horovod --chown=worker /home/worker/.cache/horovod_sparse /home/worker/.cache/horovod_sparse
 COPY --chown=worker . ./
 RUN --mount=type=bind,from=wheels,target=/wheels --mount=type=secret,id=pip,target=/etc/pip.conf,mode=0444 \
-    PIP_NO_CACHE_DIR=1 PIP_FIND_LINKS=/wheels docker/setup.sh
+    PIP_NO_CACHE_DIR=1 PIP_FIND_LINKS=/wheels docker/setup.sh && rm .venv/setup.log
 CMD ["make", "demo"]
