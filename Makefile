@@ -1,5 +1,6 @@
 # Everything is made on first use: system packages (apt), .venv, Horovod's wheel (minutes, once), this package.
-# PYTHON=python3.12 chooses the interpreter of a new .venv; FRAMEWORKS=torch leaves TensorFlow out (docker/setup.sh).
+# PYTHON=python3.12 chooses the interpreter of a new .venv, TORCH=2.12.0 and TENSORFLOW=2.20.0 choose other releases than those of
+# constraints.txt, FRAMEWORKS=torch leaves TensorFlow out (docker/setup.sh).
 .DEFAULT_GOAL := help
 .PHONY: help setup test sanitize package demo demo-tensorflow docs lint types check clean
 export PYTHON FRAMEWORKS TORCH TENSORFLOW HOROVOD_GPU
