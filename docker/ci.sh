@@ -3,6 +3,8 @@
 #
 #   docker/ci.sh [OPTIONS OF docker build...]
 #
+#   PIP_EXTRA_INDEX_URL   an index with CPU builds of torch; without it torch brings several GB of CUDA's libraries along
+#
 # Needs Docker with Compose and nothing else, so any CI service can call it; ends with the first step that fails. The
 # image and what has been built for it stay, for the next run.
 set -euo pipefail
@@ -11,7 +13,7 @@ source docker/common.sh
 
 image=horovod_sparse:cpu
 # Shared memory, by which the workers in one container talk, is small unless asked for.
-container=(docker run --rm --init --shm-size 1g "$image")
+container=(docker run --rm --init --shm-size 1g --env PIP_EXTRA_INDEX_URL "$image")
 compose=(docker compose --file docker/compose.yaml)
 
 # part COMMAND...: run COMMAND, and say what it is and how long it took.
@@ -22,7 +24,7 @@ part() {
     say "done after $((SECONDS - began)) s"
 }
 
-part docker build --file docker/cpu.Dockerfile --tag "$image" "$@" .
+part docker build --file docker/cpu.Dockerfile --tag "$image" --build-arg PIP_EXTRA_INDEX_URL "$@" .
 part "${container[@]}" make lint types
 part "${container[@]}" .venv/bin/python -m pytest tests
 part "${container[@]}" make package
