@@ -23,7 +23,7 @@ RUN /usr/local/lib/horovod_sparse/system_packages.sh "$(command -v python3 || tr
     && if [ ! -e /usr/include/nccl.h ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
         apt-get install -qq -y --no-install-recommends libnccl2 libnccl-dev; fi \
     && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
-    && echo 'btl_vader_single_copy_mechanism = none' >>/etc/openmpi/openmpi-mca-params.conf \
+    && printf '\nbtl_vader_single_copy_mechanism = none\n' >>/etc/openmpi/openmpi-mca-params.conf \
     && useradd --create-home --shell /bin/bash worker \
     && install -d -o worker -g worker /home/worker/horovod_sparse \
     && install -d -o worker -g worker -m 700 /home/worker/.ssh
