@@ -1,0 +1,231 @@
+"""One bucket's step on a GPU: gradients in, message out, without waiting for the device. Imports torch and Triton."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from horovod_sparse import wire
+from horovod_sparse.compressors.base import BucketState
+from horovod_sparse.triton import kernels
+from horovod_sparse.triton.rules import Rule
+
+BLOCK = 4096
+CHUNK = 1024
+_LEAST_SLOTS = 32
+_SPARE = 4
+"""Slots for candidates, as a multiple of what a tile sends on average."""
+_MOST_SLOTS = 16
+"""Slots take at most this part of the residual's entries."""
+_WIDTHS = {torch.float32: (11, 10, 10), torch.float64: (11, 11, 11, 10, 10, 10)}
+"""Bits of a magnitude's digits, from the first."""
+
+
+class DeviceBucket:
+    """Launches the kernels for one bucket.
+
+    In a step `absorb` is called once for every parameter, then `select`; nothing waits for the device until `finish`, which
+    is for the time when the collective has been started.
+
+    Args:
+        rule: what the compressor asks for (`rules.rule_of`).
+        buffer: the bucket's residual, float32 or float64, flat and contiguous; it stays the caller's and is changed.
+        sizes: entries of each parameter, in the order of the bucket.
+        ratio: about which part of the entries will be sent.
+        block: entries of a tile, a power of two.
+        chunk: entries that the later kernels look at in one go, a power of two, at most `block`.
+    """
+
+    def __init__(
+        self, rule: Rule, buffer: Tensor, sizes: Sequence[int], ratio: float, *, block: int = BLOCK, chunk: int = CHUNK
+    ) -> None:
+        self.rule = rule
+        self.buffer = buffer
+        self._block, self._chunk = block, chunk
+        self._offsets = list(itertools.accumulate(sizes, initial=0))
+        assert self._offsets[-1] == buffer.numel() <= wire.MAX_BUCKET
+        tiles = [-(-size // block) for size in sizes]
+        self._first_tiles = list(itertools.accumulate(tiles, initial=0))
+        self._tiles = self._first_tiles[-1]
+        spread = triton.next_power_of_2(math.ceil(_SPARE * ratio * block))
+        self._slots_each = min(max(_LEAST_SLOTS, spread), max(block // _MOST_SLOTS, 1))
+        self._tiles_each = triton.next_power_of_2(max(1, -(-self._tiles // kernels.MOST_GROUPS)))
+        self._groups = max(1, -(-self._tiles // self._tiles_each))
+        self._widths = _WIDTHS[buffer.dtype]
+        self._shifts = list(itertools.accumulate(reversed(self._widths), initial=0))[-2::-1]
+
+        def zeros(count: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(max(count, 1), dtype=dtype, device=buffer.device)
+
+        starts = [
+            start
+            for offset, end in itertools.pairwise(self._offsets)
+            for start in range(offset, end, block)
+        ]
+        self._starts = torch.tensor([*starts, buffer.numel()], dtype=torch.int64).to(buffer.device)
+        self._found = zeros(self._tiles, torch.int32)
+        self._slots = zeros(self._tiles * self._slots_each, torch.int32)
+        self._partials = zeros(self._tiles * kernels.PARTIALS, torch.float64)
+        self._above, self._equal = zeros(self._groups, torch.int32), zeros(self._groups, torch.int32)
+        self._histograms = zeros(len(self._widths) * kernels.MOST_BINS, torch.int32)
+        self._words = zeros(kernels.WORDS, torch.int64)
+        self._numbers = zeros(len(kernels.NUMBERS), torch.float64)
+        on_gpu = buffer.device.type == "cuda"
+        self._host = torch.zeros(len(kernels.NUMBERS), dtype=torch.float64, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        self._limit = math.inf
+        """What the last step compared with."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that this takes on the device, in bytes, without residual and message."""
+        arrays = (self._starts, self._found, self._slots, self._partials, self._above, self._equal, self._histograms)
+        return sum(array.nbytes for array in (*arrays, self._words, self._numbers))
+
+    def absorb(
+        self,
+        number: int,
+        gradient: Tensor | None,
+        state: BucketState,
+        k: int,
+        *,
+        velocity: Tensor | None = None,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        """Take the gradient of parameter `number` into the residual; None is zero.
+
+        Entries that are not finite in the residual's type add nothing. With a velocity, flat and the bucket's, as in
+        `Ops.absorb_velocity`. The gradient, of any shape and strides, is left as it is.
+        """
+        offset, end = self._offsets[number : number + 2]
+        if offset == end:
+            return
+        first, last = self._first_tiles[number : number + 2]
+        x = self.buffer[offset:end]
+        moving = x if velocity is None else velocity[offset:end]
+        flat = x if gradient is None else gradient.contiguous()
+        kernels.absorb[(last - first,)](
+            x,
+            flat,
+            moving,
+            offset,
+            end - offset,
+            first,
+            self._tiles,
+            self.rule.request(state, k).cut,
+            self.rule.floor(self._limit),
+            self._partials,
+            self._found,
+            self._slots,
+            BLOCK=self._block,
+            SLOTS=self._slots_each,
+            HAS_GRADIENT=gradient is not None,
+            MOMENTUM=None if velocity is None else momentum,
+            NESTEROV=nesterov,
+            MEASURES=self.rule.measures,
+            num_warps=8,
+            # v * m + g is two roundings everywhere.
+            enable_fp_fusion=False,
+        )
+
+    def select(self, state: BucketState, k: int, capacity: int) -> Tensor:
+        """The message of pairs (`wire`, message 1), of shape (capacity, 2); what is in it is no longer in the residual."""
+        request = self.rule.request(state, k)
+        message = torch.empty((capacity, 2), dtype=torch.int32, device=self.buffer.device)
+        entries = (self.buffer, self._starts, self._found, self._slots, self._tiles)
+        shape = {"BLOCK": self._block, "SLOTS": self._slots_each, "TILES": self._tiles_each, "CHUNK": self._chunk}
+        grid, groups = (self._groups,), triton.next_power_of_2(self._groups)
+        rounds = len(self._widths)
+        kernels.fit[(1,)](
+            self.buffer,
+            self._partials,
+            self._found,
+            self._tiles,
+            k,
+            request.aim,
+            request.cut,
+            request.most_tail,
+            self.rule.floor(self._limit),
+            self._histograms,
+            self._numbers,
+            self._words,
+            ROUNDS=rounds,
+            RULE=request.rule,
+            CHUNK=kernels.MOST_BINS,
+            num_warps=8,
+        )
+        counted = (*entries, self._above, self._equal, self._histograms, self._numbers, self._words)
+        if request.rule != "largest":
+            kernels.count[grid](*counted, LAST=-1, WIDTH=0, **shape)
+        for number, (width, shift) in enumerate(zip(self._widths, self._shifts, strict=True)):
+            kernels.histogram[grid](
+                *entries,
+                self._above,
+                self._groups,
+                k,
+                capacity,
+                *request.trust,
+                request.cut_exponent,
+                self._histograms,
+                self._numbers,
+                self._words,
+                ROUND=number,
+                SHIFT=shift,
+                WIDTH=width,
+                BEFORE=self._widths[number - 1],
+                GROUPS=groups,
+                **shape,
+            )
+        kernels.count[grid](*counted, LAST=rounds - 1, WIDTH=self._widths[-1], **shape)
+        kernels.write[grid](
+            *entries,
+            self._above,
+            self._equal,
+            self._groups,
+            capacity,
+            message,
+            self._numbers,
+            self._words,
+            GROUPS=groups,
+            **shape,
+        )
+        self._host.copy_(self._numbers, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        return message
+
+    def finish(self, state: BucketState, k: int) -> dict[str, float]:
+        """Wait for the step's numbers (`kernels.NUMBERS`), and let the state learn from them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        numbers = dict(zip(kernels.NUMBERS, self._host.tolist(), strict=True))
+        if numbers["not_finite"] == 0:
+            self.rule.learn(state, k, numbers)
+            self._limit = numbers["limit"]
+        return numbers
+
+
+def add_message(message: Tensor, divisor: float, target: Tensor, flags: Tensor) -> None:
+    """Add one rank's message of pairs, its values divided by `divisor`, to a flat target; does not wait.
+
+    `flags`, two int32 on the device: [0] becomes 1 if an index lies beyond the target (nothing is added there), [1] if the message
+    says that its rank's gradient was not finite.
+    """
+    rows = len(message)
+    grid = (-(-rows // CHUNK),)
+    kernels.scatter[grid](message, rows, divisor, target, target.numel(), flags, CHUNK=CHUNK)
+
+
+def reduce(gathered: Tensor, world: int, divisor: float, target: Tensor) -> Tensor:
+    """The sum of all ranks' messages, rank by rank, in `target`, which is overwritten; the flags of `add_message`."""
+    flags = torch.zeros(2, dtype=torch.int32, device=target.device)
+    target.zero_()
+    for message in gathered.chunk(world):
+        add_message(message, divisor, target, flags)
+    return flags
