@@ -41,6 +41,8 @@ install_packages() {
     step "$log" "installing $wanted" "${pip[@]}" setuptools wheel $wanted
     # The Keras before 3, for tests. Without its dependencies: it asks for the "tensorflow" that brings CUDA.
     [[ $frameworks != *tensorflow* ]] || step "$log" "installing tf-keras" "${pip[@]}" --no-deps tf-keras
+    # For tests, which interpret its kernels. The version that torch asks for where it is built for a GPU.
+    step "$log" "installing triton" "${pip[@]}" --no-deps triton
     guard docker/build_horovod.sh "$venv/bin/python"
     step "$log" "installing horovod_sparse, editable" "${pip[@]}" --no-build-isolation -e ".[torch,mpi,test,bench]"
 }

@@ -17,6 +17,7 @@ from horovod_sparse.triton.rules import Rule
 
 BLOCK = 4096
 CHUNK = 1024
+GROUPS = 1024
 _LEAST_SLOTS = 32
 _SPARE = 4
 """Slots for candidates, as a multiple of what a tile sends on average."""
@@ -39,10 +40,19 @@ class DeviceBucket:
         ratio: about which part of the entries will be sent.
         block: entries of a tile, a power of two.
         chunk: entries that the later kernels look at in one go, a power of two, at most `block`.
+        groups: at most so many programs are launched of the later kernels, a power of two.
     """
 
     def __init__(
-        self, rule: Rule, buffer: Tensor, sizes: Sequence[int], ratio: float, *, block: int = BLOCK, chunk: int = CHUNK
+        self,
+        rule: Rule,
+        buffer: Tensor,
+        sizes: Sequence[int],
+        ratio: float,
+        *,
+        block: int = BLOCK,
+        chunk: int = CHUNK,
+        groups: int = GROUPS,
     ) -> None:
         self.rule = rule
         self.buffer = buffer
@@ -54,7 +64,7 @@ class DeviceBucket:
         self._tiles = self._first_tiles[-1]
         spread = triton.next_power_of_2(math.ceil(_SPARE * ratio * block))
         self._slots_each = min(max(_LEAST_SLOTS, spread), max(block // _MOST_SLOTS, 1))
-        self._tiles_each = triton.next_power_of_2(max(1, -(-self._tiles // kernels.MOST_GROUPS)))
+        self._tiles_each = triton.next_power_of_2(max(1, -(-self._tiles // groups)))
         self._groups = max(1, -(-self._tiles // self._tiles_each))
         self._widths = _WIDTHS[buffer.dtype]
         self._shifts = list(itertools.accumulate(reversed(self._widths), initial=0))[-2::-1]
@@ -62,11 +72,7 @@ class DeviceBucket:
         def zeros(count: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(max(count, 1), dtype=dtype, device=buffer.device)
 
-        starts = [
-            start
-            for offset, end in itertools.pairwise(self._offsets)
-            for start in range(offset, end, block)
-        ]
+        starts = [start for offset, end in itertools.pairwise(self._offsets) for start in range(offset, end, block)]
         self._starts = torch.tensor([*starts, buffer.numel()], dtype=torch.int64).to(buffer.device)
         self._found = zeros(self._tiles, torch.int32)
         self._slots = zeros(self._tiles * self._slots_each, torch.int32)
@@ -77,7 +83,7 @@ class DeviceBucket:
         self._numbers = zeros(len(kernels.NUMBERS), torch.float64)
         on_gpu = buffer.device.type == "cuda"
         self._host = torch.zeros(len(kernels.NUMBERS), dtype=torch.float64, pin_memory=on_gpu)
-        self._copied = torch.cuda.Event() if on_gpu else None
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._limit = math.inf
         """What the last step compared with."""
 
@@ -129,9 +135,8 @@ class DeviceBucket:
             MOMENTUM=None if velocity is None else momentum,
             NESTEROV=nesterov,
             MEASURES=self.rule.measures,
-            num_warps=8,
             # v * m + g is two roundings everywhere.
-            enable_fp_fusion=False,
+            enable_fp_fusion=velocity is None,
         )
 
     def select(self, state: BucketState, k: int, capacity: int) -> Tensor:
@@ -145,7 +150,6 @@ class DeviceBucket:
         kernels.fit[(1,)](
             self.buffer,
             self._partials,
-            self._found,
             self._tiles,
             k,
             request.aim,
@@ -214,8 +218,8 @@ class DeviceBucket:
 def add_message(message: Tensor, divisor: float, target: Tensor, flags: Tensor) -> None:
     """Add one rank's message of pairs, its values divided by `divisor`, to a flat target; does not wait.
 
-    `flags`, two int32 on the device: [0] becomes 1 if an index lies beyond the target (nothing is added there), [1] if the message
-    says that its rank's gradient was not finite.
+    `flags`, two int32 on the device: [0] becomes 1 if an index lies beyond the target (nothing is added there), [1] if the
+    message says that its rank's gradient was not finite.
     """
     rows = len(message)
     grid = (-(-rows // CHUNK),)

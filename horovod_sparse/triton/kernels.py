@@ -1,22 +1,23 @@
-"""The kernels. Imports triton, nothing else.
+"""The kernels. Imports triton, and constants.
 
-A bucket is cut into *tiles* of at most BLOCK entries, none of which reaches from one parameter into the next: tile t holds
-the entries from `starts[t]` to `starts[t + 1]`. `absorb` reads and writes the residual once, and leaves for each tile its
-sums, and in the tile's SLOTS the indices of its *candidates*, the entries above a floor. All later kernels look at candidates
-only, unless there were more of them than slots, or the threshold turned out to be below the floor: then at all entries.
-They run one program per *group* of TILES tiles, of which there are few enough for every program to add up all groups' counts.
+A bucket is cut into *tiles* of at most BLOCK entries, none of which reaches from one parameter into the next: tile t holds the
+entries from `starts[t]` to `starts[t + 1]`. `absorb` reads and writes the residual once. For each tile it leaves sums, and in
+the tile's SLOTS where its *candidates* are, the entries above a floor: the first index of each run of RUN entries that holds
+one. The later kernels look at those runs only; but at all entries of a tile that had more of them than slots, and at all
+entries of all if the threshold turned out to be below the floor. They run one program per *group* of TILES tiles, of
+which there are few enough for every program to add up the counts of all groups.
 
-Magnitudes are compared as integers: the bits of |x| are in the order of |x|. The k-th largest is found by its digits, from
-the first: a histogram of the digit, over all entries that have the digits found so far, tells the next. Each round is a
-launch, and its first deed is to read the digit off the histogram that the launch before has filled; so no program waits for
-another one, nothing is written that another program of the same launch reads, and all atomic operations add integers:
-the same input gives the same bits. What is decided on the device stays there, in `words` and `numbers`; launches that are not
-needed return at once.
+Magnitudes are compared as integers: the bits of |x| are in the order of |x|. The k-th largest is found digit by digit, from the
+first: a histogram of the digit over all entries that begin with those found so far tells the next one. Each round is a
+launch, which begins by reading the digit off the histogram that the launch before has filled. So no program waits for
+another one, none reads what another one of the same launch writes, and all atomic operations add integers: the same
+input gives the same bits. What is decided on the device stays there, in `words` and `numbers`, and launches that turn out not to
+be needed return at once.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import sys
 
 import triton
 import triton.language as tl
@@ -24,7 +25,8 @@ import triton.language as tl
 from horovod_sparse import wire
 from horovod_sparse.compressors.sidco import FIRST_RATIO
 
-MOST_GROUPS = 1024
+RUN = 4
+"""Entries of a run: what a thread loads at once."""
 MOST_BINS = 2048
 
 NUMBERS = (
@@ -42,9 +44,12 @@ NUMBERS = (
     "limit",
     "low",
 )
-"""What a step tells, as float64, in this order: the sums over the bucket (as in `Sums`); how many entries are above the floor;
-whether a fit gave the threshold, and how many entries are above that; how many are sent; whether an exact search replaced it; the
-magnitude that entries were compared with in the end; one that about so many exceed as the next cut shall leave (0: unknown)."""
+"""What a step tells, as float64, in this order.
+
+The sums over the bucket (as in `Sums`); how many entries are above the floor; whether a fit gave the threshold, and how
+many entries qualified; how many are sent; whether an exact search gave the limit; the limit, the magnitude that entries were
+compared with in the end; a magnitude that about as many exceed as the next cut shall leave (0: unknown).
+"""
 
 _COUNT = tl.constexpr(0)
 _LARGEST = tl.constexpr(1)
@@ -60,7 +65,7 @@ _EXACT = tl.constexpr(10)
 _LIMIT_VALUE = tl.constexpr(11)
 _LOW = tl.constexpr(12)
 
-PARTIALS = 6
+PARTIALS = 7
 """Rows of a tile's sums: the first of the numbers."""
 WORDS = 32
 # What `fit` writes: bits of the limit; whether all entries must be read; the rank to search for, or 0; whether the count above
@@ -77,18 +82,20 @@ _EQUAL = tl.constexpr(6)
 _RANK = tl.constexpr(8)
 _PREFIX = tl.constexpr(16)
 
+_RUN = tl.constexpr(RUN)
 _MOST_BINS = tl.constexpr(MOST_BINS)
 _FIRST_RATIO = tl.constexpr(FIRST_RATIO)
 _CONSTANT = tl.constexpr(1e-12)
 _WIRE_NOT_FINITE = tl.constexpr(wire.NOT_FINITE)
 _WIRE_PADDING = tl.constexpr(wire.PADDING)
-_WIRE_LARGEST = tl.constexpr(wire.LARGEST)
+_LARGEST_FLOAT32 = tl.constexpr(wire.LARGEST)
+_LARGEST_FLOAT64 = tl.constexpr(sys.float_info.max)
 _NOTHING = tl.constexpr(2**63 - 1)
 """Bits that no magnitude exceeds."""
 
 
 @triton.jit
-def _bits(x: Any) -> Any:
+def _bits(x):
     """The bits of |x|."""
     if x.dtype == tl.float32:
         return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -97,13 +104,13 @@ def _bits(x: Any) -> Any:
 
 
 @triton.jit
-def _rounded_bits(number: Any, like: Any) -> Any:
+def _rounded_bits(number, like):
     """The bits of a float64 number >= 0 in the type of `like`'s elements, as int64."""
     return _bits(tl.full((), number, tl.float64).to(like.dtype.element_ty)).to(tl.int64)
 
 
 @triton.jit
-def _value(bits: Any, like: Any) -> Any:
+def _value(bits, like):
     """The float64 number that an int64 of bits stands for in the type of `like`'s elements."""
     if like.dtype.element_ty == tl.float32:
         return bits.to(tl.int32).to(tl.float32, bitcast=True).to(tl.float64)
@@ -111,46 +118,47 @@ def _value(bits: Any, like: Any) -> Any:
         return bits.to(tl.float64, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["offset", "first_tile", "tiles"])
 def absorb(
-    residual: Any,
-    gradient: Any,
-    velocity: Any,
+    residual,
+    gradient,
+    velocity,
     offset: tl.int64,
     numel: tl.int64,
     first_tile: tl.int64,
     tiles: tl.int64,
     cut: tl.float64,
     floor: tl.float64,
-    partials: Any,
-    found: Any,
-    slots: Any,
+    partials,
+    found,
+    slots,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     HAS_GRADIENT: tl.constexpr,
     MOMENTUM: tl.constexpr,
     NESTEROV: tl.constexpr,
     MEASURES: tl.constexpr,
-) -> None:
+):
     """Add one parameter's gradient (its velocity, with MOMENTUM) to its residual; sums and candidates of each tile.
 
     `residual`, `gradient` and `velocity` point to the parameter's first entry, which is entry `offset` of the bucket.
     """
     tile = first_tile + tl.program_id(0)
-    positions = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = positions < numel
-    x = tl.load(residual + positions, inside, other=0.0)
-    not_finite = tl.full((), 0, tl.int32)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    lanes = tl.arange(0, BLOCK)
+    inside = lanes < tl.minimum(numel - start, BLOCK).to(tl.int32)
+    x = tl.load(residual + start + lanes, inside, other=0.0)
+    not_finite = tl.zeros([BLOCK], tl.int32)
     if HAS_GRADIENT:
-        g = tl.load(gradient + positions, inside, other=0.0).to(x.dtype)
+        g = tl.load(gradient + start + lanes, inside, other=0.0).to(x.dtype)
         finite = tl.abs(g) < float("inf")
-        not_finite = tl.sum((inside & ~finite).to(tl.int32), 0)
+        not_finite = tl.where(finite, 0, 65536)
         g = tl.where(finite, g, 0.0)
     if MOMENTUM is None:
         if HAS_GRADIENT:
             x += g
     else:
-        v = tl.load(velocity + positions, inside, other=0.0)
+        v = tl.load(velocity + start + lanes, inside, other=0.0)
         if NESTEROV:
             if HAS_GRADIENT:
                 v += g
@@ -161,35 +169,43 @@ def absorb(
             if HAS_GRADIENT:
                 v += g
         x += v
-        tl.store(velocity + positions, v, inside)
-    tl.store(residual + positions, x, inside)
+        tl.store(velocity + start + lanes, v, inside)
+    tl.store(residual + start + lanes, x, inside)
     magnitude = tl.abs(x)
 
-    candidate = magnitude > tl.full((), floor, tl.float64).to(x.dtype)
-    place = tl.cumsum(candidate.to(tl.int32), 0) - 1
-    tl.store(slots + tile * SLOTS + place, (offset + positions).to(tl.int32), candidate & (place < SLOTS))
-    tl.store(found + tile, tl.sum(candidate.to(tl.int32), 0))
+    peaks = tl.max(tl.reshape(magnitude, [BLOCK // _RUN, _RUN]), 1)
+    bound = tl.full((), floor, tl.float64).to(x.dtype)
+    candidate = tl.where(peaks > bound, 1, 0)
+    upto = tl.cumsum(candidate, 0)
+    index = (offset + start).to(tl.int32) + tl.arange(0, BLOCK // _RUN) * _RUN
+    tl.store(slots + tile * SLOTS + (upto - 1), index, (candidate > 0) & (upto <= SLOTS))
+    tl.store(found + tile, tl.sum(candidate, 0))
 
-    tl.store(partials + _NOT_FINITE * tiles + tile, not_finite.to(tl.float64))
+    # Two counts in one number: there are fewer than 2^15 entries.
+    counts = tl.sum(tl.where(magnitude > bound, 1, 0) + not_finite, 0)
+    tl.store(partials + _CANDIDATES * tiles + tile, (counts & 65535).to(tl.float64))
+    tl.store(partials + _NOT_FINITE * tiles + tile, (counts >> 16).to(tl.float64))
     if MEASURES:
-        tl.store(partials + _COUNT * tiles + tile, tl.sum((magnitude > 0.0).to(tl.int32), 0).to(tl.float64))
-        tl.store(partials + _LARGEST * tiles + tile, tl.max(magnitude, 0).to(tl.float64))
         bound = tl.full((), cut, tl.float64).to(x.dtype)
-        beyond = magnitude > bound
-        excess = tl.where(beyond, magnitude.to(tl.float64) - bound.to(tl.float64), 0.0)
-        tl.store(partials + _TAIL_COUNT * tiles + tile, tl.sum(beyond.to(tl.int32), 0).to(tl.float64))
+        counts = tl.sum(tl.where(magnitude > 0.0, 1, 0) + tl.where(magnitude > bound, 65536, 0), 0)
+        tl.store(partials + _COUNT * tiles + tile, (counts & 65535).to(tl.float64))
+        tl.store(partials + _TAIL_COUNT * tiles + tile, (counts >> 16).to(tl.float64))
+        tl.store(partials + _LARGEST * tiles + tile, tl.max(peaks, 0).to(tl.float64))
+        # Zero for those that are not above the cut: for all, where that is infinite.
+        bound = tl.minimum(bound, _LARGEST_FLOAT32 if x.dtype == tl.float32 else _LARGEST_FLOAT64)
+        excess = tl.maximum(magnitude, bound).to(tl.float64) - bound.to(tl.float64)
         tl.store(partials + _TAIL_TOTAL * tiles + tile, tl.sum(excess, 0))
         tl.store(partials + _TAIL_SQUARES * tiles + tile, tl.sum(excess * excess, 0))
 
 
 @triton.jit
-def exponential(mean: Any, ratio: Any) -> Any:
+def exponential(mean, ratio):
     """As `fits.exponential`."""
     return mean * -tl.log(ratio)
 
 
 @triton.jit
-def generalized_pareto(mean: Any, variance: Any, ratio: Any) -> Any:
+def generalized_pareto(mean, variance, ratio):
     """As `fits.generalized_pareto`."""
     squared_mean_over_variance = mean * mean / tl.maximum(variance, mean * mean * _CONSTANT)
     shape = (1.0 - squared_mean_over_variance) * 0.5
@@ -202,24 +218,23 @@ def generalized_pareto(mean: Any, variance: Any, ratio: Any) -> Any:
     return tl.where(mean > 0.0, threshold, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "k", "aim"])
 def fit(
-    residual: Any,
-    partials: Any,
-    found: Any,
+    residual,
+    partials,
     tiles: tl.int64,
     k: tl.int64,
     aim: tl.int64,
     cut: tl.float64,
     most_tail: tl.float64,
     floor: tl.float64,
-    histograms: Any,
-    numbers: Any,
-    words: Any,
+    histograms,
+    numbers,
+    words,
     ROUNDS: tl.constexpr,
     RULE: tl.constexpr,
     CHUNK: tl.constexpr,
-) -> None:
+):
     """One program: add up the tiles' sums, and say what is to be selected.
 
     RULE "largest": the k largest. "above": all above `floor`. "exponential", "gpareto": all above a threshold that is fitted to
@@ -235,7 +250,7 @@ def fit(
     for start in range(0, tiles, CHUNK):
         tile = start + lanes
         inside = tile < tiles
-        candidates += tl.load(found + tile, inside, other=0).to(tl.float64)
+        candidates += tl.load(partials + _CANDIDATES * tiles + tile, inside, other=0.0)
         not_finite += tl.load(partials + _NOT_FINITE * tiles + tile, inside, other=0.0)
         if RULE == "exponential" or RULE == "gpareto":
             count += tl.load(partials + _COUNT * tiles + tile, inside, other=0.0)
@@ -262,10 +277,7 @@ def fit(
         mean = all_total / number
         variance = tl.maximum(all_squares / number - mean * mean, 0.0)
         ratio = tl.where(usable & (wanted > 0.0), wanted / number, 1.0)
-        if RULE == "exponential":
-            step = exponential(mean, ratio)
-        else:
-            step = generalized_pareto(mean, variance, ratio)
+        step = exponential(mean, ratio) if RULE == "exponential" else generalized_pareto(mean, variance, ratio)
         # As `search.below_largest`: the number before the largest one in float32.
         top = _bits(all_largest.to(tl.float32))
         below = (top - (top > 0).to(tl.int32)).to(tl.float32, bitcast=True).to(tl.float64)
@@ -298,45 +310,47 @@ def fit(
 
 @triton.jit
 def _steps(
-    first: Any,
-    tiles: Any,
-    whole: Any,
-    found: Any,
+    first,
+    tiles,
+    whole,
+    found,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
-) -> Any:
+):
     """How many chunks of a group there are to look at, and whether they are of candidates."""
     tile = first + tl.arange(0, TILES)
     most = tl.max(tl.load(found + tile, tile < tiles, other=0), 0)
     sparse = (whole == 0) & (most <= SLOTS)
     every = tl.minimum(tiles - first, TILES).to(tl.int32) * (BLOCK // CHUNK)
-    return tl.where(sparse, (TILES * SLOTS + CHUNK - 1) // CHUNK, every), sparse
+    return tl.where(sparse, (TILES * SLOTS * _RUN + CHUNK - 1) // CHUNK, every), sparse
 
 
 @triton.jit
 def _chunk(
-    step: Any,
-    sparse: Any,
-    first: Any,
-    tiles: Any,
-    starts: Any,
-    found: Any,
-    slots: Any,
+    step,
+    sparse,
+    first,
+    tiles,
+    starts,
+    found,
+    slots,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
-) -> Any:
+):
     """Indices of a group's entries, ascending from chunk to chunk, and which of the lanes hold one."""
     lanes = tl.arange(0, CHUNK)
     if sparse:
-        number = step * CHUNK + lanes
-        tile = first + number // SLOTS
-        used = tl.load(found + tile, (number < TILES * SLOTS) & (tile < tiles), other=0)
-        valid = number % SLOTS < used
-        indices = tl.load(slots + tile * SLOTS + number % SLOTS, valid, other=0).to(tl.int64)
+        run = (step * CHUNK + lanes) // _RUN
+        tile, slot = first + run // SLOTS, run % SLOTS
+        used = (run < TILES * SLOTS) & (tile < tiles)
+        used = used & (slot < tl.load(found + tile, used, other=0))
+        indices = tl.load(slots + tile * SLOTS + slot, used, other=0).to(tl.int64) + lanes % _RUN
+        # The last run of a parameter may be shorter.
+        valid = used & (indices < tl.load(starts + tile + 1, used, other=0))
     else:
         here = first + step // (BLOCK // CHUNK)
         indices = tl.load(starts + here) + step % (BLOCK // CHUNK) * CHUNK + lanes
@@ -345,7 +359,7 @@ def _chunk(
 
 
 @triton.jit
-def _digit(histogram: Any, rank: Any, WIDTH: tl.constexpr) -> Any:
+def _digit(histogram, rank, WIDTH: tl.constexpr):
     """Which bin holds the entry of a rank, counted from the largest, and its rank within that bin."""
     bins = tl.arange(0, 1 << WIDTH)
     counts = tl.load(histogram + bins)
@@ -356,23 +370,23 @@ def _digit(histogram: Any, rank: Any, WIDTH: tl.constexpr) -> Any:
     return digit, rank - tl.sum(tl.where(here, above, 0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "groups", "k", "capacity", "trust_least", "trust_most"])
 def histogram(
-    residual: Any,
-    starts: Any,
-    found: Any,
-    slots: Any,
+    residual,
+    starts,
+    found,
+    slots,
     tiles: tl.int64,
-    group_above: Any,
+    group_above,
     groups: tl.int64,
     k: tl.int64,
     capacity: tl.int64,
     trust_least: tl.int64,
     trust_most: tl.int64,
     cut_exponent: tl.float64,
-    histograms: Any,
-    numbers: Any,
-    words: Any,
+    histograms,
+    numbers,
+    words,
     ROUND: tl.constexpr,
     SHIFT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -382,7 +396,7 @@ def histogram(
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
-) -> None:
+):
     """Count, by the digit at SHIFT, the entries that have the digits found so far, if an exact search is needed.
 
     Round 0 decides that: for what `fit` says, or for the number of entries above its limit, the counts in `group_above`. Later
@@ -394,7 +408,8 @@ def histogram(
     if ROUND == 0:
         rank = tl.load(words + _FIT_RANK)
         whole = tl.load(words + _FIT_WHOLE)
-        if rank == 0:
+        limit = tl.load(words + _FIT_LIMIT)
+        if (rank == 0) & (limit != _NOTHING):
             lanes = tl.arange(0, GROUPS)
             above = tl.sum(tl.load(group_above + lanes, lanes < groups, other=0).to(tl.int64), 0)
             far_off = (above < trust_least) | (above > trust_most)
@@ -407,7 +422,7 @@ def histogram(
                 tl.store(numbers + _FOUND, above.to(tl.float64))
         if group == 0:
             tl.store(words + _WHOLE, whole)
-            tl.store(words + _LIMIT, tl.load(words + _FIT_LIMIT))
+            tl.store(words + _LIMIT, limit)
             tl.store(words + _EQUAL, tl.full((), 0, tl.int64))
             tl.store(numbers + _EXACT, (rank > 0).to(tl.float64))
     else:
@@ -438,15 +453,15 @@ def histogram(
 
 @triton.jit
 def _store_low(
-    residual: Any,
-    histograms: Any,
-    k: Any,
-    cut_exponent: Any,
+    residual,
+    histograms,
+    k,
+    cut_exponent,
     SHIFT: tl.constexpr,
     WIDTH: tl.constexpr,
-    numbers: Any,
-) -> None:
-    """The lower end of that of the first digit's bins (SHIFT, WIDTH) which holds the entry where SIDCo's last stage but one would end."""
+    numbers,
+):
+    """Tell the next cut: the lower end of that bin of the first digit in which SIDCo's last stage but one would end."""
     count = tl.maximum(tl.load(numbers + _COUNT), 1.0)
     ratio = tl.log(k.to(tl.float64) / count / _FIRST_RATIO)
     left = tl.exp(ratio * cut_exponent) * count * _FIRST_RATIO
@@ -454,41 +469,40 @@ def _store_low(
     tl.store(numbers + _LOW, _value(digit << SHIFT, residual))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def count(
-    residual: Any,
-    starts: Any,
-    found: Any,
-    slots: Any,
+    residual,
+    starts,
+    found,
+    slots,
     tiles: tl.int64,
-    group_above: Any,
-    group_equal: Any,
-    histograms: Any,
-    numbers: Any,
-    words: Any,
+    group_above,
+    group_equal,
+    histograms,
+    numbers,
+    words,
     LAST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
-) -> None:
+):
     """For each group, how many entries are above the limit, and equal to it.
 
-    LAST -1: the limit that `fit` gave, if it gave one. Otherwise that of the exact search, if there was one, of which LAST is the last
-    round and WIDTH the number of its digit's bits.
+    LAST -1: the limit that `fit` gave, if it gave one. Otherwise that of the exact search, if there was one; LAST is its last
+    round, and WIDTH the number of that digit's bits.
     """
     group = tl.program_id(0)
+    limit = tl.load(words + _FIT_LIMIT)
     if LAST < 0:
         needed = tl.load(words + _FIT_RANK) == 0
-        limit = tl.load(words + _FIT_LIMIT)
         whole = tl.load(words + _FIT_WHOLE)
     else:
         rank = tl.load(words + _RANK + LAST)
-        needed = rank > 0
-        limit = tl.full((), 0, tl.int64)
+        needed = (rank > 0) | (limit == _NOTHING)
         whole = tl.load(words + _WHOLE)
-        if needed:
+        if rank > 0:
             digit, equal = _digit(histograms + LAST * _MOST_BINS, rank, WIDTH)
             limit = (tl.load(words + _PREFIX + LAST) << WIDTH) + digit
             if group == 0:
@@ -508,26 +522,26 @@ def count(
         tl.store(group_equal + group, tl.sum(same, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "groups", "capacity"])
 def write(
-    residual: Any,
-    starts: Any,
-    found: Any,
-    slots: Any,
+    residual,
+    starts,
+    found,
+    slots,
     tiles: tl.int64,
-    group_above: Any,
-    group_equal: Any,
+    group_above,
+    group_equal,
     groups: tl.int64,
     capacity: tl.int64,
-    message: Any,
-    numbers: Any,
-    words: Any,
+    message,
+    numbers,
+    words,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
-) -> None:
+):
     """Write the message of pairs, and take from the residual what is in it."""
     group = tl.program_id(0)
     limit = tl.load(words + _LIMIT)
@@ -554,7 +568,7 @@ def write(
             value = x
             kept = tl.zeros_like(x)
         else:
-            value = tl.minimum(tl.maximum(x, -_WIRE_LARGEST), _WIRE_LARGEST).to(tl.float32)
+            value = tl.minimum(tl.maximum(x, -_LARGEST_FLOAT32), _LARGEST_FLOAT32).to(tl.float32)
             kept = x - value.to(tl.float64)
         tl.store(message + row * 2, indices.to(tl.int32), chosen)
         tl.store(message + row * 2 + 1, value.to(tl.int32, bitcast=True), chosen)
@@ -577,8 +591,8 @@ def write(
         tl.store(numbers + _LIMIT_VALUE, _value(limit, residual))
 
 
-@triton.jit
-def scatter(message: Any, rows: tl.int64, divisor: tl.float64, target: Any, numel: tl.int64, flags: Any, CHUNK: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=["rows", "numel"])
+def scatter(message, rows: tl.int64, divisor: tl.float64, target, numel: tl.int64, flags, CHUNK: tl.constexpr):
     """Add one rank's message, its values divided by `divisor`, to a dense target; its indices are unique.
 
     `flags[0]` becomes 1 if an index lies beyond the target, `flags[1]` if the message says that a gradient was not finite.

@@ -153,7 +153,7 @@ def rule_of(compressor: Compressor) -> Rule | None:
         return Largest()
     if isinstance(compressor, threshold.Threshold) and select is threshold.Threshold.select:
         return Above(compressor.threshold)
-    fits = isinstance(compressor, SIDCo) and select is SIDCo.select
-    if fits and compressor.distribution != "gamma" and compressor.adapt == "robust":
-        return Fitted(compressor)
+    if isinstance(compressor, SIDCo) and select is SIDCo.select:
+        formula = compressor.distribution != "gamma" and compressor.adapt == "robust"
+        return Fitted(compressor) if formula else None
     return None
