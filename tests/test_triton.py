@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -435,11 +436,33 @@ def test_the_memory_it_takes_is_a_small_part_of_the_residual() -> None:
     assert DeviceBucket(rule_of(SIDCo(0.001)), residual, [2**20], 0.001).nbytes <= 0.05 * residual.nbytes
 
 
+def run(script: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(script), *map(str, arguments)]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
+
+
 def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     """The interpreter runs what the compiler refuses."""
-    script = Path(__file__).with_name("compile_triton.py")
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, script, "90"], env=environment, capture_output=True, text=True, timeout=300)
+    done = run(Path(__file__).with_name("compile_triton.py"), 90, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     names = {line.split()[0] for line in done.stdout.splitlines()}
     assert names == {"absorb", "fit", "count", "histogram", "write", "scatter"}
+
+
+GPU_CHECK = Path(__file__).parent.parent / "benchmarks" / "gpu_check.py"
+
+
+def test_gpu_check_runs_without_a_gpu_to_test_itself(tmp_path: Path) -> None:
+    written = tmp_path / "figures.json"
+    options = ("--interpret", "--sizes", "8k", "--repetitions", 1, "--ratios", 0.01, "--json", written)
+    done = run(GPU_CHECK, *options)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(written.read_text())
+    assert figures["measured"] is False and "no measurement" in done.stdout
+    assert len(figures["rows"]) == 11 == done.stdout.count("| 8,000 |")
+    assert all(row["seconds"][0] > 0 for row in figures["rows"])
+
+
+def test_gpu_check_says_that_there_is_no_gpu() -> None:
+    done = run(GPU_CHECK, CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stdout) == (2, "not measured: no GPU\n")

@@ -93,6 +93,10 @@ class DeviceBucket:
         arrays = (self._starts, self._found, self._slots, self._partials, self._above, self._equal, self._histograms)
         return sum(array.nbytes for array in (*arrays, self._words, self._numbers))
 
+    def forget(self) -> None:
+        """Let the next step be as the first one, which knows of no candidates."""
+        self._limit = math.inf
+
     def absorb(
         self,
         number: int,

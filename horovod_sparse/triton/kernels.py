@@ -11,8 +11,8 @@ Magnitudes are compared as integers: the bits of |x| are in the order of |x|. Th
 first: a histogram of the digit over all entries that begin with those found so far tells the next one. Each round is a
 launch, which begins by reading the digit off the histogram that the launch before has filled. So no program waits for
 another one, none reads what another one of the same launch writes, and all atomic operations add integers: the same
-input gives the same bits. What is decided on the device stays there, in `words` and `numbers`, and launches that turn out not to
-be needed return at once.
+input gives the same bits. What is decided on the device stays there, in `words` and `numbers`, and launches that turn out
+not to be needed return at once.
 """
 
 from __future__ import annotations
