@@ -160,8 +160,10 @@ class Worker:
 
     def launch(self, gradient: Tensor) -> Tensor:
         """From the gradient to the message; waits for nothing."""
-        for number, part in enumerate(gradient.split(self.sizes)):
-            self.bucket.absorb(number, part, self.state, self.k)
+        offset = 0
+        for part in gradient.split(self.sizes):
+            self.bucket.absorb(offset, part, self.state, self.k)
+            offset += part.numel()
         return self.bucket.select(self.state, self.k, self.capacity)
 
     def finish(self) -> dict[str, float]:

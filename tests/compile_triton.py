@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.feedback import MomentumCorrection
 from horovod_sparse.triton.bucket import DeviceBucket, reduce
 from horovod_sparse.triton.rules import rule_of
 
@@ -58,7 +59,8 @@ def step(compressor: Any, dtype: torch.dtype, gradient: torch.dtype | None, mome
     velocity = torch.zeros(size, dtype=dtype) if momentum else None
     state = compressor.new_state()
     given = None if gradient is None else torch.zeros(size, dtype=gradient)
-    bucket.absorb(0, given, state, k, velocity=velocity, momentum=0.9)
+    correction = MomentumCorrection() if momentum else None
+    bucket.absorb(0, given, state, k, velocity=velocity, correction=correction)
     message = bucket.select(state, k, 50)
     reduce(message, 1, 2.0, torch.zeros(size, dtype=dtype))
 

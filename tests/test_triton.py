@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -24,12 +25,13 @@ from table import DEGENERATE, gradients
 from horovod_sparse import fits
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.gaussiank import GaussianK
-from horovod_sparse.compressors.search import below_largest
 from horovod_sparse.compressors.sidco import SIDCo, last_stage, next_aim
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.feedback import MomentumCorrection
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.ops import Sums
+from horovod_sparse.ops import NOTHING
+from horovod_sparse.search import below_largest
 from horovod_sparse.triton import kernels
 from horovod_sparse.triton.bucket import DeviceBucket, reduce
 from horovod_sparse.triton.rules import Request, rule_of
@@ -55,7 +57,7 @@ class Worker:
     """One worker with one bucket, beside the oracle's residual."""
 
     def __init__(self, compressor: Compressor, sizes: list[int], dtype: Any = np.float32) -> None:
-        self.compressor, self.sizes = compressor, sizes
+        self.compressor, self.sizes = compressor, sizes = compressor, [size for size in sizes if size]
         self.state = compressor.new_state()
         self.residual = torch.zeros(sum(sizes), dtype=WIDE[dtype])
         rule = rule_of(compressor)
@@ -69,9 +71,10 @@ class Worker:
     def absorb(self, gradient: np.ndarray) -> np.ndarray:
         """Take in a gradient of all parameters; what is selected from, as the oracle has it."""
         expected = self.residual.numpy().copy()
-        ORACLE.absorb(expected, gradient, None)
-        for number, part in enumerate(np.split(gradient, np.cumsum(self.sizes)[:-1])):
-            self.bucket.absorb(number, torch.from_numpy(part.copy()), self.state, self.k)
+        ORACLE.absorb(expected, gradient, NOTHING)
+        offsets = np.cumsum([0, *self.sizes])
+        for offset, end in itertools.pairwise(offsets.tolist()):
+            self.bucket.absorb(offset, torch.from_numpy(gradient[offset:end].copy()), self.state, self.k)
         np.testing.assert_array_equal(self.residual.numpy(), expected)
         return expected
 
@@ -97,20 +100,22 @@ class Step:
         self.numbers, self.request = numbers, request
 
 
-def sums_of(bucket: DeviceBucket) -> tuple[Sums, int]:
-    """What `absorb` has left, added up over the tiles; and the number of candidates."""
+def sums_of(bucket: DeviceBucket) -> dict[str, float]:
+    """What `absorb` has left, added up over the tiles."""
     rows = bucket._partials.numpy().reshape(kernels.PARTIALS, -1)
     named = dict(zip(kernels.NUMBERS, rows, strict=False))
-    total = {name: row.max(initial=0.0) if name == "largest" else row.sum() for name, row in named.items()}
-    candidates = int(total.pop("candidates"))
-    return Sums(**total), candidates
+    return {name: row.max(initial=0.0) if name == "largest" else row.sum() for name, row in named.items()}
 
 
-def assert_sums(got: Sums, expected: Sums) -> None:
-    for name in ("count", "largest", "tail_count", "not_finite"):
-        assert getattr(got, name) == getattr(expected, name), name
-    for name in ("tail_total", "tail_squares"):
-        assert getattr(got, name) == pytest.approx(getattr(expected, name), rel=1e-12), name
+def assert_sums(got: dict[str, float], x: np.ndarray, cut: float, floor: float, not_finite: int) -> None:
+    magnitudes = np.abs(x)
+    assert got["count"] == np.count_nonzero(x) and got["largest"] == magnitudes.max(initial=0.0)
+    assert got["candidates"] == np.count_nonzero(magnitudes > x.dtype.type(floor))
+    assert got["not_finite"] == not_finite
+    excesses = magnitudes[magnitudes > x.dtype.type(cut)].astype(np.float64) - np.float64(x.dtype.type(cut))
+    assert got["tail_count"] == excesses.size
+    assert got["tail_total"] == pytest.approx(excesses.sum(), rel=1e-12)
+    assert got["tail_squares"] == pytest.approx(excesses @ excesses, rel=1e-12)
 
 
 # --- absorb ---
@@ -132,7 +137,12 @@ class Measuring:
 
 
 def check_absorb(
-    residual: np.ndarray, gradient: torch.Tensor | None, cut: float, floor: float, velocity: Any = None, **how: Any
+    residual: np.ndarray,
+    gradient: torch.Tensor | None,
+    cut: float,
+    floor: float,
+    velocity: Any = None,
+    correction: MomentumCorrection | None = None,
 ) -> None:
     """The parameter stands between two others, at an offset that no vector is aligned with."""
     around = [np.full(3, 9, residual.dtype), residual, np.full(2, 9, residual.dtype)]
@@ -141,22 +151,21 @@ def check_absorb(
     moving = None
     given = np.zeros(residual.size, np.float32) if gradient is None else gradient.double().numpy()
     expected = residual.copy()
-    if velocity is None:
-        sums = ORACLE.absorb(expected, given, cut)
+    if correction is None:
+        absorbed = ORACLE.absorb(expected, given, NOTHING)
     else:
         moving = torch.from_numpy(np.concatenate([np.zeros(3, residual.dtype), velocity, np.zeros(2, residual.dtype)]))
         velocity = velocity.copy()
-        sums = ORACLE.absorb_velocity(expected, velocity, given, how["momentum"], how["nesterov"], cut)
-    bucket.absorb(1, gradient, None, 1, velocity=moving, **how)
+        how = correction.momentum, correction.nesterov
+        absorbed = ORACLE.absorb_velocity(expected, velocity, given, *how, NOTHING)
+    bucket.absorb(3, gradient, None, 1, velocity=moving, correction=correction)
     np.testing.assert_array_equal(buffer.numpy(), np.concatenate([around[0], expected, around[2]]))
     if moving is not None:
         np.testing.assert_array_equal(moving.numpy()[3:-2], velocity)
-    got, candidates = sums_of(bucket)
-    assert_sums(got, sums)
+    assert_sums(sums_of(bucket), expected, cut, floor, absorbed.not_finite)
+    assert bucket.not_finite() == ([3] if absorbed.not_finite else [])
     above = np.flatnonzero(np.abs(expected) > residual.dtype.type(floor))
-    assert candidates == above.size
-    tiles = bucket._first_tiles[2] - bucket._first_tiles[1]
-    for tile in range(tiles):
+    for tile in range(-(-residual.size // BLOCK)):
         inside = above[(above >= tile * BLOCK) & (above < (tile + 1) * BLOCK)]
         runs = np.unique(inside // kernels.RUN) * kernels.RUN + 3
         assert bucket._found[1 + tile] == runs.size
@@ -172,7 +181,7 @@ def sample(size: int, dtype: Any, seed: int, *, bad: bool = False) -> np.ndarray
 
 
 @of_either_width
-@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 131])
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 131])
 def test_absorb(size: int, dtype: type) -> None:
     for cut, floor in ((0.0, 0.5), (0.7, math.inf), (math.inf, 1e-45), (1e300, 2.0)):
         check_absorb(sample(size, dtype, 0), torch.from_numpy(sample(size, np.float32, 1, bad=True)), cut, floor)
@@ -189,14 +198,16 @@ def test_absorb_takes_gradients_of_every_type(dtype: type, kind: torch.dtype) ->
 def test_absorb_without_a_gradient_measures(dtype: type) -> None:
     residual = sample(70, dtype, 0)
     check_absorb(residual, None, 0.5, 1.0)
-    check_absorb(residual, None, 0.5, 1.0, residual[::-1].copy(), momentum=0.9, nesterov=False)
+    check_absorb(residual, None, 0.5, 1.0, residual[::-1].copy(), MomentumCorrection(0.9))
 
 
 @of_either_width
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_absorb_with_momentum(dtype: type, nesterov: bool) -> None:
     gradient = torch.from_numpy(sample(70, np.float32, 1, bad=True))
-    check_absorb(sample(70, dtype, 0), gradient, 0.5, 1.0, sample(70, dtype, 2), momentum=0.9, nesterov=nesterov)
+    check_absorb(
+        sample(70, dtype, 0), gradient, 0.5, 1.0, sample(70, dtype, 2), MomentumCorrection(0.9, nesterov=nesterov)
+    )
 
 
 def test_absorb_follows_strides() -> None:
@@ -212,7 +223,7 @@ ANY = st.floats(width=32)
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_absorb_whatever_the_gradient(data: st.DataObject) -> None:
-    size = data.draw(st.integers(0, 80))
+    size = data.draw(st.integers(1, 80))
     finite = st.floats(-(2.0**100), 2.0**100, width=32)
     residual = data.draw(npst.arrays(np.float32, size, elements=finite))
     gradient = data.draw(npst.arrays(np.float32, size, elements=st.one_of(finite, ANY)))
@@ -261,16 +272,16 @@ def check_choice(worker: Worker, step: Step) -> None:
         chosen = ORACLE.select_above(x, worker.compressor.threshold, capacity)
         assert numbers["found"] == chosen.found
     else:
-        sums = ORACLE.measure(x, request.cut)
+        sums, tail = ORACLE.measure(x), ORACLE.moments(x, request.cut)
         aim = min(request.aim, sums.count - 1)
-        usable = aim < sums.tail_count <= request.most_tail * sums.count
+        usable = aim < tail.count <= request.most_tail * sums.count
         if sums.count <= k:
             chosen = ORACLE.select_above(x, 0.0, capacity)
         else:
             assert bool(numbers["estimated"]) == usable
             chosen = ORACLE.select_largest(x, k)
             if usable:
-                fit = worker.compressor._tail_fit(sums.tail, aim / sums.tail_count)
+                fit = worker.compressor._tail_fit(tail, aim / tail.count)
                 threshold = below_largest(sums.largest, request.cut + fit)
                 fitted = ORACLE.select_above(x, threshold, capacity)
                 assert numbers["found"] == fitted.found
@@ -374,10 +385,10 @@ def test_sidco_learns_what_it_does_elsewhere(name: str) -> None:
         aim, stages = worker.state.aim, worker.rule._stages(worker.state)
         step = worker.step(gradients("laplace", 300, rng))
         assert step.numbers["estimated"]
-        sums = ORACLE.measure(step.before, step.request.cut)
+        sums, tail = ORACLE.measure(step.before), ORACLE.moments(step.before, step.request.cut)
         fit = worker.compressor._tail_fit
         found, asked = step.numbers["found"], min(step.request.aim, sums.count - 1)
-        _, cut = last_stage(step.request.cut, sums.tail, sums.count, sums.largest, asked, stages, fit)
+        _, cut = last_stage(step.request.cut, tail, sums.count, sums.largest, asked, stages, fit)
         if step.request.trust[0] <= found <= step.request.trust[1]:
             assert worker.state.cut == pytest.approx(cut, rel=1e-9)
             assert worker.state.aim == next_aim(aim, step.indices.size, worker.k)

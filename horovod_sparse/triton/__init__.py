@@ -6,9 +6,10 @@ where it is built for a GPU. With TRITON_INTERPRET=1 in the environment everythi
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 
 def available() -> bool:
-    """Whether Triton is installed."""
-    return find_spec("triton") is not None
+    """Whether Triton is installed, and kernels are not turned off with HOROVOD_SPARSE_KERNELS=0."""
+    return find_spec("triton") is not None and os.environ.get("HOROVOD_SPARSE_KERNELS", "1") != "0"

@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from horovod_sparse import wire
-from horovod_sparse.compressors.base import BucketState
+from horovod_sparse.buckets import Layout
+from horovod_sparse.compressors.base import BucketState, Compressor
+from horovod_sparse.feedback import MomentumCorrection
 from horovod_sparse.triton import kernels
-from horovod_sparse.triton.rules import Rule
+from horovod_sparse.triton.rules import Rule, rule_of
 
 BLOCK = 4096
 CHUNK = 1024
@@ -27,16 +30,22 @@ _WIDTHS = {torch.float32: (11, 10, 10), torch.float64: (11, 11, 11, 10, 10, 10)}
 """Bits of a magnitude's digits, from the first."""
 
 
-class DeviceBucket:
-    """Launches the kernels for one bucket.
+class _Part(NamedTuple):
+    """One parameter's."""
 
-    In a step `absorb` is called once for every parameter, then `select`; nothing waits for the device until `finish`, which
-    is for the time when the collective has been started.
+    end: int
+    """Index after its last entry."""
+    first_tile: int
+    tiles: int
+
+
+class DeviceBucket:
+    """Launches the kernels for one bucket; a `selector.Selector`.
 
     Args:
         rule: what the compressor asks for (`rules.rule_of`).
         buffer: the bucket's residual, float32 or float64, flat and contiguous; it stays the caller's and is changed.
-        sizes: entries of each parameter, in the order of the bucket.
+        sizes: entries of each parameter, > 0, in the order of the bucket.
         ratio: about which part of the entries will be sent.
         block: entries of a tile, a power of two.
         chunk: entries that the later kernels look at in one go, a power of two, at most `block`.
@@ -57,22 +66,27 @@ class DeviceBucket:
         self.rule = rule
         self.buffer = buffer
         self._block, self._chunk = block, chunk
-        self._offsets = list(itertools.accumulate(sizes, initial=0))
-        assert self._offsets[-1] == buffer.numel() <= wire.MAX_BUCKET
-        tiles = [-(-size // block) for size in sizes]
-        self._first_tiles = list(itertools.accumulate(tiles, initial=0))
-        self._tiles = self._first_tiles[-1]
+        assert min(sizes) > 0 and sum(sizes) == buffer.numel() <= wire.MAX_BUCKET
+        self._parts: dict[int, _Part] = {}
+        """The parameters, by the index of their first entry."""
+        starts: list[int] = []
+        offset = 0
+        for size in sizes:
+            tiles = range(offset, offset + size, block)
+            self._parts[offset] = _Part(offset + size, len(starts), len(tiles))
+            starts.extend(tiles)
+            offset += size
+        self._tiles = len(starts)
         spread = triton.next_power_of_2(math.ceil(_SPARE * ratio * block))
         self._slots_each = min(max(_LEAST_SLOTS, spread), max(block // _MOST_SLOTS, 1))
-        self._tiles_each = triton.next_power_of_2(max(1, -(-self._tiles // groups)))
-        self._groups = max(1, -(-self._tiles // self._tiles_each))
+        self._tiles_each = triton.next_power_of_2(-(-self._tiles // groups))
+        self._groups = -(-self._tiles // self._tiles_each)
         self._widths = _WIDTHS[buffer.dtype]
         self._shifts = list(itertools.accumulate(reversed(self._widths), initial=0))[-2::-1]
 
         def zeros(count: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(max(count, 1), dtype=dtype, device=buffer.device)
+            return torch.zeros(count, dtype=dtype, device=buffer.device)
 
-        starts = [start for offset, end in itertools.pairwise(self._offsets) for start in range(offset, end, block)]
         self._starts = torch.tensor([*starts, buffer.numel()], dtype=torch.int64).to(buffer.device)
         self._found = zeros(self._tiles, torch.int32)
         self._slots = zeros(self._tiles * self._slots_each, torch.int32)
@@ -94,39 +108,30 @@ class DeviceBucket:
         return sum(array.nbytes for array in (*arrays, self._words, self._numbers))
 
     def forget(self) -> None:
-        """Let the next step be as the first one, which knows of no candidates."""
         self._limit = math.inf
 
     def absorb(
         self,
-        number: int,
+        offset: int,
         gradient: Tensor | None,
         state: BucketState,
         k: int,
         *,
         velocity: Tensor | None = None,
-        momentum: float = 0.0,
-        nesterov: bool = False,
+        correction: MomentumCorrection | None = None,
     ) -> None:
-        """Take the gradient of parameter `number` into the residual; None is zero.
-
-        Entries that are not finite in the residual's type add nothing. With a velocity, flat and the bucket's, as in
-        `Ops.absorb_velocity`. The gradient, of any shape and strides, is left as it is.
-        """
-        offset, end = self._offsets[number : number + 2]
-        if offset == end:
-            return
-        first, last = self._first_tiles[number : number + 2]
-        x = self.buffer[offset:end]
-        moving = x if velocity is None else velocity[offset:end]
+        part = self._parts[offset]
+        x = self.buffer[offset : part.end]
+        moving = x if velocity is None else velocity[offset : part.end]
         flat = x if gradient is None else gradient.contiguous()
-        kernels.absorb[(last - first,)](
+        assert flat.numel() == x.numel()
+        kernels.absorb[(part.tiles,)](
             x,
             flat,
             moving,
             offset,
-            end - offset,
-            first,
+            part.end - offset,
+            part.first_tile,
             self._tiles,
             self.rule.request(state, k).cut,
             self.rule.floor(self._limit),
@@ -136,15 +141,14 @@ class DeviceBucket:
             BLOCK=self._block,
             SLOTS=self._slots_each,
             HAS_GRADIENT=gradient is not None,
-            MOMENTUM=None if velocity is None else momentum,
-            NESTEROV=nesterov,
+            MOMENTUM=None if correction is None else correction.momentum,
+            NESTEROV=correction is not None and correction.nesterov,
             MEASURES=self.rule.measures,
             # v * m + g is two roundings everywhere.
-            enable_fp_fusion=velocity is None,
+            enable_fp_fusion=correction is None,
         )
 
     def select(self, state: BucketState, k: int, capacity: int) -> Tensor:
-        """The message of pairs (`wire`, message 1), of shape (capacity, 2); what is in it is no longer in the residual."""
         request = self.rule.request(state, k)
         message = torch.empty((capacity, 2), dtype=torch.int32, device=self.buffer.device)
         entries = (self.buffer, self._starts, self._found, self._slots, self._tiles)
@@ -209,7 +213,6 @@ class DeviceBucket:
         return message
 
     def finish(self, state: BucketState, k: int) -> dict[str, float]:
-        """Wait for the step's numbers (`kernels.NUMBERS`), and let the state learn from them."""
         if self._copied is not None:
             self._copied.synchronize()
         numbers = dict(zip(kernels.NUMBERS, self._host.tolist(), strict=True))
@@ -217,6 +220,20 @@ class DeviceBucket:
             self.rule.learn(state, k, numbers)
             self._limit = numbers["limit"]
         return numbers
+
+    def not_finite(self) -> list[int]:
+        row = self._partials.view(kernels.PARTIALS, -1)[kernels.NUMBERS.index("not_finite")].cpu()
+        parts = self._parts.items()
+        return [o for o, part in parts if row[part.first_tile : part.first_tile + part.tiles].any()]
+
+
+def selector_for(compressor: Compressor, layout: Layout, buffer: Tensor, **shape: int) -> DeviceBucket | None:
+    """What selects from a bucket on its device; None where the compressor needs the host for that."""
+    rule = rule_of(compressor)
+    if rule is None:
+        return None
+    ratio = compressor.asked(layout.numel) / layout.numel
+    return DeviceBucket(rule, buffer, [slot.numel for slot in layout.slots], ratio, **shape)
 
 
 def add_message(message: Tensor, divisor: float, target: Tensor, flags: Tensor) -> None:

@@ -124,7 +124,7 @@ class Fitted:
             trusted = request.trust[0] <= found <= request.trust[1]
             state.aim = sidco.next_aim(state.aim, numbers["sent"] if trusted else found, k)
             if trusted and stages > 1:
-                tail = _sums(numbers).tail
+                tail = Sums(int(numbers["tail_count"]), numbers["tail_total"], numbers["tail_squares"]).moments()
                 _, following = sidco.last_stage(
                     state.cut, tail, numbers["count"], numbers["largest"], aim, stages, self.compressor._tail_fit
                 )
@@ -132,16 +132,6 @@ class Fitted:
 
     def _stages(self, state: SIDCoState) -> int:
         return state.controller.stages if self.compressor.stages == "auto" else self.compressor.stages
-
-
-def _sums(numbers: Mapping[str, float]) -> Sums:
-    return Sums(
-        count=int(numbers["count"]),
-        largest=numbers["largest"],
-        tail_count=int(numbers["tail_count"]),
-        tail_total=numbers["tail_total"],
-        tail_squares=numbers["tail_squares"],
-    )
 
 
 def rule_of(compressor: Compressor) -> Rule | None:
