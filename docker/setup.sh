@@ -41,8 +41,9 @@ install_packages() {
     step "$log" "installing $wanted" "${pip[@]}" setuptools wheel $wanted
     # The Keras before 3, for tests. Without its dependencies: it asks for the "tensorflow" that brings CUDA.
     [[ $frameworks != *tensorflow* ]] || step "$log" "installing tf-keras" "${pip[@]}" --no-deps tf-keras
-    # For tests, which interpret its kernels. The version that torch asks for where it is built for a GPU.
-    step "$log" "installing triton" "${pip[@]}" --no-deps triton
+    # For tests, which interpret its kernels; the version that torch asks for where it is built for a GPU. Apart: where it is found,
+    # torch imports it by and by, and a process that has imported TensorFlow before that crashes.
+    step "$log" "installing triton" "${pip[@]}" --no-deps --upgrade --target "$venv/triton" triton
     guard docker/build_horovod.sh "$venv/bin/python"
     step "$log" "installing horovod_sparse, editable" "${pip[@]}" --no-build-isolation -e ".[torch,mpi,test,bench]"
 }

@@ -1,4 +1,17 @@
-import os
+"""What must be so before any test module is imported."""
 
-# Before anything imports Triton: its kernels are interpreted, on the CPU.
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+# Triton's kernels are interpreted, on the CPU.
 os.environ["TRITON_INTERPRET"] = "1"
+if find_spec("triton") is None:
+    # Where `make setup` puts it.
+    sys.path.append(str(Path(sys.prefix, "triton")))
+
+# Before TensorFlow: in the other order the process crashes.
+import triton  # noqa: F401
