@@ -62,7 +62,8 @@ def main() -> int:
         return NOT_MEASURED
     device = Device(options.interpret)
     say(f"{device.name}; comparing steps with the NumPy oracle")
-    compared = sum(compare(device, make, dtype) for make in COMPARED for dtype in (torch.float32, torch.float64))
+    types = (torch.float32,) if options.interpret else (torch.float32, torch.float64)
+    compared = sum(compare(device, make, dtype) for make in COMPARED for dtype in types)
     say("steps while PyTorch raises where the host would wait")
     for make in COMPARED:
         never_waits(device, make)
@@ -189,7 +190,7 @@ def compare(device: Device, make: Callable[[float], Compressor], dtype: torch.dt
     shapes = [[150, 1, 49]] if device.interpreted else [[65], [300, 1, 77], [5000, 40_000], [3_000_000]]
     for sizes in shapes:
         worker = Worker(device, make(0.05), sizes, dtype, **({"block": 64, "chunk": 16} if device.interpreted else {}))
-        for step in range(4):
+        for step in range(3 if device.interpreted else 6):
             gradient = rng.laplace(size=sum(sizes)).astype(np.float32)
             if step == 2:
                 # Candidates of the step before are too few.
@@ -223,7 +224,7 @@ def never_waits(device: Device, make: Callable[[float], Compressor]) -> None:
     numel = 500 if device.interpreted else 1_000_000
     worker = Worker(device, make(0.01), [numel - 100, 100], torch.float32)
     gradient = laplace(device, numel, 0)
-    for _ in range(3):
+    for _ in range(1 if device.interpreted else 3):
         # The first time Triton compiles.
         worker.launch(gradient)
         worker.finish()
@@ -344,7 +345,7 @@ def step_row(device: Device, title: str, compressor: Compressor, bar: float | No
         say(f"  {title}: {sent / worker.k:.3f} k sent, {worker.bucket.nbytes / worker.residual.nbytes:.1%} more memory")
 
     run()
-    for _ in range(_WARM_STEPS if not device.interpreted else 1):
+    for _ in range(0 if device.interpreted else _WARM_STEPS):
         prepare()
         run()
     return Row(title, run, bar if ratio_has_bar(compressor) else None, prepare, check)
@@ -416,13 +417,14 @@ def time_rows(
 ) -> list[Result]:
     say(f"{numel:,} elements, ratio {ratio:g}: {', '.join(row.title for row in rows)}")
     results = [Result(numel, ratio, row.title, row.bar) for row in rows]
-    for repetition in range(repetitions + 1):
+    first = 0 if device.interpreted else -1
+    for repetition in range(first, repetitions):
         for row, result in zip(rows, results, strict=True):
             row.prepare()
             unit_seconds, _ = device.time(unit)
             seconds, host = device.time(row.run)
-            if repetition > 0:
-                # The first one warms up.
+            if repetition >= 0:
+                # The one before warms up.
                 result.seconds.append(seconds)
                 result.units.append(seconds / unit_seconds)
                 result.host_seconds.append(host)
