@@ -363,11 +363,24 @@ def test_all_candidates_in_few_tiles_are_read_again() -> None:
 def test_candidates_that_are_too_few_by_some_are_not_enough() -> None:
     worker = Worker(TopK(0.25), [128])
     assert worker.step(np.arange(1, 129, dtype=np.float32)).numbers["limit"] == 97.0
-    # Of 32 entries 24 are above the floor.
-    wanted = np.where(np.arange(128) % 5 == 0, 100.0, np.arange(128) / 4).astype(np.float32)
-    wanted[120:] = 0.0
+    # Of 32 entries 24 are above the floor, in no more runs than there are slots.
+    wanted = np.arange(128, dtype=np.float32) / 4
+    wanted[:12] = wanted[64:76] = 100.0
     step = worker.step(wanted - worker.residual.numpy())
-    assert step.numbers["candidates"] == 24
+    assert step.numbers["candidates"] == 24 and int(worker.bucket._found.max()) < worker.bucket._slots_each
+    check_choice(worker, step)
+
+
+@pytest.mark.parametrize(("outliers", "found"), [(0, 38), (2, 2)])
+def test_an_estimate_that_is_far_off_is_replaced(outliers: int, found: int) -> None:
+    """Equal magnitudes above the cut are all above the fitted threshold; with a few enormous ones nothing else is."""
+    worker = Worker(SIDCo(0.05), [300])
+    worker.step(gradients("laplace", 300, np.random.default_rng(6)))
+    wanted = np.full(300, 0.1, np.float32)
+    wanted[5:195:5] = 100.0
+    wanted[200 : 200 + outliers] = 1e7
+    step = worker.step(wanted - worker.residual.numpy())
+    assert (step.numbers["found"], step.numbers["sent"], step.numbers["exact"]) == (found, worker.k, 1.0)
     check_choice(worker, step)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,12 @@ class _Part(NamedTuple):
     """Index after its last entry."""
     first_tile: int
     tiles: int
+
+
+def _device_of(tensor: Tensor) -> AbstractContextManager[None]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    device: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+    return device
 
 
 class DeviceBucket:
@@ -125,28 +132,29 @@ class DeviceBucket:
         moving = x if velocity is None else velocity[offset : part.end]
         flat = x if gradient is None else gradient.contiguous()
         assert flat.numel() == x.numel()
-        kernels.absorb[(part.tiles,)](
-            x,
-            flat,
-            moving,
-            offset,
-            part.end - offset,
-            part.first_tile,
-            self._tiles,
-            self.rule.request(state, k).cut,
-            self.rule.floor(self._limit),
-            self._partials,
-            self._found,
-            self._slots,
-            BLOCK=self._block,
-            SLOTS=self._slots_each,
-            HAS_GRADIENT=gradient is not None,
-            MOMENTUM=None if correction is None else correction.momentum,
-            NESTEROV=correction is not None and correction.nesterov,
-            MEASURES=self.rule.measures,
-            # v * m + g is two roundings everywhere.
-            enable_fp_fusion=correction is None,
-        )
+        with _device_of(self.buffer):
+            kernels.absorb[(part.tiles,)](
+                x,
+                flat,
+                moving,
+                offset,
+                part.end - offset,
+                part.first_tile,
+                self._tiles,
+                self.rule.request(state, k).cut,
+                self.rule.floor(self._limit),
+                self._partials,
+                self._found,
+                self._slots,
+                BLOCK=self._block,
+                SLOTS=self._slots_each,
+                HAS_GRADIENT=gradient is not None,
+                MOMENTUM=None if correction is None else correction.momentum,
+                NESTEROV=correction is not None and correction.nesterov,
+                MEASURES=self.rule.measures,
+                # v * m + g is two roundings everywhere.
+                enable_fp_fusion=correction is None,
+            )
 
     def select(self, state: BucketState, k: int, capacity: int) -> Tensor:
         request = self.rule.request(state, k)
@@ -155,61 +163,62 @@ class DeviceBucket:
         shape = {"BLOCK": self._block, "SLOTS": self._slots_each, "TILES": self._tiles_each, "CHUNK": self._chunk}
         grid, groups = (self._groups,), triton.next_power_of_2(self._groups)
         rounds = len(self._widths)
-        kernels.fit[(1,)](
-            self.buffer,
-            self._partials,
-            self._tiles,
-            k,
-            request.aim,
-            request.cut,
-            request.most_tail,
-            self.rule.floor(self._limit),
-            self._histograms,
-            self._numbers,
-            self._words,
-            ROUNDS=rounds,
-            RULE=request.rule,
-            CHUNK=kernels.MOST_BINS,
-            num_warps=8,
-        )
-        counted = (*entries, self._above, self._equal, self._histograms, self._numbers, self._words)
-        if request.rule != "largest":
-            kernels.count[grid](*counted, LAST=-1, WIDTH=0, **shape)
-        for number, (width, shift) in enumerate(zip(self._widths, self._shifts, strict=True)):
-            kernels.histogram[grid](
-                *entries,
-                self._above,
-                self._groups,
+        with _device_of(self.buffer):
+            kernels.fit[(1,)](
+                self.buffer,
+                self._partials,
+                self._tiles,
                 k,
-                capacity,
-                *request.trust,
-                request.cut_exponent,
+                request.aim,
+                request.cut,
+                request.most_tail,
+                self.rule.floor(self._limit),
                 self._histograms,
                 self._numbers,
                 self._words,
-                ROUND=number,
-                SHIFT=shift,
-                WIDTH=width,
-                BEFORE=self._widths[number - 1],
+                ROUNDS=rounds,
+                RULE=request.rule,
+                CHUNK=kernels.MOST_BINS,
+                num_warps=8,
+            )
+            counted = (*entries, self._above, self._equal, self._histograms, self._numbers, self._words)
+            if request.rule != "largest":
+                kernels.count[grid](*counted, LAST=-1, WIDTH=0, **shape)
+            for number, (width, shift) in enumerate(zip(self._widths, self._shifts, strict=True)):
+                kernels.histogram[grid](
+                    *entries,
+                    self._above,
+                    self._groups,
+                    k,
+                    capacity,
+                    *request.trust,
+                    request.cut_exponent,
+                    self._histograms,
+                    self._numbers,
+                    self._words,
+                    ROUND=number,
+                    SHIFT=shift,
+                    WIDTH=width,
+                    BEFORE=self._widths[number - 1],
+                    GROUPS=groups,
+                    **shape,
+                )
+            kernels.count[grid](*counted, LAST=rounds - 1, WIDTH=self._widths[-1], **shape)
+            kernels.write[grid](
+                *entries,
+                self._above,
+                self._equal,
+                self._groups,
+                capacity,
+                message,
+                self._numbers,
+                self._words,
                 GROUPS=groups,
                 **shape,
             )
-        kernels.count[grid](*counted, LAST=rounds - 1, WIDTH=self._widths[-1], **shape)
-        kernels.write[grid](
-            *entries,
-            self._above,
-            self._equal,
-            self._groups,
-            capacity,
-            message,
-            self._numbers,
-            self._words,
-            GROUPS=groups,
-            **shape,
-        )
-        self._host.copy_(self._numbers, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+            self._host.copy_(self._numbers, non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
         return message
 
     def finish(self, state: BucketState, k: int) -> dict[str, float]:
@@ -236,21 +245,21 @@ def selector_for(compressor: Compressor, layout: Layout, buffer: Tensor, **shape
     return DeviceBucket(rule, buffer, [slot.numel for slot in layout.slots], ratio, **shape)
 
 
-def add_message(message: Tensor, divisor: float, target: Tensor, flags: Tensor) -> None:
-    """Add one rank's message of pairs, its values divided by `divisor`, to a flat target; does not wait.
+def reduce(gathered: Tensor, world: int, divisor: float, target: Tensor) -> Tensor:
+    """The sum of all ranks' messages of pairs, values divided by `divisor`, rank by rank, in a flat target; does not wait.
 
-    `flags`, two int32 on the device: [0] becomes 1 if an index lies beyond the target (nothing is added there), [1] if the
-    message says that its rank's gradient was not finite.
+    The target is overwritten. Returns flags, two int32 on its device: [0] is 1 if an index lay beyond the target (nothing was
+    added there), [1] if a message said that its rank's gradient was not finite.
     """
+    flags = torch.zeros(2, dtype=torch.int32, device=target.device)
+    target.zero_()
+    with _device_of(target):
+        for message in gathered.chunk(world):
+            _add_message(message, divisor, target, flags)
+    return flags
+
+
+def _add_message(message: Tensor, divisor: float, target: Tensor, flags: Tensor) -> None:
     rows = len(message)
     grid = (-(-rows // CHUNK),)
     kernels.scatter[grid](message, rows, divisor, target, target.numel(), flags, CHUNK=CHUNK)
-
-
-def reduce(gathered: Tensor, world: int, divisor: float, target: Tensor) -> Tensor:
-    """The sum of all ranks' messages, rank by rank, in `target`, which is overwritten; the flags of `add_message`."""
-    flags = torch.zeros(2, dtype=torch.int32, device=target.device)
-    target.zero_()
-    for message in gathered.chunk(world):
-        add_message(message, divisor, target, flags)
-    return flags
