@@ -34,11 +34,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from horovod_sparse import fits
 from horovod_sparse import triton as ours
+from horovod_sparse.buckets import Parameter, plan
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.sidco import FIRST_RATIO, SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.pipeline import Pipeline
 
 NOT_MEASURED = 2
 BAR = 1.6
@@ -121,6 +123,12 @@ class Device:
     def wait(self) -> None:
         if not self.interpreted:
             torch.cuda.synchronize()
+
+    def raise_where_it_waits(self, on: bool) -> None:
+        if on:
+            self.wait()
+        if not self.interpreted:
+            torch.cuda.set_sync_debug_mode("error" if on else "default")
 
     def time(self, run: Callable[[], object]) -> tuple[float, float]:
         """Seconds that the device takes, and that the host takes to ask for it."""
@@ -220,23 +228,33 @@ def check_choice(worker: Worker, x: np.ndarray, message: np.ndarray, told: dict[
         assert told["exact"]
 
 
+class Zeros:
+    """Of the array verbs the one that a pipeline needs before its buckets' collectives have been started."""
+
+    def zeros(self, count: int, dtype: str, like: Tensor) -> Tensor:
+        return torch.zeros(count, dtype=getattr(torch, dtype), device=like.device)
+
+
 def never_waits(device: Device, make: Callable[[float], Compressor]) -> None:
-    numel = 500 if device.interpreted else 1_000_000
-    worker = Worker(device, make(0.01), [numel - 100, 100], torch.float32)
-    gradient = laplace(device, numel, 0)
-    for _ in range(1 if device.interpreted else 3):
+    """Run steps, as the hooks of an optimizer do, from the gradients to the collective; the last one must not wait."""
+    from horovod_sparse.triton.bucket import selector_for
+
+    sizes = {"a": 400, "b": 100} if device.interpreted else {"a": 900_000, "b": 100_000}
+    gradients = {name: laplace(device, numel, 0) for name, numel in sizes.items()}
+    compressor = make(0.01)
+    pipeline = Pipeline(Zeros(), compressor, world=1, position=0, rank=0, selector_for=selector_for)
+    parameters = [Parameter(name, (numel,), "float32", "device") for name, numel in sizes.items()]
+    pipeline.add_buckets(plan(parameters, compressor), gradients.get)
+    (bucket,) = pipeline.buckets
+    warm = 1 if device.interpreted else 3
+    for step in range(warm + 1):
         # The first time Triton compiles.
-        worker.launch(gradient)
-        worker.finish()
-    device.wait()
-    if not device.interpreted:
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        worker.launch(gradient)
-    finally:
-        if not device.interpreted:
-            torch.cuda.set_sync_debug_mode("default")
-    worker.finish()
+        device.raise_where_it_waits(step == warm)
+        for name, gradient in gradients.items():
+            pipeline.arrive(name, gradient)
+        pipeline.begin(bucket)
+        device.raise_where_it_waits(False)
+        assert bucket.task is not None and bucket.task.learn()[0] > 0
 
 
 # --- how fast? ---

@@ -54,7 +54,7 @@ class DeviceBucket:
         buffer: the bucket's residual, float32 or float64, flat and contiguous; it stays the caller's and is changed.
         sizes: entries of each parameter, > 0, in the order of the bucket.
         ratio: about which part of the entries will be sent.
-        block: entries of a tile, a power of two.
+        block: entries of a tile, a power of two, at most `kernels.MOST_BLOCK`.
         chunk: entries that the later kernels look at in one go, a power of two, at most `block`.
         groups: at most so many programs are launched of the later kernels, a power of two.
     """
@@ -70,6 +70,7 @@ class DeviceBucket:
         chunk: int = CHUNK,
         groups: int = GROUPS,
     ) -> None:
+        assert kernels.RUN <= chunk <= block <= kernels.MOST_BLOCK
         self.rule = rule
         self.buffer = buffer
         self._block, self._chunk = block, chunk

@@ -28,6 +28,8 @@ from horovod_sparse.compressors.sidco import FIRST_RATIO
 RUN = 4
 """Entries of a run: what a thread loads at once."""
 MOST_BINS = 2048
+MOST_BLOCK = 2**14
+"""So that two counts of a tile fit into an int32."""
 
 NUMBERS = (
     "count",
@@ -181,7 +183,7 @@ def absorb(
     tl.store(slots + tile * SLOTS + (upto - 1), index, (candidate > 0) & (upto <= SLOTS))
     tl.store(found + tile, tl.sum(candidate, 0))
 
-    # Two counts in one number: there are fewer than 2^15 entries.
+    # Two counts in one number.
     counts = tl.sum(tl.where(magnitude > bound, 1, 0) + not_finite, 0)
     tl.store(partials + _CANDIDATES * tiles + tile, (counts & 65535).to(tl.float64))
     tl.store(partials + _NOT_FINITE * tiles + tile, (counts >> 16).to(tl.float64))
