@@ -13,5 +13,8 @@ if find_spec("triton") is None:
     # Where `make setup` puts it.
     sys.path.append(str(Path(sys.prefix, "triton")))
 
-# Before TensorFlow: in the other order the process crashes.
-import triton  # noqa: F401
+try:
+    # Before TensorFlow: in the other order the process crashes.
+    import triton  # noqa: F401
+except ImportError as error:
+    raise ImportError("the tests need Triton, for the CPU too: run 'make setup', which installs it") from error

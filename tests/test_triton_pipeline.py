@@ -192,6 +192,7 @@ def test_which_buckets_select_on_their_device(monkeypatch: pytest.MonkeyPatch) -
     assert on_gpu(TopK(0.1), bucket.layout, bucket.buffer) is None, "there is no GPU"
     assert selector_for(DGC(0.1), bucket.layout, bucket.buffer) is None
     assert selector_for(SIDCo(0.1), bucket.layout, bucket.buffer) is not None
+    monkeypatch.setenv("HOROVOD_SPARSE_KERNELS", "1")
     assert available()
     monkeypatch.setenv("HOROVOD_SPARSE_KERNELS", "0")
     assert not available()
