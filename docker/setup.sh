@@ -56,10 +56,13 @@ install_frameworks() {
     step "$log" "installing $wanted" "${pip[@]}" setuptools wheel $wanted
     # The Keras before 3, for tests. Without its dependencies: it asks for the "tensorflow" that brings CUDA.
     [[ $frameworks != *tensorflow* ]] || step "$log" "installing tf-keras" "${pip[@]}" --no-deps tf-keras
+    # For tests, which interpret its kernels; the version that torch asks for where it is built for a GPU. Apart: where it is found,
+    # torch imports it by and by, and a process that has imported TensorFlow before that crashes.
+    step "$log" "installing triton" "${pip[@]}" --no-deps --upgrade --target "$venv/triton" triton
 }
 
 install_package() {
-    step "$log" "installing horovod_sparse, editable" "${pip[@]}" --no-build-isolation -e ".[torch,mpi,test,bench]"
+    step "$log" "installing horovod_sparse, editable" "${pip[@]}" --no-build-isolation -e ".[torch,mpi,test,bench,docs]"
 }
 
 # Sets `frameworks` and HOROVOD_GPU, as they are asked for or as they were.

@@ -61,6 +61,10 @@ class Task:
     """A number of this rank that all ranks get to know (exchange `union`)."""
     observe: Callable[[int, list[float]], None]
     """Is told how many entries all ranks sent together, and what they proposed (exchange `union`)."""
+    launch: Callable[[], Array]
+    """Instead of `select`: the message, which the device is making (exchange `launched`)."""
+    learn: Callable[[], tuple[int, int]]
+    """Waits for the device, and tells how many entries were sent, and how many had no room (exchange `launched`)."""
     count: int = 0
     """Entries sent by this rank."""
     overflow: int = 0
@@ -74,9 +78,13 @@ class Task:
             self.buffer[:] = 0
         else:
             values = self.ops.take(self.buffer, indices)
-        self._taken = Entries(indices, values)
+        self.took(Entries(indices, values))
         self.drop()
         return values
+
+    def took(self, entries: Entries) -> None:
+        """These are no longer in the residual, until the step succeeds or fails."""
+        self._taken = entries
 
     def drop(self) -> None:
         """Without a residual nothing is kept, not even of a step that comes to nothing."""
@@ -151,6 +159,22 @@ def pairs(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
         task.drop()
         message = ops.pack_not_finite(task.buffer, task.capacity)
     gathered = yield Collective("allgather", message)
+    return _gathered_pairs(task, message, gathered)
+
+
+def launched(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
+    """As `pairs`, with a message that the device makes while the host goes on."""
+    message = task.launch()
+    task.drop()
+    gathered = yield Collective("allgather", message)
+    task.count, task.overflow = task.learn()
+    task.took(Entries(*task.ops.unpack(message)))
+    return _gathered_pairs(task, message, gathered)
+
+
+def _gathered_pairs(task: Task, message: Array, gathered: Array) -> list[Entries] | None:
+    """What all ranks have sent, of which this one sent `message`; None if one of them sent that it is not finite."""
+    ops = task.ops
     task.check_length(gathered, message)
     messages = ops.split(gathered, task.world)
     if any(ops.is_not_finite(message) for message in messages):

@@ -17,6 +17,7 @@ from horovod_sparse.exchanges import Collective, Entries, Task
 from horovod_sparse.known import join
 from horovod_sparse.ops import NOTHING, Absorbed, Array, Ops, Selection, Wanted
 from horovod_sparse.residuals import Residuals
+from horovod_sparse.selector import Selector, SelectorFor, by_verbs
 from horovod_sparse.statistics import Counts, Stats, StepStats, Tally
 
 VERSION = 3
@@ -41,6 +42,8 @@ class Bucket:
     """What the gradients of this step that have arrived have shown of the buffer."""
     finite: bool = True
     """Whether all gradients of this step are."""
+    selector: Selector | None = None
+    """Selects on the device; without one the array verbs do."""
     task: Task | None = None
     """The exchange under way, and below it the generator that carries it out and the bytes that it has sent."""
     exchange: Generator[Collective, Any, list[Entries] | None] | None = None
@@ -53,6 +56,12 @@ class Bucket:
     def name(self) -> str:
         return self.layout.name
 
+    def forget(self) -> None:
+        """What was seen of the buffer says nothing of it any more."""
+        self.absorbed.clear()
+        if self.selector is not None:
+            self.selector.forget()
+
 
 class Pipeline:
     """Residuals, selection and reduction for the parameters of one optimizer.
@@ -63,14 +72,25 @@ class Pipeline:
         world: number of workers that exchange.
         position: this worker's among them, in [0, world).
         rank: this worker's global rank, for error messages.
+        selector_for: gives buckets what selects on their device.
     """
 
-    def __init__(self, ops: Ops, compressor: Compressor, *, world: int, position: int, rank: int) -> None:
+    def __init__(
+        self,
+        ops: Ops,
+        compressor: Compressor,
+        *,
+        world: int,
+        position: int,
+        rank: int,
+        selector_for: SelectorFor = by_verbs,
+    ) -> None:
         self.ops = ops
         self.compressor = compressor
         self.world = world
         self.position = position
         self.rank = rank
+        self._selector_for = selector_for
         self.residuals = Residuals(ops)
         self.velocities = Residuals(ops)
         """With momentum correction: of the parameters in buckets, and of those that are reduced dense."""
@@ -97,6 +117,7 @@ class Pipeline:
                 self.velocities.allocate(layout, like(layout.name)) if corrected else None,
                 self.compressor.new_state(self._place(layout)),
                 {slot.name for slot in layout.slots},
+                selector=self._selector_for(self.compressor, layout, buffer),
             )
             self.buckets.append(bucket)
             self._bucket_of.update((slot.name, bucket) for slot in layout.slots)
@@ -146,6 +167,13 @@ class Pipeline:
         How many entries were left out because they are not finite.
         """
         ops, correction = self.ops, self.compressor.momentum_correction
+        selector = self._selector(bucket)
+        if selector is not None:
+            velocity = bucket.velocity if correction is not None else None
+            k, offset = self._asked(bucket), self._offsets[name]
+            selector.absorb(offset, gradient, bucket.state, k, velocity=velocity, correction=correction)
+            # `_learn` is told.
+            return 0
         if gradient is None:
             if correction is not None:
                 correction.accumulate(ops, residual, self.velocities.view(name), None)
@@ -158,6 +186,14 @@ class Pipeline:
             absorbed = ops.absorb_velocity(residual, velocity, gradient, *how, wanted)
         bucket.absorbed[name] = absorbed
         return absorbed.not_finite
+
+    def _selector(self, bucket: Bucket) -> Selector | None:
+        """What selects in this step, if it is not the host."""
+        return None if bucket.state.step < self.compressor.dense_steps else bucket.selector
+
+    def _asked(self, bucket: Bucket) -> int:
+        """k of this step."""
+        return self.compressor.asked(bucket.layout.numel, self.compressor.ratio_at(bucket.state.step))
 
     def _wanted(self, bucket: Bucket, name: str) -> Wanted:
         state = bucket.state
@@ -214,10 +250,12 @@ class Pipeline:
         compressor, state, numel = self.compressor, bucket.state, bucket.layout.numel
         bucket.missing = {slot.name for slot in bucket.layout.slots}
         absorbed = [bucket.absorbed.pop(slot.name, None) for slot in bucket.layout.slots]
-        k = compressor.asked(numel, compressor.ratio_at(state.step))
+        k, selector = self._asked(bucket), self._selector(bucket)
         capacity = compressor.room(numel, k, self.world)
         correction = compressor.momentum_correction
         exchange = exchanges.dense if state.step < compressor.dense_steps else compressor.exchange
+        if selector is not None:
+            exchange = exchanges.launched
         bucket.task = Task(
             ops=self.ops,
             bucket=bucket.name,
@@ -233,12 +271,24 @@ class Pipeline:
             digest=lambda: state.digest() ^ state.fingerprint,
             propose=lambda: state.proposal,
             observe=lambda count, proposed: compressor.observe(state, count, k, proposed),
+            launch=lambda: _some(selector).select(state, k, capacity),
+            learn=lambda: self._learn(bucket, _some(selector), k),
         )
         bucket.finite = True
         bucket.bytes_sent, bucket.rounds = 0.0, 0
         bucket.exchange = exchange(bucket.task)
         first = next(bucket.exchange)
         return self._counted(bucket, first)
+
+    def _learn(self, bucket: Bucket, selector: Selector, k: int) -> tuple[int, int]:
+        """Wait for what the selector has done; how many entries are sent, and how many had no room."""
+        told = selector.finish(bucket.state, k)
+        if told["not_finite"]:
+            names = {slot.offset: slot.name for slot in bucket.layout.slots}
+            self._not_finite[:0] = [f"parameter {names[offset]!r}" for offset in selector.not_finite()]
+        sent, found = int(told["sent"]), int(told["found"])
+        room = self.compressor.room(bucket.layout.numel, k, self.world)
+        return sent, found - sent if sent == room and found > room else 0
 
     def advance(
         self,
@@ -363,7 +413,7 @@ class Pipeline:
         self.velocities.load_state_dict(state["velocities"])
         self._learning_rates = dict(state["learning_rates"])
         for bucket in self.buckets:
-            bucket.absorbed.clear()
+            bucket.forget()
             bucket.state.load_state_dict(state["adaptive"][bucket.name])
 
     def rescale(self, factor: float) -> None:
@@ -371,7 +421,7 @@ class Pipeline:
         self.residuals.rescale(factor)
         self.velocities.rescale(factor)
         for bucket in self.buckets:
-            bucket.absorbed.clear()
+            bucket.forget()
             bucket.state.rescale(factor)
 
     def reset(self) -> None:
@@ -380,9 +430,14 @@ class Pipeline:
         self.velocities.reset()
         self._learning_rates.clear()
         for bucket in self.buckets:
-            bucket.absorbed.clear()
+            bucket.forget()
             bucket.state = self.compressor.new_state(self._place(bucket.layout))
             bucket.tally = Tally()
+
+
+def _some(selector: Selector | None) -> Selector:
+    assert selector is not None
+    return selector
 
 
 def check_limits(layouts: Sequence[Layout], compressor: Compressor, world: int) -> None:

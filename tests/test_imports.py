@@ -50,6 +50,11 @@ def test_the_proof_can_fail() -> None:
     assert loaded_frameworks("torch") == "['torch']"
 
 
+def test_the_triton_kernels_import_no_horovod() -> None:
+    assert loaded_frameworks("horovod_sparse.triton") == "[]"
+    assert loaded_frameworks("horovod_sparse.triton.bucket") == "['torch']"
+
+
 def test_the_torch_adapter_imports_no_other_framework() -> None:
     assert loaded_frameworks("horovod_sparse.torch") == "['torch', 'horovod']"
 

@@ -1,7 +1,7 @@
 """What a wrapped optimizer does with its gradients when its compression is one of ours.
 
-One `Reducer` per optimizer. Hooks feed it gradients while backward goes on and never wait for another rank (on a GPU, the
-statistics of `ops` do wait for the device); `synchronize` waits, once.
+One `Reducer` per optimizer. Hooks feed it gradients while backward goes on and never wait for another rank (on a GPU, buckets
+that have no selector do wait for the device); `synchronize` waits, once.
 The first step is reduced as a whole, after the ranks have compared their settings: a difference raises on all of them
 instead of hanging, and the embeddings with sparse gradients are known to all.
 """
@@ -24,6 +24,7 @@ from horovod_sparse.serving import compresses, empty_state, holds_anything, stat
 from horovod_sparse.statistics import Stats
 from horovod_sparse.torch.agreement import agree, check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
+from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.exchange import allreduce_async, gather_async, sum_async
 from horovod_sparse.torch.ops import TorchOps
 from horovod_sparse.torch.routes import Routes, wire_dtype
@@ -239,6 +240,7 @@ class Reducer:
                 world=process_set.size(),
                 position=process_set.rank(),
                 rank=mpi_ops.rank(),
+                selector_for=on_gpu,
             )
         self._routes.extend(new, sparse, self.pipeline)
         if self._pending_state is not None:

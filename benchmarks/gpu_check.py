@@ -1,0 +1,487 @@
+"""Whether the Triton kernels are right on this machine's GPU, never wait for it, and how long they take.
+
+    python benchmarks/gpu_check.py [--sizes 25M,110M,1G] [--repetitions 20] [--json FILE]
+
+Needs PyTorch and Triton, no Horovod and no compiled kernels. First every step is compared with the NumPy oracle. Then, with
+PyTorch set to raise where the host waits for the device, steps run from gradient to message. Then the table, in units of
+`residual.add_(gradient)`: what a GPU takes for a worker's step (gradient in, entries selected, packed, taken out of the
+residual), and for what comes after the collective. Rows take turns, with the unit before each; the launches queue up behind a
+busy device, as they do in a backward pass, and the time that the host takes for them is told beside. A selection that was timed
+is checked.
+
+Without a GPU it says "not measured: no GPU" and exits with status 2. `--interpret` runs all of it on the CPU in Triton's
+interpreter, as a test of this script: what it prints is then no measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from horovod_sparse import fits
+from horovod_sparse import triton as ours
+from horovod_sparse.buckets import Parameter, plan
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.sidco import FIRST_RATIO, SIDCo
+from horovod_sparse.compressors.threshold import Threshold
+from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.pipeline import Pipeline
+
+NOT_MEASURED = 2
+BAR = 1.6
+WORLD = 4
+_BUSY_CYCLES = 2_000_000
+"""For about a millisecond the device is busy, while the host queues up what is timed."""
+_WARM_STEPS = 6
+_ROOM = 16
+"""Memory that a size is measured with, as a multiple of the residual's."""
+
+
+def main() -> int:
+    options = parse()
+    if options.interpret:
+        os.environ["TRITON_INTERPRET"] = "1"
+    elif not torch.cuda.is_available():
+        print("not measured: no GPU")
+        return NOT_MEASURED
+    if not ours.available():
+        print("not measured: no Triton")
+        return NOT_MEASURED
+    device = Device(options.interpret)
+    say(f"{device.name}; comparing steps with the NumPy oracle")
+    types = (torch.float32,) if options.interpret else (torch.float32, torch.float64)
+    compared = sum(compare(device, make, dtype) for make in COMPARED for dtype in types)
+    say("steps while PyTorch raises where the host would wait")
+    for make in COMPARED:
+        never_waits(device, make)
+    results: list[Result] = []
+    skipped: list[str] = []
+    for size in options.sizes:
+        if not device.has_room(_ROOM * 4 * size):
+            skipped.append(f"{size:,} elements: not measured, the device has no {_ROOM * 4 * size / 1e9:.0f} GB left")
+            continue
+        for ratio in options.ratios if size == options.sizes[0] else options.ratios[:1]:
+            results += measure(device, size, ratio, options.repetitions)
+    report(device, compared, results, skipped, options.json)
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--sizes", type=numbers(size), default="25M,110M,1G", help="elements of the residual")
+    parser.add_argument("--ratios", type=numbers(float), default="0.001,0.01,0.1", help="all for the first size")
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--interpret", action="store_true", help="on the CPU: tests the script, measures nothing")
+    return parser.parse_args()
+
+
+def numbers(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
+def size(text: str) -> int:
+    """25M is 25 million."""
+    return int(float(text.rstrip("kMG")) * {"k": 10**3, "M": 10**6, "G": 10**9}.get(text[-1], 1))
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Device:
+    """The GPU, or the CPU that stands for one."""
+
+    def __init__(self, interpreted: bool) -> None:
+        self.interpreted = interpreted
+        self.torch = torch.device("cpu" if interpreted else "cuda")
+        self.name = "CPU, interpreted: no measurement" if interpreted else torch.cuda.get_device_name()
+
+    def has_room(self, nbytes: int) -> bool:
+        return self.interpreted or torch.cuda.mem_get_info()[0] >= nbytes
+
+    def generator(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.torch).manual_seed(seed)
+
+    def wait(self) -> None:
+        if not self.interpreted:
+            torch.cuda.synchronize()
+
+    def raise_where_it_waits(self, on: bool) -> None:
+        if on:
+            self.wait()
+        if not self.interpreted:
+            torch.cuda.set_sync_debug_mode("error" if on else "default")
+
+    def time(self, run: Callable[[], object]) -> tuple[float, float]:
+        """Seconds that the device takes, and that the host takes to ask for it."""
+        if self.interpreted:
+            start = time.perf_counter()
+            run()
+            return (seconds := time.perf_counter() - start), seconds
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.wait()
+        torch.cuda._sleep(_BUSY_CYCLES)
+        begin.record()
+        start = time.perf_counter()
+        run()
+        host = time.perf_counter() - start
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e-3, host
+
+
+class Worker:
+    """One worker with one bucket on the device."""
+
+    def __init__(
+        self, device: Device, compressor: Compressor, sizes: list[int], dtype: torch.dtype, **shape: int
+    ) -> None:
+        from horovod_sparse.triton.bucket import DeviceBucket
+        from horovod_sparse.triton.rules import rule_of
+
+        numel = sum(sizes)
+        rule = rule_of(compressor)
+        assert rule is not None
+        self.compressor, self.sizes = compressor, sizes
+        self.residual = torch.zeros(numel, dtype=dtype, device=device.torch)
+        self.state = compressor.new_state()
+        self.k = compressor.asked(numel)
+        self.capacity = compressor.room(numel, self.k, WORLD)
+        self.bucket = DeviceBucket(rule, self.residual, sizes, self.k / numel, **shape)
+
+    def launch(self, gradient: Tensor) -> Tensor:
+        """From the gradient to the message; waits for nothing."""
+        offset = 0
+        for part in gradient.split(self.sizes):
+            self.bucket.absorb(offset, part, self.state, self.k)
+            offset += part.numel()
+        return self.bucket.select(self.state, self.k, self.capacity)
+
+    def finish(self) -> dict[str, float]:
+        told = self.bucket.finish(self.state, self.k)
+        self.state.step += 1
+        return told
+
+
+# --- right? ---
+
+COMPARED: list[Callable[[float], Compressor]] = [
+    TopK,
+    SIDCo,
+    lambda ratio: SIDCo(ratio, distribution="gpareto"),
+    lambda ratio: SIDCo(ratio, stages=1),
+    lambda ratio: Threshold(3.0, ratio=ratio),
+]
+
+
+def compare(device: Device, make: Callable[[float], Compressor], dtype: torch.dtype) -> int:
+    """Run some steps beside the NumPy oracle; how many."""
+    rng, steps = np.random.default_rng(0), 0
+    shapes = [[150, 1, 49]] if device.interpreted else [[65], [300, 1, 77], [5000, 40_000], [3_000_000]]
+    for sizes in shapes:
+        worker = Worker(device, make(0.05), sizes, dtype, **({"block": 64, "chunk": 16} if device.interpreted else {}))
+        for step in range(3 if device.interpreted else 6):
+            gradient = rng.laplace(size=sum(sizes)).astype(np.float32)
+            if step == 2:
+                # Candidates of the step before are too few.
+                gradient *= np.float32(1e-3)
+            x = worker.residual.cpu().numpy() + gradient
+            message = worker.launch(torch.from_numpy(gradient).to(device.torch)).cpu().numpy()
+            check_choice(worker, x, message, worker.finish())
+            steps += 1
+    return steps
+
+
+def check_choice(worker: Worker, x: np.ndarray, message: np.ndarray, told: dict[str, float]) -> None:
+    """The entries that the oracle chooses, exactly, and nothing lost."""
+    oracle, k, sent = NumpyOps(), worker.k, int(told["sent"])
+    indices, values = message[:sent, 0], message[:sent, 1].copy().view(np.float32)
+    assert (message[sent:] == [-1, 0]).all(), "padding"
+    restored = worker.residual.cpu().numpy()
+    restored[indices] += values
+    np.testing.assert_array_equal(restored, x)
+    exact = oracle.select_largest(x, worker.capacity if told["found"] > worker.capacity else k)
+    chosen = exact if told["exact"] else oracle.select_above(x, told["limit"], worker.capacity)
+    np.testing.assert_array_equal(indices, chosen.indices)
+    if isinstance(worker.compressor, SIDCo):
+        assert told["count"] == np.count_nonzero(x) and told["largest"] == np.abs(x).max()
+        assert k / 2 <= sent <= worker.capacity or told["count"] <= k
+    if isinstance(worker.compressor, TopK):
+        assert told["exact"]
+
+
+class Zeros:
+    """Of the array verbs the one that a pipeline needs before its buckets' collectives have been started."""
+
+    def zeros(self, count: int, dtype: str, like: Tensor) -> Tensor:
+        return torch.zeros(count, dtype=getattr(torch, dtype), device=like.device)
+
+
+def never_waits(device: Device, make: Callable[[float], Compressor]) -> None:
+    """Run steps, as the hooks of an optimizer do, from the gradients to the collective; the last one must not wait."""
+    from horovod_sparse.triton.bucket import selector_for
+
+    sizes = {"a": 400, "b": 100} if device.interpreted else {"a": 900_000, "b": 100_000}
+    gradients = {name: laplace(device, numel, 0) for name, numel in sizes.items()}
+    compressor = make(0.01)
+    pipeline = Pipeline(Zeros(), compressor, world=1, position=0, rank=0, selector_for=selector_for)
+    parameters = [Parameter(name, (numel,), "float32", "device") for name, numel in sizes.items()]
+    pipeline.add_buckets(plan(parameters, compressor), gradients.get)
+    (bucket,) = pipeline.buckets
+    warm = 1 if device.interpreted else 3
+    for step in range(warm + 1):
+        # The first time Triton compiles.
+        device.raise_where_it_waits(step == warm)
+        for name, gradient in gradients.items():
+            pipeline.arrive(name, gradient)
+        pipeline.begin(bucket)
+        device.raise_where_it_waits(False)
+        assert bucket.task is not None and bucket.task.learn()[0] > 0
+
+
+# --- how fast? ---
+
+
+@dataclass
+class Result:
+    size: int
+    ratio: float
+    title: str
+    bar: float | None
+    seconds: list[float] = field(default_factory=list)
+    units: list[float] = field(default_factory=list)
+    host_seconds: list[float] = field(default_factory=list)
+
+    def quantile(self, part: float) -> float:
+        return float(np.quantile(self.units, part))
+
+    @property
+    def gigabytes(self) -> float:
+        """12 bytes per element, the unit's, by the time taken; 10^9 per second."""
+        return 12e-9 * self.size / float(np.median(self.seconds))
+
+
+@dataclass
+class Row:
+    """What is timed: `prepare` and `check` are not."""
+
+    title: str
+    run: Callable[[], object]
+    bar: float | None = None
+    prepare: Callable[[], object] = lambda: None
+    check: Callable[[], object] = lambda: None
+
+
+def laplace(device: Device, numel: int, seed: int) -> Tensor:
+    x = torch.empty(numel, device=device.torch).exponential_(generator=device.generator(seed))
+    return x.mul_(
+        torch.randint(0, 2, (numel,), dtype=torch.int8, device=device.torch, generator=device.generator(seed + 1))
+        .mul_(2)
+        .sub_(1)
+    )
+
+
+def normal(device: Device, numel: int, seed: int) -> Tensor:
+    return torch.empty(numel, device=device.torch).normal_(generator=device.generator(seed))
+
+
+def student(device: Device, numel: int, seed: int) -> Tensor:
+    """Student's t with four degrees of freedom: normal over the root of a mean of two exponential ones."""
+    chi = torch.empty(numel, device=device.torch).exponential_(generator=device.generator(seed))
+    chi.add_(torch.empty(numel, device=device.torch).exponential_(generator=device.generator(seed + 1)))
+    return normal(device, numel, seed + 2).div_(chi.mul_(0.5).sqrt_())
+
+
+KINDS = {"Laplace": laplace, "Gaussian": normal, "Student": student}
+
+
+def measure(device: Device, numel: int, ratio: float, repetitions: int) -> Iterator[Result]:
+    for number, (kind, draw) in enumerate(KINDS.items()):
+        gradient = draw(device, numel, 10 * number)
+        residual = torch.zeros_like(gradient)
+        groups = [[("SIDCo-E, " + kind, SIDCo(ratio), BAR)]]
+        if number == 0:
+            groups += [
+                [("SIDCo-P, " + kind, SIDCo(ratio, distribution="gpareto"), BAR)],
+                [("TopK, warm", TopK(ratio), BAR)],
+                [("TopK, cold", TopK(ratio), None)],
+                [("Threshold", Threshold(-math.log(ratio), ratio=ratio), None)],
+            ]
+        rows = [step_row(device, *one, gradient) for group in groups for one in group]
+        if number == 0:
+            rows += other_rows(device, ratio, gradient)
+        yield from time_rows(device, rows, numel, ratio, lambda r=residual, g=gradient: r.add_(g), repetitions)
+
+
+def step_row(device: Device, title: str, compressor: Compressor, bar: float | None, gradient: Tensor) -> Row:
+    numel = gradient.numel()
+    worker = Worker(device, compressor, [numel], torch.float32)
+    cold = title.endswith("cold")
+    message = torch.empty(0)
+
+    def run() -> None:
+        nonlocal message
+        message = worker.launch(gradient)
+
+    def prepare() -> None:
+        worker.finish()
+        if cold:
+            worker.bucket.forget()
+
+    def check() -> None:
+        """Of one more step, on the device: nothing lost, and the largest sent."""
+        prepare()
+        expected = worker.residual + gradient
+        run()
+        sent = int(worker.finish()["sent"])
+        indices, values = message[:sent, 0].long(), message[:sent, 1].contiguous().view(torch.float32)
+        assert worker.k / 2 <= sent <= worker.capacity or isinstance(compressor, Threshold), f"{title}: {sent} sent"
+        assert sent == worker.k or not isinstance(compressor, TopK), f"{title}: {sent} sent"
+        assert (indices[1:] > indices[:-1]).all() and (message[sent:, 0] == -1).all(), f"{title}: order, padding"
+        assert sent == 0 or values.abs().min() >= worker.residual.abs().max(), f"{title}: not the largest are sent"
+        worker.residual[indices] += values
+        assert torch.equal(worker.residual, expected), f"{title}: sent + kept is not gradient + old residual"
+        worker.residual[indices] -= values
+        say(f"  {title}: {sent / worker.k:.3f} k sent, {worker.bucket.nbytes / worker.residual.nbytes:.1%} more memory")
+
+    run()
+    for _ in range(0 if device.interpreted else _WARM_STEPS):
+        prepare()
+        run()
+    return Row(title, run, bar if ratio_has_bar(compressor) else None, prepare, check)
+
+
+def ratio_has_bar(compressor: Compressor) -> bool:
+    return compressor.ratio == 0.001
+
+
+def other_rows(device: Device, ratio: float, gradient: Tensor) -> list[Row]:
+    from horovod_sparse.triton.bucket import reduce
+
+    numel, k = gradient.numel(), max(1, int(ratio * gradient.numel()))
+    residual, target = torch.zeros_like(gradient), torch.empty_like(gradient)
+    gathered = torch.cat([message_of(device, numel, k, rank) for rank in range(WORLD)])
+    flags = torch.zeros(2, dtype=torch.int32)
+
+    def receive() -> None:
+        nonlocal flags
+        flags = reduce(gathered, WORLD, WORLD, target)
+
+    def check_received() -> None:
+        assert flags.tolist() == [0, 0]
+        expected = torch.zeros_like(target)
+        for message in gathered.chunk(WORLD):
+            expected.index_add_(0, message[:, 0].long(), message[:, 1].contiguous().view(torch.float32) / WORLD)
+        torch.testing.assert_close(target, expected)
+
+    def plain_topk() -> Tensor:
+        return torch.topk(residual.abs(), k).indices
+
+    return [
+        Row(f"decompress, {WORLD} ranks", receive, check=check_received),
+        Row("torch.topk(x.abs(), k)", plain_topk, prepare=lambda: residual.copy_(gradient)),
+        Row(
+            "SIDCo in torch operations",
+            lambda: plain_sidco(residual, gradient, ratio),
+            prepare=residual.zero_,
+        ),
+        Row("cast to fp16 and back", lambda: gradient.half().float()),
+    ]
+
+
+def message_of(device: Device, numel: int, k: int, seed: int) -> Tensor:
+    """Entries spread over the whole bucket."""
+    step = numel // k
+    starts = torch.arange(k, device=device.torch) * step
+    indices = starts + torch.randint(0, step, (k,), device=device.torch, generator=device.generator(seed))
+    values = torch.randn(k, device=device.torch, generator=device.generator(seed))
+    return torch.stack([indices.int(), values.view(torch.int32)], 1).contiguous()
+
+
+def plain_sidco(residual: Tensor, gradient: Tensor, ratio: float, stages: int = 3) -> tuple[Tensor, Tensor]:
+    """A whole step as it is mostly written."""
+    residual.add_(gradient)
+    tail = magnitudes = residual.abs()
+    threshold = fits.exponential(magnitudes.mean().item(), FIRST_RATIO)
+    for _ in range(stages - 1):
+        tail = tail[tail > threshold]
+        threshold += fits.exponential((tail - threshold).mean().item(), (ratio / FIRST_RATIO) ** (1 / (stages - 1)))
+    indices = (magnitudes > threshold).nonzero().view(-1)
+    values = residual[indices]
+    residual[indices] = 0.0
+    return indices, values
+
+
+def time_rows(
+    device: Device, rows: list[Row], numel: int, ratio: float, unit: Callable[[], object], repetitions: int
+) -> list[Result]:
+    say(f"{numel:,} elements, ratio {ratio:g}: {', '.join(row.title for row in rows)}")
+    results = [Result(numel, ratio, row.title, row.bar) for row in rows]
+    first = 0 if device.interpreted else -1
+    for repetition in range(first, repetitions):
+        for row, result in zip(rows, results, strict=True):
+            row.prepare()
+            unit_seconds, _ = device.time(unit)
+            seconds, host = device.time(row.run)
+            if repetition >= 0:
+                # The one before warms up.
+                result.seconds.append(seconds)
+                result.units.append(seconds / unit_seconds)
+                result.host_seconds.append(host)
+    for row in rows:
+        row.check()
+    return results
+
+
+# --- what came out ---
+
+
+def report(device: Device, compared: int, results: list[Result], skipped: list[str], path: Path | None) -> None:
+    print(
+        f"{device.name}, torch {torch.__version__}; {compared} steps as the NumPy oracle's; no step waited for the device\n"
+    )
+    print("| elements | ratio | row | units | quartiles | GB/s | host, us | bar |")
+    print("|---|---|---|---|---|---|---|---|")
+    for one in results:
+        bar = "" if one.bar is None else f"{one.bar:g}" + ("" if one.quantile(0.5) <= one.bar else " exceeded")
+        cells = (
+            f"{one.size:,}",
+            f"{one.ratio:g}",
+            one.title,
+            f"{one.quantile(0.5):.2f}",
+            f"{one.quantile(0.25):.2f}-{one.quantile(0.75):.2f}",
+            f"{one.gigabytes:.0f}",
+            f"{1e6 * np.median(one.host_seconds):.0f}",
+            bar,
+        )
+        print("| " + " | ".join(cells) + " |")
+    for line in skipped:
+        print(line)
+    if path is not None:
+        import triton
+
+        versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+        said = {"device": device.name, "measured": not device.interpreted, "versions": versions, "compared": compared}
+        path.write_text(json.dumps({**said, "skipped": skipped, "rows": [asdict(one) for one in results]}, indent=1))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

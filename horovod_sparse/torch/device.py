@@ -1,0 +1,25 @@
+"""Which buckets select on their device, without the host. Imports torch, and Triton when it is used; never Horovod."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from horovod_sparse import triton
+from horovod_sparse.buckets import Layout
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.selector import Selector
+
+_LEAST_CAPABILITY = (7, 0)
+"""Of the GPUs that Triton compiles for."""
+
+
+def on_gpu(compressor: Compressor, layout: Layout, buffer: Tensor) -> Selector | None:
+    """Of a bucket on an NVIDIA GPU, if Triton is there and the compressor can do without the host."""
+    if buffer.device.type != "cuda" or torch.version.cuda is None or not triton.available():
+        return None
+    if torch.cuda.get_device_capability(buffer.device) < _LEAST_CAPABILITY:
+        return None
+    from horovod_sparse.triton.bucket import selector_for
+
+    return selector_for(compressor, layout, buffer)

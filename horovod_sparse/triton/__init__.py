@@ -1,0 +1,15 @@
+"""Selection on a GPU without waiting for it: Triton kernels and the class that launches them. Imports no Horovod.
+
+Importing this module imports neither torch nor Triton; `available` says whether Triton is there, which PyTorch brings along
+where it is built for a GPU. With TRITON_INTERPRET=1 in the environment everything runs on the CPU, slowly: so it is tested.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+
+def available() -> bool:
+    """Whether Triton is installed, and kernels are not turned off with HOROVOD_SPARSE_KERNELS=0."""
+    return find_spec("triton") is not None and os.environ.get("HOROVOD_SPARSE_KERNELS", "1") != "0"

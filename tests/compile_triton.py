@@ -1,0 +1,82 @@
+"""Compile every Triton kernel for a real GPU, as the class that launches them would, on a machine that has none.
+
+The interpreter runs kernels that the compiler refuses; this finds those. It prints what each one takes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from horovod_sparse.compressors.sidco import SIDCo
+from horovod_sparse.compressors.threshold import Threshold
+from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.feedback import MomentumCorrection
+from horovod_sparse.triton.bucket import DeviceBucket, reduce
+from horovod_sparse.triton.rules import rule_of
+
+COMPRESSORS = [TopK(0.001), Threshold(1.0), SIDCo(0.001), SIDCo(0.001, distribution="gpareto")]
+
+
+class Absent:
+    """What Triton asks of a driver before it compiles; nothing can be launched."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+compiled: dict[str, Any] = {}
+
+
+def compile_only(function: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    kernel = _run(function, *arguments, grid=grid, warmup=True, **options)
+    compiled[kernel.hash] = kernel
+
+
+_run, JITFunction.run = JITFunction.run, compile_only
+
+
+def step(compressor: Any, dtype: torch.dtype, gradient: torch.dtype | None, momentum: bool) -> None:
+    size, k = 40_000, 40
+    bucket = DeviceBucket(rule_of(compressor), torch.zeros(size, dtype=dtype), [size], 0.001)
+    velocity = torch.zeros(size, dtype=dtype) if momentum else None
+    state = compressor.new_state()
+    given = None if gradient is None else torch.zeros(size, dtype=gradient)
+    correction = MomentumCorrection() if momentum else None
+    bucket.absorb(0, given, state, k, velocity=velocity, correction=correction)
+    message = bucket.select(state, k, 50)
+    reduce(message, 1, 2.0, torch.zeros(size, dtype=dtype))
+
+
+def main(capability: int) -> None:
+    triton.runtime.driver.set_active(Absent(capability))
+    for compressor in COMPRESSORS:
+        step(compressor, torch.float32, torch.float32, momentum=False)
+    step(COMPRESSORS[-1], torch.float64, torch.float64, momentum=False)
+    for gradient in (None, torch.bfloat16, torch.float16, torch.float64):
+        step(COMPRESSORS[0], torch.float32, gradient, momentum=True)
+    for kernel in compiled.values():
+        # What the compiler makes in the end.
+        assert kernel.asm["cubin"]
+        print(kernel.name, "shared memory", kernel.metadata.shared)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,513 @@
+"""Every Triton kernel, interpreted on the CPU, in lockstep with its twin in NumPy; then a bucket's whole step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from table import DEGENERATE, gradients
+
+from horovod_sparse import fits
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.gaussiank import GaussianK
+from horovod_sparse.compressors.sidco import SIDCo, last_stage, next_aim
+from horovod_sparse.compressors.threshold import Threshold
+from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.feedback import MomentumCorrection
+from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.ops import NOTHING
+from horovod_sparse.search import below_largest
+from horovod_sparse.triton import kernels
+from horovod_sparse.triton.bucket import DeviceBucket, reduce
+from horovod_sparse.triton.rules import Request, rule_of
+from horovod_sparse.wire import NOT_FINITE, PADDING
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+ORACLE = NumpyOps()
+BLOCK, CHUNK, GROUPS = 64, 16, 2
+WIDE = {np.float32: torch.float32, np.float64: torch.float64}
+of_either_width = pytest.mark.parametrize("dtype", WIDE)
+COMPRESSORS = {
+    "topk": TopK,
+    "threshold": lambda ratio, **options: Threshold(2.0, ratio=ratio, **options),
+    "exponential": lambda ratio, **options: SIDCo(ratio, **options),
+    "gpareto": lambda ratio, **options: SIDCo(ratio, distribution="gpareto", stages=3, **options),
+    "one-stage": lambda ratio, **options: SIDCo(ratio, stages=1, **options),
+}
+for_all = pytest.mark.parametrize("make", COMPRESSORS.values(), ids=COMPRESSORS)
+
+
+class Worker:
+    """One worker with one bucket, beside the oracle's residual."""
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        sizes: list[int],
+        dtype: Any = np.float32,
+        *,
+        block: int = BLOCK,
+        chunk: int = CHUNK,
+    ) -> None:
+        self.compressor, self.sizes = compressor, sizes = compressor, [size for size in sizes if size]
+        self.state = compressor.new_state()
+        self.residual = torch.zeros(sum(sizes), dtype=WIDE[dtype])
+        rule = rule_of(compressor)
+        assert rule is not None
+        self.rule = rule
+        ratio = compressor.asked(sum(sizes)) / sum(sizes)
+        self.bucket = DeviceBucket(rule, self.residual, sizes, ratio, block=block, chunk=chunk, groups=GROUPS)
+        self.k = compressor.asked(sum(sizes))
+        self.capacity = compressor.room(sum(sizes), self.k, 1)
+
+    def absorb(self, gradient: np.ndarray) -> np.ndarray:
+        """Take in a gradient of all parameters; what is selected from, as the oracle has it."""
+        expected = self.residual.numpy().copy()
+        ORACLE.absorb(expected, gradient, NOTHING)
+        offsets = np.cumsum([0, *self.sizes])
+        for offset, end in itertools.pairwise(offsets.tolist()):
+            self.bucket.absorb(offset, torch.from_numpy(gradient[offset:end].copy()), self.state, self.k)
+        np.testing.assert_array_equal(self.residual.numpy(), expected)
+        return expected
+
+    def step(self, gradient: np.ndarray) -> Step:
+        """One step, and what always holds."""
+        before, request = self.absorb(gradient), self.rule.request(self.state, self.k)
+        message = self.bucket.select(self.state, self.k, self.capacity).numpy()
+        numbers = self.bucket.finish(self.state, self.k)
+        self.state.step += 1
+        sent = int(numbers["sent"])
+        indices, values = message[:sent, 0], message[:sent, 1].copy().view(np.float32)
+        assert (message[sent:] == [PADDING, 0]).all()
+        assert (np.diff(indices) > 0).all() and (indices >= 0).all()
+        restored = self.residual.numpy().copy()
+        restored[indices] += values
+        np.testing.assert_array_equal(restored, before, err_msg="sent + kept must be gradient + old residual")
+        return Step(before, indices, values, numbers, request)
+
+
+class Step:
+    def __init__(self, before: Any, indices: Any, values: Any, numbers: Mapping[str, float], request: Request) -> None:
+        self.before, self.indices, self.values = before, indices, values
+        self.numbers, self.request = numbers, request
+
+
+def sums_of(bucket: DeviceBucket) -> dict[str, float]:
+    """What `absorb` has left, added up over the tiles."""
+    rows = bucket._partials.numpy().reshape(kernels.PARTIALS, -1)
+    named = dict(zip(kernels.NUMBERS, rows, strict=False))
+    return {name: row.max(initial=0.0) if name == "largest" else row.sum() for name, row in named.items()}
+
+
+def assert_sums(got: dict[str, float], x: np.ndarray, cut: float, floor: float, not_finite: int) -> None:
+    magnitudes = np.abs(x)
+    assert got["count"] == np.count_nonzero(x) and got["largest"] == magnitudes.max(initial=0.0)
+    assert got["candidates"] == np.count_nonzero(magnitudes > x.dtype.type(floor))
+    assert got["not_finite"] == not_finite
+    excesses = magnitudes[magnitudes > x.dtype.type(cut)].astype(np.float64) - np.float64(x.dtype.type(cut))
+    assert got["tail_count"] == excesses.size
+    assert got["tail_total"] == pytest.approx(excesses.sum(), rel=1e-12)
+    assert got["tail_squares"] == pytest.approx(excesses @ excesses, rel=1e-12)
+
+
+# --- absorb ---
+
+
+class Measuring:
+    """A rule of which only the sums are wanted."""
+
+    measures = True
+
+    def __init__(self, cut: float, floor: float) -> None:
+        self.cut, self._floor = cut, floor
+
+    def request(self, state: Any, k: int) -> Request:
+        return Request("exponential", cut=self.cut)
+
+    def floor(self, limit: float) -> float:
+        return self._floor
+
+
+def check_absorb(
+    residual: np.ndarray,
+    gradient: torch.Tensor | None,
+    cut: float,
+    floor: float,
+    velocity: Any = None,
+    correction: MomentumCorrection | None = None,
+) -> None:
+    """The parameter stands between two others, at an offset that no vector is aligned with."""
+    around = [np.full(3, 9, residual.dtype), residual, np.full(2, 9, residual.dtype)]
+    buffer = torch.from_numpy(np.concatenate(around))
+    bucket = DeviceBucket(Measuring(cut, floor), buffer, [len(part) for part in around], 0.1, block=BLOCK, chunk=CHUNK)
+    moving = None
+    given = np.zeros(residual.size, np.float32) if gradient is None else gradient.double().numpy()
+    expected = residual.copy()
+    if correction is None:
+        absorbed = ORACLE.absorb(expected, given, NOTHING)
+    else:
+        moving = torch.from_numpy(np.concatenate([np.zeros(3, residual.dtype), velocity, np.zeros(2, residual.dtype)]))
+        velocity = velocity.copy()
+        how = correction.momentum, correction.nesterov
+        absorbed = ORACLE.absorb_velocity(expected, velocity, given, *how, NOTHING)
+    bucket.absorb(3, gradient, None, 1, velocity=moving, correction=correction)
+    np.testing.assert_array_equal(buffer.numpy(), np.concatenate([around[0], expected, around[2]]))
+    if moving is not None:
+        np.testing.assert_array_equal(moving.numpy()[3:-2], velocity)
+    assert_sums(sums_of(bucket), expected, cut, floor, absorbed.not_finite)
+    assert bucket.not_finite() == ([3] if absorbed.not_finite else [])
+    above = np.flatnonzero(np.abs(expected) > residual.dtype.type(floor))
+    for tile in range(-(-residual.size // BLOCK)):
+        inside = above[(above >= tile * BLOCK) & (above < (tile + 1) * BLOCK)]
+        runs = np.unique(inside // kernels.RUN) * kernels.RUN + 3
+        assert bucket._found[1 + tile] == runs.size
+        slots = bucket._slots.view(-1, bucket._slots_each)[1 + tile][: runs.size].numpy()
+        np.testing.assert_array_equal(slots, runs[: bucket._slots_each])
+
+
+def sample(size: int, dtype: Any, seed: int, *, bad: bool = False) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    special = [0.0, -0.0, 0.5, -3.0, np.finfo(dtype).tiny, np.finfo(dtype).smallest_subnormal]
+    special += [np.nan, np.inf, -np.inf, np.finfo(dtype).max] * bad
+    return np.where(rng.uniform(size=size) < 0.6, rng.laplace(size=size), rng.choice(special, size)).astype(dtype)
+
+
+@of_either_width
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 131])
+def test_absorb(size: int, dtype: type) -> None:
+    for cut, floor in ((0.0, 0.5), (0.7, math.inf), (math.inf, 1e-45), (1e300, 2.0)):
+        check_absorb(sample(size, dtype, 0), torch.from_numpy(sample(size, np.float32, 1, bad=True)), cut, floor)
+
+
+@of_either_width
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64])
+def test_absorb_takes_gradients_of_every_type(dtype: type, kind: torch.dtype) -> None:
+    gradient = torch.from_numpy(sample(70, np.float64, 1, bad=True)).to(kind)
+    check_absorb(sample(70, dtype, 0), gradient, 0.5, 1.0)
+
+
+@of_either_width
+def test_absorb_without_a_gradient_measures(dtype: type) -> None:
+    residual = sample(70, dtype, 0)
+    check_absorb(residual, None, 0.5, 1.0)
+    check_absorb(residual, None, 0.5, 1.0, residual[::-1].copy(), MomentumCorrection(0.9))
+
+
+@of_either_width
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_absorb_with_momentum(dtype: type, nesterov: bool) -> None:
+    gradient = torch.from_numpy(sample(70, np.float32, 1, bad=True))
+    check_absorb(
+        sample(70, dtype, 0), gradient, 0.5, 1.0, sample(70, dtype, 2), MomentumCorrection(0.9, nesterov=nesterov)
+    )
+
+
+def test_absorb_follows_strides() -> None:
+    gradient = torch.from_numpy(sample(70, np.float32, 1)).view(7, 10)
+    buffer, expected = torch.zeros(70), gradient.t().contiguous().view(-1)
+    DeviceBucket(Measuring(1.0, 1.0), buffer, [70], 0.1, block=BLOCK, chunk=CHUNK).absorb(0, gradient.t(), None, 1)
+    np.testing.assert_array_equal(buffer.numpy(), expected.numpy())
+
+
+ANY = st.floats(width=32)
+
+
+@given(data=st.data())
+@settings(max_examples=15, deadline=None)
+def test_absorb_whatever_the_gradient(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 80))
+    finite = st.floats(-(2.0**100), 2.0**100, width=32)
+    residual = data.draw(npst.arrays(np.float32, size, elements=finite))
+    gradient = data.draw(npst.arrays(np.float32, size, elements=st.one_of(finite, ANY)))
+    check_absorb(residual, torch.from_numpy(gradient), data.draw(st.sampled_from([0.0, 1.0, math.inf])), 1.5)
+
+
+# --- the scalar algebra ---
+
+
+@triton.jit
+def _fits(moments, out, SIZE: tl.constexpr):
+    lanes = tl.arange(0, SIZE)
+    mean, variance = tl.load(moments + lanes), tl.load(moments + SIZE + lanes)
+    ratio = tl.load(moments + 2 * SIZE + lanes)
+    tl.store(out + lanes, kernels.exponential(mean, ratio))
+    tl.store(out + SIZE + lanes, kernels.generalized_pareto(mean, variance, ratio))
+
+
+POSITIVE = st.floats(1e-30, 1e30)
+
+
+@given(st.lists(st.tuples(POSITIVE, st.floats(0.0, 1e4), st.floats(1e-9, 1.0)), min_size=8, max_size=8))
+@settings(max_examples=40, deadline=None)
+def test_fits(rows: list[tuple[float, float, float]]) -> None:
+    moments = [
+        (mean, mean * mean * spread, ratio) for mean, spread, ratio in [*rows, (0.0, 0.0, 0.5), *[(1.0, 1.0, 0.1)] * 7]
+    ]
+    out = torch.zeros(2, 16, dtype=torch.float64)
+    _fits[(1,)](torch.tensor(moments, dtype=torch.float64).t().contiguous(), out, SIZE=16)
+    for (mean, variance, ratio), exponential, pareto in zip(moments, *out.tolist(), strict=True):
+        assert exponential == pytest.approx(fits.exponential(mean, ratio), rel=1e-12)
+        # exp(x) - 1 loses up to four digits near zero.
+        assert pareto == pytest.approx(fits.generalized_pareto(mean, variance, ratio), rel=1e-10)
+
+
+# --- a bucket's step ---
+
+
+def check_choice(worker: Worker, step: Step) -> None:
+    """The entries that the oracle would have chosen."""
+    x, k, capacity = step.before, worker.k, worker.capacity
+    numbers, request = step.numbers, step.request
+    if request.rule == "largest":
+        chosen = ORACLE.select_largest(x, k)
+    elif request.rule == "above":
+        chosen = ORACLE.select_above(x, worker.compressor.threshold, capacity)
+        assert numbers["found"] == chosen.found
+    else:
+        sums, tail = ORACLE.measure(x), ORACLE.moments(x, request.cut)
+        aim = min(request.aim, sums.count - 1)
+        usable = aim < tail.count <= request.most_tail * sums.count
+        if sums.count <= k:
+            chosen = ORACLE.select_above(x, 0.0, capacity)
+        else:
+            assert bool(numbers["estimated"]) == usable
+            chosen = ORACLE.select_largest(x, k)
+            if usable:
+                fit = worker.compressor._tail_fit(tail, aim / tail.count)
+                threshold = below_largest(sums.largest, request.cut + fit)
+                fitted = ORACLE.select_above(x, threshold, capacity)
+                assert numbers["found"] == fitted.found
+                if request.trust[0] <= fitted.found <= request.trust[1]:
+                    chosen = fitted
+                    if fitted.found <= capacity:
+                        assert numbers["limit"] == pytest.approx(float(x.dtype.type(threshold)), rel=1e-6)
+    np.testing.assert_array_equal(step.indices, chosen.indices)
+    if x.dtype == np.float32:
+        np.testing.assert_array_equal(step.values, x[step.indices])
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [*((make, np.float32) for make in COMPRESSORS.values()), (TopK, np.float64), (SIDCo, np.float64)],
+    ids=[*COMPRESSORS, "topk-float64", "exponential-float64"],
+)
+def test_steps(make: Any, dtype: type) -> None:
+    """Cold, warm, with candidates that do not suffice, and with tiles that hold more of them than slots."""
+    worker, rng = Worker(make(0.1), [70, 1, 90, 66], dtype), np.random.default_rng(0)
+    assert worker.bucket._tiles_each > 1
+    exact, overflowed = [], []
+    for number in range(6):
+        scale = {2: 1e-3, 4: 100.0}.get(number, 1.0)
+        gradient = gradients("laplace", 227, rng) * np.float32(scale)
+        step = worker.step(gradient)
+        check_choice(worker, step)
+        exact.append(step.numbers["exact"])
+        overflowed.append(int(worker.bucket._found.max()) > worker.bucket._slots_each)
+    assert any(overflowed) and not all(overflowed)
+    if make is COMPRESSORS["exponential"]:
+        assert 0.0 in exact and 1.0 in exact
+
+
+FINITE = st.floats(-(2.0**100), 2.0**100, width=32)
+FEW = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, 3.0])
+
+
+@for_all
+@given(data=st.data())
+@settings(max_examples=6, deadline=None)
+def test_steps_whatever_the_gradient(make: Any, data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 150))
+    first = data.draw(st.integers(0, size))
+    dtype = data.draw(st.sampled_from([np.float32, np.float64]))
+    worker = Worker(make(data.draw(st.sampled_from([1.0, 0.3, 0.02]))), [first, size - first], dtype)
+    for _ in range(2):
+        check_choice(worker, worker.step(data.draw(npst.arrays(np.float32, size, elements=st.one_of(FEW, FINITE)))))
+
+
+@for_all
+@pytest.mark.parametrize("name", ["zeros", "constant", "one-hot", "ties", "wide-range"])
+def test_degenerate_gradients(make: Any, name: str) -> None:
+    gradient = DEGENERATE[name][:120]
+    worker = Worker(make(0.05), [gradient.size])
+    for _ in range(2):
+        check_choice(worker, worker.step(gradient))
+
+
+def test_all_candidates_in_few_tiles_are_read_again() -> None:
+    worker = Worker(TopK(0.25), [256])
+    gradient = np.zeros(256, np.float32)
+    gradient[:64] = np.arange(64, 0, -1)
+    for _ in range(3):
+        check_choice(worker, worker.step(gradient))
+    assert int(worker.bucket._found[0]) == 64 // kernels.RUN > worker.bucket._slots_each
+
+
+def test_candidates_that_are_too_few_by_some_are_not_enough() -> None:
+    worker = Worker(TopK(0.25), [128])
+    assert worker.step(np.arange(1, 129, dtype=np.float32)).numbers["limit"] == 97.0
+    # Of 32 entries 24 are above the floor, in no more runs than there are slots.
+    wanted = np.arange(128, dtype=np.float32) / 4
+    wanted[:12] = wanted[64:76] = 100.0
+    step = worker.step(wanted - worker.residual.numpy())
+    assert step.numbers["candidates"] == 24 and int(worker.bucket._found.max()) < worker.bucket._slots_each
+    check_choice(worker, step)
+
+
+@pytest.mark.parametrize(("outliers", "found"), [(0, 38), (2, 2)])
+def test_an_estimate_that_is_far_off_is_replaced(outliers: int, found: int) -> None:
+    """Equal magnitudes above the cut are all above the fitted threshold; with a few enormous ones nothing else is."""
+    worker = Worker(SIDCo(0.05), [300])
+    worker.step(gradients("laplace", 300, np.random.default_rng(6)))
+    wanted = np.full(300, 0.1, np.float32)
+    wanted[5:195:5] = 100.0
+    wanted[200 : 200 + outliers] = 1e7
+    step = worker.step(wanted - worker.residual.numpy())
+    assert (step.numbers["found"], step.numbers["sent"], step.numbers["exact"]) == (found, worker.k, 1.0)
+    check_choice(worker, step)
+
+
+@for_all
+def test_the_same_input_gives_the_same_bits(make: Any) -> None:
+    runs = []
+    for _ in range(2):
+        worker, rng = Worker(make(0.1), [100, 60]), np.random.default_rng(1)
+        steps = [worker.step(gradients("laplace", 160, rng)) for _ in range(3)]
+        runs.append([(s.indices.tolist(), s.values.tobytes(), list(s.numbers.values())) for s in steps])
+    assert runs[0] == runs[1]
+
+
+@for_all
+def test_a_gradient_that_is_not_finite_sends_nothing(make: Any) -> None:
+    worker, rng = Worker(make(0.1), [100, 60]), np.random.default_rng(2)
+    worker.step(gradients("laplace", 160, rng))
+    state, gradient = worker.state.state_dict(), gradients("laplace", 160, rng)
+    gradient[[7, 130]] = np.nan, -np.inf
+    before = worker.absorb(gradient)
+    message = worker.bucket.select(worker.state, worker.k, worker.capacity)
+    assert worker.bucket.finish(worker.state, worker.k)["not_finite"] == 2
+    assert message[0].tolist() == [NOT_FINITE, 0] and (message[1:] == torch.tensor([PADDING, 0])).all()
+    np.testing.assert_array_equal(worker.residual.numpy(), before)
+    assert worker.state.state_dict() == state
+    assert reduce(message, 1, 1.0, torch.ones(160)).tolist() == [0, 1]
+    check_choice(worker, worker.step(gradients("laplace", 160, rng)))
+
+
+@pytest.mark.parametrize("name", ["exponential", "gpareto"])
+def test_sidco_learns_what_it_does_elsewhere(name: str) -> None:
+    worker, rng = Worker(COMPRESSORS[name](0.05), [300]), np.random.default_rng(3)
+    worker.step(gradients("laplace", 300, rng))
+    assert 0.0 < worker.state.cut < math.inf, "the first search tells where to cut"
+    for _ in range(4):
+        aim, stages = worker.state.aim, worker.rule._stages(worker.state)
+        step = worker.step(gradients("laplace", 300, rng))
+        assert step.numbers["estimated"]
+        sums, tail = ORACLE.measure(step.before), ORACLE.moments(step.before, step.request.cut)
+        fit = worker.compressor._tail_fit
+        found, asked = step.numbers["found"], min(step.request.aim, sums.count - 1)
+        _, cut = last_stage(step.request.cut, tail, sums.count, sums.largest, asked, stages, fit)
+        if step.request.trust[0] <= found <= step.request.trust[1]:
+            assert worker.state.cut == pytest.approx(cut, rel=1e-9)
+            assert worker.state.aim == next_aim(aim, step.indices.size, worker.k)
+        assert worker.state.stages == stages
+
+
+def test_sidco_stays_near_k() -> None:
+    worker, rng = Worker(SIDCo(0.05), [600], block=512, chunk=256), np.random.default_rng(4)
+    counts = [worker.step(gradients("laplace", 600, rng)).indices.size for _ in range(20)]
+    assert 0.85 <= np.mean(counts[5:]) / worker.k <= 1.15
+
+
+# --- receive ---
+
+
+@of_either_width
+def test_messages_are_added_rank_by_rank(dtype: type) -> None:
+    rng, world, capacity, size = np.random.default_rng(5), 3, 40, 100
+    messages, expected = [], np.zeros(size, dtype)
+    for rank in range(world):
+        indices = np.sort(rng.choice(size, 30 + rank, replace=False))
+        values = rng.laplace(size=indices.size).astype(np.float32)
+        messages.append(ORACLE.pack(indices, values, capacity))
+        ORACLE.scatter_add(expected, indices, values / np.float32(3))
+    target = torch.full((size,), 7.0, dtype=WIDE[dtype])
+    flags = reduce(torch.from_numpy(np.concatenate(messages)), world, 3.0, target)
+    assert flags.tolist() == [0, 0]
+    np.testing.assert_array_equal(target.numpy(), expected)
+
+
+@pytest.mark.parametrize("index", [100, 2**31 - 1])
+def test_an_index_beyond_the_target_is_told(index: int) -> None:
+    message, target = torch.tensor([[3, 0], [index, 5], [PADDING, 0]], dtype=torch.int32), torch.zeros(100)
+    assert reduce(message, 1, 1.0, target).tolist() == [1, 0]
+    assert not target.any()
+
+
+# --- what it is for ---
+
+
+def test_what_selects_on_the_device() -> None:
+    for make in COMPRESSORS.values():
+        assert rule_of(make(0.1)) is not None
+    for other in (
+        GaussianK(0.1),
+        TopK(0.1, union=True),
+        TopK(0.1, clip_norm=1.0),
+        SIDCo(0.1, distribution="gamma"),
+        SIDCo(0.1, adapt="paper"),
+    ):
+        assert rule_of(other) is None
+
+
+def test_the_memory_it_takes_is_a_small_part_of_the_residual() -> None:
+    residual = torch.zeros(2**20)
+    assert DeviceBucket(rule_of(SIDCo(0.001)), residual, [2**20], 0.001).nbytes <= 0.05 * residual.nbytes
+
+
+def run(script: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(script), *map(str, arguments)]
+    # Where Triton is, and this package.
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HOROVOD_SPARSE_KERNELS": "1"}
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
+
+
+def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
+    """The interpreter runs what the compiler refuses."""
+    done = run(Path(__file__).with_name("compile_triton.py"), 90, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    names = {line.split()[0] for line in done.stdout.splitlines()}
+    assert names == {"absorb", "fit", "count", "histogram", "write", "scatter"}
+
+
+GPU_CHECK = Path(__file__).parent.parent / "benchmarks" / "gpu_check.py"
+
+
+def test_gpu_check_runs_without_a_gpu_to_test_itself(tmp_path: Path) -> None:
+    written = tmp_path / "figures.json"
+    options = ("--interpret", "--sizes", "8k", "--repetitions", 1, "--ratios", 0.01, "--json", written)
+    done = run(GPU_CHECK, *options)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(written.read_text())
+    assert figures["measured"] is False and "no measurement" in done.stdout
+    assert len(figures["rows"]) == 11 == done.stdout.count("| 8,000 |")
+    assert all(row["seconds"][0] > 0 for row in figures["rows"])
+
+
+def test_gpu_check_says_that_there_is_no_gpu() -> None:
+    done = run(GPU_CHECK, CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stdout) == (2, "not measured: no GPU\n")
