@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +16,7 @@ if find_spec("triton") is None:
 
 try:
     # Before TensorFlow: in the other order the process crashes.
-    import triton  # noqa: F401
+    if "tensorflow" not in sys.modules:
+        import_module("triton")
 except ImportError as error:
     raise ImportError("the tests need Triton, for the CPU too: run 'make setup', which installs it") from error

@@ -54,7 +54,13 @@ def test_the_compressor_of_the_page_passes_all_laws() -> None:
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     done = subprocess.run(
-        [sys.executable, "-c", code + laws], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code + laws],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"\n[1-9]\d* passed", done.stdout), done.stdout[-3000:]

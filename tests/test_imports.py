@@ -29,7 +29,9 @@ def imported(path: Path) -> set[str]:
 
 
 def loaded_frameworks(modules: str) -> str:
-    code = f"import sys; import {modules}; print([name for name in {FRAMEWORKS!r} if name in sys.modules])"
+    # Triton is found where the tests find it.
+    begin = f"import sys; sys.path[:] = {sys.path!r}"
+    code = f"{begin}; import {modules}; print([name for name in {FRAMEWORKS!r} if name in sys.modules])"
     return subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
     ).stdout.strip()
