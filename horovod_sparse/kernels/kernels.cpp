@@ -67,6 +67,9 @@ template <class T>
 using Bits = typename Type<T>::Bits;
 template <class T>
 constexpr int64_t kLanes = 64 / sizeof(T);
+// Elements that are asked of the memory before they are needed.
+template <class T>
+constexpr int64_t kAhead = 256 * kLanes<T>;
 
 // Elements per partial sum.
 constexpr int64_t kBlock = 1 << 14;
@@ -396,6 +399,9 @@ INLINE void accumulate_piece(T* residual, T* velocity, const T* gradient, int64_
     Sums<T> sums;
     Bits<T> bad = {};
     const auto step = [&](T* r, T* v, const T* g) ALWAYS {
+        // The processor's own guesses end with a page.
+        __builtin_prefetch(r + kAhead<T>, 1);
+        __builtin_prefetch(g + kAhead<T>);
         Vector<T> gradients = load<T>(g), velocities = Update::has_velocity ? load<T>(v) : Vector<T>{};
         const Bits<T> wrong = above<T>(magnitude_bits<T>(gradients), finite);
         bad -= wrong;
