@@ -67,9 +67,6 @@ template <class T>
 using Bits = typename Type<T>::Bits;
 template <class T>
 constexpr int64_t kLanes = 64 / sizeof(T);
-// Elements that are asked of the memory before they are needed.
-template <class T>
-constexpr int64_t kAhead = 256 * kLanes<T>;
 
 // Elements per partial sum.
 constexpr int64_t kBlock = 1 << 14;
@@ -94,6 +91,11 @@ INLINE Vector<T> load(const T* from) {
 template <class T>
 INLINE void store(T* to, Vector<T> vector) {
     std::memcpy(to, &vector, sizeof vector);
+}
+
+// The processor's own guesses end with a page. An address that is nobody's does no harm.
+INLINE void ask_for_what_follows(const void* here) {
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(here) + (1 << 14)));
 }
 
 template <class T>
@@ -399,9 +401,6 @@ INLINE void accumulate_piece(T* residual, T* velocity, const T* gradient, int64_
     Sums<T> sums;
     Bits<T> bad = {};
     const auto step = [&](T* r, T* v, const T* g) ALWAYS {
-        // The processor's own guesses end with a page.
-        __builtin_prefetch(r + kAhead<T>, 1);
-        __builtin_prefetch(g + kAhead<T>);
         Vector<T> gradients = load<T>(g), velocities = Update::has_velocity ? load<T>(v) : Vector<T>{};
         const Bits<T> wrong = above<T>(magnitude_bits<T>(gradients), finite);
         bad -= wrong;
@@ -412,7 +411,11 @@ INLINE void accumulate_piece(T* residual, T* velocity, const T* gradient, int64_
         sums.add(updated);
     };
     int64_t i = 0;
-    for (; i + kLanes<T> <= count; i += kLanes<T>) step(residual + i, velocity + i, gradient + i);
+    for (; i + kLanes<T> <= count; i += kLanes<T>) {
+        ask_for_what_follows(residual + i);
+        ask_for_what_follows(gradient + i);
+        step(residual + i, velocity + i, gradient + i);
+    }
     if (i < count) {
         // Lanes beyond the end are zero, which counts nowhere.
         T r[kLanes<T>] = {}, v[kLanes<T>] = {}, g[kLanes<T>] = {};
