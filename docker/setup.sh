@@ -40,7 +40,7 @@ make_venv() {
 choose_pins() {
     if [ -z "${TORCH:-}${TENSORFLOW:-}" ]; then cat constraints.txt; return; fi
     sed -E -e '/^numpy==/d' -e '/^# Brought in by the above/,$d' \
-        ${TORCH:+-e "s/^torch==.*/torch==$TORCH/"} \
+        ${TORCH:+-e "s/^torch==.*/torch==$TORCH/" -e '/^triton==/d'} \
         ${TENSORFLOW:+-e "s/^tensorflow-cpu==.*/tensorflow-cpu==$TENSORFLOW/" -e "s/^tf-keras==.*/tf-keras==${TENSORFLOW%.*}.*/"} \
         constraints.txt
 }
