@@ -18,8 +18,6 @@ from horovod_sparse.bench.backends import make_backend
 from horovod_sparse.bench.rows import ROWS
 from horovod_sparse.bench.worker import Gradients, Worker
 
-_STEPS = 5
-
 
 def resident(field: str) -> int:
     """Bytes: "VmRSS", of now, or "VmHWM", the most since `forget_peak`."""
@@ -41,7 +39,7 @@ def main() -> None:
     dense = backend.ops.zeros(size, "float32", backend.like)
     backend.host(dense).fill(0.0)
     worker = Worker(backend, row, ratio, size, dense)
-    for _ in range(_STEPS):
+    for _ in range(row.warm_steps):
         worker.step(gradients.next(row.data))
     if row.cold:
         worker.start()

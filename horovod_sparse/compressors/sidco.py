@@ -30,7 +30,7 @@ TRUSTED = 2.0
 SEARCH_TOLERANCE = 0.1
 MOST_TAIL = 2.0 * FIRST_RATIO
 """A cut that leaves a larger part of the entries is none."""
-_SPARE = 2
+_SPARE = 1.25
 """Of so many times what it should leave the entries above a cut are kept."""
 _MOST_AIM = 4.0
 _AIM_GAIN = 0.1

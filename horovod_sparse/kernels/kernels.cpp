@@ -414,6 +414,7 @@ INLINE void accumulate_piece(T* residual, T* velocity, const T* gradient, int64_
     for (; i + kLanes<T> <= count; i += kLanes<T>) {
         ask_for_what_follows(residual + i);
         ask_for_what_follows(gradient + i);
+        if (Update::has_velocity) ask_for_what_follows(velocity + i);
         step(residual + i, velocity + i, gradient + i);
     }
     if (i < count) {
