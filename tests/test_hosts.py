@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parallel.launch import REPOSITORY, Launch
+from parallel.launch import REPOSITORY, Launch, clean_environment
 
 SCRIPT = REPOSITORY / "benchmarks" / "hosts.py"
 
@@ -70,7 +70,8 @@ def test_workers_run_on_hosts_of_their_own_and_nothing_is_left(hosts: Any) -> No
         pytest.skip(reason)
     told = "hostname; ip -4 -o address show eth0; tc qdisc show dev eth0; exit 3"
     command = [sys.executable, SCRIPT, "--hosts", "3", "--rate", "100mbit", "--", "sh", "-c", told]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=clean_environment(), **pipes) as process:
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 3, output
     for number in range(3):

@@ -16,9 +16,13 @@ HERE = Path(__file__).parent
 TESTS = HERE.parent
 REPOSITORY = TESTS.parent
 
-# What another launcher, or a Horovod that was initialised in this process, left behind would confuse mpirun.
 _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HOROVOD_")
 _MOST_PRINTED = 12_000
+
+
+def clean_environment() -> dict[str, str]:
+    """Without what another launcher, or a Horovod that was initialised in this process, left behind: it confuses mpirun."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Launch:
 
     def run(self, *arguments: str, limit: float, environment: Mapping[str, str] | None = None) -> Ended:
         """Run `python arguments...` on every rank, for at most `limit` seconds."""
-        env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+        env = clean_environment()
         env |= {
             "PYTHONPATH": os.pathsep.join([str(TESTS), str(REPOSITORY)]),
             "OMP_NUM_THREADS": "1",
