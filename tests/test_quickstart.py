@@ -109,7 +109,7 @@ def test_a_shell_that_ends_fails(place: quickstart.Place) -> None:
 def test_the_commands_see_a_home_of_their_own() -> None:
     inside = os.path.join(sys.prefix, "bin")
     assert inside not in quickstart._path().split(os.pathsep)
-    seen = quickstart.Place(Path("/root/tmp/x"), Path("/root"), {}).seen("clone")
+    seen = quickstart.Place(Path("/image/tmp/x"), Path("/image"), {}).seen("clone")
     assert seen == "/tmp/x/clone"
 
 

@@ -23,8 +23,11 @@ NotFinite = Literal["raise", "propagate"]
 BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
 _NEARLY = 0.95
+"""The next k-th largest magnitude will hardly be below this part of the last; of exponential tails 1.4 k exceed it."""
 _MOST_GROWTH = 1.1
+"""From one step to the next, that is believed to go on."""
 _MOST_EXPECTED = 8
+"""Entries above the cut that are worth noting, as a multiple of k."""
 
 
 class Settings(TypedDict, total=False):

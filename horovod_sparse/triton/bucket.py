@@ -42,7 +42,7 @@ class _Part(NamedTuple):
 
 def _device_of(tensor: Tensor) -> AbstractContextManager[None]:
     """Triton launches on the current device, which need not be the tensor's."""
-    device: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+    device: AbstractContextManager[None] = torch.cuda.device_of(tensor)
     return device
 
 
@@ -105,7 +105,7 @@ class DeviceBucket:
         self._numbers = zeros(len(kernels.NUMBERS), torch.float64)
         on_gpu = buffer.device.type == "cuda"
         self._host = torch.zeros(len(kernels.NUMBERS), dtype=torch.float64, pin_memory=on_gpu)
-        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._copied = torch.cuda.Event() if on_gpu else None
         self._limit = math.inf
         """What the last step compared with."""
 
