@@ -22,6 +22,8 @@ from horovod_sparse.statistics import Counts, Stats, StepStats, Tally
 
 VERSION = 3
 """Of the state."""
+PARTS = ("residuals", "velocities", "learning_rates", "adaptive")
+"""Of the state, each by parameter name."""
 _FEW = 4
 """Of more entries above a cut than one in so many nothing is kept: it would cost more memory and time than it saves."""
 
@@ -375,7 +377,7 @@ class Pipeline:
         if found and self.compressor.not_finite == "raise":
             raise FloatingPointError(
                 f"rank {self.rank}: the gradient of {found[0]} holds NaN or infinity; it was kept out of the residual. "
-                "Lower the learning rate, or with torch.amp.GradScaler use not_finite='propagate'"
+                "Lower the learning rate, or with dynamic loss scaling use not_finite='propagate'"
             )
 
     # --- statistics and state ---
@@ -448,6 +450,17 @@ def check_limits(layouts: Sequence[Layout], compressor: Compressor, world: int) 
         wire.check_limits(layout.name, layout.numel, most, world)
 
 
+def check_parts(state: Mapping[str, Any]) -> None:
+    """Raise ValueError unless `state` has the parts that `Pipeline.state_dict` gives it, in this release."""
+    if state.get("version") != VERSION:
+        raise ValueError(
+            f"state must have version {VERSION}, got {state.get('version')!r}; another release, or not a compressor, saved it"
+        )
+    missing = [part for part in PARTS if part not in state]
+    if missing:
+        raise ValueError(f"state must have {[*PARTS]}, but {missing} are missing; the state is damaged")
+
+
 def check_state(
     state: Mapping[str, Any],
     compressor: Compressor,
@@ -455,8 +468,7 @@ def check_state(
     velocities: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Raise ValueError unless `state` is one of this release, of parameters of these shapes, and of this algorithm."""
-    if state.get("version") != VERSION:
-        raise ValueError(f"state must have version {VERSION}, got {state.get('version')!r}; another release saved it")
+    check_parts(state)
     _check_shapes("residuals", state["residuals"], residuals, "the same min_numel and exclude")
     _check_shapes("velocities", state["velocities"], velocities, "the same momentum_correction")
     if state["adaptive"].keys() != state["residuals"].keys():

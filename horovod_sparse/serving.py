@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.ops import Array, Ops
-from horovod_sparse.pipeline import VERSION, Pipeline
+from horovod_sparse.pipeline import VERSION, Pipeline, check_parts
 from horovod_sparse.statistics import NO_STATS, Stats
 
 _FORCE = "HOROVOD_SPARSE_FORCE"
@@ -98,6 +98,7 @@ class ServingCompressor(Compressor):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, on the same model. Strict; bucketing and world size may differ."""
+        check_parts(state)
         self._bound().load_compression_state(state)
 
     def rescale(self, factor: float) -> None:
@@ -130,7 +131,7 @@ def empty_state() -> dict[str, Any]:
 
 def holds_anything(state: Mapping[str, Any]) -> bool:
     """Whether a state is of any parameter: velocities can be there without residuals."""
-    return bool(state["residuals"] or state.get("velocities"))
+    return bool(state["residuals"] or state["velocities"])
 
 
 def stats_of(pipeline: Pipeline | None) -> Stats:

@@ -27,6 +27,7 @@ from horovod_sparse.compressors import (
 )
 from horovod_sparse.compressors.base import check_boolean
 from horovod_sparse.numpy.compiled import host_ops
+from horovod_sparse.pipeline import check_parts
 from horovod_sparse.serving import Server, ServingCompressor, empty_state
 from horovod_sparse.tensorflow import selectors
 
@@ -129,6 +130,7 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
         if self._server is not None:
             super().load_state_dict(state)
         else:
+            check_parts(state)
             self._pending = copy.deepcopy(dict(state))
 
     def serialize(self) -> bytes:

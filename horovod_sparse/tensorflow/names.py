@@ -7,6 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod_sparse.pipeline import PARTS
+
 Variable = Any
 
 
@@ -64,5 +66,4 @@ def renamed(state: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]
             new[found[0]] = name
     if len(new) < len(names):
         return state
-    parts = ("residuals", "velocities", "learning_rates", "adaptive")
-    return {**state, **{part: {new.get(old, old): value for old, value in state[part].items()} for part in parts}}
+    return {**state, **{part: {new.get(old, old): value for old, value in state[part].items()} for part in PARTS}}

@@ -20,7 +20,7 @@ from horovod.tensorflow import mpi_ops
 from horovod_sparse.agreement import check_sparse, compare
 from horovod_sparse.buckets import Layout, Parameter, Slot, plan
 from horovod_sparse.cost import allreduce_bytes
-from horovod_sparse.pipeline import Bucket, check_limits, check_state
+from horovod_sparse.pipeline import PARTS, Bucket, check_limits, check_state
 from horovod_sparse.serving import compresses, empty_state, holds_anything
 from horovod_sparse.statistics import NO_STATS, Stats
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
@@ -272,7 +272,7 @@ class Reducer:
         pending = renamed(self._pending_state, [*residuals])
         state = _part(pending, {*residuals, *velocities})
         check_state(state, self.compressor, residuals, velocities)
-        rest = _part(pending, {name for kind in _BY_NAME for name in pending[kind]} - {*residuals, *velocities})
+        rest = _part(pending, {name for kind in PARTS for name in pending[kind]} - {*residuals, *velocities})
         return state, rest if holds_anything(rest) else None
 
     def _engine(self) -> HostPipeline | GraphPipeline:
@@ -343,7 +343,7 @@ class Reducer:
         here = {*self._bucket_of, *self._dense}
         self.engine.adopt_memory()
         self.engine.load_state_dict(_part(known, here))
-        rest = _part(known, {name for kind in _BY_NAME for name in known[kind]} - here)
+        rest = _part(known, {name for kind in PARTS for name in known[kind]} - here)
         self._pending_state = copy.deepcopy(rest) if holds_anything(rest) else None
 
     def rescale(self, factor: float) -> None:
@@ -373,15 +373,12 @@ def _key(op: Any, predivide: float, groups: Any, sparse_as_dense: bool, process_
     }
 
 
-_BY_NAME = ("residuals", "velocities", "learning_rates", "adaptive")
-
-
 def _part(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """What a state has for some variables."""
-    kept = {kind: {name: value for name, value in state[kind].items() if name in names} for kind in _BY_NAME}
+    kept = {kind: {name: value for name, value in state[kind].items() if name in names} for kind in PARTS}
     return {**state, **kept}
 
 
 def _merged(state: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """A state with what another one has in its place."""
-    return {**state, **{kind: {**state[kind], **other[kind]} for kind in _BY_NAME}}
+    return {**state, **{kind: {**state[kind], **other[kind]} for kind in PARTS}}

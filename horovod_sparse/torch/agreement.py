@@ -62,3 +62,17 @@ def agree(
     found = {name for _, names in everyone for name in names}
     check_sparse(found, compressor, sparse_as_dense=optimizer.sparse_as_dense, rank=mpi_ops.rank())
     return found
+
+
+def raise_together(problem: str, name: str, process_set: Any) -> None:
+    """Raise ValueError on every rank if one of them has a problem, with what it is; blocks.
+
+    Args:
+        problem: what this rank cannot go on with; "" for nothing.
+        name: of the collective, the same on every rank.
+        process_set: of the optimizer.
+    """
+    everyone = gather_json({"problem": problem}, name, process_set)
+    compare({"problem": problem}, everyone, mpi_ops.rank())
+    if problem:
+        raise ValueError(problem)

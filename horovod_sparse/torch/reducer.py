@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from horovod_sparse.exchanges import Collective, Entries, add_up
 from horovod_sparse.pipeline import Bucket, Pipeline, check_state
 from horovod_sparse.serving import compresses, empty_state, holds_anything, stats_of
 from horovod_sparse.statistics import Stats
-from horovod_sparse.torch.agreement import agree, check_momentum
+from horovod_sparse.torch.agreement import agree, check_momentum, raise_together
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.exchange import allreduce_async, gather_async, sum_async
@@ -67,7 +67,7 @@ class Reducer:
         self.active = self._activate()
 
     def _activate(self) -> bool:
-        if not self._process_set.included() or not compresses(mpi_ops.size()):
+        if not self._process_set.included() or not compresses(self._process_set.size()):
             return False
         if mpi_ops.size() == 1:
             # Stock Horovod leaves out the hooks then.
@@ -138,6 +138,8 @@ class Reducer:
                 if parameter not in self._submitted:
                     self.submit(parameter)
             self._finish()
+        if fresh:
+            # Stock hooks count down, also those of a process set of one worker.
             for parameter in optimizer._allreduce_delay:
                 optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
             for group in optimizer._group_counts:
@@ -231,9 +233,10 @@ class Reducer:
         new = self._routes.without_route()
         known = (self._pending_state or {}).get("sparse", ())
         self._agreements += 1
-        sparse = agree(self._optimizer, self.compressor, new, known, f"{self._prefix}.agree.{self._agreements}")
+        name, process_set = f"{self._prefix}.agree.{self._agreements}", self._process_set
+        sparse = agree(self._optimizer, self.compressor, new, known, name)
+        raise_together(self._problem_with_state(sparse), f"{name}.state", process_set)
         if self.pipeline is None:
-            process_set = self._process_set
             self.pipeline = Pipeline(
                 self._ops,
                 self.compressor,
@@ -246,6 +249,17 @@ class Reducer:
         if self._pending_state is not None:
             self.pipeline.load_state_dict(self._pending_state)
             self._pending_state = None
+
+    def _problem_with_state(self, sparse: Collection[str]) -> str:
+        """What a state that waits cannot be loaded for, now that it is known which gradients are sparse; "" if it can."""
+        if self._pending_state is None:
+            return ""
+        left_out = () if self._optimizer.sparse_as_dense else sparse
+        try:
+            check_state(self._pending_state, self.compressor, *self._routes.expected_shapes(left_out))
+        except ValueError as error:
+            return str(error)
+        return ""
 
     # --- statistics and state: see `ServingCompressor` ---
 
@@ -272,8 +286,7 @@ class Reducer:
             return
         if self.active and holds_anything(state):
             # A wrong state is found when it is loaded, not in the middle of the first step.
-            residuals, velocities = self._routes.expected_shapes(state.get("sparse", ()))
-            check_state(state, self.compressor, residuals, velocities)
+            check_state(state, self.compressor, *self._routes.expected_shapes(state.get("sparse", ())))
         self._pending_state = copy.deepcopy(dict(state)) if holds_anything(state) else None
 
     def rescale(self, factor: float) -> None:

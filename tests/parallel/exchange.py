@@ -189,7 +189,9 @@ def disjoint_process_sets() -> None:
                 total = sum(whole_numbers(shape, step=step, rank=rank) for rank in members)
                 np.testing.assert_array_equal(gradient_of(parameters[name]), total / len(members), err_msg=name)
         model = small_model()
-        train(model, wrap(model, SIDCo(0.01, bucket_bytes=BUCKET_BYTES), process_set=mine), range(10))
+        compression = SIDCo(0.01, bucket_bytes=BUCKET_BYTES)
+        train(model, wrap(model, compression, process_set=mine), range(10))
+        assert (compression.residual_bytes > 0) == (len(members) > 1), "one worker alone compresses nothing"
         digests = everyone([parameter.detach().sum().item() for parameter in model.parameters()])
         assert all(digests[rank] == digests[members[0]] for rank in members)
         assert all(digests[rank] != digests[members[0]] for rank in range(hvd.size()) if rank not in members)

@@ -17,6 +17,7 @@ from .common import (
     everyone,
     gradient_of,
     normals,
+    raised,
     reduce,
     small_model,
     train,
@@ -207,6 +208,24 @@ def embedding_first_used_by_some(min_numel: int) -> None:
     _train_embedded(model, optimizer, lambda step, rank: step == 0 or rank == 1)
     assert not model.embedding.weight.grad.is_sparse
     assert_identical(model)
+
+
+@scenario(*MPI)
+def a_state_that_does_not_fit_the_embeddings_raises_on_all() -> None:
+    # When it is loaded nobody knows that gradients will be sparse, of which there are no residuals.
+    first, compression = _Embedded(), TopK(0.1)
+    _train_embedded(first, wrap(first, compression, momentum=0.0), lambda step, rank: step == 0)
+    second, resumed = _Embedded(), TopK(0.1)
+    optimizer = wrap(second, resumed, momentum=0.0)
+    if hvd.rank() == 1:
+        resumed.load_state_dict(compression.state_dict())
+    second(_words(0, hvd.rank())).backward()
+    message = raised(ValueError, optimizer.step)
+    assert "problem" in message and "unexpected: ['embedding.weight']" in message
+    resumed.reset()
+    optimizer.step()
+    _train_embedded(second, optimizer)
+    assert_identical(second)
 
 
 @scenario(MPI_2)

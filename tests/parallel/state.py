@@ -145,6 +145,11 @@ def _damaged(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], str]]:
         "unexpected": (changed(residuals={**residuals, "nonsense": torch.zeros(3)}), "nonsense"),
         "shape": (changed(residuals={**residuals, name: residuals[name].reshape(-1)[1:]}), name),
         "version": (changed(version=1), "version"),
+        "not_a_compressor's": ({"state": {}, "param_groups": []}, "not a compressor"),
+        "incomplete": (
+            {part: kept for part, kept in state.items() if part != "velocities"},
+            "['velocities'] are missing",
+        ),
         "adaptive": (changed(adaptive={n: a for n, a in adaptive.items() if n != name}), "adaptive"),
     }
 
