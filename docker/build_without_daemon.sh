@@ -71,7 +71,8 @@ build() {
 # inside COMMAND...: run COMMAND in the container, as the image's user, with its output shown.
 inside() {
     say "running $*"
-    guard "${buildah[@]}" run "${chroots[@]}" "$container" -- "$@"
+    # By any other name the container could not find itself, and horovodrun looks for its host's address.
+    guard "${buildah[@]}" run "${chroots[@]}" --hostname localhost "$container" -- "$@"
 }
 
 # compose KEYS: print the items below these keys of docker/compose.yaml, one a line.
