@@ -64,15 +64,15 @@ def agree(
     return found
 
 
-def raise_together(problem: str, name: str, process_set: Any) -> None:
-    """Raise ValueError on every rank if one of them has a problem, with what it is; blocks.
+def agree_on_states(problem: str, name: str, process_set: Any) -> None:
+    """Raise ValueError on every rank if the state that one of them has loaded does not fit; blocks.
 
     Args:
-        problem: what this rank cannot go on with; "" for nothing.
+        problem: what is wrong with this rank's; "" for nothing.
         name: of the collective, the same on every rank.
         process_set: of the optimizer.
     """
     everyone = gather_json({"problem": problem}, name, process_set)
     compare({"problem": problem}, everyone, mpi_ops.rank())
     if problem:
-        raise ValueError(problem)
+        raise ValueError(f"rank {mpi_ops.rank()}: the state that was loaded does not fit: {problem}")

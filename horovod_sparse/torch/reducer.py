@@ -22,7 +22,7 @@ from horovod_sparse.exchanges import Collective, Entries, add_up
 from horovod_sparse.pipeline import Bucket, Pipeline, check_state
 from horovod_sparse.serving import compresses, empty_state, holds_anything, stats_of
 from horovod_sparse.statistics import Stats
-from horovod_sparse.torch.agreement import agree, check_momentum, raise_together
+from horovod_sparse.torch.agreement import agree, agree_on_states, check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.exchange import allreduce_async, gather_async, sum_async
@@ -235,7 +235,7 @@ class Reducer:
         self._agreements += 1
         name, process_set = f"{self._prefix}.agree.{self._agreements}", self._process_set
         sparse = agree(self._optimizer, self.compressor, new, known, name)
-        raise_together(self._problem_with_state(sparse), f"{name}.state", process_set)
+        agree_on_states(self._problem_with_state(sparse), f"{name}.state", process_set)
         if self.pipeline is None:
             self.pipeline = Pipeline(
                 self._ops,
