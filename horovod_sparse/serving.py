@@ -108,7 +108,9 @@ class ServingCompressor(Compressor):
         """
         if not (isinstance(factor, (int, float)) and 0.0 < factor < math.inf):
             raise ValueError(f"factor must be a finite number > 0, got {factor!r}")
-        self._bound().rescale(float(factor))
+        server = self._bound()
+        if factor != 1.0:
+            server.rescale(float(factor))
 
     def reset(self) -> None:
         """Forget residuals, adaptive state and statistics."""

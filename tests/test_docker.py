@@ -266,16 +266,15 @@ def test_one_version_everywhere() -> None:
     assert newest.group(1) == version
 
 
-def test_every_paper_is_cited_where_its_algorithm_is() -> None:
+def test_the_papers_that_are_cited_are_those_of_the_algorithms() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     numbers = {
         identifier["value"].removeprefix("arXiv:")
         for reference in citation["references"]
         for identifier in reference["identifiers"]
     }
-    assert len(numbers) == 5
     sources = "".join(path.read_text() for path in (ROOT / "horovod_sparse" / "compressors").glob("*.py"))
-    assert all(number in sources for number in numbers)
+    assert numbers == set(re.findall(r"arxiv\.org/abs/([\d.]+\d)", sources))
 
 
 def run_ci(folder: Path, fails_at: str = "nothing") -> tuple[int, list[str]]:

@@ -29,7 +29,7 @@ def page_id(page: Any) -> str:
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=page_id)
-def test_the_code_of_a_page_runs(page: Path) -> None:
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     # Empty lines first, so that an error names the line of the page.
     lines: list[str] = []
     for block in pages.blocks(page, "python"):
@@ -37,7 +37,7 @@ def test_the_code_of_a_page_runs(page: Path) -> None:
             lines += [""] * (block.line - 1 - len(lines)) + block.text.splitlines()
     code = "\n".join(lines)
     command = [sys.executable, "-W", "error::DeprecationWarning:horovod_sparse", "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

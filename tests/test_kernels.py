@@ -142,6 +142,18 @@ def test_what_is_above_the_cut_is_kept_where_it_has_room(dtype: type) -> None:
 
 
 @of_either_width
+@pytest.mark.parametrize("number", [999, 1000])
+def test_a_thread_stays_within_its_share_of_the_room(dtype: type, number: int) -> None:
+    """The first thread fills its share late, and then finds nothing more; the second one begins with its own at once."""
+    numel, share = 2**19, 1000
+    x, half = np.zeros(numel, dtype), numel // 2
+    x[half - 40 - number : half - 40] = x[half : half + share] = 1.0
+    residual = np.zeros(numel, dtype)
+    absorbed = assert_absorbed(CompiledOps(2), residual, x, Wanted(0.5, 2 * share))
+    assert absorbed.above is not None
+
+
+@of_either_width
 def test_memory_that_is_lent_is_used_again_only_when_nobody_reads_it(dtype: type) -> None:
     x = sample(5000, dtype)
     first = ONE.absorb(x.copy(), x, Wanted(0.7, 5000)).above
