@@ -3,8 +3,8 @@
 python tests/distributions.py [NAME...]     of: torch, tensorflow, numpy (default: all)
 
 Every environment is new and outside of the checkout, and what is tested there is what the wheel installed: first that nothing
-else of ours and no other framework is there, then some of the tests, then that two workers train. Horovod is the wheel that
-docker/build_horovod.sh made for the environment that runs this; it does for an environment with only one of the frameworks.
+else of ours and no other framework is there, then the tests of the core and of its adapter, then that two workers train.
+Horovod is the wheel that docker/build_horovod.sh made for the environment that runs this, with one framework or both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "_native.*", "*.o", "*-output")
 MPI4PY = ("-m", "mpi4py")
-LAW = "test_laws.py::test_sent_plus_kept_is_gradient_plus_residual"
+CORE = (
+    *(
+        "arguments",
+        "averaging",
+        "buckets",
+        "cost",
+        "feedback",
+        "fits",
+        "kernels",
+        "known",
+        "laws",
+        "micro",
+        "schedules",
+    ),
+    *("selectors", "sidco", "stages", "state", "wire"),
+)
+"""Tests that need none of the frameworks, and run over the array verbs of those that are there."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +50,7 @@ class Installation:
     modules: tuple[str, ...]
     """The frameworks that are there; no other is."""
     tests: tuple[str, ...]
+    """Of its own adapter."""
     command: tuple[str, ...]
     """What an example trains with, as arguments of Python."""
     launched: bool = False
@@ -44,19 +61,19 @@ INSTALLATIONS = {
     "torch": Installation(
         "torch,bench",
         ("torch", "horovod"),
-        ("test_wire.py", LAW, "test_kernels.py", "test_seam.py", "test_torch_compressors.py"),
+        ("lending", "ops", "pipeline", "random", "seam", "torch_compressors"),
         ("examples/demo.py", "--framework", "torch", "--epochs", "1"),
     ),
     "tensorflow": Installation(
         "tensorflow-cpu,bench",
         ("tensorflow", "keras", "horovod"),
-        ("test_wire.py", LAW, "test_kernels.py", "test_tensorflow_seam.py"),
+        ("tensorflow_graph", "tensorflow_host", "tensorflow_seam"),
         ("examples/demo.py", "--framework", "tensorflow", "--epochs", "1"),
     ),
     "numpy": Installation(
         "mpi,bench",
         ("mpi4py",),
-        ("test_wire.py", LAW, "test_kernels.py", "test_numpy_allreduce.py"),
+        ("numpy_allreduce",),
         (*MPI4PY, "examples/numpy_logistic.py", "--epochs", "1"),
         launched=True,
     ),
@@ -153,7 +170,7 @@ def check_installation(name: str, wheel: Path, horovod: Path, folder: Path, envi
     run(python, "-m", "pip", "install", "--quiet", *wanted, cwd=folder, environment=environment)
     found = run(python, "-c", INSPECTION, cwd=folder, environment=environment).split()
     assert sorted(found) == sorted(installation.modules), f"{name}: expected {installation.modules} alone, got {found}"
-    tests = [f"tests/{test}" for test in installation.tests]
+    tests = [f"tests/test_{test}.py" for test in (*CORE, *installation.tests)]
     print(run(python, "-m", "pytest", "-q", *tests, cwd=folder, environment=environment).splitlines()[-1], flush=True)
     start = start_two() if installation.launched else []
     print(run(*start, python, *installation.command, cwd=folder, environment=environment), flush=True)
