@@ -30,6 +30,16 @@ SHELL = ("bash", "sh")
 """Languages of the blocks whose lines are commands."""
 KEPT = ("PIP_", "SSL_", "LANG", "LC_", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 """What variables of the caller's environment begin with that the commands see too."""
+ENTER = """set -e
+mount --rbind "$0" "$0"
+cd "$0"
+mount -t proc proc proc
+mount --rbind /dev dev
+mount --rbind /sys sys
+mount -t tmpfs tmpfs run
+exec chroot . sh -c "$1"
+"""
+"""How a root is entered; bound to itself, because `ip netns exec` works only where the root is a mount point."""
 TAIL = 30
 """Lines that are shown of the output of a command that failed."""
 
@@ -83,7 +93,9 @@ class Place:
     def shell(self) -> list[str]:
         """The command line of a shell that reads commands."""
         begin = f"cd {shlex.quote(self.seen('clone'))} && exec bash --noprofile --norc"
-        return ["chroot", str(self.root), "sh", "-c", begin] if self.root else ["sh", "-c", begin]
+        if self.root is None:
+            return ["sh", "-c", begin]
+        return ["unshare", "--mount", "sh", "-c", ENTER, str(self.root), begin]
 
     def seen(self, name: str) -> str:
         """The path of a file of the folder, as the commands see it."""
@@ -198,7 +210,7 @@ def main() -> int:
     add(
         "--root",
         type=Path,
-        help="a folder that the commands see as / (chroot, as root); it needs what the README asks for",
+        help="a folder that the commands see as / (chroot, as root), such as debootstrap makes; with git, make and iproute2",
     )
     add("--skip", nargs="+", default=[], metavar="TEXT", help="leave out commands that contain one of these")
     add("--no-cache", action="store_true", help="download and build everything anew")

@@ -98,8 +98,9 @@ class ServingCompressor(Compressor):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, on the same model. Strict; bucketing and world size may differ."""
+        server = self._bound()
         check_parts(state)
-        self._bound().load_compression_state(state)
+        server.load_compression_state(state)
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals, because gradients will be `factor` times as large from now on.
