@@ -218,7 +218,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.root and (os.geteuid() != 0 or not (args.root / "bin").exists()):
         parser.error(f"--root must be the root of a system, and needs chroot, which is for root; got {args.root}")
-    if shutil.which("git") is None:
+    if not args.list and shutil.which("git") is None:
         parser.error("git is needed, for a fresh clone")
     results: list[Result] = []
     for page in [path.resolve() for path in args.pages] or pages.pages():
