@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.ops import Array, Ops
-from horovod_sparse.pipeline import VERSION, Pipeline, check_parts
+from horovod_sparse.pipeline import PARTS, VERSION, Pipeline, check_parts
 from horovod_sparse.statistics import NO_STATS, Stats
 
 _FORCE = "HOROVOD_SPARSE_FORCE"
@@ -129,7 +129,7 @@ class ServingCompressor(Compressor):
 
 def empty_state() -> dict[str, Any]:
     """The state before the first step."""
-    return {"version": VERSION, "residuals": {}, "velocities": {}, "learning_rates": {}, "adaptive": {}, "sparse": []}
+    return {"version": VERSION, **{part: {} for part in PARTS}, "sparse": []}
 
 
 def holds_anything(state: Mapping[str, Any]) -> bool:

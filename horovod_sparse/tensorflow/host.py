@@ -253,11 +253,9 @@ class HostPipeline(Pipeline):
 
 def _threads() -> int:
     """As many as TensorFlow uses within an operation, which has no function that says so."""
-    chosen, said = (
-        int(tf.config.threading.get_intra_op_parallelism_threads()),
-        os.environ.get("TF_NUM_INTRAOP_THREADS", ""),
-    )
-    return chosen or (int(said) if said.isdigit() else 0) or os.cpu_count() or 1
+    said = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
+    wanted = int(said) if said.isdigit() else 0
+    return int(tf.config.threading.get_intra_op_parallelism_threads()) or wanted or os.cpu_count() or 1
 
 
 class _Weak:

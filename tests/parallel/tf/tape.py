@@ -577,12 +577,25 @@ def _incomplete(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+def _damaged(state: dict[str, Any]) -> dict[str, Any]:
+    state["residuals"]["first"] = None
+    return state
+
+
 def _of_another_algorithm(state: dict[str, Any]) -> dict[str, Any]:
     state["adaptive"]["first"] = {"step": 1.0}
     return state
 
 
-@scenario(TF_2, TF_4, cases={"incomplete": (_incomplete, "'first'"), "foreign": (_of_another_algorithm, "adaptive")})
+@scenario(
+    TF_2,
+    TF_4,
+    cases={
+        "incomplete": (_incomplete, "'first'"),
+        "damaged": (_damaged, "AttributeError"),
+        "foreign": (_of_another_algorithm, "adaptive"),
+    },
+)
 def a_wrong_state_on_one_rank_raises_on_all(spoil: Callable[[dict[str, Any]], dict[str, Any]], missing: str) -> None:
     weights = variables(SHAPES)
     trained = TopK(0.05)
