@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from table import BACKENDS, COMPRESSORS, DEGENERATE, KINDS, Backend, Row, gradients
 
-from horovod_sparse.pipeline import Bucket, Pipeline
+from horovod_sparse.bucket import Bucket
+from horovod_sparse.pipeline import Pipeline
 from horovod_sparse.schedules import warmup
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS, ids=str)
