@@ -49,6 +49,11 @@ def hand_over(gradient: Tensor | None) -> Handed:
     return Handed(gradient, version, entries[places].tobytes(), places)
 
 
+def without_sample(handed: Handed) -> Handed:
+    """Of a gradient that is being reduced in its own memory: only its version tells of other changes."""
+    return handed._replace(sample=b"", places=slice(0))
+
+
 def first_changed(handed: Mapping[Tensor, Handed]) -> Tensor | None:
     """A parameter whose gradient is not what was handed over; of other devices than the CPU it waits for each once."""
     later: dict[torch.device, list[Tensor]] = {}
