@@ -71,8 +71,11 @@ def _tensorflow_backends() -> list[Backend]:
     return [Backend("tensorflow", NumpyOps(), memory_of_tensor, np.asarray, host_pipeline)]
 
 
+ORACLE = Backend("numpy", NumpyOps(), np.array, np.asarray)
+"""Held to all laws; the others are held to it."""
+
 BACKENDS = [
-    Backend("numpy", NumpyOps(), np.array, np.asarray),
+    ORACLE,
     Backend("numpy-compiled", host_ops(2), np.array, np.asarray),
     # Those frameworks that are installed: the package is to work with one alone, and with none.
     *(_torch_backends() if find_spec("torch") else []),
@@ -117,7 +120,7 @@ def _with(cls: Callable[..., Compressor], **chosen: Any) -> Callable[..., Compre
 
 def _threshold(ratio: float, **settings: Any) -> Compressor:
     # Entries of Laplace gradients exceed it with about the ratio's chance; at ratio 1 all do that are not zero.
-    return Threshold(-np.log(ratio), ratio=ratio, **{"capacity": 4.0, **settings})
+    return Threshold(-np.log(ratio if isinstance(ratio, float) else ratio.end), ratio=ratio, **{"capacity": 4.0, **settings})
 
 
 _RANDOM: dict[str, Any] = {"largest": False, "follows_order": True}
