@@ -67,24 +67,26 @@ def plan(parameters: Sequence[Parameter], compressor: Compressor) -> list[Layout
 
 def _members(parameters: Iterable[Parameter], compressor: Compressor) -> list[list[Parameter]]:
     buckets: list[list[Parameter]] = []
-    open_buckets: dict[Hashable, list[Parameter]] = {}
+    open_buckets: dict[Hashable, tuple[list[Parameter], int]] = {}
     for parameter in parameters:
         key = (parameter.kind, parameter.residual_dtype, parameter.group)
-        current = open_buckets.get(key)
-        if current is None or not _fits(current, parameter, compressor):
-            current = open_buckets[key] = []
-            buckets.append(current)
-        current.append(parameter)
+        members, numel = open_buckets.get(key, ([], 0))
+        if not members or not _fits(numel, parameter, compressor):
+            members, numel = [], 0
+            buckets.append(members)
+        members.append(parameter)
+        open_buckets[key] = members, numel + parameter.numel
     return buckets
 
 
-def _fits(bucket: list[Parameter], parameter: Parameter, compressor: Compressor) -> bool:
+def _fits(numel: int, parameter: Parameter, compressor: Compressor) -> bool:
+    """Whether a parameter joins a bucket of `numel` elements."""
     if parameter.group is not None or compressor.granularity == "model":
         return True
     if compressor.granularity == "layer":
         return False
     itemsize = 8 if parameter.residual_dtype == "float64" else 4
-    return itemsize * (sum(member.numel for member in bucket) + parameter.numel) <= compressor.bucket_bytes
+    return itemsize * (numel + parameter.numel) <= compressor.bucket_bytes
 
 
 def _layout(members: list[Parameter]) -> Layout:

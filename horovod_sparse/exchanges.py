@@ -70,6 +70,8 @@ class Task:
     overflow: int = 0
     """Entries that qualified but had no room."""
     _taken: Entries | None = None
+    _message: Array | None = None
+    """What the device has taken, until it is known how much that is (exchange `launched`)."""
 
     def take(self, indices: Array | None) -> Array:
         """The values at `indices` (None: all), which are no longer in the residual, until the step succeeds or fails."""
@@ -78,13 +80,21 @@ class Task:
             self.buffer[:] = 0
         else:
             values = self.ops.take(self.buffer, indices)
-        self.took(Entries(indices, values))
+        self._taken = Entries(indices, values)
         self.drop()
         return values
 
-    def took(self, entries: Entries) -> None:
-        """These are no longer in the residual, until the step succeeds or fails."""
-        self._taken = entries
+    def take_message(self) -> Array:
+        """The message that the device is making; what is in it is no longer in the residual, as with `take`."""
+        self._message = self.launch()
+        self.drop()
+        return self._message
+
+    def _pop(self) -> Entries | None:
+        """What was taken, once."""
+        taken, message = self._taken, self._message
+        self._taken = self._message = None
+        return taken if message is None else Entries(*self.ops.unpack(message))
 
     def drop(self) -> None:
         """Without a residual nothing is kept, not even of a step that comes to nothing."""
@@ -93,19 +103,20 @@ class Task:
 
     def succeed(self) -> None:
         """The step succeeded everywhere: what was taken is sent."""
-        if self.velocity is not None and self._taken is not None and self._taken.indices is not None:
-            self.velocity[self._taken.indices] = 0
-        self._taken = None
+        taken = self._pop() if self.velocity is not None else None
+        if self.velocity is not None and taken is not None and taken.indices is not None:
+            self.velocity[taken.indices] = 0
+        self._taken = self._message = None
 
     def fail(self) -> None:
         """The step came to nothing somewhere: what was taken returns to the residual."""
-        if self.residual and self._taken is not None:
-            indices, values = self._taken
+        taken = self._pop()
+        if self.residual and taken is not None:
+            indices, values = taken
             if indices is None:
                 self.ops.accumulate(self.buffer, values)
             else:
                 self.ops.scatter_add(self.buffer, indices, values)
-        self._taken = None
 
     def check_length(self, gathered: Array, message: Array) -> None:
         """Raise unless all messages are as long as this rank's: with a schedule their room depends on the step."""
@@ -164,11 +175,9 @@ def pairs(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
 
 def launched(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
     """As `pairs`, with a message that the device makes while the host goes on."""
-    message = task.launch()
-    task.drop()
+    message = task.take_message()
     gathered = yield Collective("allgather", message)
     task.count, task.overflow = task.learn()
-    task.took(Entries(*task.ops.unpack(message)))
     return _gathered_pairs(task, message, gathered)
 
 

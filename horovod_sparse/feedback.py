@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from horovod_sparse.ops import Array, Ops
+from horovod_sparse.ops import NOTHING, Array, Ops
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,59 @@ class MomentumCorrection:
         ops.accumulate(residual, velocity)
 
 
-def clip(ops: Ops, gradient: Array, clip_norm: float, world: int, dtype: str) -> Array:
-    """A copy, of `dtype`, of one parameter's gradient, scaled down to the norm `clip_norm / sqrt(world)` if it is larger.
+def clip_limit(clip_norm: float, world: int, *, averages: bool) -> float:
+    """The norm that one worker's gradient is clipped to: `clip_norm sqrt(world)`, or `clip_norm / sqrt(world)` for a sum.
 
-    The sum of `world` independent gradients of that norm has norm `clip_norm`, as has a single worker's.
+    The mean of `world` independent gradients of the first norm, or the sum of as many of the second, has norm `clip_norm`.
     """
+    return clip_norm * math.sqrt(world) if averages else clip_norm / math.sqrt(world)
+
+
+def clip(ops: Ops, gradient: Array, limit: float, dtype: str) -> Array:
+    """A copy, of `dtype`, of one parameter's gradient, scaled down if the norm of its finite entries exceeds `limit`."""
+    flat = _flat(ops, gradient, dtype)
+    return _scale(flat, _factor(_finite_norm(ops, flat, dtype), limit)).reshape(gradient.shape)
+
+
+def clip_factor(ops: Ops, gradients: Iterable[Array], limit: float) -> float:
+    """What scales all gradients down if the norm of all their finite entries together exceeds `limit`."""
+    norms = []
+    for gradient in gradients:
+        dtype = "float64" if str(gradient.dtype).endswith("float64") else "float32"
+        norms.append(_finite_norm(ops, _flat(ops, gradient, dtype), dtype))
+    return _factor(math.hypot(*norms), limit)
+
+
+def scaled(ops: Ops, gradient: Array, factor: float, dtype: str) -> Array:
+    """A copy, of `dtype`, of a gradient times `factor`."""
+    return _scale(_flat(ops, gradient, dtype), factor).reshape(gradient.shape)
+
+
+def _flat(ops: Ops, gradient: Array, dtype: str) -> Array:
     flat = ops.zeros(math.prod(gradient.shape), dtype, gradient)
     ops.assign(flat, gradient)
-    norm, limit = ops.norm(flat), clip_norm / math.sqrt(world)
-    if norm > limit:
-        flat *= limit / norm
-    return flat.reshape(gradient.shape)
+    return flat
+
+
+def _scale(flat: Array, factor: float) -> Array:
+    if factor != 1.0:
+        flat *= factor
+    return flat
+
+
+def _factor(norm: float, limit: float) -> float:
+    return min(1.0, limit / norm) if norm > 0.0 else 1.0
+
+
+def _finite_norm(ops: Ops, flat: Array, dtype: str) -> float:
+    norm = ops.norm(flat)
+    if math.isfinite(norm):
+        return norm
+    # NaN and infinity stay in the gradient, which tells of them; they must not decide about its other entries.
+    finite = ops.zeros(len(flat), dtype, flat)
+    ops.absorb(finite, flat, NOTHING)
+    largest = ops.max_abs(finite)
+    if largest > 0.0:
+        # The squares of very large entries leave the range of float64.
+        finite /= largest
+    return largest * ops.norm(finite)

@@ -49,7 +49,7 @@ class Sums:
         if self.count == 0:
             return Moments(0, 0.0, 0.0, math.nan)
         mean = self.total / self.count
-        return Moments(self.count, mean, max(self.squares / self.count - mean * mean, 0.0), logs / self.count)
+        return Moments(self.count, mean, max(0.0, self.squares / self.count - mean * mean), logs / self.count)
 
 
 class Wanted(NamedTuple):
@@ -80,7 +80,7 @@ class Absorbed(NamedTuple):
     """What was found out; None for what would have cost a pass of its own, was not wanted, or had no room."""
 
     not_finite: int
-    """Entries of the gradient that were left out."""
+    """Entries of the gradient that were left out, and of the residual that have overflowed."""
     sums: Sums | None = None
     """Of the new residual."""
     above: Above | None = None
@@ -105,7 +105,10 @@ class Ops(Protocol):
         """residual += gradient, in place; `gradient` has any shape, float type and strides, and is left as it is."""
 
     def absorb(self, residual: Array, gradient: Array, wanted: Wanted) -> Absorbed:
-        """As `accumulate`, but entries that are not finite in the residual's type add nothing."""
+        """As `accumulate`, but entries that are not finite in the residual's type add nothing.
+
+        Sums that leave the range of the residual's type stay at its largest number and count as not finite.
+        """
 
     def absorb_velocity(
         self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, wanted: Wanted

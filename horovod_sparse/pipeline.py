@@ -6,63 +6,26 @@ hands in the memory that the reduced gradients are written to. Imports no framew
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from horovod_sparse import cost, exchanges, feedback, wire
+from horovod_sparse.bucket import Bucket
 from horovod_sparse.buckets import Layout, Slot
-from horovod_sparse.compressors.base import BucketState, Compressor, Place
+from horovod_sparse.compressors.base import Compressor, Place
 from horovod_sparse.exchanges import Collective, Entries, Task
 from horovod_sparse.known import join
 from horovod_sparse.ops import NOTHING, Absorbed, Array, Ops, Selection, Wanted
 from horovod_sparse.residuals import Residuals
 from horovod_sparse.selector import Selector, SelectorFor, by_verbs
+from horovod_sparse.state import VERSION, check_state
 from horovod_sparse.statistics import Counts, Stats, StepStats, Tally
 
-VERSION = 3
-"""Of the state."""
-PARTS = ("residuals", "velocities", "learning_rates", "adaptive")
-"""Of the state, each by parameter name."""
+_LASTING = 100
+"""Steps in a row with a truncated message that are worth a warning."""
 _FEW = 4
 """Of more entries above a cut than one in so many nothing is kept: it would cost more memory and time than it saves."""
-
-
-@dataclass
-class Bucket:
-    """The state of one bucket on this rank."""
-
-    layout: Layout
-    buffer: Array
-    """Residual plus the gradients that have arrived in this step."""
-    velocity: Array | None
-    """With momentum correction."""
-    state: BucketState
-    missing: set[str] = field(default_factory=set)
-    """Parameters whose gradient has not arrived in this step."""
-    absorbed: dict[str, Absorbed] = field(default_factory=dict)
-    """What the gradients of this step that have arrived have shown of the buffer."""
-    finite: bool = True
-    """Whether all gradients of this step are."""
-    selector: Selector | None = None
-    """Selects on the device; without one the array verbs do."""
-    task: Task | None = None
-    """The exchange under way, and below it the generator that carries it out and the bytes that it has sent."""
-    exchange: Generator[Collective, Any, list[Entries] | None] | None = None
-    bytes_sent: float = 0.0
-    rounds: int = 0
-    """Collectives begun in this step."""
-    tally: Tally = field(default_factory=Tally)
-
-    @property
-    def name(self) -> str:
-        return self.layout.name
-
-    def forget(self) -> None:
-        """What was seen of the buffer says nothing of it any more."""
-        self.absorbed.clear()
-        if self.selector is not None:
-            self.selector.forget()
 
 
 class Pipeline:
@@ -74,6 +37,7 @@ class Pipeline:
         world: number of workers that exchange.
         position: this worker's among them, in [0, world).
         rank: this worker's global rank, for error messages.
+        averages: whether the reduced gradient is the workers' mean, or else their sum; `clip_norm` depends on it.
         selector_for: gives buckets what selects on their device.
     """
 
@@ -85,6 +49,7 @@ class Pipeline:
         world: int,
         position: int,
         rank: int,
+        averages: bool = True,
         selector_for: SelectorFor = by_verbs,
     ) -> None:
         self.ops = ops
@@ -92,6 +57,7 @@ class Pipeline:
         self.world = world
         self.position = position
         self.rank = rank
+        self.averages = averages
         self._selector_for = selector_for
         self.residuals = Residuals(ops)
         self.velocities = Residuals(ops)
@@ -104,8 +70,16 @@ class Pipeline:
         self._learning_rates: dict[str, float] = {}
         self._not_finite: list[str] = []
         """What held NaN or infinity in this step: this rank's gradients first."""
-        self._tasks: list[Task] = []
-        """Exchanges of this step that have ended."""
+        self._open: list[Bucket] = []
+        """Buckets that a gradient of this step has reached."""
+        self._ended: list[Bucket] = []
+        """Those of the last step, if it can be discarded."""
+        self._rates_before: dict[str, float] = {}
+        """Learning rates before this step, or the last one; below it the velocities of what is reduced dense."""
+        self._velocities_before: dict[str, Array] = {}
+        self._clip_factor: float | None = None
+        """Of this step, with `clip_scope="model"`."""
+        self._warned = False
 
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Add buckets; `like(name)` gives an array on the device where the parameter's bucket shall live."""
@@ -143,18 +117,30 @@ class Pipeline:
 
     # --- gradients in ---
 
+    def start_step(self, gradients: Iterable[Array] = ()) -> None:
+        """Begin a step, before its first gradient arrives. A step that has begun and not ended is given up (`abort`).
+
+        With `holds_back` of the compressor `gradients` are all that this rank has, also those that are reduced dense.
+        """
+        self.abort()
+        if self.compressor.holds_back:
+            self._clip_factor = feedback.clip_factor(self.ops, gradients, self._clip_limit())
+
     def arrive(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> Bucket | None:
         """Take in a parameter's gradient (None: it has none in this step); return its bucket when that is complete.
 
         `learning_rate` is the step's, for `lr_in_residual`. The gradient's memory is free afterwards. NaN and infinity
-        are kept out of the residual; their bucket's reduced gradient becomes None on every rank.
+        are kept out of the residual, and what would overflow it stays at its type's largest number; their bucket's reduced
+        gradient becomes None on every rank.
         """
         bucket = self._bucket_of[name]
         if name not in bucket.missing:
             raise RuntimeError(f"the gradient of {name!r} arrived twice in one step")
+        if not bucket.in_step:
+            self._enter(bucket)
         residual = self.residuals.view(name)
         if self.compressor.lr_in_residual:
-            gradient = self._rescaled(name, gradient, residual, learning_rate)
+            gradient = self._rescaled(bucket, name, gradient, residual, learning_rate)
         if gradient is not None:
             gradient = self.clipped(gradient, bucket.layout.residual_dtype)
         if self._absorb(bucket, name, residual, gradient):
@@ -162,6 +148,22 @@ class Pipeline:
             bucket.finite = False
         bucket.missing.discard(name)
         return None if bucket.missing else bucket
+
+    def _enter(self, bucket: Bucket) -> None:
+        """The first gradient of a step has reached a bucket."""
+        discardable = self.compressor.discardable
+        if discardable and not self._open:
+            self._rates_before = dict(self._learning_rates)
+            self._velocities_before.clear()
+        self._open.append(bucket)
+        bucket.open(self.ops, discardable=discardable)
+
+    def drop(self, name: str) -> None:
+        """Forget what a parameter has kept, because it is not trained any more; between two steps, or before it arrives."""
+        self.residuals.view(name)[:] = 0
+        if self.compressor.momentum_correction is not None:
+            self.velocities.view(name)[:] = 0
+        self._bucket_of[name].forget()
 
     def _absorb(self, bucket: Bucket, name: str, residual: Array, gradient: Array | None) -> int:
         """Take a gradient (None: zero) into the residual, and into the velocity if there is one.
@@ -221,6 +223,8 @@ class Pipeline:
         correction = self.compressor.momentum_correction
         if self.check_reduced(name, reduced) and correction is not None:
             velocity = self.velocities.view(name)
+            if self.compressor.discardable:
+                self._velocities_before[name] = self.ops.copy(velocity)
             corrected = self.ops.copy(velocity)
             corrected[:] = 0
             correction.accumulate(self.ops, corrected, velocity, reduced)
@@ -228,11 +232,21 @@ class Pipeline:
 
     def clipped(self, gradient: Array, dtype: str) -> Array:
         """This rank's gradient of a parameter, of `dtype` and scaled down if `clip_norm` asks for it."""
-        limit = self.compressor.clip_norm
-        return gradient if limit is None else feedback.clip(self.ops, gradient, limit, self.world, dtype)
+        compressor = self.compressor
+        if compressor.clip_norm is None:
+            return gradient
+        if not compressor.holds_back:
+            return feedback.clip(self.ops, gradient, self._clip_limit(), dtype)
+        if self._clip_factor is None:
+            raise RuntimeError("start_step must be given all gradients with clip_scope='model'; this is a defect")
+        return feedback.scaled(self.ops, gradient, self._clip_factor, dtype)
+
+    def _clip_limit(self) -> float:
+        assert self.compressor.clip_norm is not None
+        return feedback.clip_limit(self.compressor.clip_norm, self.world, averages=self.averages)
 
     def _rescaled(
-        self, name: str, gradient: Array | None, residual: Array, learning_rate: float | None
+        self, bucket: Bucket, name: str, gradient: Array | None, residual: Array, learning_rate: float | None
     ) -> Array | None:
         """Keep a residual in units of the update; a gradient of a step with rate 0 adds nothing to it."""
         if learning_rate is None:
@@ -243,6 +257,7 @@ class Pipeline:
         if factor != 1.0:
             residual *= factor
         self._learning_rates[name] = learning_rate
+        bucket.change_unit(factor)
         return gradient
 
     # --- a bucket's exchange ---
@@ -330,17 +345,16 @@ class Pipeline:
     ) -> None:
         task, state = bucket.task, bucket.state
         assert task is not None
-        bucket.task = bucket.exchange = None
+        bucket.exchange = None
         state.step += 1
-        self._tasks.append(task)
+        if bucket.mixed_factors:
+            bucket.start_again(self.compressor)
         if parts is None:
             self._not_finite.append(f"some parameter in bucket {bucket.name!r} of another rank")
             for slot in bucket.layout.slots:
                 write(slot, None)
             return
-        bucket.tally.add(
-            Counts(task.asked, task.count, task.overflow, state.threshold, state.stages, bucket.bytes_sent)
-        )
+        bucket.counts = Counts(task.asked, task.count, task.overflow, state.threshold, state.stages, bucket.bytes_sent)
         by_slot = [self._by_slot(bucket, part, divisor) for part in parts]
         for number, slot in enumerate(bucket.layout.slots):
             write(slot, [part[number] for part in by_slot])
@@ -363,22 +377,74 @@ class Pipeline:
     def end_step(self) -> None:
         """End a step, when all reduced gradients are there: it succeeds, or fails on every rank.
 
-        It fails if some rank's gradient held NaN or infinity. What every bucket had sent then returns to the residuals, which
-        are finite and hold the step's finite gradients too; momentum has moved on. Raises FloatingPointError on every
-        rank then, unless `not_finite="propagate"`; training can go on.
+        It fails if some rank's gradient held NaN or infinity, or overflowed a residual. What every bucket had sent then
+        returns to the residuals, which are finite and hold the step's finite gradients too; momentum has moved on. Raises
+        FloatingPointError on every rank then, unless `not_finite="propagate"`; training can go on.
         """
         found, self._not_finite = self._not_finite, []
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            if found:
-                task.fail()
-            else:
-                task.succeed()
+        self._ended, self._open = self._open, []
+        self._clip_factor = None
+        for bucket in self._ended:
+            bucket.end(succeeded=not found)
+            if bucket.truncated_steps >= _LASTING and not self._warned:
+                self._warn_truncated(bucket)
         if found and self.compressor.not_finite == "raise":
             raise FloatingPointError(
-                f"rank {self.rank}: the gradient of {found[0]} holds NaN or infinity; it was kept out of the residual. "
-                "Lower the learning rate, or with dynamic loss scaling use not_finite='propagate'"
+                f"rank {self.rank}: the gradient of {found[0]} holds NaN or infinity, or overflows its residual; it was kept "
+                "out of the residual. Lower the learning rate, or with dynamic loss scaling use not_finite='propagate'"
             )
+
+    def _warn_truncated(self, bucket: Bucket) -> None:
+        self._warned = True
+        last = bucket.tally.last
+        warnings.warn(
+            f"horovod_sparse: rank {self.rank}: for {bucket.truncated_steps} steps more entries of bucket {bucket.name!r} "
+            f"qualified than its message has room for (in the last step {last.count + last.overflow:.0f}, room for "
+            f"{last.count:.0f}); the rest waits in the residual. Raise capacity (now {self.compressor.capacity:g}) or ratio",
+            stacklevel=2,
+        )
+
+    def abort(self) -> None:
+        """Give up the step that has begun, if there is one, so that the next can begin: after an exception.
+
+        What the step had taken returns to the residuals. Every parameter's residual then is as before the step, or has its
+        whole gradient, if that had arrived; with `discardable` all is as before the step.
+        """
+        given_up, self._open = self._open, []
+        self._not_finite.clear()
+        self._clip_factor = None
+        self._bring_back(given_up)
+
+    def discard_step(self) -> None:
+        """Throw away the step that has begun or, between two steps, the last one: all is as before it.
+
+        Raises:
+            RuntimeError: the compressor is not `discardable`, or no step has ended since the last one was discarded.
+        """
+        if not self.compressor.discardable:
+            raise RuntimeError(
+                f"discardable must be True in the compression to discard a step, got False; make it "
+                f"{type(self.compressor).__name__}(..., discardable=True), which keeps a copy of the residuals"
+            )
+        if self._open:
+            self.abort()
+            return
+        if not self._ended:
+            raise RuntimeError("there is no step to discard; discard a step once, after it and before the next one")
+        ended, self._ended = self._ended, []
+        self._bring_back(ended)
+
+    def _bring_back(self, buckets: list[Bucket]) -> None:
+        for bucket in buckets:
+            if bucket.in_step:
+                bucket.give_up(self.ops, self.compressor)
+            else:
+                bucket.bring_back(self.ops, self.compressor)
+        if self.compressor.discardable and buckets:
+            self._learning_rates = dict(self._rates_before)
+            for name, velocity in self._velocities_before.items():
+                self.ops.assign(self.velocities.view(name), velocity)
+            self._velocities_before.clear()
 
     # --- statistics and state ---
 
@@ -411,6 +477,7 @@ class Pipeline:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, on the same model; the buckets may differ. Strict."""
         check_state(state, self.compressor, self.residuals.shapes, self.velocities.shapes)
+        self._begin_afresh()
         self.residuals.load_state_dict(state["residuals"])
         self.velocities.load_state_dict(state["velocities"])
         self._learning_rates = dict(state["learning_rates"])
@@ -428,6 +495,7 @@ class Pipeline:
 
     def reset(self) -> None:
         """Start afresh: residuals zero, adaptive state and statistics as before the first step."""
+        self._begin_afresh()
         self.residuals.reset()
         self.velocities.reset()
         self._learning_rates.clear()
@@ -435,6 +503,12 @@ class Pipeline:
             bucket.forget()
             bucket.state = self.compressor.new_state(self._place(bucket.layout))
             bucket.tally = Tally()
+            bucket.truncated_steps = 0
+
+    def _begin_afresh(self) -> None:
+        """No step has begun, and none can be discarded."""
+        self.abort()
+        self._ended = []
 
 
 def _some(selector: Selector | None) -> Selector:
@@ -448,42 +522,3 @@ def check_limits(layouts: Sequence[Layout], compressor: Compressor, world: int) 
         gathers = compressor.exchange is not exchanges.shared_indices
         most = compressor.most_room(layout.numel, world) if gathers else 0
         wire.check_limits(layout.name, layout.numel, most, world)
-
-
-def check_parts(state: Mapping[str, Any]) -> None:
-    """Raise ValueError unless `state` has the parts that `Pipeline.state_dict` gives it, in this release."""
-    if state.get("version") != VERSION:
-        raise ValueError(
-            f"state must have version {VERSION}, got {state.get('version')!r}; another release, or not a compressor, saved it"
-        )
-    missing = [part for part in PARTS if part not in state]
-    if missing:
-        raise ValueError(f"state must have {[*PARTS]}, but {missing} are missing; the state is damaged")
-
-
-def check_state(
-    state: Mapping[str, Any],
-    compressor: Compressor,
-    residuals: Mapping[str, tuple[int, ...]],
-    velocities: Mapping[str, tuple[int, ...]],
-) -> None:
-    """Raise ValueError unless `state` is one of this release, of parameters of these shapes, and of this algorithm."""
-    check_parts(state)
-    _check_shapes("residuals", state["residuals"], residuals, "the same min_numel and exclude")
-    _check_shapes("velocities", state["velocities"], velocities, "the same momentum_correction")
-    if state["adaptive"].keys() != state["residuals"].keys():
-        raise ValueError("state['adaptive'] must name the same parameters as state['residuals']; the state is damaged")
-    for adaptive in state["adaptive"].values():
-        compressor.new_state().load_state_dict(adaptive)
-
-
-def _check_shapes(what: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], remedy: str) -> None:
-    got = {name: tuple(array.shape) for name, array in arrays.items()}
-    missing, unexpected = sorted(shapes.keys() - got.keys()), sorted(got.keys() - shapes.keys())
-    reshaped = {name: (got[name], shapes[name]) for name in got.keys() & shapes.keys() if got[name] != shapes[name]}
-    if missing or unexpected or reshaped:
-        raise ValueError(
-            f"{what} must be those of this model's compressed parameters; missing: {missing}, "
-            f"unexpected: {unexpected}, of another shape (got, expected): {reshaped}; load a state saved with the same "
-            f"model and {remedy}"
-        )

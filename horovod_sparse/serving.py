@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.ops import Array, Ops
-from horovod_sparse.pipeline import PARTS, VERSION, Pipeline, check_parts
+from horovod_sparse.pipeline import Pipeline
+from horovod_sparse.state import check_parts
 from horovod_sparse.statistics import NO_STATS, Stats
 
 _FORCE = "HOROVOD_SPARSE_FORCE"
@@ -37,6 +38,9 @@ class Server(Protocol):
 
     def reset(self) -> None:
         """Forget residuals, adaptive state and statistics."""
+
+    def discard_step(self) -> None:
+        """See `ServingCompressor.discard_step`."""
 
 
 class ServingCompressor(Compressor):
@@ -99,7 +103,7 @@ class ServingCompressor(Compressor):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, on the same model. Strict; bucketing and world size may differ."""
         server = self._bound()
-        check_parts(state)
+        check_parts(state, self)
         server.load_compression_state(state)
 
     def rescale(self, factor: float) -> None:
@@ -117,6 +121,17 @@ class ServingCompressor(Compressor):
         """Forget residuals, adaptive state and statistics."""
         self._bound().reset()
 
+    def discard_step(self) -> None:
+        """Throw away a step whose gradients were reduced and shall not be applied: call it on every rank, before the next one.
+
+        Without it what the step did not send stays in the residuals and is applied later, and what it did send is lost.
+        Residuals, velocities, adaptive state and statistics become those of before the step.
+
+        Raises:
+            RuntimeError: the compressor was not made with `discardable=True`, or there is no step to discard.
+        """
+        self._bound().discard_step()
+
     def _bound(self) -> Server:
         if self._server is None:
             raise RuntimeError(f"{self!r} serves no optimizer yet; give it to one first, by its argument compression")
@@ -125,16 +140,6 @@ class ServingCompressor(Compressor):
     def __getstate__(self) -> dict[str, Any]:
         # A copy has the settings, not the residuals: it is for another optimizer.
         return {name: value for name, value in vars(self).items() if name != "_server"}
-
-
-def empty_state() -> dict[str, Any]:
-    """The state before the first step."""
-    return {"version": VERSION, **{part: {} for part in PARTS}, "sparse": []}
-
-
-def holds_anything(state: Mapping[str, Any]) -> bool:
-    """Whether a state is of any parameter: velocities can be there without residuals."""
-    return bool(state["residuals"] or state["velocities"])
 
 
 def stats_of(pipeline: Pipeline | None) -> Stats:

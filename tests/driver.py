@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from table import Backend
 
+from horovod_sparse.bucket import Bucket
 from horovod_sparse.buckets import Layout, Parameter, Slot, plan
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.exchanges import Collective, Entries
-from horovod_sparse.pipeline import Bucket, Pipeline
+from horovod_sparse.pipeline import Pipeline
 
 
 def make_pipeline(
@@ -23,9 +24,11 @@ def make_pipeline(
     position: int = 0,
     layouts: Sequence[Layout] | None = None,
     dtype: str = "float32",
+    averages: bool = True,
 ) -> Pipeline:
     """A worker's pipeline for parameters of these shapes."""
-    pipeline = backend.pipeline(backend.ops, compressor, world=world, position=position, rank=position)
+    where = {"world": world, "position": position, "rank": position, "averages": averages}
+    pipeline = backend.pipeline(backend.ops, compressor, **where)
     parameters = [Parameter(name, tuple(shape), dtype, "cpu") for name, shape in shapes.items()]
     like = backend.array(np.zeros(1, np.float32))
     pipeline.add_buckets(layouts or plan(parameters, compressor), lambda name: like)

@@ -64,7 +64,7 @@ def _tensorflow_backends() -> list[Backend]:
     def memory_of_tensor(array: np.ndarray) -> np.ndarray:
         return np.asarray(memoryview(tf.constant(array)))
 
-    def host_pipeline(ops: Ops, compressor: Compressor, **where: int) -> HostPipeline:
+    def host_pipeline(ops: Ops, compressor: Compressor, **where: Any) -> HostPipeline:
         return HostPipeline(compressor, None, **where)
 
     # Gradients and messages are the memory of tensors, which must not be written to, residuals that of variables.

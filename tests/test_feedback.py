@@ -138,21 +138,86 @@ def test_half_precision_is_clipped_after_it_is_widened(backend: Backend) -> None
 
 
 @on_every_backend
-@pytest.mark.parametrize("world", [1, 4])
-def test_clipping_bounds_the_local_norm(backend: Backend, world: int) -> None:
+@pytest.mark.parametrize(("world", "averages"), [(1, True), (4, True), (4, False)])
+def test_clipping_bounds_the_local_norm(backend: Backend, world: int, averages: bool) -> None:
     compressor = NoOp(clip_norm=3.0)
     gradient = gradients("laplace", 400, np.random.default_rng(5)).reshape(20, 20)
+    limit = 3.0 * math.sqrt(world) if averages else 3.0 / math.sqrt(world)
     for scale, clipped in ((100.0, True), (1e-3, False)):
-        pipelines = [make_pipeline(backend, compressor, {"p": (20, 20)}, world=world, position=r) for r in range(world)]
+        pipeline = make_pipeline(backend, compressor, {"p": (20, 20)}, world=world, averages=averages)
         given = backend.array(gradient * np.float32(scale))
-        for pipeline in pipelines:
-            pipeline.arrive("p", given)
-        kept = backend.numpy(pipelines[0].buckets[0].buffer)
+        pipeline.arrive("p", given)
+        kept = backend.numpy(pipeline.buckets[0].buffer)
         expected = gradient.reshape(-1) * scale
         if clipped:
-            expected *= 3.0 / math.sqrt(world) / np.linalg.norm(expected)
+            expected *= limit / np.linalg.norm(expected)
         np.testing.assert_allclose(kept, expected, rtol=1e-5)
         np.testing.assert_array_equal(backend.numpy(given), gradient * np.float32(scale))
+
+
+@on_every_backend
+@pytest.mark.parametrize("averages", [True, False])
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_the_reduced_gradient_has_the_norm_that_was_asked_for(backend: Backend, averages: bool, scope: str) -> None:
+    """Of independent gradients, whether workers are averaged or summed; of every parameter or of all together."""
+    world, shapes = 4, {"a": (4000,), "b": (3000,)}
+    rng = np.random.default_rng(11)
+    compressor = NoOp(clip_norm=1.0, clip_scope=scope, granularity="layer")
+    pipelines = [
+        make_pipeline(backend, compressor, shapes, world=world, position=rank, averages=averages)
+        for rank in range(world)
+    ]
+    for pipeline in pipelines:
+        given = {name: 10 * rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        arrays = {name: backend.array(gradient) for name, gradient in given.items()}
+        pipeline.start_step(arrays.values())
+        for name, array in arrays.items():
+            pipeline.arrive(name, array)
+    norms = {}
+    for buckets in zip(*(pipeline.buckets for pipeline in pipelines), strict=True):
+        name = buckets[0].name
+        reduced = exchange(backend, pipelines, buckets, divisor=float(world) if averages else 1.0)[0][name]
+        norms[name] = float(np.linalg.norm(dense_sum(reduced, *shapes[name])))
+    if scope == "layer":
+        assert norms == {name: pytest.approx(1.0, rel=0.1) for name in shapes}
+    else:
+        assert math.hypot(*norms.values()) == pytest.approx(1.0, rel=0.1)
+
+
+@on_every_backend
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_entries_that_are_not_finite_do_not_hinder_clipping(backend: Backend, bad: float, scope: str) -> None:
+    gradient = 100 * gradients("laplace", 400, np.random.default_rng(5))
+    gradient[7] = bad
+    finite = np.where(np.isfinite(gradient), gradient, 0)
+    compressor = NoOp(clip_norm=3.0, clip_scope=scope, not_finite="propagate")
+    pipeline = make_pipeline(backend, compressor, {"p": (400,)})
+    given = backend.array(gradient)
+    pipeline.start_step([given])
+    bucket = pipeline.arrive("p", given)
+    assert bucket is not None and not bucket.finite
+    expected = finite * (3.0 / np.linalg.norm(finite.astype(np.float64)))
+    np.testing.assert_allclose(backend.numpy(bucket.buffer), expected, rtol=1e-5)
+
+
+@on_every_backend
+def test_the_whole_gradient_is_clipped_only_when_it_is_there(backend: Backend) -> None:
+    pipeline = make_pipeline(backend, NoOp(clip_norm=1.0, clip_scope="model"), {"p": (400,)})
+    with pytest.raises(RuntimeError, match="start_step must be given all gradients"):
+        pipeline.arrive("p", backend.array(np.ones(400, np.float32)))
+
+
+@on_every_backend
+def test_gradients_whose_squares_overflow_are_clipped_too(backend: Backend) -> None:
+    gradient = 1e160 * np.random.default_rng(3).laplace(size=400)
+    for scope in ("layer", "model"):
+        pipeline = make_pipeline(backend, NoOp(clip_norm=3.0, clip_scope=scope), {"p": (400,)}, dtype="float64")
+        given = backend.array(gradient)
+        pipeline.start_step([given])
+        pipeline.arrive("p", given)
+        kept = backend.numpy(pipeline.buckets[0].buffer)
+        np.testing.assert_allclose(np.linalg.norm(kept), 3.0, rtol=1e-12)
 
 
 @on_every_backend

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from table import COMPRESSORS, DEGENERATE, KINDS, ORACLE, Backend, Row, gradients
 
-from horovod_sparse.pipeline import Bucket, Pipeline
+from horovod_sparse.bucket import Bucket
+from horovod_sparse.pipeline import Pipeline
 from horovod_sparse.schedules import warmup
 
 pytestmark = pytest.mark.parametrize("backend", [ORACLE], ids=str)

@@ -31,6 +31,7 @@ def step(backend: Backend, pipeline: Pipeline, seed: int) -> None:
         bucket = pipeline.arrive(name, backend.array(gradients("laplace", math.prod(shape), rng).reshape(shape)))
         if bucket is not None:
             exchange(backend, [pipeline], [bucket])
+    pipeline.end_step()
 
 
 @on_every_backend
@@ -139,6 +140,8 @@ def test_statistics_are_true(backend: Backend) -> None:
             parts = exchange(backend, pipelines, buckets)[0][name]
             assert parts is not None and len(parts) == 4
             counts[name].append(parts[2][0].size)
+        for one_of_them in pipelines:
+            one_of_them.end_step()
     stats = pipeline.stats()
     assert stats.steps == 4
     for snapshot in (stats.last, stats.mean):
@@ -170,6 +173,7 @@ def test_the_mean_is_over_the_steps_that_selected(backend: Backend) -> None:
             bucket = pipeline.arrive(name, backend.array(gradient))
         assert bucket is not None
         result = exchange(backend, [pipeline], [bucket])[0]
+        pipeline.end_step()
         if number not in (0, 4):
             parts = [result[name] for name in SHAPES]
             seen.append((sum(part[0][0].size for part in parts if part is not None), bucket.state.threshold))

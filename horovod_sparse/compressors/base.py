@@ -7,9 +7,9 @@ import json
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 from horovod_sparse import exchanges
 from horovod_sparse.exchanges import Exchange
@@ -19,6 +19,7 @@ from horovod_sparse.schedules import Schedule
 
 Granularity = Literal["layer", "bucket", "model"]
 NotFinite = Literal["raise", "propagate"]
+ClipScope = Literal["layer", "model"]
 
 BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
@@ -43,8 +44,10 @@ class Settings(TypedDict, total=False):
     lr_in_residual: bool
     momentum_correction: MomentumCorrection | None
     clip_norm: float | None
+    clip_scope: ClipScope
     capacity: float | None
     not_finite: NotFinite
+    discardable: bool
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class BucketState:
     """
 
     saved: ClassVar[tuple[str, ...]] = ()
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"step": (0, 2**53)}
+    """Least and largest value of what is saved; a state beyond them is refused."""
 
     place: Place = ALONE
     step: int = 0
@@ -91,14 +96,20 @@ class BucketState:
         """Plain numbers, strings and lists: whatever the next selection depends on."""
         return {name: getattr(self, name) for name in ("step", *self.saved)}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continue from what `state_dict` returned. Raises ValueError for the state of another algorithm."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned. Raises ValueError for anything else; nothing is changed then."""
         expected = self.state_dict()
-        if {name: type(value) for name, value in state.items()} != {n: type(value) for n, value in expected.items()}:
+        if not isinstance(state, Mapping) or _types(state) != _types(expected):
             raise ValueError(f"adaptive state must be like {expected}, got {state}; another algorithm saved it")
+        for name, (least, most) in self.ranges.items():
+            # NaN is in no range.
+            if not least <= state[name] <= most:
+                raise ValueError(
+                    f"adaptive state must have {name} in [{least:g}, {most:g}], got {state[name]!r}; the state is damaged"
+                )
         self.adopt(state)
 
-    def adopt(self, state: dict[str, object]) -> None:
+    def adopt(self, state: Mapping[str, Any]) -> None:
         """Take over the values of a state that has been checked."""
         for name in ("step", *self.saved):
             setattr(self, name, state[name])
@@ -143,15 +154,23 @@ class Compressor(ABC):
         momentum_correction: momentum before the selection; the optimizer must then have none. Parameters that are reduced
             dense get the same momentum after the reduction; embeddings with sparse gradients are refused. Weight decay is
             the optimizer's, which now adds it without momentum: multiply it by 1/(1 - momentum) for the same effect.
-        clip_norm: each worker scales the gradient of each parameter down to the norm `clip_norm / sqrt(workers)` before
-            anything else, > 0, in the unit of the gradients (scaled ones with a GradScaler); None does not clip. Embeddings
-            with sparse gradients are not clipped. (Clipping after the reduction would cut off just what had waited.)
+        clip_norm: each worker scales its gradient down before anything else, so that the reduced gradient of workers whose
+            gradients are independent has at most about this norm, > 0, in the unit of the gradients (scaled ones with a
+            GradScaler): to `clip_norm sqrt(workers)` where workers are averaged, and to `clip_norm / sqrt(workers)` where they
+            are summed (Deep Gradient Compression, section 3.2, https://arxiv.org/abs/1712.01887). None does not clip. Entries
+            that are NaN or infinity do not count. Embeddings with sparse gradients are not clipped. (Clipping after
+            the reduction would cut off just what had waited.)
+        clip_scope: whose norm that is: "layer", of every parameter by itself; "model", of all parameters together, as with
+            `torch.nn.utils.clip_grad_norm_`. With "model" nothing is exchanged before backward has ended.
         capacity: room of the message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit
             stays in the residual.
         not_finite: what a NaN or infinity in a gradient does. "raise": when the step is reduced every rank raises
             FloatingPointError, the one whose gradient it is names the parameter. "propagate": nobody raises, and the
             bucket's reduced gradient becomes NaN on every rank, which is what `torch.amp.GradScaler` needs to skip the step
-            everywhere. Either way it is kept out of the residuals, and what the step had sent returns to them.
+            everywhere. Either way it is kept out of the residuals, and what the step had sent returns to them. A gradient
+            that would overflow its residual does the same.
+        discardable: whether `discard_step` can throw the last step away. It takes a copy of the residuals (and velocities), and
+            so doubles their memory.
 
     Raises:
         ValueError, TypeError: naming the argument, its value and what was expected.
@@ -173,8 +192,10 @@ class Compressor(ABC):
         lr_in_residual: bool = False,
         momentum_correction: MomentumCorrection | None = None,
         clip_norm: float | None = None,
+        clip_scope: ClipScope = "layer",
         capacity: float | None = None,
         not_finite: NotFinite = "raise",
+        discardable: bool = False,
     ) -> None:
         if isinstance(ratio, Schedule):
             ratios = {"ratio.highest": ratio.highest, "ratio.final": ratio.final}
@@ -198,9 +219,11 @@ class Compressor(ABC):
             raise ValueError("residual must be True with momentum_correction, got False: velocities are kept in it")
         if clip_norm is not None:
             check_number("clip_norm", clip_norm, "a finite norm > 0", 0.0 < as_number(clip_norm) < math.inf)
+        check_choice("clip_scope", clip_scope, ("layer", "model"))
         if capacity is not None:
             check_number("capacity", capacity, "a finite multiple of k, >= 1", 1.0 <= as_number(capacity) < math.inf)
         check_choice("not_finite", not_finite, ("raise", "propagate"))
+        check_boolean("discardable", discardable)
         self.ratio = ratio if isinstance(ratio, Schedule) else float(ratio)
         self.granularity: Granularity = granularity
         self.bucket_bytes = bucket_bytes
@@ -212,8 +235,10 @@ class Compressor(ABC):
         self.lr_in_residual = lr_in_residual
         self.momentum_correction = momentum_correction
         self.clip_norm = clip_norm
+        self.clip_scope: ClipScope = clip_scope
         self.capacity = self.default_capacity if capacity is None else float(capacity)
         self.not_finite: NotFinite = not_finite
+        self.discardable = discardable
 
     @abstractmethod
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
@@ -227,6 +252,11 @@ class Compressor(ABC):
     def exchange(self) -> Exchange:
         """How the selections of all ranks become one gradient."""
         return exchanges.pairs
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether all gradients of a step must be there before the first is taken in."""
+        return self.clip_norm is not None and self.clip_scope == "model"
 
     def new_state(self, place: Place = ALONE) -> BucketState:
         """The state of a bucket before its first step."""
@@ -269,6 +299,10 @@ class Compressor(ABC):
     def __repr__(self) -> str:
         settings = self.settings()
         return f"{settings.pop('compressor')}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+
+
+def _types(state: Mapping[str, Any]) -> dict[str, type]:
+    return {name: type(value) for name, value in state.items()}
 
 
 def check_number(name: str, value: object, expected: str, holds: bool) -> None:

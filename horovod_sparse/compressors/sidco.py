@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from horovod_sparse import fits
 from horovod_sparse.algebra import FLOATS, Algebra
@@ -50,9 +50,9 @@ class SIDCoState(BucketState):
     def state_dict(self) -> dict[str, object]:
         return super().state_dict() | self.controller.state_dict()
 
-    def adopt(self, state: dict[str, object]) -> None:
+    def adopt(self, state: Mapping[str, Any]) -> None:
         super().adopt(state)
-        self.controller.load_state_dict(state)
+        self.controller.load_state_dict(dict(state))
 
 
 class SIDCo(Compressor):

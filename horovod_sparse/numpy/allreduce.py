@@ -52,7 +52,9 @@ class SparseAllreduce:
         self._ops = host_ops()
         self._shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
         self._dense: set[str] = set()
-        self.pipeline = Pipeline(self._ops, compression, world=self._world, position=self._rank, rank=self._rank)
+        self.pipeline = Pipeline(
+            self._ops, compression, world=self._world, position=self._rank, rank=self._rank, averages=average
+        )
 
     def __call__(self, gradients: Mapping[str, Array], *, learning_rate: float | None = None) -> dict[str, Array]:
         """The average of every worker's `gradients`, by name; new arrays.

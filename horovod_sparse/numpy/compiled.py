@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse import kernels
 from horovod_sparse.kernels import memory_of
-from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.numpy.ops import NumpyOps, keep_finite
 from horovod_sparse.ops import Absorbed, Moments, Selection, Sums, Wanted
 from horovod_sparse.search import largest_candidates
 
@@ -44,7 +44,8 @@ class CompiledOps(NumpyOps):
         flat = _flat(gradient)
         if flat is None:
             return super().absorb(residual, gradient, wanted)
-        return kernels.accumulate(memory_of(residual), memory_of(flat), wanted, self._threads)
+        absorbed = kernels.accumulate(memory_of(residual), memory_of(flat), wanted, self._threads)
+        return finite_again(absorbed, residual)
 
     def absorb_velocity(
         self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, wanted: Wanted
@@ -53,7 +54,8 @@ class CompiledOps(NumpyOps):
         if flat is None:
             return super().absorb_velocity(residual, velocity, gradient, momentum, nesterov, wanted)
         memories = memory_of(residual), memory_of(velocity), memory_of(flat)
-        return kernels.accumulate_velocity(*memories, momentum, nesterov, wanted, self._threads)
+        absorbed = kernels.accumulate_velocity(*memories, momentum, nesterov, wanted, self._threads)
+        return finite_again(absorbed, residual, velocity)
 
     def measure(self, x: Array) -> Sums:
         return kernels.measure(memory_of(_contiguous(x)), self._threads)
@@ -106,6 +108,15 @@ class CompiledOps(NumpyOps):
     def assemble(self, target: Array, parts: list[tuple[Array, Array]]) -> None:
         of_parts = [(_contiguous(indices), _contiguous(values)) for indices, values in parts]
         kernels.assemble(memory_of(target), [(memory_of(indices), memory_of(values)) for indices, values in of_parts])
+
+
+def finite_again(absorbed: Absorbed, residual: Array, velocity: Array | None = None) -> Absorbed:
+    """What the kernels have found, when sums that have overflowed are finite again (see `Ops.absorb`)."""
+    if absorbed.sums is None or math.isfinite(absorbed.sums.largest):
+        return absorbed
+    if velocity is not None:
+        keep_finite(velocity)
+    return Absorbed(absorbed.not_finite + keep_finite(residual))
 
 
 def _contiguous(array: Array) -> Array:

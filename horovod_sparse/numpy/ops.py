@@ -24,22 +24,25 @@ class NumpyOps:
 
     def absorb(self, residual: Array, gradient: Array, wanted: Wanted) -> Absorbed:
         added, not_finite = _finite(gradient, residual.dtype)
-        residual += added
-        return Absorbed(not_finite)
+        with np.errstate(over="ignore"):
+            residual += added
+        return Absorbed(not_finite + keep_finite(residual))
 
     def absorb_velocity(
         self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, wanted: Wanted
     ) -> Absorbed:
         added, not_finite = _finite(gradient, residual.dtype)
-        if nesterov:
-            velocity += added
-            residual += added
-            velocity *= momentum
-        else:
-            velocity *= momentum
-            velocity += added
-        residual += velocity
-        return Absorbed(not_finite)
+        with np.errstate(over="ignore"):
+            if nesterov:
+                velocity += added
+                residual += added
+                velocity *= momentum
+            else:
+                velocity *= momentum
+                velocity += added
+            residual += velocity
+        keep_finite(velocity)
+        return Absorbed(not_finite + keep_finite(residual))
 
     def measure(self, x: Array) -> Sums:
         magnitudes = np.abs(x).astype(np.float64)
@@ -75,7 +78,8 @@ class NumpyOps:
         return float(np.abs(x).max(initial=0.0))
 
     def norm(self, x: Array) -> float:
-        return float(np.linalg.norm(x.astype(np.float64)))
+        with np.errstate(over="ignore"):
+            return float(np.linalg.norm(x.astype(np.float64)))
 
     def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
         indices = np.flatnonzero(np.abs(x) > _limit(x, threshold))
@@ -161,6 +165,15 @@ class NumpyOps:
         target[:] = 0
         for indices, values in parts:
             self.scatter_add(target, indices, values)
+
+
+def keep_finite(sums: Array) -> int:
+    """Bring sums that have overflowed back to the largest number of their type, in place; how many there were."""
+    overflowed = int(np.count_nonzero(np.isinf(sums)))
+    if overflowed:
+        largest = np.finfo(sums.dtype).max
+        np.clip(sums, -largest, largest, out=sums)
+    return overflowed
 
 
 def _finite(gradient: Array, dtype: Any) -> tuple[Array, int]:

@@ -27,8 +27,8 @@ from horovod_sparse.compressors import (
 )
 from horovod_sparse.compressors.base import check_boolean
 from horovod_sparse.numpy.compiled import host_ops
-from horovod_sparse.pipeline import check_parts
-from horovod_sparse.serving import Server, ServingCompressor, empty_state
+from horovod_sparse.serving import Server, ServingCompressor
+from horovod_sparse.state import check_parts, empty_state
 from horovod_sparse.tensorflow import selectors
 
 Tensor = Any
@@ -130,7 +130,7 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
         if self._server is not None:
             super().load_state_dict(state)
         else:
-            check_parts(state)
+            check_parts(state, self)
             self._pending = copy.deepcopy(dict(state))
 
     def serialize(self) -> bytes:

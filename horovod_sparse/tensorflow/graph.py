@@ -21,7 +21,9 @@ import tensorflow as tf
 from horovod_sparse import cost, wire
 from horovod_sparse.buckets import Layout, Slot
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
-from horovod_sparse.pipeline import VERSION, check_limits, check_state
+from horovod_sparse.feedback import clip_limit
+from horovod_sparse.pipeline import check_limits
+from horovod_sparse.state import VERSION, check_state
 from horovod_sparse.statistics import Counts, Stats, StepStats, Tally
 from horovod_sparse.tensorflow import selectors
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
@@ -75,11 +77,18 @@ class GraphPipeline:
     Args:
         compressor: settings and algorithm, checked with `selectors.check`.
         collectives: Horovod's.
-        world, position, rank: as for `Pipeline`.
+        world, position, rank, averages: as for `Pipeline`.
     """
 
     def __init__(
-        self, compressor: Compressor, collectives: Collectives, *, world: int, position: int, rank: int
+        self,
+        compressor: Compressor,
+        collectives: Collectives,
+        *,
+        world: int,
+        position: int,
+        rank: int,
+        averages: bool = True,
     ) -> None:
         self.compressor = compressor
         self.buckets: list[GraphBucket] = []
@@ -88,6 +97,7 @@ class GraphPipeline:
         self._world = world
         self._position = position
         self._rank = rank
+        self._averages = averages
         self._residuals: list[tuple[Layout, Variable]] = []
         self._velocities: list[tuple[Layout, Variable]] = []
         """With momentum correction: of the buckets, and of the parameters that are reduced dense."""
@@ -251,7 +261,7 @@ class GraphPipeline:
         if limit is None:
             return gradient
         wide = tf.cast(gradient, tf.float64)
-        norm, most = tf.sqrt(tf.reduce_sum(wide * wide)), limit / math.sqrt(self._world)
+        norm, most = tf.sqrt(tf.reduce_sum(wide * wide)), clip_limit(limit, self._world, averages=self._averages)
         return gradient * tf.cast(tf.where(norm > most, most / norm, tf.ones_like(norm)), gradient.dtype)
 
     def _receive(self, bucket: GraphBucket, gathered: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:

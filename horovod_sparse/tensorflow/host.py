@@ -16,13 +16,14 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from horovod_sparse.bucket import Bucket
 from horovod_sparse.buckets import Layout, Slot
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.exchanges import ROUNDS, Entries, Exchange, Round, add_up, dense
 from horovod_sparse.lending import Lender
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.ops import Array
-from horovod_sparse.pipeline import Bucket, Pipeline
+from horovod_sparse.pipeline import Pipeline
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.memory import check_memory, make_variable, memory_of
 from horovod_sparse.tensorflow.step import Step
@@ -37,13 +38,20 @@ class HostPipeline(Pipeline):
     Args:
         compressor: settings and algorithm.
         collectives: Horovod's.
-        world, position, rank: as for `Pipeline`.
+        world, position, rank, averages: as for `Pipeline`.
     """
 
     def __init__(
-        self, compressor: Compressor, collectives: Collectives, *, world: int, position: int, rank: int
+        self,
+        compressor: Compressor,
+        collectives: Collectives,
+        *,
+        world: int,
+        position: int,
+        rank: int,
+        averages: bool = True,
     ) -> None:
-        super().__init__(host_ops(_threads()), compressor, world=world, position=position, rank=rank)
+        super().__init__(host_ops(_threads()), compressor, world=world, position=position, rank=rank, averages=averages)
         self._collectives = collectives
         self._memory: dict[str, list[Variable]] = {}
         """Bucket -> its residual and, with momentum correction, its velocity."""

@@ -18,10 +18,12 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from horovod_sparse.agreement import check_sparse, compare
+from horovod_sparse.bucket import Bucket
 from horovod_sparse.buckets import Layout, Parameter, Slot, plan
 from horovod_sparse.cost import allreduce_bytes
-from horovod_sparse.pipeline import PARTS, Bucket, check_limits, check_state
-from horovod_sparse.serving import compresses, empty_state, holds_anything
+from horovod_sparse.pipeline import check_limits
+from horovod_sparse.serving import compresses
+from horovod_sparse.state import PARTS, check_state, empty_state, holds_anything
 from horovod_sparse.statistics import NO_STATS, Stats
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
@@ -284,6 +286,7 @@ class Reducer:
                 world=self._process_set.size(),
                 position=self._process_set.rank(),
                 rank=mpi_ops.rank(),
+                averages=self._op == mpi_ops.Average,
             )
         return self.engine
 
@@ -360,6 +363,13 @@ class Reducer:
         if self.engine is not None:
             self.engine.adopt_memory()
             self.engine.reset()
+
+    def discard_step(self) -> None:
+        """See `ServingCompressor.discard_step`."""
+        if not isinstance(self.engine, HostPipeline):
+            raise RuntimeError("there is no step to discard: nothing was reduced yet, or graph=True")
+        self.engine.adopt_memory()
+        self.engine.discard_step()
 
 
 def _key(op: Any, predivide: float, groups: Any, sparse_as_dense: bool, process_set: Any) -> dict[str, object]:

@@ -43,10 +43,11 @@ class TorchOps:
     def absorb(self, residual: Tensor, gradient: Tensor, wanted: Wanted) -> Absorbed:
         if self._compiled(residual, gradient):
             flat = gradient.contiguous()
-            return _found(kernels.accumulate(_memory(residual), _memory(flat), wanted, torch.get_num_threads()))
+            absorbed = kernels.accumulate(_memory(residual), _memory(flat), wanted, torch.get_num_threads())
+            return self._found(absorbed, residual)
         gradient, not_finite = self._finite(gradient, residual.dtype)
         self.accumulate(residual, gradient)
-        return Absorbed(not_finite)
+        return Absorbed(not_finite + self._keep_finite(residual))
 
     def absorb_velocity(
         self, residual: Tensor, velocity: Tensor, gradient: Tensor, momentum: float, nesterov: bool, wanted: Wanted
@@ -55,7 +56,8 @@ class TorchOps:
             flat = gradient.contiguous()
             memories = _memory(residual), _memory(velocity), _memory(flat)
             threads = torch.get_num_threads()
-            return _found(kernels.accumulate_velocity(*memories, momentum, nesterov, wanted, threads))
+            absorbed = kernels.accumulate_velocity(*memories, momentum, nesterov, wanted, threads)
+            return self._found(absorbed, residual, velocity)
         gradient, not_finite = self._finite(gradient, residual.dtype)
         if nesterov:
             self.accumulate(velocity, gradient)
@@ -65,7 +67,29 @@ class TorchOps:
             velocity.mul_(momentum)
             self.accumulate(velocity, gradient)
         residual.add_(velocity)
-        return Absorbed(not_finite)
+        self._keep_finite(velocity)
+        return Absorbed(not_finite + self._keep_finite(residual))
+
+    def _keep_finite(self, sums: Tensor) -> int:
+        """Bring sums that have overflowed back to the largest number of their type, in place; how many there were."""
+        if self.all_finite(sums):
+            return 0
+        overflowed = int(torch.count_nonzero(torch.isinf(sums)))
+        largest = torch.finfo(sums.dtype).max
+        sums.clamp_(-largest, largest)
+        return overflowed
+
+    def _found(self, absorbed: Absorbed, residual: Tensor, velocity: Tensor | None = None) -> Absorbed:
+        """What the kernels have found, as tensors, when sums that have overflowed are finite again."""
+        if absorbed.sums is not None and not math.isfinite(absorbed.sums.largest):
+            if velocity is not None:
+                self._keep_finite(velocity)
+            return Absorbed(absorbed.not_finite + self._keep_finite(residual))
+        above = absorbed.above
+        if above is None:
+            return absorbed
+        values = torch.from_numpy(above.values)
+        return absorbed._replace(above=Above(above.cut, torch.from_numpy(above.indices), values))
 
     def _finite(self, gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
         """The gradient, in the residual's type if that may matter, with zeros for what is not finite, and how much that is."""
@@ -284,14 +308,6 @@ class TorchOps:
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _found(absorbed: Absorbed) -> Absorbed:
-    """The kernels' arrays as tensors."""
-    above = absorbed.above
-    if above is None:
-        return absorbed
-    return absorbed._replace(above=Above(above.cut, torch.from_numpy(above.indices), torch.from_numpy(above.values)))
 
 
 def _memory(tensor: Tensor) -> kernels.Memory:

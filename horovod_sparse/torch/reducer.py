@@ -17,10 +17,12 @@ import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
 
+from horovod_sparse.bucket import Bucket
 from horovod_sparse.buckets import Slot
 from horovod_sparse.exchanges import Collective, Entries, add_up
-from horovod_sparse.pipeline import Bucket, Pipeline, check_state
-from horovod_sparse.serving import compresses, empty_state, holds_anything, stats_of
+from horovod_sparse.pipeline import Pipeline
+from horovod_sparse.serving import compresses, stats_of
+from horovod_sparse.state import check_state, empty_state, holds_anything
 from horovod_sparse.statistics import Stats
 from horovod_sparse.torch.agreement import agree, agree_on_states, check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
@@ -243,6 +245,7 @@ class Reducer:
                 world=process_set.size(),
                 position=process_set.rank(),
                 rank=mpi_ops.rank(),
+                averages=self._optimizer.op == mpi_ops.Average,
                 selector_for=on_gpu,
             )
         self._routes.extend(new, sparse, self.pipeline)
@@ -303,6 +306,12 @@ class Reducer:
         self._pending_state = None
         if self.pipeline is not None:
             self.pipeline.reset()
+
+    def discard_step(self) -> None:
+        """See `ServingCompressor.discard_step`."""
+        if self.pipeline is None:
+            raise RuntimeError("there is no step to discard: nothing was reduced yet")
+        self.pipeline.discard_step()
 
 
 def _empty_sparse(parameter: Tensor) -> Tensor:

@@ -1,0 +1,126 @@
+"""The state of a compressor: its parts, whether it may be loaded, and its change of unit. Imports no framework.
+
+A state is checked as a whole before anything of it is loaded: what is wrong in it would poison all ranks much later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from horovod_sparse.compressors.base import Compressor
+
+VERSION = 3
+PARTS = ("residuals", "velocities", "learning_rates", "adaptive")
+"""Of the state, each by parameter name."""
+ARRAYS = ("residuals", "velocities")
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def empty_state() -> dict[str, Any]:
+    """The state before the first step."""
+    return {"version": VERSION, **{part: {} for part in PARTS}, "sparse": []}
+
+
+def holds_anything(state: Mapping[str, Any]) -> bool:
+    """Whether a state is of any parameter: velocities can be there without residuals."""
+    return bool(state["residuals"] or state["velocities"])
+
+
+def check_parts(state: Any, compressor: Compressor) -> None:
+    """Raise ValueError unless `state` is one of this release and algorithm, whatever its parameters."""
+    _check_kinds(state)
+    _check_adaptive(state, compressor)
+
+
+def check_state(state: Any, compressor: Compressor, residuals: Shapes, velocities: Shapes) -> None:
+    """Raise ValueError unless `state` is one of this release and algorithm, of parameters of these shapes."""
+    _check_kinds(state)
+    _check_shapes("residuals", state["residuals"], residuals, "the same min_numel and exclude")
+    _check_shapes("velocities", state["velocities"], velocities, "the same momentum_correction")
+    unknown = sorted(state["learning_rates"].keys() - residuals.keys())
+    if unknown:
+        raise ValueError(f"state['learning_rates'] must be of parameters with a residual, got {unknown} too")
+    _check_adaptive(state, compressor)
+
+
+def _check_kinds(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state must be what state_dict() returned, got {type(state).__name__}")
+    if state.get("version") != VERSION:
+        raise ValueError(
+            f"state must have version {VERSION}, got {state.get('version')!r}; another release, or not a compressor, saved it"
+        )
+    missing = [part for part in PARTS if part not in state]
+    if missing:
+        raise ValueError(f"state must have {[*PARTS]}, but {missing} are missing; the state is damaged")
+    for part in PARTS:
+        if not isinstance(state[part], Mapping) or not all(isinstance(name, str) for name in state[part]):
+            raise ValueError(
+                f"state[{part!r}] must be a dict by parameter name, got {_short(state[part])}; the state is damaged"
+            )
+    for part in ARRAYS:
+        for name, array in state[part].items():
+            _check_array(f"state[{part!r}][{name!r}]", array)
+    for name, rate in state["learning_rates"].items():
+        if type(rate) not in (int, float) or not 0.0 < rate < math.inf:
+            raise ValueError(
+                f"state['learning_rates'][{name!r}] must be a finite number > 0, got {_short(rate)}; the state is damaged"
+            )
+    sparse = state.get("sparse", [])
+    if not isinstance(sparse, (list, tuple)) or not all(isinstance(name, str) for name in sparse):
+        raise ValueError(
+            f"state['sparse'] must be a list of parameter names, got {_short(sparse)}; the state is damaged"
+        )
+
+
+def _check_adaptive(state: Mapping[str, Any], compressor: Compressor) -> None:
+    if state["adaptive"].keys() != state["residuals"].keys():
+        raise ValueError("state['adaptive'] must name the same parameters as state['residuals']; the state is damaged")
+    for adaptive in state["adaptive"].values():
+        compressor.new_state().load_state_dict(adaptive)
+
+
+def rescale_state(state: Mapping[str, Any], compressor: Compressor, factor: float) -> dict[str, Any]:
+    """The state after its residuals were multiplied by `factor`; the arrays of `state` themselves are multiplied."""
+    for part in ARRAYS:
+        for array in state[part].values():
+            array *= factor
+    adaptive = {}
+    for name, saved in state["adaptive"].items():
+        bucket = compressor.new_state()
+        bucket.load_state_dict(saved)
+        bucket.rescale(factor)
+        adaptive[name] = bucket.state_dict()
+    return {**state, "adaptive": adaptive}
+
+
+def _check_array(name: str, array: Any) -> None:
+    dtype = str(getattr(array, "dtype", type(array).__name__)).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise ValueError(f"{name} must be an array of {' or '.join(_DTYPES)}, got {dtype}; the state is damaged")
+    finite = np.isfinite(array) if isinstance(array, np.ndarray) else array.isfinite()
+    if not bool(finite.all()):
+        raise ValueError(f"{name} must be finite, but holds NaN or infinity; the state is damaged, load an older one")
+
+
+def _check_shapes(what: str, arrays: Mapping[str, Any], shapes: Shapes, remedy: str) -> None:
+    got = {name: tuple(array.shape) for name, array in arrays.items()}
+    missing, unexpected = sorted(shapes.keys() - got.keys()), sorted(got.keys() - shapes.keys())
+    reshaped = {name: (got[name], shapes[name]) for name in got.keys() & shapes.keys() if got[name] != shapes[name]}
+    if missing or unexpected or reshaped:
+        raise ValueError(
+            f"{what} must be those of this model's compressed parameters; missing: {missing}, "
+            f"unexpected: {unexpected}, of another shape (got, expected): {reshaped}; load a state saved with the same "
+            f"model and {remedy}"
+        )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
