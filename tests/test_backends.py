@@ -129,10 +129,7 @@ SHAPES = {"a": (40, 30), "b": (17,), "c": (900,), "d": (1,)}
 def _several(world: int, steps: int, rng: np.random.Generator) -> list[Given]:
     return [
         [
-            {
-                name: gradients("laplace", int(np.prod(shape)), rng).reshape(shape)
-                for name, shape in SHAPES.items()
-            }
+            {name: gradients("laplace", int(np.prod(shape)), rng).reshape(shape) for name, shape in SHAPES.items()}
             for _ in range(world)
         ]
         for _ in range(steps)
@@ -211,9 +208,7 @@ def _settings(row: Row) -> Iterator[Case]:
         yield alone([gradients("laplace", 1000, rng) for _ in rates], settings=settings, rates=rates)
 
 
-GROUPS = {
-    make.__name__[1:]: make for make in (_degenerate, _kinds, _not_finite, _worlds, _types, _saved, _settings)
-}
+GROUPS = {make.__name__[1:]: make for make in (_degenerate, _kinds, _not_finite, _worlds, _types, _saved, _settings)}
 
 
 @lru_cache(maxsize=1)

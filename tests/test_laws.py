@@ -1,4 +1,4 @@
-"""The laws that every compressor obeys. They are held against the oracle; every other backend does the same (`test_backends`)."""
+"""The laws that every compressor obeys: the oracle is held to them, and every other backend to the oracle (`test_backends`)."""
 
 from __future__ import annotations
 
