@@ -75,11 +75,10 @@ def test_sent_plus_kept_is_gradient_plus_residual(backend: Backend, row: Row, da
 
 
 @for_all
-# The velocity of huge gradients overflows, as that of an optimizer does.
-@pytest.mark.filterwarnings("ignore:overflow encountered in add:RuntimeWarning")
 @pytest.mark.parametrize("name", DEGENERATE)
 def test_degenerate_gradients_neither_crash_nor_starve(backend: Backend, row: Row, name: str) -> None:
-    gradient = DEGENERATE[name]
+    # With momentum sums become ten times as large; what overflows has a test of its own.
+    gradient = DEGENERATE[name] * np.float32(0.05 if name == "huge" and row.momentum else 1.0)
     for ratio in (1.0, 0.3, 0.01):
         pipeline, bucket = one_bucket(backend, row, gradient.size, ratio)
         for step in range(12):

@@ -7,7 +7,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from horovod_sparse.algebra import FLOATS, Algebra
-from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place, Settings, check_choice
+from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place, Settings, check_choice
 from horovod_sparse.ops import Array, Moments, Ops, Selection
 from horovod_sparse.schedules import Schedule
 from horovod_sparse.search import below_largest, search_threshold
@@ -27,6 +27,7 @@ class GaussianKState(BucketState):
     """With refine="bisect": how far the last threshold was from the fitted one."""
 
     saved: ClassVar[tuple[str, ...]] = ("factor",)
+    ranges = BucketState.ranges | {"factor": POSITIVE}
     factor: float = 1.0
 
 

@@ -11,7 +11,7 @@ from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Plac
 from horovod_sparse.exchanges import Exchange
 from horovod_sparse.ops import Array, Ops, Selection
 from horovod_sparse.schedules import Schedule
-from horovod_sparse.stages import Scaling, ThresholdController
+from horovod_sparse.stages import MOST_EXCESS, Scaling, ThresholdController
 from horovod_sparse.wire import LARGEST
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ class MiCROState(BucketState):
     """The same on all ranks, to the last bit."""
 
     saved: ClassVar[tuple[str, ...]] = ("current", "excess")
+    ranges = BucketState.ranges | {"current": (0.0, LARGEST), "excess": (-MOST_EXCESS, MOST_EXCESS)}
     current: float = 0.0
     """Threshold of the next step; 0 until something was selected."""
     excess: float = 0.0
@@ -31,7 +32,8 @@ class MiCROState(BucketState):
     """Of the bucket, that are not empty."""
 
     def rescale(self, factor: float) -> None:
-        self.current *= factor
+        super().rescale(factor)
+        self.current = min(self.current * factor, LARGEST)
 
 
 class MiCRO(Compressor):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from horovod_sparse import fits
 from horovod_sparse.algebra import FLOATS, Algebra
-from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place, Settings, check_choice
+from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place, Settings, check_choice
 from horovod_sparse.known import Known
 from horovod_sparse.ops import Above, Array, Moments, Ops, Selection, Sums
 from horovod_sparse.schedules import Schedule
@@ -42,6 +42,7 @@ class SIDCoState(BucketState):
     """The stage controller of one bucket."""
 
     saved: ClassVar[tuple[str, ...]] = ("aim", "cut")
+    ranges = BucketState.ranges | {"aim": (1.0 / _MOST_AIM, _MOST_AIM), "cut": (POSITIVE[0], math.inf)}
     controller: StageController = field(default_factory=lambda: StageController("paper", 1))
 
     aim: float = 1.0
@@ -52,7 +53,7 @@ class SIDCoState(BucketState):
 
     def adopt(self, state: Mapping[str, Any]) -> None:
         super().adopt(state)
-        self.controller.load_state_dict(dict(state))
+        self.controller.load_state_dict(state)
 
 
 class SIDCo(Compressor):
