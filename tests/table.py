@@ -71,8 +71,11 @@ def _tensorflow_backends() -> list[Backend]:
     return [Backend("tensorflow", NumpyOps(), memory_of_tensor, np.asarray, host_pipeline)]
 
 
+ORACLE = Backend("numpy", NumpyOps(), np.array, np.asarray)
+"""Held to all laws; the others are held to it."""
+
 BACKENDS = [
-    Backend("numpy", NumpyOps(), np.array, np.asarray),
+    ORACLE,
     Backend("numpy-compiled", host_ops(2), np.array, np.asarray),
     # Those frameworks that are installed: the package is to work with one alone, and with none.
     *(_torch_backends() if find_spec("torch") else []),
@@ -117,7 +120,9 @@ def _with(cls: Callable[..., Compressor], **chosen: Any) -> Callable[..., Compre
 
 def _threshold(ratio: float, **settings: Any) -> Compressor:
     # Entries of Laplace gradients exceed it with about the ratio's chance; at ratio 1 all do that are not zero.
-    return Threshold(-np.log(ratio), ratio=ratio, **{"capacity": 4.0, **settings})
+    return Threshold(
+        -np.log(ratio if isinstance(ratio, float) else ratio.end), ratio=ratio, **{"capacity": 4.0, **settings}
+    )
 
 
 _RANDOM: dict[str, Any] = {"largest": False, "follows_order": True}
@@ -174,7 +179,7 @@ DEGENERATE: dict[str, np.ndarray] = {
     "two-hot": np.eye(1, 500, 123, dtype=np.float32)[0] + np.eye(1, 500, 3, dtype=np.float32)[0] * 2,
     "one-element": np.array([2.5], np.float32),
     "two-elements": np.array([-2.5, 1.0], np.float32),
-    "huge": np.linspace(-3e38, 3e38, 501, dtype=np.float32),
+    "huge": np.linspace(-3e38, 3e38, 500, dtype=np.float32),
     "denormal": (np.arange(500) * 1e-45).astype(np.float32),
     "all-smallest": np.full(500, 1e-45, np.float32),
     "plus-minus-one": np.where(np.arange(500) % 2, 1.0, -1.0).astype(np.float32),

@@ -82,7 +82,11 @@ def test_dense_steps_keep_the_momentum(backend: Backend) -> None:
     assert send(backend, pipeline, gradients("gaussian", 300, rng)).indices.size == 30
 
 
-@pytest.mark.parametrize("make", [MiCRO, RandomK, RandomBlock, lambda r, **s: TopK(r, union=True, **s), NoOp], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [MiCRO, RandomK, RandomBlock, lambda r, **s: TopK(r, union=True, **s), NoOp],
+    ids=["micro", "randomk", "randomblock", "union", "noop"],
+)
 def test_velocity_is_zero_where_entries_were_sent_in_every_exchange(make: Any) -> None:
     backend = BACKENDS[0]
     settings = {"momentum_correction": MomentumCorrection(0.9)}

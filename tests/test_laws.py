@@ -1,4 +1,4 @@
-"""The laws that every compressor obeys on every backend."""
+"""The laws that every compressor obeys: the oracle is held to them, and every other backend to the oracle (`test_backends`)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 from driver import Sent, dense_sum, exchange, make_pipeline, send
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from table import BACKENDS, COMPRESSORS, DEGENERATE, KINDS, Backend, Row, gradients
+from table import COMPRESSORS, DEGENERATE, KINDS, ORACLE, Backend, Row, gradients
 
 from horovod_sparse.bucket import Bucket
 from horovod_sparse.pipeline import Pipeline
 from horovod_sparse.schedules import warmup
 
-pytestmark = pytest.mark.parametrize("backend", BACKENDS, ids=str)
+pytestmark = pytest.mark.parametrize("backend", [ORACLE], ids=str)
 
 
 def for_rows(holds: Callable[[Row], bool]) -> pytest.MarkDecorator:
@@ -60,7 +60,6 @@ def check_step(row: Row, pipeline: Pipeline, after: np.ndarray, sent: Sent) -> N
 
 @for_all
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
 def test_sent_plus_kept_is_gradient_plus_residual(backend: Backend, row: Row, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 300))
     ratio = data.draw(st.sampled_from((1.0, 0.5, 0.1, 0.01)))
@@ -296,20 +295,6 @@ def test_ratio_one_sends_everything(backend: Backend, row: Row) -> None:
     everything[indices] = values
     np.testing.assert_array_equal(everything, before)
     assert not backend.numpy(bucket.buffer).any()
-
-
-@for_all
-def test_backends_select_the_same_entries(backend: Backend, row: Row) -> None:
-    oracle = BACKENDS[0]
-    for kind in KINDS:
-        for ratio in row.ratios:
-            rng = np.random.default_rng(10)
-            pipelines = [one_bucket(side, row, 5000, ratio)[0] for side in (oracle, backend)]
-            for _ in range(15):
-                gradient = gradients(kind, 5000, rng)
-                expected, got = (send(side, p, gradient) for side, p in zip((oracle, backend), pipelines, strict=True))
-                np.testing.assert_array_equal(got.indices, expected.indices)
-                np.testing.assert_array_equal(got.values, expected.values)
 
 
 @for_all
