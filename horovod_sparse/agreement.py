@@ -36,6 +36,11 @@ def _entry(values: list[str], number: int) -> str:
     return f"{len(values)}, number {number} is {values[number] if number < len(values) else 'not there'}"
 
 
+def op_name(op: object, average: object) -> str:
+    """What users call the operation that gradients are reduced by; `average` is Horovod's value of hvd.Average."""
+    return "hvd.Average" if op == average else "hvd.Sum"
+
+
 def check_arguments(op: object, average: object, total: object, adasum: object, groups: object, c: Compressor) -> None:
     """Refuse what a sparse exchange cannot honour; `average`, `total` and `adasum` are Horovod's names of the operations."""
     if os.environ.get("HOROVOD_ELASTIC") == "1":

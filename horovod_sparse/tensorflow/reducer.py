@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.agreement import check_sparse, compare
+from horovod_sparse.agreement import check_sparse, compare, op_name
 from horovod_sparse.bucket import Bucket
 from horovod_sparse.buckets import Layout, Parameter, Slot, plan
 from horovod_sparse.cost import allreduce_bytes
@@ -308,7 +308,7 @@ class Reducer:
             "variables": [
                 f"{n} {self.names.shape(n)} {g.dtype.name}{' sparse' * (n in sparse)}" for n, g in new.items()
             ],
-            "op": str(self._op),
+            "op": op_name(self._op, mpi_ops.Average),
             "sparse_as_dense": str(self._sparse_as_dense),
             "problem": problem,
         }
