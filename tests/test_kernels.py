@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
@@ -289,7 +289,6 @@ def test_counts_and_selections(size: int, dtype: type) -> None:
 
 @of_either_width
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
 def test_any_array(dtype: type, data: st.DataObject) -> None:
     elements = st.one_of(
         st.floats(width=np.dtype(dtype).itemsize * 8, allow_nan=False), st.sampled_from((0, 1.0, -1.0))

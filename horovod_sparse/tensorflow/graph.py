@@ -431,11 +431,16 @@ class GraphPipeline:
         changed = {"step": bucket.step, **bucket.saved}
         return before | {name: type(before[name])(_numpy(variable)) for name, variable in changed.items()}
 
-    def _adapt(self, bucket: GraphBucket, adaptive: Mapping[str, Any]) -> None:
-        """Go on with what `_adaptive` returned."""
-        _assign(bucket.step, adaptive["step"])
-        for name, variable in bucket.saved.items():
-            _assign(variable, adaptive[name])
+    def _state(self, bucket: GraphBucket, adaptive: Mapping[str, Any]) -> BucketState:
+        """The state that `_adaptive` returned, or a pipeline on the host."""
+        state = self.compressor.new_state(bucket.state.place)
+        state.load_state_dict(adaptive)
+        return state
+
+    def _adapt(self, bucket: GraphBucket, state: BucketState) -> None:
+        """Go on with a state."""
+        for name, variable in {"step": bucket.step, **bucket.saved}.items():
+            _assign(variable, getattr(state, name))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict`, this one or that of `Pipeline`, returned. Strict."""
@@ -443,17 +448,16 @@ class GraphPipeline:
         _load(self._residuals, state["residuals"])
         _load(self._velocities, state["velocities"])
         for bucket in self.buckets:
-            self._adapt(bucket, state["adaptive"][bucket.name])
+            self._adapt(bucket, self._state(bucket, state["adaptive"][bucket.name]))
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals and velocities by `factor`."""
         for variable in self.variables:
             _assign(variable, _numpy(variable) * np.asarray(factor, variable.dtype.as_numpy_dtype))
         for bucket in self.buckets:
-            state = self.compressor.new_state(bucket.state.place)
-            state.load_state_dict(self._adaptive(bucket))
+            state = self._state(bucket, self._adaptive(bucket))
             state.rescale(factor)
-            self._adapt(bucket, state.state_dict())
+            self._adapt(bucket, state)
 
     def reset(self) -> None:
         """Start afresh: residuals zero, adaptive state and statistics as before the first step."""
@@ -461,7 +465,7 @@ class GraphPipeline:
             _assign(variable, np.zeros(variable.shape))
         for bucket in self.buckets:
             _assign(bucket.tally, np.zeros((2, 4)))
-            self._adapt(bucket, bucket.state.state_dict())
+            self._adapt(bucket, bucket.state)
 
 
 # --- tensors ---
