@@ -120,9 +120,7 @@ def _with(cls: Callable[..., Compressor], **chosen: Any) -> Callable[..., Compre
 
 def _threshold(ratio: float, **settings: Any) -> Compressor:
     # Entries of Laplace gradients exceed it with about the ratio's chance; at ratio 1 all do that are not zero.
-    return Threshold(
-        -np.log(ratio if isinstance(ratio, float) else ratio.end), ratio=ratio, **{"capacity": 4.0, **settings}
-    )
+    return Threshold(-np.log(ratio if isinstance(ratio, float) else ratio.end), ratio=ratio, **settings)
 
 
 _RANDOM: dict[str, Any] = {"largest": False, "follows_order": True}
@@ -133,12 +131,13 @@ COMPRESSORS = [
     Row("topk-union", _with(TopK, union=True)),
     *(
         Row(f"sidco-{distribution}-{adapt}", _with(SIDCo, distribution=distribution, adapt=adapt), band=band)
-        for distribution in ("exponential", "gamma", "gpareto")
-        for adapt, band in (("paper", (0.8, 1.2)), ("robust", (0.95, 1.05)))
+        for distribution, paper in (("exponential", (1.0, 1.2)), ("gamma", (0.75, 1.3)), ("gpareto", (0.8, 1.25)))
+        for adapt, band in (("paper", paper), ("robust", (0.95, 1.05)))
     ),
+    Row("sidco-guarded", _with(SIDCo, adapt="guarded"), band=(1.0, 1.2)),
     Row("sidco-one-stage", _with(SIDCo, stages=1), band=(0.5, 1.25)),
     Row("gaussiank", GaussianK, band=(0.9, 1.1)),
-    Row("gaussiank-paper", _with(GaussianK, refine="paper"), band=(0.01, 1.34)),
+    Row("gaussiank-paper", _with(GaussianK, refine="paper"), band=(0.9, 4.0)),
     Row("dgc", DGC, band=(0.9, 1.1), follows_order=True, momentum=True),
     Row("dgc-nesterov", _with(DGC, nesterov=True, masking=False), band=(0.9, 1.1), follows_order=True, momentum=True),
     Row("dgc-no-momentum", _with(DGC, momentum=0.0), band=(0.9, 1.1), follows_order=True),
@@ -150,7 +149,7 @@ COMPRESSORS = [
     Row("randomk-own", _with(RandomK, shared=False), **_RANDOM, workers_differ=True),
     Row("randomblock", RandomBlock, **_RANDOM),
     Row("randomblock-own", _with(RandomBlock, shared=False, blocks=5), **_RANDOM, workers_differ=True),
-    Row("threshold", _threshold, band=(0.9, 4.0), follows_scale=True),
+    Row("threshold", _threshold, band=(1.6, 6.3), follows_scale=True),
 ]
 
 
@@ -187,3 +186,7 @@ DEGENERATE: dict[str, np.ndarray] = {
     "one-outlier": np.r_[np.full(499, 1e-3), 1e6].astype(np.float32),
     "wide-range": np.geomspace(1e-38, 1e38, 500).astype(np.float32),
 }
+
+
+SCALES_WITHOUT_SQUARES = (1e-170, 1e160)
+"""Of float64 gradients: their squares underflow to 0, or overflow to infinity."""

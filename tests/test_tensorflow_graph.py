@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from table import DEGENERATE, KINDS, gradients
+from table import DEGENERATE, KINDS, SCALES_WITHOUT_SQUARES, gradients
 
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow", reason="Horovod was built without TensorFlow", exc_type=ImportError)
@@ -53,6 +53,7 @@ ROWS: dict[str, Make] = {
         for adapt in ("paper", "robust")
         for stages in (1, 3)
     },
+    "sidco-guarded-3": functools.partial(SIDCo, adapt="guarded", stages=3),
     "gaussiank": GaussianK,
     "gaussiank-paper": functools.partial(GaussianK, refine="paper"),
     "redsync-trim": RedSync,
@@ -255,6 +256,19 @@ def test_degenerate_gradients_are_reduced_as_by_numpy(make: Make) -> None:
             given = {str(size): np.zeros(size, np.float32) for size in SIZES}
             given[str(degenerate.size)] = np.where(np.abs(scaled) < TINY, 0, scaled)
             same_step(graph, host, given)
+
+
+@pytest.mark.parametrize(
+    "name", ["sidco-exponential-robust-3", "sidco-gpareto-robust-3", "gaussiank", "redsync-bisect"]
+)
+def test_scales_without_squares_are_reduced_as_by_numpy(name: str) -> None:
+    rng = np.random.default_rng(7)
+    graph, host = pair(ROWS[name], {"p": (500,)}, 0.1, residual_dtype="float64")
+    for scale in SCALES_WITHOUT_SQUARES:
+        for worker in (graph, host):
+            worker.engine.reset()
+        for _ in range(4):
+            same_step(graph, host, {"p": rng.laplace(size=500) * scale})
 
 
 @for_all

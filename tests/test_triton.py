@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from interpreted import tl, triton
-from table import DEGENERATE, gradients
+from table import DEGENERATE, SCALES_WITHOUT_SQUARES, gradients
 
 from horovod_sparse import fits
 from horovod_sparse.compressors.base import Compressor
@@ -254,9 +254,10 @@ POSITIVE = st.floats(1e-30, 1e30)
 
 @given(st.lists(st.tuples(POSITIVE, st.floats(0.0, 1e4), st.floats(1e-9, 1.0)), min_size=8, max_size=8))
 def test_fits(rows: list[tuple[float, float, float]]) -> None:
-    moments = [
-        (mean, mean * mean * spread, ratio) for mean, spread, ratio in [*rows, (0.0, 0.0, 0.5), *[(1.0, 1.0, 0.1)] * 7]
-    ]
+    moments = [(mean, mean * mean * spread, ratio) for mean, spread, ratio in [*rows, (0.0, 0.0, 0.5), (1.0, 1.0, 0.1)]]
+    # Variances that float64 does not hold.
+    moments += [(1e-170, 0.0, 0.1), (1e160, math.inf, 0.1), (1e160, math.nan, 0.1), (1e160, 0.0, 0.1)]
+    moments += [(1.0, math.inf, 0.1), (1e-160, 1e-300, 0.1)]
     out = torch.zeros(2, 16, dtype=torch.float64)
     _fits[(1,)](torch.tensor(moments, dtype=torch.float64).t().contiguous(), out, SIZE=16)
     for (mean, variance, ratio), exponential, pareto in zip(moments, *out.tolist(), strict=True):
@@ -323,6 +324,18 @@ def test_steps(make: Any, dtype: type) -> None:
     assert any(overflowed) and not all(overflowed)
     if make is COMPRESSORS["exponential"]:
         assert 0.0 in exact and 1.0 in exact
+
+
+@pytest.mark.parametrize("name", ["exponential", "gpareto", "one-stage"])
+@pytest.mark.parametrize("scale", SCALES_WITHOUT_SQUARES)
+def test_scales_without_squares(name: str, scale: float) -> None:
+    worker, rng = Worker(COMPRESSORS[name](0.1), [70, 80], np.float64), np.random.default_rng(1)
+    estimated = 0.0
+    for _ in range(4):
+        step = worker.step(rng.laplace(size=150) * scale)
+        check_choice(worker, step)
+        estimated += step.numbers["estimated"]
+    assert estimated > 0.0
 
 
 FINITE = st.floats(-(2.0**100), 2.0**100, width=32)
@@ -474,6 +487,7 @@ def test_what_selects_on_the_device() -> None:
         TopK(0.1, clip_norm=1.0),
         SIDCo(0.1, distribution="gamma"),
         SIDCo(0.1, adapt="paper"),
+        SIDCo(0.1, adapt="guarded"),
     ):
         assert rule_of(other) is None
 

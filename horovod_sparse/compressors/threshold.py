@@ -48,16 +48,21 @@ class Threshold(Compressor):
     As long as the message has room, every entry of the residual stays within the threshold: the total error is bounded,
     whatever the count (hard-threshold sparsifier with error feedback).
 
+    With feedback more is sent than what exceeds the threshold t in one gradient: a sum of independent entries of deviation s
+    leaves [-t, t] after about `(t/s + 0.6)^2` steps. If one normal entry in a hundred exceeds t, one in ten is sent in every
+    step. With heavier tails that factor of 10 is smaller, with a larger t it is larger.
+
     Args:
         threshold: a magnitude, finite, >= 0. It has the unit of the gradient: it changes its meaning with the model, with
             loss scaling and with the batch's averaging, and the count follows. `suggested_threshold` gives a start. Where the
             residual is rescaled (`lr_in_residual`, `rescale`) the threshold follows it.
         ratio: sizes the message and stands for the asked count in statistics, in (0, 1], or a schedule; nothing else depends
             on it. A count above the message's room is cut to the largest magnitudes, and counted as overflow.
-        others: those of `Compressor`. Message room is twice ratio * numel unless `capacity` says otherwise.
+        others: those of `Compressor`. Message room is 16 ratio * numel unless `capacity` says otherwise: enough for a threshold
+            that one entry of a gradient in a hundred exceeds, with `ratio=0.01`.
     """
 
-    default_capacity = 2.0
+    default_capacity = 16.0
 
     def __init__(self, threshold: float, *, ratio: float | Schedule = 0.01, **settings: Unpack[Settings]) -> None:
         super().__init__(ratio, **settings)
