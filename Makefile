@@ -2,7 +2,7 @@
 # PYTHON=python3.12 chooses the interpreter of a new .venv, TORCH=2.12.0 and TENSORFLOW=2.20.0 choose other releases than those of
 # constraints.txt, FRAMEWORKS=torch leaves TensorFlow out (docker/setup.sh).
 .DEFAULT_GOAL := help
-.PHONY: help setup test sanitize package demo demo-tensorflow docs lint types check clean
+.PHONY: help setup test test-all sanitize package demo demo-tensorflow docs lint types check clean
 export PYTHON FRAMEWORKS TORCH TENSORFLOW HOROVOD_GPU
 
 bin := .venv/bin
@@ -13,8 +13,17 @@ help: ## say what can be made
 setup: ## install everything into .venv; about a second when that is done already
 	@docker/setup.sh
 
-test: setup lint types ## lint, types, then all tests
-	$(bin)/python -m pytest tests
+# Tests of one process share the cores; those that start several need them all. Tests marked `full` are left to test-all.
+in_process = $(bin)/python -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
+launches = $(bin)/python -m pytest tests
+
+test: setup lint types ## lint, types, then the quick tests: about 5 minutes on 2 cores
+	$(in_process) -m "not full and not parallel"
+	$(launches) -m "not full and parallel"
+
+test-all: test ## the same, then all other tests: about 20 minutes on 2 cores
+	$(in_process) -m "(full or hypothesis) and not parallel" --hypothesis-profile full
+	$(launches) -m "full and parallel"
 
 sanitize: setup ## test the compiled kernels with the address and undefined behaviour sanitizers
 	$(bin)/python tests/sanitize.py

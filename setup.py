@@ -58,6 +58,7 @@ setup(
         "mpi": ["mpi4py>=4"],
         "test": [
             "pytest",
+            "pytest-xdist",
             "hypothesis",
             "ruff",
             "mypy",

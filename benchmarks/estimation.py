@@ -75,7 +75,10 @@ ROWS = (
     Row("SIDCo exponential", _with(SIDCo, distribution="exponential"), held=True),
     Row("SIDCo gamma", _with(SIDCo, distribution="gamma"), held=True),
     Row("SIDCo gpareto", _with(SIDCo, distribution="gpareto"), held=True),
+    Row("SIDCo exponential, guarded", _with(SIDCo, distribution="exponential", adapt="guarded")),
     Row("SIDCo exponential, paper", _with(SIDCo, distribution="exponential", adapt="paper")),
+    Row("SIDCo gamma, paper", _with(SIDCo, distribution="gamma", adapt="paper")),
+    Row("SIDCo gpareto, paper", _with(SIDCo, distribution="gpareto", adapt="paper")),
     Row("GaussianK bisect", _with(GaussianK, refine="bisect"), held=True),
     Row("GaussianK paper", _with(GaussianK, refine="paper")),
     # Without momentum, so that it selects from the same as the others.

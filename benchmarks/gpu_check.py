@@ -323,7 +323,7 @@ def measure(device: Device, numel: int, ratio: float, repetitions: int) -> Itera
                 [("SIDCo-P, " + kind, SIDCo(ratio, distribution="gpareto"), BAR)],
                 [("TopK, warm", TopK(ratio), BAR)],
                 [("TopK, cold", TopK(ratio), None)],
-                [("Threshold", Threshold(-math.log(ratio), ratio=ratio), None)],
+                [("Threshold", Threshold(-math.log(ratio), ratio=ratio, capacity=2.0), None)],
             ]
         rows = [step_row(device, *one, gradient) for group in groups for one in group]
         if number == 0:

@@ -25,8 +25,7 @@ part() {
 }
 
 part docker build --file docker/cpu.Dockerfile --tag "$image" --build-arg PIP_EXTRA_INDEX_URL "$@" .
-part "${container[@]}" make lint types
-part "${container[@]}" .venv/bin/python -m pytest tests
+part "${container[@]}" make test-all
 part "${container[@]}" make package
 part "${container[@]}" make demo demo-tensorflow
 trap 'stop_running; "${compose[@]}" down --volumes' EXIT

@@ -22,6 +22,11 @@ def compare(mine: Description, everyone: Iterable[Description], rank: int) -> No
             )
 
 
+def op_name(op: object, average: object, total: object) -> str:
+    """The name of an operation that Horovod knows by a number; `average` and `total` are its own two."""
+    return "hvd.Average" if op == average else "hvd.Sum" if op == total else repr(op)
+
+
 def _difference(mine: str | list[str], theirs: str | list[str]) -> tuple[str, str]:
     """Both values; of lists the first entry that differs."""
     if isinstance(mine, str) or isinstance(theirs, str):
@@ -34,11 +39,6 @@ def _difference(mine: str | list[str], theirs: str | list[str]) -> tuple[str, st
 
 def _entry(values: list[str], number: int) -> str:
     return f"{len(values)}, number {number} is {values[number] if number < len(values) else 'not there'}"
-
-
-def op_name(op: object, average: object) -> str:
-    """What users call the operation that gradients are reduced by; `average` is Horovod's value of hvd.Average."""
-    return "hvd.Average" if op == average else "hvd.Sum"
 
 
 def check_arguments(op: object, average: object, total: object, adasum: object, groups: object, c: Compressor) -> None:

@@ -5,8 +5,8 @@ They are floats, or with another `m` (see `algebra`) what stands for floats ther
 With `L = ln(1/ratio)`, each fit solves `P(|X| > threshold) = ratio` for one sparsity-inducing distribution of SIDCo
 (arXiv 2101.10761, https://arxiv.org/abs/2101.10761). All are scale-equivariant: moments of c|X| give c * threshold.
 Applied to the excesses over an earlier threshold they give the step to the next one. A ratio above 1 extrapolates
-below that earlier threshold (a negative step). Moments are finite: `mean >= 0`, `variance >= 0`, `mean_log <= ln(mean)`; ratios
-are positive. No fit then raises or returns NaN.
+below that earlier threshold (a negative step). `mean` is finite and >= 0, `variance` is >= 0, `mean_log <= ln(mean)`; ratios
+are positive. A variance that float64 cannot hold is not used; it is 0, infinite or NaN then. No fit then raises or returns NaN.
 """
 
 from __future__ import annotations
@@ -17,6 +17,13 @@ from horovod_sparse.algebra import FLOATS, Algebra
 
 # Below this variance / mean^2 all magnitudes are equal as far as float32 data can tell, and a shape cannot be fitted.
 _CONSTANT = 1e-12
+LEAST_SQUARE = 1e-290
+"""Smaller squares lose digits in float64, whose smallest number with all of them is 2e-308."""
+
+
+def is_held(square: float) -> bool:
+    """Whether float64 holds a mean of squares: it has neither overflowed nor underflowed."""
+    return (square >= LEAST_SQUARE) & (square < math.inf)
 
 
 def exponential(mean: float, ratio: float, m: Algebra = FLOATS) -> float:
@@ -28,7 +35,8 @@ def generalized_pareto(mean: float, variance: float, ratio: float, m: Algebra = 
     """Generalised Pareto magnitudes with location 0, by the method of moments.
 
     `alpha = (1 - mean^2/variance)/2`, `beta = mean (mean^2/variance + 1)/2`,
-    `threshold = beta (exp(alpha L) - 1)/alpha`; the shape alpha is below 1/2, and alpha = 0 is the exponential.
+    `threshold = beta (exp(alpha L) - 1)/alpha`; the shape alpha is below 1/2, and alpha = 0 is the exponential, which is
+    also fitted where float64 does not hold the squares: it needs none.
     """
 
     def fitted() -> float:
@@ -38,15 +46,17 @@ def generalized_pareto(mean: float, variance: float, ratio: float, m: Algebra = 
         log_survival = -m.log(ratio)
         return scale * log_survival * _expm1_over(shape * log_survival, m)
 
-    return m.choose(mean <= 0.0, lambda: 0.0, fitted)
+    return m.choose(is_held(mean * mean + variance), fitted, lambda: exponential(mean, ratio, m))
 
 
-def gamma(mean: float, mean_log: float, ratio: float) -> float:
+def gamma(mean: float, mean_log: float, ratio: float, *, closed_form: bool = False) -> float:
     """Gamma magnitudes: closed-form shape, exact inverse of the survival function.
 
     `s = ln(mean) - mean(ln|X|)`, `alpha = (3 - s + sqrt((s-3)^2 + 24 s))/(12 s)`, `beta = mean/alpha`,
-    `threshold = beta Q^-1(alpha, ratio)` with the regularised upper incomplete gamma function Q. The closed form
-    `-beta (ln ratio + ln Gamma(alpha))` of the paper is exact for alpha = 1 only and negative for small alpha.
+    `threshold = beta Q^-1(alpha, ratio)` with the regularised upper incomplete gamma function Q.
+
+    `closed_form` takes the paper's approximation of that inverse, `threshold = -beta (ln ratio + ln Gamma(alpha))`. It is exact
+    for alpha = 1 only. For small alpha it is negative, and 0 is returned.
     """
     if mean <= 0.0:
         return 0.0
@@ -54,10 +64,13 @@ def gamma(mean: float, mean_log: float, ratio: float) -> float:
     if s <= _CONSTANT:
         return mean
     shape = (3.0 - s + math.sqrt((s - 3.0) ** 2 + 24.0 * s)) / (12.0 * s)
+    scale = mean / shape
+    if closed_form:
+        return max(-scale * (math.log(ratio) + math.lgamma(shape)), 0.0)
     # Here because importing SciPy's special functions takes longer than importing the rest of the package.
     from scipy.special import gammainccinv
 
-    return mean / shape * float(gammainccinv(shape, ratio))
+    return scale * float(gammainccinv(shape, ratio))
 
 
 def _expm1_over(x: float, m: Algebra) -> float:

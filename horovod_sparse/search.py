@@ -19,8 +19,11 @@ _LEAST_SAMPLED = 100
 
 def below_largest(largest: float, threshold: float) -> float:
     """`threshold`, or less, so that at least one entry exceeds it, the largest, unless all are zero."""
-    # In the precision of the comparison.
-    return min(threshold, float(np.nextafter(np.float32(largest), np.float32(0.0))))
+    # In the precision of the comparison, which is that of the entries: float32 if it holds the largest.
+    with np.errstate(over="ignore"):
+        single = np.float32(largest)
+    below = np.nextafter(single, np.float32(0.0)) if float(single) == largest else math.nextafter(largest, 0.0)
+    return min(threshold, float(below))
 
 
 def search_threshold(

@@ -6,8 +6,9 @@ SIDCo's follows with its number of fitting stages, MiCRO's with its threshold.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, cast
 
 Rule = Literal["paper", "robust"]
 
@@ -21,9 +22,13 @@ _FLOOR = 1e-6
 """Stands for an average of zero when a logarithm is taken."""
 
 
+MOST_STAGES = 64
+"""Of any ratio: so many halvings leave nothing of the largest bucket."""
+
+
 def most_stages(ratio: float) -> int:
-    """M_max = ceil(ln(ratio)/ln(0.5)), at least 1: as many stages as halvings lead to `ratio`."""
-    return max(1, math.ceil(math.log(ratio) / math.log(0.5)))
+    """M_max = ceil(ln(ratio)/ln(0.5)), within [1, 64]: as many stages as halvings lead to `ratio`."""
+    return min(max(1, math.ceil(math.log(ratio) / math.log(0.5))), MOST_STAGES)
 
 
 @dataclass
@@ -81,14 +86,14 @@ class StageController:
             "errors": [[stages, error, measured] for stages, (error, measured) in sorted(self._errors.items())],
         }
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned. Raises ValueError for anything else."""
-        stages, window, seen, errors = (state.get(key) for key in ("stages", "window", "windows_seen", "errors"))
-        if not (
-            isinstance(stages, int) and isinstance(window, list) and isinstance(seen, int) and isinstance(errors, list)
-        ):
+        keys = ("stages", "window", "windows_seen", "errors")
+        stages, window, seen, errors = (cast(Any, state.get(key)) for key in keys)
+        if not (_is_stages(stages) and _is_window(window) and _is_count(seen) and _are_errors(errors)):
             raise ValueError(
-                f"adaptive state must have stages, window, windows_seen and errors, got {state}; another algorithm saved it"
+                f"adaptive state must have stages in [1, {MOST_STAGES}], a window of at most {PERIOD - 1} numbers >= 0, "
+                f"windows_seen >= 0 and errors, got {state}; another algorithm saved it, or it is damaged"
             )
         self.stages = stages
         self._window = list(window)
@@ -96,16 +101,43 @@ class StageController:
         self._errors = {int(m): (float(error), int(measured)) for m, error, measured in errors}
 
 
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_stages(value: object) -> bool:
+    return type(value) is int and 1 <= value <= MOST_STAGES
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and 0.0 <= cast(float, value) < math.inf
+
+
+def _is_window(value: object) -> bool:
+    return isinstance(value, list) and len(value) < PERIOD and all(map(_is_number, value))
+
+
+def _are_errors(value: object) -> bool:
+    """Of the form of `StageController.state_dict`."""
+    return isinstance(value, list) and all(
+        isinstance(one, (list, tuple))
+        and len(one) == 3
+        and _is_stages(one[0])
+        and _is_number(one[1])
+        and _is_count(one[2])
+        for one in value
+    )
+
+
 Scaling = Literal["two_sided", "paper"]
 
 _FINE, _COARSE = 0.00125, 0.005
 _BAND = 1.1
-_FAR = 2.0
-_FAR_GAIN = 0.05
+_GAIN = 0.02
 _MOST_RATIO = 4.0
 _REPAID = 0.1
 """Part of the excess that each step tries to make good."""
-_MOST_EXCESS = 5.0
+MOST_EXCESS = 5.0
 
 
 @dataclass
@@ -113,10 +145,9 @@ class ThresholdController:
     """MiCRO's threshold (https://arxiv.org/abs/2310.00967): it follows x = count/k in small steps.
 
     `scaling="paper"`: times 1.005 if x > 1.1, times 1.00125 if 1/1.1 < x <= 1.1, times 0.995 below: within the band
-    it only rises. `scaling="two_sided"`: within the band times 1.00125 if x > 1, else times 0.99875; beyond a factor 2
-    times `x^0.05`, with x within [1/4, 4], since a threshold that is far off would take hundreds of steps; and x is
-    `count/k + 0.1 excess`, where excess sums up count/k - 1 over the steps, within [-5, 5]: without it a residual that
-    grows, and with it the threshold that is needed, leaves the count above k for as long.
+    it only rises. `scaling="two_sided"`: times `x^0.02`, where x is `count/k + 0.1 excess`, within [1/4, 4], and excess sums up
+    count/k - 1 over the steps, within [-5, 5]: without it a residual that grows, and with it the threshold that is needed,
+    leaves the count above k for as long. A larger exponent overshoots when gradients become smaller at once.
     """
 
     scaling: Scaling
@@ -129,10 +160,6 @@ class ThresholdController:
         if self.scaling == "paper":
             self.threshold *= 1.0 + (_COARSE if x > _BAND else _FINE if x > 1.0 / _BAND else -_COARSE)
             return
-        self.excess = min(max(self.excess + x - 1.0, -_MOST_EXCESS), _MOST_EXCESS)
+        self.excess = min(max(self.excess + x - 1.0, -MOST_EXCESS), MOST_EXCESS)
         x += _REPAID * self.excess
-        if not 1.0 / _FAR <= x <= _FAR:
-            self.threshold *= min(max(x, 1.0 / _MOST_RATIO), _MOST_RATIO) ** _FAR_GAIN
-        else:
-            step = _FINE if 1.0 / _BAND < x <= _BAND else _COARSE
-            self.threshold *= 1.0 + step if x > 1.0 else 1.0 - step
+        self.threshold *= min(max(x, 1.0 / _MOST_RATIO), _MOST_RATIO) ** _GAIN

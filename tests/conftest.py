@@ -1,22 +1,46 @@
-"""What must be so before any test module is imported."""
+"""What must be so before any test module is imported, and what every test must leave as it was."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+from hypothesis import settings
+from parallel.launch import launcher_variables
+
 # Triton's kernels are interpreted, on the CPU.
 os.environ["TRITON_INTERPRET"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # The workers share the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 if find_spec("triton") is None:
     # Where `make setup` puts it.
     sys.path.append(str(Path(sys.prefix, "triton")))
 
-try:
+# Tests that need Triton skip without it; test_docker.py sees to it that `make setup` has installed it.
+with suppress(ImportError):
     # Before TensorFlow: in the other order the process crashes.
     if "tensorflow" not in sys.modules:
         import_module("triton")
-except ImportError as error:
-    raise ImportError("the tests need Triton, for the CPU too: run 'make setup', which installs it") from error
+
+# A loaded machine may take any time for an example.
+settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True)
+settings.register_profile("full", max_examples=300, deadline=None, print_blob=True)
+settings.load_profile("quick")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher_variables_are_left() -> Iterator[None]:
+    """A test that initialises MPI or Horovod in this process would confuse every launcher that is started after it."""
+    before = launcher_variables()
+    yield
+    left = launcher_variables() - before
+    assert not left, (
+        f"the test has left {sorted(left)} in the environment: start a process for what initialises Horovod"
+    )

@@ -27,6 +27,7 @@ CORE = (
     *(
         "arguments",
         "averaging",
+        "backends",
         "buckets",
         "cost",
         "feedback",

@@ -71,8 +71,11 @@ def _tensorflow_backends() -> list[Backend]:
     return [Backend("tensorflow", NumpyOps(), memory_of_tensor, np.asarray, host_pipeline)]
 
 
+ORACLE = Backend("numpy", NumpyOps(), np.array, np.asarray)
+"""Held to all laws; the others are held to it."""
+
 BACKENDS = [
-    Backend("numpy", NumpyOps(), np.array, np.asarray),
+    ORACLE,
     Backend("numpy-compiled", host_ops(2), np.array, np.asarray),
     # Those frameworks that are installed: the package is to work with one alone, and with none.
     *(_torch_backends() if find_spec("torch") else []),
@@ -117,7 +120,7 @@ def _with(cls: Callable[..., Compressor], **chosen: Any) -> Callable[..., Compre
 
 def _threshold(ratio: float, **settings: Any) -> Compressor:
     # Entries of Laplace gradients exceed it with about the ratio's chance; at ratio 1 all do that are not zero.
-    return Threshold(-np.log(ratio), ratio=ratio, **{"capacity": 4.0, **settings})
+    return Threshold(-np.log(ratio if isinstance(ratio, float) else ratio.end), ratio=ratio, **settings)
 
 
 _RANDOM: dict[str, Any] = {"largest": False, "follows_order": True}
@@ -128,12 +131,13 @@ COMPRESSORS = [
     Row("topk-union", _with(TopK, union=True)),
     *(
         Row(f"sidco-{distribution}-{adapt}", _with(SIDCo, distribution=distribution, adapt=adapt), band=band)
-        for distribution in ("exponential", "gamma", "gpareto")
-        for adapt, band in (("paper", (0.8, 1.2)), ("robust", (0.95, 1.05)))
+        for distribution, paper in (("exponential", (1.0, 1.2)), ("gamma", (0.75, 1.3)), ("gpareto", (0.8, 1.25)))
+        for adapt, band in (("paper", paper), ("robust", (0.95, 1.05)))
     ),
+    Row("sidco-guarded", _with(SIDCo, adapt="guarded"), band=(1.0, 1.2)),
     Row("sidco-one-stage", _with(SIDCo, stages=1), band=(0.5, 1.25)),
     Row("gaussiank", GaussianK, band=(0.9, 1.1)),
-    Row("gaussiank-paper", _with(GaussianK, refine="paper"), band=(0.01, 1.34)),
+    Row("gaussiank-paper", _with(GaussianK, refine="paper"), band=(0.9, 4.0)),
     Row("dgc", DGC, band=(0.9, 1.1), follows_order=True, momentum=True),
     Row("dgc-nesterov", _with(DGC, nesterov=True, masking=False), band=(0.9, 1.1), follows_order=True, momentum=True),
     Row("dgc-no-momentum", _with(DGC, momentum=0.0), band=(0.9, 1.1), follows_order=True),
@@ -145,7 +149,7 @@ COMPRESSORS = [
     Row("randomk-own", _with(RandomK, shared=False), **_RANDOM, workers_differ=True),
     Row("randomblock", RandomBlock, **_RANDOM),
     Row("randomblock-own", _with(RandomBlock, shared=False, blocks=5), **_RANDOM, workers_differ=True),
-    Row("threshold", _threshold, band=(0.9, 4.0), follows_scale=True),
+    Row("threshold", _threshold, band=(1.6, 6.3), follows_scale=True),
 ]
 
 
@@ -174,7 +178,7 @@ DEGENERATE: dict[str, np.ndarray] = {
     "two-hot": np.eye(1, 500, 123, dtype=np.float32)[0] + np.eye(1, 500, 3, dtype=np.float32)[0] * 2,
     "one-element": np.array([2.5], np.float32),
     "two-elements": np.array([-2.5, 1.0], np.float32),
-    "huge": np.linspace(-3e38, 3e38, 501, dtype=np.float32),
+    "huge": np.linspace(-3e38, 3e38, 500, dtype=np.float32),
     "denormal": (np.arange(500) * 1e-45).astype(np.float32),
     "all-smallest": np.full(500, 1e-45, np.float32),
     "plus-minus-one": np.where(np.arange(500) % 2, 1.0, -1.0).astype(np.float32),
@@ -182,3 +186,7 @@ DEGENERATE: dict[str, np.ndarray] = {
     "one-outlier": np.r_[np.full(499, 1e-3), 1e6].astype(np.float32),
     "wide-range": np.geomspace(1e-38, 1e38, 500).astype(np.float32),
 }
+
+
+SCALES_WITHOUT_SQUARES = (1e-170, 1e160)
+"""Of float64 gradients: their squares underflow to 0, or overflow to infinity."""

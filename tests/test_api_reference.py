@@ -16,6 +16,7 @@ SOURCES = sorted((ROOT / "horovod_sparse").rglob("*.py"))
 TREES = {source.relative_to(ROOT).as_posix(): ast.parse(source.read_text(encoding="utf-8")) for source in SOURCES}
 
 
+@pytest.mark.full
 def test_the_reference_is_made_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("pdoc")
     command = [sys.executable, "docs/api.py", str(tmp_path)]

@@ -50,7 +50,7 @@ def test_common_settings(make: Any, settings: dict[str, Any], message: str) -> N
         ({"stages": 0}, "stages must be 'auto' or an int in [1, 64], got 0"),
         ({"stages": 65}, "stages must be 'auto' or an int in [1, 64], got 65"),
         ({"stages": "many"}, "stages must be 'auto' or an int in [1, 64], got 'many'"),
-        ({"adapt": "mode-1"}, "adapt must be one of 'paper', 'robust', got 'mode-1'"),
+        ({"adapt": "mode-1"}, "adapt must be one of 'paper', 'guarded', 'robust', got 'mode-1'"),
     ],
 )
 def test_sidco_settings(settings: dict[str, Any], message: str) -> None:

@@ -41,17 +41,15 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_compressor_of_the_page_passes_all_laws() -> None:
     page = ROOT / "docs" / "adding-a-compressor.md"
     code = pages.blocks(page, "python")[0].text
     assert sum(bool(line) for line in code.splitlines()) <= 30, "the page promises 30 lines"
     (row,) = re.findall(r"`(Row\(.*\))`", page.read_text(encoding="utf-8"))
     # In a process of its own: the table of compressors is replaced before the laws are collected.
-    laws = "import sys, pytest, table\nfrom table import Row\n"
-    laws += (
-        f"table.COMPRESSORS[:] = [{row}]\nsys.exit(pytest.main(['tests/test_laws.py', '-q', '-p', 'no:cacheprovider']))"
-    )
+    laws = f"import sys, pytest, table\nfrom table import Row\ntable.COMPRESSORS[:] = [{row}]\n"
+    laws += "sys.exit(pytest.main(['tests/test_laws.py', 'tests/test_backends.py', '-q', '-p', 'no:cacheprovider']))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     done = subprocess.run(
         [sys.executable, "-c", code + laws],

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from driver import dense_sum, exchange, make_pipeline, send
-from table import BACKENDS, Backend, gradients
+from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.noop import NoOp
@@ -82,7 +82,11 @@ def test_dense_steps_keep_the_momentum(backend: Backend) -> None:
     assert send(backend, pipeline, gradients("gaussian", 300, rng)).indices.size == 30
 
 
-@pytest.mark.parametrize("make", [MiCRO, RandomK, RandomBlock, lambda r, **s: TopK(r, union=True, **s), NoOp], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [MiCRO, RandomK, RandomBlock, lambda r, **s: TopK(r, union=True, **s), NoOp],
+    ids=["micro", "randomk", "randomblock", "union", "noop"],
+)
 def test_velocity_is_zero_where_entries_were_sent_in_every_exchange(make: Any) -> None:
     backend = BACKENDS[0]
     settings = {"momentum_correction": MomentumCorrection(0.9)}
@@ -218,6 +222,68 @@ def test_gradients_whose_squares_overflow_are_clipped_too(backend: Backend) -> N
         pipeline.arrive("p", given)
         kept = backend.numpy(pipeline.buckets[0].buffer)
         np.testing.assert_allclose(np.linalg.norm(kept), 3.0, rtol=1e-12)
+
+
+@on_every_backend
+@pytest.mark.parametrize("row", [row for row in COMPRESSORS if not row.momentum], ids=str)
+def test_thresholds_and_controllers_follow_the_learning_rate(backend: Backend, row: Row) -> None:
+    """In units of the update nothing happens when the rate changes: the same entries are sent, whatever the rates were.
+
+    Powers of two, so that the units differ by no rounding.
+    """
+    size, steps, change = 2000, 60, 30
+    pipelines = [make_pipeline(backend, row.make(0.02, lr_in_residual=True), {"p": (size,)}) for _ in range(2)]
+    rng = np.random.default_rng(12)
+    for step in range(steps):
+        gradient = gradients("laplace", size, rng)
+        sent = []
+        for pipeline, rate in zip(pipelines, (1.0, 1.0 if step < change else 0.125), strict=True):
+            pipeline.start_step()
+            bucket = pipeline.arrive("p", backend.array(gradient / np.float32(rate)), rate)
+            assert bucket is not None
+            parts = exchange(backend, [pipeline], [bucket])[0]["p"]
+            pipeline.end_step()
+            assert parts is not None
+            sent.append((parts[0][0], parts[0][1] * np.float32(rate)))
+        (indices, values), (expected, expected_values) = sent
+        np.testing.assert_array_equal(indices, expected)
+        np.testing.assert_array_equal(values, expected_values)
+
+
+@on_every_backend
+def test_micro_stays_at_its_count_when_the_rate_drops(backend: Backend) -> None:
+    """After the rate has come down to a tenth the residual counts for ten times as much as a gradient."""
+    compressor = MiCRO(0.01, lr_in_residual=True)
+    world, size, k = 2, 20_000, 200
+    pipelines = [
+        make_pipeline(backend, compressor, {"p": (size,)}, world=world, position=rank) for rank in range(world)
+    ]
+    rng, counts = np.random.default_rng(13), []
+    for step in range(160):
+        for pipeline in pipelines:
+            pipeline.arrive("p", backend.array(gradients("laplace", size, rng)), 0.1 if step < 100 else 0.01)
+        parts = exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines])[0]["p"]
+        for pipeline in pipelines:
+            pipeline.end_step()
+        assert parts is not None
+        counts.append(parts[0][0].size)
+    assert min(counts[100:]) >= k / 10 and max(counts[100:]) <= 1.75 * k, counts[100:]
+
+
+@on_every_backend
+def test_a_controller_starts_again_where_rates_change_differently(backend: Backend) -> None:
+    pipeline = make_pipeline(backend, MiCRO(0.05, lr_in_residual=True), {"p": (1000,), "q": (1000,)})
+    rng = np.random.default_rng(14)
+    for rates in ((0.1, 0.2), (0.1, 0.2), (0.01, 0.02), (0.01, 0.02), (0.01, 0.01), (0.01, 0.01)):
+        for name, rate in zip(("p", "q"), rates, strict=True):
+            bucket = pipeline.arrive(name, backend.array(gradients("laplace", 1000, rng)), rate)
+        assert bucket is not None
+        before = bucket.state.state_dict()["current"]
+        exchange(backend, [pipeline], [bucket])
+        pipeline.end_step()
+        started_again = bucket.state.state_dict()["current"] == 0.0
+        assert started_again == (rates == (0.01, 0.01) and before > 0.0)
+        assert bucket.state.step == pipeline.stats().steps
 
 
 @on_every_backend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from horovod_sparse import fits
+from horovod_sparse.compressors import gaussiank
+from horovod_sparse.ops import Moments
 
 POSITIVE = st.floats(1e-30, 1e30)
 RATIOS = st.floats(1e-6, 1.0)
@@ -75,6 +78,38 @@ def test_gamma_of_a_tiny_shape_is_positive_where_the_closed_form_is_not() -> Non
     s = math.log(shape) + 10.4237549  # ln(shape) - digamma(shape)
     threshold = fits.gamma(shape, math.log(shape) - s, 0.25)
     assert stats.gamma(shape).sf(threshold) == pytest.approx(0.25, rel=0.05)
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.01, 0.001])
+def test_the_papers_closed_form_of_gamma(ratio: float) -> None:
+    """Exact for shape 1, and never negative."""
+    for shape in (0.5, 2.0):
+        fitted = fits.gamma(shape, math.log(shape) - GAMMA[shape], ratio, closed_form=True)
+        # The shape is approximate too.
+        assert fitted == pytest.approx(-math.log(ratio) - math.lgamma(shape), rel=0.02)
+    assert fits.gamma(1.0, -GAMMA[1.0], ratio, closed_form=True) == pytest.approx(-math.log(ratio), rel=0.01)
+    assert fits.gamma(1e-4, math.log(1e-4) - 1e4, ratio, closed_form=True) == 0.0
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.001])
+@pytest.mark.parametrize(
+    ("mean", "variance"),
+    [
+        (1e-170, 0.0),
+        (1e-150, 1e-300),
+        (5e-324, 0.0),
+        (1e160, math.inf),
+        (1e160, math.nan),
+        (1e160, 0.0),
+        (1.0, math.inf),
+    ],
+)
+def test_squares_that_float64_does_not_hold_are_not_used(mean: float, variance: float, ratio: float) -> None:
+    assert fits.generalized_pareto(mean, variance, ratio) == fits.exponential(mean, ratio)
+    whole = Moments(100, mean, variance, math.nan)
+    # Of a normal distribution of mean magnitude 1.
+    expected = math.sqrt(math.pi / 2) * -NormalDist().inv_cdf(0.005)
+    assert gaussiank.fit(whole, 1, 100) == pytest.approx(mean * expected)
 
 
 @given(mean=POSITIVE, variance=st.floats(0.0, 1e60), ratio=RATIOS, scale=st.sampled_from((2.0**-20, 2.0**20)))

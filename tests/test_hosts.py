@@ -63,6 +63,7 @@ def test_wrong_options_are_refused(options: list[str], message: str) -> None:
     assert done.returncode == 2 and message in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parallel
 def test_workers_run_on_hosts_of_their_own_and_nothing_is_left(hosts: Any) -> None:
     reason = hosts.missing()
@@ -72,7 +73,7 @@ def test_workers_run_on_hosts_of_their_own_and_nothing_is_left(hosts: Any) -> No
     command = [sys.executable, SCRIPT, "--hosts", "3", "--rate", "100mbit", "--", "sh", "-c", told]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=clean_environment(), **pipes) as process:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=120)
     assert process.returncode == 3, output
     for number in range(3):
         assert f"host{number}\n" in output
@@ -82,6 +83,7 @@ def test_workers_run_on_hosts_of_their_own_and_nothing_is_left(hosts: Any) -> No
     assert f"hs{process.pid}-" not in spaces
 
 
+@pytest.mark.full
 @pytest.mark.parallel
 def test_step_time_prints_a_row_for_each_contender() -> None:
     small = ["--rounds", "2", "--width", "32", "--layers", "1", "--heads", "2", "--context", "16"]

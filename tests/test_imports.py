@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import horovod_sparse
 
 PACKAGE = Path(horovod_sparse.__file__).parent
+TESTS = Path(__file__).parent
 FRAMEWORKS = ("torch", "tensorflow", "keras", "horovod", "mpi4py")
 CORE = sorted(
     path for path in [*PACKAGE.glob("*.py"), *PACKAGE.glob("compressors/*.py")] if path.stem not in ("cli", "probes")
@@ -92,3 +94,14 @@ def test_adapters_never_import_each_other() -> None:
             for other in set(adapters) - {adapter}:
                 names = {name for name in imported(path) if name.startswith(f"horovod_sparse.{other}")}
                 assert names <= allowed, path
+
+
+def test_without_triton_only_its_own_tests_are_skipped() -> None:
+    # Where `make setup` puts Triton is then not found.
+    code = "import sys, pytest; sys.prefix = '/nowhere'; sys.exit(pytest.main(sys.argv[1:]))"
+    tests = ["tests/test_wire.py", "tests/test_triton.py", "tests/test_triton_pipeline.py"]
+    command = [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 skipped" in done.stdout and "Triton is not installed" in done.stdout
+    assert re.search(r"[1-9]\d* passed", done.stdout)

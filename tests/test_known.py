@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from driver import exchange, make_pipeline, send
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from table import BACKENDS, Backend, gradients
@@ -37,7 +37,6 @@ def above(x: np.ndarray, cut: float, first: int = 0) -> Above:
     threshold=st.sampled_from((0.0, 0.1, 0.25, 0.5, 0.75, 2.0, 9.0)),
     count=st.integers(1, 60),
 )
-@settings(max_examples=300, deadline=None)
 def test_every_answer_is_that_of_the_whole(x: np.ndarray, cut: float, threshold: float, count: int) -> None:
     known, count = Known(OPS, x, OPS.measure(x), above(x, cut)), min(count, x.size)
     assert known.measure(x) == OPS.measure(x)

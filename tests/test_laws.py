@@ -1,4 +1,4 @@
-"""The laws that every compressor obeys on every backend."""
+"""The laws that every compressor obeys: the oracle is held to them, and every other backend to the oracle (`test_backends`)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 from driver import Sent, dense_sum, exchange, make_pipeline, send
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from table import BACKENDS, COMPRESSORS, DEGENERATE, KINDS, Backend, Row, gradients
+from table import COMPRESSORS, DEGENERATE, KINDS, ORACLE, SCALES_WITHOUT_SQUARES, Backend, Row, gradients
 
 from horovod_sparse.bucket import Bucket
 from horovod_sparse.pipeline import Pipeline
 from horovod_sparse.schedules import warmup
 
-pytestmark = pytest.mark.parametrize("backend", BACKENDS, ids=str)
+pytestmark = pytest.mark.parametrize("backend", [ORACLE], ids=str)
 
 
 def for_rows(holds: Callable[[Row], bool]) -> pytest.MarkDecorator:
@@ -60,7 +60,6 @@ def check_step(row: Row, pipeline: Pipeline, after: np.ndarray, sent: Sent) -> N
 
 @for_all
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
 def test_sent_plus_kept_is_gradient_plus_residual(backend: Backend, row: Row, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 300))
     ratio = data.draw(st.sampled_from((1.0, 0.5, 0.1, 0.01)))
@@ -76,17 +75,36 @@ def test_sent_plus_kept_is_gradient_plus_residual(backend: Backend, row: Row, da
 
 
 @for_all
-# The velocity of huge gradients overflows, as that of an optimizer does.
-@pytest.mark.filterwarnings("ignore:overflow encountered in add:RuntimeWarning")
 @pytest.mark.parametrize("name", DEGENERATE)
 def test_degenerate_gradients_neither_crash_nor_starve(backend: Backend, row: Row, name: str) -> None:
-    gradient = DEGENERATE[name]
+    # With momentum sums become ten times as large; what overflows has a test of its own.
+    gradient = DEGENERATE[name] * np.float32(0.05 if name == "huge" and row.momentum else 1.0)
     for ratio in (1.0, 0.3, 0.01):
         pipeline, bucket = one_bucket(backend, row, gradient.size, ratio)
         for step in range(12):
             scaled = gradient if step == 0 else gradient * np.float32(0.01)
             sent = send(backend, pipeline, scaled)
             check_step(row, pipeline, backend.numpy(bucket.buffer), sent)
+
+
+@for_all
+# NumPy says that squares overflow, and the values that leave are float32.
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("scale", SCALES_WITHOUT_SQUARES)
+def test_scales_whose_squares_float64_does_not_hold(backend: Backend, row: Row, scale: float) -> None:
+    """Formulas of squares are done without: what qualifies is about as many entries as ever."""
+    rng = np.random.default_rng(14)
+    for ratio in row.ratios:
+        pipeline, bucket = one_bucket(backend, row, 500, ratio, residual_dtype="float64")
+        for _ in range(6):
+            sent = send(backend, pipeline, rng.laplace(size=500) * scale)
+            after = backend.numpy(bucket.buffer)
+            assert np.isfinite(after).all() and np.isfinite(sent.values).all()
+            check_step(row, pipeline, after, sent)
+            total = pipeline.stats().last.total
+            # MiCRO's threshold goes over the network as float32, which holds no such number.
+            if not row.follows_scale and not row.workers_differ:
+                assert total.count + total.overflow <= 2 * row.band[1] * ratio * 500 + 2
 
 
 @for_all
@@ -297,20 +315,6 @@ def test_ratio_one_sends_everything(backend: Backend, row: Row) -> None:
     everything[indices] = values
     np.testing.assert_array_equal(everything, before)
     assert not backend.numpy(bucket.buffer).any()
-
-
-@for_all
-def test_backends_select_the_same_entries(backend: Backend, row: Row) -> None:
-    oracle = BACKENDS[0]
-    for kind in KINDS:
-        for ratio in row.ratios:
-            rng = np.random.default_rng(10)
-            pipelines = [one_bucket(side, row, 5000, ratio)[0] for side in (oracle, backend)]
-            for _ in range(15):
-                gradient = gradients(kind, 5000, rng)
-                expected, got = (send(side, p, gradient) for side, p in zip((oracle, backend), pipelines, strict=True))
-                np.testing.assert_array_equal(got.indices, expected.indices)
-                np.testing.assert_array_equal(got.values, expected.values)
 
 
 @for_all

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from table import BACKENDS, WITH_VERBS, Backend
@@ -52,7 +52,6 @@ def test_moments_over_many_chunks(backend: Backend) -> None:
 
 @on_every_backend
 @given(x=ARRAYS, threshold=st.floats(0.0, 4.0), capacity=st.integers(1, 50))
-@settings(max_examples=200)
 def test_select_above(backend: Backend, x: np.ndarray, threshold: float, capacity: int) -> None:
     selection = backend.ops.select_above(backend.array(x), threshold, capacity)
     above = np.flatnonzero(np.abs(x) > x.dtype.type(threshold))

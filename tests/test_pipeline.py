@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from driver import exchange, make_pipeline, send
-from table import BACKENDS, Backend, gradients
+from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
 from horovod_sparse.buckets import Parameter, plan
+from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.sidco import SIDCo
+from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.pipeline import Pipeline
 
@@ -87,6 +90,125 @@ def test_loading_is_strict_and_changes_nothing_when_it_fails(backend: Backend, d
         pipeline.load_state_dict(state)
     for name, residual in pipeline.state_dict()["residuals"].items():
         np.testing.assert_array_equal(backend.numpy(residual), before[name])
+
+
+DAMAGES = {
+    "not a dict": lambda state: None,
+    "a part is None": lambda state: {**state, "velocities": None},
+    "a part is missing": lambda state: {part: value for part, value in state.items() if part != "learning_rates"},
+    "NaN": lambda state: _with_residual(state, np.nan),
+    "infinity": lambda state: _with_residual(state, np.inf),
+    "complex": lambda state: _with_residual(state, 1j, np.complex64),
+    "boolean": lambda state: _with_residual(state, True, np.bool_),
+    "integers": lambda state: _with_residual(state, 1, np.int64),
+    "text": lambda state: {**state, "residuals": {**state["residuals"], "head": "text"}},
+    "a rate of NaN": lambda state: {**state, "learning_rates": {"head": math.nan}},
+    "a rate of nothing": lambda state: {**state, "learning_rates": {"else": 0.1}},
+    "a rate that is true": lambda state: {**state, "learning_rates": {"head": True}},
+    "sparse": lambda state: {**state, "sparse": [1]},
+    **{
+        f"{name}={value!r}": lambda state, name=name, value=value: _with_adaptive(state, **{name: value})
+        for name, values in {
+            "step": (-1, 1.5, True, None, 10**30),
+            "aim": (math.nan, math.inf, -1.0, 0.0, 1e9, 1, None, "1"),
+            "cut": (math.nan, -1.0, 0.0, 1, None),
+            "stages": (0, -3, 10**9, 2.0, True, None),
+            "windows_seen": (-1, 0.5, None),
+            "window": (None, [math.nan], [-1.0], [1.0] * 5, ["x"], [None], 3.0),
+            "errors": (None, [[1, 2]], [[0, 0.1, 1]], [[10**9, 0.1, 1]], [[1, math.nan, 1]], [[1, 0.1, -1]], [3]),
+        }.items()
+        for value in values
+    },
+}
+
+
+def _with_residual(state: Any, value: Any, dtype: Any = np.float32) -> Any:
+    return {**state, "residuals": {**state["residuals"], "head": np.full((7, 11), value, dtype)}}
+
+
+def _with_adaptive(state: Any, **changed: Any) -> Any:
+    return {**state, "adaptive": {**state["adaptive"], "head": {**state["adaptive"]["head"], **changed}}}
+
+
+@pytest.mark.parametrize("backend", [one for one in BACKENDS if one.name in ("numpy", "torch")], ids=str)
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_state_is_refused_and_changes_nothing(backend: Backend, name: str) -> None:
+    pipeline = pipeline_of(backend, SIDCo(0.1))
+    for seed in range(7):
+        step(backend, pipeline, seed)
+    before = pipeline.state_dict()
+    with pytest.raises(ValueError, match="must"):
+        pipeline.load_state_dict(DAMAGES[name](pipeline.state_dict()))
+    after = pipeline.state_dict()
+    assert after["adaptive"] == before["adaptive"]
+    for parameter, residual in before["residuals"].items():
+        np.testing.assert_array_equal(backend.numpy(after["residuals"][parameter]), backend.numpy(residual))
+
+
+@pytest.mark.parametrize("row", COMPRESSORS, ids=str)
+def test_damaged_numbers_of_every_algorithm_are_refused(row: Row) -> None:
+    backend = BACKENDS[0]
+    pipeline = make_pipeline(backend, row.make(0.1), {"p": (300,)})
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        send(backend, pipeline, gradients("laplace", 300, rng))
+    state = pipeline.state_dict()
+    for name, value in state["adaptive"]["p"].items():
+        for damaged in (math.nan, -math.inf, None, "text", [None]) if not isinstance(value, list) else (None, [None]):
+            with pytest.raises(ValueError, match="adaptive state must"):
+                pipeline.load_state_dict({**state, "adaptive": {"p": {**state["adaptive"]["p"], name: damaged}}})
+    pipeline.load_state_dict(state)
+
+
+@on_every_backend
+def test_steps_that_fail_are_not_counted(backend: Backend) -> None:
+    """Not even those of the buckets that were finite."""
+    pipeline = pipeline_of(backend, SIDCo(0.1, granularity="layer", not_finite="propagate"))
+    rng = np.random.default_rng(0)
+    for number in range(6):
+        for name, shape in SHAPES.items():
+            gradient = gradients("laplace", math.prod(shape), rng).reshape(shape)
+            if name == "kernel" and number % 2:
+                gradient[3] = np.inf
+            bucket = pipeline.arrive(name, backend.array(gradient))
+            assert bucket is not None
+            exchange(backend, [pipeline], [bucket])
+        pipeline.end_step()
+    assert pipeline.stats().steps == 3
+    assert {bucket.tally.steps for bucket in pipeline.buckets} == {3}
+    assert all(bucket.state.step == 6 for bucket in pipeline.buckets)
+
+
+def test_truncation_that_lasts_is_said_once() -> None:
+    backend = BACKENDS[0]
+    pipeline = make_pipeline(backend, Threshold(0.1, ratio=0.01, capacity=1.0), {"p": (1000,)})
+    rng = np.random.default_rng(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(99):
+            send(backend, pipeline, gradients("laplace", 1000, rng))
+        assert not caught
+        for _ in range(150):
+            send(backend, pipeline, gradients("laplace", 1000, rng))
+    assert len(caught) == 1
+    said = str(caught[0].message)
+    assert "for 100 steps more entries of bucket 'p' qualified than its message has room for" in said
+    assert "room for 10)" in said
+
+
+@on_every_backend
+def test_what_a_parameter_has_kept_is_dropped(backend: Backend) -> None:
+    for compressor in (SIDCo(0.1), DGC(0.1)):
+        pipeline = pipeline_of(backend, compressor)
+        step(backend, pipeline, 0)
+        before = pipeline.state_dict()
+        pipeline.drop("kernel")
+        after = pipeline.state_dict()
+        for part in ("residuals", "velocities"):
+            for name, array in before[part].items():
+                expected = np.zeros(500) if name == "kernel" else backend.numpy(array)
+                np.testing.assert_array_equal(backend.numpy(after[part][name]), expected)
+        step(backend, pipeline, 1)
 
 
 def test_a_torch_state_is_safe_to_load() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from horovod_sparse.compressors.threshold import Threshold, suggested_threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.schedules import warmup
+from horovod_sparse.search import below_largest
 
 OPS = NumpyOps()
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
@@ -172,12 +174,50 @@ def test_gaussian_quantile_is_two_sided() -> None:
         assert state.threshold == pytest.approx(z * np.sqrt(np.mean(x.astype(float) ** 2)), rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_papers_corrections_are_at_most_three(kind: str) -> None:
-    ops, compressor = CountingOps(), GaussianK(0.01, refine="paper")
-    x = gradients(kind, 20_000, np.random.default_rng(6))
-    compressor.select(ops, x, 200, 267, compressor.new_state())
-    assert ops.passes <= 4
+def sent_by_the_authors(u: np.ndarray, k: int) -> tuple[np.ndarray, float]:
+    """What the authors' loop sends, and the threshold that it was counted at."""
+    eta = -NormalDist().inv_cdf(k / u.size / 2) * np.sqrt(np.mean(u.astype(float) ** 2))
+    for _ in range(3):
+        counted_at, indices = eta, np.flatnonzero(np.abs(u) > np.float32(eta))
+        if indices.size < 2 * k / 3:
+            eta *= 0.5
+        elif indices.size > 4 * k / 3:
+            eta *= 1.5
+        else:
+            break
+    return indices, counted_at
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("ratio", [0.1, 0.01])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mostly-zero"])
+def test_paper_sends_what_the_authors_loop_counted_last(kind: str, ratio: float, feedback: bool) -> None:
+    size, rng = 10_000, np.random.default_rng(6)
+    compressor = GaussianK(ratio, refine="paper")
+    k, residual = compressor.asked(size), np.zeros(size, np.float32)
+    state, ops = compressor.new_state(), CountingOps()
+    for step in range(1, 26):
+        residual = residual * feedback + gradients(kind, size, rng)
+        expected, eta = sent_by_the_authors(residual, k)
+        selection = compressor.select(ops, residual, k, compressor.room(size, k, 1), state)
+        np.testing.assert_array_equal(selection.indices, expected)
+        assert state.threshold == pytest.approx(eta, rel=1e-9)
+        assert ops.passes <= 3 * step, "one to measure, two to count"
+        residual[expected] = 0
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(0.01, 3.65), (0.001, 1.58)])
+def test_paper_with_feedback_sends_as_much_as_the_authors_loop(ratio: float, expected: float) -> None:
+    size, rng = 100_000, np.random.default_rng(10)
+    compressor = GaussianK(ratio, refine="paper")
+    k, residual, state = compressor.asked(size), np.zeros(size, np.float32), compressor.new_state()
+    counts = []
+    for _ in range(300):
+        residual += gradients("laplace", size, rng)
+        indices = compressor.select(OPS, residual, k, compressor.room(size, k, 1), state).indices
+        counts.append(indices.size / k)
+        residual[indices] = 0
+    assert np.mean(counts[60:]) == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mostly-zero"])
@@ -215,6 +255,20 @@ def test_the_residual_stays_within_the_threshold(backend: Backend) -> None:
         assert np.abs(backend.numpy(pipeline.buckets[0].buffer)).max() <= 2.5
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_default_room_keeps_the_residual_within_the_threshold(kind: str) -> None:
+    """With the default ratio and the threshold that so many entries of a gradient exceed."""
+    size, rng = 10_000, np.random.default_rng(11)
+    compressor = Threshold(float(np.quantile(np.abs(gradients(kind, 200_000, rng)), 0.99)))
+    k, state, residual = compressor.asked(size), compressor.new_state(), np.zeros(size, np.float32)
+    for step in range(400):
+        residual += gradients(kind, size, rng)
+        selection = compressor.select(OPS, residual, k, compressor.room(size, k, 1), state)
+        assert selection.found == selection.indices.size, step
+        residual[selection.indices] = 0
+        assert np.abs(residual).max() <= compressor.threshold, step
+
+
 def test_suggested_thresholds() -> None:
     """Of five models at ratio 0.001, to the digits that are known."""
     for numel, expected in (
@@ -227,6 +281,18 @@ def test_suggested_thresholds() -> None:
         assert suggested_threshold(int(0.001 * numel)) == pytest.approx(expected, rel=2e-3)
     with pytest.raises(ValueError, match="k must be >= 1, got 0"):
         suggested_threshold(0)
+
+
+# --- the largest entry ---
+
+
+@pytest.mark.parametrize("largest", [1.0, 0.1, 1e-45, 3.4e38, 1e-170, 1e160, 5e-324, 1.7e308])
+def test_something_is_above_but_hardly_more_than_the_largest(largest: float) -> None:
+    threshold = below_largest(largest, math.inf)
+    assert 0.0 <= threshold < largest
+    assert threshold >= 0.999999 * largest or largest in (1e-45, 5e-324), "the smallest numbers there are"
+    if float(np.float32(min(largest, 3.4e38))) == largest:
+        assert np.float32(threshold) < np.float32(largest)
 
 
 # --- arguments of the constructors ---

@@ -10,10 +10,12 @@ from driver import make_pipeline, send
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
 PAIRS = list(itertools.permutations(BACKENDS, 2))
+ROWS = [row for row in COMPRESSORS if row.name in ("dgc", "sidco-gamma-robust", "micro")]
+"""With velocities, an adaptive state with lists, and a threshold; `test_backends` sees that all save the same, for all."""
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda backend: str(backend))
-@pytest.mark.parametrize("row", COMPRESSORS, ids=str)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_another_framework_goes_on_where_one_stopped(source: Backend, target: Backend, row: Row) -> None:
     rng = np.random.default_rng(0)
     one = make_pipeline(source, row.make(0.05), {"p": (20, 30)})

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from table import DEGENERATE, KINDS, gradients
+from table import DEGENERATE, KINDS, SCALES_WITHOUT_SQUARES, gradients
 
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow", reason="Horovod was built without TensorFlow", exc_type=ImportError)
@@ -53,13 +53,25 @@ ROWS: dict[str, Make] = {
         for adapt in ("paper", "robust")
         for stages in (1, 3)
     },
+    "sidco-guarded-3": functools.partial(SIDCo, adapt="guarded", stages=3),
     "gaussiank": GaussianK,
     "gaussiank-paper": functools.partial(GaussianK, refine="paper"),
     "redsync-trim": RedSync,
     "redsync-bisect": functools.partial(RedSync, method="bisect"),
     "threshold": lambda ratio, **settings: Threshold(-np.log(ratio), ratio=ratio, **settings),
 }
-for_all = pytest.mark.parametrize("make", ROWS.values(), ids=ROWS)
+QUICK = ("noop", "topk", "sidco-exponential-robust-3", "sidco-gpareto-robust-3", "sidco-gpareto-paper-1")
+QUICK += ("gaussiank", "redsync-bisect", "threshold")
+"""Every operation of the graph is in one of them; to trace a graph takes long."""
+
+
+def only_full(holds: bool) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.full] if holds else []
+
+
+for_all = pytest.mark.parametrize(
+    "make", [pytest.param(make, id=name, marks=only_full(name not in QUICK)) for name, make in ROWS.items()]
+)
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "layer": {"granularity": "layer"},
@@ -86,6 +98,8 @@ class Collectives:
         self.others: list[Any] = []
         """Their messages, by bucket: concatenated in rank order."""
         self.sent: list[Any] = []
+        self.dense_names: list[str] = []
+        """Of the dense collectives of a step."""
 
     def allgather(self, message: Any, name: str) -> Any:
         others = self.others[int(name.split(".")[0])] if self.others else tf.zeros([0, 2], tf.int32)
@@ -94,6 +108,7 @@ class Collectives:
         return tf.concat([others[:before], message, others[before:]], 0)
 
     def dense(self, tensor: Any, name: str, op: Any, predivide: float) -> Any:
+        self.dense_names.append(name)
         return tensor + tensor
 
 
@@ -114,8 +129,10 @@ class Worker:
         self.engine.add_dense(layouts, lambda name: None)
         self.run = tf.function(self._run, autograph=False, reduce_retracing=True)
 
-    def _run(self, gradients: dict[str, Any], others: list[Any]) -> tuple[dict[str, Any], list[Any]]:
-        self.collectives.others, self.collectives.sent = others, []
+    def _run(
+        self, gradients: dict[str, Any], others: list[Any], frozen: frozenset[str] = frozenset()
+    ) -> tuple[dict[str, Any], list[Any]]:
+        self.collectives.others, self.collectives.sent, self.collectives.dense_names = others, [], []
         dense = {p.name for p in self.dense}
         reduced = self.engine.reduce(
             Step(
@@ -123,22 +140,25 @@ class Worker:
                 gradients={name: gradient for name, gradient in gradients.items() if name not in dense},
                 dense={name: gradient for name, gradient in gradients.items() if name in dense},
                 others={},
-                dtypes={name: gradient.dtype for name, gradient in gradients.items()},
+                dtypes=dict.fromkeys(frozen, tf.float32) | {n: g.dtype for n, g in gradients.items()},
                 rate=tf.constant(np.nan, tf.float64),
                 op=mpi_ops.Average,
                 divisor=float(self.collectives.world),
                 predivide=1.0,
+                frozen=frozen,
             )
         )
         return reduced, [tf.identity(message) for message in self.collectives.sent]
 
     def step(
-        self, gradients: Mapping[str, np.ndarray], others: Sequence[np.ndarray] = ()
+        self,
+        gradients: Mapping[str, np.ndarray],
+        others: Sequence[np.ndarray] = (),
+        frozen: frozenset[str] = frozenset(),
     ) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
         """The reduced gradients and what was sent."""
-        reduced, sent = self.run(
-            {name: tf.constant(gradient) for name, gradient in gradients.items()}, [tf.constant(o) for o in others]
-        )
+        given = {name: tf.constant(gradient) for name, gradient in gradients.items()}
+        reduced, sent = self.run(given, [tf.constant(o) for o in others], frozen)
         return {name: tensor.numpy() for name, tensor in reduced.items()}, [message.numpy() for message in sent]
 
     def state(self) -> dict[str, Any]:
@@ -154,10 +174,14 @@ def pair(make: Make, shapes: Mapping[str, Sequence[int]], ratio: float = 0.1, **
 
 
 def same_step(
-    graph: Worker, host: Worker, gradients: Mapping[str, np.ndarray], others: Sequence[np.ndarray] = ()
+    graph: Worker,
+    host: Worker,
+    gradients: Mapping[str, np.ndarray],
+    others: Sequence[np.ndarray] = (),
+    frozen: frozenset[str] = frozenset(),
 ) -> dict[str, np.ndarray]:
     """Both paths' step, which must come to the same; what it reduces to."""
-    (got, sent), (expected, expected_sent) = graph.step(gradients, others), host.step(gradients, others)
+    (got, sent), (expected, expected_sent) = (worker.step(gradients, others, frozen) for worker in (graph, host))
     for mine, one in zip(sent, expected_sent, strict=True):
         np.testing.assert_array_equal(mine, one, strict=True)
     assert got.keys() == expected.keys()
@@ -194,32 +218,69 @@ def other_messages(worker: Worker, rng: np.random.Generator) -> list[np.ndarray]
     return messages
 
 
+@functools.cache
+def kept_pair(make: Make, sizes: tuple[int, ...], ratio: float, **options: Any) -> tuple[Worker, Worker]:
+    """Made once, with a bucket for each size: to trace a bucket takes longer than many of its steps."""
+    return pair(make, {str(size): (size,) for size in sizes}, ratio, granularity="layer", **options)
+
+
+def renewed(workers: tuple[Worker, Worker]) -> tuple[Worker, Worker]:
+    """As before their first step."""
+    for worker in workers:
+        worker.engine.reset()
+    return workers
+
+
 @for_all
 def test_every_kind_of_gradient_is_reduced_as_by_numpy(make: Make) -> None:
-    """A bucket for each kind; another worker's messages beside the own ones."""
+    """Another worker's messages beside the own ones."""
     rng = np.random.default_rng(0)
-    graph, host = pair(make, dict.fromkeys(KINDS, (2000,)), 0.01, granularity="layer", world=3, position=1)
-    for _ in range(6):
-        same_step(graph, host, {k: gradients(k, 2000, rng) for k in KINDS}, other_messages(graph, rng))
-    mine, others = graph.engine.stats(), host.engine.stats()
-    assert mine.steps == others.steps == 6
-    for got, expected in zip(
-        (*mine.last.buckets, *mine.mean.buckets), (*others.last.buckets, *others.mean.buckets), strict=True
-    ):
-        for name in vars(expected):
-            value = getattr(expected, name)
-            assert getattr(got, name) == (value if name == "name" else pytest.approx(value, nan_ok=True)), name
+    for kind in KINDS:
+        graph, host = renewed(kept_pair(make, (2000,), 0.01, world=3, position=1))
+        for _ in range(6):
+            same_step(graph, host, {"2000": gradients(kind, 2000, rng)}, other_messages(graph, rng))
+        mine, others = graph.engine.stats(), host.engine.stats()
+        assert mine.steps == others.steps == 6
+        for got, expected in zip(
+            (*mine.last.buckets, *mine.mean.buckets), (*others.last.buckets, *others.mean.buckets), strict=True
+        ):
+            for name in vars(expected):
+                value = getattr(expected, name)
+                assert getattr(got, name) == (value if name == "name" else pytest.approx(value, nan_ok=True)), name
+
+
+SIZES = tuple(sorted({gradient.size for gradient in DEGENERATE.values()}))
+SMALL = [
+    pytest.param(1, 1.0, "float32", marks=pytest.mark.full),
+    (7, 0.5, "float64"),
+    (60, 0.1, "float32"),
+    pytest.param(200, 0.01, "float32", marks=pytest.mark.full),
+]
 
 
 @for_all
 def test_degenerate_gradients_are_reduced_as_by_numpy(make: Make) -> None:
     """TensorFlow takes denormal numbers for zeros; so does NumPy when TensorFlow calls it."""
-    shapes = {name: gradient.shape for name, gradient in DEGENERATE.items()}
-    graph, host = pair(make, shapes, 0.02, granularity="layer")
-    for step in range(4):
-        scale = np.float32(1.0 if step == 0 else 0.01)
-        given = {name: np.where(np.abs(g * scale) < TINY, 0, g * scale) for name, g in DEGENERATE.items()}
-        same_step(graph, host, given)
+    for degenerate in DEGENERATE.values():
+        graph, host = renewed(kept_pair(make, SIZES, 0.02))
+        for step in range(4):
+            scaled = degenerate * np.float32(1.0 if step == 0 else 0.01)
+            given = {str(size): np.zeros(size, np.float32) for size in SIZES}
+            given[str(degenerate.size)] = np.where(np.abs(scaled) < TINY, 0, scaled)
+            same_step(graph, host, given)
+
+
+@pytest.mark.parametrize(
+    "name", ["sidco-exponential-robust-3", "sidco-gpareto-robust-3", "gaussiank", "redsync-bisect"]
+)
+def test_scales_without_squares_are_reduced_as_by_numpy(name: str) -> None:
+    rng = np.random.default_rng(7)
+    graph, host = pair(ROWS[name], {"p": (500,)}, 0.1, residual_dtype="float64")
+    for scale in SCALES_WITHOUT_SQUARES:
+        for worker in (graph, host):
+            worker.engine.reset()
+        for _ in range(4):
+            same_step(graph, host, {"p": rng.laplace(size=500) * scale})
 
 
 @for_all
@@ -244,32 +305,25 @@ def test_every_setting_means_what_it_means_to_numpy(name: str, options: dict[str
         same_step(graph, host, given, other_messages(graph, rng))
 
 
-@functools.cache
-def kept_pair(name: str, size: int, ratio: float, dtype: str) -> tuple[Worker, Worker]:
-    """Made once: tracing takes longer than a step."""
-    return pair(ROWS[name], {"p": (size,)}, ratio, residual_dtype=dtype)
-
-
 # Far enough from denormal numbers that no difference of two is one.
 FINITE = st.floats(-(2.0**100), 2.0**100, width=32).map(lambda x: 0.0 if abs(x) < 2.0**-60 else x)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@for_all
+@pytest.mark.parametrize(("size", "ratio", "dtype"), SMALL)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
-def test_whatever_the_gradient_it_is_reduced_as_by_numpy(name: str, data: st.DataObject) -> None:
-    size, ratio, dtype = data.draw(
-        st.sampled_from([(1, 1.0, "float32"), (7, 0.5, "float64"), (60, 0.1, "float32"), (200, 0.01, "float32")])
-    )
-    graph, host = kept_pair(name, size, ratio, dtype)
-    for worker in (graph, host):
-        worker.engine.reset()
+def test_whatever_the_gradient_it_is_reduced_as_by_numpy(
+    make: Make, size: int, ratio: float, dtype: str, data: st.DataObject
+) -> None:
+    graph, host = renewed(kept_pair(make, (size,), ratio, residual_dtype=dtype))
     for gradient in data.draw(st.lists(npst.arrays(np.float32, size, elements=FINITE), min_size=1, max_size=3)):
-        same_step(graph, host, {"p": gradient})
+        same_step(graph, host, {str(size): gradient})
 
 
 def test_what_has_no_room_waits() -> None:
-    graph, host = pair(lambda ratio, **options: Threshold(0.5, ratio=ratio, **options), {"p": (100,)}, 0.05)
+    graph, host = pair(
+        lambda ratio, **options: Threshold(0.5, ratio=ratio, **options), {"p": (100,)}, 0.05, capacity=2.0
+    )
     gradient = np.arange(100, dtype=np.float32)
     sent = same_step(graph, host, {"p": gradient})["p"]
     assert np.flatnonzero(sent).tolist() == list(range(90, 100))
@@ -298,9 +352,13 @@ def test_a_state_continues_in_either_path(name: str, swap: bool) -> None:
         for n, reduced in expected.items():
             np.testing.assert_array_equal(got[n], reduced)
         assert_same_state(second.state(), first.state())
-    second.engine.rescale(2.0)
+    kept = first.state()["residuals"]
+    for worker in (first, second):
+        worker.engine.rescale(2.0)
+    # Cuts and thresholds are in the residual's unit.
+    assert_same_state(second.state(), first.state())
     for n, residual in second.state()["residuals"].items():
-        np.testing.assert_array_equal(residual, first.state()["residuals"][n] * 2)
+        np.testing.assert_array_equal(residual, kept[n] * 2)
     second.engine.reset()
     fresh = pair(ROWS[name], shapes, granularity="layer", **options)[0]
     assert_same_state(second.state(), fresh.state())
@@ -433,6 +491,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "gamma": (lambda: SIDCo(0.1, stages=3, distribution="gamma", graph=True), "distribution must not be 'gamma'"),
     "schedule": (lambda: TopK(warmup(0.1, end=0.01, steps=5), graph=True), "ratio must not be .*use a number"),
     "dense-steps": (lambda: TopK(0.1, dense_steps=2, graph=True), "dense_steps must not be 2"),
+    "discardable": (lambda: TopK(0.1, discardable=True, graph=True), "discardable must not be True.*leave graph=False"),
     "learning-rate": (lambda: TopK(0.1, lr_in_residual=True, graph=True), "lr_in_residual must not be True"),
 }
 
@@ -474,8 +533,8 @@ PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc", "NumpyFunction"}
 def test_no_graph_calls_python(make: Make) -> None:
     graph, host = pair(make, {"p": (300,), "q": (20,)}, exclude=["q"], clip_norm=1.0)
     given = {"p": tf.zeros(300), "q": tf.zeros(20)}
-    assert not operations(graph.run.get_concrete_function(given, []).graph) & PYTHON
-    assert operations(host.run.get_concrete_function(given, []).graph) & PYTHON
+    assert not operations(graph.run.get_concrete_function(given, [], frozenset()).graph) & PYTHON
+    assert operations(host.run.get_concrete_function(given, [], frozenset()).graph) & PYTHON
     compress = tf.function(lambda x: graph.compressor.compress(x)[0])
     with pytest.warns(UserWarning, match="sent dense"):
         assert not operations(compress.get_concrete_function(tf.zeros(500)).graph) & PYTHON

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import interpreted  # noqa: F401  This module is skipped without Triton.
 import numpy as np
 import pytest
 import test_laws as laws

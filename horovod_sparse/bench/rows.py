@@ -67,7 +67,7 @@ BAR_CONDITIONS = Conditions(25_000_000, 0.001, 1, "torch", True)
 
 def _threshold(ratio: float) -> Compressor:
     # What it starts with; the worker sets it before every step, so that about k entries are above it.
-    return Threshold(-math.log(ratio), ratio=ratio)
+    return Threshold(-math.log(ratio), ratio=ratio, capacity=2.0)
 
 
 ROWS = (

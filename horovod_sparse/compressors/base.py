@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
+import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -23,6 +24,8 @@ ClipScope = Literal["layer", "model"]
 
 BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
+POSITIVE = (5e-324, sys.float_info.max)
+"""The range of finite numbers above zero."""
 _NEARLY = 0.95
 """The next k-th largest magnitude will hardly be below this part of the last; of exponential tails 1.4 k exceed it."""
 _MOST_GROWTH = 1.1
@@ -71,7 +74,7 @@ class BucketState:
     """
 
     saved: ClassVar[tuple[str, ...]] = ()
-    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"step": (0, 2**53)}
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {"step": (0, 2**53)}
     """Least and largest value of what is saved; a state beyond them is refused."""
 
     place: Place = ALONE

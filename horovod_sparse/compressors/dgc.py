@@ -35,8 +35,8 @@ class DGC(Compressor):
         momentum: m, in [0, 1).
         nesterov: Nesterov's form of the momentum.
         masking: whether the velocity becomes zero where entries were sent.
-        clip_norm: each worker clips its own gradient of each parameter to the norm `clip_norm / sqrt(workers)`; None does
-            not clip.
+        clip_norm: the norm that the reduced gradient of every parameter shall have at most: each worker clips its own, in the
+            unit that `Compressor` says; None does not clip.
         sample_ratio: fraction of the entries that is sampled, in (0, 1]; at least 2/delta entries are.
         warmup_steps: steps over which the ratio comes down from 0.25 in geometric stairs, >= 0; needs a constant ratio.
         seed: of the sample's start, an int >= 0.

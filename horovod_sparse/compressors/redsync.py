@@ -24,7 +24,8 @@ class RedSync(Compressor):
     "trim" lowers r from 0.8 in steps of 0.2 until at least k entries exceed eta, and sends the exact top-k of those: it
     selects what `TopK` does, from fewer entries (except that it never sends zeros). "bisect" halves the bracket of r
     until between k and 2k entries exceed eta, at most 10 times, and sends those; the bracket reaches below the mean
-    when fewer than k entries exceed that.
+    when fewer than k entries exceed that. The paper also uses a threshold for several steps, and sends one mean instead of
+    the values (quantisation); neither is implemented: every step has a threshold of its own, and values are float32.
 
     Args:
         ratio: fraction of entries to send, in (0, 1], or a schedule.

@@ -9,22 +9,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from horovod_sparse import fits
 from horovod_sparse.algebra import FLOATS, Algebra
-from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place, Settings, check_choice
+from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place, Settings, check_choice
 from horovod_sparse.known import Known
 from horovod_sparse.ops import Above, Array, Moments, Ops, Selection, Sums
 from horovod_sparse.schedules import Schedule
 from horovod_sparse.search import below_largest, search_threshold
-from horovod_sparse.stages import Rule, StageController, most_stages
+from horovod_sparse.stages import StageController, most_stages
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Distribution = Literal["exponential", "gamma", "gpareto"]
+Adapt = Literal["paper", "guarded", "robust"]
 
 FIRST_RATIO = 0.25
 """delta_1: fraction of the entries that the first of several stages aims at."""
 _FIRST_STAGES = 3
 """M to start from with stages="auto": under error feedback fewer starve (they underestimate a truncated bulk's tail)."""
+_PAPER_ROOM = 24.0
+"""Of a message, as a multiple of k: the most that was measured is 20, on the data of docs/estimation.md."""
 TRUSTED = 2.0
 """An estimate that selects more than this many times, or less than one over this many times, k entries is replaced."""
 SEARCH_TOLERANCE = 0.1
@@ -42,6 +45,7 @@ class SIDCoState(BucketState):
     """The stage controller of one bucket."""
 
     saved: ClassVar[tuple[str, ...]] = ("aim", "cut")
+    ranges = BucketState.ranges | {"aim": (1.0 / _MOST_AIM, _MOST_AIM), "cut": (POSITIVE[0], math.inf)}
     controller: StageController = field(default_factory=lambda: StageController("paper", 1))
 
     aim: float = 1.0
@@ -52,7 +56,7 @@ class SIDCoState(BucketState):
 
     def adopt(self, state: Mapping[str, Any]) -> None:
         super().adopt(state)
-        self.controller.load_state_dict(dict(state))
+        self.controller.load_state_dict(state)
 
 
 class SIDCo(Compressor):
@@ -62,23 +66,30 @@ class SIDCo(Compressor):
     aims at `delta_1 = 0.25` and each later one fits the excesses over the threshold so far, aiming at
     `r = (delta/delta_1)^(1/(M-1))` of them: peaks over threshold.
 
-    Departures from the paper, each for a measured failure: the fit sees only non-zero entries (padding and dead units have
-    no distribution); the gamma fit inverts exactly instead of by its closed form; `stages="auto"` starts from 3, because one
-    stage starves under error feedback; by default each later stage aims by the number of entries that are really left,
-    `r_m = (k/n_m)^(1/(stages to go))`, so that an error of an earlier one is made good; an estimate that is off by more
-    than a factor 2 is replaced by a threshold found by counting, so that no bucket starves or floods while M adapts; at
-    least one entry is sent unless all are zero. And for speed: in most steps only the last stage is fitted, to the entries
-    above a cut that the step before has put where stage M-1 would end; their moments are taken while the gradient is
-    accumulated, so the stages cost next to nothing.
+    `adapt="paper"` is the published estimator, whatever count it gives. Only cases that the paper leaves open are decided: the
+    fit sees only non-zero entries (padding and dead units have no distribution), and if they are not more than k all are
+    sent; a ratio of delta_1 or more takes one stage; a stage that leaves fewer than two entries is taken back; at least
+    one entry is sent unless all are zero.
+
+    The other values of `adapt` depart from the paper, each time for a measured failure. Both: the gamma fit inverts exactly
+    instead of by its closed form; `stages="auto"` starts from 3, because one stage starves under error feedback; an estimate
+    that is off by more than a factor 2 is replaced by a threshold found by counting, so that no bucket starves or floods
+    while M adapts. "robust" alone: each later stage aims by the number of entries that are really left,
+    `r_m = (k/n_m)^(1/(stages to go))`, so that an error of an earlier one is made good. And for speed: in most steps only the
+    last stage is fitted, to the entries above a cut that the step before has put where stage M-1 would end; their moments are
+    taken while the gradient is accumulated, so the stages cost next to nothing.
 
     Args:
         ratio: fraction of entries to send, in (0, 1], or a schedule.
         distribution: "exponential" (SIDCo-E), "gamma" (SIDCo-GP: gamma first, generalised Pareto later) or "gpareto"
             (SIDCo-P).
         stages: M, an int in [1, 64], or "auto" to let it follow the achieved count, per bucket.
-        adapt: "robust" aims each later stage by the entries that are left, and lets M also move against the paper's
-            direction, which is wrong for heavy tails; "paper" has the same r in every stage and the paper's rule for M.
-        others: those of `Compressor`. Message room is 1.25 k unless `capacity` says otherwise.
+        adapt: "paper": M starts from 1 and follows the paper's rule, every later stage has the same r, and the gamma fit is the
+            paper's closed form. "guarded": the paper's r and rule for M, with the safeguards above. "robust": each later stage
+            aims by the entries that are left, and M may also move against the paper's direction, which is wrong for heavy
+            tails.
+        others: those of `Compressor`. Unless `capacity` says otherwise, message room is 1.25 k, and with adapt="paper" 24 k, so
+            that it does not hide what is selected.
     """
 
     default_capacity = 1.25
@@ -89,22 +100,25 @@ class SIDCo(Compressor):
         *,
         distribution: Distribution = "exponential",
         stages: int | Literal["auto"] = "auto",
-        adapt: Rule = "robust",
+        adapt: Adapt = "robust",
         **settings: Unpack[Settings],
     ) -> None:
+        check_choice("adapt", adapt, ("paper", "guarded", "robust"))
+        if adapt == "paper" and settings.get("capacity") is None:
+            settings["capacity"] = _PAPER_ROOM
         super().__init__(ratio, **settings)
         check_choice("distribution", distribution, ("exponential", "gamma", "gpareto"))
         if stages != "auto" and (isinstance(stages, bool) or not isinstance(stages, int) or not 1 <= stages <= 64):
             raise ValueError(f"stages must be 'auto' or an int in [1, 64], got {stages!r}")
-        check_choice("adapt", adapt, ("paper", "robust"))
         self.distribution: Distribution = distribution
         self.stages: int | Literal["auto"] = stages
-        self.adapt: Rule = adapt
+        self.adapt: Adapt = adapt
 
     def new_state(self, place: Place = ALONE) -> SIDCoState:
         most = most_stages(self.ratio_at(self.dense_steps))
-        first = min(_FIRST_STAGES, most) if self.stages == "auto" else self.stages
-        return SIDCoState(place, controller=StageController(self.adapt, first))
+        start = 1 if self.adapt == "paper" else _FIRST_STAGES
+        first = min(start, most) if self.stages == "auto" else self.stages
+        return SIDCoState(place, controller=StageController("robust" if self.adapt == "robust" else "paper", first))
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, SIDCoState)
@@ -130,7 +144,7 @@ class SIDCo(Compressor):
         if self.stages == "auto":
             state.controller.observe(selection.found, aim, most_stages(self.ratio_at(state.step)))
         found = selection.found
-        trusted = k / TRUSTED <= found <= k * TRUSTED
+        trusted = self.adapt == "paper" or k / TRUSTED <= found <= k * TRUSTED
         if not trusted:
             threshold = search_threshold(ops, x, k, SEARCH_TOLERANCE, not_zero=sums.count, largest=sums.largest)
             state.threshold, state.cut = below_largest(sums.largest, threshold), math.inf
@@ -143,7 +157,7 @@ class SIDCo(Compressor):
 
     def _tail(self, ops: Ops, x: Array, state: SIDCoState) -> Moments | None:
         """Of the excesses over the cut, if there is one."""
-        if self.adapt == "paper" or state.stages == 1 or state.cut == math.inf:
+        if self.adapt != "robust" or state.stages == 1 or state.cut == math.inf:
             return None
         return ops.moments(x, state.cut)
 
@@ -176,7 +190,7 @@ class SIDCo(Compressor):
 
     def _first_fit(self, moments: Moments, ratio: float) -> float:
         if self.distribution == "gamma":
-            return fits.gamma(moments.mean, moments.mean_log, ratio)
+            return fits.gamma(moments.mean, moments.mean_log, ratio, closed_form=self.adapt == "paper")
         return self._tail_fit(moments, ratio)
 
     def _tail_fit(self, moments: Moments, ratio: float) -> float:

@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from horovod_sparse.compressors.base import BucketState, Compressor, Settings, as_number, check_number
+from horovod_sparse.compressors.base import (
+    ALONE,
+    POSITIVE,
+    BucketState,
+    Compressor,
+    Place,
+    Settings,
+    as_number,
+    check_number,
+)
 from horovod_sparse.ops import Array, Ops, Selection
 from horovod_sparse.schedules import Schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+@dataclass
+class ThresholdState(BucketState):
+    """The unit that the residual is in, where that is not the gradient's own (`lr_in_residual`, `rescale`)."""
+
+    saved: ClassVar[tuple[str, ...]] = ("scale",)
+    ranges = BucketState.ranges | {"scale": POSITIVE}
+    scale: float = 1.0
+    """What the threshold is multiplied by."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        # States of releases in which the threshold followed no rescaling lack it.
+        super().load_state_dict({"scale": 1.0, **state} if isinstance(state, Mapping) else state)
+
+    def rescale(self, factor: float) -> None:
+        super().rescale(factor)
+        self.scale *= factor
 
 
 class Threshold(Compressor):
@@ -19,25 +48,35 @@ class Threshold(Compressor):
     As long as the message has room, every entry of the residual stays within the threshold: the total error is bounded,
     whatever the count (hard-threshold sparsifier with error feedback).
 
+    With feedback more is sent than what exceeds the threshold t in one gradient: a sum of independent entries of deviation s
+    leaves [-t, t] after about `(t/s + 0.6)^2` steps. If one normal entry in a hundred exceeds t, one in ten is sent in every
+    step. With heavier tails that factor of 10 is smaller, with a larger t it is larger.
+
     Args:
         threshold: a magnitude, finite, >= 0. It has the unit of the gradient: it changes its meaning with the model, with
-            loss scaling and with the batch's averaging, and the count follows. `suggested_threshold` gives a start.
+            loss scaling and with the batch's averaging, and the count follows. `suggested_threshold` gives a start. Where the
+            residual is rescaled (`lr_in_residual`, `rescale`) the threshold follows it.
         ratio: sizes the message and stands for the asked count in statistics, in (0, 1], or a schedule; nothing else depends
             on it. A count above the message's room is cut to the largest magnitudes, and counted as overflow.
-        others: those of `Compressor`. Message room is twice ratio * numel unless `capacity` says otherwise.
+        others: those of `Compressor`. Message room is 16 ratio * numel unless `capacity` says otherwise: enough for a threshold
+            that one entry of a gradient in a hundred exceeds, with `ratio=0.01`.
     """
 
-    default_capacity = 2.0
+    default_capacity = 16.0
 
     def __init__(self, threshold: float, *, ratio: float | Schedule = 0.01, **settings: Unpack[Settings]) -> None:
         super().__init__(ratio, **settings)
         check_number("threshold", threshold, "a finite magnitude >= 0", 0.0 <= as_number(threshold) < math.inf)
         self.threshold = float(threshold)
 
+    def new_state(self, place: Place = ALONE) -> ThresholdState:
+        return ThresholdState(place)
+
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
-        state.threshold = self.threshold
-        state.expect(self.threshold, capacity)
-        return ops.select_above(x, self.threshold, capacity)
+        assert isinstance(state, ThresholdState)
+        state.threshold = self.threshold * state.scale
+        state.expect(state.threshold, capacity)
+        return ops.select_above(x, state.threshold, capacity)
 
 
 def suggested_threshold(k: int) -> float:

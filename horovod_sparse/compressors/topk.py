@@ -18,7 +18,8 @@ class TopK(Compressor):
     """The k entries of largest magnitude; among equal magnitudes the lowest indices.
 
     `||u - TopK(u)||^2 <= (1 - k/d) ||u||^2` (Definition 2.1 of https://arxiv.org/abs/1809.07599).
-    With the residual this is Sparsified SGD with Memory. Exact, but the search for the k-th largest is dear.
+    Exact, but the search for the k-th largest is dear. With the residual this is Sparsified SGD with Memory, if the
+    optimizer is SGD without momentum, and the learning rate is constant or `lr_in_residual` is set.
 
     Args:
         ratio: fraction of entries to send, in (0, 1], or a schedule.

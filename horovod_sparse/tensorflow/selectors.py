@@ -87,6 +87,8 @@ def check(compressor: Compressor) -> None:
         refuse("ratio", compressor.ratio, "a graph's messages have one shape for good", "use a number")
     if compressor.dense_steps:
         refuse("dense_steps", compressor.dense_steps, "a graph reduces every step alike", "use dense_steps=0")
+    if compressor.discardable:
+        refuse("discardable", True, "the graph keeps no copy of what was before a step", "use discardable=False")
     if compressor.lr_in_residual:
         refuse("lr_in_residual", True, "the graph does not follow the learning rate", "use lr_in_residual=False")
     if isinstance(compressor, sidco.SIDCo):
@@ -151,8 +153,11 @@ def select_largest(x: Tensor, count: int) -> Tensor:
 
 def below_largest(x: Tensor, threshold: Tensor) -> Tensor:
     """As `search.below_largest`."""
-    largest = tf.math.nextafter(tf.cast(max_abs(x), tf.float32), 0.0)
-    return tf.minimum(threshold, tf.cast(largest, tf.float64))
+    largest, zero = max_abs(x), _number(0.0)
+    single = tf.cast(largest, tf.float32)
+    in_single = tf.cast(tf.math.nextafter(single, tf.constant(0.0)), tf.float64)
+    is_single = tf.equal(tf.cast(single, tf.float64), largest)
+    return tf.minimum(threshold, tf.where(is_single, in_single, tf.math.nextafter(largest, zero)))
 
 
 def search_threshold(x: Tensor, k: int, tolerance: float, *, not_zero: Tensor, start: Tensor | None = None) -> Tensor:
@@ -204,7 +209,7 @@ def _noop(compressor: noop.NoOp, x: Tensor, k: int, capacity: int, saved: Mappin
 
 
 def _hard(compressor: threshold.Threshold, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
-    return select_above(x, compressor.threshold, capacity)
+    return select_above(x, compressor.threshold * saved["scale"], capacity)
 
 
 def _sidco(compressor: sidco.SIDCo, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
@@ -214,6 +219,8 @@ def _sidco(compressor: sidco.SIDCo, x: Tensor, k: int, capacity: int, saved: Map
         aim = tf.minimum(tf.maximum(tf.round(saved["aim"] * k), 1.0), whole.count - 1.0)
         estimate, cut = _estimate(compressor, x, aim, whole, saved["cut"])
         estimate = below_largest(x, estimate)
+        if compressor.adapt == "paper":
+            return estimate, saved["aim"], cut
         found = count_above(x, estimate)
         trusted = (found >= k / sidco.TRUSTED) & (found <= k * sidco.TRUSTED)
         limit = tf.cond(
@@ -222,7 +229,7 @@ def _sidco(compressor: sidco.SIDCo, x: Tensor, k: int, capacity: int, saved: Map
             lambda: below_largest(x, search_threshold(x, k, sidco.SEARCH_TOLERANCE, not_zero=whole.count)),
         )
         cut = tf.where(trusted, cut, _number(math.inf))
-        if compressor.adapt == "paper":
+        if compressor.adapt == "guarded":
             return limit, saved["aim"], cut
         achieved = tf.where(trusted, tf.minimum(found, float(capacity)), found)
         return limit, sidco.next_aim(saved["aim"], achieved, k, TENSORS), cut
@@ -271,7 +278,7 @@ def _estimate(compressor: sidco.SIDCo, x: Tensor, aim: Tensor, whole: Moments, c
     def all_stages() -> Any:
         return tf.cond(ratio >= sidco.FIRST_RATIO, lambda: (fit(whole, ratio), no_cut), peaks_over_threshold)
 
-    if compressor.adapt == "paper":
+    if compressor.adapt != "robust":
         return all_stages()
     tail = moments(x, cut)
     return tf.cond(

@@ -94,7 +94,7 @@ def _describe(
         "optimizer": "new" if number is None else str(number),
         "compression": repr(compressor),
         "parameters": [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for parameter, name in new.items()],
-        "op": op_name(optimizer.op, mpi_ops.Average),
+        "op": op_name(optimizer.op, mpi_ops.Average, mpi_ops.Sum),
         "sparse_as_dense": str(bool(optimizer.sparse_as_dense)),
         "groups": [str([names[p] for p in group]) for group in dict.fromkeys(optimizer._p_to_group.values())],
         "backward_passes_per_step": str(optimizer.backward_passes_per_step),

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from horovod_sparse import wire
 from horovod_sparse.compressors.sidco import FIRST_RATIO
+from horovod_sparse.fits import LEAST_SQUARE
 
 RUN = 4
 """Entries of a run: what a thread loads at once."""
@@ -88,6 +89,7 @@ _RUN = tl.constexpr(RUN)
 _MOST_BINS = tl.constexpr(MOST_BINS)
 _FIRST_RATIO = tl.constexpr(FIRST_RATIO)
 _CONSTANT = tl.constexpr(1e-12)
+_LEAST_SQUARE = tl.constexpr(LEAST_SQUARE)
 _WIRE_NOT_FINITE = tl.constexpr(wire.NOT_FINITE)
 _WIRE_PADDING = tl.constexpr(wire.PADDING)
 _LARGEST_FLOAT32 = tl.constexpr(wire.LARGEST)
@@ -209,7 +211,11 @@ def exponential(mean, ratio):
 @triton.jit
 def generalized_pareto(mean, variance, ratio):
     """As `fits.generalized_pareto`."""
-    squared_mean_over_variance = mean * mean / tl.maximum(variance, mean * mean * _CONSTANT)
+    square = mean * mean
+    # As `fits.is_held`. Otherwise numbers that divide by no zero; they are not used.
+    held = (square + variance >= _LEAST_SQUARE) & (square + variance < float("inf"))
+    divisor = tl.where(held, tl.maximum(variance, square * _CONSTANT), 1.0)
+    squared_mean_over_variance = tl.where(held, square, 1.0) / divisor
     shape = (1.0 - squared_mean_over_variance) * 0.5
     scale = mean * (squared_mean_over_variance + 1.0) * 0.5
     log_survival = -tl.log(ratio)
@@ -217,7 +223,7 @@ def generalized_pareto(mean, variance, ratio):
     near = tl.abs(x) < 1e-4
     expm1_over = (tl.exp(tl.minimum(x, 700.0)) - 1.0) / tl.where(near, 1.0, x)
     threshold = scale * log_survival * tl.where(near, 1.0 + x / 2.0 + x * x / 6.0, expm1_over)
-    return tl.where(mean > 0.0, threshold, 0.0)
+    return tl.where(held, threshold, exponential(mean, ratio))
 
 
 @triton.jit(do_not_specialize=["tiles", "k", "aim"])
@@ -280,12 +286,11 @@ def fit(
         variance = tl.maximum(all_squares / number - mean * mean, 0.0)
         ratio = tl.where(usable & (wanted > 0.0), wanted / number, 1.0)
         step = exponential(mean, ratio) if RULE == "exponential" else generalized_pareto(mean, variance, ratio)
-        # As `search.below_largest`: the number before the largest one in float32.
-        top = _bits(all_largest.to(tl.float32))
-        below = (top - (top > 0).to(tl.int32)).to(tl.float32, bitcast=True).to(tl.float64)
-        threshold = tl.minimum(tl.where(usable, tl.full((), cut, tl.float64), 0.0) + step, below)
+        threshold = tl.where(usable, tl.full((), cut, tl.float64), 0.0) + step
+        # As `search.below_largest`: at most the number before the largest one.
+        below = tl.maximum(_rounded_bits(all_largest, residual) - 1, 0)
         # There is room for everything that is not zero.
-        limit = tl.where(few, 0, _rounded_bits(threshold, residual))
+        limit = tl.where(few, 0, tl.minimum(_rounded_bits(threshold, residual), below))
         estimated = (usable & ~few).to(tl.int64)
         trusted = few.to(tl.int64)
         rank = tl.where(few | usable, 0, k)

@@ -46,7 +46,7 @@ class Rule(Protocol):
     def request(self, state: BucketState, k: int) -> Request:
         """What to do in the next step; the same from the first gradient to the selection."""
 
-    def floor(self, limit: float) -> float:
+    def floor(self, state: BucketState, limit: float) -> float:
         """Above what magnitude entries are candidates, after a step that compared with `limit` (infinity: before the first)."""
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
@@ -61,7 +61,7 @@ class Largest:
     def request(self, state: BucketState, k: int) -> Request:
         return Request("largest")
 
-    def floor(self, limit: float) -> float:
+    def floor(self, state: BucketState, limit: float) -> float:
         return LOWER * limit
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
@@ -78,11 +78,11 @@ class Above:
     def request(self, state: BucketState, k: int) -> Request:
         return Request("above")
 
-    def floor(self, limit: float) -> float:
-        return self.threshold
+    def floor(self, state: BucketState, limit: float) -> float:
+        return self.threshold * _scale(state)
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
-        state.threshold = self.threshold
+        state.threshold = self.threshold * _scale(state)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Fitted:
         exponent = (stages - 2) / (stages - 1)
         return Request(self.compressor.distribution, aim, state.cut, sidco.MOST_TAIL, trust, exponent)
 
-    def floor(self, limit: float) -> float:
+    def floor(self, state: BucketState, limit: float) -> float:
         return LOWER * limit
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
@@ -132,6 +132,11 @@ class Fitted:
 
     def _stages(self, state: SIDCoState) -> int:
         return state.controller.stages if self.compressor.stages == "auto" else self.compressor.stages
+
+
+def _scale(state: BucketState) -> float:
+    assert isinstance(state, threshold.ThresholdState)
+    return state.scale
 
 
 def rule_of(compressor: Compressor) -> Rule | None:

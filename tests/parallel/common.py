@@ -25,7 +25,7 @@ COMPRESSORS: dict[str, MakeCompression] = {
     "SIDCo-exponential": lambda **settings: SIDCo(0.01, **settings),
     "SIDCo-gamma": lambda **settings: SIDCo(0.01, distribution="gamma", **settings),
     "SIDCo-gpareto": lambda **settings: SIDCo(0.01, distribution="gpareto", **settings),
-    "SIDCo-paper": lambda **settings: SIDCo(0.01, adapt="paper", **settings),
+    "SIDCo-guarded": lambda **settings: SIDCo(0.01, adapt="guarded", **settings),
     "TopK-union": lambda **settings: TopK(0.01, union=True, **settings),
     "GaussianK": lambda **settings: GaussianK(0.01, **settings),
     "DGC-no-momentum": lambda **settings: DGC(0.01, momentum=0.0, **settings),

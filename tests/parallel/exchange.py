@@ -31,7 +31,7 @@ from .common import (
     wrap_parameters,
     zeros,
 )
-from .scenario import EVERYWHERE, MPI, MPI_2, PAIR, scenario
+from .scenario import EVERYWHERE, MPI, MPI_2, MPI_4, PAIR, scenario
 
 SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
 COMPRESSED = ("first", "second", "third")
@@ -83,7 +83,8 @@ def nothing_is_lost(make: MakeCompression, granularity: str, dtype: torch.dtype)
 
 
 @scenario(
-    *EVERYWHERE,
+    MPI_4,
+    *PAIR,
     cases={
         f"{granularity}-{'residual' if residual else 'no_residual'}-{how}": (granularity, residual, op)
         for granularity in ("layer", "model")
@@ -174,7 +175,7 @@ def _sets() -> list[list[int]]:
     return [[0], [1]] if hvd.size() == 2 else [[0, 1], [2, 3]]
 
 
-@scenario(*EVERYWHERE)
+@scenario(MPI_4, *PAIR)
 def disjoint_process_sets() -> None:
     # Two halves of the ranks train apart, at the same time: each reduces over itself only, and divides by its own size.
     sets = [hvd.add_process_set(ranks) for ranks in _sets()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -10,19 +11,31 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent
 REPOSITORY = TESTS.parent
 
-_FOREIGN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HOROVOD_")
+_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
+_FOREIGN = (*_LAUNCHERS, "HOROVOD_")
 _MOST_PRINTED = 12_000
 
 
 def clean_environment() -> dict[str, str]:
     """Without what another launcher, or a Horovod that was initialised in this process, left behind: it confuses mpirun."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+
+
+def launcher_variables() -> set[str]:
+    """Names of the variables of launchers that a child of this process would inherit.
+
+    MPI sets them from C, where `os.environ` does not see it and a child without an environment of its own does.
+    """
+    entries = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    names = (entry.split(b"=")[0].decode() for entry in takewhile(bool, entries))
+    return {name for name in names if name.startswith(_LAUNCHERS)}
 
 
 @dataclass(frozen=True)

@@ -28,19 +28,29 @@ class Scenario:
     run: Callable[..., None]
     arguments: tuple[Any, ...]
     launches: tuple[Launch, ...]
+    typical: bool = True
+    """Whether it stands for the other cases of its function: the first and the last case do."""
+
+    def is_quick(self, launch: Launch) -> bool:
+        """Whether `make test` runs it there: with the launch that is named first, and with horovodrun."""
+        return self.typical and launch.ranks <= 4 and (launch == self.launches[0] or launch.launcher == "horovodrun")
 
 
 Cases = Mapping[str, tuple[Any, ...]]
 
 
 def scenario(*launches: Launch, cases: Cases | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Mark a function as a scenario; `cases` are the arguments it is run with, by the name of the case."""
+    """Mark a function as a scenario; `cases` are the arguments it is run with, by the name of the case.
+
+    The first launch is that of `make test`: it has four ranks where two do not show what is tested.
+    """
 
     def mark(function: Callable[..., None]) -> Callable[..., None]:
         name = function.__name__
         made = {f"{name}[{case}]": arguments for case, arguments in cases.items()} if cases is not None else {name: ()}
         marked: Any = function
-        marked.scenarios = [Scenario(case, function, arguments, launches) for case, arguments in made.items()]
+        ends = (next(iter(made)), next(reversed(made)))
+        marked.scenarios = [Scenario(case, function, made[case], launches, case in ends) for case in made]
         return function
 
     return mark

@@ -9,7 +9,8 @@ from .scenario import GLOO_2, MPI_2
 
 pytestmark = pytest.mark.parallel
 
-LIMIT = 60.0
+LIMIT = 120.0
+"""Seconds; an idle machine needs about a tenth."""
 
 
 def _run(launch: Launch, case: str) -> str:
@@ -24,7 +25,11 @@ def _run(launch: Launch, case: str) -> str:
 
 @pytest.mark.parametrize(
     ("launch", "case"),
-    [(MPI_2, "not_finite"), (GLOO_2, "not_finite"), (MPI_2, "not_finite_in_the_first_step")],
+    [
+        (MPI_2, "not_finite"),
+        pytest.param(GLOO_2, "not_finite", marks=pytest.mark.full),
+        pytest.param(MPI_2, "not_finite_in_the_first_step", marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_not_finite_names_rank_and_parameter(launch: Launch, case: str) -> None:
@@ -32,12 +37,13 @@ def test_not_finite_names_rank_and_parameter(launch: Launch, case: str) -> None:
     assert "FloatingPointError: rank 1: the gradient of parameter '4.weight' holds NaN or infinity" in output
 
 
+@pytest.mark.full
 def test_not_finite_is_refused_in_small_parameters_too() -> None:
     output = _run(MPI_2, "not_finite_and_dense")
     assert "FloatingPointError: rank 1: the gradient of parameter '4.bias' holds NaN or infinity" in output
 
 
-@pytest.mark.parametrize("launch", [MPI_2, GLOO_2], ids=str)
+@pytest.mark.parametrize("launch", [pytest.param(MPI_2, marks=pytest.mark.full), GLOO_2], ids=str)
 def test_difference_between_ranks_is_named(launch: Launch) -> None:
     output = _run(launch, "other_ratio")
     said = [line for line in output.splitlines() if "all ranks must run the same model" in line]

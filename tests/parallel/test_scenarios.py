@@ -15,7 +15,7 @@ def _cases() -> list[object]:
     known = [(name, one) for framework in MODULES for name, one in scenarios(framework).items()]
     launches = dict.fromkeys(launch for _, one in known for launch in one.launches)
     return [
-        pytest.param(launch, name, id=f"{launch}-{name}", marks=[pytest.mark.slow] if launch.ranks > 4 else [])
+        pytest.param(launch, name, id=f"{launch}-{name}", marks=[] if one.is_quick(launch) else [pytest.mark.full])
         for launch in launches
         for name, one in known
         if launch in one.launches

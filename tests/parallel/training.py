@@ -60,7 +60,7 @@ def replicas_stay_identical(make: MakeCompression, granularity: str, steps: int)
     cases={
         "TopK-layer": (COMPRESSORS["TopK"], "layer", 50),
         "SIDCo-bucket": (COMPRESSORS["SIDCo-exponential"], "bucket", 50),
-        "SIDCo-paper-model": (COMPRESSORS["SIDCo-paper"], "model", 50),
+        "SIDCo-guarded-model": (COMPRESSORS["SIDCo-guarded"], "model", 50),
         "MiCRO-bucket": (COMPRESSORS["MiCRO"], "bucket", 50),
         "RandomBlock-layer": (COMPRESSORS["RandomBlock"], "layer", 50),
         "TopK-union-model": (COMPRESSORS["TopK-union"], "model", 50),

@@ -1,0 +1,241 @@
+"""Every backend does what the oracle does, to the last bit; so the laws that hold for the oracle (`test_laws`) hold for all.
+
+A `Case` says what the workers are given. `observe` carries it out on one backend and returns all that can be seen of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+from driver import exchange, make_pipeline
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from table import BACKENDS, COMPRESSORS, DEGENERATE, KINDS, ORACLE, Backend, Row, gradients
+
+from horovod_sparse.pipeline import Pipeline
+from horovod_sparse.schedules import warmup
+
+OTHERS = [backend for backend in BACKENDS if backend is not ORACLE]
+Given = list[dict[str, np.ndarray | None]]
+"""A step's gradients: of each worker, by parameter."""
+Seen = list[tuple[str, Any]]
+"""What was seen, in its order: what it is, and the array, number or text."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What some workers are given, step by step."""
+
+    steps: list[Given]
+    ratio: Any = 0.1
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    residual_dtype: str = "float32"
+    saved_after: int | None = None
+    """Then new pipelines take over what the first ones saved."""
+    rates: tuple[float, ...] = ()
+    """Learning rates of the steps, for `lr_in_residual`."""
+
+
+def observe(backend: Backend, row: Row, case: Case) -> Seen:
+    """Carry out a case."""
+    shapes = {name: np.shape(gradient) for name, gradient in case.steps[0][0].items()}
+    world = len(case.steps[0])
+
+    def make() -> list[Pipeline]:
+        compressor = row.make(case.ratio, **case.settings)
+        where = [{"world": world, "position": rank, "dtype": case.residual_dtype} for rank in range(world)]
+        return [make_pipeline(backend, compressor, shapes, **one) for one in where]
+
+    pipelines, seen = make(), []
+    for number, given_now in enumerate(case.steps):
+        if number == case.saved_after:
+            states, pipelines = [pipeline.state_dict() for pipeline in pipelines], make()
+            for pipeline, state in zip(pipelines, states, strict=True):
+                pipeline.load_state_dict(state)
+        rate = case.rates[number] if case.rates else None
+        for pipeline, of_worker in zip(pipelines, given_now, strict=True):
+            for name, gradient in of_worker.items():
+                pipeline.arrive(name, None if gradient is None else backend.array(gradient), rate)
+        seen += _kept(backend, pipelines, f"step {number}, before the exchange")
+        for buckets in zip(*(pipeline.buckets for pipeline in pipelines), strict=True):
+            for rank, reduced in enumerate(exchange(backend, pipelines, buckets, divisor=float(world))):
+                for name, parts in reduced.items():
+                    what = f"step {number}, {name!r} as rank {rank} gets it"
+                    seen.append((what, None if parts is None else len(parts)))
+                    seen += [(what, array) for part in parts or () for array in part]
+        for pipeline in pipelines:
+            try:
+                pipeline.end_step()
+            except FloatingPointError as error:
+                seen.append((f"step {number}, the error", str(error)))
+        seen += _kept(backend, pipelines, f"step {number}, at its end")
+    for rank, pipeline in enumerate(pipelines):
+        state = pipeline.state_dict()
+        seen += [
+            (f"{part}[{name!r}] saved by rank {rank}", backend.numpy(array))
+            for part in ("residuals", "velocities")
+            for name, array in state[part].items()
+        ]
+        seen += [(f"adaptive[{name!r}] saved by rank {rank}", it) for name, it in state["adaptive"].items()]
+        total = pipeline.stats().last.total
+        seen.append((f"statistics of rank {rank}", (total.asked, total.count, total.overflow, total.bytes_sent)))
+    return seen
+
+
+def _kept(backend: Backend, pipelines: list[Pipeline], when: str) -> Iterator[tuple[str, np.ndarray]]:
+    for rank, pipeline in enumerate(pipelines):
+        for bucket in pipeline.buckets:
+            for what, array in (("residual", bucket.buffer), ("velocity", bucket.velocity)):
+                if array is not None:
+                    yield f"{when}: {what} of {bucket.name!r} on rank {rank}", backend.numpy(array).copy()
+
+
+def assert_same(got: Seen, expected: Seen) -> None:
+    """The same, bit for bit; only estimated numbers, which are sums of many, may be rounded differently."""
+    assert [what for what, _ in got] == [what for what, _ in expected]
+    for (what, mine), (_, theirs) in zip(got, expected, strict=True):
+        if isinstance(theirs, np.ndarray):
+            # The bytes first: to compare arrays takes many times longer.
+            if (mine.dtype, mine.shape, mine.tobytes()) != (theirs.dtype, theirs.shape, theirs.tobytes()):
+                np.testing.assert_array_equal(mine, theirs, strict=True, err_msg=what)
+                raise AssertionError(f"{what}: the sign of a zero or the bits of a NaN differ")
+        elif isinstance(theirs, dict):
+            assert mine.keys() == theirs.keys(), what
+            for name, value in theirs.items():
+                assert type(mine[name]) is type(value), f"{what}: {name}"
+                number = isinstance(value, float)
+                assert mine[name] == (pytest.approx(value, rel=1e-9, nan_ok=True) if number else value), (
+                    f"{what}: {name}"
+                )
+        else:
+            assert mine == theirs, what
+
+
+def alone(steps: list[np.ndarray], **chosen: Any) -> Case:
+    """One worker with one parameter."""
+    return Case([[{"p": gradient}] for gradient in steps], **chosen)
+
+
+SHAPES = {"a": (40, 30), "b": (17,), "c": (900,), "d": (1,)}
+"""Of two buckets of 4096 bytes."""
+
+
+def _several(world: int, steps: int, rng: np.random.Generator) -> list[Given]:
+    return [
+        [
+            {name: gradients("laplace", int(np.prod(shape)), rng).reshape(shape) for name, shape in SHAPES.items()}
+            for _ in range(world)
+        ]
+        for _ in range(steps)
+    ]
+
+
+def _degenerate(row: Row) -> Iterator[Case]:
+    for gradient in DEGENERATE.values():
+        for ratio in (1.0, 0.3, 0.01):
+            yield alone([gradient] + 6 * [gradient * np.float32(0.01)], ratio=ratio)
+
+
+def _kinds(row: Row) -> Iterator[Case]:
+    rng = np.random.default_rng(10)
+    for kind in KINDS:
+        for ratio in row.ratios:
+            yield alone([gradients(kind, 5000, rng) for _ in range(15)], ratio=ratio)
+            for scale in (-(2.0**-40), 2.0**40):
+                yield alone([gradients(kind, 3000, rng) * np.float32(scale) for _ in range(2)], ratio=ratio)
+    # More than the kernels and the verbs take at once.
+    yield alone([gradients("laplace", 70_001, rng) for _ in range(4)], ratio=row.ratios[-1])
+
+
+def _not_finite(row: Row) -> Iterator[Case]:
+    cases = ((np.nan, {"not_finite": "raise"}), (np.inf, {"not_finite": "propagate"}), (-np.inf, {"dense_steps": 2}))
+    for bad, settings in cases:
+        steps = _several(2, 3, np.random.default_rng(0))
+        poisoned = steps[1][0]["c"]
+        assert poisoned is not None
+        poisoned[17] = bad
+        for residual in (True,) if row.momentum else (True, False):
+            yield Case(steps, settings={"bucket_bytes": 4096, "residual": residual, **settings})
+
+
+def _worlds(row: Row) -> Iterator[Case]:
+    for world in (1, 2, 4):
+        for dense_steps in (0, 1):
+            steps = _several(world, 4, np.random.default_rng(11))
+            for number, given_now in enumerate(steps):
+                for rank, of_worker in enumerate(given_now):
+                    if rank == 1 and number < 2:
+                        of_worker |= {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+                    if rank == 3:
+                        of_worker["c"] = None if number else of_worker["c"]
+            yield Case(
+                steps, ratio=row.ratios[0], settings={"bucket_bytes": 4096, "dense_steps": dense_steps}, saved_after=3
+            )
+
+
+def _types(row: Row) -> Iterator[Case]:
+    rng = np.random.default_rng(2)
+    for dtype in (np.float16, np.float32, np.float64):
+        for residual_dtype in ("float32", "float64"):
+            steps = [gradients("pareto", 600, rng).astype(dtype).reshape(20, 30).T for _ in range(4)]
+            settings = {"residual_dtype": residual_dtype}
+            yield alone(steps, settings=settings, residual_dtype=residual_dtype, saved_after=2)
+            wild = [np.ldexp(rng.normal(size=333), rng.integers(-100, 100, 333)).astype(np.float32) for _ in range(3)]
+            yield alone(wild, settings=settings, residual_dtype=residual_dtype)
+
+
+def _saved(row: Row) -> Iterator[Case]:
+    rng = np.random.default_rng(7)
+    for saved_after in (0, 1, 7, 13):
+        yield alone([gradients("pareto", 2000, rng) for _ in range(26)], ratio=0.01, saved_after=saved_after)
+    ratio = warmup(0.4, 0.1, 10, stairs=2)
+    steps = [gradients("laplace", 2000, rng) for _ in range(20)]
+    yield alone(steps, ratio=ratio, settings={"dense_steps": 2}, saved_after=7)
+
+
+def _settings(row: Row) -> Iterator[Case]:
+    rng = np.random.default_rng(1)
+    for settings in ({"residual": False}, {"lr_in_residual": True}, {"capacity": 1.0}):
+        if row.momentum and settings.get("residual") is False:
+            continue
+        rates = (0.1, 0.1, 0.01, 0.0, 0.05, 0.05)
+        yield alone([gradients("laplace", 1000, rng) for _ in rates], settings=settings, rates=rates)
+
+
+GROUPS = {make.__name__[1:]: make for make in (_degenerate, _kinds, _not_finite, _worlds, _types, _saved, _settings)}
+
+
+@lru_cache(maxsize=1)
+def _expected(row: Row, group: str) -> list[tuple[Case, Seen]]:
+    return [(case, observe(ORACLE, row, case)) for case in GROUPS[group](row)]
+
+
+# Innermost the backends, so that what the oracle does is computed once for all of them.
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("backend", OTHERS, ids=str)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("row", COMPRESSORS, ids=str)
+def test_every_backend_does_what_the_oracle_does(row: Row, group: str, backend: Backend) -> None:
+    for case, expected in _expected(row, group):
+        assert_same(observe(backend, row, case), expected)
+
+
+FINITE = st.floats(-(2.0**100), 2.0**100, width=32)
+
+
+@pytest.mark.parametrize("backend", OTHERS, ids=str)
+@given(data=st.data())
+def test_whatever_the_gradient_every_backend_does_what_the_oracle_does(backend: Backend, data: st.DataObject) -> None:
+    row = data.draw(st.sampled_from(COMPRESSORS))
+    size = data.draw(st.integers(1, 300))
+    dtype = data.draw(st.sampled_from(("float32", "float64")))
+    steps = data.draw(st.lists(npst.arrays(np.float32, size, elements=FINITE), min_size=1, max_size=3))
+    ratio = data.draw(st.sampled_from((1.0, 0.5, 0.1, 0.01)))
+    case = alone(steps, ratio=ratio, settings={"residual_dtype": dtype}, residual_dtype=dtype)
+    assert_same(observe(backend, row, case), observe(ORACLE, row, case))
