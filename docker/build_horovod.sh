@@ -6,6 +6,7 @@
 #   PYTHON                the interpreter to build for (default: python3); torch and/or TensorFlow are installed there
 #   --wheel-only          build (or find) the wheel and print its path, install nothing
 #   HOROVOD_VERSION       release to build (default 0.28.1)
+#   HOROVOD_SHA256        SHA-256 of that release's source distribution; that of 0.28.1 is known here. Another one is refused
 #   HOROVOD_GPU           0: CPU only (default); 1: NCCL operations, needs nvcc and NCCL
 #   HOROVOD_WHEEL_CACHE   where wheels and logs are kept (default ~/.cache/horovod_sparse)
 #   HOROVOD_BUILD_JOBS    compilers at once (default: one per core, as far as 2 GiB of free memory each allow)
@@ -15,6 +16,10 @@
 # meant for machines; everything else is said on standard error.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+# What the Python Package Index serves.
+KNOWN_VERSION=0.28.1
+KNOWN_SHA256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 
 # change FILE OLD NEW REASON: replace OLD by NEW in FILE; fail when OLD is not there exactly once.
 change() {
@@ -82,7 +87,11 @@ PY
 
 # Find out everything that a wheel depends on, and from it where that wheel is kept.
 describe_wheel() {
-    version=${HOROVOD_VERSION:-0.28.1}
+    version=${HOROVOD_VERSION:-$KNOWN_VERSION}
+    source_hash=${HOROVOD_SHA256:-}
+    if [ -z "$source_hash" ] && [ "$version" = "$KNOWN_VERSION" ]; then source_hash=$KNOWN_SHA256; fi
+    [ -z "$source_hash" ] || [[ $source_hash =~ ^[0-9a-f]{64}$ ]] ||
+        die "HOROVOD_SHA256 must be 64 digits of 0-9 and a-f, got '$source_hash'"
     gpu=${HOROVOD_GPU:-0}
     cache=${HOROVOD_WHEEL_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/horovod_sparse}
     [ "$gpu" = 0 ] || [ "$gpu" = 1 ] || die "HOROVOD_GPU must be 0 or 1, got '$gpu'"
@@ -143,7 +152,15 @@ prepare_environment() {
     enable MXNET ""
 }
 
-download() { "$python" -m pip download --no-deps --no-binary horovod --no-build-isolation --dest "$work" "horovod==$version"; }
+# pip refuses a file with another hash before it runs anything of it.
+download() {
+    echo "horovod==$version${source_hash:+ --hash=sha256:$source_hash}" >"$work/requirements.txt"
+    "$python" -m pip download --no-deps --no-binary horovod --no-build-isolation --dest "$work" -r "$work/requirements.txt" && return
+    if grep -q 'DO NOT MATCH THE HASHES' "$log"; then
+        say "the index serves a horovod-$version.tar.gz whose SHA-256 is not $source_hash; it was refused, and nothing of it was run"
+    fi
+    return 1
+}
 
 compile() {
     prepare_environment
@@ -163,6 +180,7 @@ build() {
     # setuptools < 81, because Horovod's setup.py uses setup_requires.
     step "$log" "installing the build tools" "$python" -m pip install \
         "cmake>=3.25" "setuptools<81" wheel packaging cloudpickle psutil pyyaml cffi
+    [ -n "$source_hash" ] || say "horovod-$version.tar.gz is not checked: set HOROVOD_SHA256 to its SHA-256"
     step "$log" "downloading the source distribution" download
     tar -xzf "$work/horovod-$version.tar.gz" -C "$work"
     say "applying the changes"

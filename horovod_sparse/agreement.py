@@ -22,6 +22,11 @@ def compare(mine: Description, everyone: Iterable[Description], rank: int) -> No
             )
 
 
+def op_name(op: object, average: object, total: object) -> str:
+    """The name of an operation that Horovod knows by a number; `average` and `total` are its own two."""
+    return "hvd.Average" if op == average else "hvd.Sum" if op == total else repr(op)
+
+
 def _difference(mine: str | list[str], theirs: str | list[str]) -> tuple[str, str]:
     """Both values; of lists the first entry that differs."""
     if isinstance(mine, str) or isinstance(theirs, str):

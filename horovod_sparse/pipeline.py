@@ -67,6 +67,8 @@ class Pipeline:
         self._bucket_of: dict[str, Bucket] = {}
         self._offsets: dict[str, int] = {}
         """Of the parameters in their buckets."""
+        self._dense: dict[str, Layout] = {}
+        """What is reduced dense, by the first parameter's name."""
         self._learning_rates: dict[str, float] = {}
         self._not_finite: list[str] = []
         """What held NaN or infinity in this step: this rank's gradients first."""
@@ -107,8 +109,9 @@ class Pipeline:
             self.velocities.rebind(bucket.name, velocity)
 
     def add_dense(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
-        """Say which parameters, one each, the adapter reduces dense."""
+        """Say which parameters the adapter reduces dense, those of a layout together."""
         for layout in layouts:
+            self._dense[layout.name] = layout
             if self.compressor.momentum_correction is not None:
                 self.velocities.allocate(layout, like(layout.name))
 
@@ -160,10 +163,11 @@ class Pipeline:
 
     def drop(self, name: str) -> None:
         """Forget what a parameter has kept, because it is not trained any more; between two steps, or before it arrives."""
-        self.residuals.view(name)[:] = 0
+        if name in self._bucket_of:
+            self.residuals.view(name)[:] = 0
+            self._bucket_of[name].forget()
         if self.compressor.momentum_correction is not None:
             self.velocities.view(name)[:] = 0
-        self._bucket_of[name].forget()
 
     def _absorb(self, bucket: Bucket, name: str, residual: Array, gradient: Array | None) -> int:
         """Take a gradient (None: zero) into the residual, and into the velocity if there is one.
@@ -219,10 +223,19 @@ class Pipeline:
         return finite
 
     def finish_dense(self, name: str, reduced: Array) -> None:
-        """Put momentum into the reduced gradient of a parameter that is reduced dense, in place."""
+        """Put momentum into a reduced gradient that did not come through a bucket, in place.
+
+        Of several parameters that are reduced together `name` is the first one's, and their gradients lie one after the other.
+        """
+        slots = self._dense[name].slots
+        if not self.ops.all_finite(reduced):
+            flat = reduced.reshape(-1)
+            for slot in slots:
+                self.check_reduced(slot.name, flat[slot.offset : slot.offset + slot.numel])
+            return
         correction = self.compressor.momentum_correction
-        if self.check_reduced(name, reduced) and correction is not None:
-            velocity = self.velocities.view(name)
+        if correction is not None:
+            velocity = self.velocities.buffer(name)
             if self.compressor.discardable:
                 self._velocities_before[name] = self.ops.copy(velocity)
             corrected = self.ops.copy(velocity)
@@ -421,11 +434,7 @@ class Pipeline:
         Raises:
             RuntimeError: the compressor is not `discardable`, or no step has ended since the last one was discarded.
         """
-        if not self.compressor.discardable:
-            raise RuntimeError(
-                f"discardable must be True in the compression to discard a step, got False; make it "
-                f"{type(self.compressor).__name__}(..., discardable=True), which keeps a copy of the residuals"
-            )
+        check_discardable(self.compressor)
         if self._open:
             self.abort()
             return
@@ -443,7 +452,7 @@ class Pipeline:
         if self.compressor.discardable and buckets:
             self._learning_rates = dict(self._rates_before)
             for name, velocity in self._velocities_before.items():
-                self.ops.assign(self.velocities.view(name), velocity)
+                self.ops.assign(self.velocities.buffer(name), velocity)
             self._velocities_before.clear()
 
     # --- statistics and state ---
@@ -509,6 +518,15 @@ class Pipeline:
         """No step has begun, and none can be discarded."""
         self.abort()
         self._ended = []
+
+
+def check_discardable(compressor: Compressor) -> None:
+    """Raise RuntimeError unless `discard_step` can be called."""
+    if not compressor.discardable:
+        raise RuntimeError(
+            f"discardable must be True in the compression to discard a step, got False; make it "
+            f"{type(compressor).__name__}(..., discardable=True), which keeps a copy of the residuals"
+        )
 
 
 def _some(selector: Selector | None) -> Selector:

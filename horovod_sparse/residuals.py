@@ -38,6 +38,10 @@ class Residuals:
         """Keep a bucket's residual in other memory from now on; what it holds is taken over as it is."""
         self._buffers[bucket] = buffer
 
+    def buffer(self, bucket: str) -> Array:
+        """The whole buffer of a bucket."""
+        return self._buffers[bucket]
+
     def view(self, name: str) -> Array:
         """The flat slice of one parameter; writing to it changes the residual."""
         bucket, slot = self._slots[name]

@@ -111,8 +111,7 @@ class ServingCompressor(Compressor):
 
         With dynamic loss scaling: whenever the scale has changed, by the new scale / the old one.
         """
-        if not (isinstance(factor, (int, float)) and 0.0 < factor < math.inf):
-            raise ValueError(f"factor must be a finite number > 0, got {factor!r}")
+        check_factor(factor)
         server = self._bound()
         if factor != 1.0:
             server.rescale(float(factor))
@@ -140,6 +139,12 @@ class ServingCompressor(Compressor):
     def __getstate__(self) -> dict[str, Any]:
         # A copy has the settings, not the residuals: it is for another optimizer.
         return {name: value for name, value in vars(self).items() if name != "_server"}
+
+
+def check_factor(factor: float) -> None:
+    """Raise ValueError unless residuals can be multiplied by it."""
+    if not (isinstance(factor, (int, float)) and 0.0 < factor < math.inf):
+        raise ValueError(f"factor must be a finite number > 0, got {factor!r}")
 
 
 def stats_of(pipeline: Pipeline | None) -> Stats:

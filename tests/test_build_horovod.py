@@ -1,10 +1,13 @@
 """The set-up scripts, without building anything."""
 
+import hashlib
+import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -95,6 +98,55 @@ def test_the_key_tells_the_release_apart(tmp_path: Path) -> None:
         for version in ("0.28.0", "0.28.1")
     }
     assert len(folders) == 2
+
+
+def make_source(folder: Path, version: str) -> str:
+    """Put a made-up release of Horovod into a folder; its hash. Whatever runs its setup.py leaves a file `ran` there."""
+    source = folder / f"horovod-{version}.tar.gz"
+    setup = (
+        f"open({str(folder / 'ran')!r}, 'w'); import setuptools; setuptools.setup(name='horovod', version={version!r})"
+    )
+    with tarfile.open(source, "w:gz") as archive:
+        for name, text in (("setup.py", setup), ("PKG-INFO", f"Name: horovod\nVersion: {version}\n")):
+            entry = tarfile.TarInfo(f"horovod-{version}/{name}")
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text.encode()))
+    return hashlib.sha256(source.read_bytes()).hexdigest()
+
+
+def download(folder: Path, version: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Download a release from what is in a folder."""
+    (folder / "work").mkdir()
+    script = (
+        f"source '{BUILD}'; describe_wheel '{sys.executable}'; work='{folder}/work' log='{folder}/log'; : >\"$log\"; "
+        'download >>"$log" 2>&1 || { cat "$log"; exit 1; }'
+    )
+    where = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "HOROVOD_WHEEL_CACHE": str(folder)}
+    return run("bash", "-c", script, HOROVOD_VERSION=version, **where, **environment)
+
+
+def test_another_source_than_the_known_one_is_refused_before_anything_of_it_is_run(tmp_path: Path) -> None:
+    make_source(tmp_path, "0.28.1")
+    done = download(tmp_path, "0.28.1")
+    assert done.returncode == 1
+    assert "the index serves a horovod-0.28.1.tar.gz whose SHA-256 is not 92a43f5a94c4" in done.stdout
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(("given", "accepted"), [(None, True), ("right", True), ("wrong", False)])
+def test_another_release_is_checked_if_its_hash_is_given(tmp_path: Path, given: str | None, accepted: bool) -> None:
+    right = make_source(tmp_path, "0.27.0")
+    hashes = {} if given is None else {"HOROVOD_SHA256": right if given == "right" else "0" * 64}
+    done = download(tmp_path, "0.27.0", **hashes)
+    assert (done.returncode == 0) == accepted, done.stdout
+    assert (tmp_path / "ran").exists() == accepted
+
+
+def test_what_is_no_hash_is_refused(tmp_path: Path) -> None:
+    script = f"source '{BUILD}'; describe_wheel '{sys.executable}'"
+    done = run("bash", "-c", script, HOROVOD_WHEEL_CACHE=str(tmp_path), HOROVOD_SHA256="92a43f")
+    assert done.returncode == 1
+    assert "HOROVOD_SHA256 must be 64 digits of 0-9 and a-f, got '92a43f'" in done.stderr
 
 
 def test_a_wrong_gpu_flag_is_refused(tmp_path: Path) -> None:

@@ -184,9 +184,33 @@ def test_absorb_velocity(size: int, dtype: type, gradient_type: type, nesterov: 
         assert_same(velocity, expected[1])
         assert_same(residual, expected[0])
         assert absorbed.not_finite == not_finite
-        assert_found(absorbed, residual, wanted)
+        with np.errstate(over="ignore"):
+            overflowed = not_finite > np.count_nonzero(~np.isfinite(gradient.astype(dtype)))
+        if overflowed:
+            assert absorbed == Absorbed(not_finite)
+        else:
+            assert_found(absorbed, residual, wanted)
         found.add(repr(absorbed.sums))
     assert len(found) == 1
+
+
+@of_either_width
+@pytest.mark.parametrize("size", [1, 63, 65, 4097, LARGE])
+def test_nothing_is_told_of_a_pass_that_overflowed(size: int, dtype: type) -> None:
+    """Its sums and what it found above the cut are of numbers that are no longer there."""
+    largest = np.finfo(dtype).max
+    for threads in THREADS if size == LARGE else (1,):
+        ops = CompiledOps(threads)
+        for position in {0, size // 2, size - 1}:
+            for sign in (1, -1):
+                residual, gradient = np.ones(size, dtype), np.zeros(size, dtype)
+                residual[position] = gradient[position] = sign * largest
+                velocity, expected = np.zeros(size, dtype), residual.copy()
+                assert ops.absorb(residual, gradient, Wanted(0.5, size)) == Absorbed(1)
+                assert_same(residual, expected)
+                absorbed = ops.absorb_velocity(residual, velocity, gradient, 0.5, False, Wanted(0.5, size))
+                assert absorbed == Absorbed(1)
+                assert_same(residual, expected)
 
 
 def every_half(dtype: str) -> tuple[Memory, np.ndarray]:
@@ -415,6 +439,23 @@ def test_what_would_reach_beyond_an_array_is_refused() -> None:
         ONE.absorb(np.zeros(3, np.float16), short, NOTHING)
     with pytest.raises(KeyError):
         ONE.scatter_add(long, np.array([0]), np.zeros(1, np.float16))
+
+
+def test_a_read_only_array_is_not_written_to() -> None:
+    target, other, some, values = np.ones(3), np.ones(3), np.array([0, 2]), np.ones(2, np.float32)
+    target.flags.writeable = False
+    for write in (
+        lambda: ONE.absorb(target, other, NOTHING),
+        lambda: ONE.absorb_velocity(target, other, other, 0.9, False, NOTHING),
+        lambda: ONE.absorb_velocity(other, target, other, 0.9, False, NOTHING),
+        lambda: ONE.take(target, some),
+        lambda: ONE.scatter_add(target, some, values),
+        lambda: ONE.assemble(target, [(some, values)]),
+    ):
+        with pytest.raises(ValueError, match="must be writable, got a read-only one of 3"):
+            write()
+    assert (target == 1).all() and (other == 1).all()
+    assert ONE.absorb(other, target, NOTHING).not_finite == 0, "a gradient is only read"
 
 
 @pytest.mark.parametrize(("said", "expected"), [("0", "NumpyOps"), ("1", "CompiledOps")])

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
 from horovod_sparse.lending import ALIGNMENT, Lender
+
+
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 def address(array: np.ndarray) -> int:
@@ -56,3 +68,51 @@ def test_what_is_forgotten_is_given_back() -> None:
     assert any(lender._spare.values())
     lender.forget()
     assert not any(lender._spare.values())
+
+
+class Contested(list[memoryview]):
+    """Memory that another thread takes as soon as this one has seen that there is some."""
+
+    def __len__(self) -> int:
+        seen = super().__len__()
+        self.clear()
+        return seen
+
+
+def test_memory_that_another_thread_has_taken_meanwhile() -> None:
+    lender = Lender()
+    lender._spare[4096] = Contested([memoryview(bytearray(4096))])
+    assert lender.lend(1000, "float32").shape == (1000,)
+
+
+@pytest.mark.usefixtures("hasty_threads")
+def test_threads_share_it() -> None:
+    """Nobody gets what another one looks at, whoever gives it back: by the last view, by garbage collection, by forgetting."""
+    lender, wrong = Lender(), []
+    handed_over: list[np.ndarray] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(1000):
+                array = lender.lend(8, "float64")
+                array[:] = number
+                cycle: list[object] = [array[3:]]
+                cycle.append(cycle)
+                # Whoever clears the list gives these back.
+                handed_over.append(array[:2])
+                if turn % 3 == 0:
+                    handed_over.clear()
+                if turn % 200 == 0:
+                    gc.collect()
+                    lender.forget()
+                if (array != number).any():
+                    wrong.append(f"thread {number} reads {array}")
+        except Exception as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[:3]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from table import gradients
 
-from horovod_sparse.numpy import DGC, MiCRO, NoOp, RandomK, SIDCo, SparseAllreduce, TopK
+from horovod_sparse.numpy import DGC, MiCRO, MomentumCorrection, NoOp, RandomK, SIDCo, SparseAllreduce, TopK
 
 SHAPES = {"weight": (30, 40), "kernel": (500,), "bias": (7,)}
 
@@ -111,3 +111,107 @@ def test_small_arrays_are_clipped_too() -> None:
 def test_a_learning_rate_is_asked_for() -> None:
     with pytest.raises(ValueError, match="learning_rate must be given with lr_in_residual=True"):
         SparseAllreduce(None, TopK(0.1, lr_in_residual=True))(local(0))
+
+
+class Interruption(BaseException):
+    """As KeyboardInterrupt, which would end the tests."""
+
+
+def interrupt(reduce: SparseAllreduce, gradients: dict[str, np.ndarray], after: int) -> None:
+    """A call that is interrupted when `after` arrays have arrived."""
+    arrive, arrived = reduce.pipeline.arrive, []
+
+    def arrive_or_stop(name: str, *rest: Any) -> Any:
+        if len(arrived) == after:
+            raise Interruption
+        arrived.append(name)
+        return arrive(name, *rest)
+
+    reduce.pipeline.arrive = arrive_or_stop  # type: ignore[method-assign]
+    with pytest.raises(Interruption):
+        reduce(gradients)
+    reduce.pipeline.arrive = arrive  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("settings", [{}, {"granularity": "layer"}, {"momentum_correction": MomentumCorrection(0.0)}])
+def test_an_interrupted_call_loses_nothing(settings: dict[str, Any], after: int) -> None:
+    reduce = SparseAllreduce(None, TopK(0.1, **settings))
+    reduce(local(0))
+    before = reduce.state_dict()["residuals"]
+    interrupt(reduce, local(1), after)
+    kept = reduce.state_dict()["residuals"]
+    # "kernel" comes first, then "weight".
+    np.testing.assert_array_equal(kept["weight"], before["weight"])
+    np.testing.assert_array_equal(kept["kernel"], before["kernel"] + (local(1)["kernel"] if after else 0))
+    sent = reduce(local(2))
+    after_it = reduce.state_dict()["residuals"]
+    for name in kept:
+        np.testing.assert_allclose(sent[name] + after_it[name], kept[name] + local(2)[name], rtol=1e-6, atol=1e-6)
+    assert reduce.stats().steps == 2
+
+
+def test_a_reset_after_an_interruption_is_a_fresh_start() -> None:
+    reduce, fresh = (SparseAllreduce(None, SIDCo(0.1)) for _ in range(2))
+    reduce(local(0))
+    interrupt(reduce, local(1), 1)
+    reduce.reset()
+    np.testing.assert_array_equal(reduce(local(2))["kernel"], fresh(local(2))["kernel"])
+
+
+def test_a_discarded_call_leaves_no_trace() -> None:
+    discarded, other = (SparseAllreduce(None, SIDCo(0.1, discardable=True)) for _ in range(2))
+    for reduce in (discarded, other):
+        reduce(local(0))
+    discarded(local(1))
+    discarded.discard_step()
+    for step in (2, 3):
+        np.testing.assert_array_equal(discarded(local(step))["weight"], other(local(step))["weight"])
+    with pytest.raises(RuntimeError, match="discardable must be True"):
+        SparseAllreduce(None, TopK(0.1)).discard_step()
+
+
+def test_rescaled_residuals_are_of_rescaled_gradients() -> None:
+    plain, scaled = (SparseAllreduce(None, MiCRO(0.05)) for _ in range(2))
+    for step in range(6):
+        factor = np.float32(1.0 if step < 3 else 2.0**-10)
+        if step == 3:
+            scaled.rescale(float(factor))
+        expected, got = plain(local(step)), scaled({name: factor * g for name, g in local(step).items()})
+        np.testing.assert_allclose(got["weight"], factor * expected["weight"], rtol=1e-6)
+    for factor in (0.0, -1.0, np.nan, np.inf):
+        with pytest.raises(ValueError, match="factor must be a finite number > 0"):
+            plain.rescale(factor)
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_state_that_is_refused_changes_nothing(called: bool) -> None:
+    source = SparseAllreduce(None, DGC(0.05))
+    source(local(0))
+    good = source.state_dict()
+    bad = [
+        {**good, "residuals": {**good["residuals"], "kernel": good["residuals"]["kernel"] * np.nan}},
+        {**good, "residuals": {**good["residuals"], "kernel": np.zeros(3, np.float32)}},
+        {**good, "velocities": {}},
+        {**good, "adaptive": None},
+    ]
+    reduce, other = (SparseAllreduce(None, DGC(0.05)) for _ in range(2))
+    if called:
+        reduce(local(1))
+        other(local(1))
+    for state in bad:
+        with pytest.raises(ValueError, match=r"state|residuals|velocities"):
+            reduce.load_state_dict(state, local(0))
+    # Before the first call not even names and shapes are fixed.
+    gradients = local(2) if called else {"another": np.arange(2000.0)}
+    expected, got = other(gradients), reduce(gradients)
+    for name in gradients:
+        np.testing.assert_array_equal(got[name], expected[name])
+
+
+def test_the_norm_of_all_arrays_together_is_clipped() -> None:
+    given = {"bias": np.array([3.0, 4.0]), "weight": np.full(400, 1.0)}
+    reduced = SparseAllreduce(None, NoOp(clip_norm=2.0, clip_scope="model"))(given)
+    norm = np.sqrt(25 + 400)
+    for name, gradient in given.items():
+        np.testing.assert_allclose(reduced[name], gradient * 2 / norm, rtol=1e-6)

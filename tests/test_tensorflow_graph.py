@@ -98,6 +98,8 @@ class Collectives:
         self.others: list[Any] = []
         """Their messages, by bucket: concatenated in rank order."""
         self.sent: list[Any] = []
+        self.dense_names: list[str] = []
+        """Of the dense collectives of a step."""
 
     def allgather(self, message: Any, name: str) -> Any:
         others = self.others[int(name.split(".")[0])] if self.others else tf.zeros([0, 2], tf.int32)
@@ -106,6 +108,7 @@ class Collectives:
         return tf.concat([others[:before], message, others[before:]], 0)
 
     def dense(self, tensor: Any, name: str, op: Any, predivide: float) -> Any:
+        self.dense_names.append(name)
         return tensor + tensor
 
 
@@ -126,8 +129,10 @@ class Worker:
         self.engine.add_dense(layouts, lambda name: None)
         self.run = tf.function(self._run, autograph=False, reduce_retracing=True)
 
-    def _run(self, gradients: dict[str, Any], others: list[Any]) -> tuple[dict[str, Any], list[Any]]:
-        self.collectives.others, self.collectives.sent = others, []
+    def _run(
+        self, gradients: dict[str, Any], others: list[Any], frozen: frozenset[str] = frozenset()
+    ) -> tuple[dict[str, Any], list[Any]]:
+        self.collectives.others, self.collectives.sent, self.collectives.dense_names = others, [], []
         dense = {p.name for p in self.dense}
         reduced = self.engine.reduce(
             Step(
@@ -135,22 +140,25 @@ class Worker:
                 gradients={name: gradient for name, gradient in gradients.items() if name not in dense},
                 dense={name: gradient for name, gradient in gradients.items() if name in dense},
                 others={},
-                dtypes={name: gradient.dtype for name, gradient in gradients.items()},
+                dtypes=dict.fromkeys(frozen, tf.float32) | {n: g.dtype for n, g in gradients.items()},
                 rate=tf.constant(np.nan, tf.float64),
                 op=mpi_ops.Average,
                 divisor=float(self.collectives.world),
                 predivide=1.0,
+                frozen=frozen,
             )
         )
         return reduced, [tf.identity(message) for message in self.collectives.sent]
 
     def step(
-        self, gradients: Mapping[str, np.ndarray], others: Sequence[np.ndarray] = ()
+        self,
+        gradients: Mapping[str, np.ndarray],
+        others: Sequence[np.ndarray] = (),
+        frozen: frozenset[str] = frozenset(),
     ) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
         """The reduced gradients and what was sent."""
-        reduced, sent = self.run(
-            {name: tf.constant(gradient) for name, gradient in gradients.items()}, [tf.constant(o) for o in others]
-        )
+        given = {name: tf.constant(gradient) for name, gradient in gradients.items()}
+        reduced, sent = self.run(given, [tf.constant(o) for o in others], frozen)
         return {name: tensor.numpy() for name, tensor in reduced.items()}, [message.numpy() for message in sent]
 
     def state(self) -> dict[str, Any]:
@@ -166,10 +174,14 @@ def pair(make: Make, shapes: Mapping[str, Sequence[int]], ratio: float = 0.1, **
 
 
 def same_step(
-    graph: Worker, host: Worker, gradients: Mapping[str, np.ndarray], others: Sequence[np.ndarray] = ()
+    graph: Worker,
+    host: Worker,
+    gradients: Mapping[str, np.ndarray],
+    others: Sequence[np.ndarray] = (),
+    frozen: frozenset[str] = frozenset(),
 ) -> dict[str, np.ndarray]:
     """Both paths' step, which must come to the same; what it reduces to."""
-    (got, sent), (expected, expected_sent) = graph.step(gradients, others), host.step(gradients, others)
+    (got, sent), (expected, expected_sent) = (worker.step(gradients, others, frozen) for worker in (graph, host))
     for mine, one in zip(sent, expected_sent, strict=True):
         np.testing.assert_array_equal(mine, one, strict=True)
     assert got.keys() == expected.keys()
@@ -316,7 +328,7 @@ def test_whatever_the_gradient_it_is_reduced_as_by_numpy(
 
 
 def test_what_has_no_room_waits() -> None:
-    graph, host = pair(lambda ratio, **options: Threshold(0.5, ratio=ratio, **options), {"p": (100,)}, 0.05)
+    graph, host = pair(lambda ratio, **options: Threshold(0.5, ratio=ratio, **options), {"p": (100,)}, 0.05, capacity=2.0)
     gradient = np.arange(100, dtype=np.float32)
     sent = same_step(graph, host, {"p": gradient})["p"]
     assert np.flatnonzero(sent).tolist() == list(range(90, 100))
@@ -345,9 +357,13 @@ def test_a_state_continues_in_either_path(name: str, swap: bool) -> None:
         for n, reduced in expected.items():
             np.testing.assert_array_equal(got[n], reduced)
         assert_same_state(second.state(), first.state())
-    second.engine.rescale(2.0)
+    kept = first.state()["residuals"]
+    for worker in (first, second):
+        worker.engine.rescale(2.0)
+    # Cuts and thresholds are in the residual's unit.
+    assert_same_state(second.state(), first.state())
     for n, residual in second.state()["residuals"].items():
-        np.testing.assert_array_equal(residual, first.state()["residuals"][n] * 2)
+        np.testing.assert_array_equal(residual, kept[n] * 2)
     second.engine.reset()
     fresh = pair(ROWS[name], shapes, granularity="layer", **options)[0]
     assert_same_state(second.state(), fresh.state())
@@ -486,6 +502,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "gamma": (lambda: SIDCo(0.1, stages=3, distribution="gamma", graph=True), "distribution must not be 'gamma'"),
     "schedule": (lambda: TopK(warmup(0.1, end=0.01, steps=5), graph=True), "ratio must not be .*use a number"),
     "dense-steps": (lambda: TopK(0.1, dense_steps=2, graph=True), "dense_steps must not be 2"),
+    "discardable": (lambda: TopK(0.1, discardable=True, graph=True), "discardable must not be True.*leave graph=False"),
     "learning-rate": (lambda: TopK(0.1, lr_in_residual=True, graph=True), "lr_in_residual must not be True"),
 }
 
@@ -527,8 +544,8 @@ PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc", "NumpyFunction"}
 def test_no_graph_calls_python(make: Make) -> None:
     graph, host = pair(make, {"p": (300,), "q": (20,)}, exclude=["q"], clip_norm=1.0)
     given = {"p": tf.zeros(300), "q": tf.zeros(20)}
-    assert not operations(graph.run.get_concrete_function(given, []).graph) & PYTHON
-    assert operations(host.run.get_concrete_function(given, []).graph) & PYTHON
+    assert not operations(graph.run.get_concrete_function(given, [], frozenset()).graph) & PYTHON
+    assert operations(host.run.get_concrete_function(given, [], frozenset()).graph) & PYTHON
     compress = tf.function(lambda x: graph.compressor.compress(x)[0])
     with pytest.warns(UserWarning, match="sent dense"):
         assert not operations(compress.get_concrete_function(tf.zeros(500)).graph) & PYTHON

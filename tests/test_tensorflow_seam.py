@@ -85,8 +85,31 @@ def test_all_public_names_of_horovod_are_there() -> None:
     assert {"SIDCo", "TopK", "NoOp", "DistributedGradientTape", "init", "allreduce"} | ours <= set(module.__all__)
 
 
+def _other_names(name: str) -> str:
+    return (
+        f"import {name.replace('_sparse', '')} as stock, {name} as ours\n"
+        "stock.added_later = object()\n"
+        "lacking = [name for name in dir(stock) if not hasattr(ours, name)]\n"
+        "assert not lacking, lacking\n"
+        "assert ours.added_later is stock.added_later and 'added_later' not in ours.__all__\n"
+        "assert not hasattr(ours, 'no_such_name')"
+    )
+
+
+@pytest.mark.parametrize("module", ["tensorflow", "tensorflow.keras", "torch"])
+def test_all_other_names_of_horovod_are_there_too(module: str) -> None:
+    """Private ones, such as `_executing_eagerly`, and those that come later."""
+    pytest.importorskip(f"horovod.{module}", exc_type=ImportError)
+    _modules_after(_other_names(f"horovod_sparse.{module}"))
+
+
+def test_keras_is_ours_whoever_imports_it_first() -> None:
+    code = "import horovod.tensorflow.keras, horovod_sparse.tensorflow as ours; "
+    _modules_after(code + "assert ours.keras.__name__ == 'horovod_sparse.tensorflow.keras'")
+
+
 def _modules_after(statement: str) -> set[str]:
-    code = f"import json, sys; {statement}; print(json.dumps(sorted(sys.modules)))"
+    code = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))

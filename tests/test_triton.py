@@ -22,7 +22,7 @@ from interpreted import tl, triton
 from table import DEGENERATE, SCALES_WITHOUT_SQUARES, gradients
 
 from horovod_sparse import fits
-from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.gaussiank import GaussianK
 from horovod_sparse.compressors.sidco import SIDCo, last_stage, next_aim
 from horovod_sparse.compressors.threshold import Threshold
@@ -139,7 +139,7 @@ class Measuring:
     def request(self, state: Any, k: int) -> Request:
         return Request("exponential", cut=self.cut)
 
-    def floor(self, limit: float) -> float:
+    def floor(self, state: BucketState, limit: float) -> float:
         return self._floor
 
 

@@ -25,7 +25,7 @@ class _Alone(Collectives):
     """What a single worker gathers and sums is its own; Horovod is not asked."""
 
     def __init__(self) -> None:
-        super().__init__("alone", None)
+        super().__init__(None)
 
     def allgather(self, message: Any, name: str) -> Any:
         return message

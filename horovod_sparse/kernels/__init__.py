@@ -31,6 +31,7 @@ _MOST_INDICES = 2**31
 """Of int32."""
 _WIDE = {"float32": 0, "float64": 1}
 _TYPES = {**_WIDE, "bfloat16": 2, "float16": 3}
+_NAMES = {np.dtype(name): name for name in ("float16", "float32", "float64", "int64")}
 _MOST_THRESHOLDS = 16
 
 
@@ -53,13 +54,21 @@ class Memory(NamedTuple):
     numel: int
     owner: object
     """The array, which must live as long as its memory is used."""
+    writable: bool = True
 
 
 def memory_of(array: NDArray[Any]) -> Memory:
     """Of a contiguous array."""
     if not (array.flags.c_contiguous and array.flags.aligned):
         raise ValueError("the array must be contiguous and aligned")
-    return Memory(array.__array_interface__["data"][0], str(array.dtype), array.size, array)
+    address = array.__array_interface__["data"][0]
+    return Memory(address, name_of(array.dtype), array.size, array, array.flags.writeable)
+
+
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Of a type, as `Memory` has it."""
+    # NumPy takes longer to make the name than a kernel for a small array.
+    return _NAMES.get(dtype) or str(dtype)
 
 
 def supports(dtype: str) -> bool:
@@ -108,9 +117,9 @@ def _accumulate(
         },
     )
     _native.lib.hs_accumulate(
-        _wide(residual)[0],
-        ffi.NULL if velocity is None else _wide(velocity)[0],
-        _wide(residual)[1],
+        _target(residual)[0],
+        ffi.NULL if velocity is None else _target(velocity)[0],
+        _target(residual)[1],
         *_any(gradient),
         residual.numel,
         momentum,
@@ -176,14 +185,14 @@ def take(x: Memory, indices: Memory, values: Memory) -> None:
     if values.dtype != "float32" or values.numel != indices.numel:
         raise ValueError(f"values must be {indices.numel} of float32, got {values}")
     lib, pointer = _native.lib, _native.ffi.cast("float *", values.address)
-    _check(lib.hs_take(*_wide(x), x.numel, _indices(indices), indices.numel, pointer), x)
+    _check(lib.hs_take(*_target(x), x.numel, _indices(indices), indices.numel, pointer), x)
 
 
 def scatter_add(target: Memory, indices: Memory, values: Memory) -> None:
     """target[indices] += values. IndexError, before any change, out of range."""
     if values.numel != indices.numel:
         raise ValueError(f"values must be {indices.numel}, got {values.numel}")
-    lib, into = _native.lib, (*_wide(target), target.numel)
+    lib, into = _native.lib, (*_target(target), target.numel)
     _check(lib.hs_scatter_add(*into, _indices(indices), *_wide(values), indices.numel), target)
 
 
@@ -195,11 +204,18 @@ def assemble(target: Memory, parts: list[tuple[Memory, Memory]]) -> None:
             raise ValueError(f"values must be {indices.numel}, got {values.numel}")
         entry.indices, entry.count = _indices(indices), indices.numel
         entry.values, entry.type = _wide(values)
-    _check(_native.lib.hs_assemble(*_wide(target), target.numel, len(parts), entries), target)
+    _check(_native.lib.hs_assemble(*_target(target), target.numel, len(parts), entries), target)
 
 
 def _wide(memory: Memory) -> tuple[Any, int]:
     return _native.ffi.cast("void *", memory.address), _WIDE[memory.dtype]
+
+
+def _target(memory: Memory) -> tuple[Any, int]:
+    """As `_wide`, of what a kernel writes to."""
+    if not memory.writable:
+        raise ValueError(f"the array that a kernel writes to must be writable, got a read-only one of {memory.numel}")
+    return _wide(memory)
 
 
 def _any(memory: Memory) -> tuple[Any, int]:

@@ -44,7 +44,8 @@ typedef struct {
 
 /* Without velocity: residual += gradient. With: velocity = momentum velocity + gradient, residual += velocity; Nesterov's:
    velocity = momentum (velocity + gradient), residual += velocity + gradient. On the way: sums of the new residual, and its
-   entries above a cut. */
+   entries above a cut. What leaves the range of the type becomes infinite, and then so is sums->largest: the caller brings
+   the numbers back, and forgets sums and entries. */
 void hs_accumulate(void* residual, void* velocity, int type, const void* gradient, int gradient_type, int64_t n,
                    double momentum, int nesterov, int threads, hs_sums* sums, hs_above* above);
 /* Sums of x. */

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,20 @@ from horovod_sparse.exchanges import Collective, Entries, add_up
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.pipeline import Pipeline
 from horovod_sparse.schedules import Schedule
+from horovod_sparse.serving import check_factor
+from horovod_sparse.state import check_state
 from horovod_sparse.statistics import NO_STATS, Stats
 
 Array = NDArray[Any]
 Wait = Callable[[], Array]
+
+
+class _Started(NamedTuple):
+    """A collective that was started. MPI reads and writes the memory until it has completed, so somebody must keep it."""
+
+    request: Any
+    message: Array
+    result: Array
 
 
 class SparseAllreduce:
@@ -52,6 +62,8 @@ class SparseAllreduce:
         self._ops = host_ops()
         self._shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
         self._dense: set[str] = set()
+        self._under_way: list[_Started] = []
+        """Of this step, and of steps that were given up, until MPI has completed them."""
         self.pipeline = Pipeline(
             self._ops, compression, world=self._world, position=self._rank, rank=self._rank, averages=average
         )
@@ -73,10 +85,21 @@ class SparseAllreduce:
         shapes = _shapes(gradients)
         if shapes != self._shapes:
             raise ValueError(f"gradients must be like those of the first call, {self._shapes}, got {shapes}")
-        reduced = {name: np.zeros(shape, dtype) for name, (shape, dtype) in shapes.items()}
+        try:
+            reduced = self._step(gradients, learning_rate)
+        except BaseException:
+            self.pipeline.abort()
+            raise
+        self._under_way.clear()
+        return reduced
+
+    def _step(self, gradients: Mapping[str, Array], learning_rate: float | None) -> dict[str, Array]:
+        self._forget_completed()
+        self._check_steps()
+        self.pipeline.start_step(gradients.values())
+        reduced = {name: np.zeros(shape, dtype) for name, (shape, dtype) in self._shapes.items()}
         waits: dict[str, Wait] = {}
         under_way = []
-        self._check_steps()
         # The last first, as the buckets are packed; in the order of the first call, because MPI matches by order.
         for name in reversed(self._shapes):
             if name in self._dense:
@@ -124,34 +147,43 @@ class SparseAllreduce:
         else:
             result = np.empty((self._world * message.shape[0], *message.shape[1:]), message.dtype)
             request = self._comm.Iallgather(message, result)
+        self._under_way.append(_Started(request, message, result))
 
-        def wait(_sent: Array = message) -> Array:
-            # MPI reads the message until then, and the request does not keep it alive: the default argument does.
+        def wait() -> Array:
             request.Wait()
             return result
 
         return wait
 
-    def _plan(self, gradients: Mapping[str, Array]) -> None:
+    def _forget_completed(self) -> None:
+        """Let go of the memory of what was under way when a step was given up, as far as MPI has done with it."""
+        self._under_way = [started for started in self._under_way if not started.request.Test()]
+
+    def _plan(self, gradients: Mapping[str, Array], state: Mapping[str, Any] | None = None) -> None:
+        """Fix names, shapes and types; unless a state that is going to be loaded is of others."""
         compressor = self.pipeline.compressor
         for name, gradient in gradients.items():
             if gradient.dtype.kind != "f":
                 raise TypeError(f"gradients[{name!r}] must be floating point, got {gradient.dtype}")
         self._agree(gradients)
-        self._shapes = _shapes(gradients)
-        parameters, dense = [], []
-        for name, gradient in gradients.items():
-            residual_dtype = compressor.residual_dtype or str(_wide(gradient.dtype))
-            if compressor.leaves_dense(name, gradient.size):
-                dense.append(Layout((Slot(name, 0, gradient.size, gradient.shape),), residual_dtype))
-                self.pipeline.dense_bytes_sent += allreduce_bytes(
-                    gradient.size * _wide(gradient.dtype).itemsize, self._world
-                )
-            else:
-                parameters.append(Parameter(name, gradient.shape, residual_dtype, "cpu"))
-        self._dense = {layout.name for layout in dense}
+        slots = {name: Slot(name, 0, gradient.size, gradient.shape) for name, gradient in gradients.items()}
+        types = {name: compressor.residual_dtype or str(_wide(g.dtype)) for name, g in gradients.items()}
+        dense = {name for name, gradient in gradients.items() if compressor.leaves_dense(name, gradient.size)}
+        if state is not None:
+            every = {name: gradient.shape for name, gradient in gradients.items()}
+            compressed = {name: shape for name, shape in every.items() if name not in dense}
+            check_state(state, compressor, compressed, every if compressor.momentum_correction is not None else {})
+        self._shapes, self._dense = _shapes(gradients), dense
+        self.pipeline.dense_bytes_sent = sum(
+            allreduce_bytes(gradients[name].size * _wide(gradients[name].dtype).itemsize, self._world) for name in dense
+        )
+        parameters = [
+            Parameter(name, g.shape, types[name], "cpu") for name, g in gradients.items() if name not in dense
+        ]
         self.pipeline.add_buckets(plan(parameters, compressor), gradients.__getitem__)
-        self.pipeline.add_dense(dense, gradients.__getitem__)
+        self.pipeline.add_dense(
+            [Layout((slots[name],), types[name]) for name in gradients if name in dense], gradients.__getitem__
+        )
 
     def _agree(self, gradients: Mapping[str, Array]) -> None:
         mine = repr(self.pipeline.compressor), [(n, g.shape, str(g.dtype)) for n, g in gradients.items()], self._divisor
@@ -185,13 +217,29 @@ class SparseAllreduce:
         return self.pipeline.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], gradients: Mapping[str, Array] | None = None) -> None:
-        """Continue from what `state_dict` returned, on every worker.
+        """Continue from what `state_dict` returned, on every worker; also after a step that raised.
 
         Before the first call give arrays like the gradients, which fix names, shapes and types.
+
+        Raises:
+            ValueError: the state is damaged, or of other arrays or settings; nothing was changed.
         """
         if gradients is not None and not self._shapes:
-            self._plan(gradients)
+            self._plan(gradients, state)
         self.pipeline.load_state_dict(state)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals, because gradients will be `factor` times as large from now on; `factor` > 0."""
+        check_factor(factor)
+        self.pipeline.rescale(factor)
+
+    def discard_step(self) -> None:
+        """Throw away the last call, whose result shall not be applied: on every worker, before the next call.
+
+        Raises:
+            RuntimeError: the compressor was not made with `discardable=True`, or there is no step to discard.
+        """
+        self.pipeline.discard_step()
 
     def reset(self) -> None:
         """Forget residuals, adaptive state and statistics."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse import kernels
-from horovod_sparse.kernels import memory_of
+from horovod_sparse.kernels import memory_of, name_of
 from horovod_sparse.numpy.ops import NumpyOps, keep_finite
 from horovod_sparse.ops import Absorbed, Moments, Selection, Sums, Wanted
 from horovod_sparse.search import largest_candidates
@@ -125,4 +125,4 @@ def _contiguous(array: Array) -> Array:
 
 def _flat(gradient: Array) -> Array | None:
     """The gradient in one piece; None if the kernels do not know its type."""
-    return _contiguous(gradient) if kernels.supports(str(gradient.dtype)) else None
+    return _contiguous(gradient) if kernels.supports(name_of(gradient.dtype)) else None

@@ -1,9 +1,12 @@
-"""TensorFlow adapter: every public name of ``horovod.tensorflow``, and the compressors.
+"""TensorFlow adapter: every name of ``horovod.tensorflow``, and the compressors.
 
 Importing it extends stock Horovod (see `seam`), so ``import horovod.tensorflow as hvd`` works just as well; but Keras 3
 optimizers without one of our compressors must be made with the `DistributedOptimizer` of this package.
 """
 
+import importlib as _importlib
+
+import horovod.tensorflow as _stock
 from horovod.tensorflow import *
 
 from horovod_sparse.averaging import WeightedAverage
@@ -31,3 +34,8 @@ globals().pop("keras", None)
 seam.install()
 
 __all__ = [name for name in globals() if not name.startswith("_") and name != "seam"]
+
+
+def __getattr__(name: str) -> object:
+    """Whatever else Horovod's module has, private names too; `keras` is ours, imported when it is asked for."""
+    return _importlib.import_module(f"{__name__}.keras") if name == "keras" else getattr(_stock, name)

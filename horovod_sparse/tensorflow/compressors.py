@@ -28,12 +28,10 @@ from horovod_sparse.compressors import (
 from horovod_sparse.compressors.base import check_boolean
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.serving import Server, ServingCompressor
-from horovod_sparse.state import check_parts, empty_state
+from horovod_sparse.state import ARRAYS, check_parts, empty_state
 from horovod_sparse.tensorflow import selectors
 
 Tensor = Any
-
-_ARRAYS = ("residuals", "velocities")
 
 
 class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experimental.PythonState):
@@ -136,20 +134,36 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
     def serialize(self) -> bytes:
         """The state as one string, for `tf.train.Checkpoint`."""
         state = self.state_dict()
-        arrays = {f"{kind}/{name}": array for kind in _ARRAYS for name, array in state[kind].items()}
-        plain = {key: value for key, value in state.items() if key not in _ARRAYS}
+        arrays = {f"{kind}/{name}": array for kind in ARRAYS for name, array in state[kind].items()}
+        plain = {key: value for key, value in state.items() if key not in ARRAYS}
         file = io.BytesIO()
         np.savez(file, json=np.array(json.dumps(plain)), **arrays)
         return file.getvalue()
 
     def deserialize(self, string_value: bytes) -> None:
-        """Load what `serialize` returned, for `tf.train.Checkpoint`."""
-        with np.load(io.BytesIO(string_value), allow_pickle=False) as file:
-            state = json.loads(str(file["json"]))
-            for kind in _ARRAYS:
+        """Load what `serialize` returned, for `tf.train.Checkpoint`.
+
+        Raises:
+            ValueError: the bytes are damaged, or of a state that cannot be loaded; nothing is changed then.
+        """
+        self.load_state_dict(_unpacked(string_value))
+
+
+def _unpacked(packed: bytes) -> dict[str, Any]:
+    """The state in the bytes that `serialize` returned."""
+    try:
+        with np.load(io.BytesIO(packed), allow_pickle=False) as file:
+            state: dict[str, Any] = json.loads(str(file["json"]))
+            for kind in ARRAYS:
                 prefix = f"{kind}/"
                 state[kind] = {name[len(prefix) :]: file[name] for name in file.files if name.startswith(prefix)}
-        self.load_state_dict(state)
+    except Exception as error:
+        # What NumPy, zip files and JSON raise for damaged bytes has no class in common.
+        raise ValueError(
+            f"the saved state must be what a compressor wrote, but its {len(packed)} bytes cannot be read "
+            f"({type(error).__name__}: {error}); the file is damaged or incomplete, load an older one"
+        ) from error
+    return state
 
 
 class TopK(TensorflowCompressor, topk.TopK):

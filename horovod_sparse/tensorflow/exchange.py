@@ -23,12 +23,13 @@ class Collectives:
     """The collectives of one reducer.
 
     Args:
-        prefix: of their names, the same on all ranks and no other reducer's. Without slashes: Horovod would cut it there.
         process_set: the workers that exchange.
     """
 
-    def __init__(self, prefix: str, process_set: Any) -> None:
-        self._prefix = prefix
+    number: int
+    """Of the reducer, the same on all ranks and no other's; known when the ranks have agreed for the first time."""
+
+    def __init__(self, process_set: Any) -> None:
         self._process_set = process_set
         self._zero = make_variable(np.zeros(1, np.float32), "zero", None)
 
@@ -42,9 +43,15 @@ class Collectives:
 
     def allgather(self, message: Tensor, name: str) -> Tensor:
         """All ranks' messages, one after the other in rank order."""
-        return mpi_ops.allgather(
-            message, name=f"{self._prefix}.{name}", ignore_name_scope=True, process_set=self._process_set
-        )
+        return self._allgather(message, f"{self.number}.{name}")
+
+    def _allgather(self, message: Tensor, name: str) -> Tensor:
+        name = self._full(name)
+        return mpi_ops.allgather(message, name=name, ignore_name_scope=True, process_set=self._process_set)
+
+    def _full(self, name: str) -> str:
+        # Without slashes: Horovod would cut it there.
+        return f"horovod_sparse.{self._process_set.process_set_id}.{name}"
 
     def total(self, message: Tensor, name: str) -> Tensor:
         """The sum of all ranks' messages."""
@@ -57,7 +64,7 @@ class Collectives:
     def _allreduce(self, tensor: Tensor, name: str, op: Any, predivide: float = 1.0) -> Tensor:
         return mpi_ops._allreduce(
             tensor,
-            name=f"{self._prefix}.{name}",
+            name=self._full(f"{self.number}.{name}"),
             op=op,
             prescale_factor=1.0 / predivide,
             postscale_factor=predivide,
@@ -66,8 +73,11 @@ class Collectives:
         )
 
     def gather_json(self, value: object, name: str) -> list[Any]:
-        """Every rank's `value`, in rank order; blocks, also while a function is traced. Plain JSON, nothing is unpickled."""
+        """Every rank's `value`, in rank order; blocks, also while a function is traced. Plain JSON, nothing is unpickled.
+
+        The name is the same for all reducers of the process set: ranks that are not at the same one meet, and can compare.
+        """
         line = np.frombuffer(json.dumps(value).encode("ascii") + b"\n", np.uint8)
         with tf.init_scope(), tf.device("CPU:0"):
-            gathered = self.allgather(tf.constant(line), name)
+            gathered = self._allgather(tf.constant(line), name)
         return [json.loads(part) for part in gathered.numpy().tobytes().splitlines()]

@@ -11,7 +11,7 @@ gradients, and reduce them in the `tf.function` that calls it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,16 +156,20 @@ class GraphPipeline:
     def reduce(self, step: Step) -> dict[str, Tensor]:
         """Operations that reduce one step's gradients; the reduced ones by name.
 
-        A step fails on every rank if a gradient on any of them holds NaN or infinity: what was taken then stays in the
-        residuals, and `tf.errors.InvalidArgumentError` is raised unless `not_finite="propagate"`.
+        A step fails on every rank if a gradient on any of them holds NaN or infinity, or overflows its residual: what was
+        taken then stays in the residuals, and `tf.errors.InvalidArgumentError` is raised unless `not_finite="propagate"`.
+
+        After a step that an exception has ended somewhere every residual is as before it, or has the whole gradient;
+        everything else changes at the end only, but for velocities, which move on with the residuals.
         """
-        sent = [self._send(step, bucket) for bucket in step.buckets]
+        clip = self._clip_factor(step)
+        sent = [self._send(step, bucket, clip) for bucket in step.buckets]
         gathered = [
             self._collectives.allgather(one.message, f"{self.buckets.index(one.bucket)}.pairs.0") for one in sent
         ]
         divisor = self._divisor(step.divisor)
         received = [self._receive(one.bucket, all_, divisor) for one, all_ in zip(sent, gathered, strict=True)]
-        dense = {name: self._reduce_dense(step, name, number) for number, name in enumerate(step.dense)}
+        dense = self._reduce_dense(step, clip)
         others = {name: _all_finite(tensor) for name, tensor in (*dense.items(), *step.others.items())}
         # Without quotation marks: an assertion would show them with backslashes.
         checks = [(f"parameter {name}", finite) for one in sent for name, finite in one.finite.items()]
@@ -175,11 +179,13 @@ class GraphPipeline:
         ]
         checks += [(f"parameter {name}", finite) for name, finite in others.items()]
         succeeded = tf.reduce_all([finite for _, finite in checks]) if checks else tf.constant(True)
-        updates = [
-            update
-            for one, (_, finite) in zip(sent, received, strict=True)
-            for update in self._settle(one, finite, succeeded)
-        ]
+        # Only in a step that has come this far.
+        with tf.control_dependencies([succeeded]):
+            updates = [
+                update
+                for one, (_, finite) in zip(sent, received, strict=True)
+                for update in self._settle(one, finite, succeeded)
+            ]
         for name, velocity in self._dense_velocity.items():
             if name in dense:
                 dense[name], update = self._finish_dense(dense[name], velocity, others[name])
@@ -200,8 +206,8 @@ class GraphPipeline:
             self._divisors[number] = make_variable(np.float32(number), "divisor", None)
         return self._divisors[number].read_value()
 
-    def _send(self, step: Step, bucket: GraphBucket) -> _Sent:
-        x, finite = self._accumulate(step, bucket)
+    def _send(self, step: Step, bucket: GraphBucket, clip: Tensor | None) -> _Sent:
+        x, finite = self._accumulate(step, bucket, clip)
         saved = {name: variable.read_value() for name, variable in bucket.saved.items()}
 
         def some() -> tuple[Any, ...]:
@@ -220,28 +226,36 @@ class GraphPipeline:
         message = tf.ensure_shape(message, [bucket.capacity, 2])
         return _Sent(bucket, message, indices, taken, selectors.Chosen(indices, found, threshold, after), finite)
 
-    def _accumulate(self, step: Step, bucket: GraphBucket) -> tuple[Tensor, dict[str, Tensor]]:
-        """Take the gradients into the residual; what it holds then, and which gradients were finite."""
-        finite, parts = {}, []
-        for slot in bucket.layout.slots:
-            gradient = step.gradients.get(slot.name)
-            if gradient is None:
-                finite[slot.name] = tf.constant(True)
-                parts.append(tf.zeros([slot.numel], bucket.layout.residual_dtype))
-                continue
-            gradient = tf.cast(gradient, bucket.layout.residual_dtype)
-            finite[slot.name] = _all_finite(gradient)
-            gradient = self._clipped(gradient)
-            kept = tf.where(tf.math.is_finite(gradient), gradient, tf.zeros_like(gradient))
-            parts.append(tf.reshape(kept, [slot.numel]))
-        flat = tf.concat(parts, 0)
-        residual, updates = bucket.residual.read_value(), []
+    def _accumulate(self, step: Step, bucket: GraphBucket, clip: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Take the gradients into the residual; what it holds then, and of which parameters all was finite."""
+        dtype, slots = bucket.layout.residual_dtype, bucket.layout.slots
+        none = {slot.name: tf.zeros([slot.numel], dtype) for slot in slots}
+        given = {
+            slot.name: tf.reshape(tf.cast(step.gradients[slot.name], dtype), [slot.numel])
+            for slot in slots
+            if slot.name in step.gradients
+        }
+        kept = {name: _only_finite(self._clipped(gradient, clip)) for name, gradient in given.items()}
+        flat = tf.concat([kept.get(slot.name, none[slot.name]) for slot in slots], 0)
+        residual = _without(bucket.residual.read_value(), slots, step.frozen)
         if bucket.velocity is None:
-            x = residual + flat
+            x, velocity = residual + flat, None
         else:
-            x, velocity = self._with_momentum(residual, bucket.velocity.read_value(), flat)
-            updates.append(bucket.velocity.assign(velocity))
-        with tf.control_dependencies([*updates, bucket.residual.assign(x)]):
+            x, velocity = self._with_momentum(
+                residual, _without(bucket.velocity.read_value(), slots, step.frozen), flat
+            )
+        fits = tf.math.is_finite(x)
+        finite = {
+            slot.name: tf.reduce_all(_range(fits, slot)) & _all_finite(given.get(slot.name, none[slot.name]))
+            for slot in slots
+        }
+        x = _in_range(x)
+        updates = [bucket.residual.assign(x)]
+        if bucket.velocity is not None:
+            # After the residual: where a step is given up between the two, it has the whole gradient.
+            with tf.control_dependencies(updates):
+                updates.append(bucket.velocity.assign(_in_range(velocity)))
+        with tf.control_dependencies(updates):
             return tf.identity(x), finite
 
     def _with_momentum(self, residual: Tensor, velocity: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,14 +269,27 @@ class GraphPipeline:
         velocity = _plus(velocity * momentum, gradient)
         return residual + velocity, velocity
 
-    def _clipped(self, gradient: Tensor) -> Tensor:
-        """As `feedback.clip`; without a limit the gradient as it is."""
-        limit = self.compressor.clip_norm
-        if limit is None:
+    def _clip_factor(self, step: Step) -> Tensor | None:
+        """As `feedback.clip_factor`: of all this rank's gradients with `clip_scope="model"`, None else."""
+        if not self.compressor.holds_back:
+            return None
+        gradients = [*step.gradients.values(), *step.dense.values()]
+        norms = [_finite_norm(tf.cast(gradient, _wide(gradient))) for gradient in gradients]
+        return self._factor(_norm(tf.stack([tf.constant(0.0, tf.float64), *norms])))
+
+    def _clipped(self, gradient: Tensor, factor: Tensor | None) -> Tensor:
+        """As `feedback.clip` or `feedback.scaled`; without a limit the gradient as it is."""
+        if self.compressor.clip_norm is None:
             return gradient
-        wide = tf.cast(gradient, tf.float64)
-        norm, most = tf.sqrt(tf.reduce_sum(wide * wide)), clip_limit(limit, self._world, averages=self._averages)
-        return gradient * tf.cast(tf.where(norm > most, most / norm, tf.ones_like(norm)), gradient.dtype)
+        if factor is None:
+            factor = self._factor(_finite_norm(gradient))
+        return gradient * tf.cast(factor, gradient.dtype)
+
+    def _factor(self, norm: Tensor) -> Tensor:
+        assert self.compressor.clip_norm is not None
+        limit = clip_limit(self.compressor.clip_norm, self._world, averages=self._averages)
+        one = tf.ones_like(norm)
+        return tf.where(norm > 0.0, tf.minimum(one, limit / norm), one)
 
     def _receive(self, bucket: GraphBucket, gathered: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
         """The reduced gradient, flat (NaN after a gradient that was not finite), and whether all were finite."""
@@ -325,11 +352,15 @@ class GraphPipeline:
         before = sent.bucket.tally.read_value()
         return sent.bucket.tally.assign(tf.where(received, tf.stack([last, before[1] + last]), before))
 
-    def _reduce_dense(self, step: Step, name: str, number: int) -> Tensor:
-        gradient = step.dense[name]
-        wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
-        clipped = tf.cast(self._clipped(tf.cast(gradient, wide)), wire_dtype(gradient.dtype))
-        return self._collectives.dense(clipped, f"dense.{number}", step.op, step.predivide)
+    def _reduce_dense(self, step: Step, clip: Tensor | None) -> dict[str, Tensor]:
+        reduced: dict[str, Tensor] = {}
+        for number, pack in enumerate(step.packs()):
+            gradients = [step.dense[name] for name in pack.names]
+            if self.compressor.clip_norm is not None:
+                gradients = [self._clipped(tf.cast(gradient, _wide(gradient)), clip) for gradient in gradients]
+            message = tf.cast(pack.join(gradients), wire_dtype(pack.dtype))
+            reduced |= pack.split(self._collectives.dense(message, f"dense.{number}", step.op, step.predivide))
+        return reduced
 
     def _finish_dense(self, reduced: Tensor, velocity: Variable, finite: Tensor) -> tuple[Tensor, Any]:
         """A dense gradient with momentum, and the update of its velocity; neither if it is not finite."""
@@ -350,8 +381,8 @@ class GraphPipeline:
                     [
                         f"rank {self._rank}: the gradient of ",
                         cause,
-                        " holds NaN or infinity; it was kept out of the residual. Lower the learning rate, or with loss "
-                        "scaling set not_finite to propagate",
+                        " holds NaN or infinity, or overflows its residual; it was kept out of the residual. Lower the "
+                        "learning rate, or with loss scaling set not_finite to propagate",
                     ]
                 )
             ],
@@ -396,8 +427,20 @@ class GraphPipeline:
         }
 
     def _adaptive(self, bucket: GraphBucket) -> dict[str, object]:
-        numbers = {name: float(_numpy(variable)) for name, variable in bucket.saved.items()}
-        return {**bucket.state.state_dict(), "step": int(_numpy(bucket.step)), **numbers}
+        before: dict[str, Any] = bucket.state.state_dict()
+        changed = {"step": bucket.step, **bucket.saved}
+        return before | {name: type(before[name])(_numpy(variable)) for name, variable in changed.items()}
+
+    def _state(self, bucket: GraphBucket, adaptive: Mapping[str, Any]) -> BucketState:
+        """The state that `_adaptive` returned, or a pipeline on the host."""
+        state = self.compressor.new_state(bucket.state.place)
+        state.load_state_dict(adaptive)
+        return state
+
+    def _adapt(self, bucket: GraphBucket, state: BucketState) -> None:
+        """Go on with a state."""
+        for name, variable in {"step": bucket.step, **bucket.saved}.items():
+            _assign(variable, getattr(state, name))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict`, this one or that of `Pipeline`, returned. Strict."""
@@ -405,25 +448,24 @@ class GraphPipeline:
         _load(self._residuals, state["residuals"])
         _load(self._velocities, state["velocities"])
         for bucket in self.buckets:
-            adaptive = state["adaptive"][bucket.name]
-            _assign(bucket.step, adaptive["step"])
-            for name, variable in bucket.saved.items():
-                _assign(variable, adaptive[name])
+            self._adapt(bucket, self._state(bucket, state["adaptive"][bucket.name]))
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals and velocities by `factor`."""
         for variable in self.variables:
             _assign(variable, _numpy(variable) * np.asarray(factor, variable.dtype.as_numpy_dtype))
+        for bucket in self.buckets:
+            state = self._state(bucket, self._adaptive(bucket))
+            state.rescale(factor)
+            self._adapt(bucket, state)
 
     def reset(self) -> None:
         """Start afresh: residuals zero, adaptive state and statistics as before the first step."""
         for variable in self.variables:
             _assign(variable, np.zeros(variable.shape))
         for bucket in self.buckets:
-            _assign(bucket.step, 0)
             _assign(bucket.tally, np.zeros((2, 4)))
-            for name, variable in bucket.saved.items():
-                _assign(variable, getattr(bucket.state, name))
+            self._adapt(bucket, bucket.state)
 
 
 # --- tensors ---
@@ -431,6 +473,34 @@ class GraphPipeline:
 
 def _all_finite(tensor: Tensor) -> Tensor:
     return tf.reduce_all(tf.math.is_finite(tensor))
+
+
+def _only_finite(tensor: Tensor) -> Tensor:
+    """With zeros in place of NaN and infinity."""
+    return tf.where(tf.math.is_finite(tensor), tensor, tf.zeros_like(tensor))
+
+
+def _in_range(sums: Tensor) -> Tensor:
+    """Sums that have overflowed stay at the largest number of their type."""
+    return tf.clip_by_value(sums, sums.dtype.min, sums.dtype.max)
+
+
+def _wide(gradient: Tensor) -> Any:
+    """The type that a gradient is clipped in."""
+    return tf.float64 if gradient.dtype == tf.float64 else tf.float32
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    """The Euclidean norm, float64; squares of numbers of that type may leave its range."""
+    wide = tf.cast(tensor, tf.float64)
+    largest = tf.reduce_max(tf.abs(wide)) if tensor.dtype == tf.float64 else tf.constant(1.0, tf.float64)
+    unit = tf.where(largest > 0.0, largest, tf.ones_like(largest))
+    return unit * tf.sqrt(tf.reduce_sum(tf.square(wide / unit)))
+
+
+def _finite_norm(gradient: Tensor) -> Tensor:
+    """Of the entries that are finite."""
+    return _norm(_only_finite(gradient))
 
 
 def _plus(sum_: Tensor, gradient: Tensor) -> Tensor:
@@ -453,8 +523,20 @@ def _pack(indices: Tensor, values: Tensor, capacity: int) -> Tensor:
     return tf.bitcast(tf.stack([tf.bitcast(rows, tf.float32), tf.pad(values, room)], axis=1), tf.int32)
 
 
+def _range(flat: Tensor, slot: Slot) -> Tensor:
+    return flat[slot.offset : slot.offset + slot.numel]
+
+
 def _part(flat: Tensor, slot: Slot) -> Tensor:
-    return tf.reshape(flat[slot.offset : slot.offset + slot.numel], slot.shape)
+    return tf.reshape(_range(flat, slot), slot.shape)
+
+
+def _without(flat: Tensor, slots: Sequence[Slot], names: Collection[str]) -> Tensor:
+    """With zeros in the slots with these names."""
+    if not any(slot.name in names for slot in slots):
+        return flat
+    parts = [_range(flat, slot) for slot in slots]
+    return tf.concat([tf.zeros_like(p) if s.name in names else p for s, p in zip(slots, parts, strict=True)], 0)
 
 
 # --- variables ---

@@ -26,7 +26,7 @@ from horovod_sparse.ops import Array
 from horovod_sparse.pipeline import Pipeline
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.memory import check_memory, make_variable, memory_of
-from horovod_sparse.tensorflow.step import Step
+from horovod_sparse.tensorflow.step import Pack, Step
 
 Tensor = Any
 Variable = Any
@@ -99,16 +99,22 @@ class HostPipeline(Pipeline):
     def reduce(self, step: Step) -> dict[str, Tensor]:
         """Operations that reduce one step's gradients; the reduced ones by name."""
         with tf.device("CPU:0"):
-            compressed = [tensor for together in self._together(step) for tensor in self._exchange_all(step, together)]
-            dense_names = list(step.dense)
-            finished = self._reduce_dense(step, dense_names)
-            others = [tf.reduce_all(tf.math.is_finite(other)) for other in step.others.values()]
-            with tf.control_dependencies([*compressed, *finished]):
-                end = self._call(self._end, list(step.others), others, tf.bool)
+            with tf.control_dependencies([self._start(step)]):
+                compressed = [tensor for made in self._together(step) for tensor in self._exchange_all(step, made)]
+                finished = self._reduce_dense(step)
+                others = [tf.reduce_all(tf.math.is_finite(other)) for other in step.others.values()]
+            with tf.control_dependencies([*compressed, *finished.values()]):
+                end = self._call(self._end, (list(step.others),), others, tf.bool)
             with tf.control_dependencies([end]):
-                tensors = [tf.identity(tensor) for tensor in (*compressed, *finished)]
+                tensors = [tf.identity(tensor) for tensor in (*compressed, *finished.values())]
         names = [slot.name for bucket in step.buckets for slot in bucket.layout.slots]
-        return dict(zip([*names, *dense_names], tensors, strict=True))
+        return dict(zip([*names, *finished], tensors, strict=True))
+
+    def _start(self, step: Step) -> Tensor:
+        """What comes before everything else of a step."""
+        # Only a norm of all gradients needs them there: buckets are exchanged while others' gradients are computed.
+        gradients = [*step.gradients.values(), *step.dense.values()] if self.compressor.holds_back else []
+        return self._call(self._start_step, (), gradients, tf.bool)
 
     def _together(self, step: Step) -> list[list[Bucket]]:
         """The buckets that are always in the same step of their schedule: those that were made together."""
@@ -123,7 +129,7 @@ class HostPipeline(Pipeline):
             return self._exchange(step, buckets, self.compressor.exchange)
         return _list(
             tf.cond(
-                self._call(self._is_dense, buckets[0].name, [], tf.bool),
+                self._call(self._is_dense, (buckets[0].name,), [], tf.bool),
                 lambda: self._exchange(step, buckets, dense),
                 lambda: self._exchange(step, buckets, self.compressor.exchange),
             )
@@ -152,10 +158,12 @@ class HostPipeline(Pipeline):
         ]
 
     def _begin(self, step: Step, bucket: Bucket, first: Round) -> Tensor:
-        names = [slot.name for slot in bucket.layout.slots if slot.name in step.gradients]
+        slots = bucket.layout.slots
+        names = [slot.name for slot in slots if slot.name in step.gradients]
+        frozen = [slot.name for slot in slots if slot.name in step.frozen]
         return self._call(
             self._take_in,
-            (bucket.name, names, len(self._memory[bucket.name])),
+            (bucket.name, names, frozen, len(self._memory[bucket.name])),
             [*self._read(bucket), step.rate, *(step.gradients[name] for name in names)],
             first.dtype or bucket.layout.residual_dtype,
         )
@@ -166,39 +174,51 @@ class HostPipeline(Pipeline):
         reduced = self._call(self._write_out, (bucket.name, step.divisor, types), [result], types)
         return [tf.ensure_shape(tensor, slot.shape) for tensor, slot in zip(_list(reduced), slots, strict=True)]
 
-    def _reduce_dense(self, step: Step, names: list[str]) -> list[Tensor]:
-        reduced = []
-        for number, name in enumerate(names):
-            gradient = step.dense[name]
-            if self.compressor.clip_norm is not None:
-                dtype = "float64" if gradient.dtype == tf.float64 else "float32"
-                gradient = tf.ensure_shape(self._call(self._clip, dtype, [gradient], dtype), gradient.shape)
-            message = tf.cast(gradient, wire_dtype(step.dense[name].dtype))
-            reduced.append(self._collectives.dense(message, f"dense.{number}", step.op, step.predivide))
-        if not reduced:
-            return []
-        types = [tensor.dtype for tensor in reduced]
-        finished = _list(self._call(self._finish_all_dense, names, reduced, types))
-        return [
-            tf.cast(tf.ensure_shape(tensor, step.dense[name].shape), step.dense[name].dtype)
-            for name, tensor in zip(names, finished, strict=True)
+    def _reduce_dense(self, step: Step) -> dict[str, Tensor]:
+        packs = step.packs()
+        # All are begun before the result of any is asked for.
+        reduced = [
+            self._collectives.dense(self._packed(step, pack), f"dense.{number}", step.op, step.predivide)
+            for number, pack in enumerate(packs)
         ]
+        finished: dict[str, Tensor] = {}
+        for pack, tensor in zip(packs, reduced, strict=True):
+            flat = self._call(self._finish_pack, (pack,), [tensor], tensor.dtype)
+            finished |= pack.split(tf.cast(tf.ensure_shape(flat, [pack.numel]), pack.dtype))
+        return finished
+
+    def _packed(self, step: Step, pack: Pack) -> Tensor:
+        """The message of some parameters that are reduced dense."""
+        gradients = [step.dense[name] for name in pack.names]
+        if self.compressor.clip_norm is None:
+            return tf.cast(pack.join(gradients), wire_dtype(pack.dtype))
+        dtype = "float64" if pack.dtype == tf.float64 else "float32"
+        clipped = tf.ensure_shape(self._call(self._clip, (dtype,), gradients, dtype), [pack.numel])
+        return tf.cast(clipped, wire_dtype(pack.dtype))
 
     @staticmethod
-    def _call(method: Callable[..., Any], known: Any, inputs: Sequence[Tensor], types: Any) -> Any:
+    def _call(method: Callable[..., Any], known: tuple[Any, ...], inputs: Sequence[Tensor], types: Any) -> Any:
         """An operation that calls a method with what is known now, then with its inputs."""
-        return tf.numpy_function(_Weak(method, known if isinstance(known, tuple) else (known,)), inputs, types)
+        return tf.numpy_function(_Weak(method, known), inputs, types)
 
     # --- called from the graph ---
+
+    def _start_step(self, *gradients: NDArray[Any]) -> np.bool_:
+        self.start_step(gradients)
+        return np.True_
 
     def _is_dense(self, name: str) -> np.bool_:
         return np.bool_(self._bucket_of[name].state.step < self.compressor.dense_steps)
 
-    def _take_in(self, name: str, names: list[str], parts: int, *inputs: NDArray[Any]) -> NDArray[Any]:
+    def _take_in(
+        self, name: str, names: list[str], frozen: list[str], parts: int, *inputs: NDArray[Any]
+    ) -> NDArray[Any]:
         bucket = self._bucket_of[name]
         self._use(bucket, *inputs[:parts])
         rate = float(inputs[parts])
         gradients = dict(zip(names, inputs[parts + 1 :], strict=True))
+        for parameter in frozen:
+            self.drop(parameter)
         for slot in bucket.layout.slots:
             self.arrive(slot.name, gradients.get(slot.name), None if math.isnan(rate) else rate)
         return np.ascontiguousarray(self.begin(bucket).message)
@@ -235,14 +255,19 @@ class HostPipeline(Pipeline):
 
         return write
 
-    def _clip(self, dtype: str, gradient: NDArray[Any]) -> NDArray[Any]:
-        return np.asarray(self.clipped(gradient, dtype))
+    def _clip(self, dtype: str, *gradients: NDArray[Any]) -> NDArray[Any]:
+        return np.concatenate([self.clipped(gradient, dtype).reshape(-1) for gradient in gradients])
 
-    def _finish_all_dense(self, names: list[str], *reduced: NDArray[Any]) -> list[NDArray[Any]]:
-        copies = [np.array(array) for array in reduced]
-        for name, array in zip(names, copies, strict=True):
-            self.finish_dense(name, array)
-        return copies
+    def _finish_pack(self, pack: Pack, reduced: NDArray[Any]) -> NDArray[Any]:
+        flat = np.array(reduced)
+        if self.compressor.momentum_correction is None and self.ops.all_finite(flat):
+            # To look at thousands of small ones takes longer.
+            return flat
+        end = 0
+        for part in pack.parts:
+            start, end = end, end + part.numel
+            self.finish_dense(part.name, flat[start:end])
+        return flat
 
     def _end(self, names: list[str], *finite: np.bool_) -> np.bool_:
         for name, is_finite in zip(names, finite, strict=True):
@@ -250,6 +275,10 @@ class HostPipeline(Pipeline):
                 self._not_finite.append(f"parameter {name!r}")
         self.end_step()
         return np.True_
+
+    def abort(self) -> None:
+        self._reduced.clear()
+        super().abort()
 
     # --- state ---
 

@@ -21,6 +21,8 @@ class Names:
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._not_trainable: set[str] = set()
+        """Keras variables, as they were when last seen; of a `tf.Variable` that never changes."""
 
     def of(self, variables: Sequence[Variable]) -> list[str]:
         """The names of some variables, seen before or not."""
@@ -29,6 +31,10 @@ class Names:
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the variable with this name."""
         return self._shapes[name]
+
+    def frozen(self, names: Iterable[str]) -> frozenset[str]:
+        """Those of some variables without a gradient that are not trained any more."""
+        return frozenset(self._not_trainable.intersection(names))
 
     def _name(self, variable: Variable) -> str:
         if not isinstance(plain(variable), tf.Variable):
@@ -42,7 +48,10 @@ class Names:
                 name = f"{wanted}_{number}"
             self._names[key] = name
             self._shapes[name] = tuple(int(extent) for extent in variable.shape)
-        return self._names[key]
+        name = self._names[key]
+        if plain(variable) is not variable:
+            (self._not_trainable.discard if variable.trainable else self._not_trainable.add)(name)
+        return name
 
 
 def plain(variable: Variable) -> Variable:
@@ -57,10 +66,12 @@ def renamed(state: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]
     of two names one may end in the other.
     """
     names = list(names)
+    # Parameters that are reduced dense have velocities only.
+    olds = {old for part in PARTS for old in state[part]}
     new: dict[str, str] = {}
     for name in names:
-        found = [old for old in state["residuals"] if old == name] or [
-            old for old in state["residuals"] if old.endswith(f"/{name}") or name.endswith(f"/{old}")
+        found = [old for old in olds if old == name] or [
+            old for old in olds if old.endswith(f"/{name}") or name.endswith(f"/{old}")
         ]
         if len(found) == 1:
             new[found[0]] = name

@@ -10,20 +10,20 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.agreement import check_sparse, compare
+from horovod_sparse.agreement import check_sparse, compare, op_name
 from horovod_sparse.bucket import Bucket
 from horovod_sparse.buckets import Layout, Parameter, Slot, plan
 from horovod_sparse.cost import allreduce_bytes
 from horovod_sparse.pipeline import check_limits
 from horovod_sparse.serving import compresses
-from horovod_sparse.state import PARTS, check_state, empty_state, holds_anything
+from horovod_sparse.state import PARTS, check_state, empty_state, holds_anything, rescale_state
 from horovod_sparse.statistics import NO_STATS, Stats
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
@@ -35,8 +35,10 @@ from horovod_sparse.tensorflow.step import Step
 Tensor = Any
 Variable = Any
 
-# Reducers made so far per process set; see the torch adapter.
-_made: Counter[tuple[int, ...]] = Counter()
+# Reducers per process set whose ranks have agreed. They agree on one after the other, so the number names one everywhere, also
+# where a rank has made some that it does not use. The ranks are part of the key because Horovod gives the number of a removed
+# set to the next one that is added.
+_agreed: Counter[tuple[int, ...]] = Counter()
 
 
 class Reducer:
@@ -64,6 +66,8 @@ class Reducer:
         shared: bool,
     ) -> None:
         self.shared = shared
+        self.settings: Callable[[], Mapping[str, str]] = dict
+        """Of the optimizer, by name: what else must be equal on all ranks."""
         self.compressor = compressor
         self._arguments = _key(op, predivide, groups, sparse_as_dense, process_set)
         self.names = Names()
@@ -73,10 +77,9 @@ class Reducer:
         self._groups = groups
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
-        key = (process_set.process_set_id, *process_set.ranks)
-        self._collectives = Collectives(f"horovod_sparse.{key[0]}.{_made[key]}", process_set)
-        _made[key] += 1
+        self._collectives = Collectives(process_set)
         self._agreements = 0
+        """With the other ranks so far: one whenever variables join."""
         self._dtypes: dict[str, Any] = {}
         """Of the gradients of all variables that have been seen, by name."""
         self._bucket_of: dict[str, Bucket | GraphBucket] = {}
@@ -95,10 +98,10 @@ class Reducer:
         given = _key(op, predivide, groups, sparse_as_dense, process_set)
         for name, value in given.items():
             if value != self._arguments[name]:
+                shown, before = (_op_name(v) if name == "op" else repr(v) for v in (value, self._arguments[name]))
                 raise ValueError(
-                    f"{name} must be the same for all tapes with one compression, got {value!r} after "
-                    f"{self._arguments[name]!r}; give the other tape a compression of its own, for instance "
-                    "copy.deepcopy(compression)"
+                    f"{name} must be the same for all tapes with one compression, got {shown} after {before}; give the "
+                    "other tape a compression of its own, for instance copy.deepcopy(compression)"
                 )
 
     # --- gradients in, reduced gradients out ---
@@ -112,6 +115,8 @@ class Reducer:
         learning_rate: Tensor | None = None,
     ) -> list[Any]:
         """The reduced gradients, in the same order; None stays None, unless the variable had a gradient before.
+
+        It stays None too if the variable is Keras' and not trainable any more; what waited for it is dropped then.
 
         Args:
             gradients: dense tensors, `tf.IndexedSlices` or None.
@@ -146,13 +151,17 @@ class Reducer:
                 "use a Keras 3 optimizer with hvd.DistributedOptimizer"
             )
         self._extend(names, gradients, variables)
-        if tf.executing_eagerly():
-            return list(self._function(self._agreements, names, list(gradients), rate))
-        return self._reduce(self._agreements, names, list(gradients), rate)
+        frozen = self.names.frozen(name for name, gradient in zip(names, gradients, strict=True) if gradient is None)
+        reduce = self._function if tf.executing_eagerly() else self._reduce
+        return list(reduce(self._agreements, names, frozen, list(gradients), rate))
 
-    def _reduce(self, plan: int, names: tuple[str, ...], gradients: list[Any], rate: Tensor) -> list[Any]:
+    def _reduce(
+        self, plan: int, names: tuple[str, ...], frozen: frozenset[str], gradients: list[Any], rate: Tensor
+    ) -> list[Any]:
         """Build the operations; traced again when another `plan` has buckets for more variables."""
-        assert self.engine is not None
+        if self.engine is None:
+            # No variable has had a gradient yet.
+            return gradients
         given = {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
         divisor = float(self._process_set.size()) if self._op == mpi_ops.Average else 1.0
         others = {name: self._gather_slices(name, given.get(name), divisor) for name in names if name in self._sparse}
@@ -160,11 +169,8 @@ class Reducer:
             Step(
                 buckets=self._taking_part(names),
                 gradients={name: gradient for name, gradient in given.items() if name in self._bucket_of},
-                dense={
-                    name: given.get(name, tf.zeros(self.names.shape(name), self._dtypes[name]))
-                    for name in names
-                    if name in self._dense
-                },
+                frozen=frozen,
+                dense={name: self._dense_gradient(name, given) for name in names if name in self._dense},
                 others={name: slices.values for name, slices in others.items()},
                 dtypes=self._dtypes,
                 rate=rate,
@@ -173,7 +179,11 @@ class Reducer:
                 predivide=self._predivide,
             )
         )
-        return [others.get(name, reduced.get(name)) for name in names]
+        return [None if name in frozen else others.get(name, reduced.get(name)) for name in names]
+
+    def _dense_gradient(self, name: str, given: Mapping[str, Any]) -> Tensor:
+        shape = self.names.shape(name)
+        return tf.ensure_shape(given[name], shape) if name in given else tf.zeros(shape, self._dtypes[name])
 
     def _gather_slices(self, name: str, gradient: Any, divisor: float) -> Any:
         """All ranks' slices of an embedding's gradient, as stock Horovod reduces them; None is no slice."""
@@ -250,6 +260,11 @@ class Reducer:
         for name, gradient in new.items():
             if name in sparse:
                 continue
+            if not gradient.dtype.is_floating:
+                raise ValueError(
+                    f"the gradient of variable {name!r} must be of a floating-point type, got {gradient.dtype.name}; keep its "
+                    "real and imaginary parts in two variables, or leave it out of the distributed tape or optimizer"
+                )
             shape = self.names.shape(name)
             residual = self.compressor.residual_dtype_of(gradient)
             if self.compressor.leaves_dense(name, math.prod(shape)):
@@ -271,7 +286,7 @@ class Reducer:
         velocities = {**residuals, **{layout.name: layout.slots[0].shape for layout in dense}}
         if self.compressor.momentum_correction is None:
             velocities = {}
-        pending = renamed(self._pending_state, [*residuals])
+        pending = renamed(self._pending_state, {**residuals, **velocities})
         state = _part(pending, {*residuals, *velocities})
         check_state(state, self.compressor, residuals, velocities)
         rest = _part(pending, {name for kind in PARTS for name in pending[kind]} - {*residuals, *velocities})
@@ -308,13 +323,19 @@ class Reducer:
             "variables": [
                 f"{n} {self.names.shape(n)} {g.dtype.name}{' sparse' * (n in sparse)}" for n, g in new.items()
             ],
-            "op": str(self._op),
+            "op": _op_name(self._op),
             "sparse_as_dense": str(self._sparse_as_dense),
             "problem": problem,
+            **self.settings(),
         }
+        key = (self._process_set.process_set_id, *self._process_set.ranks)
+        number = _agreed[key] if self._agreements == 0 else self._collectives.number
+        mine["optimizer"] = f"number {number} of this process set, its agreement number {self._agreements}"
+        compare(mine, self._collectives.gather_json(mine, "agree"), mpi_ops.rank())
+        if self._agreements == 0:
+            self._collectives.number = number
+            _agreed[key] += 1
         self._agreements += 1
-        everyone = self._collectives.gather_json(mine, f"agree.{self._agreements}")
-        compare(mine, everyone, mpi_ops.rank())
         check_sparse(sparse, self.compressor, sparse_as_dense=self._sparse_as_dense, rank=mpi_ops.rank())
 
     # --- statistics and state: see `ServingCompressor` ---
@@ -342,8 +363,9 @@ class Reducer:
         if self.engine is None:
             self._pending_state = copy.deepcopy(dict(state)) if holds_anything(state) else None
             return
-        known = renamed(state, self._bucket_of)
         here = {*self._bucket_of, *self._dense}
+        corrected = self.compressor.momentum_correction is not None
+        known = renamed(state, here if corrected else self._bucket_of)
         self.engine.adopt_memory()
         self.engine.load_state_dict(_part(known, here))
         rest = _part(known, {name for kind in PARTS for name in known[kind]} - here)
@@ -351,9 +373,7 @@ class Reducer:
 
     def rescale(self, factor: float) -> None:
         if self._pending_state is not None:
-            for kept in ("residuals", "velocities"):
-                for array in self._pending_state[kept].values():
-                    array *= factor
+            self._pending_state = rescale_state(self._pending_state, self.compressor, factor)
         if self.engine is not None:
             self.engine.adopt_memory()
             self.engine.rescale(factor)
@@ -366,10 +386,19 @@ class Reducer:
 
     def discard_step(self) -> None:
         """See `ServingCompressor.discard_step`."""
-        if not isinstance(self.engine, HostPipeline):
-            raise RuntimeError("there is no step to discard: nothing was reduced yet, or graph=True")
+        if not self.active:
+            # Nothing is kept of any step.
+            return
+        if isinstance(self.engine, GraphPipeline):
+            raise RuntimeError("graph must be False in the compression to discard a step, and discardable True")
+        if self.engine is None:
+            raise RuntimeError("there is no step to discard: nothing was reduced yet")
         self.engine.adopt_memory()
         self.engine.discard_step()
+
+
+def _op_name(op: Any) -> str:
+    return op_name(op, mpi_ops.Average, mpi_ops.Sum)
 
 
 def _key(op: Any, predivide: float, groups: Any, sparse_as_dense: bool, process_set: Any) -> dict[str, object]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import horovod
@@ -213,7 +213,7 @@ def _create_distributed_optimizer(stock: Function) -> Function:
         is_ours = isinstance(arguments["compression"], TensorflowCompressor)
         if not keras_optimizer.is_keras_3(arguments["optimizer"]):
             if is_ours:
-                keras_optimizer.check_compression(arguments["optimizer"], arguments["compression"])
+                return _legacy(stock, args, kwargs, arguments)
             return stock(*args, **kwargs)
         if not is_ours:
             warnings.warn(
@@ -226,3 +226,16 @@ def _create_distributed_optimizer(stock: Function) -> Function:
         return keras_optimizer.make(**arguments)
 
     return extended
+
+
+def _legacy(stock: Function, args: Sequence[Any], kwargs: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+    """A legacy Keras optimizer, which stock Horovod makes distributed with one of our compressors."""
+    from horovod_sparse.tensorflow.keras.optimizer import check_compression, settings_of
+
+    optimizer, compression = arguments["optimizer"], arguments["compression"]
+    check_compression(optimizer, compression)
+    distributed = stock(*args, **kwargs)
+    passes = (arguments["backward_passes_per_step"], arguments["average_aggregated_gradients"])
+    if isinstance(compression.server, Reducer):
+        compression.server.settings = functools.partial(settings_of, optimizer, compression, *passes)
+    return distributed

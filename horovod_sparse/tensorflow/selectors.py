@@ -87,6 +87,8 @@ def check(compressor: Compressor) -> None:
         refuse("ratio", compressor.ratio, "a graph's messages have one shape for good", "use a number")
     if compressor.dense_steps:
         refuse("dense_steps", compressor.dense_steps, "a graph reduces every step alike", "use dense_steps=0")
+    if compressor.discardable:
+        refuse("discardable", True, "the graph keeps no copy of what was before a step", "use discardable=False")
     if compressor.lr_in_residual:
         refuse("lr_in_residual", True, "the graph does not follow the learning rate", "use lr_in_residual=False")
     if isinstance(compressor, sidco.SIDCo):
@@ -207,7 +209,7 @@ def _noop(compressor: noop.NoOp, x: Tensor, k: int, capacity: int, saved: Mappin
 
 
 def _hard(compressor: threshold.Threshold, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
-    return select_above(x, compressor.threshold, capacity)
+    return select_above(x, compressor.threshold * saved["scale"], capacity)
 
 
 def _sidco(compressor: sidco.SIDCo, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:

@@ -1,8 +1,9 @@
-"""PyTorch adapter: every public name of ``horovod.torch``, and the compressors.
+"""PyTorch adapter: every name of ``horovod.torch``, and the compressors.
 
 Importing it extends stock Horovod's optimizer (see `seam`), so ``import horovod.torch as hvd`` works just as well.
 """
 
+import horovod.torch as _stock
 from horovod.torch import *
 
 from horovod_sparse.averaging import WeightedAverage
@@ -26,3 +27,8 @@ from horovod_sparse.torch.compressors import (
 seam.install()
 
 __all__ = [name for name in globals() if not name.startswith("_") and name != "seam"]
+
+
+def __getattr__(name: str) -> object:
+    """Whatever else Horovod's module has, private names too."""
+    return getattr(_stock, name)

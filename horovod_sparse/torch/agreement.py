@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from horovod.torch import mpi_ops
 from torch import Tensor
 
 from horovod_sparse import agreement
-from horovod_sparse.agreement import check_sparse, compare
+from horovod_sparse.agreement import check_sparse, compare, op_name
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import gather_json
+
+_agreed: Counter[tuple[int, ...]] = Counter()
+"""Optimizers that have agreed so far, by process set: each gets a number, which is part of its collectives' names. An optimizer
+that only one rank has made counts for nothing. The ranks are part of the key because Horovod gives the number of a removed
+set to the next one that is added."""
+
+
+class Agreement(NamedTuple):
+    """What the ranks have agreed on."""
+
+    number: int
+    """Of the optimizer in its process set."""
+    sparse: set[str]
+    """The names of the new parameters that have a sparse gradient on some rank."""
+    process_set: tuple[int, ...]
+
+    def conclude(self) -> None:
+        """The next optimizer gets another number."""
+        _agreed[self.process_set] = max(_agreed[self.process_set], self.number + 1)
 
 
 def check_momentum(groups: Iterable[Mapping[str, Any]], compressor: TorchCompressor) -> None:
@@ -25,8 +45,12 @@ def check_momentum(groups: Iterable[Mapping[str, Any]], compressor: TorchCompres
 
 
 def agree(
-    optimizer: Any, compressor: TorchCompressor, new: Mapping[Tensor, str], known_sparse: Collection[str], name: str
-) -> set[str]:
+    optimizer: Any,
+    compressor: TorchCompressor,
+    new: Mapping[Tensor, str],
+    known_sparse: Collection[str],
+    number: int | None,
+) -> Agreement:
     """Compare settings and parameters with the other ranks of the optimizer's process set; blocks.
 
     Args:
@@ -34,45 +58,71 @@ def agree(
         compressor: its compression.
         new: the parameters that are about to be planned, and their names.
         known_sparse: names of parameters that this rank knows to have sparse gradients.
-        name: of the collective, the same on every rank.
-
-    Returns:
-        The names of the new parameters that have a sparse gradient on some rank.
+        number: of the optimizer; None before its first agreement.
 
     Raises:
         ValueError: on every rank that finds another one different, with both values.
+        TypeError: on every rank, if a parameter is complex.
     """
-    parameters = [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for parameter, name in new.items()]
-    names = optimizer._parameter_names
-    groups = [str([names[member] for member in group]) for group in dict.fromkeys(optimizer._p_to_group.values())]
-    mine: dict[str, str | list[str]] = {
-        "compression": repr(compressor),
-        "parameters": parameters,
-        "op": str(optimizer.op),
-        "sparse_as_dense": str(bool(optimizer.sparse_as_dense)),
-        "groups": groups,
-    }
+    mine = _describe(optimizer, compressor, new, number)
     sparse = [
         name
         for parameter, name in new.items()
         if name in known_sparse or (parameter.grad is not None and parameter.grad.is_sparse)
     ]
-    everyone = gather_json([mine, sparse], name, optimizer.process_set)
-    compare(mine, [theirs for theirs, _ in everyone], mpi_ops.rank())
-    found = {name for _, names in everyone for name in names}
+    process_set = optimizer.process_set
+    key = (process_set.process_set_id, *process_set.ranks)
+    # Before the first agreement optimizers have no number, so the name cannot have one; what is compared has.
+    everyone = gather_json([mine, sparse, _agreed[key]], agreement_name(process_set), process_set)
+    compare(mine, [theirs for theirs, _, _ in everyone], mpi_ops.rank())
+    _refuse_complex(new)
+    found = {name for _, names, _ in everyone for name in names}
     check_sparse(found, compressor, sparse_as_dense=optimizer.sparse_as_dense, rank=mpi_ops.rank())
-    return found
+    return Agreement(max(agreed for _, _, agreed in everyone) if number is None else number, found, key)
 
 
-def agree_on_states(problem: str, name: str, process_set: Any) -> None:
+def agreement_name(process_set: Any) -> str:
+    """Of the collective, the same for all optimizers of a process set."""
+    return f"horovod_sparse.{process_set.process_set_id}.agree"
+
+
+def _describe(
+    optimizer: Any, compressor: TorchCompressor, new: Mapping[Tensor, str], number: int | None
+) -> dict[str, str | list[str]]:
+    names, groups = optimizer._parameter_names, optimizer.param_groups
+    description: dict[str, str | list[str]] = {
+        "optimizer": "new" if number is None else str(number),
+        "compression": repr(compressor),
+        "parameters": [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for parameter, name in new.items()],
+        "op": op_name(optimizer.op, mpi_ops.Average, mpi_ops.Sum),
+        "sparse_as_dense": str(bool(optimizer.sparse_as_dense)),
+        "groups": [str([names[p] for p in group]) for group in dict.fromkeys(optimizer._p_to_group.values())],
+        "backward_passes_per_step": str(optimizer.backward_passes_per_step),
+    }
+    if compressor.lr_in_residual:
+        # Residuals are in units of the update, which these make.
+        description["lr"] = [str(float(group["lr"])) for group in groups]
+        description["momentum"] = [str(group.get("momentum")) for group in groups]
+    return description
+
+
+def _refuse_complex(new: Mapping[Tensor, str]) -> None:
+    for parameter, name in new.items():
+        if parameter.is_complex():
+            raise TypeError(
+                f"parameter {name!r} must be real, got {parameter.dtype}, which Horovod cannot reduce; make the real view the "
+                "parameter (torch.view_as_real), and use torch.view_as_complex of it in the model"
+            )
+
+
+def agree_on_states(problem: str, process_set: Any) -> None:
     """Raise ValueError on every rank if the state that one of them has loaded does not fit; blocks.
 
     Args:
         problem: what is wrong with this rank's; "" for nothing.
-        name: of the collective, the same on every rank.
         process_set: of the optimizer.
     """
-    everyone = gather_json({"problem": problem}, name, process_set)
+    everyone = gather_json({"problem": problem}, f"{agreement_name(process_set)}.state", process_set)
     compare({"problem": problem}, everyone, mpi_ops.rank())
     if problem:
         raise ValueError(f"rank {mpi_ops.rank()}: the state that was loaded does not fit: {problem}")

@@ -2,33 +2,110 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-
-def gather_async(message: Tensor, name: str, process_set: Any) -> Callable[[], Tensor]:
-    """Start an allgather; the returned function waits for it and gives all ranks' messages, in rank order."""
-    handle = mpi_ops.allgather_async(message, name=name, process_set=process_set)
-    return lambda: mpi_ops.synchronize(handle)
+Kind = Literal["allgather", "allreduce", "dense", "sparse"]
+"""Of all ranks' messages; of their sum; Horovod's own reduction of a gradient, dense or sparse."""
 
 
-def sum_async(message: Tensor, name: str, process_set: Any) -> Callable[[], Tensor]:
-    """Start an allreduce in place; the returned function waits for it and gives the sum of all ranks' messages."""
-    handle = mpi_ops.allreduce_async_(message, name=name, op=mpi_ops.Sum, process_set=process_set)
-    return lambda: mpi_ops.synchronize(handle)
+@dataclass
+class _Started:
+    kind: Kind
+    message: Tensor
+    wait: Callable[[], Tensor] | None
+    """None once it has been waited for."""
 
 
-def allreduce_async(tensor: Tensor, name: str, op: Any, predivide: float, process_set: Any) -> Callable[[], Tensor]:
-    """Start Horovod's dense allreduce in place; `predivide` splits the averaging as `gradient_predivide_factor` does."""
-    handle = mpi_ops.allreduce_async_(
-        tensor, name=name, op=op, prescale_factor=1.0 / predivide, postscale_factor=predivide, process_set=process_set
-    )
-    return lambda: mpi_ops.synchronize(handle)
+class Collectives:
+    """The collectives of one optimizer, and which of them are under way.
+
+    Args:
+        op: Horovod's operation for gradients.
+        predivide: splits the averaging as `gradient_predivide_factor` does.
+        process_set: those who take part.
+    """
+
+    def __init__(self, op: Any, predivide: float, process_set: Any) -> None:
+        self._op = op
+        self._predivide = predivide
+        self._process_set = process_set
+        self._started: dict[str, _Started] = {}
+        """Of this step, by name."""
+        self.given_up = False
+        """Whether a step was given up, so that collectives may be under way that nobody waits for."""
+
+    def start(self, kind: Kind, message: Tensor, name: str) -> Callable[[], Tensor]:
+        """Start a collective, of dense messages in place; the returned function waits for its result."""
+        wait = self._begin(kind, message, name)
+        started = self._started[name] = _Started(kind, message, wait)
+
+        def result() -> Tensor:
+            started.wait = None
+            return wait()
+
+        return result
+
+    def _begin(self, kind: Kind, message: Tensor, name: str) -> Callable[[], Tensor]:
+        mine = self._process_set
+        if kind == "sparse":
+            result: Callable[[], Tensor] = mpi_ops.sparse_allreduce_async(message, name, self._op, mine)
+            return result
+        if kind == "allgather":
+            handle = mpi_ops.allgather_async(message, name=name, process_set=mine)
+        elif kind == "allreduce":
+            handle = mpi_ops.allreduce_async_(message, name=name, op=mpi_ops.Sum, process_set=mine)
+        else:
+            scales = {"prescale_factor": 1.0 / self._predivide, "postscale_factor": self._predivide}
+            handle = mpi_ops.allreduce_async_(message, name=name, op=self._op, process_set=mine, **scales)
+        return lambda: mpi_ops.synchronize(handle)
+
+    def end_step(self) -> None:
+        """All that was started has been waited for."""
+        self._started.clear()
+
+    def clear_up(self, name: str) -> None:
+        """End what a step that was given up has left under way, on this rank or another; blocks if there was one.
+
+        A rank may have given up before it had started what others wait for: it takes part with zeros.
+        """
+        if not self.given_up:
+            return
+        mine = {key: _describe(started.kind, started.message) for key, started in self._started.items()}
+        for theirs in gather_json(mine, name, self._process_set):
+            for key, (kind, *like) in theirs.items():
+                if key not in self._started:
+                    self.start(kind, _nothing(kind, *like), key)
+        for started in self._started.values():
+            if started.wait is not None:
+                # Nobody asks any more what came of it; if Horovod is down, the next collective says so.
+                with contextlib.suppress(HorovodInternalError):
+                    started.wait()
+        self._started.clear()
+        self.given_up = False
+
+
+def _describe(kind: Kind, message: Tensor) -> tuple[Any, ...]:
+    return kind, list(message.shape), str(message.dtype).removeprefix("torch."), message.device.type
+
+
+def _nothing(kind: Kind, shape: Sequence[int], dtype: str, device: str) -> Tensor:
+    like = torch.empty(0, dtype=getattr(torch, dtype), device=device)
+    return empty_sparse(shape, like) if kind == "sparse" else like.new_zeros(shape)
+
+
+def empty_sparse(shape: Sequence[int], like: Tensor) -> Tensor:
+    """A sparse gradient without entries, of an embedding of this shape, with the type and on the device of `like`."""
+    indices = torch.empty((1, 0), dtype=torch.int64, device=like.device)
+    return torch.sparse_coo_tensor(indices, like.new_empty((0, *shape[1:])), tuple(shape), check_invariants=False)
 
 
 def gather_json(value: object, name: str, process_set: Any) -> list[Any]:

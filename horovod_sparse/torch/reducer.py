@@ -2,15 +2,17 @@
 
 One `Reducer` per optimizer. Hooks feed it gradients while backward goes on and never wait for another rank (on a GPU, buckets
 that have no selector do wait for the device); `synchronize` waits, once.
-The first step is reduced as a whole, after the ranks have compared their settings: a difference raises on all of them
-instead of hanging, and the embeddings with sparse gradients are known to all.
+Some steps are held back, and reduced as a whole in `synchronize`: the first, after the ranks have compared their settings (a
+difference raises on all of them instead of hanging, and the embeddings with sparse gradients are known to all); one that
+follows a step that was given up; and all of them if the compressor must see every gradient first.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,21 +21,42 @@ from torch import Tensor
 
 from horovod_sparse.bucket import Bucket
 from horovod_sparse.buckets import Slot
-from horovod_sparse.exchanges import Collective, Entries, add_up
-from horovod_sparse.pipeline import Pipeline
+from horovod_sparse.exchanges import Collective, Entries
+from horovod_sparse.pipeline import Pipeline, check_discardable
 from horovod_sparse.serving import compresses, stats_of
-from horovod_sparse.state import check_state, empty_state, holds_anything
+from horovod_sparse.state import check_state, empty_state, holds_anything, rescale_state
 from horovod_sparse.statistics import Stats
 from horovod_sparse.torch.agreement import agree, agree_on_states, check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
-from horovod_sparse.torch.exchange import allreduce_async, gather_async, sum_async
+from horovod_sparse.torch.exchange import Collectives, empty_sparse
+from horovod_sparse.torch.gradients import gradient_of, write_dense, write_entries
+from horovod_sparse.torch.handover import Handed, first_changed, hand_over
 from horovod_sparse.torch.ops import TorchOps
-from horovod_sparse.torch.routes import Routes, wire_dtype
+from horovod_sparse.torch.routes import Dense, Routes, wire_dtype
 
-# Optimizers made so far per process set. All its ranks make theirs in the same order, so the number names one everywhere.
-# The ranks are part of the key because Horovod gives the number of a removed set to the next one that is added.
-_made: Counter[tuple[int, ...]] = Counter()
+Wait = Callable[[], Tensor]
+"""Waits for a collective and gives its result."""
+
+
+@dataclass
+class _Step:
+    """What this rank has done in a step so far."""
+
+    handed: dict[Tensor, Handed] = field(default_factory=dict)
+    """Gradients that backward has handed over."""
+    begun: bool = False
+    """Whether gradients are being taken: they are in residuals, or on their way."""
+    taken: set[Tensor] = field(default_factory=set)
+    """Parameters whose gradients, if they have one, have been taken."""
+    exchanges: dict[str, Wait] = field(default_factory=dict)
+    """By bucket, what waits for the first collective."""
+    arrived: Counter[str] = field(default_factory=Counter)
+    """How many of those that are reduced dense together have been taken."""
+    dense: list[tuple[Dense, Tensor, Wait]] = field(default_factory=list)
+    sparse: dict[Tensor, Wait] = field(default_factory=dict)
+    learning_rates: dict[Tensor, float] = field(default_factory=dict)
+    """Looked up when first needed."""
 
 
 class Reducer:
@@ -51,20 +74,13 @@ class Reducer:
         self._optimizer = optimizer
         self._ops = TorchOps()
         self._process_set = optimizer.process_set
-        set_id = self._process_set.process_set_id
-        key = (set_id, *self._process_set.ranks)
-        self._prefix = f"horovod_sparse.{set_id}.{_made[key]}"
-        _made[key] += 1
-        self._agreements = 0
+        self._number: int | None = None
+        """Of the optimizer, the same on every rank; known after the first agreement."""
+        self._collectives = Collectives(optimizer.op, optimizer.gradient_predivide_factor, self._process_set)
         self._routes = Routes(optimizer, compressor)
-        self._submitted: dict[Tensor, tuple[Tensor | None, int]] = {}
-        """Parameters whose gradients are under way, with those gradients and their versions when they were handed over."""
-        self._exchanges: list[tuple[Bucket, Callable[[], Tensor]]] = []
-        """Buckets under way, with what waits for the collective that each has started."""
-        self._allreduces: dict[Tensor, tuple[Tensor, Callable[[], Tensor]]] = {}
-        self._sparse_handles: dict[Tensor, Callable[[], Tensor]] = {}
-        self._learning_rates: dict[Tensor, float] = {}
-        """Of this step, looked up when first needed."""
+        self._step = _Step()
+        self._frozen: set[Tensor] = set()
+        """Parameters that are not trained at the moment, and keep nothing."""
         self._pending_state: Mapping[str, Any] | None = None
         self.active = self._activate()
 
@@ -76,98 +92,194 @@ class Reducer:
             self._optimizer._register_hooks()
         return True
 
+    def _name(self, what: str) -> str:
+        """Of a collective."""
+        return f"horovod_sparse.{self._process_set.process_set_id}.{self._number}.{what}"
+
     # --- gradients in: called from hooks, never waits ---
 
     @torch.no_grad()
     def submit(self, parameter: Tensor) -> None:
-        """Take in a gradient that is ready. In the first step, before there is a plan, it waits for `synchronize`."""
-        if self.pipeline is None or parameter not in self._routes.names:
-            return
-        gradient, name = parameter.grad, self._routes.names[parameter]
-        if parameter in self._routes.sparse:
-            if gradient is None:
-                parameter.grad = _empty_sparse(parameter)
-            self._sparse_handles[parameter] = self._optimizer._sparse_allreduce_grad_async(
-                parameter, f"{self._prefix}.{name}"
-            )[0]
-        elif parameter in self._routes.dense:
-            self._submit_dense(parameter, name)
-        else:
-            if gradient is not None and gradient.is_sparse:
-                gradient = gradient.to_dense()
-            bucket = self.pipeline.arrive(name, gradient, self._learning_rate(parameter))
-            if bucket is not None:
-                self._exchanges.append((bucket, self._start(bucket, self.pipeline.begin(bucket))))
-        gradient = parameter.grad
-        self._submitted[parameter] = (gradient, 0 if gradient is None else gradient._version)
+        """Note a gradient that is ready, and take it at once unless the step is held back."""
+        try:
+            self._step.handed[parameter] = hand_over(parameter.grad)
+            if not self._holds_back and parameter in self._routes.names:
+                self._begin_step()
+                self._take(parameter)
+        except BaseException:
+            self._give_up_step()
+            raise
 
-    def _start(self, bucket: Bucket, collective: Collective) -> Callable[[], Tensor]:
-        start = gather_async if collective.kind == "allgather" else sum_async
-        name = f"{self._prefix}.{bucket.name}.{bucket.rounds}"
-        return start(collective.message, name, self._process_set)
+    @property
+    def _holds_back(self) -> bool:
+        return self.pipeline is None or self.compressor.holds_back or self._collectives.given_up
+
+    def _begin_step(self) -> None:
+        if self._step.begun:
+            return
+        self._step.begun = True
+        assert self.pipeline is not None
+        self._drop_frozen(self.pipeline)
+        self.pipeline.start_step(self._gradients())
+
+    def _drop_frozen(self, pipeline: Pipeline) -> None:
+        frozen = {parameter for parameter in self._routes.names if not parameter.requires_grad}
+        for parameter in frozen - self._frozen - self._routes.sparse:
+            pipeline.drop(self._routes.names[parameter])
+        self._frozen = frozen
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """All that this rank has, but sparse ones."""
+        for parameter in self._routes.names:
+            gradient = None if parameter in self._routes.sparse else gradient_of(parameter)
+            if gradient is not None:
+                yield gradient
+
+    def _take(self, parameter: Tensor) -> None:
+        """Give a gradient to the pipeline, or start its reduction; of what is exchanged together with the last one."""
+        step, pipeline, name = self._step, self.pipeline, self._routes.names[parameter]
+        assert pipeline is not None
+        step.taken.add(parameter)
+        if parameter in self._routes.sparse:
+            trained = parameter.grad is not None and parameter.requires_grad
+            gradient = parameter.grad if trained else empty_sparse(parameter.shape, parameter)
+            assert gradient is not None
+            step.sparse[parameter] = self._collectives.start("sparse", gradient, self._name(name))
+        elif parameter in self._routes.dense:
+            together = self._routes.dense[parameter]
+            step.arrived[together.name] += 1
+            if step.arrived[together.name] == len(together.parameters):
+                message = self._dense_message(together, pipeline)
+                wait = self._collectives.start("dense", message, self._name(together.name))
+                step.dense.append((together, message, wait))
+        else:
+            bucket = pipeline.arrive(name, gradient_of(parameter), self._learning_rate(parameter))
+            if bucket is not None:
+                step.exchanges[bucket.name] = self._start(bucket, pipeline.begin(bucket))
+
+    def _start(self, bucket: Bucket, collective: Collective) -> Wait:
+        return self._collectives.start(
+            collective.kind, collective.message, self._name(f"{bucket.name}.{bucket.rounds}")
+        )
 
     def _learning_rate(self, parameter: Tensor) -> float | None:
         if not self.compressor.lr_in_residual:
             return None
-        if not self._learning_rates:
+        rates = self._step.learning_rates
+        if not rates:
             groups = self._optimizer.param_groups
-            self._learning_rates = {member: float(group["lr"]) for group in groups for member in group["params"]}
-        return self._learning_rates[parameter]
+            rates.update((member, float(group["lr"])) for group in groups for member in group["params"])
+        return rates[parameter]
 
-    def _submit_dense(self, parameter: Tensor, name: str) -> None:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-        assert self.pipeline is not None
-        clipped = self.pipeline.clipped(gradient, "float64" if gradient.dtype == torch.float64 else "float32")
-        tensor = clipped.to(wire_dtype(gradient)).contiguous()
-        predivide = self._optimizer.gradient_predivide_factor
-        wait = allreduce_async(tensor, f"{self._prefix}.{name}", self._optimizer.op, predivide, self._process_set)
-        self._allreduces[parameter] = (tensor, wait)
+    def _dense_message(self, together: Dense, pipeline: Pipeline) -> Tensor:
+        """The gradients, one after the other; a single one is reduced in its own memory if that is possible."""
+        gradients: list[Tensor] = []
+        for parameter in together.parameters:
+            gradient = gradient_of(parameter)
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            dtype = "float64" if gradient.dtype == torch.float64 else "float32"
+            gradients.append(pipeline.clipped(gradient, dtype).to(wire_dtype(gradient)))
+        if len(gradients) == 1:
+            return gradients[0].contiguous()
+        return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
     # --- reduced gradients out ---
 
     def synchronize(self) -> None:
         """Reduce all gradients and leave the results in `.grad`. A second call without new gradients does nothing."""
         optimizer = self._optimizer
-        fresh = bool(optimizer._handles) or not optimizer._synchronized
-        if self.active and fresh:
-            self._check_unchanged()
-            self._routes.adopt()
-            if not self._routes.complete:
-                self._extend_routes()
-            for parameter in self._routes.names:
-                if parameter not in self._submitted:
-                    self.submit(parameter)
-            self._finish()
-        if fresh:
-            # Stock hooks count down, also those of a process set of one worker.
-            for parameter in optimizer._allreduce_delay:
-                optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
-            for group in optimizer._group_counts:
-                optimizer._group_counts[group] = 0
-        optimizer._handles.clear()
+        if optimizer._synchronized and not optimizer._handles:
+            return
+        if self.active:
+            try:
+                self._reduce()
+            except BaseException:
+                self._give_up_step()
+                raise
+        self._step = _Step()
+        self._collectives.end_step()
+        self._restore_hooks()
         optimizer._synchronized = True
-        if self.active and fresh and self.pipeline is not None:
+        if self.pipeline is not None:
             self.pipeline.end_step()
 
-    def _check_unchanged(self) -> None:
-        for parameter, (gradient, version) in self._submitted.items():
-            if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
-                name = self._routes.names[parameter]
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        self.check_unchanged()
+        self._routes.adopt()
+        if not self._routes.complete:
+            self._extend_routes()
+        if self.pipeline is None:
+            # Nothing is to be reduced.
+            return
+        self._collectives.clear_up(self._name("given_up"))
+        self._begin_step()
+        for parameter in self._routes.names:
+            if parameter not in self._step.taken:
+                self._take(parameter)
+        self._finish(self.pipeline)
+
+    def _restore_hooks(self) -> None:
+        """Let stock hooks count as before backward, also those of a process set of one worker."""
+        optimizer = self._optimizer
+        for parameter in optimizer._allreduce_delay:
+            optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
+        for group in optimizer._group_counts:
+            optimizer._group_counts[group] = 0
+        optimizer._handles.clear()
+
+    def _give_up_step(self) -> None:
+        """Forget the step that has begun, so that the next can begin; never waits for other ranks.
+
+        What is under way is kept, and ended before anything else is started. Gradients that were taken are in the residuals,
+        or are being reduced in their own memory: they leave `.grad`, so that none is taken twice.
+        """
+        step, self._step = self._step, _Step()
+        if step.begun:
+            self._collectives.given_up = True
+        for parameter in step.taken:
+            if parameter.requires_grad:
+                parameter.grad = None
+        if self.pipeline is not None:
+            self.pipeline.abort()
+        self._restore_hooks()
+        self._optimizer._synchronized = False
+
+    def check_unchanged(self) -> None:
+        """Raise, and give up the step, if a gradient was changed after it had been handed over."""
+        changed = first_changed(self._step.handed)
+        if changed is None:
+            return
+        name = self._optimizer._parameter_names[changed]
+        self._give_up_step()
+        raise RuntimeError(
+            f"rank {mpi_ops.rank()}: the gradient of parameter {name!r} was changed after backward "
+            "had handed it over, and the change would be lost. Change reduced gradients: call "
+            "optimizer.synchronize(), change them (with torch.amp.GradScaler: scaler.unscale_(optimizer)), and step with "
+            "optimizer.skip_synchronize(); or local ones, with parameter.register_hook()"
+        )
+
+    def check_not_left_out(self) -> None:
+        """Raise, and give up the step, if a GradScaler seems to have left it out on this rank alone."""
+        self.check_unchanged()
+        for parameter, (gradient, *_) in self._step.handed.items():
+            if gradient is not None and not self._ops.all_finite(
+                gradient._values() if gradient.is_sparse else gradient
+            ):
+                name = self._optimizer._parameter_names[parameter]
+                self._give_up_step()
                 raise RuntimeError(
-                    f"rank {mpi_ops.rank()}: the gradient of parameter {name!r} was changed after backward "
-                    "had handed it over, and the change would be lost. Change reduced gradients: call "
-                    "optimizer.synchronize(), change them, and step with optimizer.skip_synchronize(); or local ones, with "
-                    "parameter.register_hook()"
+                    f"rank {mpi_ops.rank()}: optimizer.step() was left out after loss.backward(), and the gradient of "
+                    f"parameter {name!r} holds NaN or infinity: other ranks may have stepped. With torch.amp.GradScaler call "
+                    "optimizer.synchronize(), then scaler.unscale_(optimizer), and scaler.step(optimizer) within "
+                    "optimizer.skip_synchronize(), so that all ranks leave out the same steps"
                 )
 
-    @torch.no_grad()
-    def _finish(self) -> None:
-        pipeline = self.pipeline
-        assert pipeline is not None
+    def _finish(self, pipeline: Pipeline) -> None:
         divisor = float(pipeline.world) if self._optimizer.op == mpi_ops.Average else 1.0
-        under_way = self._exchanges
+        # In the same order on every rank, so that all have started the same if one of the exchanges raises.
+        under_way = [(bucket, self._step.exchanges[bucket.name]) for bucket in pipeline.buckets]
         while under_way:
             # Every bucket's next collective is started before the first of those is waited for.
             following = []
@@ -176,50 +288,27 @@ class Reducer:
                 if collective is not None:
                     following.append((bucket, self._start(bucket, collective)))
             under_way = following
-        for parameter, (tensor, wait) in self._allreduces.items():
+        for together, message, wait in self._step.dense:
             wait()
-            pipeline.finish_dense(self._routes.names[parameter], tensor)
-            self._replace_gradient(parameter, tensor)
-        for parameter, wait in self._sparse_handles.items():
-            parameter.grad = wait()
-            pipeline.check_reduced(self._routes.names[parameter], parameter.grad._values())
-        self._exchanges.clear()
-        self._learning_rates.clear()
-        self._allreduces.clear()
-        self._sparse_handles.clear()
-        self._submitted.clear()
+            pipeline.finish_dense(together.name, message)
+            self._write_dense(together, message)
+        for parameter, wait in self._step.sparse.items():
+            reduced = wait()
+            pipeline.check_reduced(self._routes.names[parameter], reduced._values())
+            if parameter.requires_grad:
+                parameter.grad = reduced
 
     def _write(self, slot: Slot, parts: list[Entries] | None) -> None:
         parameter = self._routes.compressed[slot.name]
-        gradient = parameter.grad
-        in_place = (
-            gradient is not None
-            and parameter not in self._routes.sparse_as_dense
-            and not gradient.is_sparse
-            and gradient.is_contiguous()
-            and gradient.dtype in (torch.float32, torch.float64)
-        )
-        if in_place:
-            assert gradient is not None
-            flat = gradient.view(-1)
-        else:
-            # Half-precision sums are rounded once, at the end, and not after every rank.
-            wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-            flat = torch.empty(parameter.numel(), dtype=wide, device=parameter.device)
-        add_up(self._ops, parts, flat)
-        if not in_place:
-            self._replace_gradient(parameter, flat.view(parameter.shape))
+        if parameter.requires_grad:
+            write_entries(self._ops, parameter, parts, as_sparse=parameter in self._routes.sparse_as_dense)
 
-    def _replace_gradient(self, parameter: Tensor, dense: Tensor) -> None:
-        """Put a reduced gradient where the optimizer looks for it, in the layout that the gradient had."""
-        gradient = parameter.grad
-        # Sparse or dense on all ranks alike, whatever a rank has: optimizers round the two differently.
-        if parameter in self._routes.sparse_as_dense:
-            parameter.grad = dense.to(parameter.dtype).to_sparse()
-        elif gradient is None or gradient.is_sparse:
-            parameter.grad = dense.to(parameter.dtype)
-        elif gradient.data_ptr() != dense.data_ptr():
-            gradient.copy_(dense)
+    def _write_dense(self, together: Dense, reduced: Tensor) -> None:
+        flat = reduced.view(-1)
+        for parameter, slot in zip(together.parameters, together.layout.slots, strict=True):
+            if parameter.requires_grad:
+                part = flat[slot.offset : slot.offset + slot.numel].view(parameter.shape)
+                write_dense(parameter, part, as_sparse=parameter in self._routes.sparse_as_dense)
 
     def parameters_added(self) -> None:
         """Called when the optimizer has got another group of parameters."""
@@ -234,21 +323,21 @@ class Reducer:
     def _extend_routes(self) -> None:
         new = self._routes.without_route()
         known = (self._pending_state or {}).get("sparse", ())
-        self._agreements += 1
-        name, process_set = f"{self._prefix}.agree.{self._agreements}", self._process_set
-        sparse = agree(self._optimizer, self.compressor, new, known, name)
-        agree_on_states(self._problem_with_state(sparse), f"{name}.state", process_set)
+        agreement = agree(self._optimizer, self.compressor, new, known, self._number)
+        agree_on_states(self._problem_with_state(agreement.sparse), self._process_set)
+        agreement.conclude()
+        self._number = agreement.number
         if self.pipeline is None:
             self.pipeline = Pipeline(
                 self._ops,
                 self.compressor,
-                world=process_set.size(),
-                position=process_set.rank(),
+                world=self._process_set.size(),
+                position=self._process_set.rank(),
                 rank=mpi_ops.rank(),
                 averages=self._optimizer.op == mpi_ops.Average,
                 selector_for=on_gpu,
             )
-        self._routes.extend(new, sparse, self.pipeline)
+        self._routes.extend(new, agreement.sparse, self.pipeline)
         if self._pending_state is not None:
             self.pipeline.load_state_dict(self._pending_state)
             self._pending_state = None
@@ -286,18 +375,17 @@ class Reducer:
         """Load now, or, before the first step, when the buckets are made."""
         if self.pipeline is not None:
             self.pipeline.load_state_dict(state)
-            return
-        if self.active and holds_anything(state):
-            # A wrong state is found when it is loaded, not in the middle of the first step.
-            check_state(state, self.compressor, *self._routes.expected_shapes(state.get("sparse", ())))
-        self._pending_state = copy.deepcopy(dict(state)) if holds_anything(state) else None
+        else:
+            if self.active and holds_anything(state):
+                # A wrong state is found when it is loaded, not in the middle of the first step.
+                check_state(state, self.compressor, *self._routes.expected_shapes(state.get("sparse", ())))
+            self._pending_state = copy.deepcopy(dict(state)) if holds_anything(state) else None
+        self._begin_afresh()
 
     def rescale(self, factor: float) -> None:
-        """Multiply all residuals and velocities."""
+        """Multiply all residuals and velocities, and what is kept in their unit."""
         if self._pending_state is not None:
-            for kept in ("residuals", "velocities"):
-                for array in self._pending_state[kept].values():
-                    array *= factor
+            self._pending_state = rescale_state(self._pending_state, self.compressor, factor)
         if self.pipeline is not None:
             self.pipeline.rescale(factor)
 
@@ -306,15 +394,21 @@ class Reducer:
         self._pending_state = None
         if self.pipeline is not None:
             self.pipeline.reset()
+        self._begin_afresh()
+
+    def _begin_afresh(self) -> None:
+        """After all residuals were replaced."""
+        if self._step.begun:
+            self._give_up_step()
+        self._frozen.clear()
 
     def discard_step(self) -> None:
-        """See `ServingCompressor.discard_step`."""
-        if self.pipeline is None:
+        """See `ServingCompressor.discard_step`. A step whose gradients were only handed over has changed nothing yet."""
+        check_discardable(self.compressor)
+        open_step = bool(self._step.handed)
+        if self.pipeline is not None and (self._step.begun or not open_step):
+            self.pipeline.discard_step()
+        elif not open_step:
             raise RuntimeError("there is no step to discard: nothing was reduced yet")
-        self.pipeline.discard_step()
-
-
-def _empty_sparse(parameter: Tensor) -> Tensor:
-    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, values, parameter.shape)
+        if open_step:
+            self._give_up_step()

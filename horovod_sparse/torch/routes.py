@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,19 @@ from horovod_sparse.pipeline import Pipeline
 from horovod_sparse.torch.compressors import TorchCompressor
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """Parameters whose gradients one allreduce reduces: a large one alone, or the small ones of a type and device."""
+
+    layout: Layout
+    parameters: list[Tensor]
+
+    @property
+    def name(self) -> str:
+        """The first parameter's."""
+        return self.layout.name
 
 
 class Routes:
@@ -31,12 +45,13 @@ class Routes:
         self.names: dict[Tensor, str] = {}
         """All that have a route, in the order of the model."""
         self.compressed: dict[str, Tensor] = {}
-        self.dense: set[Tensor] = set()
+        self.dense: dict[Tensor, Dense] = {}
         self.sparse: set[Tensor] = set()
         """Embeddings whose gradients are sparse tensors: Horovod's own path."""
         self.sparse_as_dense: set[Tensor] = set()
         """Those whose reduced gradients are sparse tensors again on every rank."""
 
+    @torch.enable_grad()
     def adopt(self) -> None:
         """Hook parameters that stock Horovod would ignore: added groups, and those that require gradients only now."""
         optimizer = self._optimizer
@@ -81,14 +96,15 @@ class Routes:
             chosen = dense if self._compressor.leaves_dense(name, parameter.numel()) else compressed
             chosen[name] = parameter
         pipeline.add_buckets(plan(self._describe(compressed), self._compressor), compressed.__getitem__)
-        pipeline.add_dense([self._dense_layout(name, p) for name, p in dense.items()], dense.__getitem__)
+        together = self._reduced_together(dense)
+        pipeline.add_dense([one.layout for one in together], dense.__getitem__)
         pipeline.dense_bytes_sent += sum(
             allreduce_bytes(parameter.numel() * wire_dtype(parameter).itemsize, pipeline.world)
             for parameter in dense.values()
         )
         self.names.update(new)
         self.compressed.update(compressed)
-        self.dense.update(dense.values())
+        self.dense.update((parameter, one) for one in together for parameter in one.parameters)
 
     def _describe(self, compressed: dict[str, Tensor]) -> list[Parameter]:
         members = self._optimizer._p_to_group
@@ -104,9 +120,22 @@ class Routes:
             for name, parameter in compressed.items()
         ]
 
-    def _dense_layout(self, name: str, parameter: Tensor) -> Layout:
-        slot = Slot(name, 0, parameter.numel(), tuple(parameter.shape))
-        return Layout((slot,), self._compressor.residual_dtype_of(parameter))
+    def _reduced_together(self, dense: dict[str, Tensor]) -> list[Dense]:
+        # An allreduce each would cost many small parameters more time than their entries do.
+        groups: dict[object, dict[str, Tensor]] = {}
+        for name, parameter in dense.items():
+            small = parameter.numel() < self._compressor.min_numel
+            key = (parameter.dtype, parameter.device) if small else name
+            groups.setdefault(key, {})[name] = parameter
+        return [self._dense(members) for members in groups.values()]
+
+    def _dense(self, members: dict[str, Tensor]) -> Dense:
+        slots, offset = [], 0
+        for name, parameter in members.items():
+            slots.append(Slot(name, offset, parameter.numel(), tuple(parameter.shape)))
+            offset += parameter.numel()
+        parameters = list(members.values())
+        return Dense(Layout(tuple(slots), self._compressor.residual_dtype_of(parameters[0])), parameters)
 
     def expected_shapes(self, sparse: Collection[str]) -> tuple[Shapes, Shapes]:
         """Of the residuals and velocities that there will be if the parameters named in `sparse` have sparse gradients."""

@@ -32,7 +32,6 @@ _SIGNATURES = {
     "_make_hook": ("self", "p"),
     "_allreduce_grad_async": ("self", "p"),
     "_grouped_allreduce_grad_async": ("self", "ps"),
-    "_sparse_allreduce_grad_async": ("self", "p", "name"),
     "synchronize": ("self",),
     "step": ("self", "closure"),
     "zero_grad": ("self",),
@@ -212,10 +211,12 @@ def _step(stock: Method) -> Method:
 
 def _zero_grad(stock: Method) -> Method:
     def extended(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _reducer(self) is None:
+        reducer = _reducer(self)
+        if reducer is None:
             # Stock Horovod takes no argument; its error for one stays its own.
             stock(self, *args, **kwargs)
         elif self._handles:
+            reducer.check_not_left_out()
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(): the gradients are being reduced. Call it before loss.backward()"

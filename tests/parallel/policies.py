@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from typing import Any
@@ -137,6 +138,58 @@ def numpy_workers_that_differ_all_raise() -> None:
     np.testing.assert_array_equal(total["small"], hvd.size() * np.ones(3))
 
 
+@scenario(MPI_2)
+def numpy_workers_go_on_after_an_exception() -> None:
+    from mpi4py import MPI
+
+    from horovod_sparse.numpy import RandomK as NumpyRandomK
+    from horovod_sparse.numpy import SparseAllreduce
+
+    def make() -> SparseAllreduce:
+        return SparseAllreduce(MPI.COMM_WORLD, NumpyRandomK(0.05, granularity="layer"))
+
+    def gradients(step: int) -> dict[str, np.ndarray]:
+        return _local(step, hvd.rank())
+
+    # The ranks disagree in the middle of a step; then the right state is loaded on all.
+    disturbed, steady = make(), make()
+    old: dict[str, Any] = {}
+    for step in range(3):
+        old = disturbed.state_dict() if step == 2 else old
+        for one in (disturbed, steady):
+            one(gradients(step))
+    right = disturbed.state_dict()
+    if hvd.rank() == 1:
+        disturbed.load_state_dict(old)
+    assert "the ranks disagree on the state of bucket" in raised(RuntimeError, lambda: disturbed(gradients(3)))
+    disturbed.load_state_dict(right)
+    for step in range(3, 6):
+        expected, got = steady(gradients(step)), disturbed(gradients(step))
+        for name in expected:
+            np.testing.assert_array_equal(got[name], expected[name])
+
+    # Interrupted while the exchange of the first bucket is under way.
+    arrive, arrived = disturbed.pipeline.arrive, []
+    before = disturbed.state_dict()["residuals"]
+
+    def arrive_or_stop(name: str, *rest: Any) -> Any:
+        if arrived:
+            raise KeyboardInterrupt
+        arrived.append(name)
+        return arrive(name, *rest)
+
+    disturbed.pipeline.arrive = arrive_or_stop  # type: ignore[method-assign]
+    raised(KeyboardInterrupt, lambda: disturbed(gradients(6)))
+    disturbed.pipeline.arrive = arrive  # type: ignore[method-assign]
+    kept = disturbed.state_dict()["residuals"]
+    for name, residual in kept.items():
+        np.testing.assert_array_equal(residual, before[name] + (gradients(6)[name] if name in arrived else 0))
+    sent, after = disturbed(gradients(7)), disturbed.state_dict()["residuals"]
+    for name, residual in kept.items():
+        mine = everyone(residual + gradients(7)[name] - after[name])
+        np.testing.assert_allclose(sent[name], np.mean(mine, axis=0), rtol=1e-5, atol=1e-6)
+
+
 # --- exchanges ---
 
 
@@ -191,11 +244,22 @@ def a_state_loaded_on_one_rank_only_raises_on_all(make: MakeCompression) -> None
     optimizer = wrap(model, compression)
     train(model, optimizer, range(3))
     state = compression.state_dict()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     train(model, optimizer, range(3, 5))
     if hvd.rank() == 1:
         compression.load_state_dict(state)
     message = raised(RuntimeError, lambda: train(model, optimizer, range(5, 6)))
     assert f"rank {hvd.rank()}: the ranks disagree on the state of bucket" in message
+    # The right state everywhere helps: the same steps give the same model.
+    digests = []
+    for _ in range(2):
+        compression.load_state_dict(state)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        train(model, optimizer, range(3, 8))
+        digests.append(digest(model.parameters()))
+    assert digests[0] == digests[1]
+    assert_identical(model)
 
 
 @scenario(MPI_2)

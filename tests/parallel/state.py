@@ -17,6 +17,7 @@ from .common import (
     MakeCompression,
     assert_identical,
     digest,
+    loss_of,
     raised,
     small_model,
     train,
@@ -211,3 +212,62 @@ def settings_are_not_part_of_the_state() -> None:
     assert raised(ValueError, lambda: TopK(2.0)).startswith("ratio must be in (0, 1]")
     assert 0.09 < second.compression.stats().last.total.ratio <= 0.1
     assert_identical(second.model)
+
+
+@scenario(
+    *MPI,
+    cases={
+        f"{name}-{how}-{steps}": (make, how, steps)
+        for name, make in {"SIDCo": COMPRESSORS["SIDCo-exponential"], "MiCRO": COMPRESSORS["MiCRO"]}.items()
+        for how in ("reset", "load", "optimizer")
+        for steps in (0, 3)
+    },
+)
+def a_state_can_be_replaced_in_the_middle_of_a_step(make: MakeCompression, how: str, steps: int) -> None:
+    """Gradients that were handed over are gone, unless the step was held back; everything else goes on."""
+    run, other = (_Run(make(bucket_bytes=BUCKET_BYTES)) for _ in range(2))
+    other.train(3)
+    saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+    state = other.compression.state_dict()
+    results = []
+    for interrupted in (False, True):
+        run.train(steps)
+        if interrupted:
+            run.optimizer.zero_grad()
+            loss_of(run.model, 40).backward()
+        if how == "reset":
+            run.compression.reset()
+        else:
+            run.compression.load_state_dict(state)
+        if interrupted and how == "optimizer":
+            # It reduces what is under way, which moves the compression's state on.
+            run.optimizer.load_state_dict(saved[1])
+            run.compression.load_state_dict(state)
+        if interrupted:
+            run.optimizer.step()
+        run.model.load_state_dict(saved[0])
+        run.optimizer.load_state_dict(saved[1])
+        if how == "reset":
+            run.compression.reset()
+        else:
+            run.compression.load_state_dict(state)
+        run.train(5, 9)
+        results.append(run.digest())
+    assert results[0] == results[1]
+    assert_identical(run.model)
+
+
+@scenario(MPI_2, cases={"SIDCo": (COMPRESSORS["SIDCo-exponential"],), "MiCRO": (COMPRESSORS["MiCRO"],)})
+def a_state_that_waits_is_rescaled_whole(make: MakeCompression) -> None:
+    """Its thresholds too: as if it had been rescaled after it was loaded."""
+    first = _Run(make(bucket_bytes=BUCKET_BYTES))
+    first.train(8)
+    state = first.compression.state_dict()
+    waiting, first_step_done = _Run(make(bucket_bytes=BUCKET_BYTES)), _Run(make(bucket_bytes=BUCKET_BYTES))
+    first_step_done.train(1)
+    for run in (waiting, first_step_done):
+        run.compression.load_state_dict(state)
+        run.compression.rescale(2.0**-10)
+    states = [run.compression.state_dict() for run in (waiting, first_step_done)]
+    assert states[0]["adaptive"] == states[1]["adaptive"] != state["adaptive"]
+    assert digest(states[0]["residuals"].values()) == digest(states[1]["residuals"].values())

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from horovod_sparse.torch import DGC, NoOp, SIDCo, TopK, seam
+from horovod_sparse.torch import DGC, MiCRO, NoOp, SIDCo, TopK, seam
 
 from .common import (
     BUCKET_BYTES,
@@ -33,6 +33,7 @@ from .common import (
     wrap_parameters,
     zeros,
 )
+from .exchange import Spy
 from .scenario import EVERYWHERE, MPI, MPI_2, MPI_4, PAIR, scenario
 
 SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
@@ -84,10 +85,8 @@ def too_many_backward_passes() -> None:
                 _pass(parameters, step, salt)
             text = raised(AssertionError, lambda p=parameters, s=step: _pass(p, s, 9))
             assert "more than backward_passes_per_step times" in text
-            if step == 0:
-                optimizer.step()
-        # Whoever goes on after that error is told, once gradients are handed over during backward.
-        assert "was changed after backward had handed it over" in raised(RuntimeError, optimizer.step)
+            # Whoever goes on after that error is told, and the next step can begin.
+            assert "was changed after backward had handed it over" in raised(RuntimeError, optimizer.step)
 
 
 @scenario(MPI_2)
@@ -602,17 +601,312 @@ def a_change_of_the_loss_scale_changes_nothing() -> None:
         assert "factor must be a finite number > 0" in raised(ValueError, lambda f=factor: compressions[1].rescale(f))
 
 
-@scenario(MPI_2)
-def gradients_changed_behind_the_hook_are_refused() -> None:
-    """Clipping between backward and step would be lost without a word."""
+def _scale_by_numpy(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad.numpy()[...] *= 0.5
+
+
+_CHANGES: dict[str, Any] = {
+    "clipped": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "data": lambda model: model[2].weight.grad.data.mul_(0.5),
+    "numpy": _scale_by_numpy,
+}
+
+
+@scenario(MPI_2, cases={f"{n}-{steps}": (change, steps) for n, change in _CHANGES.items() for steps in (0, 2)})
+def gradients_changed_behind_the_hook_are_refused(change: Any, steps: int) -> None:
+    """The change would be lost without a word. The next step is not disturbed."""
     model = small_model()
     optimizer = wrap(model, SIDCo(0.02))
-    train(model, optimizer, range(2))
+    train(model, optimizer, range(steps))
     optimizer.zero_grad()
     loss_of(model, 2).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    change(model)
     message = raised(RuntimeError, optimizer.step)
     assert f"rank {hvd.rank()}: the gradient of parameter" in message and "skip_synchronize" in message
+    train(model, optimizer, range(3, 6))
+    assert_identical(model)
+
+
+@scenario(*PAIR, cases={"first_step": (0,), "later": (2,)})
+def gradient_scaler_without_synchronize_is_refused(steps: int) -> None:
+    """It would divide what had been sent already. On a rank with infinity it leaves the step out, and is told so too."""
+    model = small_model()
+    optimizer = wrap(model, SIDCo(0.02, not_finite="propagate", bucket_bytes=BUCKET_BYTES))
+    train(model, optimizer, range(steps))
+    for infinite in (False, True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        optimizer.zero_grad()
+        loss = loss_of(model, steps)
+        scaler.scale(loss * float("inf") if infinite and hvd.rank() == 1 else loss).backward()
+        if infinite and hvd.rank() == 1:
+            scaler.step(optimizer)
+            scaler.update()
+            message = raised(RuntimeError, optimizer.zero_grad)
+        else:
+            message = raised(RuntimeError, lambda scaler=scaler: scaler.step(optimizer))
+        assert "torch.amp.GradScaler" in message and "optimizer.skip_synchronize()" in message
+        train(model, optimizer, range(3, 6))
+        assert_identical(model)
+
+
+@scenario(MPI_2)
+def gradients_in_one_memory_raise_no_false_alarm() -> None:
+    """Backward writes all gradients into views of one tensor, which share a version."""
+    parameters = zeros(SHAPES)
+    optimizer = wrap_parameters(parameters, NoOp())
+    memory = torch.zeros(sum(parameter.numel() for parameter in parameters.values()))
+    for step in range(3):
+        memory.zero_()
+        parts = memory.split([parameter.numel() for parameter in parameters.values()])
+        for parameter, part in zip(parameters.values(), parts, strict=True):
+            parameter.grad = part.view(parameter.shape)
+        _pass(parameters, step, 0)
+        optimizer.step()
+        for name, parameter in parameters.items():
+            np.testing.assert_array_equal(gradient_of(parameter), _mean(name, step, 0), err_msg=name)
+
+
+# --- steps that come to nothing ---
+
+
+class _Once:
+    """Raises once, where a method is called for the n-th time."""
+
+    def __init__(self, owner: Any, method: str, number: int) -> None:
+        stock = getattr(owner, method)
+
+        def replaced(*arguments: Any, **named: Any) -> Any:
+            self.calls += 1
+            if self.calls == number:
+                setattr(owner, method, stock)
+                raise ArithmeticError(f"{method} {number}")
+            return stock(*arguments, **named)
+
+        self.calls = 0
+        setattr(owner, method, replaced)
+
+
+_REACHED = {
+    "nothing": (("arrive", 1), ("arrive", 1)),
+    "some": (("arrive", 3), ("arrive", 3)),
+    # One rank has sent all buckets, the other has sent one.
+    "apart": (("advance", 1), ("begin", 2)),
+    "first_result": (("advance", 1), ("advance", 1)),
+    "dense_result": (("finish_dense", 1), ("finish_dense", 1)),
+}
+
+
+@scenario(
+    *PAIR,
+    cases={
+        f"{reached}-{name}": (where, make)
+        for reached, where in _REACHED.items()
+        for name, make in {"TopK": TopK, "union": lambda ratio, **s: TopK(ratio, union=True, **s)}.items()
+    },
+)
+def an_exception_leaves_no_trace_in_the_next_step(where: Any, make: Any) -> None:
+    """With `discardable`, training goes on as if the step had not been begun, to the last bit."""
+    models = small_model(), small_model()
+    compressions = [make(0.02, bucket_bytes=BUCKET_BYTES, discardable=True) for _ in models]
+    disturbed, plain = (wrap(model, one) for model, one in zip(models, compressions, strict=True))
+    train(models[1], plain, range(6))
+    train(models[0], disturbed, range(3))
+    _Once(disturbed._sparse_reducer.pipeline, *where[hvd.rank() % 2])
+    assert raised(ArithmeticError, lambda: train(models[0], disturbed, [9])).startswith(where[hvd.rank() % 2][0])
+    train(models[0], disturbed, range(3, 6))
+    assert digest(models[0].parameters()) == digest(models[1].parameters())
+    residuals = [digest(one.state_dict()["residuals"].values()) for one in compressions]
+    assert residuals[0] == residuals[1]
+    assert compressions[0].stats().steps == 6
+    assert_identical(models[0])
+
+
+@scenario(MPI_2)
+def an_exception_loses_nothing_and_counts_nothing_twice() -> None:
+    """What had arrived is in the residual and no longer in `.grad`; what had not is the caller's."""
+    parameters = zeros(SHAPES)
+    compression = TopK(0.02, granularity="layer")
+    optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
+    reduce(optimizer, parameters, {n: whole_numbers(s, step=0, rank=hvd.rank()) for n, s in SHAPES.items()})
+    before = {n: r.clone() for n, r in compression.state_dict()["residuals"].items()}
+    optimizer.zero_grad()
+    _Once(optimizer._sparse_reducer.pipeline, "advance", 2)
+    _pass(parameters, 1, 0)
+    raised(ArithmeticError, optimizer.step)
+    after = compression.state_dict()["residuals"]
+    for name, residual in after.items():
+        mine = torch.from_numpy(whole_numbers(SHAPES[name], step=1, rank=hvd.rank(), salt=0))
+        assert torch.equal(residual, before[name] + mine), name
+        assert parameters[name].grad is None
+    optimizer.step()
+    sent = {name: gradient_of(parameters[name]) for name in after}
+    kept = everyone({n: (compression.state_dict()["residuals"][n] - r).numpy() for n, r in after.items()})
+    for name in after:
+        np.testing.assert_array_equal(sent[name] + sum(one[name] for one in kept), 0.0, err_msg=name)
+
+
+@scenario(
+    *MPI,
+    cases={
+        f"{when}-{name}": (when, make)
+        for when in ("reduced", "in_backward")
+        for name, make in {
+            "TopK": lambda **s: TopK(0.02, **s),
+            "SIDCo": lambda **s: SIDCo(0.02, **s),
+            "MiCRO": lambda **s: MiCRO(0.02, **s),
+            "DGC": lambda **s: DGC(0.02, clip_norm=1.0, **s),
+            "whole_gradient": lambda **s: TopK(0.02, clip_norm=1.0, clip_scope="model", **s),
+        }.items()
+    },
+)
+def a_discarded_step_leaves_no_trace(when: str, make: Any) -> None:
+    """`synchronize` without an update, then `discard_step`: as if the step had never been, to the last bit."""
+    models = small_model(), small_model()
+    compressions = [make(bucket_bytes=BUCKET_BYTES, discardable=True) for _ in models]
+    discarding, plain = (wrap(model, one, momentum=0.0) for model, one in zip(models, compressions, strict=True))
+    train(models[1], plain, range(6))
+    for step in range(6):
+        if step in (1, 4):
+            discarding.zero_grad()
+            (100.0 * loss_of(models[0], 50 + step)).backward()
+            if when == "reduced":
+                discarding.synchronize()
+            compressions[0].discard_step()
+        train(models[0], discarding, [step])
+    assert digest(models[0].parameters()) == digest(models[1].parameters())
+    states = [one.state_dict() for one in compressions]
+    assert states[0]["adaptive"] == states[1]["adaptive"]
+    for part in ("residuals", "velocities"):
+        assert digest(states[0][part].values()) == digest(states[1][part].values()), part
+    assert compressions[0].stats().steps == 6
+
+
+@scenario(MPI_2)
+def discarding_what_is_not_there_is_refused() -> None:
+    model = small_model()
+    compression = TopK(0.02, discardable=True)
+    optimizer = wrap(model, compression)
+    assert "there is no step to discard" in raised(RuntimeError, compression.discard_step)
+    loss_of(model, 0).backward()
+    compression.discard_step()
+    train(model, optimizer, range(2))
+    compression.discard_step()
+    assert "there is no step to discard" in raised(RuntimeError, compression.discard_step)
+    other = TopK(0.02)
+    wrap(small_model(), other)
+    assert "discardable must be True" in raised(RuntimeError, other.discard_step)
+
+
+# --- what one rank does alone ---
+
+
+@scenario(*PAIR)
+def an_optimizer_that_one_rank_makes_alone_disturbs_nobody() -> None:
+    if hvd.rank() == 1:
+        wrap(small_model(), TopK(0.02))
+    models = small_model(1), small_model(2)
+    for model in models:
+        train(model, wrap(model, SIDCo(0.02)), range(3))
+        assert_identical(model)
+
+
+@scenario(MPI_2)
+def optimizers_that_step_in_another_order_raise_on_all() -> None:
+    models = small_model(1), _TwoHeads()
+    optimizers = [wrap(model, TopK(0.02)) for model in models]
+    losses = [loss_of(models[0], 0), models[1](_inputs(0, hvd.rank()), "lr")]
+    losses[hvd.rank()].backward()
+    message = raised(ValueError, optimizers[hvd.rank()].step)
+    assert message.startswith(f"rank {hvd.rank()}: all ranks must run the same model")
+    train(models[0], optimizers[0], range(3))
+    assert_identical(models[0])
+
+
+# --- what is frozen in the middle of training ---
+
+
+@scenario(
+    *MPI,
+    cases={
+        "compressed": (lambda: TopK(0.02), None),
+        "together": (lambda: TopK(0.02, granularity="model"), None),
+        "momentum": (lambda: DGC(0.02), None),
+        "dense_momentum": (lambda: DGC(0.02, exclude=["*"]), None),
+        "on_one_rank": (lambda: TopK(0.02), 1),
+    },
+)
+def a_frozen_parameter_stands_still(make: Any, alone: int | None) -> None:
+    """Nothing is written to its gradient, and what it had kept is gone; on one rank only, at least nobody waits."""
+    parameters = zeros(SHAPES)
+    compression = make()
+    optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
+    frozen = parameters["second"]
+    for step in range(9):
+        thawed = not 3 <= step < 6 or alone not in (None, hvd.rank())
+        frozen.requires_grad_(thawed)
+        names = [name for name in SHAPES if thawed or name != "second"]
+        before = frozen.detach().clone()
+        reduce(optimizer, parameters, {n: whole_numbers(SHAPES[n], step=step, rank=hvd.rank()) for n in names})
+        state = compression.state_dict()
+        kept = [state[part]["second"] for part in ("residuals", "velocities") if "second" in state[part]]
+        if not thawed:
+            assert torch.equal(frozen, before) and frozen.grad is None
+            assert not any(bool(one.any()) for one in kept)
+        elif step == 6 and alone is None and "second" in state["residuals"]:
+            # It goes on from nothing: this step's gradients are all there is.
+            given = everyone(whole_numbers(SHAPES["second"], step=step, rank=hvd.rank()))
+            left = everyone(state["residuals"]["second"].numpy())
+            np.testing.assert_array_equal(gradient_of(frozen) + sum(left), sum(given))
+    if alone is None:
+        assert_identical(parameters.values())
+
+
+@scenario(MPI_2, cases={"sparse": (False,), "sparse_as_dense": (True,)})
+def a_frozen_embedding_stands_still(as_dense: bool) -> None:
+    torch.manual_seed(7)
+    embedding, head = nn.Embedding(60, 20, sparse=True), nn.Linear(20, 30)
+    model = nn.Sequential(embedding, head)
+    optimizer = wrap(model, TopK(0.1), momentum=0.0, sparse_as_dense=as_dense)
+    for step in range(6):
+        embedding.requires_grad_(step < 3)
+        before = digest(embedding.parameters())
+        optimizer.zero_grad()
+        words = torch.randint(0, 60, (8,), generator=torch.Generator().manual_seed(10 * step + hvd.rank()))
+        model(words).square().mean().backward()
+        optimizer.step()
+        assert (digest(embedding.parameters()) == before) == (step >= 3)
+    assert_identical(model)
+
+
+# --- small parameters ---
+
+
+@scenario(
+    *PAIR, cases={"average": ({},), "sum": ({"op": hvd.Sum},), "predivide": ({"gradient_predivide_factor": 2.0},)}
+)
+def small_parameters_share_one_allreduce(arguments: dict[str, Any]) -> None:
+    shapes: dict[str, Sequence[int]] = {"weight": (40, 50), **{f"bias{n}": (n,) for n in range(1, 20)}}
+    shapes |= {"scalar": (), "empty": (0,), "large": (30, 30)}
+    parameters = zeros(shapes) | zeros({"double": (5,)}, torch.float64)
+    shapes["double"] = (5,)
+    optimizer = wrap_parameters(parameters, TopK(0.02, exclude=["large"]), **arguments)
+    divisor = 1 if "op" in arguments else hvd.size()
+    for step in range(3):
+        # Some have no gradient: on one rank, or on any.
+        left_out = {"bias3"} | ({"bias5"} if hvd.rank() == 1 else set())
+        given = {n: np.array(whole_numbers(s, step=step, rank=hvd.rank())) for n, s in shapes.items()}
+        with Spy() as spy:
+            reduce(optimizer, parameters, {n: g for n, g in given.items() if n not in left_out})
+            sums = [shape for kind, _, shape in spy.take() if kind == "sum"]
+        assert sorted(sums) == [(5,), (30, 30), (sum(range(1, 20)) + 1,)], "one for each type, and the large one's"
+        for name in shapes.keys() - {"weight", "bias3"}:
+            ranks = [rank for rank in range(hvd.size()) if name != "bias5" or rank != 1]
+            total = sum(np.array(whole_numbers(shapes[name], step=step, rank=rank)) for rank in ranks)
+            np.testing.assert_array_equal(gradient_of(parameters[name]), total / divisor, err_msg=name)
+            assert parameters[name].grad.dtype == parameters[name].dtype
+        assert not parameters["bias3"].grad.any()
+    assert_identical(parameters.values())
 
 
 # --- what is refused ---
@@ -669,10 +963,20 @@ def _partly_frozen() -> nn.Module:
     return model
 
 
+def _passes() -> int:
+    return 1 + hvd.rank() % 2
+
+
 _DIFFERENCES: dict[str, Any] = {
     "ratio": (lambda: wrap(small_model(), TopK(0.01 * (1 + hvd.rank()))), "ratio="),
     "algorithm": (lambda: wrap(small_model(), TopK(0.01) if hvd.rank() == 0 else SIDCo(0.01)), "TopK("),
-    "operation": (lambda: wrap(small_model(), TopK(0.01), op=hvd.Sum if hvd.rank() == 0 else hvd.Average), "'op'"),
+    "operation": (lambda: wrap(small_model(), TopK(0.01), op=hvd.Sum if hvd.rank() == 0 else hvd.Average), "'hvd.Sum'"),
+    "passes": (
+        lambda: wrap(small_model(), TopK(0.01), backward_passes_per_step=_passes()),
+        "'backward_passes_per_step'",
+    ),
+    "rate": (lambda: wrap(small_model(), TopK(0.01, lr_in_residual=True), lr=0.1 * _passes()), "'lr'"),
+    "momentum": (lambda: wrap(small_model(), TopK(0.01, lr_in_residual=True), momentum=0.3 * _passes()), "'momentum'"),
     "sparse_as_dense": (lambda: wrap(small_model(), TopK(0.01), sparse_as_dense=hvd.rank() == 0), "'sparse_as_dense'"),
     "groups": (lambda: wrap(small_model(), TopK(0.01), groups=1 + hvd.rank()), "'groups'"),
     "model": (lambda: wrap(_other_model(), TopK(0.01)), "'parameters'"),
@@ -693,6 +997,15 @@ def difference_between_ranks_raises_on_all(make: Any, difference: str) -> None:
     loss.backward()
     text = raised(ValueError, optimizer.step)
     assert text.startswith(f"rank {hvd.rank()}: all ranks must run the same model") and difference in text, text
+
+
+@scenario(MPI_2)
+def complex_parameters_are_refused_by_name() -> None:
+    parameters = zeros({"weight": (40, 50)}) | zeros({"phase": (300,)}, torch.complex64)
+    optimizer = wrap_parameters(parameters, TopK(0.01))
+    sum(parameter.abs().sum() for parameter in parameters.values()).backward()
+    message = raised(TypeError, optimizer.step)
+    assert "parameter 'phase' must be real, got torch.complex64" in message and "torch.view_as_real" in message
 
 
 # --- stock Horovod beside us ---

@@ -1,9 +1,10 @@
-"""Keras adapter: every public name of ``horovod.tensorflow.keras``, and the compressors.
+"""Keras adapter: every name of ``horovod.tensorflow.keras``, and the compressors.
 
 Importing it extends stock Horovod, as `horovod_sparse.tensorflow` does; but Keras 3 optimizers without one of our
 compressors must be made with the `DistributedOptimizer` of this package: stock Horovod never reduces their gradients.
 """
 
+import horovod.tensorflow.keras as _stock
 from horovod.tensorflow.keras import *
 
 from horovod_sparse.averaging import WeightedAverage
@@ -29,3 +30,8 @@ from horovod_sparse.tensorflow.keras.wrappers import DistributedOptimizer, load_
 from horovod_sparse.tensorflow.wrappers import broadcast_variables
 
 __all__ = [name for name in globals() if not name.startswith("_") and name not in ("optimizer", "wrappers")]
+
+
+def __getattr__(name: str) -> object:
+    """Whatever else Horovod's module has, private names too."""
+    return getattr(_stock, name)

@@ -8,6 +8,7 @@ call functions of Keras' backend that are gone since Keras 3 is installed, and f
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -106,10 +107,26 @@ class CompressionCheckpoint(keras.callbacks.Callback):
     def save(self) -> None:
         """Write the file now."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_name(f"{self.path.name}.unfinished")
-        unfinished.write_bytes(self._compression.serialize())
-        unfinished.replace(self.path)
+        _replace(self.path, self._compression.serialize())
 
     def load(self) -> None:
         """Continue from this rank's file; before or after the compressor is given to an optimizer."""
         self._compression.deserialize(self.path.read_bytes())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Give a file another content: all of it or, also if the machine fails, nothing."""
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with unfinished.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

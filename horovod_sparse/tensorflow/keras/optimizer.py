@@ -6,6 +6,7 @@ of: an attribute of the instance. Its class, and with it what is saved, stay tho
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -62,18 +63,19 @@ def make(
     _check_arguments(op, gradient_predivide_factor, groups)
     if isinstance(compression, TensorflowCompressor):
         check_compression(optimizer, compression)
-        reduce = _compressed(
-            seam.reducer_of(
-                compression,
-                op=op,
-                predivide=gradient_predivide_factor,
-                groups=groups,
-                sparse_as_dense=sparse_as_dense,
-                process_set=process_set,
-                shared=False,
-            ),
-            optimizer,
+        reducer = seam.reducer_of(
+            compression,
+            op=op,
+            predivide=gradient_predivide_factor,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+            shared=False,
         )
+        reducer.settings = functools.partial(
+            settings_of, optimizer, compression, backward_passes_per_step, average_aggregated_gradients
+        )
+        reduce = _compressed(reducer, optimizer)
     else:
         reduce = _Dense(
             groups,
@@ -157,8 +159,10 @@ class DistributedApply:
 
     def _apply_sums(self, sums: list[Any], variables: list[Variable]) -> Tensor:
         assert self._accumulator is not None
-        self._apply([_divide(one, self._passes_divisor) for one in self._reduced(sums, variables)], variables)
-        self._accumulator.clear()
+        # First, so that a reduction that raises is not followed by passes that never make a step.
+        with tf.control_dependencies(self._accumulator.clear()):
+            reduced = self._reduced(sums, variables)
+        self._apply([_divide(one, self._passes_divisor) for one in reduced], variables)
         return tf.constant(True)
 
     def _skip(self) -> Tensor:
@@ -191,6 +195,17 @@ def _compressed(reducer: Any, optimizer: Any) -> Reduce:
         return reduced if scale is None else [_divide(gradient, 1.0 / scale) for gradient in reduced]
 
     return reduce
+
+
+def settings_of(optimizer: Any, compression: TensorflowCompressor, passes: int, average_passes: bool) -> dict[str, str]:
+    """What must be equal on all ranks of a Keras optimizer, also a legacy one, lest replicas differ."""
+    settings = {"backward_passes_per_step": str(passes), "average_aggregated_gradients": str(average_passes)}
+    if compression.lr_in_residual:
+        inner = _inner(optimizer)
+        with tf.init_scope():
+            settings["learning_rate"] = repr(float(tf.convert_to_tensor(inner.learning_rate)))
+        settings["momentum"] = str(getattr(inner, "momentum", None))
+    return settings
 
 
 def _loss_scale(optimizer: Any) -> Any:
@@ -284,9 +299,9 @@ class _Accumulator:
     def is_full(self) -> Tensor:
         return tf.equal(self._count, self._passes)
 
-    def clear(self) -> None:
-        for variable in (self._count, *self._sums.values()):
-            variable.assign(tf.zeros_like(variable))
+    def clear(self) -> list[Any]:
+        """Operations that begin the next step's sums."""
+        return [variable.assign(tf.zeros_like(variable)) for variable in (self._count, *self._sums.values())]
 
 
 def _divide(gradient: Any, divisor: Any) -> Any:

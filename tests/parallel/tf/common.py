@@ -53,12 +53,11 @@ def reduce(
 ) -> dict[str, np.ndarray]:
     """What a distributed tape makes of exactly these gradients; a variable without one is no part of the loss."""
     with tf.GradientTape() as tape:
-        loss = tf.add_n(
-            [
-                tf.cast(tf.reduce_sum(variables[name] * tf.cast(gradient, variables[name].dtype)), tf.float64)
-                for name, gradient in gradients.items()
-            ]
-        )
+        terms = [
+            tf.cast(tf.reduce_sum(variables[name] * tf.cast(gradient, variables[name].dtype)), tf.float64)
+            for name, gradient in gradients.items()
+        ]
+        loss = tf.add_n([tf.constant(0.0, tf.float64), *terms])
     tape = hvd.DistributedGradientTape(tape, compression=compression, **arguments)
     reduced = tape.gradient(loss, list(variables.values()))
     return {

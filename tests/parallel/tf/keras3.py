@@ -343,6 +343,69 @@ def several_passes_are_one_step(make: MakeCompression, average: bool, eager: boo
         assert compression.stats().steps == 2
 
 
+@scenario(TF_2, cases={"eager": (True,), "graph": (False,)})
+def passes_go_on_after_a_step_that_raised(eager: bool) -> None:
+    compression = TopK(0.05)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression, backward_passes_per_step=2)
+    model = compiled(optimizer, run_eagerly=eager)
+    fit(model, range(2))
+    inputs, labels = data(range(2, 4))
+    inputs[0, 0] = np.nan
+    raised(tf.errors.OpError, lambda: model.fit(inputs, labels, batch_size=BATCH, shuffle=False, verbose=0))
+    before = [weight.numpy() for weight in model.weights]
+    fit(model, range(4, 8))
+    assert compression.stats().steps == 3
+    assert any((weight.numpy() != old).any() for weight, old in zip(model.weights, before, strict=True))
+    assert_in_step(model)
+
+
+@scenario(
+    TF_2,
+    cases={
+        "passes": ("backward_passes_per_step", {}, {"passes": 2}),
+        "momentum": ("momentum", {"lr_in_residual": True}, {"momentum": 0.9}),
+        "learning rate": ("learning_rate", {"lr_in_residual": True}, {"rate": 0.2}),
+    },
+)
+def optimizers_that_differ_raise(named: str, settings: dict[str, Any], other: dict[str, Any]) -> None:
+    mine = {"passes": 1, "momentum": 0.0, "rate": 0.1} | (other if hvd.rank() else {})
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(mine["rate"], momentum=mine["momentum"]),
+        compression=TopK(0.05, **settings),
+        backward_passes_per_step=mine["passes"],
+    )
+    message = raised(ValueError, lambda: fit(compiled(optimizer), range(2)))
+    assert f"'{named}': (" in message, message
+
+
+@scenario(TF_2, cases={"host": (False,), "graph": (True,)})
+def a_frozen_variable_stays_where_it_is(graph: bool) -> None:
+    """And what waits for it is dropped; one that has no gradient in a step goes on."""
+    frozen, idle, other = (keras.Variable(np.zeros((20, 30)), name=name) for name in ("frozen", "idle", "other"))
+    variables, compression = [frozen, idle, other], TopK(0.05, graph=graph)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
+    optimizer.build(variables)
+
+    def apply(step: int, without: Sequence[str] = ()) -> None:
+        given = [normals((20, 30), step=step, rank=hvd.rank(), salt=number) for number in range(3)]
+        optimizer.apply([None if v.name in without else tf.constant(g) for v, g in zip(variables, given, strict=True)])
+
+    for step in range(3):
+        apply(step)
+    frozen.trainable = False
+    before = [variable.numpy() for variable in variables]
+    for step in range(3, 6):
+        apply(step, ["frozen", "idle"])
+    np.testing.assert_array_equal(frozen.numpy(), before[0])
+    assert (idle.numpy() != before[1]).any()
+    residuals = compression.state_dict()["residuals"]
+    assert not residuals["frozen"].any() and residuals["idle"].any()
+    frozen.trainable = True
+    apply(6)
+    assert (frozen.numpy() != before[0]).any()
+    assert_identical(variables)
+
+
 @scenario(TF_2)
 def passes_with_sparse_gradients_are_refused() -> None:
     variable = keras.Variable(np.zeros((50, 40)), name="table")
@@ -422,17 +485,28 @@ def saved_models_know_nothing_of_horovod() -> None:
         subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@scenario(TF_2, TF_GLOO_2)
-def training_continues_where_it_was_saved() -> None:
+@scenario(
+    TF_2,
+    TF_GLOO_2,
+    cases={
+        "SIDCo": (lambda: SIDCo(0.01), lambda: keras.optimizers.Adam(0.01)),
+        # The biases are reduced dense, and have a velocity.
+        "momentum": (
+            lambda: TopK(0.01, momentum_correction=MomentumCorrection(0.9)),
+            lambda: keras.optimizers.SGD(0.05),
+        ),
+    },
+)
+def training_continues_where_it_was_saved(make: MakeCompression, make_optimizer: Callable[[], Any]) -> None:
     directory = Path(everyone(tempfile.mkdtemp())[0])
-    compression = SIDCo(0.01)
-    through = compiled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=compression))
+    compression = make()
+    through = compiled(hvd.DistributedOptimizer(make_optimizer(), compression=compression))
     saved = hvd.callbacks.CompressionCheckpoint(compression, directory / "states" / "rank{rank}.npz")
     fit(through, range(5), callbacks=[saved])
     if hvd.rank() == 0:
         through.save(directory / "model.keras")
     everyone(None, "saved")
-    other = SIDCo(0.01)
+    other = make()
     model = hvd.load_model(directory / "model.keras", compression=other)
     hvd.callbacks.CompressionCheckpoint(other, directory / "states" / "rank{rank}.npz").load()
     for one in (through, model):
@@ -442,7 +516,7 @@ def training_continues_where_it_was_saved() -> None:
     assert_in_step(model)
     assert len(list((directory / "states").iterdir())) == hvd.size()
     # Without the residuals it goes on, elsewhere.
-    model = hvd.load_model(directory / "model.keras", compression=SIDCo(0.01))
+    model = hvd.load_model(directory / "model.keras", compression=make())
     fit(model, range(5, 10))
     assert not np.array_equal(model.weights[0].numpy(), through.weights[0].numpy())
     assert "{rank}" in raised(ValueError, lambda: hvd.callbacks.CompressionCheckpoint(other, "state.npz"))

@@ -1,0 +1,50 @@
+"""How gradients are read from parameters, and reduced ones put where the optimizer looks for them. Never imports Horovod."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from horovod_sparse.exchanges import Entries, add_up
+from horovod_sparse.torch.ops import TorchOps
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """A parameter's gradient, dense; None if it has none, or is not trained at the moment."""
+    gradient = parameter.grad
+    if gradient is None or not parameter.requires_grad:
+        return None
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def write_entries(ops: TorchOps, parameter: Tensor, parts: list[Entries] | None, *, as_sparse: bool) -> None:
+    """Make the sum of all ranks' entries the gradient, in its memory where that is possible; see `add_up`."""
+    gradient = parameter.grad
+    in_place = (
+        gradient is not None
+        and not as_sparse
+        and not gradient.is_sparse
+        and gradient.is_contiguous()
+        and gradient.dtype in (torch.float32, torch.float64)
+    )
+    if in_place:
+        assert gradient is not None
+        add_up(ops, parts, gradient.view(-1))
+        return
+    # Half-precision sums are rounded once, at the end, and not after every rank.
+    wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    flat = torch.empty(parameter.numel(), dtype=wide, device=parameter.device)
+    add_up(ops, parts, flat)
+    write_dense(parameter, flat.view(parameter.shape), as_sparse=as_sparse)
+
+
+def write_dense(parameter: Tensor, reduced: Tensor, *, as_sparse: bool) -> None:
+    """Make `reduced` the gradient, in the layout that the gradient had."""
+    gradient = parameter.grad
+    # Sparse or dense on all ranks alike, whatever a rank has: optimizers round the two differently.
+    if as_sparse:
+        parameter.grad = reduced.to(parameter.dtype).to_sparse()
+    elif gradient is None or gradient.is_sparse:
+        parameter.grad = torch.empty_like(parameter).copy_(reduced)
+    elif gradient.data_ptr() != reduced.data_ptr():
+        gradient.copy_(reduced)
