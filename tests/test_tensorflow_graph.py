@@ -328,7 +328,9 @@ def test_whatever_the_gradient_it_is_reduced_as_by_numpy(
 
 
 def test_what_has_no_room_waits() -> None:
-    graph, host = pair(lambda ratio, **options: Threshold(0.5, ratio=ratio, **options), {"p": (100,)}, 0.05, capacity=2.0)
+    graph, host = pair(
+        lambda ratio, **options: Threshold(0.5, ratio=ratio, **options), {"p": (100,)}, 0.05, capacity=2.0
+    )
     gradient = np.arange(100, dtype=np.float32)
     sent = same_step(graph, host, {"p": gradient})["p"]
     assert np.flatnonzero(sent).tolist() == list(range(90, 100))
