@@ -253,7 +253,7 @@ SIZES = tuple(sorted({gradient.size for gradient in DEGENERATE.values()}))
 SMALL = [
     pytest.param(1, 1.0, "float32", marks=pytest.mark.full),
     (7, 0.5, "float64"),
-    (60, 0.1, "float32"),
+    pytest.param(60, 0.1, "float32", marks=pytest.mark.full),
     pytest.param(200, 0.01, "float32", marks=pytest.mark.full),
 ]
 
@@ -294,7 +294,14 @@ def test_denormal_entries_count_as_zero(make: Make) -> None:
 
 
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("name", ["topk", "sidco-exponential-robust-3", "threshold"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sidco-exponential-robust-3",
+        pytest.param("topk", marks=pytest.mark.full),
+        pytest.param("threshold", marks=pytest.mark.full),
+    ],
+)
 def test_every_setting_means_what_it_means_to_numpy(name: str, options: dict[str, Any]) -> None:
     rng = np.random.default_rng(1)
     shapes = {"a": (40, 10), "b": (7, 9, 4), "c": (50,)}
@@ -414,8 +421,14 @@ def test_reduced_gradients_that_are_kept_do_not_change() -> None:
 # --- gradients that are not finite ---
 
 
-@for_all
-@pytest.mark.parametrize("not_finite", ["raise", "propagate"])
+@pytest.mark.parametrize(
+    ("make", "not_finite"),
+    [
+        pytest.param(make, how, id=f"{name}-{how}", marks=only_full(name not in quick))
+        for how, quick in (("raise", QUICK), ("propagate", ("topk",)))
+        for name, make in ROWS.items()
+    ],
+)
 def test_a_step_with_a_bad_gradient_fails_as_a_whole(make: Make, not_finite: str) -> None:
     rng = np.random.default_rng(3)
     shapes = {"good": (300,), "bad": (200,)}

@@ -304,7 +304,10 @@ def check_choice(worker: Worker, step: Step) -> None:
 @pytest.mark.parametrize(
     ("make", "dtype"),
     [
-        *(pytest.param(make, np.float32, id=name) for name, make in COMPRESSORS.items()),
+        *(
+            pytest.param(make, np.float32, id=name, marks=[pytest.mark.full] if name == "one-stage" else [])
+            for name, make in COMPRESSORS.items()
+        ),
         pytest.param(TopK, np.float64, id="topk-float64"),
         pytest.param(SIDCo, np.float64, id="exponential-float64", marks=pytest.mark.full),
     ],
