@@ -133,7 +133,7 @@ def test_parts_in_another_order_change_nothing(backend: Backend, indices: list[i
     target, right = backend.array(np.ones(8, np.float32)), np.array([1, 5])
     target = target.copy() if isinstance(target, np.ndarray) else target
     parts = [(right, np.ones(2, np.float32)), (np.array(indices), np.ones(2, np.float32))]
-    with pytest.raises(IndexError, match="ascend"):
+    with pytest.raises(IndexError, match="ascending"):
         backend.ops.assemble(target, [(backend.array(i), backend.array(v)) for i, v in parts])
     assert (backend.numpy(target) == 1).all()
 

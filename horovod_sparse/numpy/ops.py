@@ -167,7 +167,7 @@ class NumpyOps:
     def assemble(self, target: Array, parts: list[tuple[Array, Array]]) -> None:
         for indices, _ in parts:
             if not ascend(indices, target.size):
-                raise IndexError(f"indices must ascend within [0, {target.size}), got {indices.tolist()}")
+                raise IndexError(f"indices must be ascending within [0, {target.size}), got {indices.tolist()}")
         target[:] = 0
         for indices, values in parts:
             self.scatter_add(target, indices, values)

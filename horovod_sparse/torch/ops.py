@@ -316,7 +316,7 @@ class TorchOps:
             return
         for indices, _ in parts:
             if target.device.type == "cpu" and not _ascend(indices, target.numel()):
-                raise IndexError(f"indices must ascend within [0, {target.numel()}), got {indices.tolist()}")
+                raise IndexError(f"indices must be ascending within [0, {target.numel()}), got {indices.tolist()}")
         target.zero_()
         for indices, values in parts:
             self.scatter_add(target, indices, values)
