@@ -168,7 +168,7 @@ torch {conditions["torch"]}; {conditions["processor_seconds"]:.0f} s of processo
 - **Feedback**: what is not sent is added to the next gradient. **Raw**: every gradient by itself, but the compressor's
   adaptive state goes on.
 - **digits, charlm**: gradients of the two examples' models while they are trained with the workers' dense average, after
-  {settings["record_burn_in"]} steps; training runs of each, counted as one: {settings["seeds"]}. charlm has width {CHARLM_WIDTH}
+  {settings["record_burn_in"]} steps; training runs of each, together: {settings["seeds"]}. charlm has width {CHARLM_WIDTH}
   and {CHARLM_LAYERS} layers. Parameters with fewer than {MIN_NUMEL} entries are left out, the others are one bucket.
 - **All other data**: independent draws in every step.
 - Entries of a gradient: synthetic {settings["size"]:,}{sizes}.
