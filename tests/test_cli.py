@@ -138,6 +138,7 @@ def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert "COMMAND" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_bench_times_the_compressors_and_checks_what_they_select(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
