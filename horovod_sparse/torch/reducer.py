@@ -101,6 +101,8 @@ class Reducer:
     @torch.no_grad()
     def submit(self, parameter: Tensor) -> None:
         """Note a gradient that is ready, and take it at once unless the step is held back."""
+        if not self.active:
+            return
         try:
             self._step.handed[parameter] = hand_over(parameter.grad)
             if not self._holds_back and parameter in self._routes.names:
@@ -407,6 +409,8 @@ class Reducer:
     def discard_step(self) -> None:
         """See `ServingCompressor.discard_step`. A step whose gradients were only handed over has changed nothing yet."""
         check_discardable(self.compressor)
+        if not self.active:
+            return
         open_step = bool(self._step.handed)
         if self.pipeline is not None and (self._step.begun or not open_step):
             self.pipeline.discard_step()
