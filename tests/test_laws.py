@@ -92,7 +92,6 @@ def test_degenerate_gradients_neither_crash_nor_starve(backend: Backend, row: Ro
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("scale", SCALES_WITHOUT_SQUARES)
 def test_scales_whose_squares_float64_does_not_hold(backend: Backend, row: Row, scale: float) -> None:
-    """Formulas of squares are done without: what qualifies is about as many entries as ever."""
     rng = np.random.default_rng(14)
     for ratio in row.ratios:
         pipeline, bucket = one_bucket(backend, row, 500, ratio, residual_dtype="float64")
@@ -101,10 +100,6 @@ def test_scales_whose_squares_float64_does_not_hold(backend: Backend, row: Row, 
             after = backend.numpy(bucket.buffer)
             assert np.isfinite(after).all() and np.isfinite(sent.values).all()
             check_step(row, pipeline, after, sent)
-            total = pipeline.stats().last.total
-            # MiCRO's threshold goes over the network as float32, which holds no such number.
-            if not row.follows_scale and not row.workers_differ:
-                assert total.count + total.overflow <= 2 * row.band[1] * ratio * 500 + 2
 
 
 @for_all

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from driver import make_pipeline, send
-from table import BACKENDS, DEGENERATE, KINDS, Backend, gradients
+from table import BACKENDS, COMPRESSORS, DEGENERATE, KINDS, SCALES_WITHOUT_SQUARES, Backend, Row, gradients
 
 from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.gaussiank import GaussianK
@@ -281,6 +281,30 @@ def test_suggested_thresholds() -> None:
         assert suggested_threshold(int(0.001 * numel)) == pytest.approx(expected, rel=2e-3)
     with pytest.raises(ValueError, match="k must be >= 1, got 0"):
         suggested_threshold(0)
+
+
+# --- scales ---
+
+
+# MiCRO's threshold goes over the network as float32, which holds no such number.
+SCALE_FREE = [row for row in COMPRESSORS if row.largest and not row.follows_scale and not row.workers_differ]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("scale", SCALES_WITHOUT_SQUARES)
+@pytest.mark.parametrize("row", SCALE_FREE, ids=str)
+def test_without_squares_about_as_many_qualify_as_ever(row: Row, scale: float) -> None:
+    size, rng = 500, np.random.default_rng(12)
+    for ratio in row.ratios:
+        compressor, residual = row.make(ratio), np.zeros(size)
+        k, state = compressor.asked(size), compressor.new_state()
+        found = []
+        for _ in range(12):
+            residual += rng.laplace(size=size) * scale
+            selection = compressor.select(OPS, residual, k, compressor.room(size, k, 1), state)
+            found.append(selection.found)
+            residual[selection.indices] = 0
+        assert min(found) >= 1 and np.mean(found) <= 2 * row.band[1] * k + 2
 
 
 # --- the largest entry ---
