@@ -94,7 +94,9 @@ class Task:
         """What was taken, once."""
         taken, message = self._taken, self._message
         self._taken = self._message = None
-        return taken if message is None else Entries(*self.ops.unpack(message))
+        if message is None or self.ops.is_not_finite(message):
+            return taken
+        return self.entries_of(message, self.rank)
 
     def drop(self) -> None:
         """Without a residual nothing is kept, not even of a step that comes to nothing."""
@@ -122,6 +124,22 @@ class Task:
         """Raise unless all messages are as long as this rank's: with a schedule their room depends on the step."""
         if len(gathered) != self.world * len(message):
             raise self._disagreement()
+
+    def entries_of(self, message: Array, sender: int) -> Entries:
+        """What is in a worker's message of pairs, which must be of finite entries."""
+        return Entries(*self.ops.unpack(message, self.check_indices(message[:, 0], sender)))
+
+    def check_indices(self, indices: Array, sender: int) -> int:
+        """How many of the indices that a worker has sent are in use; raise if they are not as `wire` wants them."""
+        numel = len(self.buffer)
+        used = self.ops.rows_in_use(indices, numel)
+        if used is None:
+            what = wire.flaw([int(index) for index in self.ops.numbers(indices)], numel)
+            raise RuntimeError(
+                f"rank {self.rank}: the message of worker {sender} for bucket {self.bucket!r} is damaged: {what}. The "
+                "ranks run different models or different versions of horovod_sparse"
+            )
+        return used
 
     def check_bits(self, bits: list[float]) -> None:
         """Raise on every rank unless all sent the same digest bits; `bits` are their sums."""
@@ -186,9 +204,12 @@ def _gathered_pairs(task: Task, message: Array, gathered: Array) -> list[Entries
     ops = task.ops
     task.check_length(gathered, message)
     messages = ops.split(gathered, task.world)
-    if any(ops.is_not_finite(message) for message in messages):
-        return None
-    return [Entries(*ops.unpack(message)) for message in messages]
+    parts = [
+        None if ops.is_not_finite(message) else task.entries_of(message, sender)
+        for sender, message in enumerate(messages)
+    ]
+    finite = [part for part in parts if part is not None]
+    return finite if len(finite) == len(parts) else None
 
 
 def shared_indices(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
@@ -227,6 +248,8 @@ def union(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
         task.drop()
         return None
     task.check_digests([digest for digest, _ in headers])
+    for sender, message in enumerate(messages):
+        task.check_indices(message[wire.HEADER :], sender)
     indices = ops.union([message[wire.HEADER :] for message in messages])
     task.count = len(indices)
     task.overflow = selection.found - len(selection.indices)

@@ -172,8 +172,11 @@ class Ops(Protocol):
     def pack_not_finite(self, x: Array, capacity: int) -> Array:
         """The message, on the device of `x`, that says that this rank's gradient holds NaN or infinity."""
 
-    def unpack(self, message: Array) -> tuple[Array, Array]:
-        """Indices (int64) and values (float32) of the rows in use of one rank's message of pairs."""
+    def rows_in_use(self, indices: Array, numel: int) -> int | None:
+        """How many of a message's indices (int32, of any stride) come before its padding; None if `wire.flaw` finds one."""
+
+    def unpack(self, message: Array, used: int) -> tuple[Array, Array]:
+        """Indices (int64) and values (float32) of the first `used` rows of one rank's message of pairs."""
 
     def pack_values(self, values: Array, length: int, tail: list[float]) -> Array:
         """`values`, zeros up to `length`, and the numbers of `tail`, in the values' own type."""
@@ -185,13 +188,17 @@ class Ops(Protocol):
         """Whether one rank's message is that of `pack_not_finite`."""
 
     def split(self, gathered: Array, world: int) -> list[Array]:
-        """The messages of all ranks, in rank order, out of one gathered array with `world` equal parts."""
+        """The messages of all ranks, in rank order, out of one gathered array; ValueError unless it has `world` equal parts."""
 
     def positions(self, indices: Array, bounds: list[int]) -> list[int]:
         """For each bound how many of the ascending `indices` are below it."""
 
     def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
-        """target[indices] += values, in place; indices are unique; out-of-range ones raise IndexError."""
+        """target[indices] += values, in place; indices are unique. On the host IndexError, before any change, out of range."""
 
     def assemble(self, target: Array, parts: list[tuple[Array, Array]]) -> None:
-        """Add up parts of (indices, values) from zero, in their order, in place; indices ascend. IndexError out of range."""
+        """Add up parts of (indices, values) from zero, in their order, in place.
+
+        On the host IndexError, before any change, unless every part's indices ascend within the target. A device is not waited
+        for: `rows_in_use` has checked what is in messages.
+        """

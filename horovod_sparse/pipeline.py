@@ -377,11 +377,6 @@ class Pipeline:
         if part.indices is None:
             return [Entries(None, values[slot.offset : slot.offset + slot.numel]) for slot in slots]
         bounds = self.ops.positions(part.indices, [slot.offset for slot in slots] + [bucket.layout.numel])
-        if bounds[-1] != len(part.indices):
-            raise RuntimeError(
-                f"rank {self.rank}: a message for bucket {bucket.name!r} holds an index beyond its {bucket.layout.numel} "
-                "entries; the ranks run different models or different versions of horovod_sparse"
-            )
         return [
             Entries(part.indices[start:end] - slot.offset, values[start:end])
             for slot, start, end in zip(slots, bounds, bounds[1:], strict=False)

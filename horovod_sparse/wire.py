@@ -28,11 +28,16 @@ the second message after indices, `(min(world * capacity, bucket size),)`.
 - Ascending indices, then padding: -1.
 
 Gathered messages stand one after the other, in rank order.
+
+A receiver refuses any other order of indices, with an error and before it adds anything: two rows of the same entry, rows
+in use after padding, an index outside of the bucket or a negative number without a meaning (`flaw`). It reads no further in
+message 1 than the -2 in its first row, and in message 3 than the -2 in its header.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 PADDING = -1
 NOT_FINITE = -2
@@ -77,3 +82,16 @@ def float_of(bits: int) -> float:
     """The float32 that has these bits."""
     number: float = struct.unpack("<f", struct.pack("<i", bits))[0]
     return number
+
+
+def flaw(indices: Sequence[int], numel: int) -> str | None:
+    """What is wrong with the indices of a message, rows in use and padding, for a bucket of `numel`; None if nothing is."""
+    before = PADDING
+    for row, index in enumerate(indices):
+        padded = row > 0 and before == PADDING
+        if index != PADDING and (padded or not before < index < numel):
+            after = "padding" if padded else "none" if row == 0 else str(before)
+            expected = f"expected indices that ascend within [0, {numel}), then padding (-1)"
+            return f"row {row} has index {index} after {after}, {expected}"
+        before = index
+    return None

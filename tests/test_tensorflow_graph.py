@@ -480,12 +480,17 @@ def test_a_bad_gradient_of_another_rank_or_of_a_dense_parameter_fails_the_step_t
     same_step(graph, host, draw(), other_messages(graph, rng))
 
 
-@pytest.mark.parametrize("index", [300, 2**31 - 1])
-def test_messages_of_another_model_are_refused(index: int) -> None:
+@pytest.mark.parametrize(
+    "indices",
+    [[300], [2**31 - 1], [3, 3], [3, 2], [3, PADDING, 5], [PADDING, 5], [-3], [3, -3], [3, NOT_FINITE]],
+    ids=str,
+)
+def test_damaged_messages_are_refused(indices: list[int]) -> None:
     graph, _ = pair(TopK, {"p": (300,)}, world=2)
     others = other_messages(graph, np.random.default_rng(0))
-    others[0][0, 0] = index
-    with pytest.raises(tf.errors.InvalidArgumentError, match="holds an index beyond its 300 entries"):
+    others[0][:] = PADDING, 0
+    others[0][: len(indices), 0] = indices
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the message of worker 1 for bucket p is damaged"):
         graph.step({"p": np.ones(300, np.float32)}, others)
     with pytest.raises(tf.errors.InvalidArgumentError, match="must have 60 rows together"):
         graph.step({"p": np.ones(300, np.float32)}, [others[0][:-1]])

@@ -453,6 +453,16 @@ def test_sidco_stays_near_k() -> None:
     assert 0.85 <= np.mean(counts[5:]) / worker.k <= 1.15
 
 
+@of_either_width
+@pytest.mark.parametrize("correction", [None, MomentumCorrection(0.5), MomentumCorrection(0.5, nesterov=True)])
+def test_sums_that_overflow_stay_at_the_largest_number(dtype: type, correction: Any) -> None:
+    largest = float(np.finfo(dtype).max)
+    residual, gradient, velocity = np.ones(150, dtype), np.zeros(150, dtype), np.zeros(150, dtype)
+    residual[[5, 70]] = gradient[[5, 70]] = largest, -largest
+    velocity[[5, 149]] = gradient[149] = largest
+    check_absorb(residual, torch.from_numpy(gradient), 0.5, 0.7, velocity, correction)
+
+
 # --- receive ---
 
 
@@ -471,11 +481,34 @@ def test_messages_are_added_rank_by_rank(dtype: type) -> None:
     np.testing.assert_array_equal(target.numpy(), expected)
 
 
-@pytest.mark.parametrize("index", [100, 2**31 - 1])
-def test_an_index_beyond_the_target_is_told(index: int) -> None:
-    message, target = torch.tensor([[3, 0], [index, 5], [PADDING, 0]], dtype=torch.int32), torch.zeros(100)
-    assert reduce(message, 1, 1.0, target).tolist() == [1, 0]
+@pytest.mark.parametrize(
+    "indices", [[3, 100], [2**31 - 1], [3, 3], [3, 2], [3, PADDING, 5], [PADDING, 5], [-3], [3, NOT_FINITE]], ids=str
+)
+@pytest.mark.parametrize("sender", [0, 1])
+def test_a_damaged_message_is_told_and_nothing_is_added(indices: list[int], sender: int) -> None:
+    rows, right = 2 * 1024 + 5, torch.tensor([1, 2, 99])
+    messages = torch.tensor([PADDING, 0], dtype=torch.int32).repeat(2, rows, 1)
+    messages[:, :3, 0] = right
+    messages[:, :3, 1] = 7
+    target = torch.ones(100)
+    assert reduce(messages.view(-1, 2), 2, 1.0, target).tolist() == [0, 0]
+    assert torch.count_nonzero(target) == 3
+    messages[sender, :, 0] = PADDING
+    messages[sender, : len(indices), 0] = torch.tensor(indices)
+    assert reduce(messages.view(-1, 2), 2, 1.0, target).tolist() == [1, 0]
     assert not target.any()
+    with pytest.raises(ValueError, match="gathered must have 2 equal parts"):
+        reduce(messages.view(-1, 2)[1:], 2, 1.0, target)
+
+
+def test_a_damaged_row_is_told_wherever_it_is() -> None:
+    """Also where two programs meet."""
+    for row in (0, 1, 1023, 1024, 1025, 1999):
+        message = torch.stack((torch.arange(2000), torch.ones(2000)), 1).int()
+        message[row, 0] = message[row - 1, 0] if row else -3
+        target = torch.zeros(2000)
+        assert reduce(message, 1, 1.0, target).tolist() == [1, 0]
+        assert not target.any()
 
 
 # --- what it is for ---

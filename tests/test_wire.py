@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import numpy as np
 import pytest
+from driver import make_pipeline
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from table import BACKENDS, Backend
 
 from horovod_sparse import wire
+from horovod_sparse.compressors.topk import TopK
+
+# Indices of a message for a bucket of 8, and what is wrong with them.
+DAMAGED: dict[str, tuple[list[int], str | None]] = {
+    "some": ([0, 3, -1, -1], None),
+    "none": ([-1, -1], None),
+    "full": ([5, 6, 7], None),
+    "descending": ([3, 2, -1], "row 1 has index 2 after 3"),
+    "twice": ([3, 3, -1], "row 1 has index 3 after 3"),
+    "gap": ([3, -1, 5], "row 2 has index 5 after padding"),
+    "padding first": ([-1, 5], "row 1 has index 5 after padding"),
+    "beyond": ([3, 8], "row 1 has index 8 after 3"),
+    "far beyond": ([2**31 - 1], "row 0 has index 2147483647 after none"),
+    "negative": ([3, -3], "row 1 has index -3 after 3"),
+    "negative first": ([-3, -1], "row 0 has index -3 after none"),
+    "negative last": ([3, -1, -3], "row 2 has index -3 after padding"),
+    "not finite, late": ([3, -2], "row 1 has index -2 after 3"),
+}
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 
@@ -39,7 +59,7 @@ def test_not_finite_bytes(backend: Backend) -> None:
     message = backend.ops.pack_not_finite(backend.array(np.zeros(3, np.float32)), 2)
     assert backend.numpy(message).tobytes() == bytes.fromhex("feffffff 00000000 ffffffff 00000000")
     assert backend.ops.is_not_finite(message)
-    assert [part.shape[0] for part in backend.ops.unpack(message)] == [0, 0]
+    assert [part.shape[0] for part in backend.ops.unpack(message, 0)] == [0, 0]
 
 
 @on_every_backend
@@ -50,7 +70,9 @@ def test_round_trip(backend: Backend, data: st.DataObject) -> None:
     room = values.size + data.draw(st.integers(0, 5))
     message = backend.ops.pack(backend.array(indices), backend.array(values), max(room, 1))
     assert not backend.ops.is_not_finite(message)
-    got_indices, got_values = backend.ops.unpack(message)
+    used = backend.ops.rows_in_use(message[:, 0], 40)
+    assert used == values.size
+    got_indices, got_values = backend.ops.unpack(message, used)
     np.testing.assert_array_equal(backend.numpy(got_indices), indices, strict=True)
     assert backend.numpy(got_values).tobytes() == values.tobytes()
 
@@ -60,6 +82,60 @@ def test_gathered_messages_split_in_rank_order(backend: Backend) -> None:
     gathered = backend.array(np.arange(24, dtype=np.int32).reshape(12, 2))
     parts = backend.ops.split(gathered, 3)
     np.testing.assert_array_equal([backend.numpy(part)[0, 0] for part in parts], [0, 8, 16])
+    with pytest.raises(ValueError, match="equal"):
+        backend.ops.split(gathered, 5)
+
+
+@pytest.mark.parametrize(("indices", "what"), DAMAGED.values(), ids=DAMAGED)
+@on_every_backend
+def test_one_order_of_indices_is_right(backend: Backend, indices: list[int], what: str | None) -> None:
+    assert wire.flaw(indices, 8) == (what and f"{what}, expected indices that ascend within [0, 8), then padding (-1)")
+    message = np.zeros((len(indices), 2), np.int32)
+    message[:, 0] = indices
+    used = backend.ops.rows_in_use(backend.array(message)[:, 0], 8)
+    assert used == (sum(index >= 0 for index in indices) if what is None else None)
+
+
+@on_every_backend
+@given(indices=st.lists(st.one_of(st.integers(-3, 9), st.just(-1), st.just(2**31 - 1)), min_size=1, max_size=8))
+def test_the_same_is_refused_everywhere(backend: Backend, indices: list[int]) -> None:
+    used = backend.ops.rows_in_use(backend.array(np.array(indices, np.int32)), 8)
+    assert (used is None) == (wire.flaw(indices, 8) is not None)
+    rows = [index for index in indices if index != wire.PADDING]
+    right = rows == sorted(set(rows)) and all(0 <= index < 8 for index in rows) and indices[: len(rows)] == rows
+    assert used == (len(rows) if right else None)
+
+
+@pytest.mark.parametrize(("indices", "what"), [case for case in DAMAGED.values() if case[1]])
+@on_every_backend
+def test_a_damaged_message_is_refused_before_anything_is_added(backend: Backend, indices: list[int], what: str) -> None:
+    pipeline = make_pipeline(backend, TopK(0.5, granularity="model", min_numel=0), {"p": (5,), "q": (3,)}, world=2)
+    pipeline.start_step()
+    for name in ("p", "q"):
+        pipeline.arrive(name, None)
+    mine = backend.numpy(pipeline.begin(pipeline.buckets[0]).message)
+    theirs = np.zeros_like(mine)
+    theirs[:, 0] = wire.PADDING
+    theirs[: len(indices), 0] = indices
+
+    def refuse(slot: object, parts: object) -> None:
+        pytest.fail("something was added")
+
+    error = f"rank 0: the message of worker 1 for bucket '{pipeline.buckets[0].name}' is damaged: {what}"
+    with pytest.raises(RuntimeError, match=re.escape(error)):
+        pipeline.advance(pipeline.buckets[0], backend.array(np.concatenate([mine, theirs])), 1.0, refuse)
+    pipeline.abort()
+
+
+@pytest.mark.parametrize("indices", [[2, 1], [3, 3], [0, 8], [-1, 2]])
+@on_every_backend
+def test_parts_in_another_order_change_nothing(backend: Backend, indices: list[int]) -> None:
+    target, right = backend.array(np.ones(8, np.float32)), np.array([1, 5])
+    target = target.copy() if isinstance(target, np.ndarray) else target
+    parts = [(right, np.ones(2, np.float32)), (np.array(indices), np.ones(2, np.float32))]
+    with pytest.raises(IndexError, match="ascending"):
+        backend.ops.assemble(target, [(backend.array(i), backend.array(v)) for i, v in parts])
+    assert (backend.numpy(target) == 1).all()
 
 
 def test_limits() -> None:

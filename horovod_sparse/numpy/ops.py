@@ -135,8 +135,11 @@ class NumpyOps:
         message[0, 0] = NOT_FINITE
         return message
 
-    def unpack(self, message: Array) -> tuple[Array, Array]:
-        used = int(np.count_nonzero(message[:, 0] >= 0))
+    def rows_in_use(self, indices: Array, numel: int) -> int | None:
+        used = int(np.count_nonzero(indices >= 0))
+        return used if ascend(indices[:used], numel) and (indices[used:] == PADDING).all() else None
+
+    def unpack(self, message: Array, used: int) -> tuple[Array, Array]:
         return message[:used, 0].astype(np.int64), np.ascontiguousarray(message[:used, 1]).view(np.float32)
 
     def pack_values(self, values: Array, length: int, tail: list[float]) -> Array:
@@ -162,9 +165,17 @@ class NumpyOps:
         target[indices] += values.astype(target.dtype)
 
     def assemble(self, target: Array, parts: list[tuple[Array, Array]]) -> None:
+        for indices, _ in parts:
+            if not ascend(indices, target.size):
+                raise IndexError(f"indices must be ascending within [0, {target.size}), got {indices.tolist()}")
         target[:] = 0
         for indices, values in parts:
             self.scatter_add(target, indices, values)
+
+
+def ascend(indices: Array, size: int) -> bool:
+    """Whether indices ascend strictly within [0, size)."""
+    return not indices.size or bool(indices[0] >= 0 and indices[-1] < size and (indices[1:] > indices[:-1]).all())
 
 
 def keep_finite(sums: Array) -> int:

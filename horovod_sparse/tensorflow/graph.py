@@ -298,7 +298,7 @@ class GraphPipeline:
         rows = tf.bitcast(gathered, tf.float32)
         numbers = tf.bitcast(rows[:, 0], tf.int32)
         # No reshape to (world, capacity, 2): TensorFlow's optimizer moves it before the check of the length.
-        with tf.control_dependencies([self._check_length(bucket, gathered), self._check_range(bucket, numbers)]):
+        with tf.control_dependencies([self._check_length(bucket, gathered), *self._check_indices(bucket, numbers)]):
             numbers = tf.identity(numbers)
         finite = tf.reduce_all(numbers != wire.NOT_FINITE)
         # Padding is added to one more entry, so that no shape depends on data.
@@ -321,14 +321,22 @@ class GraphPipeline:
             ],
         )
 
-    def _check_range(self, bucket: GraphBucket, numbers: Tensor) -> Any:
-        return tf.debugging.Assert(
-            tf.reduce_all(numbers < bucket.layout.numel),
-            [
-                f"rank {self._rank}: a message for bucket {bucket.name} holds an index beyond its "
-                f"{bucket.layout.numel} entries; the ranks run different models or different versions of horovod_sparse"
-            ],
-        )
+    def _check_indices(self, bucket: GraphBucket, numbers: Tensor) -> list[Any]:
+        """Every worker's indices are as `wire.flaw` wants them; or it says first that its gradient is not finite."""
+        checks = []
+        for sender in range(self._world):
+            part = numbers[sender * bucket.capacity : (sender + 1) * bucket.capacity]
+            before, after = part[:-1], part[1:]
+            follows = tf.reduce_all((after == wire.PADDING) | ((before >= 0) & (after > before)))
+            in_range = tf.reduce_all(part < bucket.layout.numel) & tf.reduce_all(part[:1] >= wire.PADDING)
+            not_finite = tf.reduce_any(part[:1] == wire.NOT_FINITE)
+            message = (
+                f"rank {self._rank}: the message of worker {sender} for bucket {bucket.name} is damaged: expected indices that "
+                f"ascend within [0, {bucket.layout.numel}), then padding (-1). The ranks run different models or different "
+                "versions of horovod_sparse; got"
+            )
+            checks.append(tf.debugging.Assert(not_finite | (follows & in_range), [message, part]))
+        return checks
 
     def _settle(self, sent: _Sent, received: Tensor, succeeded: Tensor) -> list[Any]:
         """Updates of a bucket's variables at the end of a step; `received`: whether its messages were all finite."""

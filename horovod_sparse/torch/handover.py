@@ -37,7 +37,7 @@ def hand_over(gradient: Tensor | None) -> Handed:
         return Handed(None, None, b"", slice(0))
     flat = _flat(gradient)
     version = gradient._version if gradient.is_sparse or _owns_its_memory(flat) else None
-    spread = slice(None, None, max(1, len(flat) // _SAMPLES))
+    spread = slice(None, None, max(1, flat.numel() // _SAMPLES))
     if not _on_host(flat):
         return Handed(gradient, version, flat[spread].clone(), spread)
     entries = _numbers(flat)
@@ -47,6 +47,11 @@ def hand_over(gradient: Tensor | None) -> Handed:
         return Handed(gradient, version, sample, spread)
     places = _not_zero(entries)
     return Handed(gradient, version, entries[places].tobytes(), places)
+
+
+def without_sample(handed: Handed) -> Handed:
+    """Of a gradient that is being reduced in its own memory: only its version tells of other changes."""
+    return handed._replace(sample=b"", places=slice(0))
 
 
 def first_changed(handed: Mapping[Tensor, Handed]) -> Tensor | None:
@@ -83,7 +88,7 @@ def _flat(gradient: Tensor) -> Tensor:
     dense = gradient._values() if gradient.is_sparse else gradient
     if not dense.is_contiguous() and _owns_its_memory(dense):
         return dense.as_strided((dense.numel(),), (1,), 0)
-    return dense.reshape(-1)
+    return dense if dense.dim() == 1 else dense.reshape(-1)
 
 
 def _on_host(flat: Tensor) -> bool:

@@ -265,8 +265,15 @@ class TorchOps:
         message[0, 0] = NOT_FINITE
         return message
 
-    def unpack(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        used = int(torch.count_nonzero(message[:, 0] >= 0))
+    def rows_in_use(self, indices: Tensor, numel: int) -> int | None:
+        before, after, padding = indices[:-1], indices[1:], indices[1:] == PADDING
+        follows = (padding | ((before >= 0) & (after > before))).all()
+        in_range = (indices[0] >= PADDING) & (indices.max() < numel)
+        # The host waits for the device once.
+        right, used = torch.stack((follows & in_range, torch.count_nonzero(indices >= 0))).tolist()
+        return used if right else None
+
+    def unpack(self, message: Tensor, used: int) -> tuple[Tensor, Tensor]:
         return message[:used, 0].long(), message[:used, 1].contiguous().view(torch.float32)
 
     def pack_values(self, values: Tensor, length: int, tail: list[float]) -> Tensor:
@@ -285,7 +292,9 @@ class TorchOps:
         return bool(message[0, 0] == NOT_FINITE)
 
     def split(self, gathered: Tensor, world: int) -> list[Tensor]:
-        return list(gathered.chunk(world))
+        if len(gathered) % world:
+            raise ValueError(f"gathered must have {world} equal parts, got {len(gathered)} rows")
+        return list(torch.split(gathered, len(gathered) // world))
 
     def positions(self, indices: Tensor, bounds: list[int]) -> list[int]:
         return [int(position) for position in torch.searchsorted(indices, torch.tensor(bounds, device=indices.device))]
@@ -294,6 +303,10 @@ class TorchOps:
         if self._compiled(target) and self._compiled(values):
             kernels.scatter_add(_memory(target), _memory(indices.contiguous()), _memory(values.contiguous()))
             return
+        if target.device.type == "cpu" and indices.numel():
+            low, high = (int(end) for end in torch.aminmax(indices))
+            if low < 0 or high >= target.numel():
+                raise IndexError(f"indices must be in [0, {target.numel()}), got {low}..{high}")
         target.index_add_(0, indices, values.to(target.dtype))
 
     def assemble(self, target: Tensor, parts: list[tuple[Tensor, Tensor]]) -> None:
@@ -301,9 +314,19 @@ class TorchOps:
             of_parts = [(indices.contiguous(), values.contiguous()) for indices, values in parts]
             kernels.assemble(_memory(target), [(_memory(indices), _memory(values)) for indices, values in of_parts])
             return
+        for indices, _ in parts:
+            if target.device.type == "cpu" and not _ascend(indices, target.numel()):
+                raise IndexError(f"indices must be ascending within [0, {target.numel()}), got {indices.tolist()}")
         target.zero_()
         for indices, values in parts:
             self.scatter_add(target, indices, values)
+
+
+def _ascend(indices: Tensor, size: int) -> bool:
+    """Whether indices ascend strictly within [0, size)."""
+    if indices.numel() == 0:
+        return True
+    return bool(indices[0] >= 0) and bool(indices[-1] < size) and bool((indices[1:] > indices[:-1]).all())
 
 
 def _dtype(tensor: Tensor) -> str:

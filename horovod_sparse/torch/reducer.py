@@ -31,7 +31,7 @@ from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.exchange import Collectives, empty_sparse
 from horovod_sparse.torch.gradients import gradient_of, write_dense, write_entries
-from horovod_sparse.torch.handover import Handed, first_changed, hand_over
+from horovod_sparse.torch.handover import Handed, first_changed, hand_over, without_sample
 from horovod_sparse.torch.ops import TorchOps
 from horovod_sparse.torch.routes import Dense, Routes, wire_dtype
 
@@ -101,6 +101,8 @@ class Reducer:
     @torch.no_grad()
     def submit(self, parameter: Tensor) -> None:
         """Note a gradient that is ready, and take it at once unless the step is held back."""
+        if not self.active:
+            return
         try:
             self._step.handed[parameter] = hand_over(parameter.grad)
             if not self._holds_back and parameter in self._routes.names:
@@ -150,6 +152,8 @@ class Reducer:
             step.arrived[together.name] += 1
             if step.arrived[together.name] == len(together.parameters):
                 message = self._dense_message(together, pipeline)
+                if parameter in step.handed and message is parameter.grad:
+                    step.handed[parameter] = without_sample(step.handed[parameter])
                 wait = self._collectives.start("dense", message, self._name(together.name))
                 step.dense.append((together, message, wait))
         else:
@@ -172,7 +176,7 @@ class Reducer:
         return rates[parameter]
 
     def _dense_message(self, together: Dense, pipeline: Pipeline) -> Tensor:
-        """The gradients, one after the other; a single one is reduced in its own memory if that is possible."""
+        """The gradients, one after the other; a large one is reduced in its own memory if that is possible."""
         gradients: list[Tensor] = []
         for parameter in together.parameters:
             gradient = gradient_of(parameter)
@@ -180,7 +184,7 @@ class Reducer:
                 gradient = torch.zeros_like(parameter)
             dtype = "float64" if gradient.dtype == torch.float64 else "float32"
             gradients.append(pipeline.clipped(gradient, dtype).to(wire_dtype(gradient)))
-        if len(gradients) == 1:
+        if together.layout.numel >= self.compressor.min_numel and len(gradients) == 1:
             return gradients[0].contiguous()
         return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
@@ -405,6 +409,8 @@ class Reducer:
     def discard_step(self) -> None:
         """See `ServingCompressor.discard_step`. A step whose gradients were only handed over has changed nothing yet."""
         check_discardable(self.compressor)
+        if not self.active:
+            return
         open_step = bool(self._step.handed)
         if self.pipeline is not None and (self._step.begun or not open_step):
             self.pipeline.discard_step()

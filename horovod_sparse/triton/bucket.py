@@ -249,18 +249,19 @@ def selector_for(compressor: Compressor, layout: Layout, buffer: Tensor, **shape
 def reduce(gathered: Tensor, world: int, divisor: float, target: Tensor) -> Tensor:
     """The sum of all ranks' messages of pairs, values divided by `divisor`, rank by rank, in a flat target; does not wait.
 
-    The target is overwritten. Returns flags, two int32 on its device: [0] is 1 if an index lay beyond the target (nothing was
-    added there), [1] if a message said that its rank's gradient was not finite.
+    The target is overwritten. Returns flags, two int32 on its device: [0] is 1 if a message was not as `wire` wants it (the
+    target is zero then), [1] if a message said that its rank's gradient was not finite.
+
+    Raises:
+        ValueError: the messages are not of equal length.
     """
+    if len(gathered) % world:
+        raise ValueError(f"gathered must have {world} equal parts, got {len(gathered)} rows")
+    rows, numel = len(gathered) // world, target.numel()
     flags = torch.zeros(2, dtype=torch.int32, device=target.device)
     target.zero_()
     with _device_of(target):
-        for message in gathered.chunk(world):
-            _add_message(message, divisor, target, flags)
+        kernels.check[(-(-len(gathered) // CHUNK),)](gathered, rows, len(gathered), numel, flags, CHUNK=CHUNK)
+        for message in gathered.split(rows):
+            kernels.scatter[(-(-rows // CHUNK),)](message, rows, divisor, target, numel, flags, CHUNK=CHUNK)
     return flags
-
-
-def _add_message(message: Tensor, divisor: float, target: Tensor, flags: Tensor) -> None:
-    rows = len(message)
-    grid = (-(-rows // CHUNK),)
-    kernels.scatter[grid](message, rows, divisor, target, target.numel(), flags, CHUNK=CHUNK)

@@ -122,6 +122,15 @@ def _value(bits, like):
         return bits.to(tl.float64, bitcast=True)
 
 
+@triton.jit
+def _within_range(x):
+    """Sums that have overflowed become the largest number of their type."""
+    if x.dtype == tl.float32:
+        return tl.minimum(tl.maximum(x, -_LARGEST_FLOAT32), _LARGEST_FLOAT32)
+    else:
+        return tl.minimum(tl.maximum(x, -_LARGEST_FLOAT64), _LARGEST_FLOAT64)
+
+
 @triton.jit(do_not_specialize=["offset", "first_tile", "tiles"])
 def absorb(
     residual,
@@ -145,7 +154,8 @@ def absorb(
 ):
     """Add one parameter's gradient (its velocity, with MOMENTUM) to its residual; sums and candidates of each tile.
 
-    `residual`, `gradient` and `velocity` point to the parameter's first entry, which is entry `offset` of the bucket.
+    `residual`, `gradient` and `velocity` point to the parameter's first entry, which is entry `offset` of the bucket. Entries
+    of the gradient that are not finite add nothing, and sums that overflow stay at the largest number; both are counted.
     """
     tile = first_tile + tl.program_id(0)
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -156,7 +166,7 @@ def absorb(
     if HAS_GRADIENT:
         g = tl.load(gradient + start + lanes, inside, other=0.0).to(x.dtype)
         finite = tl.abs(g) < float("inf")
-        not_finite = tl.where(finite, 0, 65536)
+        not_finite = tl.where(finite, 0, 1)
         g = tl.where(finite, g, 0.0)
     if MOMENTUM is None:
         if HAS_GRADIENT:
@@ -173,7 +183,9 @@ def absorb(
             if HAS_GRADIENT:
                 v += g
         x += v
-        tl.store(velocity + start + lanes, v, inside)
+        tl.store(velocity + start + lanes, _within_range(v), inside)
+    not_finite = tl.where(tl.abs(x) < float("inf"), not_finite, 1)
+    x = _within_range(x)
     tl.store(residual + start + lanes, x, inside)
     magnitude = tl.abs(x)
 
@@ -186,7 +198,7 @@ def absorb(
     tl.store(found + tile, tl.sum(candidate, 0))
 
     # Two counts in one number.
-    counts = tl.sum(tl.where(magnitude > bound, 1, 0) + not_finite, 0)
+    counts = tl.sum(tl.where(magnitude > bound, 1, 0) + not_finite * 65536, 0)
     tl.store(partials + _CANDIDATES * tiles + tile, (counts & 65535).to(tl.float64))
     tl.store(partials + _NOT_FINITE * tiles + tile, (counts >> 16).to(tl.float64))
     if MEASURES:
@@ -598,21 +610,34 @@ def write(
         tl.store(numbers + _LIMIT_VALUE, _value(limit, residual))
 
 
-@triton.jit(do_not_specialize=["rows", "numel"])
-def scatter(message, rows: tl.int64, divisor: tl.float64, target, numel: tl.int64, flags, CHUNK: tl.constexpr):
-    """Add one rank's message, its values divided by `divisor`, to a dense target; its indices are unique.
+@triton.jit(do_not_specialize=["rows", "all_rows", "numel"])
+def check(gathered, rows: tl.int64, all_rows: tl.int64, numel: tl.int64, flags, CHUNK: tl.constexpr):
+    """Look at all ranks' messages, of `rows` each, one after the other.
 
-    `flags[0]` becomes 1 if an index lies beyond the target, `flags[1]` if the message says that a gradient was not finite.
+    `flags[0]` becomes 1 if one is not as `wire` wants it, `flags[1]` if one says that a gradient was not finite.
     """
     row = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    inside = row < rows
+    inside = row < all_rows
+    first = row % rows == 0
+    index = tl.load(gathered + row * 2, inside, other=_WIRE_PADDING)
+    before = tl.load(gathered + row * 2 - 2, inside & (row % rows > 0), other=_WIRE_PADDING)
+    says_not_finite = tl.load(gathered + row // rows * rows * 2, inside, other=_WIRE_PADDING) == _WIRE_NOT_FINITE
+    follows = (index > before) & (first | (before >= 0)) & (index < numel)
+    right = (index == _WIRE_PADDING) | follows | says_not_finite
+    if tl.min(right.to(tl.int32), 0) == 0:
+        tl.store(flags, 1)
+    if tl.max(says_not_finite.to(tl.int32), 0) > 0:
+        tl.store(flags + 1, 1)
+
+
+@triton.jit(do_not_specialize=["rows", "numel"])
+def scatter(message, rows: tl.int64, divisor: tl.float64, target, numel: tl.int64, flags, CHUNK: tl.constexpr):
+    """Add one rank's message, its values divided by `divisor`, to a dense target; nothing if `flags[0]` says so."""
+    row = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    inside = (row < rows) & (tl.load(flags) == 0)
     index = tl.load(message + row * 2, inside, other=_WIRE_PADDING)
     value = tl.load(message + row * 2 + 1, inside, other=0).to(tl.float32, bitcast=True)
     value = tl.div_rn(value, tl.zeros_like(value) + tl.full((), divisor, tl.float64).to(tl.float32))
     used = (index >= 0) & (index < numel)
     before = tl.load(target + index, used, other=0.0)
     tl.store(target + index, before + value.to(before.dtype), used)
-    if tl.max((index >= numel).to(tl.int32), 0) > 0:
-        tl.store(flags, 1)
-    if tl.min(index, 0) == _WIRE_NOT_FINITE:
-        tl.store(flags + 1, 1)

@@ -876,6 +876,7 @@ def a_frozen_embedding_stands_still(as_dense: bool) -> None:
         model(words).square().mean().backward()
         optimizer.step()
         assert (digest(embedding.parameters()) == before) == (step >= 3)
+        assert (embedding.weight.grad is None) == (step >= 3)
     assert_identical(model)
 
 

@@ -32,6 +32,7 @@ POLICIES: dict[str, MakeCompression] = {
     "warm-up": lambda **settings: SIDCo(warmup(0.25, 0.01, 4), **settings),
     "momentum": lambda **settings: TopK(0.01, momentum_correction=MomentumCorrection(0.9), **settings),
     "clipped": lambda **settings: TopK(0.01, clip_norm=0.5, **settings),
+    "clipped-model": lambda **settings: TopK(0.01, clip_norm=0.5, clip_scope="model", **settings),
     "no-residual": lambda **settings: TopK(0.01, residual=False, **settings),
     "layer": lambda **settings: TopK(0.01, **{**settings, "granularity": "layer"}),
     "model": lambda **settings: TopK(0.01, **{**settings, "granularity": "model"}),
