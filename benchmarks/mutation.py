@@ -18,6 +18,7 @@ import copy
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -56,6 +57,8 @@ TESTS = {
 """The mutated modules, and the tests that are theirs. Where all backends run the same code, that they agree says nothing."""
 
 NOTICED, SURVIVED, TIMED_OUT = "noticed", "survived", "timed out"
+_PATIENCE = 5
+"""Seconds by the clock for a second of the processor; a test that waits for ever takes none."""
 
 
 # --- what is changed ---
@@ -177,14 +180,16 @@ def run_tests(folder: Path, tests: list[str], options: list[str], limit: float) 
     child = os.fork()
     if child == 0:
         os.setsid()
+        # Of the processor, so that a busy machine does not pass for a loop without end.
+        resource.setrlimit(resource.RLIMIT_CPU, (round(limit), round(limit)))
         output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
         import pytest
 
         os._exit(int(pytest.main([*tests, "-x", "-q", "-p", "no:cacheprovider", *options])))
-    status = _wait(child, limit)
-    if status is None:
+    status = _wait(child, _PATIENCE * limit)
+    if status in (None, -signal.SIGXCPU, -signal.SIGKILL):
         return TIMED_OUT
     # 5: there are no such tests.
     return SURVIVED if status in (0, 5) else NOTICED
@@ -255,7 +260,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mutants", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for the tests of a mutant")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds of the processor for a mutant's tests")
     parser.add_argument(
         "--modules", nargs="+", choices=TESTS, default=[*TESTS], metavar="MODULE", help="of the package"
     )
@@ -284,7 +289,11 @@ def report(results: list[tuple[Mutant, Outcome]]) -> None:
     quick = sum(outcome.quick != SURVIVED for _, outcome in results)
     full = sum(outcome.full != SURVIVED for _, outcome in results)
     print(f"\n{len(results)} mutants: {Counter(mutant.module for mutant, _ in results)}")
-    print(f"noticed by make test: {quick}, by make test-all: {full}" + (f" ({quick / full:.1%})" if full else ""))
+    late = sum(outcome.quick == TIMED_OUT for _, outcome in results)
+    print(
+        f"noticed by make test: {quick}, {late} of them because a test took too long; by make test-all: {full}"
+        + (f" ({quick / full:.1%})" if full else "")
+    )
     for title, chosen in (
         ("noticed by make test-all only", [m for m, o in results if o.quick == SURVIVED != o.full]),
         ("noticed by no test", [m for m, o in results if o.full == SURVIVED]),
