@@ -21,7 +21,7 @@ class Moments:
     count: int
     mean: float
     variance: float
-    """Population variance (divided by count)."""
+    """Population variance (divided by count); 0, infinite or NaN where float64 does not hold the squares."""
     mean_log: float
     """Mean of ln(|x_i| - threshold); NaN unless it was asked for."""
 

@@ -490,7 +490,8 @@ class Pipeline:
             bucket.state.load_state_dict(state["adaptive"][bucket.name])
 
     def rescale(self, factor: float) -> None:
-        """Multiply residuals and velocities by `factor`."""
+        """Multiply residuals and velocities by `factor`. No earlier step can be discarded then: it was in another unit."""
+        self._ended = []
         self.residuals.rescale(factor)
         self.velocities.rescale(factor)
         for bucket in self.buckets:

@@ -171,6 +171,10 @@ def test_what_cannot_be_discarded_is_said(backend: Backend) -> None:
     pipeline.discard_step()
     with pytest.raises(RuntimeError, match="there is no step to discard"):
         pipeline.discard_step()
+    send(backend, pipeline, gradients("laplace", 300, rng))
+    pipeline.rescale(2.0)
+    with pytest.raises(RuntimeError, match="there is no step to discard"):
+        pipeline.discard_step()
 
 
 def test_a_state_that_is_loaded_ends_what_had_begun(backend: Backend) -> None:

@@ -46,12 +46,13 @@ class NumpyOps:
 
     def measure(self, x: Array) -> Sums:
         magnitudes = np.abs(x).astype(np.float64)
-        return Sums(
-            count=int(np.count_nonzero(magnitudes)),
-            total=float(magnitudes.sum()),
-            squares=float(magnitudes @ magnitudes),
-            largest=float(magnitudes.max(initial=0.0)),
-        )
+        with np.errstate(over="ignore"):
+            return Sums(
+                count=int(np.count_nonzero(magnitudes)),
+                total=float(magnitudes.sum()),
+                squares=float(magnitudes @ magnitudes),
+                largest=float(magnitudes.max(initial=0.0)),
+            )
 
     def counts(self, x: Array, thresholds: list[float]) -> list[int]:
         return [int(np.count_nonzero(np.abs(x) > _limit(x, threshold))) for threshold in thresholds]
@@ -72,7 +73,8 @@ class NumpyOps:
         if excesses.size == 0:
             return Moments(0, 0.0, 0.0, float("nan"))
         mean_log = float(np.log(excesses).mean()) if with_log else float("nan")
-        return Moments(excesses.size, float(excesses.mean()), float(excesses.var()), mean_log)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return Moments(excesses.size, float(excesses.mean()), float(excesses.var()), mean_log)
 
     def max_abs(self, x: Array) -> float:
         return float(np.abs(x).max(initial=0.0))
