@@ -80,8 +80,12 @@ def _check_kinds(state: Any) -> None:
 
 
 def _check_adaptive(state: Mapping[str, Any], compressor: Compressor) -> None:
-    if state["adaptive"].keys() != state["residuals"].keys():
-        raise ValueError("state['adaptive'] must name the same parameters as state['residuals']; the state is damaged")
+    differ = sorted(state["adaptive"].keys() ^ state["residuals"].keys())
+    if differ:
+        raise ValueError(
+            f"state['adaptive'] must name the same parameters as state['residuals'], but one of them lacks {differ}; the state "
+            "is damaged"
+        )
     for adaptive in state["adaptive"].values():
         compressor.new_state().load_state_dict(adaptive)
 

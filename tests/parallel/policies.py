@@ -356,7 +356,7 @@ def dense_gradients_are_clipped_in_their_own_precision() -> None:
     # Thirds have no end in binary.
     mine = normals((40, 50), step=0, rank=hvd.rank()).astype(np.float64) / 3
     reduce(optimizer, parameters, {"weight": mine})
-    clipped = everyone(mine * (0.5 / np.sqrt(hvd.size()) / np.linalg.norm(mine)))
+    clipped = everyone(mine * (0.5 * np.sqrt(hvd.size()) / np.linalg.norm(mine)))
     np.testing.assert_allclose(gradient_of(parameters["weight"]), np.mean(clipped, axis=0), rtol=1e-13, atol=1e-17)
 
 
