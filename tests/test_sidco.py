@@ -132,7 +132,8 @@ def test_paper_is_the_published_estimator(kind: str, distribution: Any, feedback
             expected = published_threshold(magnitudes, k / magnitudes.size, stages, distribution)
             selection = compressor.select(OPS, residual, k, compressor.room(size, k, 1), state)
             assert state.stages == stages
-            assert state.threshold == pytest.approx(expected, rel=1e-5)
+            # One entry is sent, the largest, where all are below the threshold.
+            assert state.threshold == pytest.approx(min(expected, magnitudes.max()), rel=1e-5)
             assert selection.indices.size == selection.found, "its default room holds it"
             window.append(selection.found / k)
             if len(window) == 5:
