@@ -35,6 +35,20 @@ settings.register_profile("full", max_examples=300, deadline=None, print_blob=Tr
 settings.load_profile("quick")
 
 
+QUICK_BACKENDS = ("numpy", "torch")
+"""Those that `make test` holds to what all share; to the oracle it holds every one of them, in these modules:"""
+EVERY_BACKEND = ("test_backends", "test_wire")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        name = str(parameters.get("backend", QUICK_BACKENDS[0]))
+        if name not in QUICK_BACKENDS and item.path.stem not in EVERY_BACKEND:
+            item.add_marker(pytest.mark.full)
+
+
 @pytest.fixture(autouse=True)
 def _no_launcher_variables_are_left() -> Iterator[None]:
     """A test that initialises MPI or Horovod in this process would confuse every launcher that is started after it."""

@@ -63,7 +63,9 @@ def test_the_torch_adapter_imports_no_other_framework() -> None:
     assert loaded_frameworks("horovod_sparse.torch") == "['torch', 'horovod']"
 
 
-@pytest.mark.parametrize("module", ["horovod_sparse.tensorflow", "horovod_sparse.tensorflow.keras"])
+@pytest.mark.parametrize(
+    "module", ["horovod_sparse.tensorflow", pytest.param("horovod_sparse.tensorflow.keras", marks=pytest.mark.full)]
+)
 def test_the_tensorflow_adapter_imports_no_other_framework(module: str) -> None:
     assert loaded_frameworks(module) == "['tensorflow', 'keras', 'horovod']"
 
@@ -96,6 +98,7 @@ def test_adapters_never_import_each_other() -> None:
                 assert names <= allowed, path
 
 
+@pytest.mark.full
 def test_without_triton_only_its_own_tests_are_skipped() -> None:
     # Where `make setup` puts Triton is then not found.
     code = "import sys, pytest; sys.prefix = '/nowhere'; sys.exit(pytest.main(sys.argv[1:]))"

@@ -93,7 +93,7 @@ def test_threads_share_it() -> None:
 
     def work(number: int) -> None:
         try:
-            for turn in range(1000):
+            for turn in range(400):
                 array = lender.lend(8, "float64")
                 array[:] = number
                 cycle: list[object] = [array[3:]]

@@ -96,13 +96,14 @@ def _other_names(name: str) -> str:
     )
 
 
-@pytest.mark.parametrize("module", ["tensorflow", "tensorflow.keras", "torch"])
+@pytest.mark.parametrize("module", [pytest.param("tensorflow.keras", marks=pytest.mark.full), "tensorflow", "torch"])
 def test_all_other_names_of_horovod_are_there_too(module: str) -> None:
     """Private ones, such as `_executing_eagerly`, and those that come later."""
     pytest.importorskip(f"horovod.{module}", exc_type=ImportError)
     _modules_after(_other_names(f"horovod_sparse.{module}"))
 
 
+@pytest.mark.full
 def test_keras_is_ours_whoever_imports_it_first() -> None:
     code = "import horovod.tensorflow.keras, horovod_sparse.tensorflow as ours; "
     _modules_after(code + "assert ours.keras.__name__ == 'horovod_sparse.tensorflow.keras'")
@@ -115,6 +116,7 @@ def _modules_after(statement: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("module", ["horovod_sparse.tensorflow", "horovod_sparse.tensorflow.keras"])
 def test_importing_the_adapter_leaves_other_frameworks_alone(module: str) -> None:
     modules = _modules_after(f"import {module}")

@@ -49,6 +49,7 @@ def test_the_rows_select_on_the_device() -> None:
     assert laws.one_bucket(TRITON, next(row for row in COMPRESSORS if row.name == "dgc"), 500, 0.1)[1].selector is None
 
 
+@pytest.mark.full
 @for_all
 def test_laws(row: Row) -> None:
     laws.test_not_finite_gradients_never_reach_the_residual(TRITON, row, np.nan)
@@ -59,6 +60,7 @@ def test_laws(row: Row) -> None:
     laws.test_identical_ranks_are_like_one(TRITON, row)
 
 
+@pytest.mark.full
 def test_without_residual_a_step_that_failed_leaves_nothing() -> None:
     laws.test_without_residual_a_step_that_failed_leaves_nothing(TRITON, ROWS[0], 0)
 
@@ -67,6 +69,7 @@ def test_everything_dense_at_first() -> None:
     laws.test_what_was_sent_returns_when_another_rank_is_not_finite(TRITON, ROWS[0], 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.follows_scale], ids=str)
 def test_a_saved_state_continues_identically(row: Row) -> None:
     """With the number of stages that SIDCo has come to, and while the ratio follows a schedule."""
@@ -168,6 +171,7 @@ def test_the_error_names_every_parameter_of_this_rank_first() -> None:
         pipelines[1].end_step()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", ["reset", "rescale", "load"])
 def test_a_residual_that_was_changed_is_looked_at_afresh(change: str) -> None:
     """What the last step noted says nothing of a residual that somebody has changed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -31,9 +31,13 @@ class Scenario:
     typical: bool = True
     """Whether it stands for the other cases of its function: the first and the last case do."""
 
+    leads: bool = False
+    """Whether it is the first of its module that horovodrun starts too."""
+
     def is_quick(self, launch: Launch) -> bool:
-        """Whether `make test` runs it there: with the launch that is named first, and with horovodrun."""
-        return self.typical and launch.ranks <= 4 and (launch == self.launches[0] or launch.launcher == "horovodrun")
+        """Whether `make test` runs it there: with the launch that is named first; what leads, with horovodrun too."""
+        with_horovodrun = self.leads and launch.launcher == "horovodrun"
+        return self.typical and launch.ranks <= 4 and (launch == self.launches[0] or with_horovodrun)
 
 
 Cases = Mapping[str, tuple[Any, ...]]
@@ -59,10 +63,14 @@ def scenario(*launches: Launch, cases: Cases | None = None) -> Callable[[Callabl
 def scenarios_of(modules: Iterable[ModuleType]) -> dict[str, Scenario]:
     """The scenarios of some modules by name, in the order of their source."""
     found = {}
+    seen: dict[str, Callable[..., None]] = {}
     for module in modules:
+        led = False
         for function in vars(module).values():
             for one in getattr(function, "scenarios", ()):
-                if one.name in found and found[one.name] is not one:
+                if seen.setdefault(one.name, function) is not function:
                     raise ValueError(f"there are two scenarios {one.name!r}")
-                found[one.name] = one
+                leads = not led and any(launch.launcher == "horovodrun" for launch in one.launches)
+                led = led or leads
+                found.setdefault(one.name, replace(one, leads=leads))
     return found

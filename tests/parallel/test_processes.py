@@ -39,6 +39,7 @@ def test_order_of_imports_with_tensorflow(launch: Launch, case: str) -> None:
     assert ended.output.count(f"{case} works") == 2, str(ended)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("module", ["parallel.one_worker", "parallel.tf.alone"])
 def test_optimised_python_does_the_same(module: str) -> None:
     """No assertion does any work."""
@@ -47,7 +48,7 @@ def test_optimised_python_does_the_same(module: str) -> None:
     assert ended.code == 0, str(ended)
 
 
-@pytest.mark.parametrize("module", ["parallel.one_worker", "parallel.tf.alone"])
+@pytest.mark.parametrize("module", ["parallel.one_worker", pytest.param("parallel.tf.alone", marks=pytest.mark.full)])
 @pytest.mark.parametrize(("case", "force"), [("forced", "1"), ("plain", "0")])
 def test_one_worker(module: str, case: str, force: str) -> None:
     ended = ALONE.run("-m", module, case, limit=LIMIT, environment={"HOROVOD_SPARSE_FORCE": force})
@@ -55,6 +56,7 @@ def test_one_worker(module: str, case: str, force: str) -> None:
     assert f"{case} works" in ended.output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("module", ["parallel.one_worker", "parallel.tf.alone"])
 def test_an_elastic_job_is_refused(module: str) -> None:
     ended = ALONE.run("-m", module, "plain", limit=LIMIT, environment={"HOROVOD_ELASTIC": "1"})
