@@ -40,12 +40,22 @@ QUICK_BACKENDS = ("numpy", "torch")
 EVERY_BACKEND = ("test_backends", "test_wire")
 
 
+ENDS = ("test_tensorflow_graph", "test_tensorflow_steps", "test_triton", "test_triton_pipeline")
+"""Of the tests of these modules, whose cases take long, `make test` runs the first and the last case."""
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    cases: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         name = str(parameters.get("backend", QUICK_BACKENDS[0]))
         if name not in QUICK_BACKENDS and item.path.stem not in EVERY_BACKEND:
+            item.add_marker(pytest.mark.full)
+        if item.path.stem in ENDS and item.get_closest_marker("full") is None:
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    for same in cases.values():
+        for item in same[1:-1]:
             item.add_marker(pytest.mark.full)
 
 
