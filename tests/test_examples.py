@@ -63,8 +63,8 @@ def needs(module: str) -> pytest.MarkDecorator:
     "script",
     [
         "torch_digits.py",
-        pytest.param("tensorflow_digits.py", marks=needs("tensorflow")),
-        pytest.param("keras_digits.py", marks=needs("tensorflow")),
+        pytest.param("tensorflow_digits.py", marks=[needs("tensorflow"), pytest.mark.full]),
+        pytest.param("keras_digits.py", marks=[needs("tensorflow"), pytest.mark.full]),
     ],
 )
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class Scenario:
     arguments: tuple[Any, ...]
     launches: tuple[Launch, ...]
     typical: bool = True
-    """Whether it stands for the other cases of its function: the first and the last case do."""
+    """Whether it stands for its function's other cases: the first and the last do; with TensorFlow only the first."""
 
     leads: bool = False
     """Whether it is the first of its module that horovodrun starts too."""
@@ -37,7 +37,9 @@ class Scenario:
     def is_quick(self, launch: Launch) -> bool:
         """Whether `make test` runs it there: with the launch that is named first; what leads, with horovodrun too."""
         with_horovodrun = self.leads and launch.launcher == "horovodrun"
-        return self.typical and launch.ranks <= 4 and (launch == self.launches[0] or with_horovodrun)
+        # With four processes TensorFlow takes half a minute to start.
+        quick = launch.ranks <= (2 if launch.framework == "tensorflow" else 4)
+        return self.typical and quick and (launch == self.launches[0] or with_horovodrun)
 
 
 Cases = Mapping[str, tuple[Any, ...]]
@@ -53,7 +55,8 @@ def scenario(*launches: Launch, cases: Cases | None = None) -> Callable[[Callabl
         name = function.__name__
         made = {f"{name}[{case}]": arguments for case, arguments in cases.items()} if cases is not None else {name: ()}
         marked: Any = function
-        ends = (next(iter(made)), next(reversed(made)))
+        first, last = next(iter(made)), next(reversed(made))
+        ends = (first,) if launches[0].framework == "tensorflow" else (first, last)
         marked.scenarios = [Scenario(case, function, made[case], launches, case in ends) for case in made]
         return function
 

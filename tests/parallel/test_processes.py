@@ -32,6 +32,7 @@ def test_order_of_imports(launch: Launch, case: str) -> None:
 
 
 @pytest.mark.parallel
+@pytest.mark.full
 @ORDERS
 def test_order_of_imports_with_tensorflow(launch: Launch, case: str) -> None:
     ended = launch.run("-m", "parallel.tf.alone", case, limit=LIMIT)
