@@ -546,7 +546,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     done = run(Path(__file__).with_name("compile_triton.py"), 90, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     names = {line.split()[0] for line in done.stdout.splitlines()}
-    assert names == {"absorb", "fit", "count", "histogram", "write", "scatter"}
+    assert names == {"absorb", "fit", "count", "histogram", "write", "check", "scatter"}
 
 
 GPU_CHECK = Path(__file__).parent.parent / "benchmarks" / "gpu_check.py"
