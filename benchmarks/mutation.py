@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,6 +56,9 @@ TESTS = {
     "compressors/topk": "selectors arguments laws micro",
 }
 """The mutated modules, and the tests that are theirs. Where all backends run the same code, that they agree says nothing."""
+
+SLOW_TO_IMPORT = ("conftest", "horovod.torch", "hypothesis.extra.numpy", "pytest", "scipy.stats", "tensorflow", "torch")
+"""In this order: `conftest` imports Triton, which must come before TensorFlow."""
 
 NOTICED, SURVIVED, TIMED_OUT = "noticed", "survived", "timed out"
 _PATIENCE = 5
@@ -243,13 +247,8 @@ def prepare(folder: Path) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(folder)}
     sys.dont_write_bytecode = True
     sys.path[:0] = [str(folder), str(folder / "tests")]
-    import conftest  # noqa: F401
-    import horovod.torch  # noqa: F401
-    import hypothesis.extra.numpy  # noqa: F401
-    import pytest  # noqa: F401
-    import scipy.stats  # noqa: F401
-    import tensorflow  # noqa: F401
-    import torch  # noqa: F401
+    for name in SLOW_TO_IMPORT:
+        import_module(name)
 
     for name in ("conftest", "parallel", "parallel.launch"):
         sys.modules.pop(name, None)

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.noop import NoOp
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.feedback import MomentumCorrection
 
 
 @pytest.mark.parametrize("cls", [TopK, SIDCo])
@@ -84,3 +86,12 @@ def test_k_and_room(ratio: float, capacity: float, numel: int, asked: int, room:
 def test_repr_can_be_read_back() -> None:
     compressor = SIDCo(0.01, distribution="gamma", capacity=2)
     assert repr(eval(repr(compressor), {"SIDCo": SIDCo})) == repr(compressor)
+
+
+def test_what_is_off_by_default_and_what_is_on() -> None:
+    """What costs memory or time must be asked for; momentum correction masks as in the paper."""
+    settings = TopK(0.1).settings()
+    off = ("discardable", "lr_in_residual", "union", "clip_norm", "momentum_correction", "dense_steps")
+    assert not any(settings[name] for name in off)
+    assert (settings["residual"], settings["clip_scope"], settings["not_finite"]) == (True, "layer", "raise")
+    assert DGC(0.1).momentum_correction == MomentumCorrection(0.9, nesterov=False, masking=True)

@@ -38,20 +38,11 @@ class HostPipeline(Pipeline):
     Args:
         compressor: settings and algorithm.
         collectives: Horovod's.
-        world, position, rank, averages: as for `Pipeline`.
+        worker: world, position, rank and averages, as for `Pipeline`.
     """
 
-    def __init__(
-        self,
-        compressor: Compressor,
-        collectives: Collectives,
-        *,
-        world: int,
-        position: int,
-        rank: int,
-        averages: bool = True,
-    ) -> None:
-        super().__init__(host_ops(_threads()), compressor, world=world, position=position, rank=rank, averages=averages)
+    def __init__(self, compressor: Compressor, collectives: Collectives, **worker: Any) -> None:
+        super().__init__(host_ops(_threads()), compressor, **worker)
         self._collectives = collectives
         self._memory: dict[str, list[Variable]] = {}
         """Bucket -> its residual and, with momentum correction, its velocity."""
