@@ -66,7 +66,8 @@ def test_an_elastic_job_is_refused(module: str) -> None:
 
 
 @pytest.mark.parallel
-@pytest.mark.parametrize("launch", [TF_2, pytest.param(TF_GLOO_2, marks=pytest.mark.full)], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("launch", [TF_2, TF_GLOO_2], ids=str)
 def test_legacy_keras(launch: Launch) -> None:
     ended = launch.run("-m", "parallel.legacy_keras", limit=LIMIT, environment={"TF_USE_LEGACY_KERAS": "1"})
     assert ended.code == 0, str(ended)

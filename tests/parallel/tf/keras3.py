@@ -482,7 +482,9 @@ def saved_models_know_nothing_of_horovod() -> None:
             f"import keras, sys; model = keras.models.load_model({str(path)!r}); "
             "assert int(model.optimizer.iterations) == 3; assert 'horovod' not in sys.modules"
         )
-        subprocess.run([sys.executable, "-c", code], check=True)
+        # It takes seconds, on every rank the same.
+        if hvd.rank() == 0:
+            subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @scenario(
