@@ -48,7 +48,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["horovod_sparse", "horovod_sparse.*"]),
-    package_data={"horovod_sparse": ["py.typed", "kernels/kernels.h"]},
+    package_data={"horovod_sparse": ["py.typed", "kernels/*.h"]},
     python_requires=">=3.10,<3.13",
     install_requires=["numpy", "scipy", "cffi"],
     extras_require={

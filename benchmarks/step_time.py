@@ -1,10 +1,14 @@
-"""Time whole training steps, dense and sparse, in turns: the character model, under any launcher.
+"""Time whole training steps, dense and sparse, in turns, beside what else one could pick; under any launcher.
 
     mpirun -np 2 python benchmarks/step_time.py
-    sudo .venv/bin/python benchmarks/hosts.py --hosts 2 --rate 1gbit -- .venv/bin/python benchmarks/step_time.py
+    mpirun -np 2 python benchmarks/step_time.py --model many --parameters 5000 --elements 20 --rows "dense fp32" "SIDCo 0.001"
+    sudo .venv/bin/python benchmarks/hosts.py --hosts 2 --rate 1gbit -- .venv/bin/python benchmarks/step_time.py --model linear
 
 In every round each contender makes one step on the same data, so that a disturbance hits all alike. Prints one table; fails
 unless the workers' parameters are the same, bit by bit, for every contender after the last step.
+
+A unit is the time of `residual.add_(gradient)` for as many elements as the model has, which all workers measure at once in
+every round.
 """
 
 from __future__ import annotations
@@ -15,12 +19,13 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from step_contenders import ALONE, CONTENDERS, DENSE, MODELS, Task
 from torch import nn
 from tqdm import tqdm
 
@@ -28,7 +33,6 @@ import horovod_sparse.torch as hvd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import common
-import torch_charlm
 
 SETTLING = 20
 """Rounds that are not timed: thresholds settle, and Horovod learns the messages."""
@@ -36,46 +40,48 @@ SETTLING = 20
 
 @dataclass
 class Contender:
-    """One way of exchanging gradients, with a model of its own; without a compression nothing is exchanged."""
+    """One way of exchanging gradients, with a model of its own."""
 
     name: str
-    compression: Any
+    task: Task
     model: nn.Module
     optimizer: Any
+    compression: Any
+    """None unless Horovod exchanges the gradients."""
     seconds: list[float] = field(default_factory=list)
 
-    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+    def step(self, batch: Any) -> None:
         """One training step, timed."""
         started = time.perf_counter()
         self.optimizer.zero_grad()
-        F.cross_entropy(self.model(x).flatten(0, 1), y.flatten()).backward()
+        self.task.loss(self.model, batch).backward()
         self.optimizer.step()
         self.seconds.append(time.perf_counter() - started)
 
-    @property
-    def quartiles(self) -> tuple[float, float, float]:
-        """Of the steps, in milliseconds."""
-        low, middle, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
-        return 1000 * low, 1000 * middle, 1000 * high
+
+def quartiles(seconds: list[float]) -> tuple[float, float, float]:
+    """In milliseconds."""
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return 1000 * low, 1000 * middle, 1000 * high
 
 
-def make(name: str, compression: Any, args: argparse.Namespace) -> Contender:
+def make(name: str, task: Task, granularity: str) -> Contender:
     """A contender whose model starts as all others do."""
     torch.manual_seed(0)
-    model = torch_charlm.CharLM(args.context, args.width, args.layers, args.heads)
+    model = task.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    if compression is not None:
-        named = model.named_parameters()
-        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
-    return Contender(name, compression, model, optimizer)
+    return Contender(name, task, *CONTENDERS[name](model, optimizer, granularity))
 
 
 def check(contender: Contender) -> None:
     """Raise unless all workers hold the same parameters, and a sparse contender sent about as many entries as asked."""
-    if contender.compression is None:
+    if contender.name == ALONE:
         return
     parameters = {name: parameter.detach().numpy() for name, parameter in contender.model.named_parameters()}
-    common.check_replicas(parameters, hvd.allgather_object)
+    try:
+        common.check_replicas(parameters, hvd.allgather_object)
+    except RuntimeError as error:
+        raise RuntimeError(f"{contender.name}: {error}") from error
     if hasattr(contender.compression, "stats"):
         total = contender.compression.stats().mean.total
         if not 0.5 * total.asked <= total.count <= 1.5 * total.asked:
@@ -84,64 +90,88 @@ def check(contender: Contender) -> None:
             )
 
 
-def table(contenders: list[Contender], parameters: int) -> str:
-    """Markdown."""
-    dense = next(contender for contender in contenders if contender.compression is hvd.Compression.none)
-    lines = ["| exchange | bytes sent per step and worker | step, ms: median (quartiles) | dense fp32's / it |"]
-    lines.append("|---|---|---|---|")
+def table(contenders: Iterable[Contender], parameters: int, unit: float) -> str:
+    """Markdown; `unit` in milliseconds."""
+    medians = {contender.name: quartiles(contender.seconds)[1] for contender in contenders}
+    lines = [
+        "| exchange | bytes sent per step and worker | step, ms: median (quartiles) | beyond computation, ms | in units "
+        "| dense fp32's / it |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for contender in contenders:
-        low, middle, high = contender.quartiles
-        sent = 0.0
+        low, middle, high = quartiles(contender.seconds)
+        sent = "" if contender.name == ALONE else "not counted"
         if contender.compression is not None:
-            sent = common.measure_traffic(contender.compression, parameters, hvd).bytes_per_step
-        faster = dense.quartiles[1] / middle
-        lines.append(f"| {contender.name} | {sent:,.0f} | {middle:.1f} ({low:.1f}–{high:.1f}) | {faster:.2f} |")
+            sent = f"{common.measure_traffic(contender.compression, parameters, hvd).bytes_per_step:,.0f}"
+        beyond = middle - medians[ALONE]
+        lines.append(
+            f"| {contender.name} | {sent} | {middle:.1f} ({low:.1f}–{high:.1f}) | {beyond:.1f} | {beyond / unit:.1f} "
+            f"| {medians[DENSE] / middle:.2f} |"
+        )
     return "\n".join(lines)
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
+    add(
+        "--model",
+        choices=MODELS,
+        default="charlm",
+        help="; ".join(f"{name}: {m.__doc__}" for name, m in MODELS.items()),
+    )
+    add("--rows", nargs="+", choices=CONTENDERS, metavar="ROW", help=f"beside {ALONE!r} and {DENSE!r}; default: all")
     add("--rounds", type=int, default=100, help="timed steps of each contender")
+    add("--granularity", default="bucket", help="of the sparse contenders")
     add("--batch-size", type=int, default=2, help="samples per worker and step")
-    add("--context", type=int, default=32)
-    add("--width", type=int, default=256)
-    add("--layers", type=int, default=3)
-    add("--heads", type=int, default=4)
-    args = parser.parse_args()
+    add("--context", type=int, default=32, help="of charlm")
+    add("--heads", type=int, default=4, help="of charlm")
+    add("--width", type=int, default=256, help="of charlm and linear")
+    add("--layers", type=int, default=3, help="of charlm and linear")
+    add("--parameters", type=int, default=1000, help="of many")
+    add("--elements", type=int, default=10_000, help="of each parameter of many")
+    args = parser.parse_args(arguments)
     if args.rounds < 2:
         parser.error(f"--rounds must be at least 2, got {args.rounds}")
+    return args
+
+
+def main() -> None:
+    args = parse()
     hvd.init()
-    contenders = [
-        make("none: computation alone", None, args),
-        make("dense fp32", hvd.Compression.none, args),
-        make("dense fp16", hvd.Compression.fp16, args),
-        make("SIDCo 0.01", hvd.SIDCo(ratio=0.01), args),
-        make("SIDCo 0.001", hvd.SIDCo(ratio=0.001), args),
-    ]
+    task = MODELS[args.model](args)
+    names = [name for name in CONTENDERS if args.rows is None or name in (ALONE, DENSE, *args.rows)]
+    contenders = [make(name, task, args.granularity) for name in names]
+    numel = sum(parameter.numel() for parameter in contenders[0].model.parameters())
+    residual, gradient = torch.zeros(numel), torch.zeros(numel)
     generator = torch.Generator().manual_seed(hvd.rank())
     quiet = hvd.rank() != 0
+    units: list[float] = []
     for number in tqdm(range(SETTLING + args.rounds), desc="rounds", disable=quiet, leave=False):
-        windows = torch.randint(torch_charlm.CHARACTERS, (args.batch_size, args.context + 1), generator=generator)
+        batch = task.batch(generator)
         for contender in contenders:
             if number == SETTLING:
                 contender.seconds.clear()
             # Nobody's step waits for a worker that is still in the step before.
             hvd.barrier()
-            contender.step(windows[:, :-1], windows[:, 1:])
+            contender.step(batch)
+        hvd.barrier()
+        started = time.perf_counter()
+        residual.add_(gradient)
+        units.append(time.perf_counter() - started)
     for contender in contenders:
         check(contender)
     if not quiet:
-        numel = sum(parameter.numel() for parameter in contenders[0].model.parameters())
+        unit = quartiles(units)[1]
         print(
-            f"{numel:,} parameters, {hvd.size()} workers on {hvd.size() // hvd.local_size()} hosts; "
-            f"{args.rounds} rounds, {args.batch_size} x {args.context} characters per worker and step\n"
+            f"{task.title}: {numel:,} parameters, {hvd.size()} workers on {hvd.size() // hvd.local_size()} hosts; "
+            f"{args.rounds} rounds; a unit is {unit:.2f} ms\n"
             f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads per worker, "
             f"Python {platform.python_version()}, PyTorch {torch.__version__}\n"
         )
-        print(table(contenders, numel), flush=True)
+        print(table(contenders, numel, unit), flush=True)
 
 
 if __name__ == "__main__":

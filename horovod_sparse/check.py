@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from horovod_sparse import kernels, probes
+from horovod_sparse.machine import instruction_sets
 
 HOROVOD_VERSION = "0.28.1"
 _REBUILD = "build Horovod: make setup, or docker/build_horovod.sh PYTHON"
@@ -199,11 +200,19 @@ def _tensorflow_seam(machine: Machine) -> Finding:
 
 
 def _kernels(_: Machine) -> Finding:
-    if kernels.available():
-        return Finding("ok", "kernels", "compiled")
-    if kernels.compiled():
-        return Finding("warn", "kernels", "turned off: framework operations are used", "unset HOROVOD_SPARSE_KERNELS")
-    return Finding("warn", "kernels", "not compiled: framework operations are used", "install g++ and reinstall")
+    sets = f"this processor has {', '.join(instruction_sets()) or 'unknown instruction sets'}"
+    unset = f"unset {kernels.VARIABLE}"
+    if not kernels.compiled():
+        return Finding("warn", "kernels", "not compiled: framework operations are used", "install g++ and reinstall")
+    try:
+        variant = kernels.variant()
+    except ValueError as error:
+        return Finding("missing", "kernels", str(error), unset)
+    if variant == "off":
+        return Finding("warn", "kernels", f"turned off: framework operations are used; {sets}", unset)
+    if variant != kernels.variants()[0]:
+        return Finding("warn", "kernels", f"{variant}, and {kernels.variants()[0]} is faster; {sets}", unset)
+    return Finding("ok", "kernels", f"{variant}; {sets}")
 
 
 _CHECKS: tuple[Callable[[Machine], Finding], ...] = (

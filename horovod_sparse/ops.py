@@ -53,14 +53,15 @@ class Sums:
 
 
 class Wanted(NamedTuple):
-    """Which entries of the new residual `Ops.absorb` is to note on its way, if that costs no pass of its own."""
+    """What `Ops.absorb` is to note of the new residual on its way, if that costs no pass of its own."""
 
     cut: float = math.inf
-    """> 0: those above it; infinity for none."""
+    """> 0: the entries above it; infinity for none."""
     room: int = 0
     """Of more entries than these none are wanted."""
     first: int = 0
     """Index of the residual's first entry."""
+    sums: bool = False
 
 
 NOTHING = Wanted()

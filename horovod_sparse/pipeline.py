@@ -207,7 +207,8 @@ class Pipeline:
         state = bucket.state
         if state.step < self.compressor.dense_steps:
             return NOTHING
-        return Wanted(state.cut, min(state.room, bucket.layout.numel // _FEW), self._offsets[name])
+        room = min(state.room, bucket.layout.numel // _FEW)
+        return Wanted(state.cut, room, self._offsets[name], self.compressor.needs_sums)
 
     def _select(self, bucket: Bucket, absorbed: list[Absorbed | None], k: int, capacity: int) -> Selection:
         known = join(self.ops, bucket.buffer, absorbed)

@@ -10,7 +10,8 @@ import argparse
 from itertools import product
 from pathlib import Path
 
-from horovod_sparse.bench.rows import BAR_CONDITIONS, ROWS, Conditions
+from horovod_sparse import kernels
+from horovod_sparse.bench.rows import ROWS, Conditions
 
 
 def add_arguments(
@@ -23,7 +24,15 @@ def add_arguments(
     add("--threads", nargs="+", type=int, default=[1], metavar="N", help="of PyTorch and the kernels")
     add("--repetitions", type=int, default=repetitions, metavar="N")
     add("--backend", choices=["torch", "numpy", "tensorflow"], default="torch")
-    add("--kernels", choices=["on", "off"], default="on", help="the compiled kernels")
+    choices = ["auto", "off", *kernels.NAMES]
+    add(
+        "--kernels",
+        nargs="+",
+        choices=choices,
+        default=["auto"],
+        metavar="VARIANT",
+        help=f"any of {', '.join(choices)}",
+    )
     add("--rows", nargs="+", metavar="TEXT", help="only rows whose names contain one of these")
     add("--memory", action="store_true", help="measure each row's memory too, in a process of its own")
     add("--verbs", action="store_true", help="say where the time goes; in the whole step, also what is not timed")
@@ -56,8 +65,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.rows:
         rows = [row for row in ROWS if any(text.lower() in row.title.lower() for text in arguments.rows)]
     results = []
-    for threads, size, ratio in product(arguments.threads, arguments.sizes, arguments.ratios):
-        conditions = Conditions(size, ratio, threads, arguments.backend, arguments.kernels == "on")
+    here = kernels.variants()
+    for variant, threads, size, ratio in product(
+        arguments.kernels, arguments.threads, arguments.sizes, arguments.ratios
+    ):
+        if variant not in ("off", *(("auto", *here) if here else ())):
+            raise SystemExit(
+                f"--kernels must be off or one of {', '.join(here) or '(none is compiled)'}, got {variant}"
+            )
+        conditions = Conditions(size, ratio, threads, arguments.backend, here[0] if variant == "auto" else variant)
         results += measure.measure(
             conditions, rows, arguments.repetitions, memory=arguments.memory, verbs=arguments.verbs
         )
@@ -70,9 +86,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     held = [result for result in results if result.within is not None]
     if not held:
-        raise SystemExit(f"--bars needs rows under the conditions that bars are for: {BAR_CONDITIONS}")
+        raise SystemExit("--bars needs rows that have one: of 1M, 25M or 100M elements, with kernels and one thread")
     exceeded = [result for result in held if not result.within]
     for result in exceeded:
-        print(f"{result.title} takes {result.units:.2f} units, more than {result.bar:g}")
+        print(
+            f"{report.title(result.conditions)}: {result.title} takes {result.units:.2f} units, more than {result.bar:g}"
+        )
     print(f"{len(held) - len(exceeded)} of {len(held)} rows are within their bars.")
     return 1 if exceeded else 0

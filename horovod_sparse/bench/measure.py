@@ -18,7 +18,7 @@ import torch
 
 from horovod_sparse import kernels
 from horovod_sparse.bench.backends import Unit, comparisons, make_backend
-from horovod_sparse.bench.rows import BAR_CONDITIONS, ROWS, Conditions, Row
+from horovod_sparse.bench.rows import ROWS, Conditions, Row, bar_of
 from horovod_sparse.bench.worker import Backend, Gradients, Verbs, Worker
 
 _ELEMENTS = 2_000_000
@@ -67,18 +67,16 @@ class _Timed:
 
 
 @contextlib.contextmanager
-def kernels_set(on: bool) -> Iterator[None]:
-    """With the compiled kernels, or without."""
-    before = os.environ.get("HOROVOD_SPARSE_KERNELS")
-    os.environ["HOROVOD_SPARSE_KERNELS"] = "1" if on else "0"
+def kernels_set(variant: str) -> Iterator[None]:
+    """With a variant of the compiled kernels, or without any."""
+    before = os.environ.get(kernels.VARIABLE)
+    os.environ[kernels.VARIABLE] = variant
     try:
-        if on and not kernels.available():
-            raise SystemExit("there are no compiled kernels: install a C++ compiler and horovod_sparse again")
         yield
     finally:
-        del os.environ["HOROVOD_SPARSE_KERNELS"]
+        del os.environ[kernels.VARIABLE]
         if before is not None:
-            os.environ["HOROVOD_SPARSE_KERNELS"] = before
+            os.environ[kernels.VARIABLE] = before
 
 
 def measure(
@@ -145,7 +143,7 @@ def _timed_row(
     if verbs:
         backend, clock = Verbs.of(backend)
     worker = Worker(backend, row, conditions.ratio, conditions.size, dense)
-    result = Result(row.title, conditions, row.bar if conditions == BAR_CONDITIONS else None)
+    result = Result(row.title, conditions, bar_of(row, conditions))
 
     def run() -> float:
         if row.cold:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
@@ -15,19 +14,16 @@ from typing import Any
 from horovod_sparse import __version__
 from horovod_sparse.bench.measure import Result
 from horovod_sparse.bench.rows import Conditions
+from horovod_sparse.machine import instruction_sets, processor
 
 HEADER = ("row", "units", "quartiles", "GB/s", "memory", "bar")
 
 
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "processor": names[0] if names else platform.processor() or "unknown",
+        "processor": processor(),
+        "instruction_sets": instruction_sets(),
         "cores": os.cpu_count(),
         "horovod_sparse": __version__,
         **{name: metadata.version(name) for name in ("torch", "numpy")},
@@ -49,9 +45,8 @@ def cells(result: Result) -> tuple[str, ...]:
 
 def title(conditions: Conditions) -> str:
     """Of one table."""
-    kernels = "compiled kernels" if conditions.kernels else "no kernels"
     return (
-        f"{conditions.size:,} elements, ratio {conditions.ratio:g}, {conditions.backend}, {kernels}, "
+        f"{conditions.size:,} elements, ratio {conditions.ratio:g}, {conditions.backend}, kernels: {conditions.kernels}, "
         f"threads: {conditions.threads}"
     )
 
@@ -83,7 +78,7 @@ def markdown(results: Sequence[Result]) -> str:
     told = machine()
     versions = ", ".join(f"{name} {told[name]}" for name in ("horovod_sparse", "torch", "numpy"))
     lines = [
-        f"{told['processor']}, {told['cores']} cores; {versions}. Unit: the time of `residual.add_(gradient)`, measured "
+        f"{told['processor']} ({', '.join(told['instruction_sets'])}), {told['cores']} cores; {versions}. Unit: the time of `residual.add_(gradient)`, measured "
         "beside every row; medians and quartiles of the quotients. GB/s: 12 bytes per element by the time taken. Memory: the "
         "most that a step took beside what it began with, in parts of the residual."
     ]

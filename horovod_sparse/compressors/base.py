@@ -180,6 +180,8 @@ class Compressor(ABC):
     """
 
     default_capacity: float = 1.0
+    needs_sums: bool = False
+    """Whether `select` calls `ops.measure`, whose sums are then made while gradients are taken in."""
 
     def __init__(
         self,

@@ -52,6 +52,7 @@ class GaussianK(Compressor):
     """
 
     default_capacity = TOO_MANY
+    needs_sums = True
 
     def __init__(
         self,

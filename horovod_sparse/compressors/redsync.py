@@ -33,6 +33,8 @@ class RedSync(Compressor):
         others: those of `Compressor`. Message room is k with "trim" and 2k with "bisect" unless `capacity` says otherwise.
     """
 
+    needs_sums = True
+
     def __init__(
         self,
         ratio: float | Schedule,

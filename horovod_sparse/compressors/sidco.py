@@ -93,6 +93,7 @@ class SIDCo(Compressor):
     """
 
     default_capacity = 1.25
+    needs_sums = True
 
     def __init__(
         self,

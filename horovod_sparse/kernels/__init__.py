@@ -1,15 +1,18 @@
 """The compiled kernels, if they are there. Imports no framework.
 
 They work on `Memory`: an address, a type and a number of elements, which an adapter makes of its contiguous CPU arrays.
-Without a compiler at installation, or with HOROVOD_SPARSE_KERNELS=0, there are none, and the adapters use their framework's
-operations.
+There is a variant for every kind of processor; all give the same bits. HOROVOD_SPARSE_KERNELS names the one to use, or
+`auto` or 1 for the fastest that this processor runs. Without a compiler at installation, or with `off` or 0, there are none,
+and the adapters use their framework's operations.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from functools import cache
 from importlib import import_module
+from itertools import count, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +36,9 @@ _WIDE = {"float32": 0, "float64": 1}
 _TYPES = {**_WIDE, "bfloat16": 2, "float16": 3}
 _NAMES = {np.dtype(name): name for name in ("float16", "float32", "float64", "int64")}
 _MOST_THRESHOLDS = 16
+VARIABLE = "HOROVOD_SPARSE_KERNELS"
+NAMES = ("avx512", "avx2", "baseline", "neon")
+"""Of all variants: three for x86-64, one for AArch64."""
 
 
 def compiled() -> bool:
@@ -40,9 +46,46 @@ def compiled() -> bool:
     return _native is not None
 
 
+def turned_off() -> bool:
+    """Whether no kernels are wanted, whatever there is. ValueError if what the variable says is not known here."""
+    return _asked() == "off"
+
+
 def available() -> bool:
-    """Whether the kernels were compiled and are not turned off."""
-    return compiled() and os.environ.get("HOROVOD_SPARSE_KERNELS", "1") != "0"
+    """Whether the kernels were compiled and are not turned off; from here on they are of the variant that is asked for."""
+    asked = _asked()
+    if not compiled() or asked == "off":
+        return False
+    _native.lib.hs_choose((variants()[0] if asked == "auto" else asked).encode())
+    return True
+
+
+def variant() -> str:
+    """The variant in use, or "off"."""
+    if not available():
+        return "off"
+    asked = _asked()
+    return variants()[0] if asked == "auto" else asked
+
+
+@cache
+def variants() -> tuple[str, ...]:
+    """Those that this processor runs, the fastest first; none without compiled kernels."""
+    if not compiled():
+        return ()
+    names = iter(_native.lib.hs_variant(number) for number in count())
+    return tuple(_native.ffi.string(name).decode() for name in takewhile(bool, names))
+
+
+def _asked() -> str:
+    said = os.environ.get(VARIABLE, "auto")
+    asked = {"": "auto", "1": "auto", "0": "off"}.get(said, said)
+    if asked not in ("auto", "off", *variants()):
+        raise ValueError(
+            f"{VARIABLE} must be auto, off or one of {', '.join(NAMES)}, and this processor runs "
+            f"{', '.join(variants()) or 'none, since the kernels were not compiled'}; got {said!r}"
+        )
+    return asked
 
 
 class Memory(NamedTuple):
@@ -76,15 +119,15 @@ def supports(dtype: str) -> bool:
     return dtype in _TYPES
 
 
-def accumulate(residual: Memory, gradient: Memory, wanted: Wanted, threads: int) -> Absorbed:
-    """residual += gradient where that is finite."""
+def accumulate(residual: Memory, gradient: Memory, wanted: Wanted, threads: int) -> tuple[Absorbed, bool]:
+    """residual += gradient where that is finite; what was found, and whether the residual has overflowed."""
     return _accumulate(residual, None, gradient, 0.0, False, wanted, threads)
 
 
 def accumulate_velocity(
     residual: Memory, velocity: Memory, gradient: Memory, momentum: float, nesterov: bool, wanted: Wanted, threads: int
-) -> Absorbed:
-    """Take a gradient into velocity and residual, where it is finite."""
+) -> tuple[Absorbed, bool]:
+    """Take a gradient into velocity and residual, where it is finite; see `accumulate`."""
     if residual.numel != velocity.numel or residual.dtype != velocity.dtype:
         raise ValueError(f"velocity must be like the residual, {residual}, got {velocity}")
     return _accumulate(residual, velocity, gradient, momentum, nesterov, wanted, threads)
@@ -98,7 +141,7 @@ def _accumulate(
     nesterov: bool,
     wanted: Wanted,
     threads: int,
-) -> Absorbed:
+) -> tuple[Absorbed, bool]:
     if residual.numel != gradient.numel:
         raise ValueError(f"the gradient must have the residual's {residual.numel} elements, got {gradient.numel}")
     wanted_of_these = wanted.cut < math.inf and wanted.first + residual.numel <= _MOST_INDICES
@@ -124,30 +167,35 @@ def _accumulate(
         residual.numel,
         momentum,
         nesterov,
+        wanted.sums,
         threads,
         sums,
         above,
     )
     number = above.found
-    return Absorbed(
+    absorbed = Absorbed(
         sums.not_finite,
-        _sums(sums),
+        _sums(sums) if wanted.sums else None,
         Above(wanted.cut, indices[:number], values[:number]) if room and above.complete else None,
     )
+    return absorbed, not math.isfinite(sums.largest)
 
 
 def measure(x: Memory, threads: int) -> Sums:
     """Sums of x."""
-    sums = _native.ffi.new("hs_sums *")
-    _native.lib.hs_measure(*_wide(x), x.numel, threads, sums)
-    return _sums(sums)
+    return _sums(_measure(x, 0.0, False, threads))
 
 
 def moments(x: Memory, cut: float, with_log: bool, threads: int) -> Moments:
     """Of the excesses over a cut, which is not negative."""
-    sums = _native.ffi.new("hs_sums *")
-    _native.lib.hs_measure_tail(*_wide(x), x.numel, cut, with_log, threads, sums)
+    sums = _measure(x, cut, with_log, threads)
     return _sums(sums).moments(sums.logs if with_log else math.nan)
+
+
+def _measure(x: Memory, cut: float, with_log: bool, threads: int) -> Any:
+    sums = _native.ffi.new("hs_sums *")
+    _native.lib.hs_measure(*_wide(x), x.numel, cut, with_log, threads, sums)
+    return sums
 
 
 def counts(x: Memory, thresholds: list[float], threads: int) -> list[int]:

@@ -28,7 +28,7 @@ ffibuilder.set_source(
     '#include "kernels.h"',
     # Relative, as packaging wants it.
     sources=[os.path.relpath(HERE / "kernels.cpp", ROOT)],
-    depends=[os.path.relpath(HERE / "kernels.h", ROOT)],
+    depends=[os.path.relpath(HERE / name, ROOT) for name in ("kernels.h", "variants.h", "loops.h")],
     include_dirs=[os.path.relpath(HERE, ROOT)],
     source_extension=".cpp",
     # No contraction: the same bits on every processor. Vectors are passed inside one file only, hence no warning on that.

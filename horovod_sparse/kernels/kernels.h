@@ -20,7 +20,7 @@ typedef struct {
     int64_t count;       /* entries that are not zero, or above the cut */
     double total;        /* sum of magnitudes, or of their excesses over the cut, as all that follows */
     double squares;      /* sum of squares */
-    double largest;      /* magnitude; of all entries only */
+    double largest;      /* magnitude, of all entries */
     double logs;         /* sum of logarithms; of excesses, if asked for */
     int64_t not_finite;  /* entries of the gradient, which were left out */
 } hs_sums;
@@ -42,16 +42,18 @@ typedef struct {
     int64_t count;
 } hs_part;
 
+/* Names of the variants that this processor runs, the fastest first; null where there is no more. */
+const char* hs_variant(int number);
+/* Has all functions below use a variant; changes nothing and returns 0 if none of this name runs here. */
+int hs_choose(const char* name);
 /* Without velocity: residual += gradient. With: velocity = momentum velocity + gradient, residual += velocity; Nesterov's:
-   velocity = momentum (velocity + gradient), residual += velocity + gradient. On the way: sums of the new residual, and its
-   entries above a cut. What leaves the range of the type becomes infinite, and then so is sums->largest: the caller brings
+   velocity = momentum (velocity + gradient), residual += velocity + gradient. On the way: sums of the new residual, or only its
+   largest magnitude, and its entries above a cut. What leaves the range of the type becomes infinite, and then so is sums->largest: the caller brings
    the numbers back, and forgets sums and entries. */
 void hs_accumulate(void* residual, void* velocity, int type, const void* gradient, int gradient_type, int64_t n,
-                   double momentum, int nesterov, int threads, hs_sums* sums, hs_above* above);
-/* Sums of x. */
-void hs_measure(const void* x, int type, int64_t n, int threads, hs_sums* sums);
-/* Sums of what exceeds a cut. */
-void hs_measure_tail(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums);
+                   double momentum, int nesterov, int with_sums, int threads, hs_sums* sums, hs_above* above);
+/* Sums of what exceeds a cut, nothing if that is infinite or NaN; with a cut of 0 of all magnitudes. */
+void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums);
 /* counts[j] = number of entries above thresholds[j]; at most 16 thresholds. */
 void hs_counts(const void* x, int type, int64_t n, const double* thresholds, int number, int threads, int64_t* counts);
 /* Whether all entries are finite; of any type. */

@@ -44,8 +44,8 @@ class CompiledOps(NumpyOps):
         flat = _flat(gradient)
         if flat is None:
             return super().absorb(residual, gradient, wanted)
-        absorbed = kernels.accumulate(memory_of(residual), memory_of(flat), wanted, self._threads)
-        return finite_again(absorbed, residual)
+        absorbed, overflowed = kernels.accumulate(memory_of(residual), memory_of(flat), wanted, self._threads)
+        return finite_again(absorbed, residual) if overflowed else absorbed
 
     def absorb_velocity(
         self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, wanted: Wanted
@@ -54,8 +54,8 @@ class CompiledOps(NumpyOps):
         if flat is None:
             return super().absorb_velocity(residual, velocity, gradient, momentum, nesterov, wanted)
         memories = memory_of(residual), memory_of(velocity), memory_of(flat)
-        absorbed = kernels.accumulate_velocity(*memories, momentum, nesterov, wanted, self._threads)
-        return finite_again(absorbed, residual, velocity)
+        absorbed, overflowed = kernels.accumulate_velocity(*memories, momentum, nesterov, wanted, self._threads)
+        return finite_again(absorbed, residual, velocity) if overflowed else absorbed
 
     def measure(self, x: Array) -> Sums:
         return kernels.measure(memory_of(_contiguous(x)), self._threads)
@@ -111,9 +111,7 @@ class CompiledOps(NumpyOps):
 
 
 def finite_again(absorbed: Absorbed, residual: Array, velocity: Array | None = None) -> Absorbed:
-    """What the kernels have found, when sums that have overflowed are finite again (see `Ops.absorb`)."""
-    if absorbed.sums is None or math.isfinite(absorbed.sums.largest):
-        return absorbed
+    """What is left of what the kernels have found, when what has overflowed is finite again (see `Ops.absorb`)."""
     if velocity is not None:
         keep_finite(velocity)
     return Absorbed(absorbed.not_finite + keep_finite(residual))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,23 @@ def write_entries(ops: TorchOps, parameter: Tensor, parts: list[Entries] | None,
     flat = torch.empty(parameter.numel(), dtype=wide, device=parameter.device)
     add_up(ops, parts, flat)
     write_dense(parameter, flat.view(parameter.shape), as_sparse=as_sparse)
+
+
+def write_dense_parts(parameters: Sequence[Tensor], reduced: Sequence[Tensor], as_sparse: Collection[Tensor]) -> None:
+    """Make `reduced` the gradients of parameters that are trained, most of them in one call."""
+    targets, sources = [], []
+    for parameter, flat in zip(parameters, reduced, strict=True):
+        gradient = parameter.grad
+        if not parameter.requires_grad:
+            continue
+        part = flat.view(parameter.shape)
+        if gradient is None or gradient.is_sparse or parameter in as_sparse:
+            write_dense(parameter, part, as_sparse=parameter in as_sparse)
+        elif gradient.data_ptr() != part.data_ptr():
+            targets.append(gradient)
+            sources.append(part)
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def write_dense(parameter: Tensor, reduced: Tensor, *, as_sparse: bool) -> None:

@@ -43,8 +43,8 @@ class TorchOps:
     def absorb(self, residual: Tensor, gradient: Tensor, wanted: Wanted) -> Absorbed:
         if self._compiled(residual, gradient):
             flat = gradient.contiguous()
-            absorbed = kernels.accumulate(_memory(residual), _memory(flat), wanted, torch.get_num_threads())
-            return self._found(absorbed, residual)
+            found = kernels.accumulate(_memory(residual), _memory(flat), wanted, torch.get_num_threads())
+            return self._absorbed(*found, residual)
         gradient, not_finite = self._finite(gradient, residual.dtype)
         self.accumulate(residual, gradient)
         return Absorbed(not_finite + self._keep_finite(residual))
@@ -56,8 +56,8 @@ class TorchOps:
             flat = gradient.contiguous()
             memories = _memory(residual), _memory(velocity), _memory(flat)
             threads = torch.get_num_threads()
-            absorbed = kernels.accumulate_velocity(*memories, momentum, nesterov, wanted, threads)
-            return self._found(absorbed, residual, velocity)
+            found = kernels.accumulate_velocity(*memories, momentum, nesterov, wanted, threads)
+            return self._absorbed(*found, residual, velocity)
         gradient, not_finite = self._finite(gradient, residual.dtype)
         if nesterov:
             self.accumulate(velocity, gradient)
@@ -79,9 +79,11 @@ class TorchOps:
         sums.clamp_(-largest, largest)
         return overflowed
 
-    def _found(self, absorbed: Absorbed, residual: Tensor, velocity: Tensor | None = None) -> Absorbed:
-        """What the kernels have found, as tensors, when sums that have overflowed are finite again."""
-        if absorbed.sums is not None and not math.isfinite(absorbed.sums.largest):
+    def _absorbed(
+        self, absorbed: Absorbed, overflowed: bool, residual: Tensor, velocity: Tensor | None = None
+    ) -> Absorbed:
+        """What the kernels have found, as tensors, when what has overflowed is finite again."""
+        if overflowed:
             if velocity is not None:
                 self._keep_finite(velocity)
             return Absorbed(absorbed.not_finite + self._keep_finite(residual))

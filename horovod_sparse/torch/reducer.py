@@ -30,7 +30,7 @@ from horovod_sparse.torch.agreement import agree, agree_on_states, check_momentu
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.exchange import Collectives, empty_sparse
-from horovod_sparse.torch.gradients import gradient_of, write_dense, write_entries
+from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_entries
 from horovod_sparse.torch.handover import Handed, first_changed, hand_over, without_sample
 from horovod_sparse.torch.ops import TorchOps
 from horovod_sparse.torch.routes import Dense, Routes, wire_dtype
@@ -182,11 +182,13 @@ class Reducer:
             gradient = gradient_of(parameter)
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
-            dtype = "float64" if gradient.dtype == torch.float64 else "float32"
-            gradients.append(pipeline.clipped(gradient, dtype).to(wire_dtype(gradient)))
+            if self.compressor.clip_norm is not None:
+                gradient = pipeline.clipped(gradient, "float64" if gradient.dtype == torch.float64 else "float32")
+            gradients.append(gradient)
+        wire = wire_dtype(gradients[0])
         if together.layout.numel >= self.compressor.min_numel and len(gradients) == 1:
-            return gradients[0].contiguous()
-        return torch.cat([gradient.reshape(-1) for gradient in gradients])
+            return gradients[0].to(wire).contiguous()
+        return torch.cat([gradient.reshape(-1) for gradient in gradients]).to(wire)
 
     # --- reduced gradients out ---
 
@@ -308,11 +310,8 @@ class Reducer:
             write_entries(self._ops, parameter, parts, as_sparse=parameter in self._routes.sparse_as_dense)
 
     def _write_dense(self, together: Dense, reduced: Tensor) -> None:
-        flat = reduced.view(-1)
-        for parameter, slot in zip(together.parameters, together.layout.slots, strict=True):
-            if parameter.requires_grad:
-                part = flat[slot.offset : slot.offset + slot.numel].view(parameter.shape)
-                write_dense(parameter, part, as_sparse=parameter in self._routes.sparse_as_dense)
+        parts = torch.split(reduced.view(-1), [slot.numel for slot in together.layout.slots])
+        write_dense_parts(together.parameters, parts, self._routes.sparse_as_dense)
 
     def parameters_added(self) -> None:
         """Called when the optimizer has got another group of parameters."""

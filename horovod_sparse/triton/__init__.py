@@ -6,10 +6,11 @@ where it is built for a GPU. With TRITON_INTERPRET=1 in the environment everythi
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
+
+from horovod_sparse.kernels import turned_off
 
 
 def available() -> bool:
-    """Whether Triton is installed, and kernels are not turned off with HOROVOD_SPARSE_KERNELS=0."""
-    return find_spec("triton") is not None and os.environ.get("HOROVOD_SPARSE_KERNELS", "1") != "0"
+    """Whether Triton is installed, and kernels are not turned off with HOROVOD_SPARSE_KERNELS=off."""
+    return find_spec("triton") is not None and not turned_off()

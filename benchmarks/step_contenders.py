@@ -1,0 +1,163 @@
+"""What step_time.py times: models, and ways to exchange their gradients. PyTorch only."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.nn.parallel import DistributedDataParallel
+
+import horovod_sparse.torch as hvd
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import torch_charlm
+
+# --- models ---
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, what it is trained on, and its loss."""
+
+    title: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+
+
+def charlm(args: argparse.Namespace) -> Task:
+    """the transformer of examples/torch_charlm.py"""
+
+    def batch(generator: torch.Generator) -> Tensor:
+        return torch.randint(torch_charlm.CHARACTERS, (args.batch_size, args.context + 1), generator=generator)
+
+    def loss(model: nn.Module, windows: Tensor) -> Tensor:
+        return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+    def model() -> nn.Module:
+        return torch_charlm.CharLM(args.context, args.width, args.layers, args.heads)
+
+    return Task(f"character model, {args.batch_size} x {args.context} characters per worker", model, batch, loss)
+
+
+def linear(args: argparse.Namespace) -> Task:
+    """a chain of square linear layers"""
+
+    def model() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(args.width, args.width) for _ in range(args.layers)))
+
+    def batch(generator: torch.Generator) -> Tensor:
+        return torch.randn(args.batch_size, args.width, generator=generator)
+
+    return Task(
+        f"{args.layers} linear layers of {args.width}, {args.batch_size} samples per worker",
+        model,
+        batch,
+        lambda model, x: model(x).square().mean(),
+    )
+
+
+class Many(nn.Module):
+    """Parameters whose gradients are what the model is called with."""
+
+    def __init__(self, number: int, elements: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(elements)) for _ in range(number)])
+
+    def forward(self, gradients: Tensor) -> Tensor:
+        return torch.cat([*self.parts]) @ gradients
+
+
+def many(args: argparse.Namespace) -> Task:
+    """many parameters of one size, whose gradients are random and cost nothing"""
+
+    def batch(generator: torch.Generator) -> Tensor:
+        return torch.randn(args.parameters * args.elements, generator=generator)
+
+    return Task(
+        f"{args.parameters} parameters of {args.elements}",
+        lambda: Many(args.parameters, args.elements),
+        batch,
+        lambda model, gradients: model(gradients),
+    )
+
+
+MODELS: dict[str, Callable[[argparse.Namespace], Task]] = {"charlm": charlm, "linear": linear, "many": many}
+
+# --- ways to exchange gradients: model, optimizer and granularity in; model, optimizer and compression out ---
+
+Made = tuple[nn.Module, Any, Any]
+
+
+def alone(model: nn.Module, optimizer: torch.optim.Optimizer, _: str) -> Made:
+    """Nothing is exchanged."""
+    return model, optimizer, None
+
+
+def horovod(compression: Any, model: nn.Module, optimizer: torch.optim.Optimizer, _: str) -> Made:
+    named = model.named_parameters()
+    made = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
+    return model, made, compression
+
+
+def sparse(compressor: type, options: dict[str, Any], model: nn.Module, optimizer: Any, granularity: str) -> Made:
+    return horovod(compressor(**options, granularity=granularity), model, optimizer, granularity)
+
+
+@cache
+def join_gloo() -> None:
+    """Have PyTorch's own processes meet, over the network that Horovod's use."""
+    first = hvd.rank() == 0
+    host = hvd.broadcast_object(socket.gethostname(), root_rank=0, name="gloo_host")
+    # Port 0: the system chooses a free one, which the others are told.
+    store = dist.TCPStore(host, 0, hvd.size(), is_master=True, wait_for_workers=False) if first else None
+    port = hvd.broadcast_object(store.port if store else None, root_rank=0, name="gloo_port")
+    store = store or dist.TCPStore(host, port, hvd.size(), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
+
+
+def ddp(hook: str, model: nn.Module, optimizer: torch.optim.Optimizer, _: str) -> Made:
+    """DistributedDataParallel, with a communication hook if there is one."""
+    join_gloo()
+    if hook.startswith("PowerSGD"):
+        # In one bucket: with several, its callbacks race over Gloo.
+        made = DistributedDataParallel(model, bucket_cap_mb=1 << 20)
+        rank = int(hook.split()[1])
+        state = power_sgd.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        made.register_comm_hook(state, power_sgd.powerSGD_hook)
+    else:
+        made = DistributedDataParallel(model)
+        if hook == "fp16":
+            made.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return made, optimizer, None
+
+
+ALONE, DENSE = "none: computation alone", "dense fp32"
+CONTENDERS: dict[str, Callable[[nn.Module, Any, str], Made]] = {
+    ALONE: alone,
+    DENSE: partial(horovod, hvd.Compression.none),
+    "dense fp16": partial(horovod, hvd.Compression.fp16),
+    "DDP fp32": partial(ddp, ""),
+    "DDP fp16": partial(ddp, "fp16"),
+    "DDP PowerSGD rank 1": partial(ddp, "PowerSGD 1"),
+    "DDP PowerSGD rank 4": partial(ddp, "PowerSGD 4"),
+    "SIDCo 0.01": partial(sparse, hvd.SIDCo, {"ratio": 0.01}),
+    "SIDCo 0.001": partial(sparse, hvd.SIDCo, {"ratio": 0.001}),
+    "TopK 0.001": partial(sparse, hvd.TopK, {"ratio": 0.001}),
+    "DGC 0.001": partial(sparse, hvd.DGC, {"ratio": 0.001}),
+    "GaussianK 0.001": partial(sparse, hvd.GaussianK, {"ratio": 0.001}),
+    "MiCRO 0.01": partial(sparse, hvd.MiCRO, {"ratio": 0.01}),
+    "RandomBlock 0.01": partial(sparse, hvd.RandomBlock, {"ratio": 0.01}),
+}

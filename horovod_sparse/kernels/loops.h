@@ -1,0 +1,401 @@
+// The loops over a piece of an array, in vectors of WIDTH bytes. Included by kernels.cpp once for each variant, within the
+// variant's namespace and with its instructions allowed; hence no guard, and nothing of the standard library, which would be
+// compiled for these instructions too and then be used where there are none.
+//
+// Sums do not depend on the width: element i of a piece belongs to the chain i % 8, which adds its elements in their order.
+
+namespace detail {
+
+template <class T>
+struct Vectors;
+template <>
+struct Vectors<float> {
+    typedef float Vector __attribute__((vector_size(WIDTH)));
+    typedef int32_t Bits __attribute__((vector_size(WIDTH)));
+};
+template <>
+struct Vectors<double> {
+    typedef double Vector __attribute__((vector_size(WIDTH)));
+    typedef int64_t Bits __attribute__((vector_size(WIDTH)));
+};
+template <class T>
+using Vector = typename Vectors<T>::Vector;
+template <class T>
+using Bits = typename Vectors<T>::Bits;
+using Wide = Vector<double>;
+
+template <class T>
+constexpr int kLanes = WIDTH / sizeof(T);
+// Vectors that hold the chains' sums.
+constexpr int kParts = kChains * sizeof(double) / WIDTH;
+
+template <class V, class T>
+INLINE V load(const T* from) {
+    V vector;
+    __builtin_memcpy(&vector, from, sizeof vector);
+    return vector;
+}
+
+template <class V, class T>
+INLINE void store(T* to, V vector) {
+    __builtin_memcpy(to, &vector, sizeof vector);
+}
+
+template <class T>
+INLINE Bits<T> magnitude_bits(Vector<T> x) {
+    return (Bits<T>)x & Type<T>::magnitude;
+}
+
+template <class V>
+INLINE V larger(V a, V b) {
+    return a > b ? a : b;
+}
+
+// --- what the compiler's own vectors have no words for, or only slow ones ---
+
+#if WIDTH == 64
+INLINE void widen(Vector<float> x, Wide& low, Wide& high) {
+    // Not by the function for it, of which GCC 12 warns.
+    typedef float Half __attribute__((vector_size(32)));
+    Half halves[2];
+    __builtin_memcpy(halves, &x, sizeof x);
+    low = __builtin_convertvector(halves[0], Wide);
+    high = __builtin_convertvector(halves[1], Wide);
+}
+INLINE bool any_above(Bits<float> bits, Bits<float> limit) {
+    return _mm512_cmpgt_epi32_mask((__m512i)bits, (__m512i)limit) != 0;
+}
+INLINE bool any_above(Bits<double> bits, Bits<double> limit) {
+    return _mm512_cmpgt_epi64_mask((__m512i)bits, (__m512i)limit) != 0;
+}
+
+// Writes the lanes that are above the limit, and their positions; how many. All lanes may be written to.
+INLINE int write_above(Vector<float> x, Bits<float> limit, int32_t position, int32_t* positions, float* values) {
+    const __mmask16 mask = _mm512_cmpgt_epi32_mask((__m512i)magnitude_bits<float>(x), (__m512i)limit);
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    _mm512_storeu_si512(positions, _mm512_maskz_compress_epi32(mask, lanes + _mm512_set1_epi32(position)));
+    _mm512_storeu_ps(values, _mm512_maskz_compress_ps(mask, (__m512)x));
+    return __builtin_popcount(mask);
+}
+#elif WIDTH == 32
+INLINE void widen(Vector<float> x, Wide& low, Wide& high) {
+    low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+    high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+}
+INLINE bool any_above(Bits<float> bits, Bits<float> limit) {
+    return _mm256_movemask_ps((__m256)(bits > limit)) != 0;
+}
+INLINE bool any_above(Bits<double> bits, Bits<double> limit) {
+    return _mm256_movemask_pd((__m256d)(bits > limit)) != 0;
+}
+
+INLINE int write_above(Vector<float> x, Bits<float> limit, int32_t position, int32_t* positions, float* values) {
+    const int mask = _mm256_movemask_ps((__m256)(magnitude_bits<float>(x) > limit));
+    const __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(kSetLanes.of[mask])));
+    store(positions, (Bits<float>)lanes + position);
+    store(values, _mm256_permutevar8x32_ps((__m256)x, lanes));
+    return __builtin_popcount(mask);
+}
+#else
+#ifdef __SSE2__
+INLINE void widen(Vector<float> x, Wide& low, Wide& high) {
+    low = _mm_cvtps_pd(x);
+    high = _mm_cvtps_pd(_mm_movehl_ps(x, x));
+}
+#else
+INLINE void widen(Vector<float> x, Wide& low, Wide& high) {
+    low = Wide{x[0], x[1]};
+    high = Wide{x[2], x[3]};
+}
+#endif
+template <class B>
+INLINE bool any_above(B bits, B limit) {
+    typedef int64_t Longs __attribute__((vector_size(16)));
+    const auto both = (Longs)(bits > limit);
+    return (both[0] | both[1]) != 0;
+}
+#endif
+
+// Without such an instruction every lane is written, and kept if it is above: no branch that would be mispredicted.
+template <class T>
+INLINE int write_above(Vector<T> x, Bits<T> limit, int32_t position, int32_t* positions, T* values) {
+    const Bits<T> bits = magnitude_bits<T>(x);
+    int number = 0;
+    for (int lane = 0; lane < kLanes<T>; ++lane) {
+        positions[number] = position + lane;
+        values[number] = x[lane];
+        number += bits[lane] > limit[lane];
+    }
+    return number;
+}
+
+// --- sums ---
+
+// The sums of a piece in registers.
+template <class T>
+struct Running {
+    Wide total[kParts], squares[kParts];
+    Bits<T> count, largest;
+
+    INLINE explicit Running(const Totals<T>& totals)
+        : count(load<Bits<T>>(totals.count)), largest(load<Bits<T>>(totals.largest)) {
+        for (int part = 0; part < kParts; ++part) {
+            total[part] = load<Wide>(totals.total + part * kLanes<double>);
+            squares[part] = load<Wide>(totals.squares + part * kLanes<double>);
+        }
+    }
+
+    INLINE void write(Totals<T>& totals) const {
+        for (int part = 0; part < kParts; ++part) {
+            store(totals.total + part * kLanes<double>, total[part]);
+            store(totals.squares + part * kLanes<double>, squares[part]);
+        }
+        store(totals.count, count);
+        store(totals.largest, largest);
+    }
+
+    INLINE void add_wide(int part, Wide magnitudes) {
+        total[part] += magnitudes;
+        squares[part] += magnitudes * magnitudes;
+    }
+
+    // A group's vector of this number: what the magnitudes exceed a cut by, and how many are above its bits.
+    INLINE void add(int number, Bits<float> bits, Bits<float> limit, double cut) {
+        Wide low, high;
+        widen((Vector<float>)bits, low, high);
+        add_wide(2 * number % kParts, low - cut);
+        add_wide((2 * number + 1) % kParts, high - cut);
+        count -= bits > limit;
+    }
+    INLINE void add(int number, Bits<double> bits, Bits<double> limit, double cut) {
+        add_wide(number % kParts, (Wide)bits - cut);
+        count -= bits > limit;
+    }
+};
+
+// Calls work(number) for the vectors of a group, each in code of its own: what depends on the number is constant there.
+template <class T, int kNumber = 0, class Work>
+INLINE void each_vector(const Work& work) {
+    if constexpr (kNumber < kGroup / kLanes<T>) {
+        work(kNumber);
+        each_vector<T, kNumber + 1>(work);
+    }
+}
+
+// --- the loops ---
+
+template <class T>
+bool finite(const T* x, int64_t count) {
+    Bits<T> most = {};
+    int64_t i = 0;
+    for (; i + kLanes<T> <= count; i += kLanes<T>) most = larger(most, magnitude_bits<T>(load<Vector<T>>(x + i)));
+    for (; i < count; ++i) {
+        typename Type<T>::Bit bits;
+        __builtin_memcpy(&bits, x + i, sizeof bits);
+        if ((bits & Type<T>::magnitude) >= Type<T>::infinity) return false;
+    }
+    return !any_above(most, Bits<T>{} + (Type<T>::infinity - 1));
+}
+
+// What becomes of residual and velocity.
+template <class T, bool kVelocity, bool kNesterov>
+INLINE Vector<T> updated(Vector<T> residual, Vector<T>& velocity, Vector<T> gradient, T momentum) {
+    if (!kVelocity) return residual + gradient;
+    if (!kNesterov) {
+        velocity = velocity * momentum + gradient;
+        return residual + velocity;
+    }
+    velocity = (velocity + gradient) * momentum;
+    return (residual + gradient) + velocity;
+}
+
+// Returns a bit for each group that has an entry above the bound. Without sums only the largest magnitude is noted.
+template <class T, bool kSums, bool kVelocity, bool kNesterov>
+uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, T momentum,
+                    typename Type<T>::Bit bound, Totals<T>& totals) {
+    T cleaned[kPiece];
+    if (__builtin_expect(!finite(gradient, count), 0)) {
+        for (int64_t i = 0; i < count; ++i) {
+            const bool good = finite(gradient + i, 1);
+            cleaned[i] = good ? gradient[i] : T{0};
+            totals.bad += !good;
+        }
+        gradient = cleaned;
+    }
+    Running<T> sums(totals);
+    const Bits<T> limit = Bits<T>{} + bound;
+    uint32_t groups = 0;
+    const auto do_group = [&](int64_t number, T* r, T* v, const T* g) ALWAYS {
+        Bits<T> most = {};
+        each_vector<T>([&](int part) ALWAYS {
+            const int at = part * kLanes<T>;
+            Vector<T> velocities = kVelocity ? load<Vector<T>>(v + at) : Vector<T>{};
+            const Vector<T> now = updated<T, kVelocity, kNesterov>(load<Vector<T>>(r + at), velocities,
+                                                                   load<Vector<T>>(g + at), momentum);
+            if (kVelocity) store(v + at, velocities);
+            store(r + at, now);
+            const Bits<T> bits = magnitude_bits<T>(now);
+            if (kSums) sums.add(part, bits, Bits<T>{}, 0.0);
+            most = larger(most, bits);
+        });
+        sums.largest = larger(sums.largest, most);
+        groups |= uint32_t{any_above(most, limit)} << number;
+    };
+    int64_t number = 0;
+    for (; (number + 1) * kGroup <= count; ++number) {
+        const int64_t i = number * kGroup;
+        for (int line = 0; line < kGroup; line += 64 / static_cast<int>(sizeof(T))) {
+            ask_for_what_follows(residual + i + line);
+            ask_for_what_follows(gradient + i + line);
+            if (kVelocity) ask_for_what_follows(velocity + i + line);
+        }
+        do_group(number, residual + i, velocity + i, gradient + i);
+    }
+    if (number * kGroup < count) {
+        // Lanes beyond the end are zero, which counts nowhere.
+        const int64_t i = number * kGroup;
+        const size_t bytes = (count - i) * sizeof(T);
+        T r[kGroup] = {}, v[kGroup] = {}, g[kGroup] = {};
+        __builtin_memcpy(r, residual + i, bytes);
+        if (kVelocity) __builtin_memcpy(v, velocity + i, bytes);
+        __builtin_memcpy(g, gradient + i, bytes);
+        do_group(number, r, v, g);
+        __builtin_memcpy(residual + i, r, bytes);
+        if (kVelocity) __builtin_memcpy(velocity + i, v, bytes);
+    }
+    sums.write(totals);
+    return groups;
+}
+
+// Sums of magnitude - cut where that is positive. `bound` is the cut's bits, and the cut is finite.
+template <class T, bool kLogs>
+void measure(const T* x, int64_t count, typename Type<T>::Bit bound, double cut, Totals<T>& totals) {
+    Running<T> sums(totals);
+    const Bits<T> limit = Bits<T>{} + bound;
+    const auto do_group = [&](const T* group) ALWAYS {
+        each_vector<T>([&](int part) ALWAYS {
+            const Bits<T> bits = magnitude_bits<T>(load<Vector<T>>(group + part * kLanes<T>));
+            // What is not above the cut becomes the cut, and adds nothing.
+            sums.add(part, larger(bits, limit), limit, cut);
+            sums.largest = larger(sums.largest, bits);
+            if (kLogs && any_above(bits, limit)) {
+                for (int lane = 0; lane < kLanes<T>; ++lane)
+                    if (bits[lane] > bound)
+                        totals.logs += __builtin_log(static_cast<double>(((Vector<T>)bits)[lane]) - cut);
+            }
+        });
+    };
+    int64_t i = 0;
+    for (; i + kGroup <= count; i += kGroup) do_group(x + i);
+    if (i < count) {
+        T rest[kGroup] = {};
+        __builtin_memcpy(rest, x + i, (count - i) * sizeof(T));
+        do_group(rest);
+    }
+    sums.write(totals);
+}
+
+// Adds to `counts` how many are above each of the bounds.
+template <class T>
+void count_above(const T* x, int64_t count, const typename Type<T>::Bit* bounds, int number, int64_t* counts) {
+    Bits<T> found[kMostThresholds] = {};
+    int64_t i = 0;
+    for (; i + kLanes<T> <= count; i += kLanes<T>) {
+        const Bits<T> bits = magnitude_bits<T>(load<Vector<T>>(x + i));
+        for (int j = 0; j < number; ++j) found[j] -= bits > bounds[j];
+    }
+    for (int j = 0; j < number; ++j) {
+        for (int lane = 0; lane < kLanes<T>; ++lane) counts[j] += found[j][lane];
+        for (int64_t rest = i; rest < count; ++rest) {
+            typename Type<T>::Bit bits;
+            __builtin_memcpy(&bits, x + rest, sizeof bits);
+            counts[j] += (bits & Type<T>::magnitude) > bounds[j];
+        }
+    }
+}
+
+// A bit for each group of a piece that has an entry above the bound.
+template <class T>
+uint32_t groups_above(const T* x, int64_t count, typename Type<T>::Bit bound) {
+    const Bits<T> limit = Bits<T>{} + bound;
+    uint32_t groups = 0;
+    for (int64_t number = 0; number * kGroup < count; ++number) {
+        Bits<T> most = {};
+        const T* group = x + number * kGroup;
+        T rest[kGroup];
+        const int64_t left = count - number * kGroup;
+        if (left < kGroup) {
+            __builtin_memset(rest, 0, sizeof rest);
+            __builtin_memcpy(rest, group, left * sizeof(T));
+            group = rest;
+        }
+        each_vector<T>([&](int part) ALWAYS {
+            most = larger(most, magnitude_bits<T>(load<Vector<T>>(group + part * kLanes<T>)));
+        });
+        groups |= uint32_t{any_above(most, limit)} << number;
+    }
+    return groups;
+}
+
+// The entries of these groups that are above the bound, and their positions counted from `first`; how many.
+template <class T>
+int64_t find(const T* x, int64_t count, uint32_t groups, typename Type<T>::Bit bound, int32_t first, int32_t* positions,
+             T* values) {
+    const Bits<T> limit = Bits<T>{} + bound;
+    int64_t number = 0;
+    for (; groups != 0; groups &= groups - 1) {
+        const int32_t begin = kGroup * __builtin_ctz(groups);
+        const T* group = x + begin;
+        T rest[kGroup];
+        if (begin + kGroup > count) {
+            // Zero is above no bound but a negative one, which all are above.
+            const int64_t left = count - begin;
+            if (bound < 0) {
+                for (int64_t i = 0; i < left; ++i) {
+                    positions[number] = first + begin + static_cast<int32_t>(i);
+                    values[number++] = group[i];
+                }
+                continue;
+            }
+            __builtin_memset(rest, 0, sizeof rest);
+            __builtin_memcpy(rest, group, left * sizeof(T));
+            group = rest;
+        }
+        for (int at = 0; at < kGroup; at += kLanes<T>) {
+            const auto vector = load<Vector<T>>(group + at);
+            if (WIDTH < 32 && !any_above(magnitude_bits<T>(vector), limit)) continue;
+            number += write_above(vector, limit, first + begin + at, positions + number, values + number);
+        }
+    }
+    return number;
+}
+
+template <class T>
+void convert(const void* gradient, int type, int64_t begin, int64_t count, T* to) {
+    if (type == HS_FLOAT32) {
+        const float* from = static_cast<const float*>(gradient) + begin;
+        for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(from[i]);
+    } else if (type == HS_FLOAT64) {
+        const double* from = static_cast<const double*>(gradient) + begin;
+        for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(from[i]);
+    } else if (type == HS_BFLOAT16) {
+        const uint16_t* from = static_cast<const uint16_t*>(gradient) + begin;
+        for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(from_bfloat16(from[i]));
+    } else {
+        const uint16_t* from = static_cast<const uint16_t*>(gradient) + begin;
+        for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(from_float16(from[i]));
+    }
+}
+
+template <class T>
+constexpr Loops<T> loops() {
+    return {{{accumulate<T, false, false, false>, accumulate<T, true, false, false>},
+             {accumulate<T, false, true, false>, accumulate<T, true, true, false>},
+             {accumulate<T, false, true, true>, accumulate<T, true, true, true>}},
+            measure<T, false>, measure<T, true>, count_above<T>, groups_above<T>,
+            find<T>, finite<T>, convert<T>};
+}
+
+}  // namespace detail
+
+constexpr Variant variant{detail::loops<float>(), detail::loops<double>()};

@@ -1,0 +1,204 @@
+// The loops of loops.h for several processors, of which one is chosen when the program runs.
+
+#ifndef HOROVOD_SPARSE_VARIANTS_H
+#define HOROVOD_SPARSE_VARIANTS_H
+
+#include "kernels.h"
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <limits>
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#define HAS_X86_VARIANTS 1
+#endif
+#define ALWAYS __attribute__((always_inline))
+#define INLINE inline ALWAYS
+
+namespace {
+
+// What the loops need to know of a type of residual: the bits of its magnitudes.
+template <class T>
+struct Type;
+
+template <>
+struct Type<float> {
+    using Bit = int32_t;
+    static constexpr Bit magnitude = 0x7fffffff, infinity = 0x7f800000;
+};
+
+template <>
+struct Type<double> {
+    using Bit = int64_t;
+    static constexpr Bit magnitude = 0x7fffffffffffffff, infinity = 0x7ff0000000000000;
+};
+
+static_assert(std::numeric_limits<float>::is_iec559 && std::numeric_limits<double>::is_iec559);
+
+// Elements that are converted, changed and looked at again while they are in the first-level cache.
+constexpr int64_t kPiece = 1024;
+// Elements of which the largest is compared with a cut; a piece has at most 32 groups.
+constexpr int kGroup = 64;
+// Sums that are added up side by side.
+constexpr int kChains = 8;
+constexpr int kMostThresholds = 16;
+// Up to so many more entries are written than are found.
+constexpr int64_t kSlack = 16;
+
+// The sums of a block.
+template <class T>
+struct alignas(64) Totals {
+    using Bit = typename Type<T>::Bit;
+    double total[kChains] = {}, squares[kChains] = {};
+    // In as many lanes as a vector has.
+    Bit count[64 / sizeof(T)] = {}, largest[64 / sizeof(T)] = {};
+    double logs = 0;
+    // Entries of the gradient that were not finite.
+    int64_t bad = 0;
+
+    void write(hs_sums& sums) const {
+        for (int chain = 0; chain < kChains; ++chain) {
+            sums.total += total[chain];
+            sums.squares += squares[chain];
+        }
+        const Bit most = *std::max_element(std::begin(largest), std::end(largest));
+        T magnitude;
+        std::memcpy(&magnitude, &most, sizeof most);
+        sums.largest = std::max<double>(sums.largest, magnitude);
+        for (const Bit lane : count) sums.count += lane;
+        sums.logs += logs;
+        sums.not_finite += bad;
+    }
+};
+
+// The loops over a piece or a block; loops.h says what they do.
+template <class T>
+struct Loops {
+    using Bit = typename Type<T>::Bit;
+    using Accumulate = uint32_t(T*, T*, const T*, int64_t, T, Bit, Totals<T>&);
+    using Measure = void(const T*, int64_t, Bit, double, Totals<T>&);
+    // Without velocity, with one, with Nesterov's; each without sums and with them.
+    Accumulate* accumulate[3][2];
+    Measure *measure, *measure_with_logs;
+    void (*count_above)(const T*, int64_t, const Bit*, int, int64_t*);
+    uint32_t (*groups_above)(const T*, int64_t, Bit);
+    int64_t (*find)(const T*, int64_t, uint32_t, Bit, int32_t, int32_t*, T*);
+    bool (*finite)(const T*, int64_t);
+    void (*convert)(const void*, int, int64_t, int64_t, T*);
+};
+
+struct Variant {
+    Loops<float> of_float;
+    Loops<double> of_double;
+};
+
+// The processor's own guesses end with a page. An address that is nobody's does no harm.
+INLINE void ask_for_what_follows(const void* here) {
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(here) + (1 << 14)));
+}
+
+INLINE float from_bfloat16(uint16_t bits) {
+    const uint32_t wide = uint32_t{bits} << 16;
+    float number;
+    std::memcpy(&number, &wide, sizeof number);
+    return number;
+}
+
+INLINE float from_float16(uint16_t half) {
+    const uint32_t sign = uint32_t{half & 0x8000u} << 16, magnitude = half & 0x7fffu;
+    // Denormal halves are made of integers: denormal floats would be zero to a processor that is set to flush those.
+    const float small = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f;
+    uint32_t small_bits;
+    std::memcpy(&small_bits, &small, sizeof small_bits);
+    // The others' exponent is moved into float32's place and its bias corrected, by twice as much for infinity and NaN.
+    // Masks, because compilers make no vectors of a branch.
+    const uint32_t normal = -uint32_t{magnitude >= 0x0400u}, infinite = -uint32_t{magnitude >= 0x7c00u};
+    const uint32_t moved = (magnitude << 13) + 0x38000000u + (infinite & 0x38000000u);
+    const uint32_t bits = sign | (normal & moved) | (~normal & small_bits);
+    float number;
+    std::memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+// --- the variants: their vectors, and the instructions that the compiler may use in between ---
+
+#define WIDTH 16
+namespace baseline {
+#include "loops.h"
+}
+#undef WIDTH
+
+#ifdef HAS_X86_VARIANTS
+// Of every mask of eight lanes the set ones, in order.
+struct SetLanes {
+    uint8_t of[256][8];
+    constexpr SetLanes() : of() {
+        for (int mask = 0; mask < 256; ++mask) {
+            int number = 0;
+            for (int lane = 0; lane < 8; ++lane)
+                if (mask >> lane & 1) of[mask][number++] = static_cast<uint8_t>(lane);
+        }
+    }
+};
+constexpr SetLanes kSetLanes;
+
+#define PRAGMA(text) _Pragma(#text)
+#ifdef __clang__
+#define ALLOW(features) PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define END_ALLOW PRAGMA(clang attribute pop)
+#else
+#define ALLOW(features) PRAGMA(GCC push_options) PRAGMA(GCC target(features))
+#define END_ALLOW PRAGMA(GCC pop_options)
+#endif
+
+ALLOW("avx2,fma,f16c,bmi,bmi2,popcnt")
+#define WIDTH 32
+namespace avx2 {
+#include "loops.h"
+}
+#undef WIDTH
+END_ALLOW
+
+ALLOW("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2,popcnt")
+#define WIDTH 64
+namespace avx512 {
+#include "loops.h"
+}
+#undef WIDTH
+END_ALLOW
+#endif
+
+struct Named {
+    const char* name;
+    const Variant* variant;
+    // Whether this processor has the instructions.
+    bool (*runs)();
+};
+
+// The fastest first.
+const Named kVariants[] = {
+#ifdef HAS_X86_VARIANTS
+    {"avx512", &avx512::variant,
+     [] {
+         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("bmi2");
+     }},
+    {"avx2", &avx2::variant,
+     [] {
+         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
+                __builtin_cpu_supports("popcnt");
+     }},
+#endif
+#ifdef __aarch64__
+    {"neon", &baseline::variant, [] { return true; }},
+#else
+    {"baseline", &baseline::variant, [] { return true; }},
+#endif
+};
+
+}  // namespace
+
+#endif

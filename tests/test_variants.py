@@ -1,0 +1,67 @@
+"""The variants of the compiled kernels: which is used, and that it does not matter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from horovod_sparse import kernels
+from horovod_sparse.numpy.compiled import CompiledOps, host_ops
+from horovod_sparse.ops import Wanted
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="the kernels are not compiled, or turned off")
+
+
+def everything_found(x: np.ndarray, threads: int) -> str:
+    """What the kernels find in an array, with all bits of it."""
+    ops = CompiledOps(threads)
+    residual, velocity = np.zeros_like(x), np.zeros_like(x)
+    absorbed = ops.absorb(residual, x, Wanted(0.7, x.size, sums=True))
+    found = [
+        absorbed.sums,
+        absorbed.above and (absorbed.above.indices.tobytes(), absorbed.above.values.tobytes()),
+        ops.absorb_velocity(residual, velocity, x, 0.9, True, Wanted(sums=True)).sums,
+        residual.tobytes(),
+        velocity.tobytes(),
+        ops.measure(x),
+        ops.moments(x, 0.7),
+        ops.moments(np.abs(x) + 1, 0.5, with_log=True),
+        ops.counts(x, [0.0, 0.3, 2.0]),
+        ops.select_above(x, 0.3, x.size).indices.tobytes(),
+    ]
+    return repr(found)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 63, 64, 65, 1023, 1025, 20_000, 600_001])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_all_find_the_same_bits(size: int, dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is everything that is fitted to them: which processor a worker has does not matter."""
+    x = np.random.default_rng(size).laplace(size=size).astype(dtype)
+    found = {}
+    for name in kernels.variants():
+        monkeypatch.setenv(kernels.VARIABLE, name)
+        assert kernels.available() and kernels.variant() == name
+        for threads in (1, 2):
+            found[name, threads] = everything_found(x, threads)
+    assert len(set(found.values())) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("0", "NumpyOps off"),
+        ("off", "NumpyOps off"),
+        *((said, f"CompiledOps {name}") for said in ("1", "auto", "") for name in kernels.variants()[:1]),
+        *((name, f"CompiledOps {name}") for name in kernels.variants()),
+    ],
+)
+def test_an_environment_variable_chooses(said: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernels.VARIABLE, said)
+    assert f"{type(host_ops()).__name__} {kernels.variant()}" == expected
+
+
+def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernels.VARIABLE, "sse9")
+    here = ", ".join(kernels.variants())
+    with pytest.raises(ValueError, match=f"must be auto, off or one of .*this processor runs {here}; got 'sse9'"):
+        host_ops()
