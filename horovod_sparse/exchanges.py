@@ -159,17 +159,20 @@ class Task:
         )
 
 
-def add_up(ops: Ops, parts: list[Entries] | None, target: Array) -> None:
-    """The flat `target` becomes the sum of all ranks' entries, in the order of the ranks; NaN where there are none (None)."""
+def add_up(ops: Ops, parts: list[Entries] | None, target: Array, first: int) -> None:
+    """The flat `target` becomes the sum of all ranks' entries, in the order of the ranks; NaN if there are none (None).
+
+    The entries are of the whole bucket, in which the target begins at `first`.
+    """
     indexed = [(indices, values) for indices, values in parts or () if indices is not None]
     if parts is None:
         target[:] = math.nan
     elif len(indexed) == len(parts):
-        ops.assemble(target, indexed)
+        ops.assemble(target, indexed, first)
     else:
         target[:] = 0
         for _, values in parts:
-            ops.accumulate(target, values)
+            ops.accumulate(target, values[first : first + len(target)])
 
 
 Exchange = Callable[[Task], Generator[Collective, Any, list[Entries] | None]]

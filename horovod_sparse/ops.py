@@ -191,15 +191,12 @@ class Ops(Protocol):
     def split(self, gathered: Array, world: int) -> list[Array]:
         """The messages of all ranks, in rank order, out of one gathered array; ValueError unless it has `world` equal parts."""
 
-    def positions(self, indices: Array, bounds: list[int]) -> list[int]:
-        """For each bound how many of the ascending `indices` are below it."""
-
     def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
         """target[indices] += values, in place; indices are unique. On the host IndexError, before any change, out of range."""
 
-    def assemble(self, target: Array, parts: list[tuple[Array, Array]]) -> None:
-        """Add up parts of (indices, values) from zero, in their order, in place.
+    def assemble(self, target: Array, parts: list[tuple[Array, Array]], first: int = 0) -> None:
+        """Add up those entries of parts of (indices, values) that belong to the target, from zero, in the parts' order.
 
-        On the host IndexError, before any change, unless every part's indices ascend within the target. A device is not waited
-        for: `rows_in_use` has checked what is in messages.
+        The target's own indices are from `first` on; all indices ascend. On the host IndexError, before any change, unless
+        they do. A device is not waited for: `rows_in_use` has checked what is in messages.
         """

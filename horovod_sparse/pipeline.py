@@ -330,9 +330,9 @@ class Pipeline:
     ) -> Collective | None:
         """Go on with the result of a bucket's collective: the next one, or None at the end.
 
-        At the end every parameter's entries are handed to `write`, rank by rank in rank order, values divided by
-        `divisor`; None instead when some rank's gradient was not finite. The order is the same on all ranks, so that sums
-        of floats are too, to the last bit.
+        At the end `write` is given every parameter's slot and the bucket's entries (see `add_up`), rank by rank in rank order,
+        values divided by `divisor`; None instead of entries when some rank's gradient was not finite. The order is the
+        same on all ranks, so that sums of floats are too, to the last bit.
         """
         assert bucket.exchange is not None
         try:
@@ -369,19 +369,9 @@ class Pipeline:
                 write(slot, None)
             return
         bucket.counts = Counts(task.asked, task.count, task.overflow, state.threshold, state.stages, bucket.bytes_sent)
-        by_slot = [self._by_slot(bucket, part, divisor) for part in parts]
-        for number, slot in enumerate(bucket.layout.slots):
-            write(slot, [part[number] for part in by_slot])
-
-    def _by_slot(self, bucket: Bucket, part: Entries, divisor: float) -> list[Entries]:
-        slots, values = bucket.layout.slots, part.values / divisor
-        if part.indices is None:
-            return [Entries(None, values[slot.offset : slot.offset + slot.numel]) for slot in slots]
-        bounds = self.ops.positions(part.indices, [slot.offset for slot in slots] + [bucket.layout.numel])
-        return [
-            Entries(part.indices[start:end] - slot.offset, values[start:end])
-            for slot, start, end in zip(slots, bounds, bounds[1:], strict=False)
-        ]
+        divided = [Entries(indices, values / divisor) for indices, values in parts]
+        for slot in bucket.layout.slots:
+            write(slot, divided)
 
     def end_step(self) -> None:
         """End a step, when all reduced gradients are there: it succeeds, or fails on every rank.

@@ -11,7 +11,7 @@ from table import Backend
 from horovod_sparse.bucket import Bucket
 from horovod_sparse.buckets import Layout, Parameter, Slot, plan
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.exchanges import Collective, Entries
+from horovod_sparse.exchanges import Collective, Entries, add_up
 from horovod_sparse.pipeline import Pipeline
 
 
@@ -62,9 +62,11 @@ def exchange(
             if parts is None:
                 result[slot.name] = None
                 return
-            result[slot.name] = [
-                (np.arange(slot.numel) if i is None else backend.numpy(i), backend.numpy(v).copy()) for i, v in parts
-            ]
+            result[slot.name] = [_share(backend, slot, *entries) for entries in parts]
+            # What adapters do with it.
+            target = backend.array(np.full(slot.numel, np.nan, np.float32))
+            add_up(backend.ops, parts, target, slot.offset)
+            np.testing.assert_array_equal(backend.numpy(target), dense_sum(result[slot.name], slot.numel))
 
         return write
 
@@ -86,6 +88,13 @@ class Sent(NamedTuple):
     """What was selected from."""
     indices: np.ndarray
     values: np.ndarray
+
+
+def _share(backend: Backend, slot: Slot, indices: Any, values: Any) -> tuple[np.ndarray, np.ndarray]:
+    """A parameter's entries of a bucket's, counted from its own first."""
+    at = np.arange(len(values)) if indices is None else backend.numpy(indices)
+    inside = (at >= slot.offset) & (at < slot.offset + slot.numel)
+    return at[inside] - slot.offset, backend.numpy(values)[inside]
 
 
 def send(backend: Backend, pipeline: Pipeline, gradient: np.ndarray) -> Sent:

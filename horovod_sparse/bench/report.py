@@ -78,9 +78,10 @@ def markdown(results: Sequence[Result]) -> str:
     told = machine()
     versions = ", ".join(f"{name} {told[name]}" for name in ("horovod_sparse", "torch", "numpy"))
     lines = [
-        f"{told['processor']} ({', '.join(told['instruction_sets'])}), {told['cores']} cores; {versions}. Unit: the time of `residual.add_(gradient)`, measured "
-        "beside every row; medians and quartiles of the quotients. GB/s: 12 bytes per element by the time taken. Memory: the "
-        "most that a step took beside what it began with, in parts of the residual."
+        f"{told['processor']} ({', '.join(told['instruction_sets'])}), {told['cores']} cores; {versions}. "
+        "Unit: the time of `residual.add_(gradient)`, measured beside every row; medians and quartiles of the "
+        "quotients. GB/s: 12 bytes per element by the time taken. Memory: the most"
+        " that a step took beside what it began with, in parts of the residual."
     ]
     for heading, members in _tables(results):
         lines += ["", f"{heading}:", "", _row(HEADER), "|---|" + "---:|" * (len(HEADER) - 1)]

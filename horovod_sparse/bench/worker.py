@@ -150,7 +150,7 @@ class Worker:
         assert parts is not None
         self._entries = parts
         if self.row.receives or self._whole:
-            add_up(self.backend.ops, parts, self._dense)
+            add_up(self.backend.ops, parts, self._dense, slot.offset)
 
     # --- what came of it ---
 

@@ -34,7 +34,7 @@ _MOST_INDICES = 2**31
 """Of int32."""
 _WIDE = {"float32": 0, "float64": 1}
 _TYPES = {**_WIDE, "bfloat16": 2, "float16": 3}
-_NAMES = {np.dtype(name): name for name in ("float16", "float32", "float64", "int64")}
+_NAMES = {np.dtype(name): name for name in ("float16", "float32", "float64", "int32", "int64")}
 _MOST_THRESHOLDS = 16
 VARIABLE = "HOROVOD_SPARSE_KERNELS"
 NAMES = ("avx512", "avx2", "baseline", "neon")
@@ -93,7 +93,7 @@ class Memory(NamedTuple):
 
     address: int
     dtype: str
-    """"float32" or "float64", gradients also "bfloat16" or "float16"; indices are "int64"."""
+    """"float32" or "float64", gradients also "bfloat16" or "float16"; indices are "int64", messages "int32"."""
     numel: int
     owner: object
     """The array, which must live as long as its memory is used."""
@@ -244,15 +244,56 @@ def scatter_add(target: Memory, indices: Memory, values: Memory) -> None:
     _check(lib.hs_scatter_add(*into, _indices(indices), *_wide(values), indices.numel), target)
 
 
-def assemble(target: Memory, parts: list[tuple[Memory, Memory]]) -> None:
-    """The target becomes the sum of (indices, values). IndexError, before any change, unless indices ascend in range."""
+def assemble(target: Memory, parts: list[tuple[Memory, Memory]], first: int) -> None:
+    """The target becomes the sum of those (indices, values) that are in it, its own first index being `first`.
+
+    IndexError, before any change, unless indices ascend there.
+    """
     entries = _native.ffi.new("hs_part[]", len(parts))
     for entry, (indices, values) in zip(entries, parts, strict=True):
         if values.numel != indices.numel:
             raise ValueError(f"values must be {indices.numel}, got {values.numel}")
         entry.indices, entry.count = _indices(indices), indices.numel
         entry.values, entry.type = _wide(values)
-    _check(_native.lib.hs_assemble(*_target(target), target.numel, len(parts), entries), target)
+    _check(_native.lib.hs_assemble(*_target(target), target.numel, first, len(parts), entries), target)
+
+
+def pack(indices: Memory, values: Memory, message: Memory) -> None:
+    """Write a message of pairs (`wire`, message 1)."""
+    rows = message.numel // 2
+    if not indices.numel == values.numel <= rows or (values.dtype, message.dtype) != ("float32", "int32"):
+        raise ValueError(f"there must be as many float32 values as indices, at most {rows}, got {indices} and {values}")
+    address = _target_address(message)
+    _native.lib.hs_pack(
+        _indices(indices),
+        _native.ffi.cast("float *", values.address),
+        indices.numel,
+        rows,
+        _native.ffi.cast("int32_t *", address),
+    )
+
+
+def rows_in_use(indices: Memory, stride: int, numel: int) -> int | None:
+    """How many indices of a message, `stride` apart, come before its padding; None if `wire.flaw` finds one."""
+    if indices.dtype != "int32":
+        raise ValueError(f"a message's indices must be of int32, got {indices.dtype}")
+    pointer = _native.ffi.cast("int32_t *", indices.address)
+    used = int(_native.lib.hs_rows_in_use(pointer, stride, indices.numel, numel))
+    return None if used < 0 else used
+
+
+def unpack(message: Memory, used: int, indices: Memory, values: Memory) -> None:
+    """Read the first `used` rows of a message of pairs."""
+    if not used == indices.numel == values.numel <= message.numel // 2:
+        raise ValueError(f"there must be room for {used} of {message.numel // 2} rows, got {indices} and {values}")
+    if (message.dtype, values.dtype) != ("int32", "float32"):
+        raise ValueError(f"messages are of int32, values of float32, got {message.dtype} and {values.dtype}")
+    _native.lib.hs_unpack(
+        _native.ffi.cast("int32_t *", message.address),
+        used,
+        _indices(indices),
+        _native.ffi.cast("float *", values.address),
+    )
 
 
 def _wide(memory: Memory) -> tuple[Any, int]:
@@ -261,9 +302,14 @@ def _wide(memory: Memory) -> tuple[Any, int]:
 
 def _target(memory: Memory) -> tuple[Any, int]:
     """As `_wide`, of what a kernel writes to."""
+    _target_address(memory)
+    return _wide(memory)
+
+
+def _target_address(memory: Memory) -> int:
     if not memory.writable:
         raise ValueError(f"the array that a kernel writes to must be writable, got a read-only one of {memory.numel}")
-    return _wide(memory)
+    return memory.address
 
 
 def _any(memory: Memory) -> tuple[Any, int]:

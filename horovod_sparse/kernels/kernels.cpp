@@ -27,6 +27,8 @@ constexpr int64_t kStretch = 1 << 14;
 // A thread that has less to do costs more than it brings.
 constexpr int64_t kLeastPerThread = 1 << 18;
 constexpr int64_t kMostThreads = 64;
+// Index of a message's rows that are not in use.
+constexpr int32_t kPadding = -1;
 // Bytes of a sum from which on it does not stay in the caches until it is read.
 constexpr int64_t kLeastPastTheCaches = 1 << 22;
 
@@ -275,19 +277,35 @@ void scatter_add(T* target, const int64_t* indices, const V* values, int64_t cou
     for (int64_t i = 0; i < count; ++i) target[indices[i]] += static_cast<T>(values[i]);
 }
 
-bool ascends(const int64_t* indices, int64_t count) {
-    return std::adjacent_find(indices, indices + count, std::greater_equal<>()) == indices + count;
-}
+// A part's entries that belong to the target, counted from its first: [from, to).
+struct Range {
+    int64_t from, to;
 
-// Adds the parts' entries from begin to end to a stretch; `done` says how many of each part's are behind.
+    Range(const hs_part& part, int64_t first, int64_t n)
+        : from(std::lower_bound(part.indices, part.indices + part.count, first) - part.indices),
+          to(std::lower_bound(part.indices + from, part.indices + part.count, first + n) - part.indices) {}
+
+    // Whether the indices ascend there, in which case all of them are in the target.
+    bool ascends(const hs_part& part, int64_t first, int64_t n) const {
+        int64_t before = first - 1;
+        for (int64_t i = from; i < to; ++i) {
+            if (part.indices[i] <= before) return false;
+            before = part.indices[i];
+        }
+        return before < first + n;
+    }
+};
+
+// Adds the parts' entries from index `begin` up to `end` to a stretch, and takes them out of the ranges.
 template <class T>
-void add_entries(T* stretch, int64_t begin, int64_t end, int parts, const hs_part* entries, int64_t* done) {
-    for (int part = 0; part < parts; ++part) {
+void add_entries(T* stretch, int64_t begin, int64_t end, const hs_part* entries, std::vector<Range>& ranges) {
+    for (size_t part = 0; part < ranges.size(); ++part) {
         const hs_part& of = entries[part];
         const auto add = [&](const auto* values) {
-            int64_t i = done[part];
-            for (; i < of.count && of.indices[i] < end; ++i) stretch[of.indices[i] - begin] += static_cast<T>(values[i]);
-            done[part] = i;
+            const int64_t to = ranges[part].to;
+            int64_t i = ranges[part].from;
+            for (; i < to && of.indices[i] < end; ++i) stretch[of.indices[i] - begin] += static_cast<T>(values[i]);
+            ranges[part].from = i;
         };
         if (of.type == HS_FLOAT32)
             add(static_cast<const float*>(of.values));
@@ -306,22 +324,27 @@ void write_past_the_caches(void* to, const void* from, int64_t bytes) {
 #endif
 
 template <class T>
-void assemble(T* target, int64_t n, int parts, const hs_part* entries) {
-    std::vector<int64_t> done(parts);
+bool assemble(T* target, int64_t n, int64_t first, int parts, const hs_part* entries) {
+    std::vector<Range> ranges;
+    ranges.reserve(parts);
+    for (int part = 0; part < parts; ++part) {
+        ranges.emplace_back(entries[part], first, n);
+        if (!ranges.back().ascends(entries[part], first, n)) return false;
+    }
     int64_t begin = 0;
 #ifdef __SSE2__
     if (n * static_cast<int64_t>(sizeof(T)) >= kLeastPastTheCaches) {
         alignas(64) T stretch[kPiece];
-        const auto write = [&](int64_t end) {
+        const auto sum_up_to = [&](int64_t end) {
             std::memset(stretch, 0, (end - begin) * sizeof(T));
-            add_entries(stretch, begin, end, parts, entries, done.data());
+            add_entries(stretch, first + begin, first + end, entries, ranges);
         };
         // Up to the first line of the cache that is all the target's.
         const int64_t head = (64 - reinterpret_cast<uintptr_t>(target) % 64) % 64 / sizeof(T);
-        write(head);
+        sum_up_to(head);
         std::memcpy(target, stretch, head * sizeof(T));
         for (begin = head; begin + kPiece <= n; begin += kPiece) {
-            write(begin + kPiece);
+            sum_up_to(begin + kPiece);
             write_past_the_caches(target + begin, stretch, sizeof stretch);
         }
         _mm_sfence();
@@ -330,8 +353,9 @@ void assemble(T* target, int64_t n, int parts, const hs_part* entries) {
     for (; begin < n; begin += kStretch) {
         const int64_t end = std::min(begin + kStretch, n);
         std::memset(target + begin, 0, (end - begin) * sizeof(T));
-        add_entries(target + begin, begin, end, parts, entries, done.data());
+        add_entries(target + begin, first + begin, first + end, entries, ranges);
     }
+    return true;
 }
 }  // namespace
 
@@ -420,14 +444,37 @@ int hs_scatter_add(void* target, int type, int64_t n, const int64_t* indices, co
     return 1;
 }
 
-int hs_assemble(void* target, int type, int64_t n, int parts, const hs_part* entries) {
-    for (int part = 0; part < parts; ++part) {
-        const hs_part& of = entries[part];
-        if (!in_range(of.indices, of.count, n) || !ascends(of.indices, of.count)) return 0;
+int hs_assemble(void* target, int type, int64_t n, int64_t first, int parts, const hs_part* entries) {
+    if (type == HS_FLOAT32) return assemble(static_cast<float*>(target), n, first, parts, entries);
+    return assemble(static_cast<double*>(target), n, first, parts, entries);
+}
+
+void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t capacity, int32_t* message) {
+    for (int64_t row = 0; row < count; ++row) {
+        message[2 * row] = static_cast<int32_t>(indices[row]);
+        std::memcpy(&message[2 * row + 1], &values[row], sizeof(int32_t));
     }
-    if (type == HS_FLOAT32)
-        assemble(static_cast<float*>(target), n, parts, entries);
-    else
-        assemble(static_cast<double*>(target), n, parts, entries);
-    return 1;
+    for (int64_t row = count; row < capacity; ++row) {
+        message[2 * row] = kPadding;
+        message[2 * row + 1] = 0;
+    }
+}
+
+int64_t hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t rows, int64_t n) {
+    int64_t used = 0, before = -1;
+    for (; used < rows && indices[used * stride] != kPadding; ++used) {
+        const int64_t index = indices[used * stride];
+        if (index <= before || index >= n) return -1;
+        before = index;
+    }
+    for (int64_t row = used; row < rows; ++row)
+        if (indices[row * stride] != kPadding) return -1;
+    return used;
+}
+
+void hs_unpack(const int32_t* message, int64_t used, int64_t* indices, float* values) {
+    for (int64_t row = 0; row < used; ++row) {
+        indices[row] = message[2 * row];
+        std::memcpy(&values[row], &message[2 * row + 1], sizeof(float));
+    }
 }

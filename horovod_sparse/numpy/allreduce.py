@@ -125,7 +125,7 @@ class SparseAllreduce:
 
         def write(slot: Slot, parts: list[Entries] | None) -> None:
             flat = wide[slot.name]
-            add_up(self._ops, parts, flat)
+            add_up(self._ops, parts, flat, slot.offset)
             reduced[slot.name][...] = flat.reshape(slot.shape)
 
         while under_way:

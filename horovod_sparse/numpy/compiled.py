@@ -105,9 +105,24 @@ class CompiledOps(NumpyOps):
     def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
         kernels.scatter_add(memory_of(target), memory_of(_contiguous(indices)), memory_of(_contiguous(values)))
 
-    def assemble(self, target: Array, parts: list[tuple[Array, Array]]) -> None:
+    def assemble(self, target: Array, parts: list[tuple[Array, Array]], first: int = 0) -> None:
         of_parts = [(_contiguous(indices), _contiguous(values)) for indices, values in parts]
-        kernels.assemble(memory_of(target), [(memory_of(indices), memory_of(values)) for indices, values in of_parts])
+        memories = [(memory_of(indices), memory_of(values)) for indices, values in of_parts]
+        kernels.assemble(memory_of(target), memories, first)
+
+    def pack(self, indices: Array, values: Array, capacity: int) -> Array:
+        message = np.empty((capacity, 2), np.int32)
+        kernels.pack(memory_of(_contiguous(indices)), memory_of(_contiguous(values)), memory_of(message))
+        return message
+
+    def rows_in_use(self, indices: Array, numel: int) -> int | None:
+        first = kernels.Memory(indices.ctypes.data, name_of(indices.dtype), indices.size, indices)
+        return kernels.rows_in_use(first, indices.strides[0] // indices.itemsize, numel)
+
+    def unpack(self, message: Array, used: int) -> tuple[Array, Array]:
+        indices, values = np.empty(used, np.int64), np.empty(used, np.float32)
+        kernels.unpack(memory_of(_contiguous(message)), used, memory_of(indices), memory_of(values))
+        return indices, values
 
 
 def finite_again(absorbed: Absorbed, residual: Array, velocity: Array | None = None) -> Absorbed:

@@ -158,21 +158,19 @@ class NumpyOps:
     def split(self, gathered: Array, world: int) -> list[Array]:
         return np.split(gathered, world)
 
-    def positions(self, indices: Array, bounds: list[int]) -> list[int]:
-        return [int(position) for position in np.searchsorted(indices, bounds)]
-
     def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
         if indices.size and not (indices.min() >= 0 and indices.max() < target.size):
             raise IndexError(f"indices must be in [0, {target.size}), got {indices.min()}..{indices.max()}")
         target[indices] += values.astype(target.dtype)
 
-    def assemble(self, target: Array, parts: list[tuple[Array, Array]]) -> None:
+    def assemble(self, target: Array, parts: list[tuple[Array, Array]], first: int = 0) -> None:
         for indices, _ in parts:
-            if not ascend(indices, target.size):
-                raise IndexError(f"indices must be ascending within [0, {target.size}), got {indices.tolist()}")
+            if (indices[1:] <= indices[:-1]).any():
+                raise IndexError(f"indices must be ascending, got {indices.tolist()}")
         target[:] = 0
         for indices, values in parts:
-            self.scatter_add(target, indices, values)
+            inside = slice(*np.searchsorted(indices, (first, first + target.size)))
+            self.scatter_add(target, indices[inside] - first, values[inside])
 
 
 def ascend(indices: Array, size: int) -> bool:

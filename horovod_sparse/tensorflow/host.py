@@ -241,7 +241,7 @@ class HostPipeline(Pipeline):
         def write(slot: Slot, parts: list[Entries] | None) -> None:
             # Half-precision sums are rounded once, at the end, and not after every rank.
             flat = self._lender.lend(slot.numel, bucket.layout.residual_dtype)
-            add_up(self.ops, parts, flat)
+            add_up(self.ops, parts, flat, slot.offset)
             kept.append(flat)
 
         return write

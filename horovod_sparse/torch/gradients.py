@@ -19,7 +19,9 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def write_entries(ops: TorchOps, parameter: Tensor, parts: list[Entries] | None, *, as_sparse: bool) -> None:
+def write_entries(
+    ops: TorchOps, parameter: Tensor, parts: list[Entries] | None, first: int, *, as_sparse: bool
+) -> None:
     """Make the sum of all ranks' entries the gradient, in its memory where that is possible; see `add_up`."""
     gradient = parameter.grad
     in_place = (
@@ -31,12 +33,12 @@ def write_entries(ops: TorchOps, parameter: Tensor, parts: list[Entries] | None,
     )
     if in_place:
         assert gradient is not None
-        add_up(ops, parts, gradient.view(-1))
+        add_up(ops, parts, gradient.view(-1), first)
         return
     # Half-precision sums are rounded once, at the end, and not after every rank.
     wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     flat = torch.empty(parameter.numel(), dtype=wide, device=parameter.device)
-    add_up(ops, parts, flat)
+    add_up(ops, parts, flat, first)
     write_dense(parameter, flat.view(parameter.shape), as_sparse=as_sparse)
 
 

@@ -257,6 +257,10 @@ class TorchOps:
         return values
 
     def pack(self, indices: Tensor, values: Tensor, capacity: int) -> Tensor:
+        if self._compiled(values):
+            message = torch.empty((capacity, 2), dtype=torch.int32)
+            kernels.pack(_memory(indices.contiguous()), _memory(values), _memory(message))
+            return message
         message = _empty_message(capacity, values.device)
         message[: indices.numel(), 0] = indices
         message[: indices.numel(), 1] = values.view(torch.int32)
@@ -268,6 +272,9 @@ class TorchOps:
         return message
 
     def rows_in_use(self, indices: Tensor, numel: int) -> int | None:
+        if self._kernels and indices.device.type == "cpu":
+            first = kernels.Memory(indices.data_ptr(), _dtype(indices), indices.numel(), indices)
+            return kernels.rows_in_use(first, indices.stride(0), numel)
         before, after, padding = indices[:-1], indices[1:], indices[1:] == PADDING
         follows = (padding | ((before >= 0) & (after > before))).all()
         in_range = (indices[0] >= PADDING) & (indices.max() < numel)
@@ -276,6 +283,10 @@ class TorchOps:
         return used if right else None
 
     def unpack(self, message: Tensor, used: int) -> tuple[Tensor, Tensor]:
+        if self._kernels and message.device.type == "cpu":
+            indices, values = torch.empty(used, dtype=torch.int64), torch.empty(used, dtype=torch.float32)
+            kernels.unpack(_memory(message), used, _memory(indices), _memory(values))
+            return indices, values
         return message[:used, 0].long(), message[:used, 1].contiguous().view(torch.float32)
 
     def pack_values(self, values: Tensor, length: int, tail: list[float]) -> Tensor:
@@ -298,9 +309,6 @@ class TorchOps:
             raise ValueError(f"gathered must have {world} equal parts, got {len(gathered)} rows")
         return list(torch.split(gathered, len(gathered) // world))
 
-    def positions(self, indices: Tensor, bounds: list[int]) -> list[int]:
-        return [int(position) for position in torch.searchsorted(indices, torch.tensor(bounds, device=indices.device))]
-
     def scatter_add(self, target: Tensor, indices: Tensor, values: Tensor) -> None:
         if self._compiled(target) and self._compiled(values):
             kernels.scatter_add(_memory(target), _memory(indices.contiguous()), _memory(values.contiguous()))
@@ -311,24 +319,26 @@ class TorchOps:
                 raise IndexError(f"indices must be in [0, {target.numel()}), got {low}..{high}")
         target.index_add_(0, indices, values.to(target.dtype))
 
-    def assemble(self, target: Tensor, parts: list[tuple[Tensor, Tensor]]) -> None:
+    def assemble(self, target: Tensor, parts: list[tuple[Tensor, Tensor]], first: int = 0) -> None:
         if self._compiled(target) and all(self._compiled(values) for _, values in parts):
             of_parts = [(indices.contiguous(), values.contiguous()) for indices, values in parts]
-            kernels.assemble(_memory(target), [(_memory(indices), _memory(values)) for indices, values in of_parts])
+            memories = [(_memory(indices), _memory(values)) for indices, values in of_parts]
+            kernels.assemble(_memory(target), memories, first)
             return
+        on_host = target.device.type == "cpu"
         for indices, _ in parts:
-            if target.device.type == "cpu" and not _ascend(indices, target.numel()):
-                raise IndexError(f"indices must be ascending within [0, {target.numel()}), got {indices.tolist()}")
+            if on_host and bool((indices[1:] <= indices[:-1]).any()):
+                raise IndexError(f"indices must be ascending, got {indices.tolist()}")
         target.zero_()
+        numel = target.numel()
         for indices, values in parts:
-            self.scatter_add(target, indices, values)
-
-
-def _ascend(indices: Tensor, size: int) -> bool:
-    """Whether indices ascend strictly within [0, size)."""
-    if indices.numel() == 0:
-        return True
-    return bool(indices[0] >= 0) and bool(indices[-1] < size) and bool((indices[1:] > indices[:-1]).all())
+            if on_host:
+                begin, end = torch.searchsorted(indices, torch.tensor((first, first + numel))).tolist()
+                self.scatter_add(target, indices[begin:end] - first, values[begin:end])
+            else:
+                # The host would have to wait for where the target's entries begin. Others add zero to some entry.
+                inside = (indices >= first) & (indices < first + numel)
+                self.scatter_add(target, (indices - first).clamp(0, numel - 1), torch.where(inside, values, 0.0))
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -307,7 +307,8 @@ class Reducer:
     def _write(self, slot: Slot, parts: list[Entries] | None) -> None:
         parameter = self._routes.compressed[slot.name]
         if parameter.requires_grad:
-            write_entries(self._ops, parameter, parts, as_sparse=parameter in self._routes.sparse_as_dense)
+            as_sparse = parameter in self._routes.sparse_as_dense
+            write_entries(self._ops, parameter, parts, slot.offset, as_sparse=as_sparse)
 
     def _write_dense(self, together: Dense, reduced: Tensor) -> None:
         parts = torch.split(reduced.view(-1), [slot.numel for slot in together.layout.slots])
