@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -81,7 +80,7 @@ class Bucket:
         """A step begins with the first gradient."""
         self.in_step = True
         self.factor, self.mixed_factors = None, False
-        old, self.before = self.before, Before(self.state.state_dict(), dataclasses.replace(self.tally))
+        old, self.before = self.before, Before(self.state.state_dict(), self.tally)
         if discardable:
             self.before.residual = _copy(ops, self.buffer, old and old.residual)
             if self.velocity is not None:
@@ -112,7 +111,7 @@ class Bucket:
             else:
                 self.task.fail()
         if succeeded and self.counts is not None:
-            self.tally.add(self.counts)
+            self.tally = self.tally.with_step(self.counts)
             self.truncated_steps = self.truncated_steps + 1 if self.counts.overflow else 0
         self._close()
 

@@ -94,9 +94,7 @@ class Task:
         """What was taken, once."""
         taken, message = self._taken, self._message
         self._taken = self._message = None
-        if message is None or self.ops.is_not_finite(message):
-            return taken
-        return self.entries_of(message, self.rank)
+        return taken if message is None else self.entries_of(message, self.rank)
 
     def drop(self) -> None:
         """Without a residual nothing is kept, not even of a step that comes to nothing."""
@@ -125,15 +123,21 @@ class Task:
         if len(gathered) != self.world * len(message):
             raise self._disagreement()
 
-    def entries_of(self, message: Array, sender: int) -> Entries:
-        """What is in a worker's message of pairs, which must be of finite entries."""
-        return Entries(*self.ops.unpack(message, self.check_indices(message[:, 0], sender)))
+    def entries_of(self, message: Array, sender: int) -> Entries | None:
+        """What is in a worker's message of pairs; None if its gradient was not finite."""
+        indices = message[:, 0]
+        used = self.ops.rows_in_use(indices, len(self.buffer))
+        if used == wire.NOT_FINITE:
+            return None
+        return Entries(*self.ops.unpack(message, self._checked(used, indices, sender)))
 
-    def check_indices(self, indices: Array, sender: int) -> int:
-        """How many of the indices that a worker has sent are in use; raise if they are not as `wire` wants them."""
-        numel = len(self.buffer)
-        used = self.ops.rows_in_use(indices, numel)
-        if used is None:
+    def check_indices(self, indices: Array, sender: int) -> None:
+        """Raise unless the indices that a worker has sent are as `wire` wants them."""
+        self._checked(self.ops.rows_in_use(indices, len(self.buffer)), indices, sender)
+
+    def _checked(self, used: int | None, indices: Array, sender: int) -> int:
+        if used is None or used == wire.NOT_FINITE:
+            numel = len(self.buffer)
             what = wire.flaw([int(index) for index in self.ops.numbers(indices)], numel)
             raise RuntimeError(
                 f"rank {self.rank}: the message of worker {sender} for bucket {self.bucket!r} is damaged: {what}. The "
@@ -207,10 +211,7 @@ def _gathered_pairs(task: Task, message: Array, gathered: Array) -> list[Entries
     ops = task.ops
     task.check_length(gathered, message)
     messages = ops.split(gathered, task.world)
-    parts = [
-        None if ops.is_not_finite(message) else task.entries_of(message, sender)
-        for sender, message in enumerate(messages)
-    ]
+    parts = [task.entries_of(message, sender) for sender, message in enumerate(messages)]
     finite = [part for part in parts if part is not None]
     return finite if len(finite) == len(parts) else None
 

@@ -174,7 +174,10 @@ class Ops(Protocol):
         """The message, on the device of `x`, that says that this rank's gradient holds NaN or infinity."""
 
     def rows_in_use(self, indices: Array, numel: int) -> int | None:
-        """How many of a message's indices (int32, of any stride) come before its padding; None if `wire.flaw` finds one."""
+        """How many of a message's indices (int32, of any stride) come before its padding; None if `wire.flaw` finds one.
+
+        -2 (`wire.NOT_FINITE`) if the message is that of `pack_not_finite`.
+        """
 
     def unpack(self, message: Array, used: int) -> tuple[Array, Array]:
         """Indices (int64) and values (float32) of the first `used` rows of one rank's message of pairs."""
@@ -184,9 +187,6 @@ class Ops(Protocol):
 
     def pack_indices(self, indices: Array, header: list[int], capacity: int) -> Array:
         """int32: the numbers of `header`, then indices, then padding up to `capacity`."""
-
-    def is_not_finite(self, message: Array) -> bool:
-        """Whether one rank's message is that of `pack_not_finite`."""
 
     def split(self, gathered: Array, world: int) -> list[Array]:
         """The messages of all ranks, in rank order, out of one gathered array; ValueError unless it has `world` equal parts."""

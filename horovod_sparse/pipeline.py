@@ -398,8 +398,8 @@ class Pipeline:
         last = bucket.tally.last
         warnings.warn(
             f"horovod_sparse: rank {self.rank}: for {bucket.truncated_steps} steps more entries of bucket {bucket.name!r} "
-            f"qualified than its message has room for (in the last step {last.count + last.overflow:.0f}, room for "
-            f"{last.count:.0f}); the rest waits in the residual. Raise capacity (now {self.compressor.capacity:g}) or ratio",
+            f"qualified than its message has room for (in the last step {last.sent + last.overflow:.0f}, room for "
+            f"{last.sent:.0f}); the rest waits in the residual. Raise capacity (now {self.compressor.capacity:g}) or ratio",
             stacklevel=2,
         )
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,11 @@ NO_STATS = Stats(0, StepStats((), 0.0), StepStats((), 0.0))
 """Before the first step."""
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """What is known of one bucket after one step; or sums of that."""
 
     asked: float = 0
-    count: float = 0
+    sent: float = 0
     overflow: float = 0
     threshold: float = 0.0
     stages: float = 0
@@ -92,22 +92,19 @@ class Counts:
 
     def combine(self, function: Callable[[float, float], float], other: Counts) -> Counts:
         """A field-by-field combination."""
-        return Counts(*(function(getattr(self, f.name), getattr(other, f.name)) for f in fields(Counts)))
+        return Counts(*map(function, self, other))
 
 
-@dataclass
-class Tally:
+class Tally(NamedTuple):
     """The last step and the running sums of one bucket, over the steps in which something was selected."""
 
     steps: int = 0
     last: Counts = Counts()
     sums: Counts = Counts()
 
-    def add(self, counts: Counts) -> None:
-        """Take in one step. Those that were given up for a gradient that is not finite are left out."""
-        self.steps += 1
-        self.last = counts
-        self.sums = self.sums.combine(operator.add, counts)
+    def with_step(self, counts: Counts) -> Tally:
+        """With one step more. Those that were given up for a gradient that is not finite are left out."""
+        return Tally(self.steps + 1, counts, self.sums.combine(operator.add, counts))
 
     def stats(self, name: str, numel: int, residual_norm: float) -> tuple[BucketStats, BucketStats]:
         """The last step and the mean over all steps."""
@@ -121,7 +118,7 @@ def _bucket_stats(name: str, numel: int, counts: Counts, residual_norm: float) -
         name=name,
         numel=numel,
         asked=counts.asked,
-        count=counts.count,
+        count=counts.sent,
         threshold=counts.threshold,
         stages=counts.stages,
         overflow=counts.overflow,

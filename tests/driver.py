@@ -64,7 +64,7 @@ def exchange(
                 return
             result[slot.name] = [_share(backend, slot, *entries) for entries in parts]
             # What adapters do with it.
-            target = backend.array(np.full(slot.numel, np.nan, np.float32))
+            target = backend.ops.copy(backend.array(np.full(slot.numel, np.nan, np.float32)))
             add_up(backend.ops, parts, target, slot.offset)
             np.testing.assert_array_equal(backend.numpy(target), dense_sum(result[slot.name], slot.numel))
 

@@ -58,7 +58,7 @@ def test_bytes(backend: Backend) -> None:
 def test_not_finite_bytes(backend: Backend) -> None:
     message = backend.ops.pack_not_finite(backend.array(np.zeros(3, np.float32)), 2)
     assert backend.numpy(message).tobytes() == bytes.fromhex("feffffff 00000000 ffffffff 00000000")
-    assert backend.ops.is_not_finite(message)
+    assert backend.ops.rows_in_use(message[:, 0], 100) == wire.NOT_FINITE
     assert [part.shape[0] for part in backend.ops.unpack(message, 0)] == [0, 0]
 
 
@@ -69,7 +69,7 @@ def test_round_trip(backend: Backend, data: st.DataObject) -> None:
     indices = np.sort(data.draw(st.permutations(range(40)))[: values.size]).astype(np.int64)
     room = values.size + data.draw(st.integers(0, 5))
     message = backend.ops.pack(backend.array(indices), backend.array(values), max(room, 1))
-    assert not backend.ops.is_not_finite(message)
+    assert backend.ops.rows_in_use(message[:, 0], 100) != wire.NOT_FINITE
     used = backend.ops.rows_in_use(message[:, 0], 40)
     assert used == values.size
     got_indices, got_values = backend.ops.unpack(message, used)
@@ -100,6 +100,10 @@ def test_one_order_of_indices_is_right(backend: Backend, indices: list[int], wha
 @given(indices=st.lists(st.one_of(st.integers(-3, 9), st.just(-1), st.just(2**31 - 1)), min_size=1, max_size=8))
 def test_the_same_is_refused_everywhere(backend: Backend, indices: list[int]) -> None:
     used = backend.ops.rows_in_use(backend.array(np.array(indices, np.int32)), 8)
+    if indices[0] == wire.NOT_FINITE:
+        # Only the first row says so, whatever follows.
+        assert used == wire.NOT_FINITE
+        return
     assert (used is None) == (wire.flaw(indices, 8) is not None)
     rows = [index for index in indices if index != wire.PADDING]
     right = rows == sorted(set(rows)) and all(0 <= index < 8 for index in rows) and indices[: len(rows)] == rows
@@ -136,6 +140,21 @@ def test_parts_in_another_order_change_nothing(backend: Backend, indices: list[i
     with pytest.raises(IndexError, match="ascending"):
         backend.ops.assemble(target, [(backend.array(i), backend.array(v)) for i, v in parts])
     assert (backend.numpy(target) == 1).all()
+
+
+@on_every_backend
+def test_an_index_of_a_union_cannot_say_that_a_gradient_is_not_finite(backend: Backend) -> None:
+    """The header does."""
+    pipeline = make_pipeline(backend, TopK(0.5, union=True, min_numel=0), {"p": (8,)}, world=2)
+    pipeline.start_step()
+    pipeline.arrive("p", None)
+    (bucket,) = pipeline.buckets
+    mine = backend.numpy(pipeline.begin(bucket).message)
+    theirs = mine.copy()
+    theirs[wire.HEADER] = wire.NOT_FINITE
+    with pytest.raises(RuntimeError, match="the message of worker 1 .* row 0 has index -2"):
+        pipeline.advance(bucket, backend.array(np.concatenate([mine, theirs])), 1.0, lambda slot, parts: None)
+    pipeline.abort()
 
 
 def test_limits() -> None:

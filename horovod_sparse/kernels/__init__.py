@@ -274,12 +274,12 @@ def pack(indices: Memory, values: Memory, message: Memory) -> None:
 
 
 def rows_in_use(indices: Memory, stride: int, numel: int) -> int | None:
-    """How many indices of a message, `stride` apart, come before its padding; None if `wire.flaw` finds one."""
+    """How many indices of a message, `stride` apart, come before its padding; see `Ops.rows_in_use`."""
     if indices.dtype != "int32":
         raise ValueError(f"a message's indices must be of int32, got {indices.dtype}")
     pointer = _native.ffi.cast("int32_t *", indices.address)
     used = int(_native.lib.hs_rows_in_use(pointer, stride, indices.numel, numel))
-    return None if used < 0 else used
+    return None if used == -1 else used
 
 
 def unpack(message: Memory, used: int, indices: Memory, values: Memory) -> None:

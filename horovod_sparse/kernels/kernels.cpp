@@ -27,8 +27,8 @@ constexpr int64_t kStretch = 1 << 14;
 // A thread that has less to do costs more than it brings.
 constexpr int64_t kLeastPerThread = 1 << 18;
 constexpr int64_t kMostThreads = 64;
-// Index of a message's rows that are not in use.
-constexpr int32_t kPadding = -1;
+// Index of a message's rows that are not in use, and of the first row of a worker whose gradient is not finite.
+constexpr int32_t kPadding = -1, kNotFinite = -2;
 // Bytes of a sum from which on it does not stay in the caches until it is read.
 constexpr int64_t kLeastPastTheCaches = 1 << 22;
 
@@ -461,6 +461,7 @@ void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t
 }
 
 int64_t hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t rows, int64_t n) {
+    if (rows > 0 && indices[0] == kNotFinite) return kNotFinite;
     int64_t used = 0, before = -1;
     for (; used < rows && indices[used * stride] != kPadding; ++used) {
         const int64_t index = indices[used * stride];

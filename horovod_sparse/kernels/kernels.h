@@ -73,8 +73,8 @@ int hs_scatter_add(void* target, int type, int64_t n, const int64_t* indices, co
 int hs_assemble(void* target, int type, int64_t n, int64_t first, int parts, const hs_part* entries);
 /* A message of pairs with room for `capacity`: see horovod_sparse/wire.py. */
 void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t capacity, int32_t* message);
-/* How many indices of a message, `stride` apart, come before its padding; -1 unless they are as horovod_sparse/wire.py wants
-   them for a bucket of n. */
+/* How many indices of a message, `stride` apart, come before its padding; -2 if the first is -2, and -1 unless they are as
+   horovod_sparse/wire.py wants them for a bucket of n. */
 int64_t hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t rows, int64_t n);
 /* The first `used` rows of a message of pairs. */
 void hs_unpack(const int32_t* message, int64_t used, int64_t* indices, float* values);

@@ -138,6 +138,8 @@ class NumpyOps:
         return message
 
     def rows_in_use(self, indices: Array, numel: int) -> int | None:
+        if indices[0] == NOT_FINITE:
+            return NOT_FINITE
         used = int(np.count_nonzero(indices >= 0))
         return used if ascend(indices[:used], numel) and (indices[used:] == PADDING).all() else None
 
@@ -151,9 +153,6 @@ class NumpyOps:
     def pack_indices(self, indices: Array, header: list[int], capacity: int) -> Array:
         padding = np.full(capacity - indices.size, PADDING)
         return np.concatenate((header, indices, padding)).astype(np.int32)
-
-    def is_not_finite(self, message: Array) -> bool:
-        return bool(message[0, 0] == NOT_FINITE)
 
     def split(self, gathered: Array, world: int) -> list[Array]:
         return np.split(gathered, world)

@@ -279,8 +279,9 @@ class TorchOps:
         follows = (padding | ((before >= 0) & (after > before))).all()
         in_range = (indices[0] >= PADDING) & (indices.max() < numel)
         # The host waits for the device once.
-        right, used = torch.stack((follows & in_range, torch.count_nonzero(indices >= 0))).tolist()
-        return used if right else None
+        found = (follows & in_range, torch.count_nonzero(indices >= 0), indices[0].long())
+        right, used, index = torch.stack(found).tolist()
+        return NOT_FINITE if index == NOT_FINITE else used if right else None
 
     def unpack(self, message: Tensor, used: int) -> tuple[Tensor, Tensor]:
         if self._kernels and message.device.type == "cpu":
@@ -300,9 +301,6 @@ class TorchOps:
         message[: len(header)] = message.new_tensor(header)
         message[len(header) : len(header) + indices.numel()] = indices
         return message
-
-    def is_not_finite(self, message: Tensor) -> bool:
-        return bool(message[0, 0] == NOT_FINITE)
 
     def split(self, gathered: Tensor, world: int) -> list[Tensor]:
         if len(gathered) % world:
@@ -341,8 +339,11 @@ class TorchOps:
                 self.scatter_add(target, (indices - first).clamp(0, numel - 1), torch.where(inside, values, 0.0))
 
 
+_NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64")}
+
+
 def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return _NAMES.get(tensor.dtype) or str(tensor.dtype)
 
 
 def _memory(tensor: Tensor) -> kernels.Memory:
