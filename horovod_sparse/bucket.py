@@ -10,7 +10,7 @@ from typing import Any
 from horovod_sparse.buckets import Layout
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.exchanges import Collective, Entries, Task
-from horovod_sparse.ops import Absorbed, Array, Ops
+from horovod_sparse.ops import Array, Notes, Ops
 from horovod_sparse.selector import Selector
 from horovod_sparse.statistics import Counts, Tally
 
@@ -41,7 +41,7 @@ class Bucket:
     state: BucketState
     missing: set[str] = field(default_factory=set)
     """Parameters whose gradient has not arrived in this step."""
-    absorbed: dict[str, Absorbed] = field(default_factory=dict)
+    notes: Notes | None = None
     """What the gradients of this step that have arrived have shown of the buffer."""
     finite: bool = True
     """Whether all gradients of this step are."""
@@ -72,7 +72,7 @@ class Bucket:
 
     def forget(self) -> None:
         """What was seen of the buffer says nothing of it any more."""
-        self.absorbed.clear()
+        self.notes = None
         if self.selector is not None:
             self.selector.forget()
 
@@ -141,7 +141,7 @@ class Bucket:
     def _close(self) -> None:
         self.in_step = False
         self.missing = {slot.name for slot in self.layout.slots}
-        self.absorbed.clear()
+        self.notes = None
         self.finite = True
         self.task = self.exchange = self.counts = None
 

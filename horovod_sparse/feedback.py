@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from horovod_sparse.ops import NOTHING, Array, Ops
+from horovod_sparse.ops import Array, Ops
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _finite_norm(ops: Ops, flat: Array, dtype: str) -> float:
         return norm
     # NaN and infinity stay in the gradient, which tells of them; they must not decide about its other entries.
     finite = ops.zeros(len(flat), dtype, flat)
-    ops.absorb(finite, flat, NOTHING)
+    ops.absorb(finite, flat)
     largest = ops.max_abs(finite)
     if largest > 0.0:
         # The squares of very large entries leave the range of float64.

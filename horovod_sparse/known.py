@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from horovod_sparse.ops import Above, Absorbed, Array, Moments, Ops, Selection, Sums
+from horovod_sparse.ops import Above, Array, Moments, Ops, Selection, Sums
 
 
 class Known:
@@ -60,24 +60,3 @@ class Known:
             return selection
         assert self._above is not None
         return Selection(self._ops.pick(self._above.indices, selection.indices), selection.found)
-
-
-def join(ops: Ops, x: Array, parts: list[Absorbed | None]) -> Known:
-    """What is known of x when its consecutive parts, all of it, have absorbed their gradients; None: nothing of a part."""
-    sums, above = [part and part.sums for part in parts], [part and part.above for part in parts]
-    return Known(
-        ops, x, _total([one for one in sums if one], len(parts)), _all(ops, [a for a in above if a], len(parts))
-    )
-
-
-def _total(sums: list[Sums], parts: int) -> Sums | None:
-    return sum(sums, Sums()) if len(sums) == parts else None
-
-
-def _all(ops: Ops, above: list[Above], parts: int) -> Above | None:
-    if len(above) != parts or len({part.cut for part in above}) != 1:
-        return None
-    if parts == 1:
-        return above[0]
-    indices, values = ([getattr(part, name) for part in above] for name in ("indices", "values"))
-    return Above(above[0].cut, ops.concatenate(indices), ops.concatenate(values))

@@ -53,18 +53,13 @@ class Sums:
 
 
 class Wanted(NamedTuple):
-    """What `Ops.absorb` is to note of the new residual on its way, if that costs no pass of its own."""
+    """What is to be noted of a buffer while it takes in gradients, if that costs no pass of its own."""
 
     cut: float = math.inf
     """> 0: the entries above it; infinity for none."""
     room: int = 0
     """Of more entries than these none are wanted."""
-    first: int = 0
-    """Index of the residual's first entry."""
     sums: bool = False
-
-
-NOTHING = Wanted()
 
 
 class Above(NamedTuple):
@@ -77,14 +72,19 @@ class Above(NamedTuple):
     """Copies, of the array's type."""
 
 
-class Absorbed(NamedTuple):
-    """What was found out; None for what would have cost a pass of its own, was not wanted, or had no room."""
+class Notes(Protocol):
+    """What is found out about a buffer while its parts take in gradients."""
 
-    not_finite: int
-    """Entries of the gradient that were left out, and of the residual that have overflowed."""
-    sums: Sums | None = None
-    """Of the new residual."""
-    above: Above | None = None
+    @property
+    def sums(self) -> Sums | None:
+        """Of the whole buffer; None if they were not wanted, or some part has taken in nothing."""
+
+    @property
+    def above(self) -> Above | None:
+        """As `sums`; None also if there was no room."""
+
+    def forget(self) -> None:
+        """The buffer was changed by others: nothing is known of it any more."""
 
 
 class Selection(NamedTuple):
@@ -105,15 +105,26 @@ class Ops(Protocol):
     def accumulate(self, residual: Array, gradient: Array) -> None:
         """residual += gradient, in place; `gradient` has any shape, float type and strides, and is left as it is."""
 
-    def absorb(self, residual: Array, gradient: Array, wanted: Wanted) -> Absorbed:
+    def notes(self, buffer: Array, wanted: Wanted) -> Notes | None:
+        """For `absorb`, in one step; None if it finds out nothing on its way."""
+
+    def absorb(self, residual: Array, gradient: Array, notes: Notes | None = None, first: int = 0) -> int:
         """As `accumulate`, but entries that are not finite in the residual's type add nothing.
 
-        Sums that leave the range of the residual's type stay at its largest number and count as not finite.
+        Sums that leave the range of the residual's type stay at its largest number. Returns how many entries are one or the
+        other. The residual begins at `first` in the buffer that the notes are of.
         """
 
     def absorb_velocity(
-        self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, wanted: Wanted
-    ) -> Absorbed:
+        self,
+        residual: Array,
+        velocity: Array,
+        gradient: Array,
+        momentum: float,
+        nesterov: bool,
+        notes: Notes | None = None,
+        first: int = 0,
+    ) -> int:
         """As `absorb`, of a gradient with momentum (see `feedback.MomentumCorrection`)."""
 
     def measure(self, x: Array) -> Sums:

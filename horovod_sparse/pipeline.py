@@ -15,8 +15,8 @@ from horovod_sparse.bucket import Bucket
 from horovod_sparse.buckets import Layout, Slot
 from horovod_sparse.compressors.base import Compressor, Place
 from horovod_sparse.exchanges import Collective, Entries, Task
-from horovod_sparse.known import join
-from horovod_sparse.ops import NOTHING, Absorbed, Array, Ops, Selection, Wanted
+from horovod_sparse.known import Known
+from horovod_sparse.ops import Array, Notes, Ops, Selection, Wanted
 from horovod_sparse.residuals import Residuals
 from horovod_sparse.selector import Selector, SelectorFor, by_verbs
 from horovod_sparse.state import VERSION, check_state
@@ -186,14 +186,13 @@ class Pipeline:
             if correction is not None:
                 correction.accumulate(ops, residual, self.velocities.view(name), None)
             return 0
-        wanted = self._wanted(bucket, name)
+        if len(bucket.missing) == len(bucket.layout.slots):
+            bucket.notes = self._notes(bucket)
+        place = bucket.notes, self._offsets[name]
         if correction is None:
-            absorbed = ops.absorb(residual, gradient, wanted)
-        else:
-            velocity, how = self.velocities.view(name), (correction.momentum, correction.nesterov)
-            absorbed = ops.absorb_velocity(residual, velocity, gradient, *how, wanted)
-        bucket.absorbed[name] = absorbed
-        return absorbed.not_finite
+            return ops.absorb(residual, gradient, *place)
+        velocity, how = self.velocities.view(name), (correction.momentum, correction.nesterov)
+        return ops.absorb_velocity(residual, velocity, gradient, *how, *place)
 
     def _selector(self, bucket: Bucket) -> Selector | None:
         """What selects in this step, if it is not the host."""
@@ -203,17 +202,17 @@ class Pipeline:
         """k of this step."""
         return self.compressor.asked(bucket.layout.numel, self.compressor.ratio_at(bucket.state.step))
 
-    def _wanted(self, bucket: Bucket, name: str) -> Wanted:
+    def _notes(self, bucket: Bucket) -> Notes | None:
         state = bucket.state
-        if state.step < self.compressor.dense_steps:
-            return NOTHING
+        if bucket.selector is not None or state.step < self.compressor.dense_steps:
+            return None
         room = min(state.room, bucket.layout.numel // _FEW)
-        return Wanted(state.cut, room, self._offsets[name], self.compressor.needs_sums)
+        return self.ops.notes(bucket.buffer, Wanted(state.cut, room, self.compressor.needs_sums))
 
-    def _select(self, bucket: Bucket, absorbed: list[Absorbed | None], k: int, capacity: int) -> Selection:
-        known = join(self.ops, bucket.buffer, absorbed)
+    def _select(self, bucket: Bucket, k: int, capacity: int) -> Selection:
         # What was found out takes memory, and the task lives on until the step ends.
-        absorbed.clear()
+        notes, bucket.notes = bucket.notes, None
+        known = Known(self.ops, bucket.buffer, *((None, None) if notes is None else (notes.sums, notes.above)))
         return self.compressor.select(cast(Ops, known), bucket.buffer, k, capacity, bucket.state)
 
     def check_reduced(self, name: str, reduced: Array) -> bool:
@@ -280,7 +279,6 @@ class Pipeline:
         """Select from a complete bucket; the first collective of its exchange. What was not selected stays in the residual."""
         compressor, state, numel = self.compressor, bucket.state, bucket.layout.numel
         bucket.missing = {slot.name for slot in bucket.layout.slots}
-        absorbed = [bucket.absorbed.pop(slot.name, None) for slot in bucket.layout.slots]
         k, selector = self._asked(bucket), self._selector(bucket)
         capacity = compressor.room(numel, k, self.world)
         correction = compressor.momentum_correction
@@ -298,7 +296,7 @@ class Pipeline:
             asked=numel if exchange is exchanges.dense else k,
             finite=bucket.finite,
             residual=compressor.residual,
-            select=lambda: self._select(bucket, absorbed, k, capacity),
+            select=lambda: self._select(bucket, k, capacity),
             digest=lambda: state.digest() ^ state.fingerprint,
             propose=lambda: state.proposal,
             observe=lambda count, proposed: compressor.observe(state, count, k, proposed),

@@ -8,6 +8,7 @@ import math
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from horovod_sparse import kernels
 from horovod_sparse.kernels import Memory, memory_of
 from horovod_sparse.numpy.compiled import CompiledOps
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.ops import NOTHING, Absorbed, Sums, Wanted
+from horovod_sparse.ops import Above, Sums, Wanted
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the kernels are not compiled, or turned off"),
@@ -91,7 +92,36 @@ def assert_sums(got: Sums, expected: Sums) -> None:
     assert (got.total, got.squares) == pytest.approx((expected.total, expected.squares), rel=1e-12, nan_ok=True)
 
 
-def assert_found(got: Absorbed, x: np.ndarray, wanted: Wanted) -> None:
+NOTHING = Wanted()
+
+
+class Absorbed(NamedTuple):
+    """What came of a gradient."""
+
+    not_finite: int
+    sums: Sums | None = None
+    above: Above | None = None
+
+
+def absorb(
+    ops: CompiledOps, residual: np.ndarray, gradient: np.ndarray, wanted: Wanted = NOTHING, first: int = 0
+) -> Absorbed:
+    notes = ops.notes(residual, wanted)
+    assert notes is not None
+    not_finite = ops.absorb(residual, gradient, notes, first)
+    return Absorbed(not_finite, notes.sums, notes.above)
+
+
+def absorb_velocity(
+    ops: CompiledOps, residual: np.ndarray, velocity: np.ndarray, gradient: np.ndarray, *how: Any, wanted: Wanted
+) -> Absorbed:
+    notes = ops.notes(residual, wanted)
+    assert notes is not None
+    not_finite = ops.absorb_velocity(residual, velocity, gradient, *how, notes)
+    return Absorbed(not_finite, notes.sums, notes.above)
+
+
+def assert_found(got: Absorbed, x: np.ndarray, wanted: Wanted, first: int = 0) -> None:
     """What was found out about x on the way is what its own passes find."""
     assert (got.sums is not None) == wanted.sums
     if got.sums is not None:
@@ -101,21 +131,23 @@ def assert_found(got: Absorbed, x: np.ndarray, wanted: Wanted) -> None:
         assert got.above is None
     if got.above is not None:
         assert got.above.cut == wanted.cut
-        np.testing.assert_array_equal(got.above.indices, expected.indices + wanted.first)
+        np.testing.assert_array_equal(got.above.indices, expected.indices + first)
         assert_same(got.above.values, x[expected.indices])
 
 
-WANTED = [NOTHING, *(Wanted(cut, 10**6, 3) for cut in (0.0, 0.5, 3.0, 1e300, math.inf))]
+WANTED = [NOTHING, *(Wanted(cut, 10**6) for cut in (0.0, 0.5, 3.0, 1e300, math.inf))]
 WANTED += [Wanted(0.5, room) for room in (0, 1, 5, 100, 2000)]
 WANTED += [wanted._replace(sums=True) for wanted in WANTED]
 
 
-def assert_absorbed(ops: CompiledOps, residual: np.ndarray, gradient: np.ndarray, wanted: Wanted) -> Absorbed:
+def assert_absorbed(
+    ops: CompiledOps, residual: np.ndarray, gradient: np.ndarray, wanted: Wanted, first: int = 3
+) -> Absorbed:
     mine, expected = residual.copy(), residual.copy()
-    absorbed = ops.absorb(mine, gradient, wanted)
-    assert absorbed.not_finite == ORACLE.absorb(expected, gradient, wanted).not_finite
+    absorbed = absorb(ops, mine, gradient, wanted, first)
+    assert absorbed.not_finite == ORACLE.absorb(expected, gradient)
     assert_same(mine, expected)
-    assert_found(absorbed, mine, wanted)
+    assert_found(absorbed, mine, wanted, first)
     return absorbed
 
 
@@ -127,7 +159,7 @@ def test_absorb(size: int, dtype: type, gradient_type: type) -> None:
     for wanted in WANTED:
         residual = sample(size, dtype)
         absorbed = assert_absorbed(ONE, residual, gradient, wanted)
-        ONE.absorb(residual, gradient, NOTHING)
+        ONE.absorb(residual, gradient)
         # One thread has all the room there is.
         (found,) = ORACLE.counts(residual, [wanted.cut])
         wanted_of_these = wanted.cut < math.inf and min(wanted.room, size) > 0
@@ -152,7 +184,7 @@ def test_what_is_above_the_cut_is_kept_where_it_has_room(dtype: type) -> None:
     x, rest = np.zeros(LARGE, dtype), np.zeros(LARGE, dtype)
     x[:1000] = 1.0
     for threads, room, kept in ((1, 1000, True), (1, 999, False), (3, 2000, False), (3, 3000, True)):
-        absorbed = CompiledOps(threads).absorb(rest.copy(), x, Wanted(0.5, room))
+        absorbed = absorb(CompiledOps(threads), rest.copy(), x, Wanted(0.5, room))
         assert (absorbed.above is not None) == kept, (threads, room)
 
 
@@ -171,14 +203,14 @@ def test_a_thread_stays_within_its_share_of_the_room(dtype: type, number: int) -
 @of_either_width
 def test_memory_that_is_lent_is_used_again_only_when_nobody_reads_it(dtype: type) -> None:
     x = sample(5000, dtype)
-    first = ONE.absorb(x.copy(), x, Wanted(0.7, 5000)).above
+    first = absorb(ONE, x.copy(), x, Wanted(0.7, 5000)).above
     assert first is not None
     # A view of what was found keeps it from being lent again.
     indices, values = first.indices[:7], first.values[:7]
     expected = indices.copy(), values.copy()
     del first
     for _ in range(3):
-        ONE.absorb(x.copy(), -3 * x, Wanted(0.1, 5000))
+        absorb(ONE, x.copy(), -3 * x, Wanted(0.1, 5000))
     assert_same(indices, expected[0])
     assert_same(values, expected[1])
 
@@ -192,10 +224,10 @@ def test_absorb_velocity(size: int, dtype: type, gradient_type: type, nesterov: 
     expected = sample(size, dtype), sample(size, dtype, 1)
     gradient = sample(size, gradient_type, 2, infinite=True, nan=True)
     wanted = Wanted(0.7, size, sums=nesterov)
-    not_finite = ORACLE.absorb_velocity(*expected, gradient, 0.9, nesterov, wanted).not_finite
+    not_finite = ORACLE.absorb_velocity(*expected, gradient, 0.9, nesterov)
     for threads in THREADS if size == LARGE else (1,):
         residual, velocity = sample(size, dtype), sample(size, dtype, 1)
-        absorbed = CompiledOps(threads).absorb_velocity(residual, velocity, gradient, 0.9, nesterov, wanted)
+        absorbed = absorb_velocity(CompiledOps(threads), residual, velocity, gradient, 0.9, nesterov, wanted=wanted)
         assert_same(velocity, expected[1])
         assert_same(residual, expected[0])
         assert absorbed.not_finite == not_finite
@@ -221,9 +253,9 @@ def test_nothing_is_told_of_a_pass_that_overflowed(size: int, dtype: type) -> No
                 residual, gradient = np.ones(size, dtype), np.zeros(size, dtype)
                 residual[position] = gradient[position] = sign * largest
                 velocity, expected = np.zeros(size, dtype), residual.copy()
-                assert ops.absorb(residual, gradient, Wanted(0.5, size)) == Absorbed(1)
+                assert absorb(ops, residual, gradient, Wanted(0.5, size)) == Absorbed(1)
                 assert_same(residual, expected)
-                absorbed = ops.absorb_velocity(residual, velocity, gradient, 0.5, False, Wanted(0.5, size))
+                absorbed = absorb_velocity(ops, residual, velocity, gradient, 0.5, False, wanted=Wanted(0.5, size))
                 assert absorbed == Absorbed(1)
                 assert_same(residual, expected)
 
@@ -258,7 +290,7 @@ def test_every_half_precision_number(dtype: type, half: str) -> None:
     memory, values = every_half(half)
     finite = np.isfinite(values)
     residual = np.full(values.size, -0.0, dtype)
-    assert kernels.accumulate(memory_of(residual), memory, NOTHING, 1)[0].not_finite == np.count_nonzero(~finite)
+    assert kernels.accumulate(memory_of(residual), memory, 1).not_finite == np.count_nonzero(~finite)
     assert_same(residual[finite], values[finite].astype(dtype))
     assert_same(residual[~finite], np.zeros(np.count_nonzero(~finite), dtype))
     assert not kernels.all_finite(memory, 1)
@@ -272,7 +304,7 @@ def test_flushed_denormals_lose_nothing_that_is_none() -> None:
     memory, values = every_half("float16")
     residual, denormal = np.zeros(values.size, np.float32), np.full(100, 1e-45, np.float32)
     with flushed_denormals():
-        kernels.accumulate(memory_of(residual), memory, NOTHING, 1)
+        kernels.accumulate(memory_of(residual), memory, 1)
         selection = ONE.select_above(denormal, 0.0, 100)
         counts = ONE.counts(denormal, [0.0])
     np.testing.assert_array_equal(residual, np.where(np.isfinite(values), values, 0))
@@ -346,7 +378,7 @@ def test_any_array(dtype: type, data: st.DataObject) -> None:
     assert_sums(ONE.measure(x), ORACLE.measure(x))
     residual = np.nan_to_num(sample(x.size, dtype))
     room, first = data.draw(st.integers(0, x.size + 1)), data.draw(st.sampled_from((0, 2**31 - x.size, 2**31)))
-    assert_absorbed(ONE, residual, x, Wanted(cut, room, first))
+    assert_absorbed(ONE, residual, x, Wanted(cut, room), first)
 
 
 @of_either_width
@@ -434,24 +466,24 @@ def test_arrays_that_do_not_lie_as_the_kernels_want_it() -> None:
         assert_absorbed(ONE, np.zeros(2501, np.float32), gradient, NOTHING)
     for unknown in (x[:2501].astype(">f4"), np.arange(2501)):
         residual = np.zeros(2501, np.float32)
-        assert ONE.absorb(residual, unknown, Wanted(0.5, 2501)) == Absorbed(0)
+        assert absorb(ONE, residual, unknown, Wanted(0.5, 2501)) == Absorbed(0)
         np.testing.assert_array_equal(residual, unknown.astype(np.float32))
 
 
 def test_what_would_reach_beyond_an_array_is_refused() -> None:
     short, long = np.zeros(3, np.float32), np.zeros(4, np.float32)
     with pytest.raises(ValueError, match="the gradient must have the residual's 3 elements, got 4"):
-        ONE.absorb(short, long, NOTHING)
+        ONE.absorb(short, long)
     with pytest.raises(ValueError, match="velocity must be like the residual"):
-        ONE.absorb_velocity(long, short, long, 0.9, False, NOTHING)
+        ONE.absorb_velocity(long, short, long, 0.9, False)
     with pytest.raises(ValueError, match="contiguous and aligned"):
-        ONE.absorb(np.zeros(6, np.float32)[::2], short, NOTHING)
+        ONE.absorb(np.zeros(6, np.float32)[::2], short)
     with pytest.raises(ValueError, match="values must be 2, got 3"):
         ONE.scatter_add(long, np.array([0, 1]), short)
     with pytest.raises(ValueError, match="indices must be of int64, got int32"):
         ONE.take(long, np.array([0, 1], np.int32))
     with pytest.raises(KeyError):
-        ONE.absorb(np.zeros(3, np.float16), short, NOTHING)
+        ONE.absorb(np.zeros(3, np.float16), short)
     with pytest.raises(KeyError):
         ONE.scatter_add(long, np.array([0]), np.zeros(1, np.float16))
 
@@ -460,9 +492,9 @@ def test_a_read_only_array_is_not_written_to() -> None:
     target, other, some, values = np.ones(3), np.ones(3), np.array([0, 2]), np.ones(2, np.float32)
     target.flags.writeable = False
     for write in (
-        lambda: ONE.absorb(target, other, NOTHING),
-        lambda: ONE.absorb_velocity(target, other, other, 0.9, False, NOTHING),
-        lambda: ONE.absorb_velocity(other, target, other, 0.9, False, NOTHING),
+        lambda: ONE.absorb(target, other),
+        lambda: ONE.absorb_velocity(target, other, other, 0.9, False),
+        lambda: ONE.absorb_velocity(other, target, other, 0.9, False),
         lambda: ONE.take(target, some),
         lambda: ONE.scatter_add(target, some, values),
         lambda: ONE.assemble(target, [(some, values)]),
@@ -470,4 +502,4 @@ def test_a_read_only_array_is_not_written_to() -> None:
         with pytest.raises(ValueError, match="must be writable, got a read-only one of 3"):
             write()
     assert (target == 1).all() and (other == 1).all()
-    assert ONE.absorb(other, target, NOTHING).not_finite == 0, "a gradient is only read"
+    assert ONE.absorb(other, target) == 0, "a gradient is only read"

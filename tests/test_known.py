@@ -18,9 +18,9 @@ from horovod_sparse.compressors.gaussiank import GaussianK
 from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.known import Known, join
+from horovod_sparse.known import Known
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.ops import Above, Absorbed, Sums
+from horovod_sparse.ops import Above, Sums, Wanted
 
 OPS = NumpyOps()
 COMPILED = [backend for backend in BACKENDS if backend.name in ("numpy-compiled", "torch")]
@@ -71,16 +71,31 @@ def test_what_is_known_is_really_used() -> None:
     assert known.kth_largest(x, 2) == 3.0
 
 
-def test_parts_are_joined_only_if_all_are_known() -> None:
-    x = np.array([1.0, -5.0, 3.0, 0.5, 4.0], np.float32)
-    parts = [Absorbed(0, OPS.measure(x[:2]), above(x[:2], 0.9)), Absorbed(0, OPS.measure(x[2:]), above(x[2:], 0.9, 2))]
-    known = join(OPS, x, [*parts])
-    assert known._sums == OPS.measure(x)
-    assert known._above is not None
-    assert known._above.indices.tolist() == [0, 1, 2, 4] and known._above.values.tolist() == [1.0, -5.0, 3.0, 4.0]
-    for other in (None, Absorbed(0), Absorbed(0, None, above(x[2:], 0.7, 2))):
-        known = join(OPS, x, [parts[0], other])
-        assert known._sums is None and known._above is None
+@pytest.mark.parametrize("backend", COMPILED, ids=str)
+@given(data=st.data())
+def test_notes_of_all_parts_are_those_of_the_whole(backend: Backend, data: st.DataObject) -> None:
+    """In whatever order the parts come."""
+    sizes = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=5))
+    order = data.draw(st.permutations(range(len(sizes))))
+    left_out = data.draw(st.sampled_from([None, *(part for part in order if sizes[part])]))
+    room, sums = data.draw(st.integers(0, 60)), data.draw(st.booleans())
+    x = np.random.default_rng(sum(sizes)).choice(np.array([0.0, 0.25, -0.5, 2.0], np.float32), sum(sizes))
+    buffer, starts = backend.ops.zeros(x.size, "float32", backend.array(x)), np.cumsum([0, *sizes])
+    notes = backend.ops.notes(buffer, Wanted(0.3, room, sums))
+    assert notes is not None
+    for part in order:
+        if part != left_out:
+            begin, end = int(starts[part]), int(starts[part + 1])
+            assert backend.ops.absorb(buffer[begin:end], backend.array(x[begin:end]), notes, begin) == 0
+    expected = above(x, 0.3)
+    assert notes.sums == (OPS.measure(x) if sums and left_out is None else None)
+    if left_out is not None or len(expected.indices) > room or room == 0:
+        assert notes.above is None
+    if notes.above is not None:
+        np.testing.assert_array_equal(backend.numpy(notes.above.indices), expected.indices)
+        np.testing.assert_array_equal(backend.numpy(notes.above.values), expected.values)
+    notes.forget()
+    assert notes.sums is None and notes.above is None
 
 
 @pytest.mark.parametrize("backend", COMPILED, ids=str)
@@ -118,7 +133,7 @@ def test_a_residual_that_was_rescaled_is_looked_at_again(backend: Backend) -> No
         if step == 3:
             pipeline.rescale(0.01)
             # Not the sums either, which this compressor does not ask for.
-            assert not pipeline.buckets[0].absorbed
+            assert pipeline.buckets[0].notes is None
         bucket = pipeline.arrive("q", backend.array(gradients("laplace", 5000, rng)))
         assert bucket is not None
         expected = OPS.select_largest(backend.numpy(bucket.buffer), 100).indices

@@ -16,11 +16,11 @@ def everything_found(x: np.ndarray, threads: int) -> str:
     """What the kernels find in an array, with all bits of it."""
     ops = CompiledOps(threads)
     residual, velocity = np.zeros_like(x), np.zeros_like(x)
-    absorbed = ops.absorb(residual, x, Wanted(0.7, x.size, sums=True))
+    notes = [ops.notes(x, Wanted(0.7, x.size, sums=True)) for _ in range(2)]
+    ops.absorb(residual, x, notes[0])
+    ops.absorb_velocity(residual, velocity, x, 0.9, True, notes[1])
     found = [
-        absorbed.sums,
-        absorbed.above and (absorbed.above.indices.tobytes(), absorbed.above.values.tobytes()),
-        ops.absorb_velocity(residual, velocity, x, 0.9, True, Wanted(sums=True)).sums,
+        *((one.sums, one.above and (one.above.indices.tobytes(), one.above.values.tobytes())) for one in notes if one),
         residual.tobytes(),
         velocity.tobytes(),
         ops.measure(x),

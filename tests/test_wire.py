@@ -152,7 +152,7 @@ def test_an_index_of_a_union_cannot_say_that_a_gradient_is_not_finite(backend: B
     mine = backend.numpy(pipeline.begin(bucket).message)
     theirs = mine.copy()
     theirs[wire.HEADER] = wire.NOT_FINITE
-    with pytest.raises(RuntimeError, match="the message of worker 1 .* row 0 has index -2"):
+    with pytest.raises(RuntimeError, match=r"the message of worker 1 .* row 0 has index -2"):
         pipeline.advance(bucket, backend.array(np.concatenate([mine, theirs])), 1.0, lambda slot, parts: None)
     pipeline.abort()
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.lending import Lender
-from horovod_sparse.ops import Above, Absorbed, Moments, Sums, Wanted
+from horovod_sparse.ops import Above, Moments, Sums, Wanted
 
 _native: Any
 try:
@@ -119,18 +119,80 @@ def supports(dtype: str) -> bool:
     return dtype in _TYPES
 
 
-def accumulate(residual: Memory, gradient: Memory, wanted: Wanted, threads: int) -> tuple[Absorbed, bool]:
-    """residual += gradient where that is finite; what was found, and whether the residual has overflowed."""
-    return _accumulate(residual, None, gradient, 0.0, False, wanted, threads)
+class Notes:
+    """What is found out about a bucket's buffer while it takes in gradients; see `ops.Notes`."""
+
+    def __init__(self, wanted: Wanted, dtype: str, numel: int) -> None:
+        room = min(wanted.room, numel) if wanted.cut < math.inf and numel <= _MOST_INDICES else 0
+        size = 4 if dtype == "float32" else 8
+        memory = lender.lend(room * (size + 4), "uint8")
+        self._wanted, self._numel = wanted, numel
+        self._values, self._indices = memory[: room * size].view(dtype), memory[room * size :].view("int32")
+        ffi = _native.ffi
+        address = memory.__array_interface__["data"][0]
+        self.raw = ffi.new("hs_notes *")
+        self.raw.cut, self.raw.room, self.raw.complete, self.raw.with_sums = wanted.cut, room, 1, wanted.sums
+        self.raw.values = ffi.cast("void *", address)
+        self.raw.indices = ffi.cast("int32_t *", address + room * size)
+        self._parts: list[tuple[int, int, int]] = []
+        """Of each part its place in the buffer, and from where to where its entries above the cut are."""
+        self._seen = 0
+        """Elements of all parts; infinitely many once nothing is known any more."""
+
+    def forget(self) -> None:
+        """Nothing is known of the buffer any more, in this step."""
+        self._seen = self._numel + 1
+
+    def add(self, first: int, numel: int, before: int) -> None:
+        """Of a part that has taken in its gradient; `before`: how many entries above the cut there were before."""
+        self._seen += numel
+        self._parts.append((first, before, int(self.raw.found)))
+
+    @property
+    def sums(self) -> Sums | None:
+        return _sums(self.raw.sums) if self._wanted.sums and self._seen == self._numel else None
+
+    @property
+    def above(self) -> Above | None:
+        raw = self.raw
+        if not raw.complete or not raw.room or self._seen != self._numel:
+            return None
+        indices, values = self._indices[: raw.found], self._values[: raw.found]
+        ordered = sorted(self._parts)
+        if ordered != self._parts:
+            runs = [slice(begin, end) for _, begin, end in ordered if begin < end]
+            indices, values = (np.concatenate([array[run] for run in runs] or [array]) for array in (indices, values))
+        return Above(self._wanted.cut, indices, values)
+
+
+class Taken(NamedTuple):
+    """What came of a gradient."""
+
+    not_finite: int
+    """Entries of it that were left out."""
+    overflowed: bool
+    """Whether the residual has an infinite entry now."""
+
+
+def accumulate(residual: Memory, gradient: Memory, threads: int, notes: Notes | None = None, first: int = 0) -> Taken:
+    """residual += gradient where that is finite; `first` is the residual's place in what the notes are of."""
+    return _accumulate(residual, None, gradient, 0.0, False, threads, notes, first)
 
 
 def accumulate_velocity(
-    residual: Memory, velocity: Memory, gradient: Memory, momentum: float, nesterov: bool, wanted: Wanted, threads: int
-) -> tuple[Absorbed, bool]:
+    residual: Memory,
+    velocity: Memory,
+    gradient: Memory,
+    momentum: float,
+    nesterov: bool,
+    threads: int,
+    notes: Notes | None = None,
+    first: int = 0,
+) -> Taken:
     """Take a gradient into velocity and residual, where it is finite; see `accumulate`."""
     if residual.numel != velocity.numel or residual.dtype != velocity.dtype:
         raise ValueError(f"velocity must be like the residual, {residual}, got {velocity}")
-    return _accumulate(residual, velocity, gradient, momentum, nesterov, wanted, threads)
+    return _accumulate(residual, velocity, gradient, momentum, nesterov, threads, notes, first)
 
 
 def _accumulate(
@@ -139,46 +201,33 @@ def _accumulate(
     gradient: Memory,
     momentum: float,
     nesterov: bool,
-    wanted: Wanted,
     threads: int,
-) -> tuple[Absorbed, bool]:
+    notes: Notes | None,
+    first: int,
+) -> Taken:
     if residual.numel != gradient.numel:
         raise ValueError(f"the gradient must have the residual's {residual.numel} elements, got {gradient.numel}")
-    wanted_of_these = wanted.cut < math.inf and wanted.first + residual.numel <= _MOST_INDICES
-    room = min(wanted.room, residual.numel) if wanted_of_these else 0
-    indices, values = lender.lend(room, "int32"), lender.lend(room, residual.dtype)
     ffi = _native.ffi
-    sums = ffi.new("hs_sums *")
-    above = ffi.new(
-        "hs_above *",
-        {
-            "cut": wanted.cut,
-            "first": wanted.first,
-            "room": room,
-            "indices": ffi.cast("int32_t *", ffi.from_buffer(indices)),
-            "values": ffi.cast("void *", ffi.from_buffer(values)),
-        },
-    )
+    raw = ffi.new("hs_notes *") if notes is None else notes.raw
+    raw.first, before = first, raw.found
+    pointer, dtype = _target(residual)
     _native.lib.hs_accumulate(
-        _target(residual)[0],
+        pointer,
         ffi.NULL if velocity is None else _target(velocity)[0],
-        _target(residual)[1],
+        dtype,
         *_any(gradient),
         residual.numel,
         momentum,
         nesterov,
-        wanted.sums,
         threads,
-        sums,
-        above,
+        raw,
     )
-    number = above.found
-    absorbed = Absorbed(
-        sums.not_finite,
-        _sums(sums) if wanted.sums else None,
-        Above(wanted.cut, indices[:number], values[:number]) if room and above.complete else None,
-    )
-    return absorbed, not math.isfinite(sums.largest)
+    taken = Taken(raw.not_finite, bool(raw.overflowed))
+    if notes is not None:
+        notes.add(first, residual.numel, before)
+        if taken.overflowed:
+            notes.forget()
+    return taken
 
 
 def measure(x: Memory, threads: int) -> Sums:

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <system_error>
 #include <thread>
 #include <type_traits>
@@ -63,7 +64,6 @@ void add_to(hs_sums& sums, const hs_sums& other) {
     sums.squares += other.squares;
     sums.largest = std::max(sums.largest, other.largest);
     sums.logs += other.logs;
-    sums.not_finite += other.not_finite;
 }
 
 // Into how many parts the work on n elements is divided.
@@ -182,12 +182,17 @@ private:
 
 template <class T>
 void accumulate(T* residual, T* velocity, const void* gradient, int type, int64_t n, double momentum, bool nesterov,
-                bool with_sums, int threads, hs_sums* sums, hs_above* above) {
-    const auto loop = loops<T>().accumulate[velocity == nullptr ? 0 : nesterov ? 2 : 1][with_sums];
+                int threads, hs_notes* notes) {
+    const auto loop = loops<T>().accumulate[velocity == nullptr ? 0 : nesterov ? 2 : 1][notes->with_sums != 0];
     const T m = static_cast<T>(momentum);
-    Collector<T, int32_t> collector(above->cut, above->first, above->indices, static_cast<T*>(above->values),
-                                    above->room, parts_of(n, threads));
-    sum_blocks(n, threads, sums, [&](int64_t part, int64_t begin, int64_t end, hs_sums& out) {
+    constexpr int64_t most = std::numeric_limits<int32_t>::max();
+    const bool collects = notes->complete && notes->first + n - 1 <= most;
+    const int64_t parts = parts_of(n, threads), room = collects ? notes->room - notes->found : 0;
+    Collector<T, int32_t> collector(notes->cut, notes->first, notes->indices + notes->found,
+                                    static_cast<T*>(notes->values) + notes->found, room, parts);
+    std::vector<int64_t> not_finite(parts);
+    hs_sums sums;
+    sum_blocks(n, threads, &sums, [&](int64_t part, int64_t begin, int64_t end, hs_sums& out) {
         Totals<T> totals;
         for (int64_t i = begin; i < end; i += kPiece) {
             const int64_t count = std::min(kPiece, end - i);
@@ -195,13 +200,18 @@ void accumulate(T* residual, T* velocity, const void* gradient, int type, int64_
             with_piece<T>(gradient, type, i, count, [&](const T* g) {
                 const uint32_t groups =
                     loop(residual + i, piece_of_velocity, g, count, m, collector.bound(), totals);
-                if (above->room > 0) collector.add(part, residual + i, i, count, groups);
+                if (room > 0) collector.add(part, residual + i, i, count, groups);
             });
         }
         totals.write(out);
+        not_finite[part] += totals.bad;
     });
-    above->found = collector.finish();
-    above->complete = collector.complete;
+    notes->not_finite = std::accumulate(not_finite.begin(), not_finite.end(), int64_t{0});
+    notes->overflowed = !std::isfinite(sums.largest);
+    add_to(notes->sums, sums);
+    notes->found += collector.finish();
+    // Without room something may have been missed.
+    notes->complete = room > 0 && collector.complete;
 }
 
 template <class T>
@@ -375,13 +385,13 @@ int hs_choose(const char* name) {
 }
 
 void hs_accumulate(void* residual, void* velocity, int type, const void* gradient, int gradient_type, int64_t n,
-                   double momentum, int nesterov, int with_sums, int threads, hs_sums* sums, hs_above* above) {
+                   double momentum, int nesterov, int threads, hs_notes* notes) {
     if (type == HS_FLOAT32)
         accumulate(static_cast<float*>(residual), static_cast<float*>(velocity), gradient, gradient_type, n, momentum,
-                   nesterov != 0, with_sums != 0, threads, sums, above);
+                   nesterov != 0, threads, notes);
     else
         accumulate(static_cast<double*>(residual), static_cast<double*>(velocity), gradient, gradient_type, n, momentum,
-                   nesterov != 0, with_sums != 0, threads, sums, above);
+                   nesterov != 0, threads, notes);
 }
 
 void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums) {

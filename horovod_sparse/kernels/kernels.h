@@ -22,18 +22,22 @@ typedef struct {
     double squares;      /* sum of squares */
     double largest;      /* magnitude, of all entries */
     double logs;         /* sum of logarithms; of excesses, if asked for */
-    int64_t not_finite;  /* entries of the gradient, which were left out */
 } hs_sums;
 
+/* What is found out about an array while its parts take in gradients, one after the other. */
 typedef struct {
     double cut;
-    int64_t first;     /* added to indices */
-    int64_t room;      /* for indices and values; 0 if nothing is wanted */
-    int32_t* indices;  /* ascending, of the entries above the cut */
-    void* values;      /* of residual's type */
-    int64_t found;     /* how many are above the cut */
-    int complete;      /* whether all of them are there */
-} hs_above;
+    int64_t room;       /* for indices and values; 0 if nothing is wanted */
+    int32_t* indices;   /* of the entries above the cut: those of a part ascend, parts follow each other as they came */
+    void* values;       /* of the array's type */
+    int with_sums;      /* whether sums are wanted, not only the largest magnitude */
+    int64_t first;      /* of the next part: its place in the array */
+    hs_sums sums;       /* of all parts so far */
+    int64_t found;      /* how many are above the cut */
+    int complete;       /* whether all of them are there; must be 1 at first */
+    int64_t not_finite; /* entries of the last gradient, which were left out */
+    int overflowed;     /* whether the last part has an infinite entry now */
+} hs_notes;
 
 typedef struct {
     const int64_t* indices;
@@ -47,11 +51,10 @@ const char* hs_variant(int number);
 /* Has all functions below use a variant; changes nothing and returns 0 if none of this name runs here. */
 int hs_choose(const char* name);
 /* Without velocity: residual += gradient. With: velocity = momentum velocity + gradient, residual += velocity; Nesterov's:
-   velocity = momentum (velocity + gradient), residual += velocity + gradient. On the way: sums of the new residual, or only its
-   largest magnitude, and its entries above a cut. What leaves the range of the type becomes infinite, and then so is sums->largest: the caller brings
-   the numbers back, and forgets sums and entries. */
+   velocity = momentum (velocity + gradient), residual += velocity + gradient. What leaves the range of the type becomes
+   infinite: the caller brings the numbers back, and forgets the notes. */
 void hs_accumulate(void* residual, void* velocity, int type, const void* gradient, int gradient_type, int64_t n,
-                   double momentum, int nesterov, int with_sums, int threads, hs_sums* sums, hs_above* above);
+                   double momentum, int nesterov, int threads, hs_notes* notes);
 /* Sums of what exceeds a cut, nothing if that is infinite or NaN; with a cut of 0 of all magnitudes. */
 void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums);
 /* counts[j] = number of entries above thresholds[j]; at most 16 thresholds. */

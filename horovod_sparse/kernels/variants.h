@@ -69,7 +69,6 @@ struct alignas(64) Totals {
         sums.largest = std::max<double>(sums.largest, magnitude);
         for (const Bit lane : count) sums.count += lane;
         sums.logs += logs;
-        sums.not_finite += bad;
     }
 };
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from horovod_sparse import kernels
 from horovod_sparse.kernels import memory_of, name_of
 from horovod_sparse.numpy.ops import NumpyOps, keep_finite
-from horovod_sparse.ops import Absorbed, Moments, Selection, Sums, Wanted
+from horovod_sparse.ops import Moments, Notes, Selection, Sums, Wanted
 from horovod_sparse.search import largest_candidates
 
 Array = NDArray[Any]
@@ -40,22 +40,36 @@ class CompiledOps(NumpyOps):
     def __init__(self, threads: int) -> None:
         self._threads = threads
 
-    def absorb(self, residual: Array, gradient: Array, wanted: Wanted) -> Absorbed:
+    def notes(self, buffer: Array, wanted: Wanted) -> Notes | None:
+        return kernels.Notes(wanted, name_of(buffer.dtype), buffer.size)
+
+    def absorb(self, residual: Array, gradient: Array, notes: Notes | None = None, first: int = 0) -> int:
         flat = _flat(gradient)
         if flat is None:
-            return super().absorb(residual, gradient, wanted)
-        absorbed, overflowed = kernels.accumulate(memory_of(residual), memory_of(flat), wanted, self._threads)
-        return finite_again(absorbed, residual) if overflowed else absorbed
+            return super().absorb(residual, gradient)
+        assert notes is None or isinstance(notes, kernels.Notes)
+        taken = kernels.accumulate(memory_of(residual), memory_of(flat), self._threads, notes, first)
+        return taken.not_finite + (keep_finite(residual) if taken.overflowed else 0)
 
     def absorb_velocity(
-        self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, wanted: Wanted
-    ) -> Absorbed:
+        self,
+        residual: Array,
+        velocity: Array,
+        gradient: Array,
+        momentum: float,
+        nesterov: bool,
+        notes: Notes | None = None,
+        first: int = 0,
+    ) -> int:
         flat = _flat(gradient)
         if flat is None:
-            return super().absorb_velocity(residual, velocity, gradient, momentum, nesterov, wanted)
+            return super().absorb_velocity(residual, velocity, gradient, momentum, nesterov)
+        assert notes is None or isinstance(notes, kernels.Notes)
         memories = memory_of(residual), memory_of(velocity), memory_of(flat)
-        absorbed, overflowed = kernels.accumulate_velocity(*memories, momentum, nesterov, wanted, self._threads)
-        return finite_again(absorbed, residual, velocity) if overflowed else absorbed
+        taken = kernels.accumulate_velocity(*memories, momentum, nesterov, self._threads, notes, first)
+        if taken.overflowed:
+            keep_finite(velocity)
+        return taken.not_finite + (keep_finite(residual) if taken.overflowed else 0)
 
     def measure(self, x: Array) -> Sums:
         return kernels.measure(memory_of(_contiguous(x)), self._threads)
@@ -123,13 +137,6 @@ class CompiledOps(NumpyOps):
         indices, values = np.empty(used, np.int64), np.empty(used, np.float32)
         kernels.unpack(memory_of(_contiguous(message)), used, memory_of(indices), memory_of(values))
         return indices, values
-
-
-def finite_again(absorbed: Absorbed, residual: Array, velocity: Array | None = None) -> Absorbed:
-    """What is left of what the kernels have found, when what has overflowed is finite again (see `Ops.absorb`)."""
-    if velocity is not None:
-        keep_finite(velocity)
-    return Absorbed(absorbed.not_finite + keep_finite(residual))
 
 
 def _contiguous(array: Array) -> Array:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.ops import Absorbed, Moments, Selection, Sums, Wanted
+from horovod_sparse.ops import Moments, Notes, Selection, Sums, Wanted
 from horovod_sparse.wire import NOT_FINITE, PADDING
 
 Array = NDArray[Any]
@@ -22,15 +22,25 @@ class NumpyOps:
     def accumulate(self, residual: Array, gradient: Array) -> None:
         residual += gradient.reshape(-1)
 
-    def absorb(self, residual: Array, gradient: Array, wanted: Wanted) -> Absorbed:
+    def notes(self, buffer: Array, wanted: Wanted) -> Notes | None:
+        return None
+
+    def absorb(self, residual: Array, gradient: Array, notes: Notes | None = None, first: int = 0) -> int:
         added, not_finite = _finite(gradient, residual.dtype)
         with np.errstate(over="ignore"):
             residual += added
-        return Absorbed(not_finite + keep_finite(residual))
+        return not_finite + keep_finite(residual)
 
     def absorb_velocity(
-        self, residual: Array, velocity: Array, gradient: Array, momentum: float, nesterov: bool, wanted: Wanted
-    ) -> Absorbed:
+        self,
+        residual: Array,
+        velocity: Array,
+        gradient: Array,
+        momentum: float,
+        nesterov: bool,
+        notes: Notes | None = None,
+        first: int = 0,
+    ) -> int:
         added, not_finite = _finite(gradient, residual.dtype)
         with np.errstate(over="ignore"):
             if nesterov:
@@ -42,7 +52,7 @@ class NumpyOps:
                 velocity += added
             residual += velocity
         keep_finite(velocity)
-        return Absorbed(not_finite + keep_finite(residual))
+        return not_finite + keep_finite(residual)
 
     def measure(self, x: Array) -> Sums:
         magnitudes = np.abs(x).astype(np.float64)

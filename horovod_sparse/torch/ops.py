@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_sparse import kernels
-from horovod_sparse.ops import Above, Absorbed, Moments, Selection, Sums, Wanted
+from horovod_sparse.ops import Above, Moments, Notes, Selection, Sums, Wanted
 from horovod_sparse.search import largest_candidates
 from horovod_sparse.wire import NOT_FINITE, PADDING
 
@@ -40,24 +40,38 @@ class TorchOps:
     def accumulate(self, residual: Tensor, gradient: Tensor) -> None:
         residual.view(gradient.shape).add_(gradient)
 
-    def absorb(self, residual: Tensor, gradient: Tensor, wanted: Wanted) -> Absorbed:
+    def notes(self, buffer: Tensor, wanted: Wanted) -> Notes | None:
+        return _TorchNotes(wanted, _dtype(buffer), buffer.numel()) if self._compiled(buffer) else None
+
+    def absorb(self, residual: Tensor, gradient: Tensor, notes: Notes | None = None, first: int = 0) -> int:
         if self._compiled(residual, gradient):
+            assert notes is None or isinstance(notes, kernels.Notes)
             flat = gradient.contiguous()
-            found = kernels.accumulate(_memory(residual), _memory(flat), wanted, torch.get_num_threads())
-            return self._absorbed(*found, residual)
+            taken = kernels.accumulate(_memory(residual), _memory(flat), torch.get_num_threads(), notes, first)
+            return taken.not_finite + (self._keep_finite(residual) if taken.overflowed else 0)
         gradient, not_finite = self._finite(gradient, residual.dtype)
         self.accumulate(residual, gradient)
-        return Absorbed(not_finite + self._keep_finite(residual))
+        return not_finite + self._keep_finite(residual)
 
     def absorb_velocity(
-        self, residual: Tensor, velocity: Tensor, gradient: Tensor, momentum: float, nesterov: bool, wanted: Wanted
-    ) -> Absorbed:
+        self,
+        residual: Tensor,
+        velocity: Tensor,
+        gradient: Tensor,
+        momentum: float,
+        nesterov: bool,
+        notes: Notes | None = None,
+        first: int = 0,
+    ) -> int:
         if self._compiled(residual, gradient):
+            assert notes is None or isinstance(notes, kernels.Notes)
             flat = gradient.contiguous()
             memories = _memory(residual), _memory(velocity), _memory(flat)
             threads = torch.get_num_threads()
-            found = kernels.accumulate_velocity(*memories, momentum, nesterov, wanted, threads)
-            return self._absorbed(*found, residual, velocity)
+            taken = kernels.accumulate_velocity(*memories, momentum, nesterov, threads, notes, first)
+            if taken.overflowed:
+                self._keep_finite(velocity)
+            return taken.not_finite + (self._keep_finite(residual) if taken.overflowed else 0)
         gradient, not_finite = self._finite(gradient, residual.dtype)
         if nesterov:
             self.accumulate(velocity, gradient)
@@ -68,7 +82,7 @@ class TorchOps:
             self.accumulate(velocity, gradient)
         residual.add_(velocity)
         self._keep_finite(velocity)
-        return Absorbed(not_finite + self._keep_finite(residual))
+        return not_finite + self._keep_finite(residual)
 
     def _keep_finite(self, sums: Tensor) -> int:
         """Bring sums that have overflowed back to the largest number of their type, in place; how many there were."""
@@ -78,20 +92,6 @@ class TorchOps:
         largest = torch.finfo(sums.dtype).max
         sums.clamp_(-largest, largest)
         return overflowed
-
-    def _absorbed(
-        self, absorbed: Absorbed, overflowed: bool, residual: Tensor, velocity: Tensor | None = None
-    ) -> Absorbed:
-        """What the kernels have found, as tensors, when what has overflowed is finite again."""
-        if overflowed:
-            if velocity is not None:
-                self._keep_finite(velocity)
-            return Absorbed(absorbed.not_finite + self._keep_finite(residual))
-        above = absorbed.above
-        if above is None:
-            return absorbed
-        values = torch.from_numpy(above.values)
-        return absorbed._replace(above=Above(above.cut, torch.from_numpy(above.indices), values))
 
     def _finite(self, gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
         """The gradient, in the residual's type if that may matter, with zeros for what is not finite, and how much that is."""
@@ -337,6 +337,15 @@ class TorchOps:
                 # The host would have to wait for where the target's entries begin. Others add zero to some entry.
                 inside = (indices >= first) & (indices < first + numel)
                 self.scatter_add(target, (indices - first).clamp(0, numel - 1), torch.where(inside, values, 0.0))
+
+
+class _TorchNotes(kernels.Notes):
+    """With tensors."""
+
+    @property
+    def above(self) -> Above | None:
+        above = super().above
+        return above and above._replace(indices=torch.from_numpy(above.indices), values=torch.from_numpy(above.values))
 
 
 _NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64")}
