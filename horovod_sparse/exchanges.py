@@ -163,20 +163,25 @@ class Task:
         )
 
 
-def add_up(ops: Ops, parts: list[Entries] | None, target: Array, first: int) -> None:
-    """The flat `target` becomes the sum of all ranks' entries, in the order of the ranks; NaN if there are none (None).
+class Reduced:
+    """What all ranks have sent of a bucket, or `None` if a rank's gradient was not finite, to be added up."""
 
-    The entries are of the whole bucket, in which the target begins at `first`.
-    """
-    indexed = [(indices, values) for indices, values in parts or () if indices is not None]
-    if parts is None:
-        target[:] = math.nan
-    elif len(indexed) == len(parts):
-        ops.assemble(target, indexed, first)
-    else:
-        target[:] = 0
-        for _, values in parts:
-            ops.accumulate(target, values[first : first + len(target)])
+    def __init__(self, ops: Ops, parts: list[Entries] | None) -> None:
+        self.parts = parts
+        self._ops = ops
+        indexed = [(indices, values) for indices, values in parts or () if indices is not None]
+        self._assemble = ops.assembler(indexed) if parts is not None and len(indexed) == len(parts) else None
+
+    def write(self, target: Array, first: int) -> None:
+        """The flat `target`, which begins at `first` in the bucket, becomes the sum, in the order of the ranks, or NaN."""
+        if self._assemble is not None:
+            self._assemble(target, first)
+        elif self.parts is None:
+            target[:] = math.nan
+        else:
+            target[:] = 0
+            for _, values in self.parts:
+                self._ops.accumulate(target, values[first : first + len(target)])
 
 
 Exchange = Callable[[Task], Generator[Collective, Any, list[Entries] | None]]

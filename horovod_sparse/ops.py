@@ -7,6 +7,7 @@ The NumPy implementation (`horovod_sparse.numpy.ops`) is the oracle: every other
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -205,9 +206,9 @@ class Ops(Protocol):
     def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
         """target[indices] += values, in place; indices are unique. On the host IndexError, before any change, out of range."""
 
-    def assemble(self, target: Array, parts: list[tuple[Array, Array]], first: int = 0) -> None:
-        """Add up those entries of parts of (indices, values) that belong to the target, from zero, in the parts' order.
+    def assembler(self, parts: list[tuple[Array, Array]]) -> Callable[[Array, int], None]:
+        """A function of a flat array and the index of its first entry, which becomes the sum of the parts' entries there.
 
-        The target's own indices are from `first` on; all indices ascend. On the host IndexError, before any change, unless
-        they do. A device is not waited for: `rows_in_use` has checked what is in messages.
+        Parts are (indices, values), added up from zero in their order; indices ascend. On the host IndexError, before any
+        change, unless they do. A device is not waited for: `rows_in_use` has checked what is in messages.
         """

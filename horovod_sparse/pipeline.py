@@ -14,7 +14,7 @@ from horovod_sparse import cost, exchanges, feedback, wire
 from horovod_sparse.bucket import Bucket
 from horovod_sparse.buckets import Layout, Slot
 from horovod_sparse.compressors.base import Compressor, Place
-from horovod_sparse.exchanges import Collective, Entries, Task
+from horovod_sparse.exchanges import Collective, Entries, Reduced, Task
 from horovod_sparse.known import Known
 from horovod_sparse.ops import Array, Notes, Ops, Selection, Wanted
 from horovod_sparse.residuals import Residuals
@@ -324,13 +324,13 @@ class Pipeline:
         bucket: Bucket,
         result: Array,
         divisor: float,
-        write: Callable[[Slot, list[Entries] | None], None],
+        write: Callable[[Slot, Reduced], None],
     ) -> Collective | None:
         """Go on with the result of a bucket's collective: the next one, or None at the end.
 
-        At the end `write` is given every parameter's slot and the bucket's entries (see `add_up`), rank by rank in rank order,
-        values divided by `divisor`; None instead of entries when some rank's gradient was not finite. The order is the
-        same on all ranks, so that sums of floats are too, to the last bit.
+        At the end `write` is given every parameter's slot and what was reduced: the bucket's entries, rank by rank in rank
+        order, values divided by `divisor`; or none when some rank's gradient was not finite. The order is the same on all
+        ranks, so that sums of floats are too, to the last bit.
         """
         assert bucket.exchange is not None
         try:
@@ -353,7 +353,7 @@ class Pipeline:
         bucket: Bucket,
         parts: list[Entries] | None,
         divisor: float,
-        write: Callable[[Slot, list[Entries] | None], None],
+        write: Callable[[Slot, Reduced], None],
     ) -> None:
         task, state = bucket.task, bucket.state
         assert task is not None
@@ -363,13 +363,13 @@ class Pipeline:
             bucket.start_again(self.compressor)
         if parts is None:
             self._not_finite.append(f"some parameter in bucket {bucket.name!r} of another rank")
-            for slot in bucket.layout.slots:
-                write(slot, None)
-            return
-        bucket.counts = Counts(task.asked, task.count, task.overflow, state.threshold, state.stages, bucket.bytes_sent)
-        divided = [Entries(indices, values / divisor) for indices, values in parts]
+        else:
+            counted = (task.asked, task.count, task.overflow, state.threshold, state.stages, bucket.bytes_sent)
+            bucket.counts = Counts(*counted)
+            parts = [Entries(indices, values / divisor) for indices, values in parts]
+        reduced = Reduced(self.ops, parts)
         for slot in bucket.layout.slots:
-            write(slot, divided)
+            write(slot, reduced)
 
     def end_step(self) -> None:
         """End a step, when all reduced gradients are there: it succeeds, or fails on every rank.

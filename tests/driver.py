@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from table import Backend
 
+from horovod_sparse import exchanges
 from horovod_sparse.bucket import Bucket
 from horovod_sparse.buckets import Layout, Parameter, Slot, plan
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.exchanges import Collective, Entries, add_up
+from horovod_sparse.exchanges import Collective
 from horovod_sparse.pipeline import Pipeline
 
 
@@ -58,14 +59,14 @@ def exchange(
     results: list[Reduced] = [{} for _ in pipelines]
 
     def writer(result: Reduced) -> Any:
-        def write(slot: Slot, parts: list[Entries] | None) -> None:
-            if parts is None:
+        def write(slot: Slot, reduced: exchanges.Reduced) -> None:
+            if reduced.parts is None:
                 result[slot.name] = None
                 return
-            result[slot.name] = [_share(backend, slot, *entries) for entries in parts]
+            result[slot.name] = [_share(backend, slot, *entries) for entries in reduced.parts]
             # What adapters do with it.
             target = backend.ops.copy(backend.array(np.full(slot.numel, np.nan, np.float32)))
-            add_up(backend.ops, parts, target, slot.offset)
+            reduced.write(target, slot.offset)
             np.testing.assert_array_equal(backend.numpy(target), dense_sum(result[slot.name], slot.numel))
 
         return write

@@ -33,6 +33,7 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"residual_dtype": "float16"}, "residual_dtype must be one of None, 'float32', 'float64', got 'float16'"),
     ({"capacity": 0.9}, "capacity must be a finite multiple of k, >= 1, got 0.9"),
     ({"capacity": math.inf}, "capacity must be a finite multiple of k, >= 1, got inf"),
+    ({"clip_scope": "bucket"}, "clip_scope must be one of 'layer', 'model', got 'bucket'"),
     ({"not_finite": "ignore"}, "not_finite must be one of 'raise', 'propagate', got 'ignore'"),
 ]
 

@@ -106,20 +106,29 @@ def test_only_what_torch_training_needs_is_missing(machine: check.Machine, expec
 
 
 @pytest.mark.parametrize(
-    ("compiled", "said", "mark", "detail"),
+    ("said", "mark", "detail"),
     [
-        (True, "1", "ok", "compiled"),
-        (True, "0", "warn", "turned off: framework operations are used"),
-        (False, "1", "warn", "not compiled: framework operations are used"),
+        *(("auto", "ok", f"{name}; this processor has ") for name in kernels.variants()[:1]),
+        *(("baseline", "warn", f"baseline, and {name} is faster; this") for name in kernels.variants()[:-1][:1]),
+        ("off", "warn", "turned off: framework operations are used; this processor has "),
+        ("sse9", "missing", "HOROVOD_SPARSE_KERNELS must be auto, off or one of avx512, avx2, baseline, neon, and"),
     ],
 )
-def test_the_kernels_are_compiled_or_not(
-    monkeypatch: pytest.MonkeyPatch, compiled: bool, said: str, mark: str, detail: str
-) -> None:
-    monkeypatch.setattr("horovod_sparse.kernels._native", object() if compiled else None)
-    monkeypatch.setenv("HOROVOD_SPARSE_KERNELS", said)
-    finding = next(finding for finding in check.judge(COMPLETE) if finding.what == "kernels")
-    assert (finding.mark, finding.detail) == (mark, detail)
+def test_the_kernels_in_use_are_named(monkeypatch: pytest.MonkeyPatch, said: str, mark: str, detail: str) -> None:
+    monkeypatch.setenv(kernels.VARIABLE, said)
+    finding = _kernels_finding()
+    assert finding.mark == mark
+    assert finding.detail.startswith(detail)
+
+
+def test_kernels_that_are_not_compiled_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horovod_sparse.kernels._native", None)
+    finding = _kernels_finding()
+    assert (finding.mark, finding.detail) == ("warn", "not compiled: framework operations are used")
+
+
+def _kernels_finding() -> check.Finding:
+    return next(finding for finding in check.judge(COMPLETE) if finding.what == "kernels")
 
 
 def test_every_shortcoming_comes_with_its_remedy() -> None:
@@ -143,7 +152,7 @@ def test_bench_times_the_compressors_and_checks_what_they_select(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("horovod.torch")
-    table, options = tmp_path / "table.json", ["--kernels", "on" if kernels.available() else "off"]
+    table, options = tmp_path / "table.json", ["--kernels", "auto" if kernels.available() else "off"]
     small = ["bench", "--sizes", "10k", "--ratios", "0.01", "--repetitions", "2", *options]
     assert cli.main([*small, "--json", str(table)]) == 0
     printed = capsys.readouterr().out

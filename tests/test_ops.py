@@ -154,9 +154,9 @@ def test_parts_are_added_up_in_their_order(backend: Backend, dtype: type, size: 
     expected, target = np.zeros(size, dtype), backend.array(np.full(size, np.nan, dtype))
     for indices, values in entries:
         expected[indices] += values
-    backend.ops.assemble(target, [(backend.array(indices), backend.array(values)) for indices, values in entries])
+    backend.ops.assembler([(backend.array(indices), backend.array(values)) for indices, values in entries])(target, 0)
     np.testing.assert_array_equal(backend.numpy(target), expected, strict=True)
-    backend.ops.assemble(target, [])
+    backend.ops.assembler([])(target, 0)
     assert not backend.numpy(target).any()
 
 
@@ -174,11 +174,12 @@ def test_a_target_takes_its_own_entries_out_of_parts(backend: Backend, dtype: ty
     for indices, values in parts:
         whole[indices] += values
     given = [(backend.array(indices), backend.array(values)) for indices, values in parts]
+    assemble = backend.ops.assembler(given)
     for skipped in range(3):
         memory = np.full(bounds[-1] + 3, np.nan, dtype)
         for begin, end in itertools.pairwise(bounds):
             target = backend.ops.copy(backend.array(memory))[skipped + begin : skipped + end]
-            backend.ops.assemble(target, given, int(begin))
+            assemble(target, int(begin))
             np.testing.assert_array_equal(backend.numpy(target), whole[begin:end], strict=True)
 
 

@@ -67,7 +67,19 @@ def test_redsync_bisect_selects_from_k_to_2k(kind: str, ratio: float) -> None:
     ops = CountingOps()
     selection = compressor.select(ops, x, k, compressor.room(50_000, k, 1), compressor.new_state())
     assert k <= selection.indices.size <= 2 * k
+    if kind == "laplace":
+        assert selection.found <= 2 * k, "nothing is cut off where the data have such a threshold"
     assert ops.passes <= 12
+
+
+@pytest.mark.parametrize("method", ["trim", "bisect"])
+def test_redsync_sends_what_there_is_if_that_is_less_than_k(method: Any) -> None:
+    x = np.zeros(1000, np.float32)
+    x[[3, 500]] = -1.0, 2.0
+    compressor = RedSync(0.1, method=method)
+    state = compressor.new_state()
+    assert compressor.select(OPS, x, 100, 200, state).indices.tolist() == [3, 500]
+    assert state.threshold == 0.0
 
 
 @pytest.mark.parametrize("method", ["trim", "bisect"])
@@ -267,6 +279,17 @@ def test_the_default_room_keeps_the_residual_within_the_threshold(kind: str) -> 
         assert selection.found == selection.indices.size, step
         residual[selection.indices] = 0
         assert np.abs(residual).max() <= compressor.threshold, step
+
+
+def test_the_threshold_follows_the_unit_of_the_residual() -> None:
+    compressor, x = Threshold(2.0, ratio=0.5), np.array([0.9, -1.1, 2.1, 3.9, -4.1], np.float32)
+    state = compressor.new_state()
+    for factor, expected in ((1.0, [2, 3, 4]), (2.0, [4]), (0.25, [1, 2, 3, 4])):
+        state.rescale(factor)
+        assert compressor.select(OPS, x, 2, 5, state).indices.tolist() == expected
+        loaded = compressor.new_state()
+        loaded.load_state_dict(state.state_dict())
+        assert compressor.select(OPS, x, 2, 5, loaded).indices.tolist() == expected
 
 
 def test_suggested_thresholds() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 from driver import make_pipeline, send
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
+
+from horovod_sparse.state import empty_state, holds_anything, rescale_state
 
 PAIRS = list(itertools.permutations(BACKENDS, 2))
 ROWS = [row for row in COMPRESSORS if row.name in ("dgc", "sidco-gamma-robust", "micro")]
@@ -30,3 +33,29 @@ def test_another_framework_goes_on_where_one_stopped(source: Backend, target: Ba
         np.testing.assert_array_equal(got.before, expected.before)
         np.testing.assert_array_equal(got.indices, expected.indices)
         np.testing.assert_array_equal(got.values, expected.values)
+
+
+RESCALED = [row for row in COMPRESSORS if row.name in ("sidco-gamma-robust", "micro", "threshold", "topk", "dgc")]
+
+
+@pytest.mark.parametrize("row", RESCALED, ids=str)
+def test_a_state_that_waits_is_rescaled_as_one_that_is_used(row: Row) -> None:
+    backend, rng = BACKENDS[0], np.random.default_rng(0)
+    one, other = (make_pipeline(backend, row.make(0.05), {"p": (600,)}) for _ in range(2))
+    for _ in range(3):
+        send(backend, one, gradients("laplace", 600, rng))
+    other.load_state_dict(rescale_state(one.state_dict(), row.make(0.05), 0.25))
+    one.rescale(0.25)
+    assert repr(other.state_dict()) == repr(one.state_dict())
+    for _ in range(3):
+        gradient = gradients("laplace", 600, rng)
+        expected, got = send(backend, one, gradient), send(backend, other, gradient)
+        np.testing.assert_array_equal(got.indices, expected.indices)
+        np.testing.assert_array_equal(got.values, expected.values)
+
+
+def test_a_state_holds_something_if_there_is_one_array() -> None:
+    array: dict[str, Any] = {"p": np.zeros(3, np.float32)}
+    for part in ("residuals", "velocities"):
+        assert holds_anything({**empty_state(), part: array})
+    assert not holds_anything(empty_state())

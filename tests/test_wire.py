@@ -138,7 +138,7 @@ def test_parts_in_another_order_change_nothing(backend: Backend, indices: list[i
     target = target.copy() if isinstance(target, np.ndarray) else target
     parts = [(right, np.ones(2, np.float32)), (np.array(indices), np.ones(2, np.float32))]
     with pytest.raises(IndexError, match="ascending"):
-        backend.ops.assemble(target, [(backend.array(i), backend.array(v)) for i, v in parts])
+        backend.ops.assembler([(backend.array(i), backend.array(v)) for i, v in parts])(target, 0)
     assert (backend.numpy(target) == 1).all()
 
 

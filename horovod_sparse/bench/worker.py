@@ -17,7 +17,7 @@ from horovod_sparse.bench.rows import DATA, Row
 from horovod_sparse.buckets import Parameter, Slot, plan
 from horovod_sparse.compressors.base import Place
 from horovod_sparse.compressors.threshold import Threshold
-from horovod_sparse.exchanges import Collective, Entries, add_up
+from horovod_sparse.exchanges import Collective, Entries, Reduced
 from horovod_sparse.ops import Array, Ops
 from horovod_sparse.pipeline import Pipeline
 
@@ -146,11 +146,11 @@ class Worker:
             messages.append(ops.pack_indices(selection.indices, header, task.capacity))
         return messages
 
-    def _write(self, slot: Slot, parts: list[Entries] | None) -> None:
-        assert parts is not None
-        self._entries = parts
+    def _write(self, slot: Slot, reduced: Reduced) -> None:
+        assert reduced.parts is not None
+        self._entries = reduced.parts
         if self.row.receives or self._whole:
-            add_up(self.backend.ops, parts, self._dense, slot.offset)
+            reduced.write(self._dense, slot.offset)
 
     # --- what came of it ---
 

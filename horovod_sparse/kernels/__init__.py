@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from itertools import count, takewhile
@@ -293,10 +294,10 @@ def scatter_add(target: Memory, indices: Memory, values: Memory) -> None:
     _check(lib.hs_scatter_add(*into, _indices(indices), *_wide(values), indices.numel), target)
 
 
-def assemble(target: Memory, parts: list[tuple[Memory, Memory]], first: int) -> None:
-    """The target becomes the sum of those (indices, values) that are in it, its own first index being `first`.
+def assembler(parts: list[tuple[Memory, Memory]]) -> Callable[[Memory, int], None]:
+    """A function of a target and its first index: the target becomes the sum of those (indices, values) that are in it.
 
-    IndexError, before any change, unless indices ascend there.
+    It raises IndexError, before any change, unless indices ascend there.
     """
     entries = _native.ffi.new("hs_part[]", len(parts))
     for entry, (indices, values) in zip(entries, parts, strict=True):
@@ -304,7 +305,12 @@ def assemble(target: Memory, parts: list[tuple[Memory, Memory]], first: int) -> 
             raise ValueError(f"values must be {indices.numel}, got {values.numel}")
         entry.indices, entry.count = _indices(indices), indices.numel
         entry.values, entry.type = _wide(values)
-    _check(_native.lib.hs_assemble(*_target(target), target.numel, first, len(parts), entries), target)
+
+    def assemble(target: Memory, first: int) -> None:
+        # `parts` own the memory that `entries` point to.
+        _check(_native.lib.hs_assemble(*_target(target), target.numel, first, len(parts), entries), target)
+
+    return assemble
 
 
 def pack(indices: Memory, values: Memory, message: Memory) -> None:
@@ -325,7 +331,7 @@ def pack(indices: Memory, values: Memory, message: Memory) -> None:
 def rows_in_use(indices: Memory, stride: int, numel: int) -> int | None:
     """How many indices of a message, `stride` apart, come before its padding; see `Ops.rows_in_use`."""
     if indices.dtype != "int32":
-        raise ValueError(f"a message's indices must be of int32, got {indices.dtype}")
+        raise ValueError(f"indices must be of int32, got {indices.dtype}")
     pointer = _native.ffi.cast("int32_t *", indices.address)
     used = int(_native.lib.hs_rows_in_use(pointer, stride, indices.numel, numel))
     return None if used == -1 else used
@@ -336,7 +342,7 @@ def unpack(message: Memory, used: int, indices: Memory, values: Memory) -> None:
     if not used == indices.numel == values.numel <= message.numel // 2:
         raise ValueError(f"there must be room for {used} of {message.numel // 2} rows, got {indices} and {values}")
     if (message.dtype, values.dtype) != ("int32", "float32"):
-        raise ValueError(f"messages are of int32, values of float32, got {message.dtype} and {values.dtype}")
+        raise ValueError(f"messages must be of int32 and values of float32, got {message.dtype} and {values.dtype}")
     _native.lib.hs_unpack(
         _native.ffi.cast("int32_t *", message.address),
         used,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from horovod_sparse.buckets import Layout, Parameter, Slot, plan
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.cost import allreduce_bytes
-from horovod_sparse.exchanges import Collective, Entries, add_up
+from horovod_sparse.exchanges import Collective, Reduced
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.pipeline import Pipeline
 from horovod_sparse.schedules import Schedule
@@ -123,9 +123,9 @@ class SparseAllreduce:
             name: np.empty(array.size, _wide(array.dtype)) for name, array in reduced.items() if name not in self._dense
         }
 
-        def write(slot: Slot, parts: list[Entries] | None) -> None:
+        def write(slot: Slot, sent: Reduced) -> None:
             flat = wide[slot.name]
-            add_up(self._ops, parts, flat, slot.offset)
+            sent.write(flat, slot.offset)
             reduced[slot.name][...] = flat.reshape(slot.shape)
 
         while under_way:

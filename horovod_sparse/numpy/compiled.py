@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -119,10 +120,10 @@ class CompiledOps(NumpyOps):
     def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
         kernels.scatter_add(memory_of(target), memory_of(_contiguous(indices)), memory_of(_contiguous(values)))
 
-    def assemble(self, target: Array, parts: list[tuple[Array, Array]], first: int = 0) -> None:
+    def assembler(self, parts: list[tuple[Array, Array]]) -> Callable[[Array, int], None]:
         of_parts = [(_contiguous(indices), _contiguous(values)) for indices, values in parts]
-        memories = [(memory_of(indices), memory_of(values)) for indices, values in of_parts]
-        kernels.assemble(memory_of(target), memories, first)
+        assemble = kernels.assembler([(memory_of(indices), memory_of(values)) for indices, values in of_parts])
+        return lambda target, first: assemble(memory_of(target), first)
 
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         message = np.empty((capacity, 2), np.int32)

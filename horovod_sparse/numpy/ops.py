@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -172,14 +173,18 @@ class NumpyOps:
             raise IndexError(f"indices must be in [0, {target.size}), got {indices.min()}..{indices.max()}")
         target[indices] += values.astype(target.dtype)
 
-    def assemble(self, target: Array, parts: list[tuple[Array, Array]], first: int = 0) -> None:
+    def assembler(self, parts: list[tuple[Array, Array]]) -> Callable[[Array, int], None]:
         for indices, _ in parts:
             if (indices[1:] <= indices[:-1]).any():
                 raise IndexError(f"indices must be ascending, got {indices.tolist()}")
-        target[:] = 0
-        for indices, values in parts:
-            inside = slice(*np.searchsorted(indices, (first, first + target.size)))
-            self.scatter_add(target, indices[inside] - first, values[inside])
+
+        def assemble(target: Array, first: int) -> None:
+            target[:] = 0
+            for indices, values in parts:
+                inside = slice(*np.searchsorted(indices, (first, first + target.size)))
+                self.scatter_add(target, indices[inside] - first, values[inside])
+
+        return assemble
 
 
 def ascend(indices: Array, size: int) -> bool:

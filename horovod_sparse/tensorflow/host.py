@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from horovod_sparse.bucket import Bucket
 from horovod_sparse.buckets import Layout, Slot
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.exchanges import ROUNDS, Entries, Exchange, Round, add_up, dense
+from horovod_sparse.exchanges import ROUNDS, Exchange, Reduced, Round, dense
 from horovod_sparse.lending import Lender
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.ops import Array
@@ -235,13 +235,13 @@ class HostPipeline(Pipeline):
             for array, slot, dtype in zip(flat, bucket.layout.slots, types, strict=True)
         ]
 
-    def _keep_reduced(self, bucket: Bucket) -> Callable[[Slot, list[Entries] | None], None]:
+    def _keep_reduced(self, bucket: Bucket) -> Callable[[Slot, Reduced], None]:
         kept = self._reduced[bucket.name] = []
 
-        def write(slot: Slot, parts: list[Entries] | None) -> None:
+        def write(slot: Slot, reduced: Reduced) -> None:
             # Half-precision sums are rounded once, at the end, and not after every rank.
             flat = self._lender.lend(slot.numel, bucket.layout.residual_dtype)
-            add_up(self.ops, parts, flat, slot.offset)
+            reduced.write(flat, slot.offset)
             kept.append(flat)
 
         return write

@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from horovod_sparse.exchanges import Entries, add_up
-from horovod_sparse.torch.ops import TorchOps
+from horovod_sparse.exchanges import Reduced
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -19,10 +18,8 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def write_entries(
-    ops: TorchOps, parameter: Tensor, parts: list[Entries] | None, first: int, *, as_sparse: bool
-) -> None:
-    """Make the sum of all ranks' entries the gradient, in its memory where that is possible; see `add_up`."""
+def write_reduced(parameter: Tensor, reduced: Reduced, first: int, *, as_sparse: bool) -> None:
+    """Make the sum of all ranks' entries the gradient, in its memory where that is possible; see `Reduced.write`."""
     gradient = parameter.grad
     in_place = (
         gradient is not None
@@ -33,12 +30,12 @@ def write_entries(
     )
     if in_place:
         assert gradient is not None
-        add_up(ops, parts, gradient.view(-1), first)
+        reduced.write(gradient.view(-1), first)
         return
     # Half-precision sums are rounded once, at the end, and not after every rank.
     wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     flat = torch.empty(parameter.numel(), dtype=wide, device=parameter.device)
-    add_up(ops, parts, flat, first)
+    reduced.write(flat, first)
     write_dense(parameter, flat.view(parameter.shape), as_sparse=as_sparse)
 
 

@@ -7,7 +7,7 @@ is as large as the tensor. They return Python numbers, which on a GPU is one hos
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -317,16 +317,18 @@ class TorchOps:
                 raise IndexError(f"indices must be in [0, {target.numel()}), got {low}..{high}")
         target.index_add_(0, indices, values.to(target.dtype))
 
-    def assemble(self, target: Tensor, parts: list[tuple[Tensor, Tensor]], first: int = 0) -> None:
-        if self._compiled(target) and all(self._compiled(values) for _, values in parts):
+    def assembler(self, parts: list[tuple[Tensor, Tensor]]) -> Callable[[Tensor, int], None]:
+        if self._kernels and all(self._compiled(values) for _, values in parts):
             of_parts = [(indices.contiguous(), values.contiguous()) for indices, values in parts]
-            memories = [(_memory(indices), _memory(values)) for indices, values in of_parts]
-            kernels.assemble(_memory(target), memories, first)
-            return
-        on_host = target.device.type == "cpu"
+            assemble = kernels.assembler([(_memory(indices), _memory(values)) for indices, values in of_parts])
+            return lambda target, first: assemble(_memory(target), first)
         for indices, _ in parts:
-            if on_host and bool((indices[1:] <= indices[:-1]).any()):
+            if indices.device.type == "cpu" and bool((indices[1:] <= indices[:-1]).any()):
                 raise IndexError(f"indices must be ascending, got {indices.tolist()}")
+        return lambda target, first: self._assemble(target, first, parts)
+
+    def _assemble(self, target: Tensor, first: int, parts: list[tuple[Tensor, Tensor]]) -> None:
+        on_host = target.device.type == "cpu"
         target.zero_()
         numel = target.numel()
         for indices, values in parts:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from horovod_sparse.bucket import Bucket
 from horovod_sparse.buckets import Slot
-from horovod_sparse.exchanges import Collective, Entries
+from horovod_sparse.exchanges import Collective, Reduced
 from horovod_sparse.pipeline import Pipeline, check_discardable
 from horovod_sparse.serving import compresses, stats_of
 from horovod_sparse.state import check_state, empty_state, holds_anything, rescale_state
@@ -30,7 +30,7 @@ from horovod_sparse.torch.agreement import agree, agree_on_states, check_momentu
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.exchange import Collectives, empty_sparse
-from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_entries
+from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import Handed, first_changed, hand_over, without_sample
 from horovod_sparse.torch.ops import TorchOps
 from horovod_sparse.torch.routes import Dense, Routes, wire_dtype
@@ -304,11 +304,11 @@ class Reducer:
             if parameter.requires_grad:
                 parameter.grad = reduced
 
-    def _write(self, slot: Slot, parts: list[Entries] | None) -> None:
+    def _write(self, slot: Slot, reduced: Reduced) -> None:
         parameter = self._routes.compressed[slot.name]
         if parameter.requires_grad:
             as_sparse = parameter in self._routes.sparse_as_dense
-            write_entries(self._ops, parameter, parts, slot.offset, as_sparse=as_sparse)
+            write_reduced(parameter, reduced, slot.offset, as_sparse=as_sparse)
 
     def _write_dense(self, together: Dense, reduced: Tensor) -> None:
         parts = torch.split(reduced.view(-1), [slot.numel for slot in together.layout.slots])
