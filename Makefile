@@ -2,7 +2,7 @@
 # PYTHON=python3.12 chooses the interpreter of a new .venv, TORCH=2.12.0 and TENSORFLOW=2.20.0 choose other releases than those of
 # constraints.txt, FRAMEWORKS=torch leaves TensorFlow out (docker/setup.sh).
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all sanitize package demo demo-tensorflow docs lint types check clean
+.PHONY: help setup test test-all sanitize package demo demo-tensorflow aarch64 docs lint types check clean
 export PYTHON FRAMEWORKS TORCH TENSORFLOW HOROVOD_GPU
 
 bin := .venv/bin
@@ -27,6 +27,9 @@ test-all: test ## the same, then all other tests: about half an hour on 2 cores
 
 sanitize: setup ## test the compiled kernels with the address and undefined behaviour sanitizers
 	$(bin)/python tests/sanitize.py
+
+aarch64: setup ## test the compiled kernels for AArch64 in an emulator; Debian, as root
+	$(bin)/python tests/aarch64.py
 
 package: setup ## build sdist and wheel, and try each extra alone in a new environment; some minutes
 	$(bin)/python tests/distributions.py

@@ -1,9 +1,10 @@
 """Measure what docs/selection.md shows, and write it there, into README.md and into docs/selection.png.
 
-    python benchmarks/selection_page.py [--repetitions 7] [--json FILE] [--from FILE]
+    python benchmarks/selection_page.py [--repetitions 7] [--variants avx512 avx2 baseline] [--json FILE] [--from FILE]
 
-Runs `benchmarks/selection.py` under each condition of the page, one after the other: leave the machine alone for ten minutes.
-`--json` keeps the figures; `--from` writes the pages from kept ones.
+Runs `benchmarks/selection.py` under each condition of the page, one after the other, with every variant of the kernels that
+this processor runs: leave the machine alone for half an hour. `--json` keeps the figures; `--from` writes the pages from
+kept ones.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from horovod_sparse import kernels
 
 HERE = Path(__file__).resolve().parent
 PAGE, README = HERE.parent / "docs" / "selection.md", HERE.parent / "README.md"
@@ -38,12 +41,15 @@ COLUMNS = (
 )
 
 
-def measure(repetitions: int) -> dict[str, Any]:
-    """Every column, and the steps in TensorFlow."""
-    columns = []
+def measure(variants: list[str], repetitions: int) -> dict[str, Any]:
+    """Every column with every variant, and the steps in TensorFlow with the first."""
+    columns: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
     for column in COLUMNS:
-        options = ["--sizes", str(column.size), "--ratios", str(column.ratio), "--threads", str(column.threads)]
-        columns.append(_run([*options, *(["--memory"] if column is COLUMNS[0] else [])], repetitions))
+        for variant in variants:
+            options = ["--sizes", str(column.size), "--ratios", str(column.ratio), "--threads", str(column.threads)]
+            first = column is COLUMNS[0] and variant == variants[0]
+            options += ["--kernels", variant, *(["--memory"] if first else [])]
+            columns[variant].append(_run(options, repetitions))
     rows = ["--rows", "SIDCo, exponential", "TopK", "RandomBlock"]
     tensorflow = _run(["--backend", "tensorflow", "--sizes", "25M", *rows], repetitions)
     return {"columns": columns, "tensorflow": tensorflow}
@@ -66,13 +72,13 @@ def _units(figures: dict[str, Any]) -> dict[str, float]:
 def machine(figures: dict[str, Any]) -> str:
     """One line."""
     versions = ", ".join(f"{name} {figures[name]}" for name in ("torch", "numpy"))
-    return f"{figures['processor']}, {figures['cores']} cores; {versions}."
+    sets = ", ".join(figures["instruction_sets"])
+    return f"{figures['processor']} ({sets}), {figures['cores']} cores; {versions}."
 
 
-def table(kept: dict[str, Any]) -> str:
+def table(columns: list[dict[str, Any]]) -> str:
     """A row per compressor, a column per condition."""
-    first, *others = kept["columns"]
-    by_column = [_units(figures) for figures in others]
+    first, *others = columns
     titles = ["25 M elements, ratio 0.001, 1 thread", "units", "quartiles", "at most", "GB/s", "memory"]
     lines = [_line([*titles, *(column.title for column in COLUMNS[1:])])]
     lines.append("|---|" + "---:|" * (len(titles) + len(others) - 1))
@@ -85,8 +91,14 @@ def table(kept: dict[str, Any]) -> str:
         memory = "" if result["memory"] is None else f"{100 * result['memory']:.1f} %"
         rate = f"{12e-9 * result['conditions']['size'] / seconds:.0f}"
         cells = [result["title"], f"{result['units']:.2f}{over}", quartiles, bar, rate, memory]
-        lines.append(_line([*cells, *(f"{units[result['title']]:.2f}" for units in by_column)]))
+        lines.append(_line([*cells, *(_cell(figures, result["title"]) for figures in others)]))
     return "\n".join(lines)
+
+
+def _cell(figures: dict[str, Any], title: str) -> str:
+    result = next(result for result in figures["results"] if result["title"] == title)
+    over = " (over)" if result["bar"] is not None and result["units"] > result["bar"] else ""
+    return f"{result['units']:.2f}{over}"
 
 
 def tensorflow_table(kept: dict[str, Any]) -> str:
@@ -100,10 +112,12 @@ def tensorflow_table(kept: dict[str, Any]) -> str:
 
 
 def headline(kept: dict[str, Any]) -> str:
-    """For the README: what a step costs, in one column."""
-    lines = [_line(["25 M float32, ratio 0.001, one thread", "units"]), "|---|---:|"]
-    lines += [_line([result["title"], f"{result['units']:.2f}"]) for result in kept["columns"][0]["results"]]
-    return "\n".join([*lines, "", machine(kept["columns"][0])])
+    """For the README: what a step costs, a column per variant."""
+    firsts = {variant: columns[0] for variant, columns in kept["columns"].items()}
+    lines = [_line(["25 M float32, ratio 0.001, one thread", *firsts]), "|---|" + "---:|" * len(firsts)]
+    titles = [result["title"] for result in next(iter(firsts.values()))["results"]]
+    lines += [_line([title, *(f"{_units(figures)[title]:.2f}" for figures in firsts.values())]) for title in titles]
+    return "\n".join([*lines, "", machine(next(iter(firsts.values())))])
 
 
 def replace_between(path: Path, text: str) -> None:
@@ -125,11 +139,17 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--json", type=Path, help="keep the figures here")
     parser.add_argument("--from", type=Path, dest="kept", help="figures that were kept")
+    parser.add_argument("--variants", nargs="+", choices=kernels.variants(), default=list(kernels.variants()))
     arguments = parser.parse_args()
-    kept = json.loads(arguments.kept.read_text()) if arguments.kept else measure(arguments.repetitions)
+    kept = (
+        json.loads(arguments.kept.read_text()) if arguments.kept else measure(arguments.variants, arguments.repetitions)
+    )
     if arguments.json:
         arguments.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    figures = [machine(kept["columns"][0]), table(kept), tensorflow_table(kept)]
+    figures = [machine(kept["tensorflow"])]
+    for variant, columns in kept["columns"].items():
+        figures += [f"### With the kernels for {variant}", table(columns)]
+    figures += ["### In TensorFlow", tensorflow_table(kept)]
     replace_between(PAGE, "\n\n".join(figures))
     replace_between(README, headline(kept))
 

@@ -73,16 +73,17 @@ class Task:
     _message: Array | None = None
     """What the device has taken, until it is known how much that is (exchange `launched`)."""
 
-    def take(self, indices: Array | None) -> Array:
-        """The values at `indices` (None: all), which are no longer in the residual, until the step succeeds or fails."""
-        if indices is None:
-            values = self.ops.copy(self.buffer)
-            self.buffer[:] = 0
-        else:
-            values = self.ops.take(self.buffer, indices)
+    def take(self, indices: Array) -> Array:
+        """The values at `indices`, which are no longer in the residual, until the step succeeds or fails."""
+        values = self.ops.take(self.buffer, indices)
         self._taken = Entries(indices, values)
         self.drop()
         return values
+
+    def take_all(self) -> Array:
+        """All values: the buffer itself, which becomes zero when the step succeeds."""
+        self._taken = Entries(None, self.buffer)
+        return self.buffer
 
     def take_message(self) -> Array:
         """The message that the device is making; what is in it is no longer in the residual, as with `take`."""
@@ -103,20 +104,21 @@ class Task:
 
     def succeed(self) -> None:
         """The step succeeded everywhere: what was taken is sent."""
-        taken = self._pop() if self.velocity is not None else None
-        if self.velocity is not None and taken is not None and taken.indices is not None:
-            self.velocity[taken.indices] = 0
+        everything = self._taken is not None and self._taken.indices is None
+        taken = self._pop() if self.velocity is not None or everything else None
+        if everything:
+            self.buffer[:] = 0
+        if self.velocity is not None and taken is not None:
+            self.velocity[slice(None) if taken.indices is None else taken.indices] = 0
         self._taken = self._message = None
 
     def fail(self) -> None:
         """The step came to nothing somewhere: what was taken returns to the residual."""
         taken = self._pop()
-        if self.residual and taken is not None:
-            indices, values = taken
-            if indices is None:
-                self.ops.accumulate(self.buffer, values)
-            else:
-                self.ops.scatter_add(self.buffer, indices, values)
+        if not self.residual:
+            self.buffer[:] = 0
+        elif taken is not None and taken.indices is not None:
+            self.ops.scatter_add(self.buffer, taken.indices, taken.values)
 
     def check_length(self, gathered: Array, message: Array) -> None:
         """Raise unless all messages are as long as this rank's: with a schedule their room depends on the step."""
@@ -164,24 +166,30 @@ class Task:
 
 
 class Reduced:
-    """What all ranks have sent of a bucket, or `None` if a rank's gradient was not finite, to be added up."""
+    """What all ranks have sent of a bucket, divided by `divisor`, to be added up.
 
-    def __init__(self, ops: Ops, parts: list[Entries] | None) -> None:
-        self.parts = parts
+    `parts` are entries of all ranks, or everything at once, as their sum; or None if a rank's gradient was not finite.
+    """
+
+    def __init__(self, ops: Ops, parts: list[Entries] | None, divisor: float) -> None:
         self._ops = ops
-        indexed = [(indices, values) for indices, values in parts or () if indices is not None]
-        self._assemble = ops.assembler(indexed) if parts is not None and len(indexed) == len(parts) else None
+        self._divisor = divisor
+        self._sum = parts[0].values if parts and parts[0].indices is None else None
+        self.parts = parts
+        if parts is not None and self._sum is None:
+            self.parts = [Entries(indices, values / divisor) for indices, values in parts]
+            self._assemble = ops.assembler([(part.indices, part.values) for part in self.parts])
 
     def write(self, target: Array, first: int) -> None:
         """The flat `target`, which begins at `first` in the bucket, becomes the sum, in the order of the ranks, or NaN."""
-        if self._assemble is not None:
-            self._assemble(target, first)
-        elif self.parts is None:
+        if self.parts is None:
             target[:] = math.nan
+        elif self._sum is None:
+            self._assemble(target, first)
         else:
-            target[:] = 0
-            for _, values in self.parts:
-                self._ops.accumulate(target, values[first : first + len(target)])
+            self._ops.assign(target, self._sum[first : first + len(target)])
+            if self._divisor != 1.0:
+                target /= self._divisor
 
 
 Exchange = Callable[[Task], Generator[Collective, Any, list[Entries] | None]]
@@ -224,20 +232,21 @@ def _gathered_pairs(task: Task, message: Array, gathered: Array) -> list[Entries
 def shared_indices(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
     """Entries that all ranks choose alike, by one allreduce of their values (`wire`, message 2)."""
     indices = task.select().indices
-    task.count = len(indices)
-    return (yield from _sum(task, indices, task.capacity))
+    return (yield from _sum(task, indices, task.take(indices), task.capacity))
 
 
 def dense(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
     """Everything, by one allreduce in the residual's own type (message 2 with all entries)."""
-    task.count = len(task.buffer)
-    return (yield from _sum(task, None, task.count))
+    return (yield from _sum(task, None, task.take_all(), len(task.buffer)))
 
 
-def _sum(task: Task, indices: Array | None, length: int) -> Generator[Collective, Any, list[Entries] | None]:
-    """Message 2 of entries that all ranks know."""
+def _sum(
+    task: Task, indices: Array | None, values: Array, length: int
+) -> Generator[Collective, Any, list[Entries] | None]:
+    """Message 2 of the values at indices that all ranks know."""
+    task.count = len(values)
     tail = wire.tail(task.finite, task.digest())
-    total = yield Collective("allreduce", task.ops.pack_values(task.take(indices), length, tail))
+    total = yield Collective("allreduce", task.ops.pack_values(values, length, tail))
     bad, *bits = task.ops.numbers(total[length:])
     task.check_bits(bits)
     return None if bad else [Entries(indices, total[: task.count])]

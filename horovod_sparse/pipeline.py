@@ -282,14 +282,16 @@ class Pipeline:
         k, selector = self._asked(bucket), self._selector(bucket)
         capacity = compressor.room(numel, k, self.world)
         correction = compressor.momentum_correction
-        exchange = exchanges.dense if state.step < compressor.dense_steps else compressor.exchange
+        in_dense_steps = state.step < compressor.dense_steps
+        exchange = exchanges.dense if in_dense_steps else compressor.exchange
+        masks = correction is not None and correction.masking and not in_dense_steps
         if selector is not None:
             exchange = exchanges.launched
         bucket.task = Task(
             ops=self.ops,
             bucket=bucket.name,
             buffer=bucket.buffer,
-            velocity=bucket.velocity if correction is not None and correction.masking else None,
+            velocity=bucket.velocity if masks else None,
             capacity=capacity,
             world=self.world,
             rank=self.rank,
@@ -366,8 +368,7 @@ class Pipeline:
         else:
             counted = (task.asked, task.count, task.overflow, state.threshold, state.stages, bucket.bytes_sent)
             bucket.counts = Counts(*counted)
-            parts = [Entries(indices, values / divisor) for indices, values in parts]
-        reduced = Reduced(self.ops, parts)
+        reduced = Reduced(self.ops, parts, divisor)
         for slot in bucket.layout.slots:
             write(slot, reduced)
 

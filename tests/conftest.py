@@ -40,23 +40,23 @@ QUICK_BACKENDS = ("numpy", "numpy-compiled", "torch")
 EVERY_BACKEND = ("test_wire",)
 
 
-ENDS = ("test_tensorflow_graph", "test_tensorflow_steps", "test_triton", "test_triton_pipeline")
-"""Of the tests of these modules, whose cases take long, `make test` runs the first and the last case."""
+SLOW = ("test_tensorflow_graph", "test_tensorflow_steps", "test_triton", "test_triton_pipeline")
+"""Of the tests of these modules, whose cases take long, `make test` runs the first case only."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    cases: dict[tuple[Path, str], list[pytest.Function]] = {}
+    seen: set[tuple[Path, str]] = set()
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         name = str(parameters.get("backend", QUICK_BACKENDS[0]))
         if name not in QUICK_BACKENDS and item.path.stem not in EVERY_BACKEND:
             item.add_marker(pytest.mark.full)
-        if item.path.stem in ENDS and item.get_closest_marker("full") is None:
-            cases.setdefault((item.path, item.originalname), []).append(item)
-    for same in cases.values():
-        for item in same[1:-1]:
-            item.add_marker(pytest.mark.full)
+        if item.path.stem in SLOW and item.get_closest_marker("full") is None:
+            test = item.path, item.originalname
+            if test in seen:
+                item.add_marker(pytest.mark.full)
+            seen.add(test)
 
 
 @pytest.fixture(autouse=True)

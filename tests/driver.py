@@ -63,7 +63,7 @@ def exchange(
             if reduced.parts is None:
                 result[slot.name] = None
                 return
-            result[slot.name] = [_share(backend, slot, *entries) for entries in reduced.parts]
+            result[slot.name] = [_share(backend, slot, *entries, divisor) for entries in reduced.parts]
             # What adapters do with it.
             target = backend.ops.copy(backend.array(np.full(slot.numel, np.nan, np.float32)))
             reduced.write(target, slot.offset)
@@ -91,11 +91,13 @@ class Sent(NamedTuple):
     values: np.ndarray
 
 
-def _share(backend: Backend, slot: Slot, indices: Any, values: Any) -> tuple[np.ndarray, np.ndarray]:
+def _share(backend: Backend, slot: Slot, indices: Any, values: Any, divisor: float) -> tuple[np.ndarray, np.ndarray]:
     """A parameter's entries of a bucket's, counted from its own first."""
-    at = np.arange(len(values)) if indices is None else backend.numpy(indices)
+    host = backend.numpy(values)
+    # A sum of everything is divided when it is written.
+    at, host = (np.arange(host.size), host / divisor) if indices is None else (backend.numpy(indices), host)
     inside = (at >= slot.offset) & (at < slot.offset + slot.numel)
-    return at[inside] - slot.offset, backend.numpy(values)[inside]
+    return at[inside] - slot.offset, host[inside]
 
 
 def send(backend: Backend, pipeline: Pipeline, gradient: np.ndarray) -> Sent:

@@ -14,16 +14,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "sanitize"
-# Never with the clones: their resolvers would run before the sanitizer's library is ready.
-VARIANTS = ("-DHOROVOD_SPARSE_PORTABLE", "-DHOROVOD_SPARSE_NO_CLONES")
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g"
 MODULE = "horovod_sparse.kernels._native"
 
 
-def build(variant: str) -> None:
+def build() -> None:
     # A build that fails leaves nothing behind, setuptools only warns of it.
     shutil.rmtree(BUILD, ignore_errors=True)
-    flags = dict.fromkeys(("CFLAGS", "CXXFLAGS", "LDFLAGS"), f"{variant} {FLAGS}")
+    flags = dict.fromkeys(("CFLAGS", "CXXFLAGS", "LDFLAGS"), FLAGS)
     command = [
         sys.executable,
         "setup.py",
@@ -41,7 +39,11 @@ def run(arguments: list[str]) -> int:
     """With the sanitizer's library in front of everything, as it must be."""
     compiler = os.environ.get("CXX", "g++")
     asked = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    environment = {"LD_PRELOAD": asked.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0", "HOROVOD_SPARSE_KERNELS": "1"}
+    environment = {
+        "LD_PRELOAD": asked.stdout.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "HOROVOD_SPARSE_KERNELS": "auto",
+    }
     command = [sys.executable, __file__, *arguments]
     return subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
 
@@ -57,14 +59,12 @@ def test(arguments: list[str]) -> int:
     sys.modules[MODULE] = util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[MODULE])
     # A report goes to standard error and ends the process: pytest must not keep it to itself.
-    return pytest.main([str(ROOT / "tests" / "test_kernels.py"), "-q", "-s", *arguments])
+    tests = [str(ROOT / "tests" / f"test_{name}.py") for name in ("kernels", "variants")]
+    return pytest.main([*tests, "-q", "-s", *arguments])
 
 
 if __name__ == "__main__":
     if "libasan" in os.environ.get("LD_PRELOAD", ""):
         sys.exit(test(sys.argv[1:]))
-    for variant in VARIANTS:
-        build(variant)
-        status = run(sys.argv[1:])
-        if status:
-            sys.exit(status)
+    build()
+    sys.exit(run(sys.argv[1:]))

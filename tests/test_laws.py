@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from table import COMPRESSORS, DEGENERATE, KINDS, ORACLE, SCALES_WITHOUT_SQUARES, Backend, Row, gradients
 
+from horovod_sparse import exchanges
 from horovod_sparse.bucket import Bucket
 from horovod_sparse.pipeline import Pipeline
 from horovod_sparse.schedules import warmup
@@ -42,7 +43,9 @@ def check_step(row: Row, pipeline: Pipeline, after: np.ndarray, sent: Sent) -> N
     """What holds after each step, whatever the input."""
     before, indices, values = sent
     compressor = pipeline.compressor
-    assert indices.dtype == np.int64 and values.dtype == np.float32
+    # Everything is sent in the residual's own type.
+    sent_type = before.dtype if compressor.exchange is exchanges.dense else np.dtype(np.float32)
+    assert (indices.dtype, values.dtype) == (np.int64, sent_type)
     assert (np.diff(indices) > 0).all(), "indices must be unique and ascending"
     assert indices.size <= compressor.room(before.size, compressor.asked(before.size), 1)
     restored = after.copy()
@@ -327,19 +330,25 @@ def test_reduced_gradient_is_the_sum_of_what_was_sent(backend: Backend, row: Row
             for name, shape in shapes.items():
                 gradient = gradients("laplace", int(np.prod(shape)), rng).reshape(shape) * (rank != 1 or step > 1)
                 pipeline.arrive(name, backend.array(gradient) if rank != 3 or name != "c" else None)
-        for buckets in zip(*(pipeline.buckets for pipeline in pipelines), strict=True):
-            before = sum(backend.numpy(bucket.buffer).astype(np.float64) for bucket in buckets)
-            results = exchange(backend, pipelines, buckets, divisor=float(world))
-            after = sum(backend.numpy(bucket.buffer).astype(np.float64) for bucket in buckets)
-            for slot in buckets[0].layout.slots:
-                reduced = [dense_sum(result[slot.name], slot.numel) for result in results]
-                assert len({one.tobytes() for one in reduced}) == 1, "replicas must not drift apart"
-                sent = (before - after)[slot.offset : slot.offset + slot.numel]
-                np.testing.assert_allclose(reduced[0], sent / world, rtol=1e-6, atol=1e-6)
-                if step < dense_steps:
-                    assert not after.any(), "everything is sent"
+        together = list(zip(*(pipeline.buckets for pipeline in pipelines), strict=True))
+
+        def kept(buckets: tuple[Bucket, ...]) -> np.ndarray:
+            total: np.ndarray = sum(backend.numpy(bucket.buffer).astype(np.float64) for bucket in buckets)
+            return total
+
+        before = [kept(buckets) for buckets in together]
+        reduced = [exchange(backend, pipelines, buckets, divisor=float(world)) for buckets in together]
         for pipeline in pipelines:
             pipeline.end_step()
+        for buckets, had, results in zip(together, before, reduced, strict=True):
+            after = kept(buckets)
+            for slot in buckets[0].layout.slots:
+                sums = [dense_sum(result[slot.name], slot.numel) for result in results]
+                assert len({one.tobytes() for one in sums}) == 1, "replicas must not drift apart"
+                sent = (had - after)[slot.offset : slot.offset + slot.numel]
+                np.testing.assert_allclose(sums[0], sent / world, rtol=1e-6, atol=1e-6)
+                if step < dense_steps:
+                    assert not after.any(), "everything is sent"
 
 
 @for_rows(lambda row: not row.workers_differ)

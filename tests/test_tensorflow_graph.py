@@ -43,7 +43,6 @@ from horovod_sparse.wire import NOT_FINITE, PADDING  # noqa: E402
 Make = Callable[..., Any]
 
 ROWS: dict[str, Make] = {
-    "noop": lambda ratio, **settings: NoOp(**settings),
     "topk": TopK,
     **{
         f"sidco-{distribution}-{adapt}-{stages}": functools.partial(
@@ -60,7 +59,7 @@ ROWS: dict[str, Make] = {
     "redsync-bisect": functools.partial(RedSync, method="bisect"),
     "threshold": lambda ratio, **settings: Threshold(-np.log(ratio), ratio=ratio, **settings),
 }
-QUICK = ("noop", "topk", "sidco-exponential-robust-3", "sidco-gpareto-robust-3", "sidco-gpareto-paper-1")
+QUICK = ("topk", "sidco-exponential-robust-3", "sidco-gpareto-robust-3", "sidco-gpareto-paper-1")
 QUICK += ("gaussiank", "redsync-bisect", "threshold")
 """Every operation of the graph is in one of them; to trace a graph takes long."""
 
@@ -505,6 +504,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "randomk": (lambda: RandomK(0.1, graph=True), "compression must not be 'RandomK'"),
     "randomblock": (lambda: RandomBlock(0.1, graph=True), "compression must not be 'RandomBlock'"),
     "dgc": (lambda: DGC(0.1, graph=True), "compression must not be 'DGC'"),
+    "noop": (lambda: NoOp(graph=True), "compression must not be 'NoOp'"),
     "auto": (lambda: SIDCo(0.1, graph=True), "stages must not be 'auto'.*use stages=3"),
     "gamma": (lambda: SIDCo(0.1, stages=3, distribution="gamma", graph=True), "distribution must not be 'gamma'"),
     "schedule": (lambda: TopK(warmup(0.1, end=0.01, steps=5), graph=True), "ratio must not be .*use a number"),

@@ -159,8 +159,8 @@ class Worker:
         task_k = self.pipeline.compressor.asked(self.size)
         capacity = self.pipeline.compressor.room(self.size, task_k, self.row.world)
         entries = self._entries[0]
-        assert entries.indices is not None
-        indices, values = self.backend.host(entries.indices), self.backend.host(entries.values)
+        values = self.backend.host(entries.values)
+        indices = np.arange(self.size) if entries.indices is None else self.backend.host(entries.indices)
         # What was sent is no longer in the residual, so the two make what was selected from.
         x = self.backend.host(self.bucket.buffer).copy()
         assert not x[indices].any(), "what was sent is still in the residual"

@@ -158,8 +158,9 @@ class NumpyOps:
         return message[:used, 0].astype(np.int64), np.ascontiguousarray(message[:used, 1]).view(np.float32)
 
     def pack_values(self, values: Array, length: int, tail: list[float]) -> Array:
-        padding = np.zeros(length - values.size)
-        return np.concatenate((values, padding, tail)).astype(values.dtype)
+        message = np.empty(length + len(tail), values.dtype)
+        message[: values.size], message[values.size : length], message[length:] = values, 0.0, tail
+        return message
 
     def pack_indices(self, indices: Array, header: list[int], capacity: int) -> Array:
         padding = np.full(capacity - indices.size, PADDING)

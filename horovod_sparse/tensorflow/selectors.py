@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from horovod_sparse import exchanges, fits, search
-from horovod_sparse.compressors import gaussiank, noop, redsync, sidco, threshold, topk
+from horovod_sparse.compressors import gaussiank, redsync, sidco, threshold, topk
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.ops import Moments
 from horovod_sparse.schedules import Schedule
@@ -74,7 +74,7 @@ def check(compressor: Compressor) -> None:
         raise ValueError(f"{name} must not be {value!r} with graph=True: {why}; {remedy}, or leave graph=False")
 
     if type(compressor).select not in _SELECTS:
-        names = "TopK, SIDCo, GaussianK, RedSync, Threshold, NoOp"
+        names = "TopK, SIDCo, GaussianK, RedSync, Threshold"
         refuse(
             "compression",
             type(compressor).__name__,
@@ -202,10 +202,6 @@ def search_threshold(x: Tensor, k: int, tolerance: float, *, not_zero: Tensor, s
 
 def _topk(compressor: topk.TopK, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
     return Chosen(select_largest(x, k), _number(k), _number(float("nan")))
-
-
-def _noop(compressor: noop.NoOp, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
-    return Chosen(tf.range(tf.size(x, tf.int64)), _number(k), _number(float("nan")))
 
 
 def _hard(compressor: threshold.Threshold, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
@@ -362,7 +358,6 @@ def _bisected(x: Tensor, k: int, mean: Tensor, largest: Tensor) -> Tensor:
 # By the function, so that a subclass with a selection of its own is none of them.
 _SELECTS: dict[Any, Select] = {
     topk.TopK.select: _topk,
-    noop.NoOp.select: _noop,
     threshold.Threshold.select: _hard,
     sidco.SIDCo.select: _sidco,
     gaussiank.GaussianK.select: _gaussiank,

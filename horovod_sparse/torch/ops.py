@@ -291,8 +291,9 @@ class TorchOps:
         return message[:used, 0].long(), message[:used, 1].contiguous().view(torch.float32)
 
     def pack_values(self, values: Tensor, length: int, tail: list[float]) -> Tensor:
-        message = values.new_zeros(length + len(tail))
+        message = values.new_empty(length + len(tail))
         message[: values.numel()] = values
+        message[values.numel() : length] = 0
         message[length:] = values.new_tensor(tail)
         return message
 

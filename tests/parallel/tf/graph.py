@@ -8,14 +8,13 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.tensorflow import GaussianK, NoOp, RedSync, SIDCo, Threshold, TopK
+from horovod_sparse.tensorflow import GaussianK, RedSync, SIDCo, Threshold, TopK
 
 from ..scenario import TF_2, TF_4, scenario
 from .common import MakeCompression, assert_identical, everyone, normals, raised
 from .tape import SETTINGS, assert_lockstep
 
 COMPRESSORS: dict[str, MakeCompression] = {
-    "NoOp": NoOp,
     "TopK": lambda **settings: TopK(0.01, **settings),
     "SIDCo-exponential": lambda **settings: SIDCo(0.01, stages=3, **settings),
     "SIDCo-gpareto-paper": lambda **settings: SIDCo(0.01, distribution="gpareto", stages=2, adapt="paper", **settings),
