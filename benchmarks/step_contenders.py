@@ -156,7 +156,7 @@ CONTENDERS: dict[str, Callable[[nn.Module, Any, str], Made]] = {
     "SIDCo 0.01": partial(sparse, hvd.SIDCo, {"ratio": 0.01}),
     "SIDCo 0.001": partial(sparse, hvd.SIDCo, {"ratio": 0.001}),
     "TopK 0.001": partial(sparse, hvd.TopK, {"ratio": 0.001}),
-    "DGC 0.001": partial(sparse, hvd.DGC, {"ratio": 0.001}),
+    "DGC 0.001": partial(sparse, hvd.DGC, {"ratio": 0.001, "momentum": 0.0}),
     "GaussianK 0.001": partial(sparse, hvd.GaussianK, {"ratio": 0.001}),
     "MiCRO 0.01": partial(sparse, hvd.MiCRO, {"ratio": 0.01}),
     "RandomBlock 0.01": partial(sparse, hvd.RandomBlock, {"ratio": 0.01}),

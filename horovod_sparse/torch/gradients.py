@@ -46,7 +46,7 @@ def write_dense_parts(parameters: Sequence[Tensor], reduced: Sequence[Tensor], a
         gradient = parameter.grad
         if not parameter.requires_grad:
             continue
-        part = flat.view(parameter.shape)
+        part = flat if parameter.dim() == 1 else flat.view(parameter.shape)
         if gradient is None or gradient.is_sparse or parameter in as_sparse:
             write_dense(parameter, part, as_sparse=parameter in as_sparse)
         elif gradient.data_ptr() != part.data_ptr():

@@ -86,13 +86,15 @@ def _difference(handed: Handed) -> Tensor:
 def _flat(gradient: Tensor) -> Tensor:
     """Its entries, of a sparse tensor the values, as they lie in memory if that needs no copy."""
     dense = gradient._values() if gradient.is_sparse else gradient
+    if dense.dim() == 1 and dense.is_contiguous():
+        return dense
     if not dense.is_contiguous() and _owns_its_memory(dense):
         return dense.as_strided((dense.numel(),), (1,), 0)
-    return dense if dense.dim() == 1 else dense.reshape(-1)
+    return dense.reshape(-1)
 
 
 def _on_host(flat: Tensor) -> bool:
-    return flat.device.type == "cpu"
+    return flat.is_cpu
 
 
 def _owns_its_memory(dense: Tensor) -> bool:

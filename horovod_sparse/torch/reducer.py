@@ -98,11 +98,18 @@ class Reducer:
 
     # --- gradients in: called from hooks, never waits ---
 
-    @torch.no_grad()
     def submit(self, parameter: Tensor) -> None:
         """Note a gradient that is ready, and take it at once unless the step is held back."""
         if not self.active:
             return
+        if torch.is_grad_enabled():
+            # Backward that makes a graph of its own. Otherwise the context would take longer than a small gradient.
+            with torch.no_grad():
+                self._submit(parameter)
+        else:
+            self._submit(parameter)
+
+    def _submit(self, parameter: Tensor) -> None:
         try:
             self._step.handed[parameter] = hand_over(parameter.grad)
             if not self._holds_back and parameter in self._routes.names:
@@ -139,16 +146,11 @@ class Reducer:
 
     def _take(self, parameter: Tensor) -> None:
         """Give a gradient to the pipeline, or start its reduction; of what is exchanged together with the last one."""
-        step, pipeline, name = self._step, self.pipeline, self._routes.names[parameter]
+        step, pipeline, routes = self._step, self.pipeline, self._routes
         assert pipeline is not None
         step.taken.add(parameter)
-        if parameter in self._routes.sparse:
-            trained = parameter.grad is not None and parameter.requires_grad
-            gradient = parameter.grad if trained else empty_sparse(parameter.shape, parameter)
-            assert gradient is not None
-            step.sparse[parameter] = self._collectives.start("sparse", gradient, self._name(name))
-        elif parameter in self._routes.dense:
-            together = self._routes.dense[parameter]
+        together = routes.dense.get(parameter)
+        if together is not None:
             step.arrived[together.name] += 1
             if step.arrived[together.name] == len(together.parameters):
                 message = self._dense_message(together, pipeline)
@@ -156,8 +158,13 @@ class Reducer:
                     step.handed[parameter] = without_sample(step.handed[parameter])
                 wait = self._collectives.start("dense", message, self._name(together.name))
                 step.dense.append((together, message, wait))
+        elif parameter in routes.sparse:
+            trained = parameter.grad is not None and parameter.requires_grad
+            gradient = parameter.grad if trained else empty_sparse(parameter.shape, parameter)
+            assert gradient is not None
+            step.sparse[parameter] = self._collectives.start("sparse", gradient, self._name(routes.names[parameter]))
         else:
-            bucket = pipeline.arrive(name, gradient_of(parameter), self._learning_rate(parameter))
+            bucket = pipeline.arrive(routes.names[parameter], gradient_of(parameter), self._learning_rate(parameter))
             if bucket is not None:
                 step.exchanges[bucket.name] = self._start(bucket, pipeline.begin(bucket))
 
@@ -188,7 +195,7 @@ class Reducer:
         wire = wire_dtype(gradients[0])
         if together.layout.numel >= self.compressor.min_numel and len(gradients) == 1:
             return gradients[0].to(wire).contiguous()
-        return torch.cat([gradient.reshape(-1) for gradient in gradients]).to(wire)
+        return torch.cat([gradient if gradient.dim() == 1 else gradient.reshape(-1) for gradient in gradients]).to(wire)
 
     # --- reduced gradients out ---
 
