@@ -17,7 +17,7 @@ setup: ## install everything into .venv; about a second when that is done alread
 in_process = $(bin)/python -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 launches = $(bin)/python -m pytest tests
 
-test: setup lint types ## lint, types, then the quick tests: about 7 minutes on 2 cores
+test: setup lint types ## lint, types, then the quick tests: about 6 minutes on 2 cores
 	$(in_process) -m "not full and not parallel"
 	$(launches) -m "not full and parallel"
 
