@@ -45,10 +45,13 @@ class Scenario:
 Cases = Mapping[str, tuple[Any, ...]]
 
 
-def scenario(*launches: Launch, cases: Cases | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def scenario(
+    *launches: Launch, cases: Cases | None = None, quick: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Mark a function as a scenario; `cases` are the arguments it is run with, by the name of the case.
 
-    The first launch is that of `make test`: it has four ranks where two do not show what is tested.
+    The first launch is that of `make test`, unless it takes too long (`quick`): it has four ranks where two do not show what
+    is tested.
     """
 
     def mark(function: Callable[..., None]) -> Callable[..., None]:
@@ -57,6 +60,7 @@ def scenario(*launches: Launch, cases: Cases | None = None) -> Callable[[Callabl
         marked: Any = function
         first, last = next(iter(made)), next(reversed(made))
         ends = (first,) if launches[0].framework == "tensorflow" else (first, last)
+        ends = ends if quick else ()
         marked.scenarios = [Scenario(case, function, made[case], launches, case in ends) for case in made]
         return function
 

@@ -463,7 +463,7 @@ def residuals_know_the_learning_rate_of_the_step() -> None:
         np.testing.assert_allclose(list(compression.state_dict()["learning_rates"].values()), rate, rtol=1e-6)
 
 
-@scenario(TF_2)
+@scenario(TF_2, quick=False)
 def saved_models_know_nothing_of_horovod() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for cls in (keras.optimizers.SGD, OwnSGD):
