@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import shlex
 import statistics
 import sys
@@ -32,6 +31,7 @@ from estimation_report import CLOSED, RAW, Result
 from torch import Tensor
 from tqdm import tqdm
 
+from horovod_sparse import machine
 from horovod_sparse.buckets import Parameter, Slot, plan
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.dgc import DGC
@@ -211,16 +211,6 @@ def measure_all(args: argparse.Namespace) -> list[Result]:
     return [result(kind, same) for kind, seeds in trials.items() for same in zip(*seeds, strict=True)]
 
 
-def processor() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -262,7 +252,7 @@ def main() -> None:
     results = measure_all(args)
     conditions = {
         "command": shlex.join(["python", "benchmarks/estimation.py", *sys.argv[1:]]),
-        "processor": processor(),
+        "processor": machine.describe(),
         "torch": torch.__version__,
         "processor_seconds": time.process_time() - started,
     }

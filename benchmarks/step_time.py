@@ -14,7 +14,6 @@ every round.
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import statistics
 import sys
@@ -30,6 +29,7 @@ from torch import nn
 from tqdm import tqdm
 
 import horovod_sparse.torch as hvd
+from horovod_sparse import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import common
@@ -168,7 +168,7 @@ def main() -> None:
         print(
             f"{task.title}: {numel:,} parameters, {hvd.size()} workers on {hvd.size() // hvd.local_size()} hosts; "
             f"{args.rounds} rounds; a unit is {unit:.2f} ms\n"
-            f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads per worker, "
+            f"{machine.describe()}, {torch.get_num_threads()} threads per worker, "
             f"Python {platform.python_version()}, PyTorch {torch.__version__}\n"
         )
         print(table(contenders, numel, unit), flush=True)

@@ -84,9 +84,6 @@ class Notes(Protocol):
     def above(self) -> Above | None:
         """As `sums`; None also if there was no room."""
 
-    def forget(self) -> None:
-        """The buffer was changed by others: nothing is known of it any more."""
-
 
 class Selection(NamedTuple):
     """What a compressor chose from a bucket."""

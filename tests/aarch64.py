@@ -29,9 +29,9 @@ WHEELS = ("numpy", "scipy", "cffi", "pytest", "pytest-xdist", "hypothesis")
 TESTS = ("tests/test_kernels.py", "tests/test_variants.py")
 
 
-def run(command: Sequence[object], **options: object) -> None:
+def run(command: Sequence[object], folder: Path = ROOT) -> None:
     """Raises CalledProcessError unless the command succeeds."""
-    subprocess.run([str(word) for word in command], check=True, **options)  # type: ignore[call-overload]
+    subprocess.run([str(word) for word in command], check=True, cwd=folder)
 
 
 def install_tools() -> None:
@@ -59,7 +59,7 @@ def unpack_python(system: Path) -> None:
     }
     apt = ["apt-get", "-qq", *(part for name, value in settings.items() for part in ("-o", f"{name}={value}"))]
     run([*apt, "update"])
-    run([*apt, "download", *FOREIGN], cwd=packages)
+    run([*apt, "download", *FOREIGN], packages)
     for package in sorted(packages.glob("*.deb")):
         run(["dpkg-deb", "--extract", package, system])
 
@@ -94,8 +94,7 @@ def compile_kernels(package: Path) -> None:
     kernels = package / "kernels"
     source = BUILD / "_native.cpp"
     build.ffibuilder.emit_c_code(str(source))
-    arguments = build.ffibuilder._assigned_source[3]
-    flags = [*arguments["extra_compile_args"], *arguments["extra_link_args"], "-DPy_LIMITED_API=0x030a0000"]
+    flags = [*build.COMPILE, *build.LINK, "-DPy_LIMITED_API=0x030a0000"]
     places = ["-I", kernels, "-I", sysconfig.get_path("include")]
     sources = [source, kernels / "kernels.cpp"]
     run([COMPILER, "-shared", "-fPIC", *flags, *places, *sources, "-o", kernels / "_native.abi3.so"])

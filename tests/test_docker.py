@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import horovod_sparse
+from horovod_sparse import kernels
 
 yaml = pytest.importorskip("yaml")
 
@@ -308,3 +309,4 @@ def test_ci_ends_with_the_first_failure(tmp_path: Path) -> None:
 def test_make_setup_has_installed_what_tests_skip_without() -> None:
     for name in ("triton", "xdist", "mpi4py", "matplotlib", "sklearn"):
         assert find_spec(name) is not None, f"{name} is missing: run 'make clean setup'"
+    assert kernels.compiled(), "the kernels are missing: see .venv/setup.log"

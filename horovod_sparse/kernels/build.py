@@ -15,6 +15,11 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
 
+# No contraction: the same bits on every processor. Vectors are passed inside one file only, hence no warning on that.
+COMPILE = ["-std=c++17", "-O3", "-ffp-contract=off", "-Wno-psabi"]
+LINK = ["-pthread"]
+
+
 def declarations() -> str:
     """What kernels.h declares, as cffi reads it."""
     header = (HERE / "kernels.h").read_text(encoding="utf-8")
@@ -31,9 +36,8 @@ ffibuilder.set_source(
     depends=[os.path.relpath(HERE / name, ROOT) for name in ("kernels.h", "variants.h", "loops.h")],
     include_dirs=[os.path.relpath(HERE, ROOT)],
     source_extension=".cpp",
-    # No contraction: the same bits on every processor. Vectors are passed inside one file only, hence no warning on that.
-    extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-Wno-psabi"],
-    extra_link_args=["-pthread"],
+    extra_compile_args=COMPILE,
+    extra_link_args=LINK,
     optional=True,
 )
 

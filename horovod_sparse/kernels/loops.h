@@ -363,7 +363,8 @@ int64_t find(const T* x, int64_t count, uint32_t groups, typename Type<T>::Bit b
         }
         for (int at = 0; at < kGroup; at += kLanes<T>) {
             const auto vector = load<Vector<T>>(group + at);
-            if (WIDTH < 32 && !any_above(magnitude_bits<T>(vector), limit)) continue;
+            const bool lane_by_lane = WIDTH < 32 || sizeof(T) > sizeof(float);
+            if (lane_by_lane && !any_above(magnitude_bits<T>(vector), limit)) continue;
             number += write_above(vector, limit, first + begin + at, positions + number, values + number);
         }
     }

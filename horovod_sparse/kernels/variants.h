@@ -152,7 +152,7 @@ constexpr SetLanes kSetLanes;
 #define END_ALLOW PRAGMA(GCC pop_options)
 #endif
 
-ALLOW("avx2,fma,f16c,bmi,bmi2,popcnt")
+ALLOW("avx2,fma,bmi,bmi2,popcnt")
 #define WIDTH 32
 namespace avx2 {
 #include "loops.h"
@@ -160,13 +160,20 @@ namespace avx2 {
 #undef WIDTH
 END_ALLOW
 
-ALLOW("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2,popcnt")
+ALLOW("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx2,fma,bmi,bmi2,popcnt")
 #define WIDTH 64
 namespace avx512 {
 #include "loops.h"
 }
 #undef WIDTH
 END_ALLOW
+#endif
+
+#ifdef HAS_X86_VARIANTS
+bool runs_avx2() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+           __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+}
 #endif
 
 struct Named {
@@ -181,15 +188,11 @@ const Named kVariants[] = {
 #ifdef HAS_X86_VARIANTS
     {"avx512", &avx512::variant,
      [] {
-         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("bmi2");
+                __builtin_cpu_supports("avx512vl");
      }},
-    {"avx2", &avx2::variant,
-     [] {
-         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
-                __builtin_cpu_supports("popcnt");
-     }},
+    {"avx2", &avx2::variant, runs_avx2},
 #endif
 #ifdef __aarch64__
     {"neon", &baseline::variant, [] { return true; }},
