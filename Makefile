@@ -34,7 +34,8 @@ aarch64: setup ## test the compiled kernels for AArch64 in an emulator; Debian, 
 package: setup ## build sdist and wheel, and try each extra alone in a new environment; some minutes
 	$(bin)/python tests/distributions.py
 
-demo: setup ## train a small model on several processes, dense and sparse
+demo: ## train a small model on several processes, dense and sparse; sets up PyTorch alone if nothing is set up yet
+	@docker/setup.sh demo
 	$(bin)/python examples/demo.py
 
 demo-tensorflow: setup ## the same with TensorFlow

@@ -43,6 +43,7 @@ apply_changes() {
     local cmake=$1/CMakeLists.txt torch_cmake=$1/horovod/torch/CMakeLists.txt tf_cmake=$1/horovod/tensorflow/CMakeLists.txt
     change "$cmake" 'set(CMAKE_CXX_STANDARD 14)' 'set(CMAKE_CXX_STANDARD 17)' \
         'the common sources include framework headers that need C++17'
+    change "$1/setup.py" "'RelWithDebInfo'" "'Release'" 'debug information takes time to compile, and nobody reads it'
     change "$1/horovod/runner/js_run.py" 'from distutils.spawn import find_executable' \
         'from shutil import which as find_executable' 'Python 3.12 has no distutils, and horovodrun imports this file'
     change "$1/third_party/flatbuffers/include/flatbuffers/stl_emulation.h" 'const size_type count_;' 'size_type count_;' \

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Make .venv, the virtual environment with everything that this repository needs. Does nothing when that is done already.
 #
-#   docker/setup.sh [frameworks | horovod]
+#   docker/setup.sh [demo | frameworks | horovod]
 #
+#   demo          what `make demo` needs is enough: a new environment gets PyTorch alone, and the next full set-up adds the rest
 #   frameworks    stop when PyTorch and TensorFlow are there, horovod: when Horovod is too; stages of cpu.Dockerfile
 #   PYTHON        interpreter for a new .venv (default: the first of python3.11, 3.12, 3.10, python3 that is 3.10 to 3.12)
 #   FRAMEWORKS    "torch tensorflow" or "torch" (default: as last time, at first "torch tensorflow")
@@ -17,6 +18,7 @@ venv=.venv
 stamp=$venv/.setup
 log=$venv/setup.log
 pins=$venv/constraints.txt
+demo_only="torch, for the demo"
 inputs=(setup.py docker/{common,system_packages,build_horovod,setup}.sh horovod_sparse/kernels/*.{py,cpp,h})
 
 find_python() {
@@ -50,7 +52,8 @@ export PIP_CONSTRAINT=$pins PIP_DISABLE_PIP_VERSION_CHECK=1
 pip=("$venv/bin/python" -m pip install)
 
 install_frameworks() {
-    local wanted=${frameworks/tensorflow/tensorflow-cpu}
+    local wanted=${frameworks%%,*}
+    wanted=${wanted/tensorflow/tensorflow-cpu}
     choose_pins >"$pins"
     : >"$log"
     step "$log" "installing $wanted" "${pip[@]}" setuptools wheel $wanted
@@ -58,18 +61,22 @@ install_frameworks() {
     [[ $frameworks != *tensorflow* ]] || step "$log" "installing tf-keras" "${pip[@]}" --no-deps tf-keras
     # For tests, which interpret its kernels; the version that torch asks for where it is built for a GPU. Apart: where it is found,
     # torch imports it by and by, and a process that has imported TensorFlow before that crashes.
-    step "$log" "installing triton" "${pip[@]}" --no-deps --upgrade --target "$venv/triton" triton
+    [ "$frameworks" = "$demo_only" ] ||
+        step "$log" "installing triton" "${pip[@]}" --no-deps --upgrade --target "$venv/triton" triton
 }
 
 install_package() {
-    step "$log" "installing horovod_sparse, editable" "${pip[@]}" --no-build-isolation -e ".[torch,mpi,test,bench,docs]"
+    local extras=torch,mpi,bench
+    [ "$frameworks" = "$demo_only" ] || extras+=,test,docs
+    step "$log" "installing horovod_sparse, editable" "${pip[@]}" --no-build-isolation -e ".[$extras]"
 }
 
-# Sets `frameworks` and HOROVOD_GPU, as they are asked for or as they were.
+# read_settings UNTIL: set `frameworks` and HOROVOD_GPU, as they are asked for or as they were.
 read_settings() {
     local old=()
     [ ! -f "$stamp" ] || mapfile -t old <"$stamp"
-    frameworks=${FRAMEWORKS:-${old[2]:-torch tensorflow}}
+    frameworks=${FRAMEWORKS:-${old[2]:-$demo_only}}
+    [ "$1" = demo ] || [ "$frameworks" != "$demo_only" ] || frameworks="torch tensorflow"
     export HOROVOD_GPU=${HOROVOD_GPU:-${old[1]:-0}}
 }
 
@@ -81,11 +88,11 @@ describe_settings() {
 
 check_settings() {
     case $1 in
-        "" | frameworks | horovod) ;;
-        *) die "the only argument must be 'frameworks' or 'horovod', got '$1'" ;;
+        "" | demo | frameworks | horovod) ;;
+        *) die "the only argument must be 'demo', 'frameworks' or 'horovod', got '$1'" ;;
     esac
     case $frameworks in
-        "torch tensorflow" | torch) ;;
+        "torch tensorflow" | torch | "$demo_only") ;;
         *) die "FRAMEWORKS must be 'torch tensorflow' or 'torch', got '$frameworks'" ;;
     esac
     case $HOROVOD_GPU in
@@ -100,7 +107,7 @@ check_settings() {
 
 main() {
     local until=${1:-}
-    read_settings
+    read_settings "$until"
     check_settings "$until"
     if [ -f "$stamp" ] && [ -x $venv/bin/python ] && [ "$(cat "$stamp")" = "$(describe_settings)" ]; then return; fi
     rm -f "$stamp"
