@@ -176,7 +176,7 @@ build() {
     trap 'stop_running; rm -rf "$work" "$folder/.partial.$$"' EXIT
     : >"$log"
     say "building Horovod $version for $tag, ${torch:-no torch}, ${tensorflow:-no TensorFlow}, MPI: ${mpi:-no}, Gloo: yes, GPU: $gpu"
-    say "this takes 4 to 10 minutes on 2 cores, once; the log is $log"
+    say "this takes 2 to 5 minutes on 2 idle cores, once; the log is $log"
 
     # setuptools < 81, because Horovod's setup.py uses setup_requires.
     step "$log" "installing the build tools" "$python" -m pip install \

@@ -120,7 +120,7 @@ main() {
     [ "$until" != horovod ] || return 0
     install_package
     describe_settings >"$stamp"
-    say "done; $venv/bin/horovod-sparse check says what this machine can do"
+    say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s; $venv/bin/horovod-sparse check says what this machine can do"
 }
 
 # One line with its exit, because bash reads on in a file that was replaced while it ran.

@@ -163,6 +163,26 @@ def test_another_release_of_a_framework_leaves_the_other_pins() -> None:
     assert {name for name in torch if torch[name] != pins[name]} == {"torch"}
 
 
+@pytest.mark.parametrize(
+    ("before", "until", "frameworks"),
+    [
+        ("", "demo", "torch, for the demo"),
+        ("", "''", "torch tensorflow"),
+        ("torch, for the demo", "demo", "torch, for the demo"),
+        ("torch, for the demo", "''", "torch tensorflow"),
+        ("torch tensorflow", "demo", "torch tensorflow"),
+        ("torch", "demo", "torch"),
+        ("torch", "''", "torch"),
+    ],
+)
+def test_the_demo_sets_up_no_more_than_it_needs(tmp_path: Path, before: str, until: str, frameworks: str) -> None:
+    stamp = tmp_path / "stamp"
+    if before:
+        stamp.write_text(f"hash\n0\n{before}\n")
+    done = run(f"source docker/setup.sh; stamp='{stamp}'; read_settings {until}; echo $frameworks", FRAMEWORKS="")
+    assert done.stdout == f"{frameworks}\n", done.stderr
+
+
 def test_setup_refuses_a_step_that_it_does_not_know() -> None:
     done = run("docker/setup.sh everything")
     assert done.returncode == 1
