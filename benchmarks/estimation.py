@@ -109,8 +109,7 @@ def exchange(pipelines: Sequence[Pipeline]) -> list[Tensor]:
 
     def writer(worker: int) -> Callable[[Slot, Reduced], None]:
         def write(slot: Slot, reduced: Reduced) -> None:
-            parts = reduced.parts
-            assert parts is not None
+            parts = reduced.parts()
             # As many parts as workers: each sent its own entries. One part: all sent the same ones.
             part = parts[worker] if len(parts) == len(pipelines) else parts[0]
             assert part.indices is not None

@@ -9,7 +9,7 @@ from typing import Any
 
 from horovod_sparse.buckets import Layout
 from horovod_sparse.compressors.base import BucketState, Compressor
-from horovod_sparse.exchanges import Collective, Entries, Task
+from horovod_sparse.exchanges import Collective, Sent, Task
 from horovod_sparse.ops import Array, Notes, Ops
 from horovod_sparse.selector import Selector
 from horovod_sparse.statistics import Counts, Tally
@@ -49,7 +49,7 @@ class Bucket:
     """Selects on the device; without one the array verbs do."""
     task: Task | None = None
     """The exchange of this step, and below it the generator that carries it out and the bytes that it has sent."""
-    exchange: Generator[Collective, Any, list[Entries] | None] | None = None
+    exchange: Generator[Collective, Any, Sent] | None = None
     bytes_sent: float = 0.0
     rounds: int = 0
     """Collectives begun in this step."""

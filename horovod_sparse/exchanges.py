@@ -36,6 +36,18 @@ class Entries(NamedTuple):
     values: Array
 
 
+class Messages(NamedTuple):
+    """The messages of pairs of all ranks, in rank order."""
+
+    gathered: Array
+    used: list[int]
+    """Rows of each that are in use."""
+
+
+Sent = Entries | Messages | None
+"""What all ranks have sent: the sum of their entries, or each rank's own; None if a rank's gradient was not finite."""
+
+
 @dataclass
 class Task:
     """One bucket's step, as an exchange sees it."""
@@ -95,7 +107,10 @@ class Task:
         """What was taken, once."""
         taken, message = self._taken, self._message
         self._taken = self._message = None
-        return taken if message is None else self.entries_of(message, self.rank)
+        if message is not None:
+            rows = self.rows_of(message, 1)
+            taken = None if rows is None else Entries(*self.ops.unpack(message, rows[0]))
+        return taken
 
     def drop(self) -> None:
         """Without a residual nothing is kept, not even of a step that comes to nothing."""
@@ -125,27 +140,29 @@ class Task:
         if len(gathered) != self.world * len(message):
             raise self._disagreement()
 
-    def entries_of(self, message: Array, sender: int) -> Entries | None:
-        """What is in a worker's message of pairs; None if its gradient was not finite."""
-        indices = message[:, 0]
-        used = self.ops.rows_in_use(indices, len(self.buffer))
-        if used == wire.NOT_FINITE:
-            return None
-        return Entries(*self.ops.unpack(message, self._checked(used, indices, sender)))
+    def rows_of(self, messages: Array, world: int) -> list[int] | None:
+        """How many rows of each message of pairs are in use; None if a worker's gradient was not finite."""
+        indices = messages[:, 0]
+        used = self.ops.rows_in_use(indices, world, len(self.buffer))
+        rows: list[int] = []
+        for sender, number in enumerate(used):
+            if number is None:
+                raise self._damage(self.ops.split(indices, world)[sender], sender)
+            rows.append(number)
+        return None if wire.NOT_FINITE in rows else rows
 
     def check_indices(self, indices: Array, sender: int) -> None:
         """Raise unless the indices that a worker has sent are as `wire` wants them."""
-        self._checked(self.ops.rows_in_use(indices, len(self.buffer)), indices, sender)
-
-    def _checked(self, used: int | None, indices: Array, sender: int) -> int:
+        (used,) = self.ops.rows_in_use(indices, 1, len(self.buffer))
         if used is None or used == wire.NOT_FINITE:
-            numel = len(self.buffer)
-            what = wire.flaw([int(index) for index in self.ops.numbers(indices)], numel)
-            raise RuntimeError(
-                f"rank {self.rank}: the message of worker {sender} for bucket {self.bucket!r} is damaged: {what}. The "
-                "ranks run different models or different versions of horovod_sparse"
-            )
-        return used
+            raise self._damage(indices, sender)
+
+    def _damage(self, indices: Array, sender: int) -> RuntimeError:
+        what = wire.flaw([int(index) for index in self.ops.numbers(indices)], len(self.buffer))
+        return RuntimeError(
+            f"rank {self.rank}: the message of worker {sender} for bucket {self.bucket!r} is damaged: {what}. The "
+            "ranks run different models or different versions of horovod_sparse"
+        )
 
     def check_bits(self, bits: list[float]) -> None:
         """Raise on every rank unless all sent the same digest bits; `bits` are their sums."""
@@ -168,35 +185,58 @@ class Task:
 class Reduced:
     """What all ranks have sent of a bucket, divided by `divisor`, to be added up.
 
-    `parts` are entries of all ranks, or everything at once, as their sum; or None if a rank's gradient was not finite.
+    Args:
+        ops: the framework's verbs.
+        sent: what the exchange has returned.
+        divisor: of the sum.
     """
 
-    def __init__(self, ops: Ops, parts: list[Entries] | None, divisor: float) -> None:
+    def __init__(self, ops: Ops, sent: Sent, divisor: float) -> None:
         self._ops = ops
         self._divisor = divisor
-        self._sum = parts[0].values if parts and parts[0].indices is None else None
-        self.parts = parts
-        if parts is not None and self._sum is None:
-            self.parts = [Entries(indices, values / divisor) for indices, values in parts]
-            self._assemble = ops.assembler([(part.indices, part.values) for part in self.parts])
+        self._sum: Array | None = None
+        self._messages: Messages | None = None
+        if isinstance(sent, Entries) and sent.indices is None:
+            self._sum = sent.values
+        elif isinstance(sent, Entries):
+            count = len(sent.values)
+            # A message of one row at least, as all others have.
+            self._messages = Messages(ops.pack(*sent, max(count, 1)), [count])
+        else:
+            self._messages = sent
+        if self._messages is not None:
+            self._assemble = ops.assembler(*self._messages, divisor)
+
+    @property
+    def finite(self) -> bool:
+        """Whether all ranks' gradients were."""
+        return self._sum is not None or self._messages is not None
+
+    def parts(self) -> list[Entries]:
+        """What is added up, part by part, not divided; made for the asking."""
+        if self._messages is None:
+            return [] if self._sum is None else [Entries(None, self._sum)]
+        split = self._ops.split(self._messages.gathered, len(self._messages.used))
+        pairs = zip(split, self._messages.used, strict=True)
+        return [Entries(*self._ops.unpack(message, rows)) for message, rows in pairs]
 
     def write(self, target: Array, first: int) -> None:
         """The flat `target`, which begins at `first` in the bucket, becomes the sum, in the order of the ranks, or NaN."""
-        if self.parts is None:
-            target[:] = math.nan
-        elif self._sum is None:
+        if self._messages is not None:
             self._assemble(target, first)
+        elif self._sum is None:
+            target[:] = math.nan
         else:
             self._ops.assign(target, self._sum[first : first + len(target)])
             if self._divisor != 1.0:
                 target /= self._divisor
 
 
-Exchange = Callable[[Task], Generator[Collective, Any, list[Entries] | None]]
-"""Returns the entries to be added up, in this order, or None if a rank's gradient was not finite."""
+Exchange = Callable[[Task], Generator[Collective, Any, Sent]]
+"""Returns what all ranks have sent, or None if a rank's gradient was not finite."""
 
 
-def pairs(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
+def pairs(task: Task) -> Generator[Collective, Any, Sent]:
     """Every rank's own entries, by one allgather of (index, value) pairs (`wire`, message 1)."""
     ops = task.ops
     if task.finite:
@@ -211,7 +251,7 @@ def pairs(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
     return _gathered_pairs(task, message, gathered)
 
 
-def launched(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
+def launched(task: Task) -> Generator[Collective, Any, Sent]:
     """As `pairs`, with a message that the device makes while the host goes on."""
     message = task.take_message()
     gathered = yield Collective("allgather", message)
@@ -219,40 +259,35 @@ def launched(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
     return _gathered_pairs(task, message, gathered)
 
 
-def _gathered_pairs(task: Task, message: Array, gathered: Array) -> list[Entries] | None:
+def _gathered_pairs(task: Task, message: Array, gathered: Array) -> Sent:
     """What all ranks have sent, of which this one sent `message`; None if one of them sent that it is not finite."""
-    ops = task.ops
     task.check_length(gathered, message)
-    messages = ops.split(gathered, task.world)
-    parts = [task.entries_of(message, sender) for sender, message in enumerate(messages)]
-    finite = [part for part in parts if part is not None]
-    return finite if len(finite) == len(parts) else None
+    used = task.rows_of(gathered, task.world)
+    return None if used is None else Messages(gathered, used)
 
 
-def shared_indices(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
+def shared_indices(task: Task) -> Generator[Collective, Any, Sent]:
     """Entries that all ranks choose alike, by one allreduce of their values (`wire`, message 2)."""
     indices = task.select().indices
     return (yield from _sum(task, indices, task.take(indices), task.capacity))
 
 
-def dense(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
+def dense(task: Task) -> Generator[Collective, Any, Sent]:
     """Everything, by one allreduce in the residual's own type (message 2 with all entries)."""
     return (yield from _sum(task, None, task.take_all(), len(task.buffer)))
 
 
-def _sum(
-    task: Task, indices: Array | None, values: Array, length: int
-) -> Generator[Collective, Any, list[Entries] | None]:
+def _sum(task: Task, indices: Array | None, values: Array, length: int) -> Generator[Collective, Any, Sent]:
     """Message 2 of the values at indices that all ranks know."""
     task.count = len(values)
     tail = wire.tail(task.finite, task.digest())
     total = yield Collective("allreduce", task.ops.pack_values(values, length, tail))
     bad, *bits = task.ops.numbers(total[length:])
     task.check_bits(bits)
-    return None if bad else [Entries(indices, total[: task.count])]
+    return None if bad else Entries(indices, total[: task.count])
 
 
-def union(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
+def union(task: Task) -> Generator[Collective, Any, Sent]:
     """The union of all ranks' entries: an allgather of indices (message 3), then an allreduce of all ranks' values there."""
     ops = task.ops
     selection = task.select()
@@ -274,7 +309,7 @@ def union(task: Task) -> Generator[Collective, Any, list[Entries] | None]:
     task.observe(task.count, [wire.float_of(bits) for _, bits in headers])
     room = min(task.capacity * task.world, len(task.buffer))
     total = yield Collective("allreduce", ops.pack_values(task.take(indices), room, []))
-    return [Entries(indices, total[: task.count])]
+    return Entries(indices, total[: task.count])
 
 
 class Round(NamedTuple):

@@ -182,10 +182,11 @@ class Ops(Protocol):
     def pack_not_finite(self, x: Array, capacity: int) -> Array:
         """The message, on the device of `x`, that says that this rank's gradient holds NaN or infinity."""
 
-    def rows_in_use(self, indices: Array, numel: int) -> int | None:
-        """How many of a message's indices (int32, of any stride) come before its padding; None if `wire.flaw` finds one.
+    def rows_in_use(self, indices: Array, world: int, numel: int) -> list[int | None]:
+        """Of each of `world` messages how many of its indices come before its padding; None if `wire.flaw` finds one.
 
-        -2 (`wire.NOT_FINITE`) if the message is that of `pack_not_finite`.
+        `indices` are those of all messages (int32, of any stride), in a bucket of `numel`. -2 (`wire.NOT_FINITE`) if a
+        message is that of `pack_not_finite`. A device is waited for once.
         """
 
     def unpack(self, message: Array, used: int) -> tuple[Array, Array]:
@@ -203,9 +204,10 @@ class Ops(Protocol):
     def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
         """target[indices] += values, in place; indices are unique. On the host IndexError, before any change, out of range."""
 
-    def assembler(self, parts: list[tuple[Array, Array]]) -> Callable[[Array, int], None]:
-        """A function of a flat array and the index of its first entry, which becomes the sum of the parts' entries there.
+    def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Array, int], None]:
+        """A function of a flat array and the index of its first entry, which becomes the sum of the messages' entries there.
 
-        Parts are (indices, values), added up from zero in their order; indices ascend. On the host IndexError, before any
-        change, unless they do. A device is not waited for: `rows_in_use` has checked what is in messages.
+        `messages` are those of pairs of `len(used)` workers, one after the other, of which the first `used` rows count. Values
+        are divided by `divisor`, as float32, and added up from zero in the workers' order. Indices ascend; on the host
+        IndexError, before any change, unless they do. A device is not waited for: `rows_in_use` has checked them.
         """

@@ -14,7 +14,7 @@ from horovod_sparse import cost, exchanges, feedback, wire
 from horovod_sparse.bucket import Bucket
 from horovod_sparse.buckets import Layout, Slot
 from horovod_sparse.compressors.base import Compressor, Place
-from horovod_sparse.exchanges import Collective, Entries, Reduced, Task
+from horovod_sparse.exchanges import Collective, Reduced, Sent, Task
 from horovod_sparse.known import Known
 from horovod_sparse.ops import Array, Notes, Ops, Selection, Wanted
 from horovod_sparse.residuals import Residuals
@@ -331,7 +331,7 @@ class Pipeline:
         """Go on with the result of a bucket's collective: the next one, or None at the end.
 
         At the end `write` is given every parameter's slot and what was reduced: the bucket's entries, rank by rank in rank
-        order, values divided by `divisor`; or none when some rank's gradient was not finite. The order is the same on all
+        order, divided by `divisor`; or nothing when some rank's gradient was not finite. The order is the same on all
         ranks, so that sums of floats are too, to the last bit.
         """
         assert bucket.exchange is not None
@@ -353,7 +353,7 @@ class Pipeline:
     def _finish(
         self,
         bucket: Bucket,
-        parts: list[Entries] | None,
+        sent: Sent,
         divisor: float,
         write: Callable[[Slot, Reduced], None],
     ) -> None:
@@ -363,12 +363,12 @@ class Pipeline:
         state.step += 1
         if bucket.mixed_factors:
             bucket.start_again(self.compressor)
-        if parts is None:
+        if sent is None:
             self._not_finite.append(f"some parameter in bucket {bucket.name!r} of another rank")
         else:
             counted = (task.asked, task.count, task.overflow, state.threshold, state.stages, bucket.bytes_sent)
             bucket.counts = Counts(*counted)
-        reduced = Reduced(self.ops, parts, divisor)
+        reduced = Reduced(self.ops, sent, divisor)
         for slot in bucket.layout.slots:
             write(slot, reduced)
 

@@ -60,10 +60,10 @@ def exchange(
 
     def writer(result: Reduced) -> Any:
         def write(slot: Slot, reduced: exchanges.Reduced) -> None:
-            if reduced.parts is None:
+            if not reduced.finite:
                 result[slot.name] = None
                 return
-            result[slot.name] = [_share(backend, slot, *entries, divisor) for entries in reduced.parts]
+            result[slot.name] = [_share(backend, slot, *entries, divisor) for entries in reduced.parts()]
             # What adapters do with it.
             target = backend.ops.copy(backend.array(np.full(slot.numel, np.nan, np.float32)))
             reduced.write(target, slot.offset)
@@ -94,8 +94,8 @@ class Sent(NamedTuple):
 def _share(backend: Backend, slot: Slot, indices: Any, values: Any, divisor: float) -> tuple[np.ndarray, np.ndarray]:
     """A parameter's entries of a bucket's, counted from its own first."""
     host = backend.numpy(values)
-    # A sum of everything is divided when it is written.
-    at, host = (np.arange(host.size), host / divisor) if indices is None else (backend.numpy(indices), host)
+    host = host / host.dtype.type(divisor)
+    at = np.arange(host.size) if indices is None else backend.numpy(indices)
     inside = (at >= slot.offset) & (at < slot.offset + slot.numel)
     return at[inside] - slot.offset, host[inside]
 

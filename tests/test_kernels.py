@@ -445,13 +445,19 @@ def test_indices_out_of_range_change_nothing(dtype: type, outside: int) -> None:
 
 
 @of_either_width
-def test_parts_whose_indices_do_not_ascend_change_nothing(dtype: type) -> None:
+def test_messages_whose_indices_do_not_ascend_change_nothing(dtype: type) -> None:
     target = np.ones(9, dtype)
     for wrong in ([3, 2], [3, 3], [0, 1, 8, 7]):
+        messages = np.full((8, 2), 1, np.int32)
+        messages[4 : 4 + len(wrong), 0] = wrong
         with pytest.raises(IndexError, match="ascending"):
-            ONE.assembler([(np.array([1]), np.ones(1)), (np.array(wrong), np.ones(len(wrong), np.float32))])(target, 0)
-    with pytest.raises(ValueError, match="values must be 2, got 3"):
-        ONE.assembler([(np.array([1, 2]), np.ones(3))])
+            ONE.assembler(messages, [1, len(wrong)], 1.0)(target, 0)
+    with pytest.raises(ValueError, match=r"used must be within \[0, 4\], got \[1, 5\]"):
+        ONE.assembler(messages, [1, 5], 1.0)
+    with pytest.raises(ValueError, match="messages must be 3 of the same length"):
+        ONE.assembler(messages, [1, 1, 1], 1.0)
+    with pytest.raises(ValueError, match="indices must be of 3 messages of the same length"):
+        ONE.rows_in_use(messages[:, 0], 3, 9)
     assert target.tolist() == [1] * 9
 
 
@@ -497,7 +503,7 @@ def test_a_read_only_array_is_not_written_to() -> None:
         lambda: ONE.absorb_velocity(other, target, other, 0.9, False),
         lambda: ONE.take(target, some),
         lambda: ONE.scatter_add(target, some, values),
-        lambda: ONE.assembler([(some, values)])(target, 0),
+        lambda: ONE.assembler(ONE.pack(some, values, 2), [2], 1.0)(target, 0),
     ):
         with pytest.raises(ValueError, match="must be writable, got a read-only one of 3"):
             write()

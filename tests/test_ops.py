@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,26 +144,34 @@ def test_scatter_add(backend: Backend) -> None:
             )
 
 
+def gathered(backend: Backend, entries: list[tuple[np.ndarray, np.ndarray]]) -> tuple[Any, list[int]]:
+    """Messages of pairs one after the other, and how many rows of each are in use."""
+    used = [indices.size for indices, _ in entries]
+    messages = [
+        backend.ops.pack(backend.array(indices), backend.array(values), max(used) + 1) for indices, values in entries
+    ]
+    return backend.ops.concatenate(messages), used
+
+
 @on_every_backend
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [0, 1, 2**14, 2**14 + 1, 50_000])
-def test_parts_are_added_up_in_their_order(backend: Backend, dtype: type, size: int) -> None:
+def test_messages_are_added_up_in_their_order(backend: Backend, dtype: type, size: int) -> None:
     rng = np.random.default_rng(size)
     # Sums of these depend on the order.
     parts = [(np.flatnonzero(rng.random(size) < part), 10.0 ** rng.integers(-9, 9)) for part in (0.5, 0.01, 0.9, 0.0)]
     entries = [(indices, (scale * rng.normal(size=indices.size)).astype(np.float32)) for indices, scale in parts]
-    expected, target = np.zeros(size, dtype), backend.array(np.full(size, np.nan, dtype))
-    for indices, values in entries:
-        expected[indices] += values
-    backend.ops.assembler([(backend.array(indices), backend.array(values)) for indices, values in entries])(target, 0)
-    np.testing.assert_array_equal(backend.numpy(target), expected, strict=True)
-    backend.ops.assembler([])(target, 0)
-    assert not backend.numpy(target).any()
+    for divisor in (1.0, 3.0):
+        expected, target = np.zeros(size, dtype), backend.ops.copy(backend.array(np.full(size, np.nan, dtype)))
+        for indices, values in entries:
+            expected[indices] += values / np.float32(divisor)
+        backend.ops.assembler(*gathered(backend, entries), divisor)(target, 0)
+        np.testing.assert_array_equal(backend.numpy(target), expected, strict=True)
 
 
 @on_every_backend
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_target_takes_its_own_entries_out_of_parts(backend: Backend, dtype: type) -> None:
+def test_a_target_takes_its_own_entries_out_of_messages(backend: Backend, dtype: type) -> None:
     rng = np.random.default_rng(0)
     # The largest is written past the caches, wherever it begins.
     bounds = np.cumsum([0, 1, 5, 0, 1000, 40_000, 2**20 + 77, 3])
@@ -173,8 +182,7 @@ def test_a_target_takes_its_own_entries_out_of_parts(backend: Backend, dtype: ty
     whole = np.zeros(bounds[-1], dtype)
     for indices, values in parts:
         whole[indices] += values
-    given = [(backend.array(indices), backend.array(values)) for indices, values in parts]
-    assemble = backend.ops.assembler(given)
+    assemble = backend.ops.assembler(*gathered(backend, parts), 1.0)
     for skipped in range(3):
         memory = np.full(bounds[-1] + 3, np.nan, dtype)
         for begin, end in itertools.pairwise(bounds):

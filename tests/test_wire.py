@@ -58,7 +58,7 @@ def test_bytes(backend: Backend) -> None:
 def test_not_finite_bytes(backend: Backend) -> None:
     message = backend.ops.pack_not_finite(backend.array(np.zeros(3, np.float32)), 2)
     assert backend.numpy(message).tobytes() == bytes.fromhex("feffffff 00000000 ffffffff 00000000")
-    assert backend.ops.rows_in_use(message[:, 0], 100) == wire.NOT_FINITE
+    assert backend.ops.rows_in_use(message[:, 0], 1, 100) == [wire.NOT_FINITE]
     assert [part.shape[0] for part in backend.ops.unpack(message, 0)] == [0, 0]
 
 
@@ -69,8 +69,7 @@ def test_round_trip(backend: Backend, data: st.DataObject) -> None:
     indices = np.sort(data.draw(st.permutations(range(40)))[: values.size]).astype(np.int64)
     room = values.size + data.draw(st.integers(0, 5))
     message = backend.ops.pack(backend.array(indices), backend.array(values), max(room, 1))
-    assert backend.ops.rows_in_use(message[:, 0], 100) != wire.NOT_FINITE
-    used = backend.ops.rows_in_use(message[:, 0], 40)
+    (used,) = backend.ops.rows_in_use(message[:, 0], 1, 40)
     assert used == values.size
     got_indices, got_values = backend.ops.unpack(message, used)
     np.testing.assert_array_equal(backend.numpy(got_indices), indices, strict=True)
@@ -92,14 +91,18 @@ def test_one_order_of_indices_is_right(backend: Backend, indices: list[int], wha
     assert wire.flaw(indices, 8) == (what and f"{what}, expected indices that ascend within [0, 8), then padding (-1)")
     message = np.zeros((len(indices), 2), np.int32)
     message[:, 0] = indices
-    used = backend.ops.rows_in_use(backend.array(message)[:, 0], 8)
-    assert used == (sum(index >= 0 for index in indices) if what is None else None)
+    expected = sum(index >= 0 for index in indices) if what is None else None
+    right = np.array([[1, 7], [4, 7], [-1, 0], [-1, 0]], np.int32)[: len(indices)]
+    not_finite = np.array([[-2, 0], [4, 7], [4, 7], [-1, 0]], np.int32)[: len(indices)]
+    messages = backend.array(np.concatenate([right, message, not_finite]))
+    used = backend.ops.rows_in_use(messages[:, 0], 3, 8)
+    assert used == [min(2, len(indices)), expected, wire.NOT_FINITE]
 
 
 @on_every_backend
 @given(indices=st.lists(st.one_of(st.integers(-3, 9), st.just(-1), st.just(2**31 - 1)), min_size=1, max_size=8))
 def test_the_same_is_refused_everywhere(backend: Backend, indices: list[int]) -> None:
-    used = backend.ops.rows_in_use(backend.array(np.array(indices, np.int32)), 8)
+    (used,) = backend.ops.rows_in_use(backend.array(np.array(indices, np.int32)), 1, 8)
     if indices[0] == wire.NOT_FINITE:
         # Only the first row says so, whatever follows.
         assert used == wire.NOT_FINITE
@@ -133,12 +136,11 @@ def test_a_damaged_message_is_refused_before_anything_is_added(backend: Backend,
 
 @pytest.mark.parametrize("indices", [[2, 1], [3, 3]])
 @on_every_backend
-def test_parts_in_another_order_change_nothing(backend: Backend, indices: list[int]) -> None:
-    target, right = backend.array(np.ones(8, np.float32)), np.array([1, 5])
-    target = target.copy() if isinstance(target, np.ndarray) else target
-    parts = [(right, np.ones(2, np.float32)), (np.array(indices), np.ones(2, np.float32))]
+def test_messages_in_another_order_change_nothing(backend: Backend, indices: list[int]) -> None:
+    target = backend.ops.copy(backend.array(np.ones(8, np.float32)))
+    messages = np.array([[1, 7], [5, 7], [indices[0], 7], [indices[1], 7]], np.int32)
     with pytest.raises(IndexError, match="ascending"):
-        backend.ops.assembler([(backend.array(i), backend.array(v)) for i, v in parts])(target, 0)
+        backend.ops.assembler(backend.array(messages), [2, 2], 1.0)(target, 0)
     assert (backend.numpy(target) == 1).all()
 
 

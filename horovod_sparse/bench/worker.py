@@ -17,7 +17,7 @@ from horovod_sparse.bench.rows import DATA, Row
 from horovod_sparse.buckets import Parameter, Slot, plan
 from horovod_sparse.compressors.base import Place
 from horovod_sparse.compressors.threshold import Threshold
-from horovod_sparse.exchanges import Collective, Entries, Reduced
+from horovod_sparse.exchanges import Collective, Reduced
 from horovod_sparse.ops import Array, Ops
 from horovod_sparse.pipeline import Pipeline
 
@@ -86,7 +86,7 @@ class Worker:
             self.backend.host(self.bucket.velocity).fill(0.0)
         self._former: list[Array] = []
         """This worker's messages of the last steps."""
-        self._entries: list[Entries] = []
+        self._reduced: Reduced | None = None
 
     def step(self, gradient: Array) -> float:
         """Take a step; the seconds of what the row times.
@@ -147,8 +147,7 @@ class Worker:
         return messages
 
     def _write(self, slot: Slot, reduced: Reduced) -> None:
-        assert reduced.parts is not None
-        self._entries = reduced.parts
+        self._reduced = reduced
         if self.row.receives or self._whole:
             reduced.write(self._dense, slot.offset)
 
@@ -158,7 +157,8 @@ class Worker:
         """Raise AssertionError unless the last step selected what it had to."""
         task_k = self.pipeline.compressor.asked(self.size)
         capacity = self.pipeline.compressor.room(self.size, task_k, self.row.world)
-        entries = self._entries[0]
+        assert self._reduced is not None
+        entries = self._reduced.parts()[0]
         values = self.backend.host(entries.values)
         indices = np.arange(self.size) if entries.indices is None else self.backend.host(entries.indices)
         # What was sent is no longer in the residual, so the two make what was selected from.

@@ -294,21 +294,21 @@ def scatter_add(target: Memory, indices: Memory, values: Memory) -> None:
     _check(lib.hs_scatter_add(*into, _indices(indices), *_wide(values), indices.numel), target)
 
 
-def assembler(parts: list[tuple[Memory, Memory]]) -> Callable[[Memory, int], None]:
-    """A function of a target and its first index: the target becomes the sum of those (indices, values) that are in it.
-
-    It raises IndexError, before any change, unless indices ascend there.
-    """
-    entries = _native.ffi.new("hs_part[]", len(parts))
-    for entry, (indices, values) in zip(entries, parts, strict=True):
-        if values.numel != indices.numel:
-            raise ValueError(f"values must be {indices.numel}, got {values.numel}")
-        entry.indices, entry.count = _indices(indices), indices.numel
-        entry.values, entry.type = _wide(values)
+def assembler(messages: Memory, used: list[int], divisor: float) -> Callable[[Memory, int], None]:
+    """See `ops.Ops.assembler`."""
+    world = len(used)
+    if messages.dtype != "int32" or not world or messages.numel % (2 * world):
+        raise ValueError(f"messages must be {world} of the same length, of int32, got {messages}")
+    capacity = messages.numel // (2 * world)
+    if not all(0 <= rows <= capacity for rows in used):
+        raise ValueError(f"used must be within [0, {capacity}], got {used}")
+    pointer, rows = _native.ffi.cast("int32_t *", messages.address), _native.ffi.new("int64_t[]", used)
+    owner = messages.owner
 
     def assemble(target: Memory, first: int) -> None:
-        # `parts` own the memory that `entries` point to.
-        _check(_native.lib.hs_assemble(*_target(target), target.numel, first, len(parts), entries), target)
+        of_target = (*_target(target), target.numel)
+        if not _native.lib.hs_assemble(*of_target, first, pointer, capacity, world, rows, divisor):
+            raise IndexError(f"indices must be ascending, got {owner}")
 
     return assemble
 
@@ -328,13 +328,14 @@ def pack(indices: Memory, values: Memory, message: Memory) -> None:
     )
 
 
-def rows_in_use(indices: Memory, stride: int, numel: int) -> int | None:
-    """How many indices of a message, `stride` apart, come before its padding; see `Ops.rows_in_use`."""
-    if indices.dtype != "int32":
-        raise ValueError(f"indices must be of int32, got {indices.dtype}")
+def rows_in_use(indices: Memory, stride: int, world: int, numel: int) -> list[int | None]:
+    """See `ops.Ops.rows_in_use`; the indices are `stride` apart."""
+    if indices.dtype != "int32" or indices.numel % world:
+        raise ValueError(f"indices must be of {world} messages of the same length, of int32, got {indices}")
+    used = _native.ffi.new("int64_t[]", world)
     pointer = _native.ffi.cast("int32_t *", indices.address)
-    used = int(_native.lib.hs_rows_in_use(pointer, stride, indices.numel, numel))
-    return None if used == -1 else used
+    _native.lib.hs_rows_in_use(pointer, stride, indices.numel // world, world, numel, used)
+    return [None if rows == -1 else rows for rows in used]
 
 
 def unpack(message: Memory, used: int, indices: Memory, values: Memory) -> None:
@@ -379,7 +380,7 @@ def _indices(memory: Memory) -> Any:
 
 def _check(in_range: int, target: Memory) -> None:
     if not in_range:
-        raise IndexError(f"indices must be in [0, {target.numel}), of a message ascending")
+        raise IndexError(f"indices must be in [0, {target.numel})")
 
 
 def _sums(sums: Any) -> Sums:

@@ -287,40 +287,65 @@ void scatter_add(T* target, const int64_t* indices, const V* values, int64_t cou
     for (int64_t i = 0; i < count; ++i) target[indices[i]] += static_cast<T>(values[i]);
 }
 
-// A part's entries that belong to the target, counted from its first: [from, to).
+// The rows of a message of pairs that are in use.
+struct Pairs {
+    const int32_t* rows;
+    int64_t count;
+    float divisor;
+
+    int64_t index(int64_t row) const { return rows[2 * row]; }
+
+    float value(int64_t row) const {
+        float value;
+        std::memcpy(&value, &rows[2 * row + 1], sizeof value);
+        return value / divisor;
+    }
+
+    // The first row from `from` on whose index is not below the bound, in a message whose indices ascend.
+    int64_t lower_bound(int64_t from, int64_t bound) const {
+        for (int64_t left = count - from; left > 0;) {
+            const int64_t half = left / 2;
+            if (index(from + half) < bound) {
+                from += half + 1;
+                left -= half + 1;
+            } else {
+                left = half;
+            }
+        }
+        return from;
+    }
+};
+
+// The rows that belong to a target: [from, to).
 struct Range {
+    Pairs pairs;
     int64_t from, to;
 
-    Range(const hs_part& part, int64_t first, int64_t n)
-        : from(std::lower_bound(part.indices, part.indices + part.count, first) - part.indices),
-          to(std::lower_bound(part.indices + from, part.indices + part.count, first + n) - part.indices) {}
+    Range(const Pairs& of, int64_t first, int64_t n)
+        : pairs(of), from(of.lower_bound(0, first)), to(of.lower_bound(from, first + n)) {}
 
     // Whether the indices ascend there, in which case all of them are in the target.
-    bool ascends(const hs_part& part, int64_t first, int64_t n) const {
+    bool ascends(int64_t first, int64_t n) const {
         int64_t before = first - 1;
-        for (int64_t i = from; i < to; ++i) {
-            if (part.indices[i] <= before) return false;
-            before = part.indices[i];
+        for (int64_t row = from; row < to; ++row) {
+            if (pairs.index(row) <= before) return false;
+            before = pairs.index(row);
         }
         return before < first + n;
     }
 };
 
-// Adds the parts' entries from index `begin` up to `end` to a stretch, and takes them out of the ranges.
+// Adds the entries from index `begin` up to `end` to a stretch, and takes them out of the ranges.
 template <class T>
-void add_entries(T* stretch, int64_t begin, int64_t end, const hs_part* entries, std::vector<Range>& ranges) {
-    for (size_t part = 0; part < ranges.size(); ++part) {
-        const hs_part& of = entries[part];
-        const auto add = [&](const auto* values) {
-            const int64_t to = ranges[part].to;
-            int64_t i = ranges[part].from;
-            for (; i < to && of.indices[i] < end; ++i) stretch[of.indices[i] - begin] += static_cast<T>(values[i]);
-            ranges[part].from = i;
-        };
-        if (of.type == HS_FLOAT32)
-            add(static_cast<const float*>(of.values));
-        else
-            add(static_cast<const double*>(of.values));
+void add_entries(T* stretch, int64_t begin, int64_t end, std::vector<Range>& ranges) {
+    for (Range& range : ranges) {
+        // Copies, which the stretch cannot overlap.
+        const Pairs pairs = range.pairs;
+        const int64_t to = range.to;
+        int64_t row = range.from;
+        for (; row < to && pairs.index(row) < end; ++row)
+            stretch[pairs.index(row) - begin] += static_cast<T>(pairs.value(row));
+        range.from = row;
     }
 }
 
@@ -333,13 +358,27 @@ void write_past_the_caches(void* to, const void* from, int64_t bytes) {
 }
 #endif
 
+int64_t rows_in_use(const int32_t* indices, int64_t stride, int64_t rows, int64_t n) {
+    if (rows > 0 && indices[0] == kNotFinite) return kNotFinite;
+    int64_t used = 0, before = -1;
+    for (; used < rows && indices[used * stride] != kPadding; ++used) {
+        const int64_t index = indices[used * stride];
+        if (index <= before || index >= n) return -1;
+        before = index;
+    }
+    for (int64_t row = used; row < rows; ++row)
+        if (indices[row * stride] != kPadding) return -1;
+    return used;
+}
+
 template <class T>
-bool assemble(T* target, int64_t n, int64_t first, int parts, const hs_part* entries) {
+bool assemble(T* target, int64_t n, int64_t first, const int32_t* messages, int64_t capacity, int64_t world,
+              const int64_t* used, float divisor) {
     std::vector<Range> ranges;
-    ranges.reserve(parts);
-    for (int part = 0; part < parts; ++part) {
-        ranges.emplace_back(entries[part], first, n);
-        if (!ranges.back().ascends(entries[part], first, n)) return false;
+    ranges.reserve(world);
+    for (int64_t sender = 0; sender < world; ++sender) {
+        ranges.emplace_back(Pairs{messages + 2 * capacity * sender, used[sender], divisor}, first, n);
+        if (!ranges.back().ascends(first, n)) return false;
     }
     int64_t begin = 0;
 #ifdef __SSE2__
@@ -347,7 +386,7 @@ bool assemble(T* target, int64_t n, int64_t first, int parts, const hs_part* ent
         alignas(64) T stretch[kPiece];
         const auto sum_up_to = [&](int64_t end) {
             std::memset(stretch, 0, (end - begin) * sizeof(T));
-            add_entries(stretch, first + begin, first + end, entries, ranges);
+            add_entries(stretch, first + begin, first + end, ranges);
         };
         // Up to the first line of the cache that is all the target's.
         const int64_t head = (64 - reinterpret_cast<uintptr_t>(target) % 64) % 64 / sizeof(T);
@@ -363,7 +402,7 @@ bool assemble(T* target, int64_t n, int64_t first, int parts, const hs_part* ent
     for (; begin < n; begin += kStretch) {
         const int64_t end = std::min(begin + kStretch, n);
         std::memset(target + begin, 0, (end - begin) * sizeof(T));
-        add_entries(target + begin, first + begin, first + end, entries, ranges);
+        add_entries(target + begin, first + begin, first + end, ranges);
     }
     return true;
 }
@@ -454,9 +493,11 @@ int hs_scatter_add(void* target, int type, int64_t n, const int64_t* indices, co
     return 1;
 }
 
-int hs_assemble(void* target, int type, int64_t n, int64_t first, int parts, const hs_part* entries) {
-    if (type == HS_FLOAT32) return assemble(static_cast<float*>(target), n, first, parts, entries);
-    return assemble(static_cast<double*>(target), n, first, parts, entries);
+int hs_assemble(void* target, int type, int64_t n, int64_t first, const int32_t* messages, int64_t capacity, int64_t world,
+                const int64_t* used, float divisor) {
+    if (type == HS_FLOAT32)
+        return assemble(static_cast<float*>(target), n, first, messages, capacity, world, used, divisor);
+    return assemble(static_cast<double*>(target), n, first, messages, capacity, world, used, divisor);
 }
 
 void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t capacity, int32_t* message) {
@@ -470,17 +511,9 @@ void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t
     }
 }
 
-int64_t hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t rows, int64_t n) {
-    if (rows > 0 && indices[0] == kNotFinite) return kNotFinite;
-    int64_t used = 0, before = -1;
-    for (; used < rows && indices[used * stride] != kPadding; ++used) {
-        const int64_t index = indices[used * stride];
-        if (index <= before || index >= n) return -1;
-        before = index;
-    }
-    for (int64_t row = used; row < rows; ++row)
-        if (indices[row * stride] != kPadding) return -1;
-    return used;
+void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, int64_t world, int64_t n, int64_t* used) {
+    for (int64_t sender = 0; sender < world; ++sender)
+        used[sender] = rows_in_use(indices + sender * capacity * stride, stride, capacity, n);
 }
 
 void hs_unpack(const int32_t* message, int64_t used, int64_t* indices, float* values) {

@@ -39,13 +39,6 @@ typedef struct {
     int overflowed;     /* whether the last part has an infinite entry now */
 } hs_notes;
 
-typedef struct {
-    const int64_t* indices;
-    const void* values;
-    int type; /* of the values: float32 or float64 */
-    int64_t count;
-} hs_part;
-
 /* Names of the variants that this processor runs, the fastest first; null where there is no more. */
 const char* hs_variant(int number);
 /* Has all functions below use a variant; changes nothing and returns 0 if none of this name runs here. */
@@ -71,14 +64,16 @@ int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count,
 /* target[indices] += values; changes nothing and returns 0 if an index is outside [0, n). */
 int hs_scatter_add(void* target, int type, int64_t n, const int64_t* indices, const void* values, int values_type,
                    int64_t count);
-/* target = the sum of those entries of the parts that are in [first, first + n), counted from `first`, in the parts' order;
-   zero where none has an entry. Changes nothing and returns 0 unless every part's indices ascend there. */
-int hs_assemble(void* target, int type, int64_t n, int64_t first, int parts, const hs_part* entries);
+/* target = the sum of those entries of `world` messages of pairs that are in [first, first + n), counted from `first`, in the
+   messages' order, each divided by `divisor` first; zero where none has an entry. Of message number w the first used[w] of
+   `capacity` rows count. Changes nothing and returns 0 unless every message's indices ascend there. */
+int hs_assemble(void* target, int type, int64_t n, int64_t first, const int32_t* messages, int64_t capacity, int64_t world,
+                const int64_t* used, float divisor);
 /* A message of pairs with room for `capacity`: see horovod_sparse/wire.py. */
 void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t capacity, int32_t* message);
-/* How many indices of a message, `stride` apart, come before its padding; -2 if the first is -2, and -1 unless they are as
-   horovod_sparse/wire.py wants them for a bucket of n. */
-int64_t hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t rows, int64_t n);
+/* used[w] = how many of the `capacity` indices of message number w, all `stride` apart, come before its padding; -2 if the
+   first is -2, and -1 unless they are as horovod_sparse/wire.py wants them for a bucket of n. */
+void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, int64_t world, int64_t n, int64_t* used);
 /* The first `used` rows of a message of pairs. */
 void hs_unpack(const int32_t* message, int64_t used, int64_t* indices, float* values);
 /* end */

@@ -120,9 +120,8 @@ class CompiledOps(NumpyOps):
     def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
         kernels.scatter_add(memory_of(target), memory_of(_contiguous(indices)), memory_of(_contiguous(values)))
 
-    def assembler(self, parts: list[tuple[Array, Array]]) -> Callable[[Array, int], None]:
-        of_parts = [(_contiguous(indices), _contiguous(values)) for indices, values in parts]
-        assemble = kernels.assembler([(memory_of(indices), memory_of(values)) for indices, values in of_parts])
+    def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Array, int], None]:
+        assemble = kernels.assembler(memory_of(_contiguous(messages)), used, divisor)
         return lambda target, first: assemble(memory_of(target), first)
 
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
@@ -130,9 +129,9 @@ class CompiledOps(NumpyOps):
         kernels.pack(memory_of(_contiguous(indices)), memory_of(_contiguous(values)), memory_of(message))
         return message
 
-    def rows_in_use(self, indices: Array, numel: int) -> int | None:
+    def rows_in_use(self, indices: Array, world: int, numel: int) -> list[int | None]:
         first = kernels.Memory(indices.ctypes.data, name_of(indices.dtype), indices.size, indices)
-        return kernels.rows_in_use(first, indices.strides[0] // indices.itemsize, numel)
+        return kernels.rows_in_use(first, indices.strides[0] // indices.itemsize, world, numel)
 
     def unpack(self, message: Array, used: int) -> tuple[Array, Array]:
         indices, values = np.empty(used, np.int64), np.empty(used, np.float32)

@@ -148,11 +148,8 @@ class NumpyOps:
         message[0, 0] = NOT_FINITE
         return message
 
-    def rows_in_use(self, indices: Array, numel: int) -> int | None:
-        if indices[0] == NOT_FINITE:
-            return NOT_FINITE
-        used = int(np.count_nonzero(indices >= 0))
-        return used if ascend(indices[:used], numel) and (indices[used:] == PADDING).all() else None
+    def rows_in_use(self, indices: Array, world: int, numel: int) -> list[int | None]:
+        return [_rows_in_use(message, numel) for message in np.split(indices, world)]
 
     def unpack(self, message: Array, used: int) -> tuple[Array, Array]:
         return message[:used, 0].astype(np.int64), np.ascontiguousarray(message[:used, 1]).view(np.float32)
@@ -174,7 +171,9 @@ class NumpyOps:
             raise IndexError(f"indices must be in [0, {target.size}), got {indices.min()}..{indices.max()}")
         target[indices] += values.astype(target.dtype)
 
-    def assembler(self, parts: list[tuple[Array, Array]]) -> Callable[[Array, int], None]:
+    def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Array, int], None]:
+        split = self.split(messages, len(used))
+        parts = [self.unpack(message, rows) for message, rows in zip(split, used, strict=True)]
         for indices, _ in parts:
             if (indices[1:] <= indices[:-1]).any():
                 raise IndexError(f"indices must be ascending, got {indices.tolist()}")
@@ -183,9 +182,17 @@ class NumpyOps:
             target[:] = 0
             for indices, values in parts:
                 inside = slice(*np.searchsorted(indices, (first, first + target.size)))
-                self.scatter_add(target, indices[inside] - first, values[inside])
+                self.scatter_add(target, indices[inside] - first, values[inside] / np.float32(divisor))
 
         return assemble
+
+
+def _rows_in_use(indices: Array, numel: int) -> int | None:
+    """Of one message."""
+    if indices[0] == NOT_FINITE:
+        return NOT_FINITE
+    used = int(np.count_nonzero(indices >= 0))
+    return used if ascend(indices[:used], numel) and (indices[used:] == PADDING).all() else None
 
 
 def ascend(indices: Array, size: int) -> bool:

@@ -271,17 +271,18 @@ class TorchOps:
         message[0, 0] = NOT_FINITE
         return message
 
-    def rows_in_use(self, indices: Tensor, numel: int) -> int | None:
+    def rows_in_use(self, indices: Tensor, world: int, numel: int) -> list[int | None]:
         if self._kernels and indices.device.type == "cpu":
             first = kernels.Memory(indices.data_ptr(), _dtype(indices), indices.numel(), indices)
-            return kernels.rows_in_use(first, indices.stride(0), numel)
-        before, after, padding = indices[:-1], indices[1:], indices[1:] == PADDING
-        follows = (padding | ((before >= 0) & (after > before))).all()
-        in_range = (indices[0] >= PADDING) & (indices.max() < numel)
+            return kernels.rows_in_use(first, indices.stride(0), world, numel)
+        messages = indices.view(world, -1)
+        before, after, padding = messages[:, :-1], messages[:, 1:], messages[:, 1:] == PADDING
+        follows = (padding | ((before >= 0) & (after > before))).all(1)
+        in_range = (messages[:, 0] >= PADDING) & (messages.amax(1) < numel)
+        used = torch.where(follows & in_range, (messages >= 0).sum(1), -1)
+        used = torch.where(messages[:, 0] == NOT_FINITE, NOT_FINITE, used)
         # The host waits for the device once.
-        found = (follows & in_range, torch.count_nonzero(indices >= 0), indices[0].long())
-        right, used, index = torch.stack(found).tolist()
-        return NOT_FINITE if index == NOT_FINITE else used if right else None
+        return [None if rows == -1 else rows for rows in used.tolist()]
 
     def unpack(self, message: Tensor, used: int) -> tuple[Tensor, Tensor]:
         if self._kernels and message.device.type == "cpu":
@@ -318,15 +319,17 @@ class TorchOps:
                 raise IndexError(f"indices must be in [0, {target.numel()}), got {low}..{high}")
         target.index_add_(0, indices, values.to(target.dtype))
 
-    def assembler(self, parts: list[tuple[Tensor, Tensor]]) -> Callable[[Tensor, int], None]:
-        if self._kernels and all(self._compiled(values) for _, values in parts):
-            of_parts = [(indices.contiguous(), values.contiguous()) for indices, values in parts]
-            assemble = kernels.assembler([(_memory(indices), _memory(values)) for indices, values in of_parts])
+    def assembler(self, messages: Tensor, used: list[int], divisor: float) -> Callable[[Tensor, int], None]:
+        if self._kernels and messages.device.type == "cpu":
+            assemble = kernels.assembler(_memory(messages.contiguous()), used, divisor)
             return lambda target, first: assemble(_memory(target), first)
+        split = self.split(messages, len(used))
+        parts = [self.unpack(message, rows) for message, rows in zip(split, used, strict=True)]
         for indices, _ in parts:
             if indices.device.type == "cpu" and bool((indices[1:] <= indices[:-1]).any()):
                 raise IndexError(f"indices must be ascending, got {indices.tolist()}")
-        return lambda target, first: self._assemble(target, first, parts)
+        divided = [(indices, values / divisor) for indices, values in parts]
+        return lambda target, first: self._assemble(target, first, divided)
 
     def _assemble(self, target: Tensor, first: int, parts: list[tuple[Tensor, Tensor]]) -> None:
         on_host = target.device.type == "cpu"
