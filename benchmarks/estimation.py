@@ -44,7 +44,7 @@ from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.exchanges import Collective, Reduced
-from horovod_sparse.pipeline import Pipeline
+from horovod_sparse.pipeline import Pipeline, Write
 from horovod_sparse.torch.ops import TorchOps
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -107,8 +107,8 @@ def exchange(pipelines: Sequence[Pipeline]) -> list[Tensor]:
     """All workers' exchange of their one bucket; the entries that each has parted with."""
     indices: list[list[Tensor]] = [[] for _ in pipelines]
 
-    def writer(worker: int) -> Callable[[Slot, Reduced], None]:
-        def write(slot: Slot, reduced: Reduced) -> None:
+    def writer(worker: int) -> Write:
+        def write(slots: Sequence[Slot], reduced: Reduced) -> None:
             parts = reduced.parts()
             # As many parts as workers: each sent its own entries. One part: all sent the same ones.
             part = parts[worker] if len(parts) == len(pipelines) else parts[0]

@@ -43,6 +43,8 @@ class Bucket:
     """Parameters whose gradient has not arrived in this step."""
     notes: Notes | None = None
     """What the gradients of this step that have arrived have shown of the buffer."""
+    noted: bool = False
+    """Whether notes were asked for in this step."""
     finite: bool = True
     """Whether all gradients of this step are."""
     selector: Selector | None = None
@@ -69,6 +71,10 @@ class Bucket:
     @property
     def name(self) -> str:
         return self.layout.name
+
+    def name_at(self, offset: int) -> str:
+        """Of the parameter that begins there."""
+        return next(slot.name for slot in self.layout.slots if slot.offset == offset)
 
     def forget(self) -> None:
         """What was seen of the buffer says nothing of it any more."""
@@ -141,7 +147,7 @@ class Bucket:
     def _close(self) -> None:
         self.in_step = False
         self.missing = {slot.name for slot in self.layout.slots}
-        self.notes = None
+        self.notes, self.noted = None, False
         self.finite = True
         self.task = self.exchange = self.counts = None
 

@@ -11,12 +11,12 @@ taken out of the residual is sent only when the whole step has succeeded, and re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from horovod_sparse import wire
-from horovod_sparse.ops import Array, Ops, Selection
+from horovod_sparse.ops import Array, Ops, Part, Selection
 
 
 class Collective(NamedTuple):
@@ -220,16 +220,18 @@ class Reduced:
         pairs = zip(split, self._messages.used, strict=True)
         return [Entries(*self._ops.unpack(message, rows)) for message, rows in pairs]
 
-    def write(self, target: Array, first: int) -> None:
-        """The flat `target`, which begins at `first` in the bucket, becomes the sum, in the order of the ranks, or NaN."""
+    def write(self, parts: Sequence[Part]) -> None:
+        """Parts of the bucket, flat arrays, become the sum, in the order of the ranks, or NaN."""
         if self._messages is not None:
-            self._assemble(target, first)
-        elif self._sum is None:
-            target[:] = math.nan
-        else:
-            self._ops.assign(target, self._sum[first : first + len(target)])
-            if self._divisor != 1.0:
-                target /= self._divisor
+            self._assemble(parts)
+            return
+        for first, target in parts:
+            if self._sum is None:
+                target[:] = math.nan
+            else:
+                self._ops.assign(target, self._sum[first : first + len(target)])
+                if self._divisor != 1.0:
+                    target /= self._divisor
 
 
 Exchange = Callable[[Task], Generator[Collective, Any, Sent]]

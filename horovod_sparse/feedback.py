@@ -101,7 +101,7 @@ def _finite_norm(ops: Ops, flat: Array, dtype: str) -> float:
         return norm
     # NaN and infinity stay in the gradient, which tells of them; they must not decide about its other entries.
     finite = ops.zeros(len(flat), dtype, flat)
-    ops.absorb(finite, flat)
+    ops.absorb(finite, [(0, flat)])
     largest = ops.max_abs(finite)
     if largest > 0.0:
         # The squares of very large entries leave the range of float64.

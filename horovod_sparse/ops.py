@@ -7,12 +7,14 @@ The NumPy implementation (`horovod_sparse.numpy.ops`) is the oracle: every other
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 Array = Any
 """An array of the framework: `numpy.ndarray`, `torch.Tensor`, ..."""
+Part = tuple[int, Array]
+"""The index of a part's first entry in a buffer, and an array for the part."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,15 @@ class Notes(Protocol):
         """As `sums`; None also if there was no room."""
 
 
+class Moving(NamedTuple):
+    """Momentum on the way into a buffer (see `feedback.MomentumCorrection`)."""
+
+    velocity: Array
+    """Like the buffer; it is changed."""
+    momentum: float
+    nesterov: bool
+
+
 class Selection(NamedTuple):
     """What a compressor chose from a bucket."""
 
@@ -106,24 +117,19 @@ class Ops(Protocol):
     def notes(self, buffer: Array, wanted: Wanted) -> Notes | None:
         """For `absorb`, in one step; None if it finds out nothing on its way."""
 
-    def absorb(self, residual: Array, gradient: Array, notes: Notes | None = None, first: int = 0) -> int:
-        """As `accumulate`, but entries that are not finite in the residual's type add nothing.
-
-        Sums that leave the range of the residual's type stay at its largest number. Returns how many entries are one or the
-        other. The residual begins at `first` in the buffer that the notes are of.
-        """
-
-    def absorb_velocity(
+    def absorb(
         self,
-        residual: Array,
-        velocity: Array,
-        gradient: Array,
-        momentum: float,
-        nesterov: bool,
+        buffer: Array,
+        gradients: Sequence[Part],
         notes: Notes | None = None,
-        first: int = 0,
-    ) -> int:
-        """As `absorb`, of a gradient with momentum (see `feedback.MomentumCorrection`)."""
+        moving: Moving | None = None,
+    ) -> list[int]:
+        """Take gradients into their parts of a buffer, in place.
+
+        As `accumulate`, but entries that are not finite in the buffer's type add nothing, and sums that leave the range of that
+        type stay at its largest number. Returns how many entries of each gradient are one or the other. ValueError, if a
+        gradient reaches beyond the buffer.
+        """
 
     def measure(self, x: Array) -> Sums:
         """Sums of x, accumulated in float64."""
@@ -204,10 +210,10 @@ class Ops(Protocol):
     def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
         """target[indices] += values, in place; indices are unique. On the host IndexError, before any change, out of range."""
 
-    def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Array, int], None]:
-        """A function of a flat array and the index of its first entry, which becomes the sum of the messages' entries there.
+    def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
+        """A function of parts of a bucket, which become the sum of the messages' entries there.
 
         `messages` are those of pairs of `len(used)` workers, one after the other, of which the first `used` rows count. Values
         are divided by `divisor`, as float32, and added up from zero in the workers' order. Indices ascend; on the host
-        IndexError, before any change, unless they do. A device is not waited for: `rows_in_use` has checked them.
+        IndexError, before a part is changed, unless they do there. A device is not waited for: `rows_in_use` has checked them.
         """

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from operator import itemgetter
+from typing import Any, NamedTuple, cast
 
 from horovod_sparse import cost, exchanges, feedback, wire
 from horovod_sparse.bucket import Bucket
@@ -16,7 +17,7 @@ from horovod_sparse.buckets import Layout, Slot
 from horovod_sparse.compressors.base import Compressor, Place
 from horovod_sparse.exchanges import Collective, Reduced, Sent, Task
 from horovod_sparse.known import Known
-from horovod_sparse.ops import Array, Notes, Ops, Selection, Wanted
+from horovod_sparse.ops import Array, Moving, Notes, Ops, Part, Selection, Wanted
 from horovod_sparse.residuals import Residuals
 from horovod_sparse.selector import Selector, SelectorFor, by_verbs
 from horovod_sparse.state import VERSION, check_state
@@ -26,6 +27,20 @@ _LASTING = 100
 """Steps in a row with a truncated message that are worth a warning."""
 _FEW = 4
 """Of more entries above a cut than one in so many nothing is kept: it would cost more memory and time than it saves."""
+
+
+Write = Callable[[Sequence[Slot], Reduced], None]
+"""Puts what was reduced where the adapter wants it."""
+
+
+class Arrived(NamedTuple):
+    """A parameter's gradient in a step."""
+
+    name: str
+    gradient: Array | None
+    """None: it has none in this step."""
+    learning_rate: float | None = None
+    """The step's, for `lr_in_residual`."""
 
 
 class Pipeline:
@@ -129,27 +144,35 @@ class Pipeline:
         if self.compressor.holds_back:
             self._clip_factor = feedback.clip_factor(self.ops, gradients, self._clip_limit())
 
-    def arrive(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> Bucket | None:
-        """Take in a parameter's gradient (None: it has none in this step); return its bucket when that is complete.
+    def bucket_of(self, name: str) -> Bucket:
+        """The bucket that a parameter is in."""
+        return self._bucket_of[name]
 
-        `learning_rate` is the step's, for `lr_in_residual`. The gradient's memory is free afterwards. NaN and infinity
-        are kept out of the residual, and what would overflow it stays at its type's largest number; their bucket's reduced
-        gradient becomes None on every rank.
+    def arrive(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> Bucket | None:
+        """`arrive_together`, of one parameter."""
+        return self.arrive_together(self._bucket_of[name], [Arrived(name, gradient, learning_rate)])
+
+    def arrive_together(self, bucket: Bucket, arrived: Iterable[Arrived]) -> Bucket | None:
+        """Take in gradients of a bucket; return it when that is complete.
+
+        The gradients' memory is free afterwards. NaN and infinity are kept out of the residual, and what would overflow it
+        stays at its type's largest number; the bucket's reduced gradient becomes None on every rank.
         """
-        bucket = self._bucket_of[name]
-        if name not in bucket.missing:
-            raise RuntimeError(f"the gradient of {name!r} arrived twice in one step")
-        if not bucket.in_step:
-            self._enter(bucket)
-        residual = self.residuals.view(name)
-        if self.compressor.lr_in_residual:
-            gradient = self._rescaled(bucket, name, gradient, residual, learning_rate)
-        if gradient is not None:
-            gradient = self.clipped(gradient, bucket.layout.residual_dtype)
-        if self._absorb(bucket, name, residual, gradient):
-            self._not_finite.append(f"parameter {name!r}")
-            bucket.finite = False
-        bucket.missing.discard(name)
+        parts: list[Part] = []
+        for name, gradient, learning_rate in arrived:
+            if name not in bucket.missing:
+                raise RuntimeError(f"the gradient of {name!r} arrived twice in one step")
+            if not bucket.in_step:
+                self._enter(bucket)
+            bucket.missing.discard(name)
+            if self.compressor.lr_in_residual:
+                gradient = self._rescaled(bucket, name, gradient, learning_rate)
+            if gradient is None:
+                self._absorb_nothing(bucket, name)
+            else:
+                parts.append((self._offsets[name], self.clipped(gradient, bucket.layout.residual_dtype)))
+        if parts:
+            self._absorb(bucket, parts)
         return None if bucket.missing else bucket
 
     def _enter(self, bucket: Bucket) -> None:
@@ -169,30 +192,40 @@ class Pipeline:
         if self.compressor.momentum_correction is not None:
             self.velocities.view(name)[:] = 0
 
-    def _absorb(self, bucket: Bucket, name: str, residual: Array, gradient: Array | None) -> int:
-        """Take a gradient (None: zero) into the residual, and into the velocity if there is one.
-
-        How many entries were left out because they are not finite.
-        """
-        ops, correction = self.ops, self.compressor.momentum_correction
+    def _absorb(self, bucket: Bucket, parts: list[Part]) -> None:
+        """Take gradients into the residual, and into the velocity if there is one."""
+        correction = self.compressor.momentum_correction
         selector = self._selector(bucket)
         if selector is not None:
-            velocity = bucket.velocity if correction is not None else None
-            k, offset = self._asked(bucket), self._offsets[name]
-            selector.absorb(offset, gradient, bucket.state, k, velocity=velocity, correction=correction)
-            # `_learn` is told.
-            return 0
-        if gradient is None:
-            if correction is not None:
-                correction.accumulate(ops, residual, self.velocities.view(name), None)
-            return 0
-        if len(bucket.missing) == len(bucket.layout.slots):
-            bucket.notes = self._notes(bucket)
-        place = bucket.notes, self._offsets[name]
-        if correction is None:
-            return ops.absorb(residual, gradient, *place)
-        velocity, how = self.velocities.view(name), (correction.momentum, correction.nesterov)
-        return ops.absorb_velocity(residual, velocity, gradient, *how, *place)
+            # `_learn` is told what is not finite.
+            for offset, gradient in parts:
+                self._hand_to(selector, bucket, offset, gradient)
+            return
+        if not bucket.noted:
+            bucket.noted, bucket.notes = True, self._notes(bucket)
+        moving = None
+        if correction is not None:
+            moving = Moving(bucket.velocity, correction.momentum, correction.nesterov)
+        # In their order in the buffer, which the notes keep to.
+        parts.sort(key=itemgetter(0))
+        for (offset, _), bad in zip(parts, self.ops.absorb(bucket.buffer, parts, bucket.notes, moving), strict=True):
+            if bad:
+                self._not_finite.append(f"parameter {bucket.name_at(offset)!r}")
+                bucket.finite = False
+
+    def _absorb_nothing(self, bucket: Bucket, name: str) -> None:
+        """As `_absorb`, of a parameter without a gradient."""
+        correction = self.compressor.momentum_correction
+        selector = self._selector(bucket)
+        if selector is not None:
+            self._hand_to(selector, bucket, self._offsets[name], None)
+        elif correction is not None:
+            correction.accumulate(self.ops, self.residuals.view(name), self.velocities.view(name), None)
+
+    def _hand_to(self, selector: Selector, bucket: Bucket, offset: int, gradient: Array | None) -> None:
+        correction = self.compressor.momentum_correction
+        velocity = bucket.velocity if correction is not None else None
+        selector.absorb(offset, gradient, bucket.state, self._asked(bucket), velocity=velocity, correction=correction)
 
     def _selector(self, bucket: Bucket) -> Selector | None:
         """What selects in this step, if it is not the host."""
@@ -258,9 +291,7 @@ class Pipeline:
         assert self.compressor.clip_norm is not None
         return feedback.clip_limit(self.compressor.clip_norm, self.world, averages=self.averages)
 
-    def _rescaled(
-        self, bucket: Bucket, name: str, gradient: Array | None, residual: Array, learning_rate: float | None
-    ) -> Array | None:
+    def _rescaled(self, bucket: Bucket, name: str, gradient: Array | None, learning_rate: float | None) -> Array | None:
         """Keep a residual in units of the update; a gradient of a step with rate 0 adds nothing to it."""
         if learning_rate is None:
             raise ValueError("learning_rate must be given with lr_in_residual=True, got None")
@@ -268,6 +299,7 @@ class Pipeline:
             return None
         factor = self._learning_rates.get(name, learning_rate) / learning_rate
         if factor != 1.0:
+            residual = self.residuals.view(name)
             residual *= factor
         self._learning_rates[name] = learning_rate
         bucket.change_unit(factor)
@@ -315,8 +347,7 @@ class Pipeline:
         """Wait for what the selector has done; how many entries are sent, and how many had no room."""
         told = selector.finish(bucket.state, k)
         if told["not_finite"]:
-            names = {slot.offset: slot.name for slot in bucket.layout.slots}
-            self._not_finite[:0] = [f"parameter {names[offset]!r}" for offset in selector.not_finite()]
+            self._not_finite[:0] = [f"parameter {bucket.name_at(offset)!r}" for offset in selector.not_finite()]
         sent, found = int(told["sent"]), int(told["found"])
         room = self.compressor.room(bucket.layout.numel, k, self.world)
         return sent, found - sent if sent == room and found > room else 0
@@ -326,11 +357,11 @@ class Pipeline:
         bucket: Bucket,
         result: Array,
         divisor: float,
-        write: Callable[[Slot, Reduced], None],
+        write: Write,
     ) -> Collective | None:
         """Go on with the result of a bucket's collective: the next one, or None at the end.
 
-        At the end `write` is given every parameter's slot and what was reduced: the bucket's entries, rank by rank in rank
+        At the end `write` is given the slots of the parameters and what was reduced: the bucket's entries, rank by rank in rank
         order, divided by `divisor`; or nothing when some rank's gradient was not finite. The order is the same on all
         ranks, so that sums of floats are too, to the last bit.
         """
@@ -355,7 +386,7 @@ class Pipeline:
         bucket: Bucket,
         sent: Sent,
         divisor: float,
-        write: Callable[[Slot, Reduced], None],
+        write: Write,
     ) -> None:
         task, state = bucket.task, bucket.state
         assert task is not None
@@ -368,9 +399,7 @@ class Pipeline:
         else:
             counted = (task.asked, task.count, task.overflow, state.threshold, state.stages, bucket.bytes_sent)
             bucket.counts = Counts(*counted)
-        reduced = Reduced(self.ops, sent, divisor)
-        for slot in bucket.layout.slots:
-            write(slot, reduced)
+        write(bucket.layout.slots, Reduced(self.ops, sent, divisor))
 
     def end_step(self) -> None:
         """End a step, when all reduced gradients are there: it succeeds, or fails on every rank.

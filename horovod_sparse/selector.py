@@ -28,7 +28,7 @@ class Selector(Protocol):
         velocity: Array | None = None,
         correction: MomentumCorrection | None = None,
     ) -> None:
-        """As `Ops.absorb`, or `Ops.absorb_velocity`, for the parameter that begins at `offset`; None is a gradient of zeros.
+        """As `Ops.absorb`, for the parameter that begins at `offset`; None is a gradient of zeros.
 
         Velocities are those of the whole bucket.
         """

@@ -59,15 +59,16 @@ def exchange(
     results: list[Reduced] = [{} for _ in pipelines]
 
     def writer(result: Reduced) -> Any:
-        def write(slot: Slot, reduced: exchanges.Reduced) -> None:
+        def write(slots: Sequence[Slot], reduced: exchanges.Reduced) -> None:
             if not reduced.finite:
-                result[slot.name] = None
+                result.update((slot.name, None) for slot in slots)
                 return
-            result[slot.name] = [_share(backend, slot, *entries, divisor) for entries in reduced.parts()]
             # What adapters do with it.
-            target = backend.ops.copy(backend.array(np.full(slot.numel, np.nan, np.float32)))
-            reduced.write(target, slot.offset)
-            np.testing.assert_array_equal(backend.numpy(target), dense_sum(result[slot.name], slot.numel))
+            targets = [backend.ops.copy(backend.array(np.full(slot.numel, np.nan, np.float32))) for slot in slots]
+            reduced.write([(slot.offset, target) for slot, target in zip(slots, targets, strict=True)])
+            for slot, target in zip(slots, targets, strict=True):
+                result[slot.name] = [_share(backend, slot, *entries, divisor) for entries in reduced.parts()]
+                np.testing.assert_array_equal(backend.numpy(target), dense_sum(result[slot.name], slot.numel))
 
         return write
 

@@ -8,7 +8,7 @@ import math
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from horovod_sparse import kernels
 from horovod_sparse.kernels import Memory, memory_of
 from horovod_sparse.numpy.compiled import CompiledOps
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.ops import Above, Sums, Wanted
+from horovod_sparse.ops import Above, Moving, Sums, Wanted
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the kernels are not compiled, or turned off"),
@@ -104,24 +104,19 @@ class Absorbed(NamedTuple):
 
 
 def absorb(
-    ops: CompiledOps, residual: np.ndarray, gradient: np.ndarray, wanted: Wanted = NOTHING, first: int = 0
+    ops: CompiledOps,
+    residual: np.ndarray,
+    gradient: np.ndarray,
+    wanted: Wanted = NOTHING,
+    moving: Moving | None = None,
 ) -> Absorbed:
     notes = ops.notes(residual, wanted)
     assert notes is not None
-    not_finite = ops.absorb(residual, gradient, notes, first)
+    (not_finite,) = ops.absorb(residual, [(0, gradient)], notes, moving)
     return Absorbed(not_finite, notes.sums, notes.above)
 
 
-def absorb_velocity(
-    ops: CompiledOps, residual: np.ndarray, velocity: np.ndarray, gradient: np.ndarray, *how: Any, wanted: Wanted
-) -> Absorbed:
-    notes = ops.notes(residual, wanted)
-    assert notes is not None
-    not_finite = ops.absorb_velocity(residual, velocity, gradient, *how, notes)
-    return Absorbed(not_finite, notes.sums, notes.above)
-
-
-def assert_found(got: Absorbed, x: np.ndarray, wanted: Wanted, first: int = 0) -> None:
+def assert_found(got: Absorbed, x: np.ndarray, wanted: Wanted) -> None:
     """What was found out about x on the way is what its own passes find."""
     assert (got.sums is not None) == wanted.sums
     if got.sums is not None:
@@ -131,7 +126,7 @@ def assert_found(got: Absorbed, x: np.ndarray, wanted: Wanted, first: int = 0) -
         assert got.above is None
     if got.above is not None:
         assert got.above.cut == wanted.cut
-        np.testing.assert_array_equal(got.above.indices, expected.indices + first)
+        np.testing.assert_array_equal(got.above.indices, expected.indices)
         assert_same(got.above.values, x[expected.indices])
 
 
@@ -140,14 +135,12 @@ WANTED += [Wanted(0.5, room) for room in (0, 1, 5, 100, 2000)]
 WANTED = [wanted._replace(sums=number % 2 == 0) for number, wanted in enumerate(WANTED)]
 
 
-def assert_absorbed(
-    ops: CompiledOps, residual: np.ndarray, gradient: np.ndarray, wanted: Wanted, first: int = 3
-) -> Absorbed:
+def assert_absorbed(ops: CompiledOps, residual: np.ndarray, gradient: np.ndarray, wanted: Wanted) -> Absorbed:
     mine, expected = residual.copy(), residual.copy()
-    absorbed = absorb(ops, mine, gradient, wanted, first)
-    assert absorbed.not_finite == ORACLE.absorb(expected, gradient)
+    absorbed = absorb(ops, mine, gradient, wanted)
+    assert [absorbed.not_finite] == ORACLE.absorb(expected, [(0, gradient)])
     assert_same(mine, expected)
-    assert_found(absorbed, mine, wanted, first)
+    assert_found(absorbed, mine, wanted)
     return absorbed
 
 
@@ -159,7 +152,7 @@ def test_absorb(size: int, dtype: type, gradient_type: type) -> None:
     for wanted in WANTED:
         residual = sample(size, dtype)
         absorbed = assert_absorbed(ONE, residual, gradient, wanted)
-        ONE.absorb(residual, gradient)
+        ONE.absorb(residual, [(0, gradient)])
         # One thread has all the room there is.
         (found,) = ORACLE.counts(residual, [wanted.cut])
         wanted_of_these = wanted.cut < math.inf and min(wanted.room, size) > 0
@@ -224,10 +217,11 @@ def test_absorb_velocity(size: int, dtype: type, gradient_type: type, nesterov: 
     expected = sample(size, dtype), sample(size, dtype, 1)
     gradient = sample(size, gradient_type, 2, infinite=True, nan=True)
     wanted = Wanted(0.7, size, sums=nesterov)
-    not_finite = ORACLE.absorb_velocity(*expected, gradient, 0.9, nesterov)
+    moving = Moving(expected[1], 0.9, nesterov)
+    (not_finite,) = ORACLE.absorb(expected[0], [(0, gradient)], moving=moving)
     for threads in THREADS if size == LARGE else (1,):
         residual, velocity = sample(size, dtype), sample(size, dtype, 1)
-        absorbed = absorb_velocity(CompiledOps(threads), residual, velocity, gradient, 0.9, nesterov, wanted=wanted)
+        absorbed = absorb(CompiledOps(threads), residual, gradient, wanted, Moving(velocity, 0.9, nesterov))
         assert_same(velocity, expected[1])
         assert_same(residual, expected[0])
         assert absorbed.not_finite == not_finite
@@ -255,7 +249,7 @@ def test_nothing_is_told_of_a_pass_that_overflowed(size: int, dtype: type) -> No
                 velocity, expected = np.zeros(size, dtype), residual.copy()
                 assert absorb(ops, residual, gradient, Wanted(0.5, size)) == Absorbed(1)
                 assert_same(residual, expected)
-                absorbed = absorb_velocity(ops, residual, velocity, gradient, 0.5, False, wanted=Wanted(0.5, size))
+                absorbed = absorb(ops, residual, gradient, Wanted(0.5, size), Moving(velocity, 0.5, nesterov=False))
                 assert absorbed == Absorbed(1)
                 assert_same(residual, expected)
 
@@ -377,8 +371,8 @@ def test_any_array(dtype: type, data: st.DataObject) -> None:
     cut = data.draw(magnitudes)
     assert_sums(ONE.measure(x), ORACLE.measure(x))
     residual = np.nan_to_num(sample(x.size, dtype))
-    room, first = data.draw(st.integers(0, x.size + 1)), data.draw(st.sampled_from((0, 2**31 - x.size, 2**31)))
-    assert_absorbed(ONE, residual, x, Wanted(cut, room), first)
+    room = data.draw(st.integers(0, x.size + 1))
+    assert_absorbed(ONE, residual, x, Wanted(cut, room))
 
 
 @of_either_width
@@ -451,7 +445,7 @@ def test_messages_whose_indices_do_not_ascend_change_nothing(dtype: type) -> Non
         messages = np.full((8, 2), 1, np.int32)
         messages[4 : 4 + len(wrong), 0] = wrong
         with pytest.raises(IndexError, match="ascending"):
-            ONE.assembler(messages, [1, len(wrong)], 1.0)(target, 0)
+            ONE.assembler(messages, [1, len(wrong)], 1.0)([(0, target)])
     with pytest.raises(ValueError, match=r"used must be within \[0, 4\], got \[1, 5\]"):
         ONE.assembler(messages, [1, 5], 1.0)
     with pytest.raises(ValueError, match="messages must be 3 of the same length"):
@@ -478,18 +472,19 @@ def test_arrays_that_do_not_lie_as_the_kernels_want_it() -> None:
 
 def test_what_would_reach_beyond_an_array_is_refused() -> None:
     short, long = np.zeros(3, np.float32), np.zeros(4, np.float32)
-    with pytest.raises(ValueError, match="the gradient must have the residual's 3 elements, got 4"):
-        ONE.absorb(short, long)
+    for first, gradient in ((0, long), (1, short), (-1, short), (2**62, short)):
+        with pytest.raises(ValueError, match="gradients must lie within the residual's 3 elements"):
+            ONE.absorb(short, [(0, short[:1]), (first, gradient)])
     with pytest.raises(ValueError, match="velocity must be like the residual"):
-        ONE.absorb_velocity(long, short, long, 0.9, False)
+        ONE.absorb(long, [(0, long)], moving=Moving(short, 0.9, nesterov=False))
     with pytest.raises(ValueError, match="contiguous and aligned"):
-        ONE.absorb(np.zeros(6, np.float32)[::2], short)
+        ONE.absorb(np.zeros(6, np.float32)[::2], [(0, short)])
     with pytest.raises(ValueError, match="values must be 2, got 3"):
         ONE.scatter_add(long, np.array([0, 1]), short)
     with pytest.raises(ValueError, match="indices must be of int64, got int32"):
         ONE.take(long, np.array([0, 1], np.int32))
     with pytest.raises(KeyError):
-        ONE.absorb(np.zeros(3, np.float16), short)
+        ONE.absorb(np.zeros(3, np.float16), [(0, short)])
     with pytest.raises(KeyError):
         ONE.scatter_add(long, np.array([0]), np.zeros(1, np.float16))
 
@@ -498,14 +493,14 @@ def test_a_read_only_array_is_not_written_to() -> None:
     target, other, some, values = np.ones(3), np.ones(3), np.array([0, 2]), np.ones(2, np.float32)
     target.flags.writeable = False
     for write in (
-        lambda: ONE.absorb(target, other),
-        lambda: ONE.absorb_velocity(target, other, other, 0.9, False),
-        lambda: ONE.absorb_velocity(other, target, other, 0.9, False),
+        lambda: ONE.absorb(target, [(0, other)]),
+        lambda: ONE.absorb(target, [(0, other)], moving=Moving(other, 0.9, nesterov=False)),
+        lambda: ONE.absorb(other, [(0, other)], moving=Moving(target, 0.9, nesterov=False)),
         lambda: ONE.take(target, some),
         lambda: ONE.scatter_add(target, some, values),
-        lambda: ONE.assembler(ONE.pack(some, values, 2), [2], 1.0)(target, 0),
+        lambda: ONE.assembler(ONE.pack(some, values, 2), [2], 1.0)([(0, target)]),
     ):
         with pytest.raises(ValueError, match="must be writable, got a read-only one of 3"):
             write()
     assert (target == 1).all() and (other == 1).all()
-    assert ONE.absorb(other, target) == 0, "a gradient is only read"
+    assert ONE.absorb(other, [(0, target)]) == [0], "a gradient is only read"

@@ -86,7 +86,7 @@ def test_notes_of_all_parts_are_those_of_the_whole(backend: Backend, data: st.Da
     for part in order:
         if part != left_out:
             begin, end = int(starts[part]), int(starts[part + 1])
-            assert backend.ops.absorb(buffer[begin:end], backend.array(x[begin:end]), notes, begin) == 0
+            assert backend.ops.absorb(buffer, [(begin, backend.array(x[begin:end]))], notes) == [0]
     expected = above(x, 0.3)
     assert notes.sums == (OPS.measure(x) if sums and left_out is None else None)
     if left_out is not None or len(expected.indices) > room or room == 0:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from table import BACKENDS, WITH_VERBS, Backend
 
+from horovod_sparse.ops import Moving
 from horovod_sparse.torch.ops import TorchOps
 
 ORACLE = BACKENDS[0].ops
@@ -165,7 +166,7 @@ def test_messages_are_added_up_in_their_order(backend: Backend, dtype: type, siz
         expected, target = np.zeros(size, dtype), backend.ops.copy(backend.array(np.full(size, np.nan, dtype)))
         for indices, values in entries:
             expected[indices] += values / np.float32(divisor)
-        backend.ops.assembler(*gathered(backend, entries), divisor)(target, 0)
+        backend.ops.assembler(*gathered(backend, entries), divisor)([(0, target)])
         np.testing.assert_array_equal(backend.numpy(target), expected, strict=True)
 
 
@@ -185,10 +186,11 @@ def test_a_target_takes_its_own_entries_out_of_messages(backend: Backend, dtype:
     assemble = backend.ops.assembler(*gathered(backend, parts), 1.0)
     for skipped in range(3):
         memory = np.full(bounds[-1] + 3, np.nan, dtype)
-        for begin, end in itertools.pairwise(bounds):
-            target = backend.ops.copy(backend.array(memory))[skipped + begin : skipped + end]
-            assemble(target, int(begin))
-            np.testing.assert_array_equal(backend.numpy(target), whole[begin:end], strict=True)
+        of_all = backend.ops.copy(backend.array(memory))
+        assemble([(int(begin), of_all[skipped + begin : skipped + end]) for begin, end in itertools.pairwise(bounds)])
+        after = backend.numpy(of_all)
+        np.testing.assert_array_equal(after[skipped : skipped + bounds[-1]], whole, strict=True)
+        assert np.isnan(after[:skipped]).all() and np.isnan(after[skipped + bounds[-1] :]).all()
 
 
 @on_every_backend
@@ -213,9 +215,10 @@ def test_absorb_leaves_out_what_is_not_finite_in_the_residual(backend: Backend, 
     gradient = backend.array(np.array([1.0, 1e150, np.nan, -np.inf, 1 + 2.0**-30]))
     kept = np.array([1.0, 1e150, 0.0, 0.0, 1 + 2.0**-30]) if dtype == np.float64 else np.array([1.0, 0, 0, 0, 1.0])
     residual, velocity = backend.array(np.zeros(5, dtype)), backend.array(np.zeros(5, dtype))
-    assert backend.ops.absorb(residual, gradient) == 5 - np.count_nonzero(kept)
+    assert backend.ops.absorb(residual, [(0, gradient)]) == [5 - np.count_nonzero(kept)]
     np.testing.assert_array_equal(backend.numpy(residual), kept.astype(dtype), strict=True)
-    assert backend.ops.absorb_velocity(residual, velocity, gradient, 0.5, False) == 5 - np.count_nonzero(kept)
+    moving = Moving(velocity, 0.5, nesterov=False)
+    assert backend.ops.absorb(residual, [(0, gradient)], moving=moving) == [5 - np.count_nonzero(kept)]
     np.testing.assert_array_equal(backend.numpy(velocity), kept.astype(dtype), strict=True)
 
 

@@ -29,6 +29,7 @@ from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.feedback import MomentumCorrection
 from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.ops import Moving
 from horovod_sparse.search import below_largest
 from horovod_sparse.triton import kernels
 from horovod_sparse.triton.bucket import DeviceBucket, reduce
@@ -77,7 +78,7 @@ class Worker:
     def absorb(self, gradient: np.ndarray) -> np.ndarray:
         """Take in a gradient of all parameters; what is selected from, as the oracle has it."""
         expected = self.residual.numpy().copy()
-        ORACLE.absorb(expected, gradient)
+        ORACLE.absorb(expected, [(0, gradient)])
         offsets = np.cumsum([0, *self.sizes])
         for offset, end in itertools.pairwise(offsets.tolist()):
             self.bucket.absorb(offset, torch.from_numpy(gradient[offset:end].copy()), self.state, self.k)
@@ -158,12 +159,12 @@ def check_absorb(
     given = np.zeros(residual.size, np.float32) if gradient is None else gradient.double().numpy()
     expected = residual.copy()
     if correction is None:
-        not_finite = ORACLE.absorb(expected, given)
+        (not_finite,) = ORACLE.absorb(expected, [(0, given)])
     else:
         moving = torch.from_numpy(np.concatenate([np.zeros(3, residual.dtype), velocity, np.zeros(2, residual.dtype)]))
         velocity = velocity.copy()
-        how = correction.momentum, correction.nesterov
-        not_finite = ORACLE.absorb_velocity(expected, velocity, given, *how)
+        how = Moving(velocity, correction.momentum, correction.nesterov)
+        (not_finite,) = ORACLE.absorb(expected, [(0, given)], moving=how)
     bucket.absorb(3, gradient, None, 1, velocity=moving, correction=correction)
     np.testing.assert_array_equal(buffer.numpy(), np.concatenate([around[0], expected, around[2]]))
     if moving is not None:

@@ -7,7 +7,7 @@ import pytest
 
 from horovod_sparse import kernels
 from horovod_sparse.numpy.compiled import CompiledOps, host_ops
-from horovod_sparse.ops import Wanted
+from horovod_sparse.ops import Moving, Wanted
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the kernels are not compiled, or turned off")
 
@@ -17,8 +17,8 @@ def everything_found(x: np.ndarray, threads: int) -> str:
     ops = CompiledOps(threads)
     residual, velocity = np.zeros_like(x), np.zeros_like(x)
     notes = [ops.notes(x, Wanted(0.7, x.size, sums=True)) for _ in range(2)]
-    ops.absorb(residual, x, notes[0])
-    ops.absorb_velocity(residual, velocity, x, 0.9, True, notes[1])
+    ops.absorb(residual, [(0, x)], notes[0])
+    ops.absorb(residual, [(0, x)], notes[1], Moving(velocity, 0.9, nesterov=True))
     found = [
         *((one.sums, one.above and (one.above.indices.tobytes(), one.above.values.tobytes())) for one in notes if one),
         residual.tobytes(),

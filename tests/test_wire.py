@@ -140,7 +140,7 @@ def test_messages_in_another_order_change_nothing(backend: Backend, indices: lis
     target = backend.ops.copy(backend.array(np.ones(8, np.float32)))
     messages = np.array([[1, 7], [5, 7], [indices[0], 7], [indices[1], 7]], np.int32)
     with pytest.raises(IndexError, match="ascending"):
-        backend.ops.assembler(backend.array(messages), [2, 2], 1.0)(target, 0)
+        backend.ops.assembler(backend.array(messages), [2, 2], 1.0)([(0, target)])
     assert (backend.numpy(target) == 1).all()
 
 

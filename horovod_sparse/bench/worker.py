@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -146,10 +146,10 @@ class Worker:
             messages.append(ops.pack_indices(selection.indices, header, task.capacity))
         return messages
 
-    def _write(self, slot: Slot, reduced: Reduced) -> None:
+    def _write(self, slots: Sequence[Slot], reduced: Reduced) -> None:
         self._reduced = reduced
         if self.row.receives or self._whole:
-            reduced.write(self._dense, slot.offset)
+            reduced.write([(slots[0].offset, self._dense)])
 
     # --- what came of it ---
 

@@ -135,8 +135,8 @@ class Notes:
         self.raw.cut, self.raw.room, self.raw.complete, self.raw.with_sums = wanted.cut, room, 1, wanted.sums
         self.raw.values = ffi.cast("void *", address)
         self.raw.indices = ffi.cast("int32_t *", address + room * size)
-        self._parts: list[tuple[int, int, int]] = []
-        """Of each part its place in the buffer, and from where to where its entries above the cut are."""
+        self._taken: list[tuple[int, Any]] = []
+        """How many entries above the cut there were before some gradients, and those."""
         self._seen = 0
         """Elements of all parts; infinitely many once nothing is known any more."""
 
@@ -144,10 +144,10 @@ class Notes:
         """Nothing is known of the buffer any more, in this step."""
         self._seen = self._numel + 1
 
-    def add(self, first: int, numel: int, before: int) -> None:
-        """Of a part that has taken in its gradient; `before`: how many entries above the cut there were before."""
+    def add(self, gradients: Any, numel: int, before: int) -> None:
+        """Gradients of `numel` elements were taken in; `before`: how many entries above the cut there were before."""
         self._seen += numel
-        self._parts.append((first, before, int(self.raw.found)))
+        self._taken.append((before, gradients))
 
     @property
     def sums(self) -> Sums | None:
@@ -159,76 +159,91 @@ class Notes:
         if not raw.complete or not raw.room or self._seen != self._numel:
             return None
         indices, values = self._indices[: raw.found], self._values[: raw.found]
-        ordered = sorted(self._parts)
-        if ordered != self._parts:
-            runs = [slice(begin, end) for _, begin, end in ordered if begin < end]
-            indices, values = (np.concatenate([array[run] for run in runs] or [array]) for array in (indices, values))
+        runs = self._runs()
+        if len(runs) > 1:
+            indices, values = (np.concatenate([array[run] for run in runs]) for array in (indices, values))
         return Above(self._wanted.cut, indices, values)
+
+    def _runs(self) -> list[slice]:
+        """Where the entries above the cut are, in the order of the buffer; parts have come in an order of their own."""
+        parts = []
+        for begin, gradients in self._taken:
+            for gradient in gradients:
+                parts.append((gradient.first, begin, gradient.found))
+                begin = gradient.found
+        runs: list[slice] = []
+        for _, begin, end in sorted(parts):
+            if runs and runs[-1].stop == begin:
+                runs[-1] = slice(runs[-1].start, end)
+            elif begin < end:
+                runs.append(slice(begin, end))
+        return runs
+
+
+class Gradient(NamedTuple):
+    """Of a part of a buffer."""
+
+    address: int
+    type: int
+    """See `code_of`."""
+    first: int
+    """The part's place in the buffer."""
+    numel: int
+
+
+def code_of(dtype: str) -> int:
+    """Of a gradient's or a target's type, for `Gradient` and `Target`."""
+    return _TYPES[dtype]
 
 
 class Taken(NamedTuple):
-    """What came of a gradient."""
+    """What came of a gradient that was not finite, or did not fit in."""
 
+    number: int
+    """The gradient's."""
     not_finite: int
     """Entries of it that were left out."""
     overflowed: bool
-    """Whether the residual has an infinite entry now."""
+    """Whether its part of the residual has an infinite entry now."""
 
 
-def accumulate(residual: Memory, gradient: Memory, threads: int, notes: Notes | None = None, first: int = 0) -> Taken:
-    """residual += gradient where that is finite; `first` is the residual's place in what the notes are of."""
-    return _accumulate(residual, None, gradient, 0.0, False, threads, notes, first)
-
-
-def accumulate_velocity(
+def accumulate(
     residual: Memory,
-    velocity: Memory,
-    gradient: Memory,
-    momentum: float,
-    nesterov: bool,
+    gradients: list[Gradient],
     threads: int,
     notes: Notes | None = None,
-    first: int = 0,
-) -> Taken:
-    """Take a gradient into velocity and residual, where it is finite; see `accumulate`."""
-    if residual.numel != velocity.numel or residual.dtype != velocity.dtype:
+    velocity: Memory | None = None,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+) -> list[Taken]:
+    """residual += gradients, each in its part, where they are finite; with a velocity see `ops.Moving`."""
+    if velocity is not None and (residual.numel != velocity.numel or residual.dtype != velocity.dtype):
         raise ValueError(f"velocity must be like the residual, {residual}, got {velocity}")
-    return _accumulate(residual, velocity, gradient, momentum, nesterov, threads, notes, first)
-
-
-def _accumulate(
-    residual: Memory,
-    velocity: Memory | None,
-    gradient: Memory,
-    momentum: float,
-    nesterov: bool,
-    threads: int,
-    notes: Notes | None,
-    first: int,
-) -> Taken:
-    if residual.numel != gradient.numel:
-        raise ValueError(f"the gradient must have the residual's {residual.numel} elements, got {gradient.numel}")
     ffi = _native.ffi
-    raw = ffi.new("hs_notes *") if notes is None else notes.raw
-    raw.first, before = first, raw.found
-    pointer, dtype = _target(residual)
-    _native.lib.hs_accumulate(
-        pointer,
+    raw, before = (ffi.NULL, 0) if notes is None else (notes.raw, notes.raw.found)
+    parts = ffi.new("hs_gradient[]", gradients)
+    bad = _native.lib.hs_accumulate(
+        *_target(residual)[:1],
         ffi.NULL if velocity is None else _target(velocity)[0],
-        dtype,
-        *_any(gradient),
+        _WIDE[residual.dtype],
         residual.numel,
+        parts,
+        len(gradients),
         momentum,
         nesterov,
         threads,
         raw,
     )
-    taken = Taken(raw.not_finite, bool(raw.overflowed))
+    if bad < 0:
+        raise ValueError(f"gradients must lie within the residual's {residual.numel} elements, got {gradients}")
     if notes is not None:
-        notes.add(first, residual.numel, before)
-        if taken.overflowed:
-            notes.forget()
-    return taken
+        notes.add(parts, sum([gradient[3] for gradient in gradients]), before)
+    if not bad:
+        return []
+    taken = [Taken(number, part.not_finite, bool(part.overflowed)) for number, part in enumerate(parts)]
+    if notes is not None and any(one.overflowed for one in taken):
+        notes.forget()
+    return [one for one in taken if one.not_finite or one.overflowed]
 
 
 def measure(x: Memory, threads: int) -> Sums:
@@ -294,7 +309,18 @@ def scatter_add(target: Memory, indices: Memory, values: Memory) -> None:
     _check(lib.hs_scatter_add(*into, _indices(indices), *_wide(values), indices.numel), target)
 
 
-def assembler(messages: Memory, used: list[int], divisor: float) -> Callable[[Memory, int], None]:
+class Target(NamedTuple):
+    """A part of a buffer, to be written."""
+
+    address: int
+    type: int
+    """See `code_of`; float32 or float64."""
+    first: int
+    """Its place in the buffer."""
+    numel: int
+
+
+def assembler(messages: Memory, used: list[int], divisor: float) -> Callable[[list[Target]], None]:
     """See `ops.Ops.assembler`."""
     world = len(used)
     if messages.dtype != "int32" or not world or messages.numel % (2 * world):
@@ -305,9 +331,9 @@ def assembler(messages: Memory, used: list[int], divisor: float) -> Callable[[Me
     pointer, rows = _native.ffi.cast("int32_t *", messages.address), _native.ffi.new("int64_t[]", used)
     owner = messages.owner
 
-    def assemble(target: Memory, first: int) -> None:
-        of_target = (*_target(target), target.numel)
-        if not _native.lib.hs_assemble(*of_target, first, pointer, capacity, world, rows, divisor):
+    def assemble(targets: list[Target]) -> None:
+        of_these = _native.ffi.new("hs_target[]", targets)
+        if not _native.lib.hs_assemble(of_these, len(targets), pointer, capacity, world, rows, divisor):
             raise IndexError(f"indices must be ascending, got {owner}")
 
     return assemble

@@ -180,16 +180,14 @@ private:
     std::vector<int64_t> numbers_;
 };
 
+// One gradient; `residual` and `velocity` point to its part.
 template <class T>
-void accumulate(T* residual, T* velocity, const void* gradient, int type, int64_t n, double momentum, bool nesterov,
-                int threads, hs_notes* notes) {
-    const auto loop = loops<T>().accumulate[velocity == nullptr ? 0 : nesterov ? 2 : 1][notes->with_sums != 0];
-    const T m = static_cast<T>(momentum);
-    constexpr int64_t most = std::numeric_limits<int32_t>::max();
-    const bool collects = notes->complete && notes->first + n - 1 <= most;
-    const int64_t parts = parts_of(n, threads), room = collects ? notes->room - notes->found : 0;
-    Collector<T, int32_t> collector(notes->cut, notes->first, notes->indices + notes->found,
-                                    static_cast<T*>(notes->values) + notes->found, room, parts);
+void accumulate(T* residual, T* velocity, hs_gradient& gradient, T momentum, bool nesterov, int threads, hs_notes& notes) {
+    const auto loop = loops<T>().accumulate[velocity == nullptr ? 0 : nesterov ? 2 : 1][notes.with_sums != 0];
+    const int64_t n = gradient.n, parts = parts_of(n, threads);
+    const int64_t room = notes.complete ? notes.room - notes.found : 0;
+    Collector<T, int32_t> collector(notes.cut, gradient.first, notes.indices + notes.found,
+                                    static_cast<T*>(notes.values) + notes.found, room, parts);
     std::vector<int64_t> not_finite(parts);
     hs_sums sums;
     sum_blocks(n, threads, &sums, [&](int64_t part, int64_t begin, int64_t end, hs_sums& out) {
@@ -197,21 +195,34 @@ void accumulate(T* residual, T* velocity, const void* gradient, int type, int64_
         for (int64_t i = begin; i < end; i += kPiece) {
             const int64_t count = std::min(kPiece, end - i);
             T* const piece_of_velocity = velocity == nullptr ? nullptr : velocity + i;
-            with_piece<T>(gradient, type, i, count, [&](const T* g) {
+            with_piece<T>(reinterpret_cast<const void*>(gradient.address), gradient.type, i, count, [&](const T* g) {
                 const uint32_t groups =
-                    loop(residual + i, piece_of_velocity, g, count, m, collector.bound(), totals);
+                    loop(residual + i, piece_of_velocity, g, count, momentum, collector.bound(), totals);
                 if (room > 0) collector.add(part, residual + i, i, count, groups);
             });
         }
         totals.write(out);
         not_finite[part] += totals.bad;
     });
-    notes->not_finite = std::accumulate(not_finite.begin(), not_finite.end(), int64_t{0});
-    notes->overflowed = !std::isfinite(sums.largest);
-    add_to(notes->sums, sums);
-    notes->found += collector.finish();
+    gradient.not_finite = std::accumulate(not_finite.begin(), not_finite.end(), int64_t{0});
+    gradient.overflowed = !std::isfinite(sums.largest);
+    add_to(notes.sums, sums);
+    notes.found += collector.finish();
     // Without room something may have been missed.
-    notes->complete = room > 0 && collector.complete;
+    notes.complete = room > 0 && collector.complete;
+    gradient.found = notes.found;
+}
+
+template <class T>
+int64_t accumulate(T* residual, T* velocity, hs_gradient* gradients, int64_t number, double momentum, bool nesterov,
+                   int threads, hs_notes& notes) {
+    int64_t bad = 0;
+    for (hs_gradient* one = gradients; one != gradients + number; ++one) {
+        T* const of_velocity = velocity == nullptr ? nullptr : velocity + one->first;
+        accumulate(residual + one->first, of_velocity, *one, static_cast<T>(momentum), nesterov, threads, notes);
+        bad += one->not_finite != 0 || one->overflowed;
+    }
+    return bad;
 }
 
 template <class T>
@@ -371,15 +382,16 @@ int64_t rows_in_use(const int32_t* indices, int64_t stride, int64_t rows, int64_
     return used;
 }
 
-template <class T>
-bool assemble(T* target, int64_t n, int64_t first, const int32_t* messages, int64_t capacity, int64_t world,
-              const int64_t* used, float divisor) {
+// Those rows of all messages that belong to a target.
+std::vector<Range> ranges_of(const hs_target& target, const std::vector<Pairs>& messages) {
     std::vector<Range> ranges;
-    ranges.reserve(world);
-    for (int64_t sender = 0; sender < world; ++sender) {
-        ranges.emplace_back(Pairs{messages + 2 * capacity * sender, used[sender], divisor}, first, n);
-        if (!ranges.back().ascends(first, n)) return false;
-    }
+    ranges.reserve(messages.size());
+    for (const Pairs& message : messages) ranges.emplace_back(message, target.first, target.n);
+    return ranges;
+}
+
+template <class T>
+void assemble(T* target, int64_t n, int64_t first, std::vector<Range> ranges) {
     int64_t begin = 0;
 #ifdef __SSE2__
     if (n * static_cast<int64_t>(sizeof(T)) >= kLeastPastTheCaches) {
@@ -404,7 +416,6 @@ bool assemble(T* target, int64_t n, int64_t first, const int32_t* messages, int6
         std::memset(target + begin, 0, (end - begin) * sizeof(T));
         add_entries(target + begin, first + begin, first + end, ranges);
     }
-    return true;
 }
 }  // namespace
 
@@ -423,14 +434,17 @@ int hs_choose(const char* name) {
     return 0;
 }
 
-void hs_accumulate(void* residual, void* velocity, int type, const void* gradient, int gradient_type, int64_t n,
-                   double momentum, int nesterov, int threads, hs_notes* notes) {
+int64_t hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_gradient* gradients, int64_t number,
+                      double momentum, int nesterov, int threads, hs_notes* notes) {
+    for (const hs_gradient* one = gradients; one != gradients + number; ++one)
+        if (one->first < 0 || one->n < 0 || one->first > numel - one->n) return -1;
+    hs_notes none{};
+    hs_notes& of_these = notes == nullptr ? none : *notes;
     if (type == HS_FLOAT32)
-        accumulate(static_cast<float*>(residual), static_cast<float*>(velocity), gradient, gradient_type, n, momentum,
-                   nesterov != 0, threads, notes);
-    else
-        accumulate(static_cast<double*>(residual), static_cast<double*>(velocity), gradient, gradient_type, n, momentum,
-                   nesterov != 0, threads, notes);
+        return accumulate(static_cast<float*>(residual), static_cast<float*>(velocity), gradients, number, momentum,
+                          nesterov != 0, threads, of_these);
+    return accumulate(static_cast<double*>(residual), static_cast<double*>(velocity), gradients, number, momentum,
+                      nesterov != 0, threads, of_these);
 }
 
 void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums) {
@@ -493,11 +507,23 @@ int hs_scatter_add(void* target, int type, int64_t n, const int64_t* indices, co
     return 1;
 }
 
-int hs_assemble(void* target, int type, int64_t n, int64_t first, const int32_t* messages, int64_t capacity, int64_t world,
+int hs_assemble(const hs_target* targets, int64_t number, const int32_t* messages, int64_t capacity, int64_t world,
                 const int64_t* used, float divisor) {
-    if (type == HS_FLOAT32)
-        return assemble(static_cast<float*>(target), n, first, messages, capacity, world, used, divisor);
-    return assemble(static_cast<double*>(target), n, first, messages, capacity, world, used, divisor);
+    std::vector<Pairs> of_all;
+    of_all.reserve(world);
+    for (int64_t sender = 0; sender < world; ++sender)
+        of_all.push_back({messages + 2 * capacity * sender, used[sender], divisor});
+    for (const hs_target* one = targets; one != targets + number; ++one)
+        for (const Range& range : ranges_of(*one, of_all))
+            if (!range.ascends(one->first, one->n)) return 0;
+    for (const hs_target* one = targets; one != targets + number; ++one) {
+        std::vector<Range> ranges = ranges_of(*one, of_all);
+        if (one->type == HS_FLOAT32)
+            assemble(reinterpret_cast<float*>(one->address), one->n, one->first, std::move(ranges));
+        else
+            assemble(reinterpret_cast<double*>(one->address), one->n, one->first, std::move(ranges));
+    }
+    return 1;
 }
 
 void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t capacity, int32_t* message) {

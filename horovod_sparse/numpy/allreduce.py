@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,10 +123,10 @@ class SparseAllreduce:
             name: np.empty(array.size, _wide(array.dtype)) for name, array in reduced.items() if name not in self._dense
         }
 
-        def write(slot: Slot, sent: Reduced) -> None:
-            flat = wide[slot.name]
-            sent.write(flat, slot.offset)
-            reduced[slot.name][...] = flat.reshape(slot.shape)
+        def write(slots: Sequence[Slot], sent: Reduced) -> None:
+            sent.write([(slot.offset, wide[slot.name]) for slot in slots])
+            for slot in slots:
+                reduced[slot.name][...] = wide[slot.name].reshape(slot.shape)
 
         while under_way:
             # Every bucket's next collective is started before the first of those is waited for.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from horovod_sparse import kernels
 from horovod_sparse.kernels import memory_of, name_of
 from horovod_sparse.numpy.ops import NumpyOps, keep_finite
-from horovod_sparse.ops import Moments, Notes, Selection, Sums, Wanted
+from horovod_sparse.ops import Moments, Moving, Notes, Part, Selection, Sums, Wanted
 from horovod_sparse.search import largest_candidates
 
 Array = NDArray[Any]
@@ -44,33 +44,26 @@ class CompiledOps(NumpyOps):
     def notes(self, buffer: Array, wanted: Wanted) -> Notes | None:
         return kernels.Notes(wanted, name_of(buffer.dtype), buffer.size)
 
-    def absorb(self, residual: Array, gradient: Array, notes: Notes | None = None, first: int = 0) -> int:
-        flat = _flat(gradient)
-        if flat is None:
-            return super().absorb(residual, gradient)
-        assert notes is None or isinstance(notes, kernels.Notes)
-        taken = kernels.accumulate(memory_of(residual), memory_of(flat), self._threads, notes, first)
-        return taken.not_finite + (keep_finite(residual) if taken.overflowed else 0)
-
-    def absorb_velocity(
+    def absorb(
         self,
-        residual: Array,
-        velocity: Array,
-        gradient: Array,
-        momentum: float,
-        nesterov: bool,
+        buffer: Array,
+        gradients: Sequence[Part],
         notes: Notes | None = None,
-        first: int = 0,
-    ) -> int:
-        flat = _flat(gradient)
-        if flat is None:
-            return super().absorb_velocity(residual, velocity, gradient, momentum, nesterov)
+        moving: Moving | None = None,
+    ) -> list[int]:
         assert notes is None or isinstance(notes, kernels.Notes)
-        memories = memory_of(residual), memory_of(velocity), memory_of(flat)
-        taken = kernels.accumulate_velocity(*memories, momentum, nesterov, self._threads, notes, first)
-        if taken.overflowed:
-            keep_finite(velocity)
-        return taken.not_finite + (keep_finite(residual) if taken.overflowed else 0)
+        flats = [_contiguous(gradient) for _, gradient in gradients]
+        if not all(kernels.supports(name_of(flat.dtype)) for flat in flats):
+            return super().absorb(buffer, gradients, moving=moving)
+        given = [_given(first, flat) for (first, _), flat in zip(gradients, flats, strict=True)]
+        how = () if moving is None else (memory_of(moving.velocity), moving.momentum, moving.nesterov)
+        bad = [0] * len(given)
+        for number, not_finite, overflowed in kernels.accumulate(memory_of(buffer), given, self._threads, notes, *how):
+            part = slice(given[number].first, given[number].first + given[number].numel)
+            if overflowed and moving is not None:
+                keep_finite(moving.velocity[part])
+            bad[number] = not_finite + (keep_finite(buffer[part]) if overflowed else 0)
+        return bad
 
     def measure(self, x: Array) -> Sums:
         return kernels.measure(memory_of(_contiguous(x)), self._threads)
@@ -120,9 +113,9 @@ class CompiledOps(NumpyOps):
     def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
         kernels.scatter_add(memory_of(target), memory_of(_contiguous(indices)), memory_of(_contiguous(values)))
 
-    def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Array, int], None]:
+    def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
         assemble = kernels.assembler(memory_of(_contiguous(messages)), used, divisor)
-        return lambda target, first: assemble(memory_of(target), first)
+        return lambda targets: assemble([_to_write(first, target) for first, target in targets])
 
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         message = np.empty((capacity, 2), np.int32)
@@ -141,6 +134,18 @@ class CompiledOps(NumpyOps):
 
 def _contiguous(array: Array) -> Array:
     return np.require(array, requirements=("C", "A"))
+
+
+def _given(first: int, gradient: Array) -> kernels.Gradient:
+    memory = memory_of(gradient)
+    return kernels.Gradient(memory.address, kernels.code_of(memory.dtype), first, memory.numel)
+
+
+def _to_write(first: int, target: Array) -> kernels.Target:
+    memory = memory_of(target)
+    if not memory.writable:
+        raise ValueError(f"the array that a kernel writes to must be writable, got a read-only one of {memory.numel}")
+    return kernels.Target(memory.address, kernels.code_of(memory.dtype), first, memory.numel)
 
 
 def _flat(gradient: Array) -> Array | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.ops import Moments, Notes, Selection, Sums, Wanted
+from horovod_sparse.ops import Moments, Moving, Notes, Part, Selection, Sums, Wanted
 from horovod_sparse.wire import NOT_FINITE, PADDING
 
 Array = NDArray[Any]
@@ -26,33 +26,35 @@ class NumpyOps:
     def notes(self, buffer: Array, wanted: Wanted) -> Notes | None:
         return None
 
-    def absorb(self, residual: Array, gradient: Array, notes: Notes | None = None, first: int = 0) -> int:
-        added, not_finite = _finite(gradient, residual.dtype)
-        with np.errstate(over="ignore"):
-            residual += added
-        return not_finite + keep_finite(residual)
-
-    def absorb_velocity(
+    def absorb(
         self,
-        residual: Array,
-        velocity: Array,
-        gradient: Array,
-        momentum: float,
-        nesterov: bool,
+        buffer: Array,
+        gradients: Sequence[Part],
         notes: Notes | None = None,
-        first: int = 0,
-    ) -> int:
+        moving: Moving | None = None,
+    ) -> list[int]:
+        return [self._absorb(buffer, first, gradient, moving) for first, gradient in gradients]
+
+    def _absorb(self, buffer: Array, first: int, gradient: Array, moving: Moving | None) -> int:
+        part = slice(first, first + gradient.size)
+        residual = buffer[part]
+        if first < 0 or residual.size != gradient.size:
+            raise ValueError(f"gradients must lie within the residual's {buffer.size} elements, got {part}")
         added, not_finite = _finite(gradient, residual.dtype)
         with np.errstate(over="ignore"):
-            if nesterov:
-                velocity += added
+            if moving is None:
                 residual += added
-                velocity *= momentum
             else:
-                velocity *= momentum
-                velocity += added
-            residual += velocity
-        keep_finite(velocity)
+                velocity = moving.velocity[part]
+                if moving.nesterov:
+                    velocity += added
+                    residual += added
+                    velocity *= moving.momentum
+                else:
+                    velocity *= moving.momentum
+                    velocity += added
+                residual += velocity
+                keep_finite(velocity)
         return not_finite + keep_finite(residual)
 
     def measure(self, x: Array) -> Sums:
@@ -171,18 +173,19 @@ class NumpyOps:
             raise IndexError(f"indices must be in [0, {target.size}), got {indices.min()}..{indices.max()}")
         target[indices] += values.astype(target.dtype)
 
-    def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Array, int], None]:
+    def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
         split = self.split(messages, len(used))
         parts = [self.unpack(message, rows) for message, rows in zip(split, used, strict=True)]
         for indices, _ in parts:
             if (indices[1:] <= indices[:-1]).any():
                 raise IndexError(f"indices must be ascending, got {indices.tolist()}")
 
-        def assemble(target: Array, first: int) -> None:
-            target[:] = 0
-            for indices, values in parts:
-                inside = slice(*np.searchsorted(indices, (first, first + target.size)))
-                self.scatter_add(target, indices[inside] - first, values[inside] / np.float32(divisor))
+        def assemble(targets: Sequence[Part]) -> None:
+            for first, target in targets:
+                target[:] = 0
+                for indices, values in parts:
+                    inside = slice(*np.searchsorted(indices, (first, first + target.size)))
+                    self.scatter_add(target, indices[inside] - first, values[inside] / np.float32(divisor))
 
         return assemble
 

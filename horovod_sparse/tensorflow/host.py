@@ -23,7 +23,7 @@ from horovod_sparse.exchanges import ROUNDS, Exchange, Reduced, Round, dense
 from horovod_sparse.lending import Lender
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.ops import Array
-from horovod_sparse.pipeline import Pipeline
+from horovod_sparse.pipeline import Arrived, Pipeline, Write
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.memory import check_memory, make_variable, memory_of
 from horovod_sparse.tensorflow.step import Pack, Step
@@ -210,8 +210,10 @@ class HostPipeline(Pipeline):
         gradients = dict(zip(names, inputs[parts + 1 :], strict=True))
         for parameter in frozen:
             self.drop(parameter)
-        for slot in bucket.layout.slots:
-            self.arrive(slot.name, gradients.get(slot.name), None if math.isnan(rate) else rate)
+        learning_rate = None if math.isnan(rate) else rate
+        self.arrive_together(
+            bucket, [Arrived(slot.name, gradients.get(slot.name), learning_rate) for slot in bucket.layout.slots]
+        )
         return np.ascontiguousarray(self.begin(bucket).message)
 
     def _advance(self, name: str, divisor: float, dtype: str, result: NDArray[Any]) -> NDArray[Any]:
@@ -235,14 +237,13 @@ class HostPipeline(Pipeline):
             for array, slot, dtype in zip(flat, bucket.layout.slots, types, strict=True)
         ]
 
-    def _keep_reduced(self, bucket: Bucket) -> Callable[[Slot, Reduced], None]:
+    def _keep_reduced(self, bucket: Bucket) -> Write:
         kept = self._reduced[bucket.name] = []
 
-        def write(slot: Slot, reduced: Reduced) -> None:
+        def write(slots: Sequence[Slot], reduced: Reduced) -> None:
             # Half-precision sums are rounded once, at the end, and not after every rank.
-            flat = self._lender.lend(slot.numel, bucket.layout.residual_dtype)
-            reduced.write(flat, slot.offset)
-            kept.append(flat)
+            kept.extend(self._lender.lend(slot.numel, bucket.layout.residual_dtype) for slot in slots)
+            reduced.write([(slot.offset, flat) for slot, flat in zip(slots, kept, strict=True)])
 
         return write
 

@@ -7,7 +7,11 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from horovod_sparse.buckets import Slot
 from horovod_sparse.exchanges import Reduced
+from horovod_sparse.ops import Part
+
+_WIDE = (torch.float32, torch.float64)
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -18,25 +22,33 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def write_reduced(parameter: Tensor, reduced: Reduced, first: int, *, as_sparse: bool) -> None:
-    """Make the sum of all ranks' entries the gradient, in its memory where that is possible; see `Reduced.write`."""
-    gradient = parameter.grad
-    in_place = (
-        gradient is not None
-        and not as_sparse
-        and not gradient.is_sparse
-        and gradient.is_contiguous()
-        and gradient.dtype in (torch.float32, torch.float64)
-    )
-    if in_place:
-        assert gradient is not None
-        reduced.write(gradient.view(-1), first)
-        return
-    # Half-precision sums are rounded once, at the end, and not after every rank.
-    wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    flat = torch.empty(parameter.numel(), dtype=wide, device=parameter.device)
-    reduced.write(flat, first)
-    write_dense(parameter, flat.view(parameter.shape), as_sparse=as_sparse)
+def write_reduced(
+    slots: Sequence[Slot], parameters: Sequence[Tensor], reduced: Reduced, as_sparse: Collection[Tensor]
+) -> None:
+    """Make the sum of all ranks' entries the gradients of parameters, in their memory where that is possible."""
+    parts: list[Part] = []
+    rounded: list[tuple[Tensor, Tensor]] = []
+    for slot, parameter in zip(slots, parameters, strict=True):
+        gradient = parameter.grad
+        if not parameter.requires_grad:
+            continue
+        if (
+            gradient is not None
+            and gradient.dtype in _WIDE
+            and not gradient.is_sparse
+            and gradient.is_contiguous()
+            and parameter not in as_sparse
+        ):
+            parts.append((slot.offset, gradient if gradient.dim() == 1 else gradient.view(-1)))
+            continue
+        # Half-precision sums are rounded once, at the end, and not after every rank.
+        wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        flat = torch.empty(parameter.numel(), dtype=wide, device=parameter.device)
+        parts.append((slot.offset, flat))
+        rounded.append((parameter, flat))
+    reduced.write(parts)
+    for parameter, flat in rounded:
+        write_dense(parameter, flat.view(parameter.shape), as_sparse=parameter in as_sparse)
 
 
 def write_dense_parts(parameters: Sequence[Tensor], reduced: Sequence[Tensor], as_sparse: Collection[Tensor]) -> None:

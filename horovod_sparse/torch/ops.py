@@ -7,7 +7,7 @@ is as large as the tensor. They return Python numbers, which on a GPU is one hos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_sparse import kernels
-from horovod_sparse.ops import Above, Moments, Notes, Selection, Sums, Wanted
+from horovod_sparse.ops import Above, Moments, Moving, Notes, Part, Selection, Sums, Wanted
 from horovod_sparse.search import largest_candidates
 from horovod_sparse.wire import NOT_FINITE, PADDING
 
@@ -43,42 +43,44 @@ class TorchOps:
     def notes(self, buffer: Tensor, wanted: Wanted) -> Notes | None:
         return _TorchNotes(wanted, _dtype(buffer), buffer.numel()) if self._compiled(buffer) else None
 
-    def absorb(self, residual: Tensor, gradient: Tensor, notes: Notes | None = None, first: int = 0) -> int:
-        if self._compiled(residual, gradient):
-            assert notes is None or isinstance(notes, kernels.Notes)
-            flat = gradient.contiguous()
-            taken = kernels.accumulate(_memory(residual), _memory(flat), torch.get_num_threads(), notes, first)
-            return taken.not_finite + (self._keep_finite(residual) if taken.overflowed else 0)
-        gradient, not_finite = self._finite(gradient, residual.dtype)
-        self.accumulate(residual, gradient)
-        return not_finite + self._keep_finite(residual)
-
-    def absorb_velocity(
+    def absorb(
         self,
-        residual: Tensor,
-        velocity: Tensor,
-        gradient: Tensor,
-        momentum: float,
-        nesterov: bool,
+        buffer: Tensor,
+        gradients: Sequence[Part],
         notes: Notes | None = None,
-        first: int = 0,
-    ) -> int:
-        if self._compiled(residual, gradient):
-            assert notes is None or isinstance(notes, kernels.Notes)
-            flat = gradient.contiguous()
-            memories = _memory(residual), _memory(velocity), _memory(flat)
-            threads = torch.get_num_threads()
-            taken = kernels.accumulate_velocity(*memories, momentum, nesterov, threads, notes, first)
-            if taken.overflowed:
-                self._keep_finite(velocity)
-            return taken.not_finite + (self._keep_finite(residual) if taken.overflowed else 0)
+        moving: Moving | None = None,
+    ) -> list[int]:
+        if not (self._compiled(buffer) and all(_kernels_take(gradient) for _, gradient in gradients)):
+            return [self._absorb(buffer, first, gradient, moving) for first, gradient in gradients]
+        assert notes is None or isinstance(notes, kernels.Notes)
+        flats = [gradient.contiguous() for _, gradient in gradients]
+        given = [_given(first, flat) for (first, _), flat in zip(gradients, flats, strict=True)]
+        how = () if moving is None else (_memory(moving.velocity), moving.momentum, moving.nesterov)
+        bad = [0] * len(given)
+        taken = kernels.accumulate(_memory(buffer), given, torch.get_num_threads(), notes, *how)
+        for number, not_finite, overflowed in taken:
+            part = slice(given[number].first, given[number].first + given[number].numel)
+            if overflowed and moving is not None:
+                self._keep_finite(moving.velocity[part])
+            bad[number] = not_finite + (self._keep_finite(buffer[part]) if overflowed else 0)
+        return bad
+
+    def _absorb(self, buffer: Tensor, first: int, gradient: Tensor, moving: Moving | None) -> int:
+        part = slice(first, first + gradient.numel())
+        residual = buffer[part]
+        if first < 0 or residual.numel() != gradient.numel():
+            raise ValueError(f"gradients must lie within the residual's {buffer.numel()} elements, got {part}")
         gradient, not_finite = self._finite(gradient, residual.dtype)
-        if nesterov:
+        if moving is None:
+            self.accumulate(residual, gradient)
+            return not_finite + self._keep_finite(residual)
+        velocity = moving.velocity[part]
+        if moving.nesterov:
             self.accumulate(velocity, gradient)
             self.accumulate(residual, gradient)
-            velocity.mul_(momentum)
+            velocity.mul_(moving.momentum)
         else:
-            velocity.mul_(momentum)
+            velocity.mul_(moving.momentum)
             self.accumulate(velocity, gradient)
         residual.add_(velocity)
         self._keep_finite(velocity)
@@ -102,11 +104,9 @@ class TorchOps:
         finite = torch.isfinite(gradient)
         return torch.where(finite, gradient, 0.0), int(torch.count_nonzero(~finite))
 
-    def _compiled(self, x: Tensor, gradient: Tensor | None = None) -> bool:
+    def _compiled(self, x: Tensor) -> bool:
         """Whether the kernels can do it: on the CPU, with types that they know."""
-        if not self._kernels or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
-            return False
-        return gradient is None or (gradient.device.type == "cpu" and kernels.supports(_dtype(gradient)))
+        return self._kernels and x.is_cpu and x.dtype in (torch.float32, torch.float64)
 
     def measure(self, x: Tensor) -> Sums:
         if self._compiled(x):
@@ -319,17 +319,22 @@ class TorchOps:
                 raise IndexError(f"indices must be in [0, {target.numel()}), got {low}..{high}")
         target.index_add_(0, indices, values.to(target.dtype))
 
-    def assembler(self, messages: Tensor, used: list[int], divisor: float) -> Callable[[Tensor, int], None]:
-        if self._kernels and messages.device.type == "cpu":
-            assemble = kernels.assembler(_memory(messages.contiguous()), used, divisor)
-            return lambda target, first: assemble(_memory(target), first)
+    def assembler(self, messages: Tensor, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
+        if self._kernels and messages.is_cpu:
+            write = kernels.assembler(_memory(messages.contiguous()), used, divisor)
+            return lambda targets: write([_to_write(first, target) for first, target in targets])
         split = self.split(messages, len(used))
         parts = [self.unpack(message, rows) for message, rows in zip(split, used, strict=True)]
         for indices, _ in parts:
             if indices.device.type == "cpu" and bool((indices[1:] <= indices[:-1]).any()):
                 raise IndexError(f"indices must be ascending, got {indices.tolist()}")
         divided = [(indices, values / divisor) for indices, values in parts]
-        return lambda target, first: self._assemble(target, first, divided)
+
+        def assemble(targets: Sequence[Part]) -> None:
+            for first, target in targets:
+                self._assemble(target, first, divided)
+
+        return assemble
 
     def _assemble(self, target: Tensor, first: int, parts: list[tuple[Tensor, Tensor]]) -> None:
         on_host = target.device.type == "cpu"
@@ -356,6 +361,8 @@ class _TorchNotes(kernels.Notes):
 
 _NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64")}
 
+_CODES = {dtype: kernels.code_of(name) for dtype, name in _NAMES.items() if kernels.supports(name)}
+
 
 def _dtype(tensor: Tensor) -> str:
     return _NAMES.get(tensor.dtype) or str(tensor.dtype)
@@ -365,6 +372,20 @@ def _memory(tensor: Tensor) -> kernels.Memory:
     if not tensor.is_contiguous():
         raise ValueError("the tensor must be contiguous")
     return kernels.Memory(tensor.data_ptr(), _dtype(tensor), tensor.numel(), tensor)
+
+
+def _kernels_take(gradient: Tensor) -> bool:
+    return gradient.is_cpu and gradient.dtype in _CODES
+
+
+def _given(first: int, gradient: Tensor) -> kernels.Gradient:
+    return kernels.Gradient(gradient.data_ptr(), _CODES[gradient.dtype], first, gradient.numel())
+
+
+def _to_write(first: int, target: Tensor) -> kernels.Target:
+    if not target.is_contiguous():
+        raise ValueError("the tensor must be contiguous")
+    return kernels.Target(target.data_ptr(), _CODES[target.dtype], first, target.numel())
 
 
 def _nonzero(mask: Tensor) -> Tensor:

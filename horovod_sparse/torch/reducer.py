@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from horovod_sparse.bucket import Bucket
 from horovod_sparse.buckets import Slot
 from horovod_sparse.exchanges import Collective, Reduced
-from horovod_sparse.pipeline import Pipeline, check_discardable
+from horovod_sparse.pipeline import Arrived, Pipeline, check_discardable
 from horovod_sparse.serving import compresses, stats_of
 from horovod_sparse.state import check_state, empty_state, holds_anything, rescale_state
 from horovod_sparse.statistics import Stats
@@ -35,8 +35,19 @@ from horovod_sparse.torch.handover import Handed, first_changed, hand_over, with
 from horovod_sparse.torch.ops import TorchOps
 from horovod_sparse.torch.routes import Dense, Routes, wire_dtype
 
+_TOGETHER = 2**18
+"""Bytes of gradients that are taken together: what a processor's cache holds."""
+
 Wait = Callable[[], Tensor]
 """Waits for a collective and gives its result."""
+
+
+@dataclass
+class _Waiting:
+    """Gradients of a bucket that will be taken together."""
+
+    arrived: list[Arrived] = field(default_factory=list)
+    nbytes: int = 0
 
 
 @dataclass
@@ -49,6 +60,8 @@ class _Step:
     """Whether gradients are being taken: they are in residuals, or on their way."""
     taken: set[Tensor] = field(default_factory=set)
     """Parameters whose gradients, if they have one, have been taken."""
+    waiting: dict[str, _Waiting] = field(default_factory=dict)
+    """By bucket."""
     exchanges: dict[str, Wait] = field(default_factory=dict)
     """By bucket, what waits for the first collective."""
     arrived: Counter[str] = field(default_factory=Counter)
@@ -164,9 +177,26 @@ class Reducer:
             assert gradient is not None
             step.sparse[parameter] = self._collectives.start("sparse", gradient, self._name(routes.names[parameter]))
         else:
-            bucket = pipeline.arrive(routes.names[parameter], gradient_of(parameter), self._learning_rate(parameter))
-            if bucket is not None:
-                step.exchanges[bucket.name] = self._start(bucket, pipeline.begin(bucket))
+            name = routes.names[parameter]
+            self._collect(
+                pipeline,
+                pipeline.bucket_of(name),
+                Arrived(name, gradient_of(parameter), self._learning_rate(parameter)),
+            )
+
+    def _collect(self, pipeline: Pipeline, bucket: Bucket, arrived: Arrived) -> None:
+        """Give the pipeline a bucket's gradients: large ones at once, while they are in the caches, small ones together."""
+        waiting = self._step.waiting.get(bucket.name)
+        if waiting is None:
+            waiting = self._step.waiting[bucket.name] = _Waiting()
+        waiting.arrived.append(arrived)
+        if arrived.gradient is not None:
+            waiting.nbytes += arrived.gradient.nbytes
+        if waiting.nbytes < _TOGETHER and len(waiting.arrived) < len(bucket.missing):
+            return
+        del self._step.waiting[bucket.name]
+        if pipeline.arrive_together(bucket, waiting.arrived) is not None:
+            self._step.exchanges[bucket.name] = self._start(bucket, pipeline.begin(bucket))
 
     def _start(self, bucket: Bucket, collective: Collective) -> Wait:
         return self._collectives.start(
@@ -251,8 +281,9 @@ class Reducer:
         step, self._step = self._step, _Step()
         if step.begun:
             self._collectives.given_up = True
+        waiting = {arrived.name for together in step.waiting.values() for arrived in together.arrived}
         for parameter in step.taken:
-            if parameter.requires_grad:
+            if parameter.requires_grad and self._routes.names[parameter] not in waiting:
                 parameter.grad = None
         if self.pipeline is not None:
             self.pipeline.abort()
@@ -311,11 +342,9 @@ class Reducer:
             if parameter.requires_grad:
                 parameter.grad = reduced
 
-    def _write(self, slot: Slot, reduced: Reduced) -> None:
-        parameter = self._routes.compressed[slot.name]
-        if parameter.requires_grad:
-            as_sparse = parameter in self._routes.sparse_as_dense
-            write_reduced(parameter, reduced, slot.offset, as_sparse=as_sparse)
+    def _write(self, slots: Sequence[Slot], reduced: Reduced) -> None:
+        parameters = [self._routes.compressed[slot.name] for slot in slots]
+        write_reduced(slots, parameters, reduced, self._routes.sparse_as_dense)
 
     def _write_dense(self, together: Dense, reduced: Tensor) -> None:
         parts = torch.split(reduced.view(-1), [slot.numel for slot in together.layout.slots])

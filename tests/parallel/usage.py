@@ -688,8 +688,8 @@ class _Once:
 
 
 _REACHED = {
-    "nothing": (("arrive", 1), ("arrive", 1)),
-    "some": (("arrive", 3), ("arrive", 3)),
+    "nothing": (("arrive_together", 1), ("arrive_together", 1)),
+    "some": (("arrive_together", 2), ("arrive_together", 2)),
     # One rank has sent all buckets, the other has sent one.
     "apart": (("advance", 1), ("begin", 2)),
     "first_result": (("advance", 1), ("advance", 1)),
