@@ -33,8 +33,8 @@ TRUSTED = 2.0
 SEARCH_TOLERANCE = 0.1
 MOST_TAIL = 2.0 * FIRST_RATIO
 """A cut that leaves a larger part of the entries is none."""
-_SPARE = 1.25
-"""Of so many times what it should leave the entries above a cut are kept."""
+_SPARE = 1.5
+"""So many times the entries that a cut should leave, or that the last one has left, are kept."""
 _MOST_AIM = 4.0
 _AIM_GAIN = 0.1
 """How much of the relative error of a step's count the next step's aim makes good."""
@@ -139,7 +139,8 @@ class SIDCo(Compressor):
         else:
             threshold, state.cut, narrowed = self._all_stages(ops, x, sums, aim, state.stages)
         if state.stages > 1:
-            state.room = round(_SPARE * tail_aim(sums.count, aim, state.stages))
+            left = 0 if tail is None else tail.count
+            state.room = round(_SPARE * max(left, tail_aim(sums.count, aim, state.stages)))
         state.threshold = below_largest(sums.largest, threshold)
         selection = narrowed.select_above(x, state.threshold, capacity)
         if self.stages == "auto":
