@@ -117,6 +117,9 @@ class CompiledOps(NumpyOps):
         assemble = kernels.assembler(memory_of(_contiguous(messages)), used, divisor)
         return lambda targets: assemble([_to_write(first, target) for first, target in targets])
 
+    def _message(self, count: int, dtype: np.dtype[Any]) -> Array:
+        return kernels.lender.lend(count, name_of(dtype))
+
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         message = np.empty((capacity, 2), np.int32)
         kernels.pack(memory_of(_contiguous(indices)), memory_of(_contiguous(values)), memory_of(message))

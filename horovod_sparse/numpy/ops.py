@@ -157,9 +157,13 @@ class NumpyOps:
         return message[:used, 0].astype(np.int64), np.ascontiguousarray(message[:used, 1]).view(np.float32)
 
     def pack_values(self, values: Array, length: int, tail: list[float]) -> Array:
-        message = np.empty(length + len(tail), values.dtype)
+        message = self._message(length + len(tail), values.dtype)
         message[: values.size], message[values.size : length], message[length:] = values, 0.0, tail
         return message
+
+    def _message(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Memory for a message that may be as large as the residual."""
+        return np.empty(count, dtype)
 
     def pack_indices(self, indices: Array, header: list[int], capacity: int) -> Array:
         padding = np.full(capacity - indices.size, PADDING)

@@ -292,11 +292,17 @@ class TorchOps:
         return message[:used, 0].long(), message[:used, 1].contiguous().view(torch.float32)
 
     def pack_values(self, values: Tensor, length: int, tail: list[float]) -> Tensor:
-        message = values.new_empty(length + len(tail))
+        message = self._message(length + len(tail), values)
         message[: values.numel()] = values
         message[values.numel() : length] = 0
         message[length:] = values.new_tensor(tail)
         return message
+
+    def _message(self, count: int, like: Tensor) -> Tensor:
+        """Memory for a message that may be as large as the residual."""
+        if self._compiled(like):
+            return torch.from_numpy(kernels.lender.lend(count, _dtype(like)))
+        return like.new_empty(count)
 
     def pack_indices(self, indices: Tensor, header: list[int], capacity: int) -> Tensor:
         message = torch.full((len(header) + capacity,), PADDING, dtype=torch.int32, device=indices.device)
