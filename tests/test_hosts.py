@@ -97,3 +97,14 @@ def test_step_time_prints_a_row_for_each_contender() -> None:
     sent = [int(rows[number][1].replace(",", "")) for number in (1, 2, 5, 6)]
     assert sent[0] == 2 * sent[1] > 5 * sent[2] > 5 * sent[3] > 0
     assert "2 workers on 1 hosts; 2 rounds" in ended.output
+
+
+def test_step_timeline_names_every_part() -> None:
+    small = ["--rounds", "2", "--width", "32", "--layers", "1", "--heads", "2", "--context", "16"]
+    ended = Launch("mpirun", 2).run("benchmarks/step_timeline.py", *small, limit=120)
+    assert ended.code == 0, ended
+    spent = [line.strip("| ").split(" | ") for line in ended.output.splitlines() if line.startswith("| ")][1:]
+    milliseconds = {part: float(number) for part, number, _ in spent}
+    *parts, rest, together = milliseconds
+    assert len(parts) == 6 and min(milliseconds[part] for part in parts) > 0
+    assert milliseconds[together] == pytest.approx(sum(milliseconds[part] for part in [*parts, rest]), abs=0.5)
