@@ -134,7 +134,18 @@ def test_ranks_that_draw_differently_raise(make: Any) -> None:
         exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
 
 
-@pytest.mark.parametrize(("numel", "k"), [(1, 1), (2, 1), (2, 2), (5, 2), (5, 3), (5, 4), (5, 5)])
+@pytest.mark.parametrize("k", [1, 100, 3000])
+def test_many_are_drawn_as_few_are(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever takes less time: ranks with other limits would disagree."""
+    drawn = []
+    for limit in (1, 10**6):
+        monkeypatch.setattr("horovod_sparse.compressors.draws._MANY", limit)
+        drawn.append(distinct(np.random.default_rng(5), 10_000, k))
+    np.testing.assert_array_equal(*drawn, strict=True)
+    assert len(drawn[0]) == k
+
+
+@pytest.mark.parametrize(("numel", "k"), [(1, 1), (2, 1), (2, 2), (5, 2), (5, 3), (5, 4), (5, 5), (33, 2)])
 def test_every_set_of_k_is_drawn_equally_often(numel: int, k: int) -> None:
     draws, times = np.random.default_rng(11), 400
     sets = list(itertools.combinations(range(numel), k))
