@@ -18,6 +18,7 @@ BUILD = SCRIPTS / "build_horovod.sh"
 # The smallest source distribution to which every change for torch and TensorFlow applies.
 SOURCES = {
     "CMakeLists.txt": "set(CMAKE_CXX_STANDARD 14)",
+    "setup.py": "config = 'RelWithDebInfo'",
     "third_party/flatbuffers/include/flatbuffers/stl_emulation.h": "const size_type count_;",
     "horovod/runner/js_run.py": "from distutils.spawn import find_executable",
     "cmake/Modules/FindPytorch.cmake": (

@@ -278,13 +278,18 @@ def flushed_denormals() -> Iterator[None]:
         library.fesetenv(old)
 
 
+def gradient_in(memory: Memory) -> kernels.Gradient:
+    return kernels.Gradient(memory.address, kernels.code_of(memory.dtype), 0, memory.numel)
+
+
 @of_either_width
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_every_half_precision_number(dtype: type, half: str) -> None:
     memory, values = every_half(half)
     finite = np.isfinite(values)
     residual = np.full(values.size, -0.0, dtype)
-    assert kernels.accumulate(memory_of(residual), memory, 1).not_finite == np.count_nonzero(~finite)
+    taken = kernels.accumulate(memory_of(residual), [gradient_in(memory)], 1)
+    assert taken == [(0, np.count_nonzero(~finite), False)]
     assert_same(residual[finite], values[finite].astype(dtype))
     assert_same(residual[~finite], np.zeros(np.count_nonzero(~finite), dtype))
     assert not kernels.all_finite(memory, 1)
@@ -298,7 +303,7 @@ def test_flushed_denormals_lose_nothing_that_is_none() -> None:
     memory, values = every_half("float16")
     residual, denormal = np.zeros(values.size, np.float32), np.full(100, 1e-45, np.float32)
     with flushed_denormals():
-        kernels.accumulate(memory_of(residual), memory, 1)
+        kernels.accumulate(memory_of(residual), [gradient_in(memory)], 1)
         selection = ONE.select_above(denormal, 0.0, 100)
         counts = ONE.counts(denormal, [0.0])
     np.testing.assert_array_equal(residual, np.where(np.isfinite(values), values, 0))
@@ -473,7 +478,7 @@ def test_arrays_that_do_not_lie_as_the_kernels_want_it() -> None:
 def test_what_would_reach_beyond_an_array_is_refused() -> None:
     short, long = np.zeros(3, np.float32), np.zeros(4, np.float32)
     for first, gradient in ((0, long), (1, short), (-1, short), (2**62, short)):
-        with pytest.raises(ValueError, match="gradients must lie within the residual's 3 elements"):
+        with pytest.raises(ValueError, match="gradients must be within the residual's 3 elements"):
             ONE.absorb(short, [(0, short[:1]), (first, gradient)])
     with pytest.raises(ValueError, match="velocity must be like the residual"):
         ONE.absorb(long, [(0, long)], moving=Moving(short, 0.9, nesterov=False))

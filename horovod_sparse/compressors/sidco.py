@@ -34,7 +34,9 @@ SEARCH_TOLERANCE = 0.1
 MOST_TAIL = 2.0 * FIRST_RATIO
 """A cut that leaves a larger part of the entries is none."""
 _SPARE = 1.5
-"""So many times the entries that a cut should leave, or that the last one has left, are kept."""
+"""There is room for so many times the entries that a cut should leave, or that the last one has left."""
+_MOST_LEFT = 4.0
+"""A cut that leaves more than so many times the entries that it should leave was an accident."""
 _MOST_AIM = 4.0
 _AIM_GAIN = 0.1
 """How much of the relative error of a step's count the next step's aim makes good."""
@@ -139,8 +141,9 @@ class SIDCo(Compressor):
         else:
             threshold, state.cut, narrowed = self._all_stages(ops, x, sums, aim, state.stages)
         if state.stages > 1:
-            left = 0 if tail is None else tail.count
-            state.room = round(_SPARE * max(left, tail_aim(sums.count, aim, state.stages)))
+            aimed = tail_aim(sums.count, aim, state.stages)
+            left = aimed if tail is None else min(max(tail.count, aimed), _MOST_LEFT * aimed)
+            state.room = round(_SPARE * left)
         state.threshold = below_largest(sums.largest, threshold)
         selection = narrowed.select_above(x, state.threshold, capacity)
         if self.stages == "auto":

@@ -235,7 +235,7 @@ def accumulate(
         raw,
     )
     if bad < 0:
-        raise ValueError(f"gradients must lie within the residual's {residual.numel} elements, got {gradients}")
+        raise ValueError(f"gradients must be within the residual's {residual.numel} elements, got {gradients}")
     if notes is not None:
         notes.add(parts, sum([gradient[3] for gradient in gradients]), before)
     if not bad:

@@ -39,7 +39,7 @@ class NumpyOps:
         part = slice(first, first + gradient.size)
         residual = buffer[part]
         if first < 0 or residual.size != gradient.size:
-            raise ValueError(f"gradients must lie within the residual's {buffer.size} elements, got {part}")
+            raise ValueError(f"gradients must be within the residual's {buffer.size} elements, got {part}")
         added, not_finite = _finite(gradient, residual.dtype)
         with np.errstate(over="ignore"):
             if moving is None:

@@ -69,7 +69,7 @@ class TorchOps:
         part = slice(first, first + gradient.numel())
         residual = buffer[part]
         if first < 0 or residual.numel() != gradient.numel():
-            raise ValueError(f"gradients must lie within the residual's {buffer.numel()} elements, got {part}")
+            raise ValueError(f"gradients must be within the residual's {buffer.numel()} elements, got {part}")
         gradient, not_finite = self._finite(gradient, residual.dtype)
         if moving is None:
             self.accumulate(residual, gradient)
