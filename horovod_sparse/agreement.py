@@ -1,4 +1,4 @@
-"""What must be equal on all ranks before anything is exchanged, and what cannot be honoured. Imports no framework."""
+"""Check what must be equal on all ranks before anything is exchanged, and refuse what cannot be honoured. No framework."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Description = Mapping[str, str | list[str]]
 
 
 def compare(mine: Description, everyone: Iterable[Description], rank: int) -> None:
-    """Raise ValueError on every rank that finds another one's description different, with both values."""
+    """Raise ValueError, with both values, if the description of another rank differs from `mine`."""
     for position, theirs in enumerate(everyone):
         different = {key: _difference(mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
         if different:
@@ -23,12 +23,12 @@ def compare(mine: Description, everyone: Iterable[Description], rank: int) -> No
 
 
 def op_name(op: object, average: object, total: object) -> str:
-    """The name of an operation that Horovod knows by a number; `average` and `total` are its own two."""
+    """Return the name of an operation that Horovod knows by a number; `average` and `total` are its average and its sum."""
     return "hvd.Average" if op == average else "hvd.Sum" if op == total else repr(op)
 
 
 def _difference(mine: str | list[str], theirs: str | list[str]) -> tuple[str, str]:
-    """Both values; of lists the first entry that differs."""
+    """Return both values; for lists, the first entry that differs."""
     if isinstance(mine, str) or isinstance(theirs, str):
         return str(mine), str(theirs)
     number = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
@@ -42,7 +42,7 @@ def _entry(values: list[str], number: int) -> str:
 
 
 def check_arguments(op: object, average: object, total: object, adasum: object, groups: object, c: Compressor) -> None:
-    """Refuse what a sparse exchange cannot honour; `average`, `total` and `adasum` are Horovod's names of the operations."""
+    """Refuse what a sparse exchange cannot honour; `average`, `total` and `adasum` are Horovod's operations."""
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         raise RuntimeError(
             "horovod_sparse does not follow an elastic job, in which workers come and go; start the job with a fixed "
@@ -66,7 +66,7 @@ def check_arguments(op: object, average: object, total: object, adasum: object, 
 
 
 def check_sparse(found: Iterable[str], c: Compressor, *, sparse_as_dense: bool, rank: int) -> None:
-    """Refuse embeddings with sparse gradients where they would go without the momentum that all others get."""
+    """Raise ValueError if embeddings with sparse gradients would not get the momentum that all other parameters get."""
     names = sorted(found)
     if names and c.momentum_correction is not None and not sparse_as_dense:
         raise ValueError(
@@ -76,12 +76,12 @@ def check_sparse(found: Iterable[str], c: Compressor, *, sparse_as_dense: bool, 
 
 
 def check_momentum(c: Compressor, momentum: object, betas: object, remedy: str) -> None:
-    """Refuse momentum twice: before the selection by the compressor, and after the reduction by the optimizer.
+    """Refuse to apply momentum twice: by the compressor before the selection, and by the optimizer after the reduction.
 
     Args:
         c: the compressor.
-        momentum: the optimizer's.
-        betas: those of an optimizer that averages gradients, which is warned of; None for others.
+        momentum: the momentum of the optimizer.
+        betas: the betas of an optimizer that averages gradients, which causes a warning; None for other optimizers.
         remedy: how to make an optimizer without momentum.
     """
     correction = c.momentum_correction

@@ -1,4 +1,4 @@
-"""Functions of numbers, so that a formula that is written once serves floats and the 0-d tensors of a framework alike."""
+"""Functions of numbers, so that one formula works for floats and for the 0-d tensors of a framework."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Protocol
 
 
 class Algebra(Protocol):
-    """What formulas need beside operators. `float` stands for whatever the numbers are."""
+    """The functions that formulas need besides operators. `float` stands for whatever the numbers are."""
 
     def log(self, x: float) -> float:
-        """Natural logarithm."""
+        """Return the natural logarithm."""
 
     def expm1(self, x: float) -> float:
-        """exp(x) - 1."""
+        """Return exp(x) - 1."""
 
     def sqrt(self, x: float) -> float:
-        """Square root."""
+        """Return the square root."""
 
     def maximum(self, a: float, b: float) -> float:
-        """The larger one."""
+        """Return the larger number."""
 
     def minimum(self, a: float, b: float) -> float:
-        """The smaller one."""
+        """Return the smaller number."""
 
     def choose(self, condition: bool, yes: Callable[[], float], no: Callable[[], float]) -> float:
-        """`yes()` if the condition holds, else `no()`; the other one may be called too."""
+        """Return `yes()` if the condition holds, else `no()`; the other function may be called too."""
 
 
 class Floats:
-    """Python's own numbers."""
+    """The algebra of Python's own numbers."""
 
     log = staticmethod(math.log)
     expm1 = staticmethod(math.expm1)

@@ -9,10 +9,10 @@ Array = Any
 
 
 class WeightedAverage:
-    """`xbar_T = (1/S_T) sum_t w_t x_t`, `w_t = (a + t)^2`, kept up to date as the iterates come.
+    """The average `xbar_T = (1/S_T) sum_t w_t x_t`, `w_t = (a + t)^2`, updated with every iterate.
 
     Theorem 2.4 of Sparsified SGD with Memory (https://arxiv.org/abs/1809.07599) bounds the error of this average, for
-    stepsizes 8/(mu (a + t)); `xbar <- (1 - rho_t) xbar + rho_t x_t` with `rho_t = w_t / S_{t+1}`.
+    stepsizes 8/(mu (a + t)). The update is `xbar <- (1 - rho_t) xbar + rho_t x_t` with `rho_t = w_t / S_{t+1}`.
 
     Args:
         shift: a, > 0, the shift of the stepsizes; d/k in practice.
@@ -27,10 +27,10 @@ class WeightedAverage:
         self.shift = float(shift)
         self.step = 0
         self.arrays: list[Array] = []
-        """The averages: arrays of this object's own."""
+        """The averages, in arrays that belong to this object."""
 
     def update(self, iterates: Sequence[Array]) -> None:
-        """Take in a step's iterates, arrays or tensors, always of the same number, shapes and types; they are not kept."""
+        """Take in a step's iterates: arrays or tensors, whose number, shapes and types must not change. They are not kept."""
         a, t = self.shift, self.step
         rho = 6.0 * (t + a) ** 2 / ((t + 1.0) * (6.0 * a * a + t + 6.0 * a * t + 2.0 * t * t))
         # A parameter that is still part of a graph would keep every step's graph alive.

@@ -1,4 +1,4 @@
-"""One bucket on this rank: its memory, its adaptive state, and the step that it is in. Imports no framework."""
+"""One bucket on this rank: its memory, its adaptive state and its current step. Imports no framework."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from horovod_sparse.selector import Selector
 from horovod_sparse.statistics import Counts, Tally
 
 _SAME_FACTOR = 1e-6
-"""Relative difference of two factors that are the same but for rounding."""
+"""Largest relative difference of two factors that are equal except for rounding."""
 
 
 @dataclass
 class Before:
-    """What a bucket was before a step, as far as the step may have to be given up."""
+    """The state of a bucket before a step, kept in case the step is given up."""
 
     state: dict[str, object]
     tally: Tally
     residual: Array | None = None
-    """A copy, with `discardable`; so is the velocity."""
+    """A copy of the residual, with `discardable`; else None. The same holds for the velocity."""
     velocity: Array | None = None
 
 
@@ -37,53 +37,53 @@ class Bucket:
     buffer: Array
     """Residual plus the gradients that have arrived in this step."""
     velocity: Array | None
-    """With momentum correction."""
+    """The velocity, with momentum correction; else None."""
     state: BucketState
     missing: set[str] = field(default_factory=set)
     """Parameters whose gradient has not arrived in this step."""
     notes: Notes | None = None
-    """What the gradients of this step that have arrived have shown of the buffer."""
+    """What is known about the buffer from the gradients that have arrived in this step."""
     noted: bool = False
     """Whether notes were asked for in this step."""
     finite: bool = True
-    """Whether all gradients of this step are."""
+    """Whether all gradients of this step are finite."""
     selector: Selector | None = None
-    """Selects on the device; without one the array verbs do."""
+    """Selects on the device; if None, the array verbs select."""
     task: Task | None = None
-    """The exchange of this step, and below it the generator that carries it out and the bytes that it has sent."""
+    """The exchange of this step. The next two fields are the generator that carries it out and the bytes that it has sent."""
     exchange: Generator[Collective, Any, Sent] | None = None
     bytes_sent: float = 0.0
     rounds: int = 0
     """Collectives begun in this step."""
     counts: Counts | None = None
-    """Of this step, until it succeeds."""
+    """Counts of this step, until it succeeds."""
     tally: Tally = field(default_factory=Tally)
     truncated_steps: int = 0
-    """The last so many steps have each found more entries than the message has room for."""
+    """Number of consecutive steps, up to the last one, that found more entries than the message has room for."""
     in_step: bool = False
     before: Before | None = None
-    """Of this step, or of the last one between two steps."""
+    """The state before this step or, between two steps, before the last one."""
     factor: float | None = None
-    """What the residual was multiplied by in this step, with `lr_in_residual`; None before it is known."""
+    """The factor that the residual was multiplied by in this step, with `lr_in_residual`; None until it is known."""
     mixed_factors: bool = False
-    """Whether it differs between the parameters."""
+    """Whether the factor differs between the parameters."""
 
     @property
     def name(self) -> str:
         return self.layout.name
 
     def name_at(self, offset: int) -> str:
-        """Of the parameter that begins there."""
+        """Return the name of the parameter that begins at `offset`."""
         return next(slot.name for slot in self.layout.slots if slot.offset == offset)
 
     def forget(self) -> None:
-        """What was seen of the buffer says nothing of it any more."""
+        """Forget what was seen of the buffer, because it no longer applies."""
         self.notes = None
         if self.selector is not None:
             self.selector.forget()
 
     def open(self, ops: Ops, *, discardable: bool) -> None:
-        """A step begins with the first gradient."""
+        """Begin a step, when its first gradient arrives."""
         self.in_step = True
         self.factor, self.mixed_factors = None, False
         old, self.before = self.before, Before(self.state.state_dict(), self.tally)
@@ -93,7 +93,7 @@ class Bucket:
                 self.before.velocity = _copy(ops, self.velocity, old and old.velocity)
 
     def change_unit(self, factor: float) -> None:
-        """A parameter's residual was multiplied by `factor` in this step; thresholds and controllers must follow."""
+        """Adapt thresholds and controllers after a parameter's residual was multiplied by `factor` in this step."""
         if self.factor is None:
             self.factor = factor
             if factor != 1.0:
@@ -103,14 +103,14 @@ class Bucket:
             self.mixed_factors = True
 
     def start_again(self, compressor: Compressor) -> None:
-        """The algorithm begins afresh, in the same step: nothing that it knew of the residual holds."""
+        """Restart the algorithm within the same step, because nothing that it knew of the residual holds."""
         step = self.state.step
         self.state = compressor.new_state(self.state.place)
         self.state.step = step
         self.forget()
 
     def end(self, *, succeeded: bool) -> None:
-        """The step has ended: what was taken is sent, or returns to the residual."""
+        """End the step: what was taken is sent if it succeeded, else it returns to the residual."""
         if self.task is not None:
             if succeeded:
                 self.task.succeed()
@@ -122,14 +122,14 @@ class Bucket:
         self._close()
 
     def give_up(self, ops: Ops, compressor: Compressor) -> None:
-        """The step ends here, whatever it had reached: see `Pipeline.abort`."""
+        """End the step at whatever point it has reached: see `Pipeline.abort`."""
         if self.task is not None:
             self.task.fail()
         self._close()
         self.bring_back(ops, compressor)
 
     def bring_back(self, ops: Ops, compressor: Compressor) -> None:
-        """Be as before the step; without `discardable` the arrays stay what they are, and the rest fits them."""
+        """Go back to before the step. Without `discardable`, the arrays stay as they are and the rest is fitted to them."""
         before, self.before = self.before, None
         assert before is not None
         self.forget()
@@ -153,7 +153,7 @@ class Bucket:
 
 
 def _copy(ops: Ops, array: Array, memory: Array | None) -> Array:
-    """A copy of an array, in memory that held an older one if there is some."""
+    """Return a copy of an array, in the memory of an older copy if there is one."""
     if memory is None:
         return ops.copy(array)
     ops.assign(memory, array)

@@ -1,4 +1,4 @@
-"""How parameters are packed into buckets. Pure planning: names and sizes in, layouts out; the same on every rank."""
+"""How parameters are packed into buckets. This only plans layouts from names and sizes, the same on every rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from horovod_sparse.compressors.base import Compressor
 
 
 class Parameter(NamedTuple):
-    """What planning needs to know of a parameter."""
+    """What planning needs to know about a parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -19,7 +19,7 @@ class Parameter(NamedTuple):
     kind: Hashable
     """Parameters of different kinds (devices, for instance) never share a bucket."""
     group: int | None = None
-    """Number of the group of the user's `groups=` argument; one group, one bucket."""
+    """Number of the group in the user's `groups=` argument; each group gets one bucket."""
 
     @property
     def numel(self) -> int:
@@ -47,7 +47,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """The first parameter's name, which no other bucket has."""
+        """The first parameter's name, which is unique to this bucket."""
         return self.slots[0].name
 
     @property
@@ -80,7 +80,7 @@ def _members(parameters: Iterable[Parameter], compressor: Compressor) -> list[li
 
 
 def _fits(numel: int, parameter: Parameter, compressor: Compressor) -> bool:
-    """Whether a parameter joins a bucket of `numel` elements."""
+    """Return whether a parameter may join a bucket that has `numel` elements."""
     if parameter.group is not None or compressor.granularity == "model":
         return True
     if compressor.granularity == "layer":

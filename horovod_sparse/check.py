@@ -1,4 +1,4 @@
-"""Can this machine train with sparse gradients, and if not, what is to be done? Imports no framework."""
+"""Check whether this machine can train with sparse gradients and, if not, what to do about it. Imports no framework."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REBUILD = "build Horovod: make setup, or docker/build_horovod.sh PYTHON"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ``missing`` is what torch training cannot do without; ``warn`` is the rest."""
+    """One line of the report. ``missing`` marks what torch training cannot do without; ``warn`` marks other problems."""
 
     mark: Literal["ok", "missing", "warn"]
     what: str
@@ -37,7 +37,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found out, before it is judged. ``programs``: the first line of each launcher's ``--version``, or None."""
+    """The facts that ``judge`` judges. ``programs``: the first line of each launcher's ``--version``, or None."""
 
     answers: Mapping[str, probes.Answer]
     programs: Mapping[str, str | None]
@@ -45,7 +45,7 @@ class Machine:
 
 
 def inspect() -> Machine:
-    """Ask every library and program at once; takes as long as the slowest import."""
+    """Ask every library and program at once. This takes as long as the slowest import."""
     programs = ("mpirun", "horovodrun")
     with ThreadPoolExecutor() as pool:
         groups = [pool.submit(probes.ask, group) for group in probes.GROUPS]

@@ -12,7 +12,7 @@ def allreduce_bytes(nbytes: float, world: int) -> float:
 
 
 def allgather_bytes(nbytes: float, world: int) -> float:
-    """Bytes that each of `world` workers sends (and receives) in a ring allgather of one message of `nbytes` bytes each."""
+    """Bytes that each of `world` workers sends (and receives) in a ring allgather of `nbytes` bytes from each."""
     return (world - 1) * nbytes
 
 

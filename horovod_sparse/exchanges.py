@@ -1,11 +1,11 @@
 """How the ranks' selections become one reduced gradient. Imports no framework.
 
-An exchange is a generator: it yields the collectives that it needs, one after the other, and is sent their results. So the
-adapter decides when to start one and when to wait, and can advance all buckets before it waits for the first again.
+An exchange is a generator: it yields the collectives that it needs, one after the other, and is sent their results. The
+adapter decides when to start a collective and when to wait. It can advance all buckets before it waits for the first again.
 
 Every rank gets the same result to the last bit: gathered values are added rank by rank, and an allreduce gives all ranks
-the same sums. A rank whose gradient is not finite takes part all the same and says so; then all ranks return None. What was
-taken out of the residual is sent only when the whole step has succeeded, and returns to it otherwise.
+the same sums. A rank whose gradient is not finite still takes part and says so; then all ranks return None. What was taken
+out of the residual counts as sent only when the whole step has succeeded. Otherwise it returns to the residual.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ class Collective(NamedTuple):
     """What an exchange asks the adapter for."""
 
     kind: Literal["allgather", "allreduce"]
-    """"allgather": all ranks' messages, one after the other in rank order; "allreduce": their sum."""
+    """The result: "allgather" gives all ranks' messages one after the other in rank order, "allreduce" gives their sum."""
     message: Array
-    """Of the same shape on every rank. It belongs to the adapter, which may reduce in place."""
+    """This rank's message, of the same shape on every rank. It belongs to the adapter, which may reduce in place."""
 
 
 class Entries(NamedTuple):
     """Entries of a flat array."""
 
     indices: Array | None
-    """Ascending and unique; None for all entries in order."""
+    """Indices, ascending and unique; None for all entries in order."""
     values: Array
 
 
 class Messages(NamedTuple):
-    """The messages of pairs of all ranks, in rank order."""
+    """All ranks' messages of (index, value) pairs, in rank order."""
 
     gathered: Array
     used: list[int]
-    """Rows of each that are in use."""
+    """Number of rows in use in each message."""
 
 
 Sent = Entries | Messages | None
-"""What all ranks have sent: the sum of their entries, or each rank's own; None if a rank's gradient was not finite."""
+"""What all ranks sent: the sum of their entries, or each rank's own entries; None if a rank's gradient was not finite."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Task:
     buffer: Array
     """Residual plus gradient; what is taken out of it becomes zero."""
     velocity: Array | None
-    """With momentum correction and masking: becomes zero where entries were sent."""
+    """The velocity, with momentum correction and masking; else None. It becomes zero where entries were sent."""
     capacity: int
     """Rows of this rank's message."""
     world: int
@@ -68,43 +68,43 @@ class Task:
     residual: bool
     select: Callable[[], Selection]
     digest: Callable[[], int]
-    """31 bits of what must be equal on all ranks if they are to send values without indices."""
+    """Returns 31 bits that must be equal on all ranks, so that they can send values without indices."""
     propose: Callable[[], float]
-    """A number of this rank that all ranks get to know (exchange `union`)."""
+    """Returns a number of this rank that all ranks get to know (exchange `union`)."""
     observe: Callable[[int, list[float]], None]
-    """Is told how many entries all ranks sent together, and what they proposed (exchange `union`)."""
+    """Takes in how many entries all ranks sent together and what they proposed (exchange `union`)."""
     launch: Callable[[], Array]
-    """Instead of `select`: the message, which the device is making (exchange `launched`)."""
+    """Replaces `select`: returns the message that the device is making (exchange `launched`)."""
     learn: Callable[[], tuple[int, int]]
-    """Waits for the device, and tells how many entries were sent, and how many had no room (exchange `launched`)."""
+    """Waits for the device. Returns how many entries were sent and how many had no room (exchange `launched`)."""
     count: int = 0
     """Entries sent by this rank."""
     overflow: int = 0
     """Entries that qualified but had no room."""
     _taken: Entries | None = None
     _message: Array | None = None
-    """What the device has taken, until it is known how much that is (exchange `launched`)."""
+    """The message with what the device has taken, as long as its number of entries is not known (exchange `launched`)."""
 
     def take(self, indices: Array) -> Array:
-        """The values at `indices`, which are no longer in the residual, until the step succeeds or fails."""
+        """Take the values at `indices` out of the residual and return them. If the step fails, they return to the residual."""
         values = self.ops.take(self.buffer, indices)
         self._taken = Entries(indices, values)
         self.drop()
         return values
 
     def take_all(self) -> Array:
-        """All values: the buffer itself, which becomes zero when the step succeeds."""
+        """Return all values: the buffer itself, which becomes zero when the step succeeds."""
         self._taken = Entries(None, self.buffer)
         return self.buffer
 
     def take_message(self) -> Array:
-        """The message that the device is making; what is in it is no longer in the residual, as with `take`."""
+        """Return the message that the device is making. As with `take`, its entries are no longer in the residual."""
         self._message = self.launch()
         self.drop()
         return self._message
 
     def _pop(self) -> Entries | None:
-        """What was taken, once."""
+        """Return what was taken, and forget it."""
         taken, message = self._taken, self._message
         self._taken = self._message = None
         if message is not None:
@@ -113,12 +113,12 @@ class Task:
         return taken
 
     def drop(self) -> None:
-        """Without a residual nothing is kept, not even of a step that comes to nothing."""
+        """Zero the buffer if `residual` is False. Then nothing is kept, not even from a step that fails."""
         if not self.residual:
             self.buffer[:] = 0
 
     def succeed(self) -> None:
-        """The step succeeded everywhere: what was taken is sent."""
+        """End a step that succeeded on every rank: what was taken is sent."""
         everything = self._taken is not None and self._taken.indices is None
         taken = self._pop() if self.velocity is not None or everything else None
         if everything:
@@ -128,7 +128,7 @@ class Task:
         self._taken = self._message = None
 
     def fail(self) -> None:
-        """The step came to nothing somewhere: what was taken returns to the residual."""
+        """End a step that failed on some rank: what was taken returns to the residual."""
         taken = self._pop()
         if not self.residual:
             self.buffer[:] = 0
@@ -136,12 +136,12 @@ class Task:
             self.ops.scatter_add(self.buffer, taken.indices, taken.values)
 
     def check_length(self, gathered: Array, message: Array) -> None:
-        """Raise unless all messages are as long as this rank's: with a schedule their room depends on the step."""
+        """Raise unless all messages are as long as this rank's. With a schedule, their room depends on the step."""
         if len(gathered) != self.world * len(message):
             raise self._disagreement()
 
     def rows_of(self, messages: Array, world: int) -> list[int] | None:
-        """How many rows of each message of pairs are in use; None if a worker's gradient was not finite."""
+        """Return how many rows of each message of pairs are in use, or None if a worker's gradient was not finite."""
         indices = messages[:, 0]
         used = self.ops.rows_in_use(indices, world, len(self.buffer))
         rows: list[int] = []
@@ -152,7 +152,7 @@ class Task:
         return None if wire.NOT_FINITE in rows else rows
 
     def check_indices(self, indices: Array, sender: int) -> None:
-        """Raise unless the indices that a worker has sent are as `wire` wants them."""
+        """Raise unless the indices that a worker sent are as `wire` requires."""
         (used,) = self.ops.rows_in_use(indices, 1, len(self.buffer))
         if used is None or used == wire.NOT_FINITE:
             raise self._damage(indices, sender)
@@ -165,12 +165,12 @@ class Task:
         )
 
     def check_bits(self, bits: list[float]) -> None:
-        """Raise on every rank unless all sent the same digest bits; `bits` are their sums."""
+        """Raise on every rank unless all ranks sent the same digest bits. `bits` holds the sum of each bit over the ranks."""
         if any(bit not in (0.0, float(self.world)) for bit in bits):
             raise self._disagreement()
 
     def check_digests(self, digests: list[int]) -> None:
-        """Raise on every rank unless all sent the same digest."""
+        """Raise on every rank unless all ranks sent the same digest."""
         if len(set(digests)) > 1:
             raise self._disagreement()
 
@@ -183,12 +183,12 @@ class Task:
 
 
 class Reduced:
-    """What all ranks have sent of a bucket, divided by `divisor`, to be added up.
+    """What all ranks sent of a bucket. `write` adds it up, divided by `divisor`.
 
     Args:
         ops: the framework's verbs.
-        sent: what the exchange has returned.
-        divisor: of the sum.
+        sent: what the exchange returned.
+        divisor: what the sum is divided by.
     """
 
     def __init__(self, ops: Ops, sent: Sent, divisor: float) -> None:
@@ -200,7 +200,7 @@ class Reduced:
             self._sum = sent.values
         elif isinstance(sent, Entries):
             count = len(sent.values)
-            # A message of one row at least, as all others have.
+            # The message has at least one row, as all others do.
             self._messages = Messages(ops.pack(*sent, max(count, 1)), [count])
         else:
             self._messages = sent
@@ -209,11 +209,11 @@ class Reduced:
 
     @property
     def finite(self) -> bool:
-        """Whether all ranks' gradients were."""
+        """Whether all ranks' gradients were finite."""
         return self._sum is not None or self._messages is not None
 
     def parts(self) -> list[Entries]:
-        """What is added up, part by part, not divided; made for the asking."""
+        """Return what is added up, part by part and not divided. It is made on each call."""
         if self._messages is None:
             return [] if self._sum is None else [Entries(None, self._sum)]
         split = self._ops.split(self._messages.gathered, len(self._messages.used))
@@ -221,7 +221,7 @@ class Reduced:
         return [Entries(*self._ops.unpack(message, rows)) for message, rows in pairs]
 
     def write(self, parts: Sequence[Part]) -> None:
-        """Parts of the bucket, flat arrays, become the sum, in the order of the ranks, or NaN."""
+        """Write the sum, in rank order, to parts of the bucket (flat arrays); NaN if a rank's gradient was not finite."""
         if self._messages is not None:
             self._assemble(parts)
             return
@@ -235,11 +235,11 @@ class Reduced:
 
 
 Exchange = Callable[[Task], Generator[Collective, Any, Sent]]
-"""Returns what all ranks have sent, or None if a rank's gradient was not finite."""
+"""A generator function that returns what all ranks sent, or None if a rank's gradient was not finite."""
 
 
 def pairs(task: Task) -> Generator[Collective, Any, Sent]:
-    """Every rank's own entries, by one allgather of (index, value) pairs (`wire`, message 1)."""
+    """Exchange every rank's own entries, by one allgather of (index, value) pairs (`wire`, message 1)."""
     ops = task.ops
     if task.finite:
         selection = task.select()
@@ -254,7 +254,7 @@ def pairs(task: Task) -> Generator[Collective, Any, Sent]:
 
 
 def launched(task: Task) -> Generator[Collective, Any, Sent]:
-    """As `pairs`, with a message that the device makes while the host goes on."""
+    """Do as `pairs`, with a message that the device makes while the host goes on."""
     message = task.take_message()
     gathered = yield Collective("allgather", message)
     task.count, task.overflow = task.learn()
@@ -262,25 +262,25 @@ def launched(task: Task) -> Generator[Collective, Any, Sent]:
 
 
 def _gathered_pairs(task: Task, message: Array, gathered: Array) -> Sent:
-    """What all ranks have sent, of which this one sent `message`; None if one of them sent that it is not finite."""
+    """Return what all ranks sent, or None if a rank's gradient was not finite. `message` is what this rank sent."""
     task.check_length(gathered, message)
     used = task.rows_of(gathered, task.world)
     return None if used is None else Messages(gathered, used)
 
 
 def shared_indices(task: Task) -> Generator[Collective, Any, Sent]:
-    """Entries that all ranks choose alike, by one allreduce of their values (`wire`, message 2)."""
+    """Exchange entries that all ranks choose alike, by one allreduce of their values (`wire`, message 2)."""
     indices = task.select().indices
     return (yield from _sum(task, indices, task.take(indices), task.capacity))
 
 
 def dense(task: Task) -> Generator[Collective, Any, Sent]:
-    """Everything, by one allreduce in the residual's own type (message 2 with all entries)."""
+    """Exchange everything, by one allreduce in the residual's own type (message 2 with all entries)."""
     return (yield from _sum(task, None, task.take_all(), len(task.buffer)))
 
 
 def _sum(task: Task, indices: Array | None, values: Array, length: int) -> Generator[Collective, Any, Sent]:
-    """Message 2 of the values at indices that all ranks know."""
+    """Exchange the values at indices that all ranks know, as message 2."""
     task.count = len(values)
     tail = wire.tail(task.finite, task.digest())
     total = yield Collective("allreduce", task.ops.pack_values(values, length, tail))
@@ -290,7 +290,7 @@ def _sum(task: Task, indices: Array | None, values: Array, length: int) -> Gener
 
 
 def union(task: Task) -> Generator[Collective, Any, Sent]:
-    """The union of all ranks' entries: an allgather of indices (message 3), then an allreduce of all ranks' values there."""
+    """Exchange the union of all ranks' entries: allgather indices (message 3), then allreduce all ranks' values there."""
     ops = task.ops
     selection = task.select()
     header = [task.digest() if task.finite else wire.NOT_FINITE, wire.float_bits(task.propose())]
@@ -315,11 +315,11 @@ def union(task: Task) -> Generator[Collective, Any, Sent]:
 
 
 class Round(NamedTuple):
-    """One collective of an exchange, as far as it is known before the first step."""
+    """What is known of one collective of an exchange before the first step."""
 
     kind: Literal["allgather", "allreduce"]
     dtype: str | None
-    """Of the message; None for the residual's own."""
+    """Type of the message; None for the residual's own type."""
 
 
 ROUNDS: dict[Exchange, tuple[Round, ...]] = {
@@ -328,4 +328,4 @@ ROUNDS: dict[Exchange, tuple[Round, ...]] = {
     dense: (Round("allreduce", None),),
     union: (Round("allgather", "int32"), Round("allreduce", "float32")),
 }
-"""All collectives that an exchange may ask for; after a gradient that is not finite it can end before the last."""
+"""All collectives that an exchange may ask for. If a gradient is not finite, it can end before the last one."""

@@ -1,4 +1,4 @@
-"""What happens to a gradient on its way into the residual: clipping and momentum, before the selection. No framework."""
+"""Clipping and momentum: what happens to a gradient on its way into the residual, before the selection. No framework."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from horovod_sparse.ops import Array, Ops
 class MomentumCorrection:
     """Momentum before the selection (Deep Gradient Compression, https://arxiv.org/abs/1712.01887).
 
-    The residual accumulates the velocity instead of the gradient, `U = m U + G; V = V + U`, and V is what is selected
-    from; with Nesterov's form `U = m (U + G); V = V + U + G`. The optimizer must then have no momentum of its own.
+    The residual V accumulates the velocity U instead of the gradient G: `U = m U + G; V = V + U`, or in Nesterov's form
+    `U = m (U + G); V = V + U + G`. Entries are selected from V. The optimizer must then have no momentum of its own.
 
     Args:
         momentum: m, in [0, 1).
-        nesterov: Nesterov's form.
+        nesterov: whether to use Nesterov's form.
         masking: whether U, like V, becomes zero where entries were sent, so that stale momentum stops there. With ratio 1
-            that leaves plain SGD, since everything is sent in every step.
+            the result is plain SGD, since everything is sent in every step.
 
     Raises:
         ValueError: naming the argument and its value.
@@ -38,7 +38,7 @@ class MomentumCorrection:
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
     def accumulate(self, ops: Ops, residual: Array, velocity: Array, gradient: Array | None) -> None:
-        """Take a gradient (None: zero) into velocity and residual, in place; the gradient is left as it is."""
+        """Take a gradient (None: zero) into velocity and residual, in place; the gradient is not changed."""
         if self.nesterov:
             if gradient is not None:
                 ops.accumulate(velocity, gradient)
@@ -52,21 +52,22 @@ class MomentumCorrection:
 
 
 def clip_limit(clip_norm: float, world: int, *, averages: bool) -> float:
-    """The norm that one worker's gradient is clipped to: `clip_norm sqrt(world)`, or `clip_norm / sqrt(world)` for a sum.
+    """Return the norm to clip one worker's gradient to: `clip_norm sqrt(world)`, or `clip_norm / sqrt(world)` for a sum.
 
-    The mean of `world` independent gradients of the first norm, or the sum of as many of the second, has norm `clip_norm`.
+    The mean of `world` independent gradients of the first norm has norm `clip_norm`, and so has the sum of `world` gradients
+    of the second.
     """
     return clip_norm * math.sqrt(world) if averages else clip_norm / math.sqrt(world)
 
 
 def clip(ops: Ops, gradient: Array, limit: float, dtype: str) -> Array:
-    """A copy, of `dtype`, of one parameter's gradient, scaled down if the norm of its finite entries exceeds `limit`."""
+    """Return a copy of one parameter's gradient as `dtype`, scaled down if the norm of its finite entries exceeds `limit`."""
     flat = _flat(ops, gradient, dtype)
     return _scale(flat, _factor(_finite_norm(ops, flat, dtype), limit)).reshape(gradient.shape)
 
 
 def clip_factor(ops: Ops, gradients: Iterable[Array], limit: float) -> float:
-    """What scales all gradients down if the norm of all their finite entries together exceeds `limit`."""
+    """Return the factor that scales all gradients down if the norm of all their finite entries together exceeds `limit`."""
     norms = []
     for gradient in gradients:
         dtype = "float64" if str(gradient.dtype).endswith("float64") else "float32"
@@ -75,7 +76,7 @@ def clip_factor(ops: Ops, gradients: Iterable[Array], limit: float) -> float:
 
 
 def scaled(ops: Ops, gradient: Array, factor: float, dtype: str) -> Array:
-    """A copy, of `dtype`, of a gradient times `factor`."""
+    """Return a copy of a gradient times `factor`, as `dtype`."""
     return _scale(_flat(ops, gradient, dtype), factor).reshape(gradient.shape)
 
 
@@ -99,7 +100,7 @@ def _finite_norm(ops: Ops, flat: Array, dtype: str) -> float:
     norm = ops.norm(flat)
     if math.isfinite(norm):
         return norm
-    # NaN and infinity stay in the gradient, which tells of them; they must not decide about its other entries.
+    # NaN and infinity stay in the gradient, so that they are noticed. They must not decide how other entries are scaled.
     finite = ops.zeros(len(flat), dtype, flat)
     ops.absorb(finite, [(0, flat)])
     largest = ops.max_abs(finite)

@@ -1,12 +1,14 @@
-"""Moments of a distribution's magnitudes -> the threshold that a given ratio of them exceeds. Scalars only.
+"""Compute the threshold that a given ratio of a distribution's magnitudes exceeds, from their moments. Scalars only.
 
-They are floats, or with another `m` (see `algebra`) what stands for floats there.
+The scalars are floats or, with another `m` (see `algebra`), what stands for floats there.
 
 With `L = ln(1/ratio)`, each fit solves `P(|X| > threshold) = ratio` for one sparsity-inducing distribution of SIDCo
-(arXiv 2101.10761, https://arxiv.org/abs/2101.10761). All are scale-equivariant: moments of c|X| give c * threshold.
-Applied to the excesses over an earlier threshold they give the step to the next one. A ratio above 1 extrapolates
-below that earlier threshold (a negative step). `mean` is finite and >= 0, `variance` is >= 0, `mean_log <= ln(mean)`; ratios
-are positive. A variance that float64 cannot hold is not used; it is 0, infinite or NaN then. No fit then raises or returns NaN.
+(arXiv 2101.10761, https://arxiv.org/abs/2101.10761). All fits are scale-equivariant: moments of c|X| give c * threshold.
+Applied to the excesses over an earlier threshold, they give the step to the next one. A ratio above 1 extrapolates
+below that earlier threshold (a negative step).
+
+`mean` must be finite and >= 0, `variance` >= 0, `mean_log <= ln(mean)`, and ratios positive. A variance that float64 cannot
+hold is 0, infinite or NaN, and is not used. Under these conditions no fit raises or returns NaN.
 """
 
 from __future__ import annotations
@@ -15,28 +17,28 @@ import math
 
 from horovod_sparse.algebra import FLOATS, Algebra
 
-# Below this variance / mean^2 all magnitudes are equal as far as float32 data can tell, and a shape cannot be fitted.
+# If variance / mean^2 is below this, all magnitudes are equal as far as float32 data can tell, and no shape can be fitted.
 _CONSTANT = 1e-12
 LEAST_SQUARE = 1e-290
-"""Smaller squares lose digits in float64, whose smallest number with all of them is 2e-308."""
+"""Smaller squares lose digits in float64. Its smallest number with all digits is 2e-308."""
 
 
 def is_held(square: float) -> bool:
-    """Whether float64 holds a mean of squares: it has neither overflowed nor underflowed."""
+    """Return whether float64 holds a mean of squares: it has neither overflowed nor underflowed."""
     return (square >= LEAST_SQUARE) & (square < math.inf)
 
 
 def exponential(mean: float, ratio: float, m: Algebra = FLOATS) -> float:
-    """Exponential magnitudes (double-exponential gradients): `threshold = beta L`, `beta = mean`."""
+    """Fit exponential magnitudes (double-exponential gradients): `threshold = beta L`, `beta = mean`."""
     return mean * -m.log(ratio)
 
 
 def generalized_pareto(mean: float, variance: float, ratio: float, m: Algebra = FLOATS) -> float:
-    """Generalised Pareto magnitudes with location 0, by the method of moments.
+    """Fit generalised Pareto magnitudes with location 0, by the method of moments.
 
     `alpha = (1 - mean^2/variance)/2`, `beta = mean (mean^2/variance + 1)/2`,
-    `threshold = beta (exp(alpha L) - 1)/alpha`; the shape alpha is below 1/2, and alpha = 0 is the exponential, which is
-    also fitted where float64 does not hold the squares: it needs none.
+    `threshold = beta (exp(alpha L) - 1)/alpha`. The shape alpha is below 1/2; alpha = 0 is the exponential. If float64 does
+    not hold the squares, the exponential is fitted, since it needs none.
     """
 
     def fitted() -> float:
@@ -50,13 +52,13 @@ def generalized_pareto(mean: float, variance: float, ratio: float, m: Algebra = 
 
 
 def gamma(mean: float, mean_log: float, ratio: float, *, closed_form: bool = False) -> float:
-    """Gamma magnitudes: closed-form shape, exact inverse of the survival function.
+    """Fit gamma magnitudes: closed-form shape, exact inverse of the survival function.
 
     `s = ln(mean) - mean(ln|X|)`, `alpha = (3 - s + sqrt((s-3)^2 + 24 s))/(12 s)`, `beta = mean/alpha`,
     `threshold = beta Q^-1(alpha, ratio)` with the regularised upper incomplete gamma function Q.
 
-    `closed_form` takes the paper's approximation of that inverse, `threshold = -beta (ln ratio + ln Gamma(alpha))`. It is exact
-    for alpha = 1 only. For small alpha it is negative, and 0 is returned.
+    `closed_form` uses the paper's approximation of that inverse, `threshold = -beta (ln ratio + ln Gamma(alpha))`. It is exact
+    only for alpha = 1. For small alpha it is negative, and 0 is returned.
     """
     if mean <= 0.0:
         return 0.0
@@ -67,12 +69,12 @@ def gamma(mean: float, mean_log: float, ratio: float, *, closed_form: bool = Fal
     scale = mean / shape
     if closed_form:
         return max(-scale * (math.log(ratio) + math.lgamma(shape)), 0.0)
-    # Here because importing SciPy's special functions takes longer than importing the rest of the package.
+    # This import is here because SciPy's special functions take longer to import than the rest of the package.
     from scipy.special import gammainccinv
 
     return scale * float(gammainccinv(shape, ratio))
 
 
 def _expm1_over(x: float, m: Algebra) -> float:
-    """(exp(x) - 1)/x without the cancellation near 0, and large instead of an overflow for x > 700."""
+    """Return (exp(x) - 1)/x without cancellation near 0; for x > 700 a large number instead of an overflow."""
     return m.choose(abs(x) < 1e-4, lambda: 1.0 + x / 2.0 + x * x / 6.0, lambda: m.expm1(m.minimum(x, 700.0)) / x)

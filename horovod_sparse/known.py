@@ -1,4 +1,4 @@
-"""Array verbs that answer from what is known of one array already, where that suffices. Imports no framework."""
+"""Array verbs that use what is already known of one array, where that suffices. Imports no framework."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from horovod_sparse.ops import Above, Array, Moments, Ops, Selection, Sums
 
 
 class Known:
-    """Implements `Ops` by another one; of `x` it need not look at all entries for what concerns only those above a cut.
+    """Implements `Ops` by another one. It need not read all of `x` where only the entries above a cut matter.
 
     Args:
         ops: the framework's verbs.
-        x: the array. What is known must be of it as it is now.
-        sums: of x; None if they are not known.
-        above: the entries above a cut; None if they are not known.
+        x: the array. `sums` and `above` must describe its current values.
+        sums: the sums of x; None if they are not known.
+        above: the entries of x above a cut; None if they are not known.
     """
 
     def __init__(self, ops: Ops, x: Array, sums: Sums | None, above: Above | None) -> None:
@@ -47,15 +47,15 @@ class Known:
         return self._ops.kth_largest(self._at_least(x, count), count)
 
     def _exceeding(self, x: Array, threshold: float) -> Array:
-        """An array with all entries of x above the threshold."""
+        """Return an array that contains all entries of x above the threshold."""
         return self._above.values if x is self._x and self._above and threshold >= self._above.cut else x
 
     def _at_least(self, x: Array, count: int) -> Array:
-        """An array with the `count` largest entries of x."""
+        """Return an array that contains the `count` largest entries of x."""
         return self._above.values if x is self._x and self._above and len(self._above.values) >= count else x
 
     def _of(self, x: Array, among: Array, selection: Selection) -> Selection:
-        """What was selected among some entries of x, by its indices in x."""
+        """Return a selection among some entries of x with its indices in x."""
         if among is x:
             return selection
         assert self._above is not None

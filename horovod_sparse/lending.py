@@ -1,4 +1,4 @@
-"""Memory that is used again as soon as nobody looks at it any more: fresh memory costs a page fault per 4 KiB. NumPy only."""
+"""Reuses memory as soon as nothing refers to it any more: fresh memory costs a page fault per 4 KiB. NumPy only."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 ALIGNMENT = 64
-"""Bytes: a line of the cache, and what TensorFlow asks of memory that it takes over."""
+"""Alignment in bytes: the size of a cache line, and what TensorFlow requires of memory that it takes over."""
 
 
 class Lender:
-    """Keeps what was lent and came back, by size.
+    """Lends memory and keeps what came back, by size.
 
-    Threads may share it. Memory comes back in whichever thread drops the last view or collects garbage, also while that
-    thread is inside of a method here. So there is no lock, which such a thread would wait for for ever: every change is one
-    operation of a list or a dict, which nothing interrupts.
+    Threads may share it. Memory comes back in the thread that drops the last view or collects garbage, even while that
+    thread is inside a method of this class. That thread would wait for a lock forever, so there is none. Instead, every change
+    is one operation of a list or a dict, which nothing interrupts.
     """
 
     def __init__(self) -> None:
         self._spare: dict[int, list[memoryview]] = {}
 
     def lend(self, count: int, dtype: str) -> NDArray[np.generic]:
-        """An array of anything. Its memory comes back when neither it nor any view or tensor of it is left."""
+        """Return an array with arbitrary contents. Its memory comes back when no reference, view or tensor of it is left."""
         size = count * np.dtype(dtype).itemsize
-        # Powers of two, so that sizes that change a little find something. What is not written to takes no memory.
+        # Round up to a power of two, so that a slightly different size can reuse it. What is not written to takes no memory.
         rounded = 1 << (max(size, 1) - 1).bit_length()
         spare = self._spare.setdefault(rounded, [])
         try:
             memory = spare.pop()
         except IndexError:
             memory = _aligned(rounded)
-        # Views of the array keep it alive: it is no view of another array, whose views they would be.
+        # Views of the array keep it alive. If it were a view of another array, they would be views of that one.
         array: NDArray[np.generic] = np.frombuffer(memory[:size], dtype)
         weakref.finalize(array, spare.append, memory).atexit = False
         return array
 
     def forget(self) -> None:
-        """Give back what is not lent; what is lent now does not come back."""
+        """Free the memory that is not lent. What is lent now does not come back."""
         self._spare = {}
 
 

@@ -1,4 +1,4 @@
-"""What figures of speed depend on. Imports no framework."""
+"""The properties of this machine that timings depend on. Imports no framework."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from horovod_sparse import kernels
 
 _CPUINFO = Path("/proc/cpuinfo")
 _SETS = ("sse4_2", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "asimd", "sve", "sve2")
-"""Of the processor's instruction sets those that tell its generation."""
+"""The instruction sets that tell a processor's generation."""
 
 
 def processor() -> str:
-    """Its name as it says itself."""
+    """Return the name that the processor reports."""
     return _line("model name") or platform.processor() or platform.machine()
 
 
 def instruction_sets() -> list[str]:
-    """Those of this processor that matter here."""
-    # AArch64 has other words.
+    """Return the names in `_SETS` that this processor has."""
+    # AArch64 lists them under "Features".
     flags = (_line("flags") or _line("Features")).split()
     return [name for name in _SETS if name in flags]
 
 
 def describe() -> str:
-    """Processor, its instruction sets, its cores, and the variant of the kernels that is used."""
+    """Describe the processor, its instruction sets, its cores, and the variant of the kernels that is used."""
     sets = ", ".join(instruction_sets()) or "instruction sets unknown"
     return f"{processor()} ({sets}), {os.cpu_count()} cores, kernels: {kernels.variant()}"
 

@@ -31,7 +31,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Sums:
-    """What the moments of an array's magnitudes are made of; those of two parts add up to those of the whole."""
+    """The sums that the moments of an array's magnitudes are computed from. Sums of two parts add up to those of the whole."""
 
     count: int = 0
     """Entries that are not zero."""
@@ -48,7 +48,7 @@ class Sums:
         )
 
     def moments(self, logs: float = math.nan) -> Moments:
-        """Of the magnitudes that are not zero; `logs` is the sum of their logarithms."""
+        """Return the moments of the magnitudes that are not zero; `logs` is the sum of their logarithms."""
         if self.count == 0:
             return Moments(0, 0.0, 0.0, math.nan)
         mean = self.total / self.count
@@ -56,12 +56,12 @@ class Sums:
 
 
 class Wanted(NamedTuple):
-    """What is to be noted of a buffer while it takes in gradients, if that costs no pass of its own."""
+    """What to note about a buffer while it takes in gradients, if that needs no extra pass."""
 
     cut: float = math.inf
-    """> 0: the entries above it; infinity for none."""
+    """Note the entries above this cut, which is > 0; infinity to note none."""
     room: int = 0
-    """Of more entries than these none are wanted."""
+    """If more entries than this are above the cut, none are wanted."""
     sums: bool = False
 
 
@@ -72,26 +72,26 @@ class Above(NamedTuple):
     indices: Array
     """Ascending; int32 or int64."""
     values: Array
-    """Copies, of the array's type."""
+    """Copies of the entries, of the array's type."""
 
 
 class Notes(Protocol):
-    """What is found out about a buffer while its parts take in gradients."""
+    """What was noted about a buffer while its parts took in gradients."""
 
     @property
     def sums(self) -> Sums | None:
-        """Of the whole buffer; None if they were not wanted, or some part has taken in nothing."""
+        """The sums of the whole buffer; None if they were not wanted, or if some part has taken in nothing."""
 
     @property
     def above(self) -> Above | None:
-        """As `sums`; None also if there was no room."""
+        """The entries of the whole buffer above the cut; None in the cases of `sums`, and if there was no room for them."""
 
 
 class Moving(NamedTuple):
-    """Momentum on the way into a buffer (see `feedback.MomentumCorrection`)."""
+    """Momentum that is applied to gradients on their way into a buffer (see `feedback.MomentumCorrection`)."""
 
     velocity: Array
-    """Like the buffer; it is changed."""
+    """An array like the buffer; it is changed."""
     momentum: float
     nesterov: bool
 
@@ -112,10 +112,10 @@ class Ops(Protocol):
         """A residual of `count` zeros of `dtype` ("float32" or "float64") on the device of `like`."""
 
     def accumulate(self, residual: Array, gradient: Array) -> None:
-        """residual += gradient, in place; `gradient` has any shape, float type and strides, and is left as it is."""
+        """Add `gradient` to `residual`, in place. `gradient` has any shape, float type and strides, and is not changed."""
 
     def notes(self, buffer: Array, wanted: Wanted) -> Notes | None:
-        """For `absorb`, in one step; None if it finds out nothing on its way."""
+        """Return the notes that `absorb` fills in during one step; None if `absorb` takes no notes."""
 
     def absorb(
         self,
@@ -126,28 +126,28 @@ class Ops(Protocol):
     ) -> list[int]:
         """Take gradients into their parts of a buffer, in place.
 
-        As `accumulate`, but entries that are not finite in the buffer's type add nothing, and sums that leave the range of that
-        type stay at its largest number. Returns how many entries of each gradient are one or the other. ValueError, if a
-        gradient reaches beyond the buffer.
+        This does the same as `accumulate`, with two exceptions. Entries that are not finite in the buffer's type add nothing.
+        Sums that leave the range of that type stay at its largest number. Return how many entries of each gradient are such
+        exceptions. Raise ValueError if a gradient reaches beyond the buffer.
         """
 
     def measure(self, x: Array) -> Sums:
-        """Sums of x, accumulated in float64."""
+        """Return the sums of x, accumulated in float64."""
 
     def assign(self, residual: Array, gradient: Array) -> None:
-        """residual = gradient, in place; `gradient` as in `accumulate`, or another framework's on the host."""
+        """Copy `gradient` into `residual`. `gradient` is as in `accumulate`, or an array of another framework on the host."""
 
     def copy(self, array: Array) -> Array:
         """A copy that shares no memory with `array`, of the same shape."""
 
     def all_finite(self, array: Array) -> bool:
-        """Whether the array (any shape) holds neither NaN nor infinity."""
+        """Return whether the array (any shape) holds neither NaN nor infinity."""
 
     def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
-        """Statistics of the excesses over `threshold` >= 0, accumulated in float64."""
+        """Return statistics of the excesses over `threshold` >= 0, accumulated in float64."""
 
     def counts(self, x: Array, thresholds: list[float]) -> list[int]:
-        """How many entries are above each threshold."""
+        """Count the entries above each threshold."""
 
     def max_abs(self, x: Array) -> float:
         """The largest magnitude; 0 for an empty array."""
@@ -156,64 +156,71 @@ class Ops(Protocol):
         """The Euclidean norm, accumulated in float64."""
 
     def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
-        """The entries above `threshold` (all of them if it is negative), or the `capacity` largest of those."""
+        """Select the entries above `threshold` (all entries if it is negative), at most the `capacity` largest of them."""
 
     def select_largest(self, x: Array, count: int) -> Selection:
-        """The `count` entries of largest magnitude; among equals the lowest indices. 1 <= count <= len(x)."""
+        """Select the `count` entries of largest magnitude; among equals, those of the lowest indices. 1 <= count <= len(x)."""
 
     def kth_largest(self, x: Array, count: int) -> float:
-        """The smallest of the `count` largest magnitudes. 1 <= count <= len(x)."""
+        """Return the smallest of the `count` largest magnitudes. 1 <= count <= len(x)."""
 
     def indices(self, host: Any, like: Array) -> Array:
-        """Indices, a NumPy array of int64, on the device of `like`."""
+        """Return the indices `host`, a NumPy array of int64, as an array on the device of `like`."""
 
     def union(self, parts: list[Array]) -> Array:
-        """The indices (int64, ascending, unique) that are in any of some arrays of indices; negative ones are padding."""
+        """Return all indices (int64, ascending, unique) that are in any of the arrays `parts`; negative ones are padding."""
 
     def concatenate(self, arrays: list[Array]) -> Array:
-        """One after the other."""
+        """Join the arrays, one after the other."""
 
     def pick(self, indices: Array, positions: Array) -> Array:
-        """indices[positions], as int64."""
+        """Return indices[positions], as int64."""
 
     def numbers(self, array: Array) -> list[float]:
-        """The entries of a short array as Python numbers, exactly."""
+        """Return the exact entries of a short array as Python numbers."""
 
     def take(self, x: Array, indices: Array) -> Array:
         """Return x[indices] rounded to float32 and subtract it from x, so that sent + kept is x exactly."""
 
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
-        """The message of pairs of `horovod_sparse.wire`: int32, shape (capacity, 2)."""
+        """Return the message of pairs (see `horovod_sparse.wire`): int32, shape (capacity, 2)."""
 
     def pack_not_finite(self, x: Array, capacity: int) -> Array:
-        """The message, on the device of `x`, that says that this rank's gradient holds NaN or infinity."""
+        """Return the message that says that this rank's gradient holds NaN or infinity, on the device of `x`."""
 
     def rows_in_use(self, indices: Array, world: int, numel: int) -> list[int | None]:
-        """Of each of `world` messages how many of its indices come before its padding; None if `wire.flaw` finds one.
+        """Return, for each of `world` messages, how many indices come before its padding; None if `wire.flaw` finds a flaw.
 
-        `indices` are those of all messages (int32, of any stride), in a bucket of `numel`. -2 (`wire.NOT_FINITE`) if a
-        message is that of `pack_not_finite`. A device is waited for once.
+        `indices` are the indices of all messages (int32, of any stride), for a bucket of `numel` entries. For a message of
+        `pack_not_finite`, the number is -2 (`wire.NOT_FINITE`). This waits for a device once.
         """
 
     def unpack(self, message: Array, used: int) -> tuple[Array, Array]:
-        """Indices (int64) and values (float32) of the first `used` rows of one rank's message of pairs."""
+        """Return the indices (int64) and values (float32) in the first `used` rows of one rank's message of pairs."""
 
     def pack_values(self, values: Array, length: int, tail: list[float]) -> Array:
-        """`values`, zeros up to `length`, and the numbers of `tail`, in the values' own type."""
+        """Return `values`, zeros up to `length`, then the numbers of `tail`, as one array of the values' type."""
 
     def pack_indices(self, indices: Array, header: list[int], capacity: int) -> Array:
-        """int32: the numbers of `header`, then indices, then padding up to `capacity`."""
+        """Return an int32 array: the numbers of `header`, then the indices, padded up to `capacity`."""
 
     def split(self, gathered: Array, world: int) -> list[Array]:
-        """The messages of all ranks, in rank order, out of one gathered array; ValueError unless it has `world` equal parts."""
+        """Split a gathered array into the messages of all ranks, in rank order.
+
+        Raise ValueError unless the array has `world` equal parts.
+        """
 
     def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
-        """target[indices] += values, in place; indices are unique. On the host IndexError, before any change, out of range."""
+        """Add `values` to target[indices], in place. Indices are unique.
+
+        On the host, raise IndexError, before any change, if an index is out of range.
+        """
 
     def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
-        """A function of parts of a bucket, which become the sum of the messages' entries there.
+        """Return a function that sets parts of a bucket to the sum of the messages' entries there.
 
-        `messages` are those of pairs of `len(used)` workers, one after the other, of which the first `used` rows count. Values
-        are divided by `divisor`, as float32, and added up from zero in the workers' order. Indices ascend; on the host
-        IndexError, before a part is changed, unless they do there. A device is not waited for: `rows_in_use` has checked them.
+        `messages` holds the messages of pairs of `len(used)` workers, one after the other. In each, the first `used` rows
+        count. Values are divided by `divisor`, as float32, and added up from zero in the workers' order. Indices must ascend.
+        On the host, IndexError is raised before a part is changed if they do not. A device is not waited
+        for, since `rows_in_use` has checked the indices.
         """

@@ -1,7 +1,7 @@
-"""The data's way, once for every framework: gradient -> residual -> selection -> exchange -> reduced gradient.
+"""The path of the data, shared by all frameworks: gradient -> residual -> selection -> exchange -> reduced gradient.
 
 A `Pipeline` belongs to one optimizer. The adapter tells it which gradients have arrived, carries out the collectives, and
-hands in the memory that the reduced gradients are written to. Imports no framework.
+provides the memory that the reduced gradients are written to. Imports no framework.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from horovod_sparse.state import VERSION, check_state
 from horovod_sparse.statistics import Counts, Stats, StepStats, Tally
 
 _LASTING = 100
-"""Steps in a row with a truncated message that are worth a warning."""
+"""Number of consecutive steps with a truncated message after which a warning is issued."""
 _FEW = 4
-"""Of more entries above a cut than one in so many nothing is kept: it would cost more memory and time than it saves."""
+"""If more than one entry in `_FEW` exceeds the cut, none are kept: that would cost more memory and time than it saves."""
 
 
 Write = Callable[[Sequence[Slot], Reduced], None]
-"""Puts what was reduced where the adapter wants it."""
+"""Writes the reduced gradient to where the adapter wants it."""
 
 
 class Arrived(NamedTuple):
@@ -38,9 +38,9 @@ class Arrived(NamedTuple):
 
     name: str
     gradient: Array | None
-    """None: it has none in this step."""
+    """None if the parameter has no gradient in this step."""
     learning_rate: float | None = None
-    """The step's, for `lr_in_residual`."""
+    """Learning rate of the step, for `lr_in_residual`."""
 
 
 class Pipeline:
@@ -50,10 +50,10 @@ class Pipeline:
         ops: the framework's verbs.
         compressor: settings and algorithm.
         world: number of workers that exchange.
-        position: this worker's among them, in [0, world).
+        position: index of this worker among them, in [0, world).
         rank: this worker's global rank, for error messages.
-        averages: whether the reduced gradient is the workers' mean, or else their sum; `clip_norm` depends on it.
-        selector_for: gives buckets what selects on their device.
+        averages: True if the reduced gradient is the workers' mean, False if it is their sum; `clip_norm` depends on it.
+        selector_for: returns the selector that selects on a bucket's device, or None.
     """
 
     def __init__(
@@ -76,30 +76,30 @@ class Pipeline:
         self._selector_for = selector_for
         self.residuals = Residuals(ops)
         self.velocities = Residuals(ops)
-        """With momentum correction: of the parameters in buckets, and of those that are reduced dense."""
+        """With momentum correction: velocities of the parameters in buckets and of those that are reduced dense."""
         self.buckets: list[Bucket] = []
         self.dense_bytes_sent = 0.0
         self._bucket_of: dict[str, Bucket] = {}
         self._offsets: dict[str, int] = {}
-        """Of the parameters in their buckets."""
+        """Index of each parameter's first entry in its bucket, by parameter name."""
         self._dense: dict[str, Layout] = {}
-        """What is reduced dense, by the first parameter's name."""
+        """Layouts of the parameters that are reduced dense, by the first parameter's name."""
         self._learning_rates: dict[str, float] = {}
         self._not_finite: list[str] = []
-        """What held NaN or infinity in this step: this rank's gradients first."""
+        """What held NaN or infinity in this step, with this rank's gradients first."""
         self._open: list[Bucket] = []
         """Buckets that a gradient of this step has reached."""
         self._ended: list[Bucket] = []
-        """Those of the last step, if it can be discarded."""
+        """Buckets of the last step, if it can be discarded."""
         self._rates_before: dict[str, float] = {}
-        """Learning rates before this step, or the last one; below it the velocities of what is reduced dense."""
+        """Learning rates before this step or the last one. The next field holds the velocities of what is reduced dense."""
         self._velocities_before: dict[str, Array] = {}
         self._clip_factor: float | None = None
-        """Of this step, with `clip_scope="model"`."""
+        """Clipping factor of this step, with `clip_scope="model"`."""
         self._warned = False
 
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
-        """Add buckets; `like(name)` gives an array on the device where the parameter's bucket shall live."""
+        """Add buckets. `like(name)` returns an array on the device where the parameter's bucket will be kept."""
         check_limits(layouts, self.compressor, self.world)
         for layout in layouts:
             buffer = self.residuals.allocate(layout, like(layout.name))
@@ -117,14 +117,14 @@ class Pipeline:
             self._offsets.update((slot.name, slot.offset) for slot in layout.slots)
 
     def rebind(self, bucket: Bucket, buffer: Array, velocity: Array | None) -> None:
-        """Keep a bucket's residual and velocity in other memory from now on; between two steps."""
+        """Use other memory for a bucket's residual and velocity from now on. Call it between two steps."""
         self.residuals.rebind(bucket.name, buffer)
         bucket.buffer, bucket.velocity = buffer, velocity
         if velocity is not None:
             self.velocities.rebind(bucket.name, velocity)
 
     def add_dense(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
-        """Say which parameters the adapter reduces dense, those of a layout together."""
+        """Register the parameters that the adapter reduces dense. Those of one layout are reduced together."""
         for layout in layouts:
             self._dense[layout.name] = layout
             if self.compressor.momentum_correction is not None:
@@ -136,27 +136,28 @@ class Pipeline:
     # --- gradients in ---
 
     def start_step(self, gradients: Iterable[Array] = ()) -> None:
-        """Begin a step, before its first gradient arrives. A step that has begun and not ended is given up (`abort`).
+        """Begin a step, before its first gradient arrives. A step that has not ended is given up (`abort`).
 
-        With `holds_back` of the compressor `gradients` are all that this rank has, also those that are reduced dense.
+        If the compressor's `holds_back` is True, `gradients` are all gradients of this rank, including those that are reduced
+        dense.
         """
         self.abort()
         if self.compressor.holds_back:
             self._clip_factor = feedback.clip_factor(self.ops, gradients, self._clip_limit())
 
     def bucket_of(self, name: str) -> Bucket:
-        """The bucket that a parameter is in."""
+        """Return the bucket that a parameter is in."""
         return self._bucket_of[name]
 
     def arrive(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> Bucket | None:
-        """`arrive_together`, of one parameter."""
+        """Do as `arrive_together`, for one parameter."""
         return self.arrive_together(self._bucket_of[name], [Arrived(name, gradient, learning_rate)])
 
     def arrive_together(self, bucket: Bucket, arrived: Iterable[Arrived]) -> Bucket | None:
-        """Take in gradients of a bucket; return it when that is complete.
+        """Take in gradients of a bucket. Return the bucket if it is complete, else None.
 
-        The gradients' memory is free afterwards. NaN and infinity are kept out of the residual, and what would overflow it
-        stays at its type's largest number; the bucket's reduced gradient becomes None on every rank.
+        The gradients' memory is free afterwards. NaN and infinity are kept out of the residual. A sum that would overflow the
+        residual stays at the largest number of its type. In both cases the bucket's exchange returns None on every rank.
         """
         parts: list[Part] = []
         for name, gradient, learning_rate in arrived:
@@ -176,7 +177,7 @@ class Pipeline:
         return None if bucket.missing else bucket
 
     def _enter(self, bucket: Bucket) -> None:
-        """The first gradient of a step has reached a bucket."""
+        """Add a bucket to the step when its first gradient arrives."""
         discardable = self.compressor.discardable
         if discardable and not self._open:
             self._rates_before = dict(self._learning_rates)
@@ -185,7 +186,7 @@ class Pipeline:
         bucket.open(self.ops, discardable=discardable)
 
     def drop(self, name: str) -> None:
-        """Forget what a parameter has kept, because it is not trained any more; between two steps, or before it arrives."""
+        """Forget what is kept of a parameter that is no longer trained. Call it between steps, or before it arrives."""
         if name in self._bucket_of:
             self.residuals.view(name)[:] = 0
             self._bucket_of[name].forget()
@@ -197,7 +198,7 @@ class Pipeline:
         correction = self.compressor.momentum_correction
         selector = self._selector(bucket)
         if selector is not None:
-            # `_learn` is told what is not finite.
+            # `_learn` finds out what is not finite.
             for offset, gradient in parts:
                 self._hand_to(selector, bucket, offset, gradient)
             return
@@ -206,7 +207,7 @@ class Pipeline:
         moving = None
         if correction is not None:
             moving = Moving(bucket.velocity, correction.momentum, correction.nesterov)
-        # In their order in the buffer, which the notes keep to.
+        # The notes follow the order in the buffer, so the parts must too.
         parts.sort(key=itemgetter(0))
         for (offset, _), bad in zip(parts, self.ops.absorb(bucket.buffer, parts, bucket.notes, moving), strict=True):
             if bad:
@@ -214,7 +215,7 @@ class Pipeline:
                 bucket.finite = False
 
     def _absorb_nothing(self, bucket: Bucket, name: str) -> None:
-        """As `_absorb`, of a parameter without a gradient."""
+        """Do as `_absorb`, for a parameter without a gradient."""
         correction = self.compressor.momentum_correction
         selector = self._selector(bucket)
         if selector is not None:
@@ -228,11 +229,11 @@ class Pipeline:
         selector.absorb(offset, gradient, bucket.state, self._asked(bucket), velocity=velocity, correction=correction)
 
     def _selector(self, bucket: Bucket) -> Selector | None:
-        """What selects in this step, if it is not the host."""
+        """Return what selects in this step, or None if the host does."""
         return None if bucket.state.step < self.compressor.dense_steps else bucket.selector
 
     def _asked(self, bucket: Bucket) -> int:
-        """k of this step."""
+        """Return k of this step."""
         return self.compressor.asked(bucket.layout.numel, self.compressor.ratio_at(bucket.state.step))
 
     def _notes(self, bucket: Bucket) -> Notes | None:
@@ -243,22 +244,22 @@ class Pipeline:
         return self.ops.notes(bucket.buffer, Wanted(state.cut, room, self.compressor.needs_sums))
 
     def _select(self, bucket: Bucket, k: int, capacity: int) -> Selection:
-        # What was found out takes memory, and the task lives on until the step ends.
+        # Drop the notes here: they take memory, and the task lives until the step ends.
         notes, bucket.notes = bucket.notes, None
         known = Known(self.ops, bucket.buffer, *((None, None) if notes is None else (notes.sums, notes.above)))
         return self.compressor.select(cast(Ops, known), bucket.buffer, k, capacity, bucket.state)
 
     def check_reduced(self, name: str, reduced: Array) -> bool:
-        """Whether a reduced gradient that did not come through a bucket is finite; if not, the step fails."""
+        """Return whether a reduced gradient that did not come through a bucket is finite. If not, the step fails."""
         finite = self.ops.all_finite(reduced)
         if not finite:
             self._not_finite.append(f"parameter {name!r}")
         return finite
 
     def finish_dense(self, name: str, reduced: Array) -> None:
-        """Put momentum into a reduced gradient that did not come through a bucket, in place.
+        """Apply momentum, in place, to a reduced gradient that did not come through a bucket.
 
-        Of several parameters that are reduced together `name` is the first one's, and their gradients lie one after the other.
+        If several parameters are reduced together, `name` is the first one's, and their gradients lie one after the other.
         """
         slots = self._dense[name].slots
         if not self.ops.all_finite(reduced):
@@ -277,7 +278,7 @@ class Pipeline:
             reduced[...] = corrected.reshape(reduced.shape)
 
     def clipped(self, gradient: Array, dtype: str) -> Array:
-        """This rank's gradient of a parameter, of `dtype` and scaled down if `clip_norm` asks for it."""
+        """Return this rank's gradient of a parameter. With `clip_norm` it has type `dtype` and is scaled down if necessary."""
         compressor = self.compressor
         if compressor.clip_norm is None:
             return gradient
@@ -292,7 +293,7 @@ class Pipeline:
         return feedback.clip_limit(self.compressor.clip_norm, self.world, averages=self.averages)
 
     def _rescaled(self, bucket: Bucket, name: str, gradient: Array | None, learning_rate: float | None) -> Array | None:
-        """Keep a residual in units of the update; a gradient of a step with rate 0 adds nothing to it."""
+        """Keep a residual in units of the update. If the learning rate is 0, return None: the gradient adds nothing."""
         if learning_rate is None:
             raise ValueError("learning_rate must be given with lr_in_residual=True, got None")
         if learning_rate == 0.0:
@@ -308,7 +309,7 @@ class Pipeline:
     # --- a bucket's exchange ---
 
     def begin(self, bucket: Bucket) -> Collective:
-        """Select from a complete bucket; the first collective of its exchange. What was not selected stays in the residual."""
+        """Select from a complete bucket; return its exchange's first collective. What is not selected stays in the residual."""
         compressor, state, numel = self.compressor, bucket.state, bucket.layout.numel
         bucket.missing = {slot.name for slot in bucket.layout.slots}
         k, selector = self._asked(bucket), self._selector(bucket)
@@ -344,7 +345,7 @@ class Pipeline:
         return self._counted(bucket, first)
 
     def _learn(self, bucket: Bucket, selector: Selector, k: int) -> tuple[int, int]:
-        """Wait for what the selector has done; how many entries are sent, and how many had no room."""
+        """Wait for the selector. Return how many entries are sent and how many had no room."""
         told = selector.finish(bucket.state, k)
         if told["not_finite"]:
             self._not_finite[:0] = [f"parameter {bucket.name_at(offset)!r}" for offset in selector.not_finite()]
@@ -359,11 +360,11 @@ class Pipeline:
         divisor: float,
         write: Write,
     ) -> Collective | None:
-        """Go on with the result of a bucket's collective: the next one, or None at the end.
+        """Continue with the result of a bucket's collective. Return the next collective, or None at the end.
 
-        At the end `write` is given the slots of the parameters and what was reduced: the bucket's entries, rank by rank in rank
-        order, divided by `divisor`; or nothing when some rank's gradient was not finite. The order is the same on all
-        ranks, so that sums of floats are too, to the last bit.
+        At the end, `write` is called with the parameters' slots and a `Reduced`. It holds the bucket's entries, rank by rank in
+        rank order, divided by `divisor`. If some rank's gradient was not finite, it holds nothing. The order is the same on
+        all ranks, so that the sums of floats are equal to the last bit.
         """
         assert bucket.exchange is not None
         try:
@@ -402,11 +403,11 @@ class Pipeline:
         write(bucket.layout.slots, Reduced(self.ops, sent, divisor))
 
     def end_step(self) -> None:
-        """End a step, when all reduced gradients are there: it succeeds, or fails on every rank.
+        """End a step after all reduced gradients are there. It succeeds on every rank or fails on every rank.
 
-        It fails if some rank's gradient held NaN or infinity, or overflowed a residual. What every bucket had sent then
-        returns to the residuals, which are finite and hold the step's finite gradients too; momentum has moved on. Raises
-        FloatingPointError on every rank then, unless `not_finite="propagate"`; training can go on.
+        It fails if some rank's gradient held NaN or infinity, or overflowed a residual. Then what every bucket had
+        sent returns to the residuals. They are finite and also hold the step's finite gradients; momentum has moved on. A
+        failed step raises FloatingPointError on every rank, unless `not_finite="propagate"`. Training can go on.
         """
         found, self._not_finite = self._not_finite, []
         self._ended, self._open = self._open, []
@@ -432,10 +433,10 @@ class Pipeline:
         )
 
     def abort(self) -> None:
-        """Give up the step that has begun, if there is one, so that the next can begin: after an exception.
+        """Give up the step that has begun, if there is one, so that the next can begin after an exception.
 
-        What the step had taken returns to the residuals. Every parameter's residual then is as before the step, or has its
-        whole gradient, if that had arrived; with `discardable` all is as before the step.
+        What the step had taken returns to the residuals. Every parameter's residual is then as before the step, or also holds
+        its whole gradient if that had arrived. With `discardable`, everything is as before the step.
         """
         given_up, self._open = self._open, []
         self._not_finite.clear()
@@ -443,7 +444,7 @@ class Pipeline:
         self._bring_back(given_up)
 
     def discard_step(self) -> None:
-        """Throw away the step that has begun or, between two steps, the last one: all is as before it.
+        """Throw away the step that has begun or, between two steps, the last one. Everything is then as before that step.
 
         Raises:
             RuntimeError: the compressor is not `discardable`, or no step has ended since the last one was discarded.
@@ -472,7 +473,7 @@ class Pipeline:
     # --- statistics and state ---
 
     def stats(self) -> Stats:
-        """Counts and bytes per bucket and in total, of the last step and on average; computed now."""
+        """Return counts and bytes per bucket and in total, of the last step and on average. They are computed now."""
         pairs = [
             bucket.tally.stats(bucket.name, bucket.layout.numel, self.ops.norm(bucket.buffer))
             for bucket in self.buckets
@@ -485,9 +486,9 @@ class Pipeline:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.
+        """Return residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.
 
-        Every parameter carries a copy of its bucket's adaptive state, so that other buckets can be made of it.
+        Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it.
         """
         return {
             "version": VERSION,
@@ -498,7 +499,7 @@ class Pipeline:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, on the same model; the buckets may differ. Strict."""
+        """Continue from what `state_dict` returned, strictly for the same model. The buckets may differ."""
         check_state(state, self.compressor, self.residuals.shapes, self.velocities.shapes)
         self._begin_afresh()
         self.residuals.load_state_dict(state["residuals"])
@@ -509,7 +510,7 @@ class Pipeline:
             bucket.state.load_state_dict(state["adaptive"][bucket.name])
 
     def rescale(self, factor: float) -> None:
-        """Multiply residuals and velocities by `factor`. No earlier step can be discarded then: it was in another unit."""
+        """Multiply residuals and velocities by `factor`. Earlier steps can no longer be discarded: they used another unit."""
         self._ended = []
         self.residuals.rescale(factor)
         self.velocities.rescale(factor)
@@ -518,7 +519,7 @@ class Pipeline:
             bucket.state.rescale(factor)
 
     def reset(self) -> None:
-        """Start afresh: residuals zero, adaptive state and statistics as before the first step."""
+        """Start afresh: residuals are zero, adaptive state and statistics are as before the first step."""
         self._begin_afresh()
         self.residuals.reset()
         self.velocities.reset()
@@ -530,7 +531,7 @@ class Pipeline:
             bucket.truncated_steps = 0
 
     def _begin_afresh(self) -> None:
-        """No step has begun, and none can be discarded."""
+        """Give up the step that has begun, and forget the last one, so that none can be discarded."""
         self.abort()
         self._ended = []
 

@@ -1,7 +1,7 @@
-"""What one library says of itself, asked in a process of its own.
+"""Ask libraries about themselves, in a separate process.
 
-``python -m horovod_sparse.probes NAME...`` prints one line of JSON for each. A library that is missing or broken, or that
-crashes or hangs while it is imported, then costs its caller nothing but an error text. Imports a library only when asked.
+``python -m horovod_sparse.probes NAME...`` prints one line of JSON for each name. If a library is missing or broken, or
+crashes or hangs while it is imported, the caller only gets an error text. This module imports a library only when asked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Answer:
 
     @property
     def works(self) -> bool:
-        """Whether the library could be imported and asked."""
+        """True if the library could be imported and asked."""
         return not self.error
 
 
@@ -96,7 +96,7 @@ _PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "tensorflow_seam": _tensorflow_seam,
 }
 
-# One process each. What needs the same slow import shares a process, the likeliest to work first.
+# Each group runs in one process. Probes that need the same slow import share a process; the likeliest to work comes first.
 GROUPS = (
     ("numpy", "mpi4py"),
     ("torch", "horovod_torch", "seam"),
@@ -120,7 +120,7 @@ def ask(names: Sequence[str], timeout: float = 60.0) -> dict[str, Answer]:
         if line.startswith(_MARK):
             name, facts, error = json.loads(line.removeprefix(_MARK))
             answers[name] = Answer(facts, error)
-    # A crash or a hang takes with it the probes that had not answered yet.
+    # After a crash or a hang, the probes that had not answered yet get the same error.
     return {name: answers.get(name, Answer(error=death)) for name in names}
 
 

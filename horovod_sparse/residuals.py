@@ -1,4 +1,4 @@
-"""The shared residual buffer manager: one flat buffer per bucket, each parameter a named slice of it.
+"""The shared residual buffer manager: one flat buffer per bucket, in which each parameter is a named slice.
 
 It owns the buffers. Nothing here is broadcast: every rank keeps its own residuals and must save its own state.
 """
@@ -35,21 +35,21 @@ class Residuals:
         return buffer
 
     def rebind(self, bucket: str, buffer: Array) -> None:
-        """Keep a bucket's residual in other memory from now on; what it holds is taken over as it is."""
+        """Use `buffer` for a bucket's residual from now on. Its contents stay as they are."""
         self._buffers[bucket] = buffer
 
     def buffer(self, bucket: str) -> Array:
-        """The whole buffer of a bucket."""
+        """Return the whole buffer of a bucket."""
         return self._buffers[bucket]
 
     def view(self, name: str) -> Array:
-        """The flat slice of one parameter; writing to it changes the residual."""
+        """Return the flat slice of one parameter; writing to it changes the residual."""
         bucket, slot = self._slots[name]
         return self._buffers[bucket][slot.offset : slot.offset + slot.numel]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The parameters that have a residual, and their shapes."""
+        """The shapes of the parameters that have a residual, by name."""
         return {name: slot.shape for name, (_, slot) in self._slots.items()}
 
     @property
@@ -58,20 +58,20 @@ class Residuals:
         return sum(int(buffer.nbytes) for buffer in self._buffers.values())
 
     def reset(self) -> None:
-        """Forget everything that was kept: all residuals become zero."""
+        """Set all residuals to zero."""
         for buffer in self._buffers.values():
             buffer[:] = 0
 
     def rescale(self, factor: float) -> None:
-        """Multiply everything that was kept by `factor`."""
+        """Multiply all residuals by `factor`."""
         for buffer in self._buffers.values():
             buffer *= factor
 
     def state_dict(self) -> dict[str, Array]:
-        """Copies of the residuals by parameter name, in the parameters' shapes."""
+        """Return copies of the residuals by parameter name, in the parameters' shapes."""
         return {name: self._ops.copy(self.view(name)).reshape(slot.shape) for name, (_, slot) in self._slots.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy the residuals in; `state` holds exactly the parameters of `shapes`."""
+        """Copy the residuals from `state`, which holds exactly the parameters of `shapes`."""
         for name in self._slots:
             self._ops.assign(self.view(name), state[name])

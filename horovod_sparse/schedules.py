@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 
 class Schedule(ABC):
-    """The ratio as a function of the step; `repr` must tell two different schedules apart, as a dataclass's does.
+    """The ratio as a function of the step. `repr` must differ between two different schedules, as a dataclass's does.
 
-    The message's shape follows the ratio, and every new shape costs Horovod a negotiation: change it seldom, in stairs.
+    The message's shape depends on the ratio, and every new shape costs Horovod a negotiation: change it seldom, in stairs.
     """
 
     @property
@@ -20,11 +20,11 @@ class Schedule(ABC):
     @property
     @abstractmethod
     def final(self) -> float:
-        """The ratio in the end, in (0, 1]."""
+        """The ratio at the end, in (0, 1]."""
 
     @abstractmethod
     def ratio(self, step: int) -> float:
-        """The ratio of a step; the first sparse one is step 0."""
+        """Return the ratio of a step; the first sparse step is step 0."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,18 @@ class Warmup(Schedule):
 
 
 def warmup(start: float, end: float, steps: int, *, stairs: int = 4) -> Warmup:
-    """From `start` down to `end` in geometric stairs: `start * (end/start)^(i/stairs)` on stair i, then `end`.
+    """Lower the ratio from `start` to `end` in geometric stairs: `start * (end/start)^(i/stairs)` on stair i, then `end`.
 
-    With `start=0.25, end=0.001, stairs=4` and an epoch per stair this is the warm-up of Deep Gradient Compression
-    (https://arxiv.org/abs/1712.01887): 0.25, 0.063, 0.016, 0.004, then 0.001. A large ratio by allgather costs more than a
-    dense allreduce (see `cost.break_even_ratio`): with many workers `dense_steps` of the compressors is the cheaper warm-up.
+    With `start=0.25, end=0.001, stairs=4` and an epoch per stair, this is the warm-up of Deep Gradient Compression
+    (https://arxiv.org/abs/1712.01887): 0.25, 0.063, 0.016, 0.004, then 0.001. With a large ratio, an allgather costs more
+    than a dense allreduce (see `cost.break_even_ratio`). With many workers, `dense_steps` of the compressors is therefore the
+    cheaper warm-up.
 
     Args:
         start: ratio of the first step, in (0, 1].
         end: ratio after the warm-up, in (0, 1].
         steps: how many steps the warm-up takes, >= 1.
-        stairs: in how many stairs, >= 1.
+        stairs: number of stairs, >= 1.
 
     Raises:
         ValueError: naming the argument and its value.

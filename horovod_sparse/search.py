@@ -1,4 +1,4 @@
-"""Find a threshold by counting, or the largest entries by a sample. Imports no framework."""
+"""Find a threshold by counting entries, or the largest entries by a sample. Imports no framework."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from horovod_sparse.ops import Array, Ops
 
 MOST_COUNTS = 12
 _MOST_CANDIDATES = 5
-"""As a multiple of k: what is cheaper to sort than the whole."""
+"""The most candidates, as a multiple of k: so few are cheaper to sort than the whole array."""
 _LEAST_SAMPLED = 100
-"""Of the k largest, on average, in a sample: their number is then known to a tenth."""
+"""How many of the k largest entries a sample holds on average, at least: their number is then known to a tenth."""
 
 
 def below_largest(largest: float, threshold: float) -> float:
-    """`threshold`, or less, so that at least one entry exceeds it, the largest, unless all are zero."""
-    # In the precision of the comparison, which is that of the entries: float32 if it holds the largest.
+    """Return `threshold`, lowered if necessary so that at least the largest entry exceeds it, unless all entries are zero."""
+    # The step down is in the precision of the comparison, which is that of the entries: float32 if it holds `largest`.
     with np.errstate(over="ignore"):
         single = np.float32(largest)
     below = np.nextafter(single, np.float32(0.0)) if float(single) == largest else math.nextafter(largest, 0.0)
@@ -29,11 +29,12 @@ def below_largest(largest: float, threshold: float) -> float:
 def search_threshold(
     ops: Ops, x: Array, k: int, tolerance: float, *, not_zero: int, largest: float, start: float = math.nan
 ) -> float:
-    """A threshold that about k of `not_zero` entries exceed: within `tolerance` of k if the data allow it, else the closest.
+    """Return a threshold that about k of `not_zero` entries exceed.
 
-    Regula falsi on ln(count) over the threshold, which is a straight line for exponential tails, alternating with
-    bisection so that the bracket at least halves every second count. At most 12 passes over `x`, of which the first is
-    at `start` if that lies within the data.
+    Their number is within `tolerance` of k if the data allow it, else the closest found. The search applies regula falsi to
+    ln(count) over the threshold, which is a straight line for exponential tails. It alternates with bisection, so that the
+    bracket at least halves every second count. It makes at most 12 passes over `x`. The first is at `start` if that lies
+    within the data.
     """
     low, most = 0.0, not_zero
     high, fewest = largest, 0
@@ -60,7 +61,7 @@ def search_threshold(
 
 
 def next_guess(bisect: bool, low: float, high: float, most: float, fewest: float, k: int, m: Algebra = FLOATS) -> float:
-    """Where to count next between `low`, which `most` exceed, and `high`, which `fewest` do."""
+    """Return the threshold to count at next, between `low`, which `most` entries exceed, and `high`, which `fewest` exceed."""
 
     def on_line() -> float:
         line = m.log(most / k) / m.log(most / m.maximum(fewest, 0.5))
@@ -70,12 +71,12 @@ def next_guess(bisect: bool, low: float, high: float, most: float, fewest: float
 
 
 def error_of(count: float, k: int, m: Algebra = FLOATS) -> float:
-    """|ln(count/k)|, with half an entry for none."""
+    """Return |ln(count/k)|; a count of zero is taken as half an entry."""
     return abs(m.log(m.maximum(count, 0.5) / k))
 
 
 def largest_candidates(ops: Ops, x: Array, k: int) -> Array | None:
-    """Indices of a few entries among which are the k largest, by a sample of `x`; None where there are no such few."""
+    """Return indices of a few entries that include the k largest, found by a sample of `x`; None if it finds no such few."""
     most = min(_MOST_CANDIDATES * k, len(x) // 4)
     if k >= most:
         return None
@@ -88,7 +89,7 @@ def largest_candidates(ops: Ops, x: Array, k: int) -> Array | None:
 
 
 def _sampled(ops: Ops, x: Array, k: int) -> Iterator[float]:
-    """Thresholds that about 1.5 k and 3 k entries exceed, by a sample in strides."""
+    """Yield thresholds that about 1.5 k and 3 k entries exceed, estimated from a sample in strides."""
     stride = max(1, k // _LEAST_SAMPLED)
     if stride > 1:
         sample = x[:: stride | 1]

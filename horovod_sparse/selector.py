@@ -1,4 +1,4 @@
-"""What selects from a bucket on the device that the bucket lives on, while the host goes on. Imports no framework."""
+"""Selection from a bucket on the bucket's own device, while the host goes on. Imports no framework."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from horovod_sparse.ops import Array
 
 
 class Selector(Protocol):
-    """One bucket's selection, without the host.
+    """Selects from one bucket without the host.
 
-    In a step `absorb` is called once for every parameter, then `select`; neither waits for the device. `finish` does, when
-    the collective has been started. Until then the state is that of the step before; k is the step's.
+    In a step `absorb` is called once for every parameter, then `select`; neither waits for the device. `finish` waits. It
+    is called when the collective has been started. Until then, `state` is that of the previous step. `k` is this step's.
     """
 
     def absorb(
@@ -28,31 +28,31 @@ class Selector(Protocol):
         velocity: Array | None = None,
         correction: MomentumCorrection | None = None,
     ) -> None:
-        """As `Ops.absorb`, for the parameter that begins at `offset`; None is a gradient of zeros.
+        """Do as `Ops.absorb`, for the parameter that begins at `offset`. A gradient of None means zeros.
 
-        Velocities are those of the whole bucket.
+        `velocity` is that of the whole bucket.
         """
 
     def select(self, state: BucketState, k: int, capacity: int) -> Array:
-        """The message of pairs (`wire`, message 1); what is in it is no longer in the residual."""
+        """Return the message of pairs (`wire`, message 1). Its entries are no longer in the residual."""
 
     def finish(self, state: BucketState, k: int) -> dict[str, float]:
-        """Wait, let the state learn from the step, and tell of it.
+        """Wait, let the state learn from the step, and return numbers about the step.
 
-        Among others, "found": how many entries qualified, "sent": how many are in the message, "not_finite": how many of the
-        gradients' entries were left out; if any were, nothing was sent or learned.
+        Among them are "found" (how many entries qualified), "sent" (how many are in the message) and "not_finite" (how many of
+        the gradients' entries were left out). If any were left out, nothing was sent or learned.
         """
 
     def not_finite(self) -> list[int]:
-        """The offsets of the parameters whose gradients in this step held NaN or infinity; may wait."""
+        """Return the offsets of the parameters whose gradients in this step held NaN or infinity. It may wait."""
 
     def forget(self) -> None:
-        """The residual was changed by others, or the state was: what was seen in earlier steps says nothing of the next one."""
+        """Forget what was seen in earlier steps, because the residual or the state was changed from outside."""
 
 
 SelectorFor = Callable[[Compressor, Layout, Array], Selector | None]
-"""Gives a new bucket's selector, for its residual; None to select by the array verbs."""
+"""Returns the selector of a new bucket with this residual, or None to select by the array verbs."""
 
 
 def by_verbs(compressor: Compressor, layout: Layout, buffer: Array) -> None:
-    """No bucket has a selector."""
+    """Return None, so that no bucket has a selector."""

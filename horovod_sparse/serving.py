@@ -31,10 +31,10 @@ class Server(Protocol):
         """See `ServingCompressor.state_dict`."""
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        """Load now, or, before the first step, when the buckets are made."""
+        """Load the state now or, before the first step, when the buckets are made."""
 
     def rescale(self, factor: float) -> None:
-        """Multiply all residuals and velocities."""
+        """Multiply all residuals and velocities by `factor`."""
 
     def reset(self) -> None:
         """Forget residuals, adaptive state and statistics."""
@@ -53,17 +53,17 @@ class ServingCompressor(Compressor):
     _calls: int = 0
 
     def bind(self, server: Server) -> None:
-        """Called by the optimizer that this compressor is given to; a second one is refused."""
+        """Bind this compressor to an optimizer, which calls this when it is given the compressor; refuse a second one."""
         self.check_free()
         self._server = server
 
     @property
     def server(self) -> Server | None:
-        """What it serves."""
+        """What this compressor serves; None if nothing yet."""
         return self._server
 
     def check_free(self) -> None:
-        """Raise ValueError when this compressor serves an optimizer already."""
+        """Raise ValueError if this compressor already serves an optimizer."""
         if self._server is not None:
             raise ValueError(
                 f"compression must serve one optimizer, but {self!r} already serves another, whose residuals it would "
@@ -71,16 +71,16 @@ class ServingCompressor(Compressor):
             )
 
     def choose_alone(self, ops: Ops, x: Array) -> Array:
-        """Indices of what is sent of `x`, flat, finite and not empty, outside of any bucket."""
+        """Return the indices of the entries of `x` to send outside of any bucket; `x` is flat, finite and not empty."""
         k = self.asked(len(x))
         state = self.new_state()
-        # Random choices are other ones at every call.
+        # Random choices differ from call to call.
         state.step = self._calls
         self._calls += 1
         return self.select(ops, x, k, self.room(len(x), k, 1), state).indices
 
     def warn_dense(self) -> None:
-        """Say that Horovod allreduces what `compress` returns; once, since Python shows a warning once per place."""
+        """Warn that Horovod allreduces what `compress` returns. Python shows a warning once per place, so it appears once."""
         warnings.warn(
             f"{type(self).__name__} was called by Horovod outside hvd.DistributedOptimizer or hvd.DistributedGradientTape: "
             "the result is right, but it is sent dense, so no bandwidth is saved",
@@ -88,28 +88,28 @@ class ServingCompressor(Compressor):
         )
 
     def stats(self) -> Stats:
-        """Counts, bytes and residual norms per bucket and in total, of the last step and on average; computed now."""
+        """Return counts, bytes and residual norms per bucket and in total, of the last step and on average; computed now."""
         return NO_STATS if self._server is None else self._server.stats()
 
     @property
     def residual_bytes(self) -> int:
-        """Memory that this rank's residuals take; 0 before the first step."""
+        """Memory that this rank's residuals take, in bytes; 0 before the first step."""
         return 0 if self._server is None else self._server.residual_bytes
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and adaptive state by parameter name: the framework's arrays, and plain values."""
+        """Return this rank's residuals and adaptive state by parameter name: the framework's arrays, and plain values."""
         return self._bound().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, on the same model. Strict; bucketing and world size may differ."""
+        """Continue from what `state_dict` returned, on the same model. It is strict; bucketing and world size may differ."""
         server = self._bound()
         check_parts(state, self)
         server.load_compression_state(state)
 
     def rescale(self, factor: float) -> None:
-        """Multiply the residuals, because gradients will be `factor` times as large from now on.
+        """Multiply the residuals and velocities, because gradients will be `factor` times as large from now on.
 
-        With dynamic loss scaling: whenever the scale has changed, by the new scale / the old one.
+        With dynamic loss scaling, call this whenever the scale has changed; `factor` is the new scale / the old one.
         """
         check_factor(factor)
         server = self._bound()
@@ -121,10 +121,10 @@ class ServingCompressor(Compressor):
         self._bound().reset()
 
     def discard_step(self) -> None:
-        """Throw away a step whose gradients were reduced and shall not be applied: call it on every rank, before the next one.
+        """Discard a step whose gradients were reduced but must not be applied: call it on every rank, before the next step.
 
-        Without it what the step did not send stays in the residuals and is applied later, and what it did send is lost.
-        Residuals, velocities, adaptive state and statistics become those of before the step.
+        Without this call, what the step did not send stays in the residuals and is applied later, and what it did send is
+        lost. The call restores residuals, velocities, adaptive state and statistics to those before the step.
 
         Raises:
             RuntimeError: the compressor was not made with `discardable=True`, or there is no step to discard.
@@ -137,23 +137,23 @@ class ServingCompressor(Compressor):
         return self._server
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has the settings, not the residuals: it is for another optimizer.
+        # A copy has the settings but not the residuals, because it is for another optimizer.
         return {name: value for name, value in vars(self).items() if name != "_server"}
 
 
 def check_factor(factor: float) -> None:
-    """Raise ValueError unless residuals can be multiplied by it."""
+    """Raise ValueError unless residuals can be multiplied by `factor`."""
     if not (isinstance(factor, (int, float)) and 0.0 < factor < math.inf):
         raise ValueError(f"factor must be a finite number > 0, got {factor!r}")
 
 
 def stats_of(pipeline: Pipeline | None) -> Stats:
-    """Of a pipeline that there may not be yet."""
+    """Return the statistics of a pipeline, which may not exist yet."""
     return NO_STATS if pipeline is None else pipeline.stats()
 
 
 def compresses(workers: int) -> bool:
-    """Whether so many workers compress: several do; one alone only if it is forced to, and is warned otherwise."""
+    """Return whether this many workers compress: several do; one alone does only if forced to, and otherwise is warned."""
     if workers > 1 or os.environ.get(_FORCE) == "1":
         return True
     warnings.warn(

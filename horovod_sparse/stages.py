@@ -1,6 +1,6 @@
 """Controllers that adapt an algorithm to the counts it achieves. Plain numbers in, plain numbers out, no arrays.
 
-SIDCo's follows with its number of fitting stages, MiCRO's with its threshold.
+SIDCo's controller adapts the number of fitting stages, MiCRO's the threshold.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ Rule = Literal["paper", "robust"]
 PERIOD = 5
 """Q: steps over which the achieved count is averaged before the number of stages may change."""
 TOLERANCE = 0.2
-"""epsilon: relative error of the averaged count that is left alone."""
+"""epsilon: relative error of the averaged count that is tolerated without a change."""
 _STALE_AFTER = 20
-"""Windows after which a measurement of another number of stages no longer counts (robust rule)."""
+"""After this many windows a measurement of another number of stages no longer counts (robust rule)."""
 _FLOOR = 1e-6
-"""Stands for an average of zero when a logarithm is taken."""
+"""Replaces an average of zero before its logarithm is taken."""
 
 
 MOST_STAGES = 64
-"""Of any ratio: so many halvings leave nothing of the largest bucket."""
+"""The most stages for any ratio: so many halvings leave nothing of the largest bucket."""
 
 
 def most_stages(ratio: float) -> int:
-    """M_max = ceil(ln(ratio)/ln(0.5)), within [1, 64]: as many stages as halvings lead to `ratio`."""
+    """Return M_max = ceil(ln(ratio)/ln(0.5)), within [1, 64]: the number of halvings that lead to `ratio`."""
     return min(max(1, math.ceil(math.log(ratio) / math.log(0.5))), MOST_STAGES)
 
 
@@ -35,13 +35,13 @@ def most_stages(ratio: float) -> int:
 class StageController:
     """Adapts the number of stages M of one bucket (SIDCo, https://arxiv.org/abs/2101.10761).
 
-    More stages bring the threshold further into the tail before the last fit, which corrects a distribution that does not
-    have the tail that was assumed. Which way a stage moves the count depends on the tail, hence the feedback.
+    More stages bring the threshold further into the tail before the last fit. This corrects for a distribution that does not
+    have the assumed tail. It depends on the tail whether a stage raises or lowers the count, hence the feedback.
 
-    Every `PERIOD` steps with q the mean of achieved/asked count, `rule="paper"`: M decreases when
-    `q > 1 + TOLERANCE`, increases when `q < 1 - TOLERANCE`, within [1, M_max]. `rule="robust"` remembers |ln q| of
-    each M that was tried and moves, in the same direction first, only to a neighbour that is untried, stale or was
-    better; the paper's direction is wrong for heavy tails, where it pins M to 1.
+    M may change every `PERIOD` steps; q is the mean of achieved/asked count over them. With `rule="paper"`, M decreases when
+    `q > 1 + TOLERANCE` and increases when `q < 1 - TOLERANCE`, within [1, M_max]. `rule="robust"` remembers |ln q| of
+    each M that was tried. It tries the same direction first, then the other, and moves only to a neighbour that is untried,
+    stale or was better. The paper's direction is wrong for heavy tails, where it pins M to 1.
     """
 
     rule: Rule
@@ -78,7 +78,7 @@ class StageController:
         return self._windows_seen - measured > _STALE_AFTER or error < self._errors[self.stages][0]
 
     def state_dict(self) -> dict[str, object]:
-        """Plain numbers and lists, enough to continue identically."""
+        """Return plain numbers and lists, enough to continue identically."""
         return {
             "stages": self.stages,
             "window": list(self._window),
@@ -87,7 +87,7 @@ class StageController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned. Raises ValueError for anything else."""
+        """Continue from what `state_dict` returned. Raise ValueError for anything else."""
         keys = ("stages", "window", "windows_seen", "errors")
         stages, window, seen, errors = (cast(Any, state.get(key)) for key in keys)
         if not (_is_stages(stages) and _is_window(window) and _is_count(seen) and _are_errors(errors)):
@@ -118,7 +118,7 @@ def _is_window(value: object) -> bool:
 
 
 def _are_errors(value: object) -> bool:
-    """Of the form of `StageController.state_dict`."""
+    """Return whether the value has the form of the errors in `StageController.state_dict`."""
     return isinstance(value, list) and all(
         isinstance(one, (list, tuple))
         and len(one) == 3
@@ -136,7 +136,7 @@ _BAND = 1.1
 _GAIN = 0.02
 _MOST_RATIO = 4.0
 _REPAID = 0.1
-"""Part of the excess that each step tries to make good."""
+"""Fraction of the excess that each step tries to compensate."""
 MOST_EXCESS = 5.0
 
 
@@ -144,10 +144,12 @@ MOST_EXCESS = 5.0
 class ThresholdController:
     """MiCRO's threshold (https://arxiv.org/abs/2310.00967): it follows x = count/k in small steps.
 
-    `scaling="paper"`: times 1.005 if x > 1.1, times 1.00125 if 1/1.1 < x <= 1.1, times 0.995 below: within the band
-    it only rises. `scaling="two_sided"`: times `x^0.02`, where x is `count/k + 0.1 excess`, within [1/4, 4], and excess sums up
-    count/k - 1 over the steps, within [-5, 5]: without it a residual that grows, and with it the threshold that is needed,
-    leaves the count above k for as long. A larger exponent overshoots when gradients become smaller at once.
+    `scaling="paper"` multiplies the threshold by 1.005 if x > 1.1, by 1.00125 if 1/1.1 < x <= 1.1, and by 0.995 below. Within
+    the band it only rises.
+
+    `scaling="two_sided"` multiplies it by `x^0.02`, where x is `count/k + 0.1 excess`, within [1/4, 4]. The excess is the sum
+    of count/k - 1 over the steps, within [-5, 5]. Without the excess, the count would stay above k for as long as the residual
+    grows, since the threshold that is needed grows with it. A larger exponent overshoots when gradients become smaller at once.
     """
 
     scaling: Scaling

@@ -1,6 +1,6 @@
-"""The state of a compressor: its parts, whether it may be loaded, and its change of unit. Imports no framework.
+"""The state of a compressor: its parts, the checks before it is loaded, and its rescaling. Imports no framework.
 
-A state is checked as a whole before anything of it is loaded: what is wrong in it would poison all ranks much later.
+A state is checked as a whole before any part of it is loaded: an error in it would poison all ranks much later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from horovod_sparse.compressors.base import Compressor
 
 VERSION = 3
 PARTS = ("residuals", "velocities", "learning_rates", "adaptive")
-"""Of the state, each by parameter name."""
+"""The parts of the state, each a mapping by parameter name."""
 ARRAYS = ("residuals", "velocities")
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -23,23 +23,23 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def empty_state() -> dict[str, Any]:
-    """The state before the first step."""
+    """Return the state before the first step."""
     return {"version": VERSION, **{part: {} for part in PARTS}, "sparse": []}
 
 
 def holds_anything(state: Mapping[str, Any]) -> bool:
-    """Whether a state is of any parameter: velocities can be there without residuals."""
+    """Return whether a state holds anything of any parameter: there can be velocities without residuals."""
     return bool(state["residuals"] or state["velocities"])
 
 
 def check_parts(state: Any, compressor: Compressor) -> None:
-    """Raise ValueError unless `state` is one of this release and algorithm, whatever its parameters."""
+    """Raise ValueError unless `state` is a state of this release and algorithm, whatever its parameters."""
     _check_kinds(state)
     _check_adaptive(state, compressor)
 
 
 def check_state(state: Any, compressor: Compressor, residuals: Shapes, velocities: Shapes) -> None:
-    """Raise ValueError unless `state` is one of this release and algorithm, of parameters of these shapes."""
+    """Raise ValueError unless `state` is a state of this release and algorithm, for parameters of these shapes."""
     _check_kinds(state)
     _check_shapes("residuals", state["residuals"], residuals, "the same min_numel and exclude")
     _check_shapes("velocities", state["velocities"], velocities, "the same momentum_correction")
@@ -91,7 +91,7 @@ def _check_adaptive(state: Mapping[str, Any], compressor: Compressor) -> None:
 
 
 def rescale_state(state: Mapping[str, Any], compressor: Compressor, factor: float) -> dict[str, Any]:
-    """The state after its residuals were multiplied by `factor`; the arrays of `state` themselves are multiplied."""
+    """Return the state with its residuals and velocities multiplied by `factor`; the arrays of `state` change in place."""
     for part in ARRAYS:
         for array in state[part].values():
             array *= factor

@@ -1,6 +1,6 @@
-"""What was asked for, what was sent: the numbers behind `compression.stats()`.
+"""The numbers behind `compression.stats()`: what was asked for, and what was sent.
 
-A step only adds a few Python numbers that are known anyway; everything else is worked out when somebody asks.
+A step only adds a few Python numbers that are known anyway; everything else is computed when somebody asks.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class BucketStats:
-    """One bucket, or all together; counts are per step and worker."""
+    """Statistics of one bucket, or of all buckets together. Counts are per step and worker."""
 
     name: str
     numel: float
-    """Entries that are selected from."""
+    """Number of entries to select from."""
     asked: float
-    """k."""
+    """k, the number of entries asked for."""
     count: float
-    """Entries of which this worker sent values: where indices are gathered first, all that any worker selected."""
+    """Entries whose values this worker sent. If indices are gathered first, these are all that any worker selected."""
     threshold: float
-    """Magnitude above which entries were sent; NaN where there is none."""
+    """Magnitude above which entries were sent; NaN if there is no threshold."""
     stages: float
-    """Fitting stages; 0 where there are none."""
+    """Number of fitting stages; 0 if there are none."""
     overflow: float
     """Entries that qualified but found no room in the message; they stayed in the residual."""
     bytes_sent: float
-    """Put on the network by this worker, in a ring; padding included."""
+    """Bytes that this worker put on the network, in a ring; padding included."""
     bytes_received: float
     residual_norm: float
     """Euclidean norm of the residual at the time of asking; NaN in averages."""
@@ -47,11 +47,11 @@ class StepStats:
 
     buckets: tuple[BucketStats, ...]
     dense_bytes_sent: float
-    """Of the parameters below `min_numel`; embeddings with sparse gradients are not counted."""
+    """Bytes sent for the parameters below `min_numel`; embeddings with sparse gradients are not counted."""
 
     @property
     def total(self) -> BucketStats:
-        """The sums over the buckets (thresholds and stages: their mean)."""
+        """The sums over the buckets (thresholds and stages: their mean; residual norms: the root of the sum of squares)."""
 
         def total(field: str) -> float:
             return math.fsum(getattr(bucket, field) for bucket in self.buckets)
@@ -77,11 +77,11 @@ class Stats:
 
 
 NO_STATS = Stats(0, StepStats((), 0.0), StepStats((), 0.0))
-"""Before the first step."""
+"""The statistics before the first step."""
 
 
 class Counts(NamedTuple):
-    """What is known of one bucket after one step; or sums of that."""
+    """What is known of one bucket after one step, or sums of such numbers over steps."""
 
     asked: float = 0
     sent: float = 0
@@ -91,7 +91,7 @@ class Counts(NamedTuple):
     bytes_each_way: float = 0
 
     def combine(self, function: Callable[[float, float], float], other: Counts) -> Counts:
-        """A field-by-field combination."""
+        """Combine two counts field by field."""
         return Counts(*map(function, self, other))
 
 
@@ -103,11 +103,11 @@ class Tally(NamedTuple):
     sums: Counts = Counts()
 
     def with_step(self, counts: Counts) -> Tally:
-        """With one step more. Those that were given up for a gradient that is not finite are left out."""
+        """Return the tally with one more step. Steps given up because of a gradient that is not finite are left out."""
         return Tally(self.steps + 1, counts, self.sums.combine(operator.add, counts))
 
     def stats(self, name: str, numel: int, residual_norm: float) -> tuple[BucketStats, BucketStats]:
-        """The last step and the mean over all steps."""
+        """Return the statistics of the last step and the mean over all steps."""
         number = max(self.steps, 1)
         mean = self.sums.combine(lambda total, _: total / number, self.sums)
         return _bucket_stats(name, numel, self.last, residual_norm), _bucket_stats(name, numel, mean, math.nan)

@@ -1,9 +1,9 @@
 """The messages on the wire, version 1. Imports no framework.
 
-All are in the machine's byte order, and their shapes depend only on the bucket's size, on the compressor's settings, on the
-number of workers and, with a schedule, on the step, never on the data: so Horovod's response cache holds and NCCL uses one
-allgather. Entries for which there is no room stay in the residual of their rank. Values are not averaged on the wire; the
-receiver divides.
+All messages are in the machine's byte order. Their shapes depend only on the bucket's size, on the compressor's settings, on
+the number of workers and, with a schedule, on the step. They never depend on the data, so Horovod's response cache holds and
+NCCL uses one allgather. Entries for which there is no room stay in the residual of their rank. Values are not averaged on the
+wire; the receiver divides.
 
 **1. Pairs** (allgather): int32 of shape `(capacity, 2)`, row-major.
 
@@ -16,10 +16,10 @@ receiver divides.
 **2. Values** (allreduce, sum): float32 (the residual's type when all entries are sent) of shape `(capacity + 17,)` or, as
 the second message after indices, `(min(world * capacity, bucket size),)`.
 
-- Values of the entries that all ranks know, in ascending order of their indices, then zeros up to the capacity.
-- Where indices were not gathered, 17 numbers follow: 1 for a rank whose gradient is not finite, else 0; then the lowest 16
-  bits of the digest of what the ranks must have in common, one number each. Their sums are 0 or the number of ranks if
-  all agree; all ranks see it alike if they do not.
+- First come the values of the entries that all ranks know, in ascending order of their indices, then zeros up to the capacity.
+- If indices were not gathered, 17 numbers follow. The first is 1 for a rank whose gradient is not finite, else 0. The others
+  are the lowest 16 bits of the digest of what the ranks must have in common, one number each. If all ranks agree, the sum of
+  each bit is 0 or the number of ranks. If they do not, all ranks see it in the same sums.
 
 **3. Indices** (allgather): int32 of shape `(2 + capacity,)`.
 
@@ -29,9 +29,9 @@ the second message after indices, `(min(world * capacity, bucket size),)`.
 
 Gathered messages stand one after the other, in rank order.
 
-A receiver refuses any other order of indices, with an error and before it adds anything: two rows of the same entry, rows
-in use after padding, an index outside of the bucket or a negative number without a meaning (`flaw`). It reads no further in
-message 1 than the -2 in its first row, and in message 3 than the -2 in its header.
+A receiver checks the indices before it adds anything (`flaw`). It raises an error if they are in any other order: two rows of
+the same entry, rows in use after padding, an index outside of the bucket or a negative number without a meaning. If the first
+row of message 1 or the header of message 3 holds -2, the receiver does not read the rest of that message.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NOT_FINITE = -2
 LARGEST = 3.4028234663852886e38
 """The largest float32."""
 HEADER = 2
-"""Numbers before the indices of message 3."""
+"""How many numbers come before the indices in message 3."""
 _DIGEST_BITS = 16
 
 # Indices are int32, and Horovod's counts of gathered elements are C ints.
@@ -68,24 +68,24 @@ def check_limits(bucket: str, numel: int, capacity: int, world: int) -> None:
 
 
 def tail(finite: bool, digest: int) -> list[float]:
-    """What follows the values of a rank in message 2."""
+    """Return the numbers that follow the values of a rank in message 2."""
     return [0.0 if finite else 1.0, *(float(digest >> bit & 1) for bit in range(_DIGEST_BITS))]
 
 
 def float_bits(number: float) -> int:
-    """The bits of a number rounded to float32, as an int32; the largest float32 stands for all that are larger."""
+    """Return the bits of a number rounded to float32, as an int32; larger numbers become the largest float32."""
     bits: int = struct.unpack("<i", struct.pack("<f", max(-LARGEST, min(number, LARGEST))))[0]
     return bits
 
 
 def float_of(bits: int) -> float:
-    """The float32 that has these bits."""
+    """Return the float32 that has these bits."""
     number: float = struct.unpack("<f", struct.pack("<i", bits))[0]
     return number
 
 
 def flaw(indices: Sequence[int], numel: int) -> str | None:
-    """What is wrong with the indices of a message, rows in use and padding, for a bucket of `numel`; None if nothing is."""
+    """Return what is wrong with the indices of a message (rows in use and padding) for a bucket of `numel`; None if nothing."""
     before = PADDING
     for row, index in enumerate(indices):
         padded = row > 0 and before == PADDING

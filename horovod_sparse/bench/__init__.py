@@ -1,6 +1,6 @@
-"""How long a compressor's step takes on this machine, in units of what error feedback costs at least.
+"""How long a compressor's step takes on this machine, in units of the least that error feedback costs.
 
-The unit is `residual.add_(gradient)`: it reads the gradient, and reads and writes the residual, 12 bytes per element. Imports
+The unit is `residual.add_(gradient)`. It reads the gradient, and reads and writes the residual: 12 bytes per element. Imports
 no framework until something is measured.
 """
 
@@ -17,7 +17,7 @@ from horovod_sparse.bench.rows import ROWS, Conditions
 def add_arguments(
     parser: argparse.ArgumentParser, *, sizes: tuple[int, ...], repetitions: int, everything: bool
 ) -> None:
-    """Add the options, with these defaults; all rows or the chosen ones."""
+    """Add the options, with these defaults. Time all rows by default with `everything`, else the chosen ones."""
     add = parser.add_argument
     add("--sizes", nargs="+", type=_count, default=list(sizes), metavar="N", help="elements, as 1000000 or 25M")
     add("--ratios", nargs="+", type=float, default=[0.001], metavar="RATIO", help="of the entries that are sent")
@@ -44,7 +44,7 @@ def add_arguments(
 
 
 def _count(text: str) -> int:
-    """A number of elements."""
+    """Parse a number of elements."""
     for suffix, factor in (("M", 1_000_000), ("k", 1_000)):
         if text.endswith(suffix):
             return int(float(text.removesuffix(suffix)) * factor)
@@ -52,7 +52,7 @@ def _count(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print; the exit status."""
+    """Measure, print the results, and return the exit status."""
     try:
         from horovod_sparse.bench import measure, report
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The frameworks' arrays, the unit, and what compressors are compared with. Needs PyTorch and Horovod for it."""
+"""The frameworks' arrays, the unit, and what compressors are compared with. Needs PyTorch and Horovod for PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from horovod_sparse.torch.ops import TorchOps
 
 
 def make_backend(name: str, threads: int) -> Backend:
-    """The arrays of "torch" or "numpy"."""
+    """Return the backend "torch" or "numpy"."""
     torch.set_num_threads(threads)
     if name == "numpy":
         return Backend(host_ops(threads), np.zeros(1, np.float32), _same, np.concatenate)
@@ -36,7 +36,7 @@ def _memory_of(tensor: Tensor) -> NDArray[Any]:
 
 
 class Unit:
-    """The floor of every selection with error feedback: `residual.add_(gradient)`, by PyTorch whatever the backend."""
+    """The least work of a selection with error feedback: `residual.add_(gradient)`, done by PyTorch for every backend."""
 
     def __init__(self, backend: Backend, gradients: Gradients, size: int) -> None:
         self._host = backend.host
@@ -52,7 +52,7 @@ class Unit:
 
 
 def comparisons(ratio: float, size: int) -> dict[str, Callable[[Tensor], object]]:
-    """What else is done with a gradient, by title."""
+    """Return other operations on a gradient to compare with, by title."""
     k = max(1, math.floor(round(ratio * size, 6)))
     residual = torch.zeros(size)
     residual.fill_(0.0)
@@ -64,7 +64,7 @@ def comparisons(ratio: float, size: int) -> dict[str, Callable[[Tensor], object]
 
 
 def plain_sidco(residual: Tensor, gradient: Tensor, ratio: float, stages: int = 3) -> tuple[Tensor, Tensor]:
-    """A whole step of SIDCo with exponential stages as one would write it: indices and values."""
+    """Take a whole step of SIDCo with exponential stages, written the obvious way, and return indices and values."""
     residual.add_(gradient)
     magnitudes = residual.abs()
     first = max(0.25, ratio)

@@ -1,4 +1,4 @@
-"""Whether a timed selection is right: by the NumPy oracle, or by definition. Imports no framework."""
+"""Checks that a timed selection is right, by the NumPy oracle or by definition. Imports no framework."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ORACLE = NumpyOps()
 
 
 class Sent(NamedTuple):
-    """What came of a step."""
+    """The result of a step."""
 
     x: NDArray[Any]
-    """What was selected from."""
+    """The entries that the step selected from."""
     indices: NDArray[Any]
-    """What was sent."""
+    """The indices of the entries that were sent."""
     k: int
     capacity: int
     state: BucketState
@@ -32,12 +32,12 @@ Check = Callable[[Sent], None]
 
 
 def exact(sent: Sent) -> None:
-    """The k largest, the lowest indices among equals."""
+    """Check that the k largest were sent, and among equals those with the lowest indices."""
     _same(sent, _ORACLE.select_largest(sent.x, sent.k).indices)
 
 
 def above(fewest: float, most: float) -> Check:
-    """Everything above the threshold was sent, as far as there was room, and its count is within these multiples of k."""
+    """Return a check that all above the threshold was sent, as room allowed, and its count is within these multiples of k."""
 
     def check(sent: Sent) -> None:
         selection = _ORACLE.select_above(sent.x, sent.state.threshold, sent.capacity)
@@ -48,7 +48,7 @@ def above(fewest: float, most: float) -> Check:
 
 
 def sampled(sent: Sent) -> None:
-    """As `above`; k of them if those were too many (DGC)."""
+    """Check as `above` does, but if too many exceed the threshold, the k largest must have been sent (DGC)."""
     selection = _ORACLE.select_above(sent.x, sent.state.threshold, len(sent.x))
     few = selection.found <= 1.3 * sent.k
     _same(sent, selection.indices if few else _ORACLE.select_largest(sent.x, sent.k).indices)
@@ -56,9 +56,9 @@ def sampled(sent: Sent) -> None:
 
 
 def own_part(sent: Sent) -> None:
-    """Everything above the threshold was sent by this worker out of its part, and about k by all together (MiCRO)."""
+    """Check that this worker sent all of its part above the threshold, and that all workers together sent about k (MiCRO)."""
     place = sent.state.place
-    # The state is that of the next step.
+    # The state is already that of the next step.
     start, end = part(len(sent.x), place.world, (sent.state.step - 1 + place.position) % place.world)
     mine = sent.indices[(sent.indices >= start) & (sent.indices < end)] - start
     expected = _ORACLE.select_above(sent.x[start:end], sent.state.threshold, sent.capacity).indices
@@ -69,20 +69,20 @@ def own_part(sent: Sent) -> None:
 
 
 def draw(sent: Sent) -> None:
-    """Any k, in order."""
+    """Check that any k entries were sent, in order."""
     assert len(sent.indices) == sent.k and (np.diff(sent.indices) > 0).all(), "not k different entries"
     assert sent.indices[0] >= 0 and sent.indices[-1] < len(sent.x), "out of range"
 
 
 def block(sent: Sent) -> None:
-    """K neighbours, possibly around the end."""
+    """Check that k neighbours were sent, possibly around the end."""
     draw(sent)
     gaps = np.diff(sent.indices, append=sent.indices[0] + len(sent.x))
     assert np.count_nonzero(gaps > 1) <= 1, "not neighbours"
 
 
 def everything(sent: Sent) -> None:
-    """All entries."""
+    """Check that all entries were sent."""
     _same(sent, np.arange(len(sent.x)))
 
 

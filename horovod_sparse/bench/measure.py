@@ -1,4 +1,4 @@
-"""Times all rows in turn, again and again, with the unit beside each. Needs PyTorch and Horovod for it."""
+"""Times all rows in turn, again and again, and the unit beside each row. Needs PyTorch and Horovod for PyTorch."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from horovod_sparse.bench.rows import ROWS, Conditions, Row, bar_of
 from horovod_sparse.bench.worker import Backend, Gradients, Verbs, Worker
 
 _ELEMENTS = 2_000_000
-"""Steps of small buckets are repeated until so many elements have gone through."""
+"""Steps of small buckets are repeated until this many elements have been processed."""
 
 
 @dataclass
 class Result:
-    """What was measured of one row."""
+    """The measurements of one row."""
 
     title: str
     conditions: Conditions
     bar: float | None
     quotients: list[float] = field(default_factory=list)
-    """Units that it took, one per repetition."""
+    """Time in units, one number per repetition."""
     seconds: list[float] = field(default_factory=list)
     verbs: dict[str, float] = field(default_factory=dict)
-    """Units per step in array verbs, if they were timed."""
+    """Units per step spent in each array verb, if verbs were timed."""
     memory: float | None = None
-    """Most that a step took beside residual, gradient and reduced gradient, as a part of the residual."""
+    """Peak memory of a step beyond residual, gradient and reduced gradient, as a fraction of the residual."""
 
     def quantile(self, part: float) -> float:
         return float(np.quantile(self.quotients, part))
@@ -49,12 +49,12 @@ class Result:
 
     @property
     def gigabytes(self) -> float:
-        """12 bytes per element, the unit's, by the time taken; per second, in 10^9."""
+        """The 12 bytes per element of the unit, divided by the time taken, in 10^9 bytes per second."""
         return 12e-9 * self.conditions.size / float(np.median(self.seconds))
 
     @property
     def within(self) -> bool | None:
-        """Whether the row is within its bar; None where it has none."""
+        """Whether the row is within its bar; None if it has no bar."""
         return None if self.bar is None else self.units <= self.bar
 
 
@@ -62,13 +62,13 @@ class Result:
 class _Timed:
     result: Result
     run: Callable[[], float]
-    """Seconds of one step."""
+    """Take one step and return its seconds."""
     finish: Callable[[], None]
 
 
 @contextlib.contextmanager
 def kernels_set(variant: str) -> Iterator[None]:
-    """With a variant of the compiled kernels, or without any."""
+    """Use one variant of the compiled kernels, or none, inside the block."""
     before = os.environ.get(kernels.VARIABLE)
     os.environ[kernels.VARIABLE] = variant
     try:
@@ -82,7 +82,7 @@ def kernels_set(variant: str) -> Iterator[None]:
 def measure(
     conditions: Conditions, rows: Sequence[Row], repetitions: int, *, memory: bool = False, verbs: bool = False
 ) -> list[Result]:
-    """Time rows under the same conditions."""
+    """Time all rows under the same conditions."""
     with kernels_set(conditions.kernels):
         backend = make_backend(conditions.backend, conditions.threads)
         gradients = Gradients(backend, conditions.size)
@@ -92,7 +92,7 @@ def measure(
 
         def seconds(step: Callable[[], float]) -> float:
             if steps > 1:
-                # What fits into the cache finds itself there, in the unit as in a row.
+                # This brings what fits into the cache there, for the unit as for a row.
                 step()
             return sum(step() for _ in range(steps)) / steps
 
@@ -103,7 +103,7 @@ def measure(
             for row in timed:
                 spent = seconds(row.run)
                 after = seconds(unit.seconds)
-                # The processor is shared, so its speed changes: the unit's is taken just before and just after.
+                # The processor is shared, so its speed changes. The unit is timed just before and just after the row.
                 row.result.quotients.append(2.0 * spent / (before + after))
                 row.result.seconds.append(spent)
                 before = after
@@ -123,7 +123,7 @@ def measure(
 def _timed(
     conditions: Conditions, rows: Sequence[Row], backend: Backend, gradients: Gradients, verbs: bool
 ) -> Iterator[_Timed]:
-    """Rows ready to be timed: warm, but for those that are to be cold."""
+    """Yield rows that are ready to be timed. They are warm, except those that must be cold."""
     if conditions.backend == "tensorflow":
         yield from _timed_tensorflow(conditions, rows, backend, gradients)
         return
@@ -187,7 +187,7 @@ def _timed_comparison(
 def _timed_tensorflow(
     conditions: Conditions, rows: Sequence[Row], backend: Backend, gradients: Gradients
 ) -> Iterator[_Timed]:
-    """Whole steps in TensorFlow, and the same in PyTorch."""
+    """Yield whole steps in TensorFlow, and the same steps in PyTorch."""
     from horovod_sparse.bench.tensorflow import GraphWorker, set_threads
 
     set_threads(conditions.threads)
@@ -215,13 +215,13 @@ def _timed_whole(conditions: Conditions, row: Row, place: str, run: Callable[[],
 
 
 def _memory(row: int, conditions: Conditions) -> float | None:
-    """Measured in a process of its own, so that nothing is left of other rows."""
+    """Measure the memory of a row in a process of its own, so that nothing is left of other rows."""
     if not Path("/proc/self/clear_refs").exists() or conditions.backend == "tensorflow":
         return None
     arguments = [row, conditions.size, conditions.ratio, conditions.threads, conditions.backend]
     done = subprocess.run(
         [sys.executable, "-m", "horovod_sparse.bench.memory", *map(str, arguments)],
-        # What a step frees goes back to the system, so that the next step's peak shows it again.
+        # These make freed memory go back to the system, so that the next step's peak shows it again.
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"},
         stdout=subprocess.PIPE,
         text=True,
@@ -231,11 +231,11 @@ def _memory(row: int, conditions: Conditions) -> float | None:
 
 
 def progress(items: Sequence[Any] | range, what: str) -> Iterable[Any]:
-    """With a progress bar where tqdm is installed."""
+    """Return the items, with a progress bar if tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
         return items
-    # disable=None: none where standard error is no terminal.
+    # disable=None: no bar if standard error is not a terminal.
     shown: Iterable[Any] = tqdm(items, what, leave=False, disable=None)
     return shown

@@ -1,9 +1,9 @@
-"""Prints how many bytes one step of a row takes at the most beside what it begins with. Linux only.
+"""Prints the most bytes that one step of a row takes beyond what it begins with. Linux only.
 
     python -m horovod_sparse.bench.memory ROW SIZE RATIO THREADS BACKEND
 
-That is the peak of the process's resident set during the step, less the resident set before it, which the system knows to about
-half a megabyte: mind small buckets.
+That is the peak of the process's resident set during the step, minus the resident set before it. The system knows the
+resident set only to about half a megabyte, so be careful with small buckets.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from horovod_sparse.bench.worker import Gradients, Worker
 
 
 def resident(field: str) -> int:
-    """Bytes: "VmRSS", of now, or "VmHWM", the most since `forget_peak`."""
+    """Return the resident set in bytes: "VmRSS" is the current one, "VmHWM" the peak since `forget_peak`."""
     found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
     assert found is not None
     return 1024 * int(found.group(1))
 
 
 def forget_peak() -> None:
-    """Let the peak begin anew."""
+    """Reset the peak."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def main() -> None:
-    """Take some steps, and print what one more takes."""
+    """Take some steps, then print how much memory one more takes."""
     row, size, ratio, threads = ROWS[int(sys.argv[1])], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
     backend = make_backend(sys.argv[5], threads)
     gradients = Gradients(backend, size)

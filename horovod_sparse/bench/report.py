@@ -1,4 +1,4 @@
-"""What was measured, as a table to read, as Markdown, JSON and a picture."""
+"""Shows what was measured, as a table to read, as Markdown, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADER = ("row", "units", "quartiles", "GB/s", "memory", "bar")
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return what the figures depend on."""
     return {
         "processor": processor(),
         "instruction_sets": instruction_sets(),
@@ -31,7 +31,7 @@ def machine() -> dict[str, Any]:
 
 
 def cells(result: Result) -> tuple[str, ...]:
-    """Of one row of the table."""
+    """Return the cells of one row of the table."""
     bar = "" if result.bar is None else f"{result.bar:g}" + ("" if result.within else " exceeded")
     return (
         result.title,
@@ -44,7 +44,7 @@ def cells(result: Result) -> tuple[str, ...]:
 
 
 def title(conditions: Conditions) -> str:
-    """Of one table."""
+    """Return the title of one table."""
     return (
         f"{conditions.size:,} elements, ratio {conditions.ratio:g}, {conditions.backend}, kernels: {conditions.kernels}, "
         f"threads: {conditions.threads}"
@@ -56,7 +56,7 @@ def _tables(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
 
 
 def text(results: Sequence[Result]) -> str:
-    """To read in a terminal."""
+    """Return the results as text for a terminal."""
     lines: list[str] = []
     for heading, members in _tables(results):
         table = [HEADER, *map(cells, members)]
@@ -74,7 +74,7 @@ def text(results: Sequence[Result]) -> str:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """For a page."""
+    """Return the results as Markdown for a page."""
     told = machine()
     versions = ", ".join(f"{name} {told[name]}" for name in ("horovod_sparse", "torch", "numpy"))
     lines = [
@@ -94,13 +94,13 @@ def _row(columns: Sequence[str]) -> str:
 
 
 def write_json(results: Sequence[Result], path: Path) -> None:
-    """Everything, with each repetition."""
+    """Write everything as JSON, with each repetition."""
     everything = {**machine(), "results": [{**asdict(r), "units": r.units, "memory": r.memory} for r in results]}
     path.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Bars of units, with quartiles, and a mark where the bar to keep is. Needs matplotlib."""
+    """Draw bars of units with quartiles, and a mark at the bar that a row must keep. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     tables = _tables(results)

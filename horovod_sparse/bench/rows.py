@@ -1,4 +1,4 @@
-"""What is timed: one row per compressor and kind of gradients. Imports no framework."""
+"""The rows that are timed, one per compressor and kind of gradients. Imports no framework."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from horovod_sparse.compressors.topk import TopK
 
 @dataclass(frozen=True)
 class Row:
-    """One compressor's step."""
+    """One compressor's step, and how it is timed."""
 
     name: str
     make: Callable[[float], Compressor]
     check: Check
-    """Raises AssertionError unless what was selected is right."""
+    """Raises AssertionError if the wrong entries were selected."""
     bars: Mapping[float, float] = field(default_factory=dict)
-    """Units that it may take at the most, by ratio; see `bar_of`."""
+    """The most units that the row may take, by ratio; see `bar_of`."""
     data: str = "Laplace"
     world: int = 1
     cold: bool = False
-    """Whether the first step of a new pipeline is timed, and not one of many."""
+    """True if the first step of a new pipeline is timed, and not one of many."""
     receives: bool = False
-    """Whether the writing of all ranks' messages is timed, and not their making."""
+    """True if writing all ranks' messages is timed, and not making them."""
     warm_steps: int = 25
-    """Before the first that is timed: thresholds have settled by then."""
+    """Number of steps before the first that is timed. Thresholds have settled by then."""
     chosen: bool = True
-    """Whether the command `horovod-sparse bench` times it."""
+    """True if the command `horovod-sparse bench` times the row."""
 
     @property
     def title(self) -> str:
@@ -53,25 +53,25 @@ class Row:
 
 @dataclass(frozen=True)
 class Conditions:
-    """Under which a row is timed."""
+    """The conditions under which a row is timed."""
 
     size: int
     ratio: float
     threads: int
     backend: str
     kernels: str
-    """The variant, or "off"."""
+    """The variant of the kernels, or "off"."""
 
 
 BAR_SIZES = (25_000_000, 100_000_000)
 SMALL, SMALL_BAR = 1_000_000, 2.2
-"""So many elements stay in the processor's cache; what the fixed cost may be then, in units, at ratio 0.001."""
+"""A number of elements that stays in the processor's cache, and the units that the fixed cost may take then, at ratio 0.001."""
 PORTABLE = 1.5
-"""How many times a bar the vectors may take that every processor of its kind has."""
+"""Factor on a bar for kernels that use only the vectors that every processor of its kind has."""
 
 
 def bar_of(row: Row, conditions: Conditions) -> float | None:
-    """Units that a row may take under these conditions; None if there is no such bar."""
+    """Return the units that a row may take under these conditions, or None if there is no such bar."""
     if conditions.threads != 1 or conditions.backend != "torch" or conditions.kernels == "off":
         return None
     bar = row.bars.get(conditions.ratio)
@@ -83,7 +83,7 @@ def bar_of(row: Row, conditions: Conditions) -> float | None:
 
 
 def _threshold(ratio: float) -> Compressor:
-    # What it starts with; the worker sets it before every step, so that about k entries are above it.
+    # This is the first threshold. The worker sets it anew before every step, so that about k entries are above it.
     return Threshold(-math.log(ratio), ratio=ratio, capacity=2.0)
 
 

@@ -1,4 +1,4 @@
-"""A step through TensorFlow's shared CPU path, in one process: gradient in, reduced gradient out."""
+"""A step through TensorFlow's shared CPU path, in one process, from the gradient to the reduced gradient."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from horovod_sparse.tensorflow.step import Step
 
 
 def set_threads(threads: int) -> None:
-    """Before anything else; once per process."""
+    """Set the number of threads. Call this before anything else, once per process."""
     tf.config.threading.set_intra_op_parallelism_threads(threads)
 
 
 class _Alone(Collectives):
-    """What a single worker gathers and sums is its own; Horovod is not asked."""
+    """Collectives of a single worker, which gathers and sums only its own messages, without Horovod."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -35,14 +35,14 @@ class _Alone(Collectives):
 
 
 class GraphWorker:
-    """A worker whose steps run in a `tf.function`, called for itself or within a user's."""
+    """A worker whose steps run in a `tf.function`, called by itself or from within a user's `tf.function`."""
 
     def __init__(self, row: Row, ratio: float, size: int, *, traced: bool) -> None:
         compressor: Any = row.make(ratio)
         self._engine = HostPipeline(compressor, _Alone(), world=1, position=0, rank=0)
         self._engine.add_buckets(plan([Parameter("p", (size,), "float32", "cpu")], compressor))
         inner = tf.function(self._reduce, autograph=False)
-        # As a training step that the user has made a function of.
+        # With `traced`, as in a training step that the user has made a `tf.function`.
         self._run = tf.function(lambda gradient: tf.identity(inner(gradient)), autograph=False) if traced else inner
 
     def _reduce(self, gradient: Any) -> Any:
@@ -60,7 +60,7 @@ class GraphWorker:
         return self._engine.reduce(step)["p"]
 
     def step(self, gradient: NDArray[Any]) -> float:
-        """Seconds of a step."""
+        """Take a step and return its seconds."""
         tensor = tf.constant(gradient)
         begun = time.perf_counter()
         self._run(tensor)

@@ -1,4 +1,4 @@
-"""One worker's steps, timed; what other workers send is made here, outside of the timed parts. Imports no framework."""
+"""Times one worker's steps. Makes what other workers send, outside of the timed parts. Imports no framework."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from horovod_sparse.ops import Array, Ops
 from horovod_sparse.pipeline import Pipeline
 
 ALIGNMENT = 16
-"""Elements in a line of the cache."""
+"""Number of elements in a cache line."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Backend:
 
     ops: Ops
     like: Array
-    """Any array."""
+    """Any array of the framework."""
     host: Callable[[Array], NDArray[Any]]
-    """The array's memory."""
+    """Returns an array's memory."""
     join: Callable[[list[Array]], Array]
 
 
 class Gradients:
-    """Gradients of one size without end: each begins somewhere else in a longer array, so none comes again."""
+    """Endless gradients of one size. Each begins at another place of a longer array, so none comes again."""
 
     def __init__(self, backend: Backend, size: int, seed: int = 0) -> None:
         self._backend = backend
@@ -49,7 +49,7 @@ class Gradients:
 
     def next(self, data: str) -> Array:
         if data not in self._kept:
-            # In the framework's own memory, where gradients are.
+            # Use the framework's own memory, where gradients are.
             self._kept[data] = self._backend.ops.zeros(self._size + self._room, "float32", self._backend.like)
             self._backend.host(self._kept[data])[:] = DATA[data](self._rng, self._size + self._room)
         start = ALIGNMENT * int(self._rng.integers(self._room // ALIGNMENT))
@@ -65,22 +65,22 @@ class Worker:
         self.backend = backend
         self.row = row
         self._whole = whole
-        """Whether both what comes before the last collective and what comes after it is timed."""
+        """True if the parts of a step before and after the last collective are both timed."""
         self.ratio = ratio
         self.size = size
         self._dense = dense
-        """Where the reduced gradient is written to."""
+        """The array that the reduced gradient is written to."""
         self.start()
 
     def start(self) -> None:
-        """Begin with nothing kept."""
+        """Start a new pipeline, with nothing kept from earlier steps."""
         compressor = self.row.make(self.ratio)
         self.pipeline = Pipeline(self.backend.ops, compressor, world=self.row.world, position=0, rank=0)
         self.pipeline.add_buckets(
             plan([Parameter("p", (self.size,), "float32", "cpu")], compressor), lambda name: self.backend.like
         )
         (self.bucket,) = self.pipeline.buckets
-        # The system hands out memory when it is first written to: that is no part of a step.
+        # The system provides memory when it is first written to. That is not part of a step.
         self.backend.host(self.bucket.buffer).fill(0.0)
         if self.bucket.velocity is not None:
             self.backend.host(self.bucket.velocity).fill(0.0)
@@ -89,9 +89,9 @@ class Worker:
         self._reduced: Reduced | None = None
 
     def step(self, gradient: Array) -> float:
-        """Take a step; the seconds of what the row times.
+        """Take a step, and return the seconds of the part that the row times.
 
-        That is all of it until the last collective, or from there on with `row.receives`, or both with `whole`.
+        This is the part until the last collective, or with `row.receives` the part after it, or with `whole` both.
         """
         pipeline, bucket = self.pipeline, self.bucket
         if isinstance(pipeline.compressor, Threshold):
@@ -114,8 +114,8 @@ class Worker:
         return last if self.row.receives else compress
 
     def _set_threshold(self, compressor: Threshold, gradient: Array) -> None:
-        # A fixed one sends more in every step until residuals are as large as it, after 1/ratio steps. It is the cost of
-        # about k entries that is asked for: what sends them in this step, by a sample.
+        # A fixed threshold sends more in every step until residuals are as large as the threshold, after 1/ratio steps. But
+        # the cost of sending about k entries is wanted. So a sample gives the threshold that sends about k in this step.
         stride = max(1, self.size // 100_000)
         sample = self.backend.host(self.bucket.buffer)[::stride] + self.backend.host(gradient)[::stride]
         compressor.threshold = float(np.quantile(np.abs(sample), 1.0 - self.ratio))
@@ -124,17 +124,17 @@ class Worker:
 
     def _answer(self, request: Collective) -> Array:
         if self.row.world == 1 or request.kind == "allreduce":
-            # What others add changes nothing in the work that is left.
+            # What others add does not change the work that is left.
             return request.message
         if len(request.message.shape) == 1:
             return self.backend.join([request.message, *self._other_parts()])
-        # As if the others had sent what this worker has sent before.
+        # The others send what this worker has sent before.
         self._former = [self.backend.ops.copy(request.message), *self._former][: self.row.world]
         others = [self._former[min(number, len(self._former) - 1)] for number in range(1, self.row.world)]
         return self.backend.join([request.message, *others])
 
     def _other_parts(self) -> list[Array]:
-        """What the other workers of exchange `union` select from their parts, if all have this worker's gradients."""
+        """Return what the other workers of exchange `union` select from their parts, if all have this worker's gradients."""
         compressor, bucket, ops = self.pipeline.compressor, self.bucket, self.backend.ops
         task = bucket.task
         assert task is not None
@@ -154,14 +154,14 @@ class Worker:
     # --- what came of it ---
 
     def check(self) -> None:
-        """Raise AssertionError unless the last step selected what it had to."""
+        """Raise AssertionError if the last step did not select what it had to."""
         task_k = self.pipeline.compressor.asked(self.size)
         capacity = self.pipeline.compressor.room(self.size, task_k, self.row.world)
         assert self._reduced is not None
         entries = self._reduced.parts()[0]
         values = self.backend.host(entries.values)
         indices = np.arange(self.size) if entries.indices is None else self.backend.host(entries.indices)
-        # What was sent is no longer in the residual, so the two make what was selected from.
+        # What was sent is no longer in the residual. Together the two are what was selected from.
         x = self.backend.host(self.bucket.buffer).copy()
         assert not x[indices].any(), "what was sent is still in the residual"
         x[indices] = values
@@ -172,7 +172,7 @@ class Worker:
 
 
 class Verbs:
-    """Array verbs that note how long they take."""
+    """Array verbs that record how long they take."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
@@ -180,7 +180,7 @@ class Verbs:
 
     @classmethod
     def of(cls, backend: Backend) -> tuple[Backend, Verbs]:
-        """A backend with such verbs."""
+        """Return a backend with such verbs, and the verbs."""
         verbs = cls(backend.ops)
         return replace(backend, ops=cast(Ops, verbs)), verbs
 

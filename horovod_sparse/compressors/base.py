@@ -1,4 +1,4 @@
-"""What all compressors share: their settings, checked, and the one method that an algorithm supplies."""
+"""What all compressors share: their settings with checks, and the one method that each algorithm supplies."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ MIN_NUMEL = 256
 POSITIVE = (5e-324, sys.float_info.max)
 """The range of finite numbers above zero."""
 _NEARLY = 0.95
-"""The next k-th largest magnitude will hardly be below this part of the last; of exponential tails 1.4 k exceed it."""
+"""The next step's k-th largest magnitude will hardly be below this fraction of the last step's.
+
+About 1.4 k entries of an exponential tail exceed that fraction.
+"""
 _MOST_GROWTH = 1.1
-"""From one step to the next, that is believed to go on."""
+"""The largest growth of the k-th largest magnitude, as a factor per step, that is assumed to continue."""
 _MOST_EXPECTED = 8
-"""Entries above the cut that are worth noting, as a multiple of k."""
+"""The most entries above the cut that are worth noting, as a multiple of k."""
 
 
 class Settings(TypedDict, total=False):
@@ -55,7 +58,7 @@ class Settings(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Place:
-    """Which bucket a selection is of, and on which of how many workers it is made."""
+    """The bucket that a selection is made from, the position of the worker that makes it, and the number of workers."""
 
     bucket: str = ""
     position: int = 0
@@ -70,12 +73,12 @@ ALONE = Place()
 class BucketState:
     """What an algorithm carries from step to step for one bucket.
 
-    Subclasses add fields, and name those that the next selection depends on in `saved`: plain numbers, strings and lists.
+    Subclasses add fields. `saved` names those that the next selection depends on: plain numbers, strings and lists.
     """
 
     saved: ClassVar[tuple[str, ...]] = ()
     ranges: ClassVar[dict[str, tuple[float, float]]] = {"step": (0, 2**53)}
-    """Least and largest value of what is saved; a state beyond them is refused."""
+    """Least and largest value of saved fields; a state outside these ranges is refused."""
 
     place: Place = ALONE
     step: int = 0
@@ -85,22 +88,22 @@ class BucketState:
     stages: int = 0
     """Fitting stages of the last step; 0 for algorithms without them."""
     cut: float = math.inf
-    """The next selection will most likely be of entries above it; infinity if nobody knows."""
+    """Magnitude above which the next selection will most likely choose its entries; infinity if unknown."""
     room: int = 0
-    """Of more entries above the cut than these the next selection makes no use."""
+    """Number of entries. If more than these exceed the cut, the next selection makes no use of them."""
     smallest: float = 0.0
-    """About the k-th largest magnitude of the last step, where the algorithm tells (`expect`)."""
+    """About the k-th largest magnitude of the last step, if the algorithm reports it (`expect`)."""
     fingerprint: int = 0
-    """31 bits of a choice that all ranks must have made alike."""
+    """31-bit checksum of a choice that must be the same on all ranks."""
     proposal: float = 0.0
-    """A number, rounded to float32 on its way, that all ranks get to know before `observe` (exchange `union`)."""
+    """A number that is sent to all ranks before `observe`, rounded to float32 (exchange `union`)."""
 
     def state_dict(self) -> dict[str, object]:
-        """Plain numbers, strings and lists: whatever the next selection depends on."""
+        """Return everything that the next selection depends on, as plain numbers, strings and lists."""
         return {name: getattr(self, name) for name in ("step", *self.saved)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned. Raises ValueError for anything else; nothing is changed then."""
+        """Continue from what `state_dict` returned. Raise ValueError for anything else, and then change nothing."""
         expected = self.state_dict()
         if not isinstance(state, Mapping) or _types(state) != _types(expected):
             raise ValueError(f"adaptive state must be like {expected}, got {state}; another algorithm saved it")
@@ -118,19 +121,19 @@ class BucketState:
             setattr(self, name, state[name])
 
     def expect(self, smallest: float, k: int) -> None:
-        """The next step's k largest entries will hardly be smaller than about `smallest`, this step's k-th largest."""
-        # Residuals grow at first, and with momentum for long: what grew will grow.
+        """Expect that the next step's k largest entries are hardly smaller than `smallest`, about this step's k-th largest."""
+        # Residuals grow at first, and for a long time with momentum. So growth is expected to continue.
         growth = smallest / self.smallest if self.smallest > 0.0 else 1.0
         self.smallest, self.room = smallest, _MOST_EXPECTED * k
         self.cut = _NEARLY * smallest * min(max(growth, 1.0), _MOST_GROWTH) or math.inf
 
     def rescale(self, factor: float) -> None:
-        """Residuals were multiplied by `factor`: so must be what is kept in their unit."""
+        """Multiply whatever is in the unit of the residuals by `factor`, because the residuals were multiplied by it."""
         self.cut *= factor
         self.smallest *= factor
 
     def digest(self) -> int:
-        """31 bits that tell different states apart."""
+        """Return a 31-bit checksum that tells different states apart."""
         return zlib.crc32(json.dumps(self.state_dict()).encode()) >> 1
 
 
@@ -140,48 +143,48 @@ class Compressor(ABC):
     Args:
         ratio: fraction of a bucket's entries to send, in (0, 1], or a `Schedule` of it (see `schedules.warmup`);
             k = max(1, floor(ratio * numel)).
-        granularity: what is selected from at once: "layer" (every parameter by itself), "bucket" (parameters packed
+        granularity: what one selection is made from: "layer" (every parameter by itself), "bucket" (parameters packed
             up to `bucket_bytes`), or "model" (everything).
         bucket_bytes: size of a bucket's residual in bytes, > 0; a larger parameter gets a bucket of its own.
         min_numel: parameters with fewer elements go through Horovod's dense allreduce, >= 0.
-        exclude: patterns, as of a shell (`"*.bias"`, `"embedding*"`), of names of parameters that go through Horovod's
+        exclude: shell-style patterns (`"*.bias"`, `"embedding*"`) of the names of parameters that go through Horovod's
             dense allreduce.
-        dense_steps: for so many steps at first everything is sent, by allreduce, >= 0. A schedule starts after them.
+        dense_steps: number of first steps in which everything is sent, by allreduce, >= 0. A schedule starts after them.
         residual: whether what is not sent is kept and added to the next gradient (error feedback).
         residual_dtype: "float32" or "float64"; None takes float64 for float64 gradients, float32 for all others.
             Half precision is refused: it would round away the small gradients that the residual exists to keep.
         lr_in_residual: whether the residual is kept in units of the update, as in Sparsified SGD with Memory
-            (https://arxiv.org/abs/1809.07599): when the learning rate changes from eta to eta', it is multiplied by
-            eta/eta', so that what waits is applied with the rate that it was computed at. Gradients of steps with rate 0 add
-            nothing; what is sent in such a step is lost.
+            (https://arxiv.org/abs/1809.07599). When the learning rate changes from eta to eta', the residual is multiplied by
+            eta/eta', so that every gradient is applied with the rate that it was computed at. Gradients of steps with rate 0
+            add nothing; what is sent in such a step is lost.
         momentum_correction: momentum before the selection; the optimizer must then have none. Parameters that are reduced
-            dense get the same momentum after the reduction; embeddings with sparse gradients are refused. Weight decay is
-            the optimizer's, which now adds it without momentum: multiply it by 1/(1 - momentum) for the same effect.
-        clip_norm: each worker scales its gradient down before anything else, so that the reduced gradient of workers whose
-            gradients are independent has at most about this norm, > 0, in the unit of the gradients (scaled ones with a
-            GradScaler): to `clip_norm sqrt(workers)` where workers are averaged, and to `clip_norm / sqrt(workers)` where they
-            are summed (Deep Gradient Compression, section 3.2, https://arxiv.org/abs/1712.01887). None does not clip. Entries
-            that are NaN or infinity do not count. Embeddings with sparse gradients are not clipped. (Clipping after
-            the reduction would cut off just what had waited.)
-        clip_scope: whose norm that is: "layer", of every parameter by itself; "model", of all parameters together, as with
-            `torch.nn.utils.clip_grad_norm_`. With "model" nothing is exchanged before backward has ended.
+            dense get the same momentum after the reduction; embeddings with sparse gradients are refused. The optimizer
+            still adds weight decay, but now without momentum: multiply it by 1/(1 - momentum) for the same effect.
+        clip_norm: about the largest norm of the reduced gradient if the workers' gradients are independent, > 0, in the unit
+            of the gradients (scaled ones with a GradScaler). Each worker scales its gradient down before anything else: to
+            `clip_norm sqrt(workers)` where workers are averaged, and to `clip_norm / sqrt(workers)` where they are summed
+            (Deep Gradient Compression, section 3.2, https://arxiv.org/abs/1712.01887). None does not clip. Entries that are
+            NaN or infinity do not count. Embeddings with sparse gradients are not clipped. (Clipping after the reduction
+            would cut off exactly what had waited in the residual.)
+        clip_scope: the gradient that has this norm: "layer", every parameter's by itself; "model", that of all parameters
+            together, as with `torch.nn.utils.clip_grad_norm_`. With "model" nothing is exchanged before backward has ended.
         capacity: room of the message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit
             stays in the residual.
-        not_finite: what a NaN or infinity in a gradient does. "raise": when the step is reduced every rank raises
-            FloatingPointError, the one whose gradient it is names the parameter. "propagate": nobody raises, and the
-            bucket's reduced gradient becomes NaN on every rank, which is what `torch.amp.GradScaler` needs to skip the step
-            everywhere. Either way it is kept out of the residuals, and what the step had sent returns to them. A gradient
-            that would overflow its residual does the same.
-        discardable: whether `discard_step` can throw the last step away. It takes a copy of the residuals (and velocities), and
-            so doubles their memory.
+        not_finite: what a NaN or infinity in a gradient does. "raise": every rank raises FloatingPointError when the step
+            is reduced, and the rank with that gradient names the parameter. "propagate": no rank raises, and the bucket's
+            reduced gradient becomes NaN on every rank, which is what `torch.amp.GradScaler` needs to skip the step
+            everywhere. Either way the NaN or infinity is kept out of the residuals, and what the step had sent returns to
+            them. A gradient that would overflow its residual has the same effect.
+        discardable: whether `discard_step` can throw the last step away. This needs a copy of the residuals (and velocities),
+            which doubles their memory.
 
     Raises:
-        ValueError, TypeError: naming the argument, its value and what was expected.
+        ValueError, TypeError: the message names the argument, its value and what was expected.
     """
 
     default_capacity: float = 1.0
     needs_sums: bool = False
-    """Whether `select` calls `ops.measure`, whose sums are then made while gradients are taken in."""
+    """Whether `select` calls `ops.measure`. If so, its sums are computed while gradients are accumulated."""
 
     def __init__(
         self,
@@ -247,10 +250,10 @@ class Compressor(ABC):
 
     @abstractmethod
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
-        """Choose about k, at most `capacity`, entries of the accumulated gradient `x`, which must not be changed.
+        """Choose about k entries, at most `capacity`, of the accumulated gradient `x`, which must not be changed.
 
-        `x` is flat, finite and not empty; 1 <= k <= capacity <= len(x), for all workers together where `room` divides
-        them. `state` is this bucket's own.
+        `x` is flat, finite and not empty. 1 <= k <= capacity <= len(x); where `room` divides the entries among the workers,
+        this holds for all workers together. `state` is this bucket's own.
         """
 
     @property
@@ -260,43 +263,43 @@ class Compressor(ABC):
 
     @property
     def holds_back(self) -> bool:
-        """Whether all gradients of a step must be there before the first is taken in."""
+        """Whether all gradients of a step must be available before the first one is accumulated."""
         return self.clip_norm is not None and self.clip_scope == "model"
 
     def new_state(self, place: Place = ALONE) -> BucketState:
-        """The state of a bucket before its first step."""
+        """Return the state of a bucket before its first step."""
         return BucketState(place)
 
     def observe(self, state: BucketState, count: int, k: int, proposed: list[float]) -> None:
-        """Learn how many entries all ranks selected together, and what each proposed (exchange `union`)."""
+        """Learn how many entries all ranks selected together, and what each rank proposed (exchange `union`)."""
         return
 
     def ratio_at(self, step: int) -> float:
-        """The ratio of a step; schedules count from the end of the dense steps."""
+        """Return the ratio of a step; schedules count from the end of the dense steps."""
         return self.ratio.ratio(max(step - self.dense_steps, 0)) if isinstance(self.ratio, Schedule) else self.ratio
 
     def asked(self, numel: int, ratio: float | None = None) -> int:
-        """k = max(1, floor(ratio * numel)); by default of the final ratio."""
+        """Return k = max(1, floor(ratio * numel)); `ratio` is the final ratio by default."""
         if ratio is None:
             ratio = self.ratio.final if isinstance(self.ratio, Schedule) else self.ratio
-        # Rounded first: 0.29 * 100 is 28.999999999999996, and 29 are meant.
+        # Round first: 0.29 * 100 is 28.999999999999996, but 29 is meant.
         return max(1, math.floor(round(ratio * numel, 6)))
 
     def room(self, numel: int, k: int, world: int) -> int:
-        """Entries that one rank's message has room for, out of a bucket of `numel`: ceil(capacity * k), at most numel."""
+        """Return the room of one rank's message in entries, for a bucket of `numel`: ceil(capacity * k), at most numel."""
         return min(numel, math.ceil(self.capacity * k))
 
     def most_room(self, numel: int, world: int) -> int:
-        """The largest `room` of any step."""
+        """Return the largest `room` of any step."""
         highest = self.ratio.highest if isinstance(self.ratio, Schedule) else self.ratio
         return self.room(numel, self.asked(numel, highest), world)
 
     def leaves_dense(self, name: str, numel: int) -> bool:
-        """Whether a parameter goes through the framework's own dense allreduce."""
+        """Return whether a parameter goes through the framework's own dense allreduce."""
         return numel < max(self.min_numel, 1) or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def settings(self) -> dict[str, object]:
-        """Every setting as plain values: what must be equal on all ranks."""
+        """Return every setting as a plain value. They must be equal on all ranks."""
         return {"compressor": type(self).__name__} | {
             name: value for name, value in sorted(vars(self).items()) if not name.startswith("_")
         }
@@ -337,5 +340,5 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 
 
 def as_number(value: object) -> float:
-    """The value as a float; NaN, which fails every range check, when it is not a number."""
+    """Return the value as a float, or NaN if it is not a number. NaN fails every range check."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan

@@ -23,23 +23,23 @@ _FIRST_RATIO = 0.25
 class DGC(Compressor):
     """Deep Gradient Compression (https://arxiv.org/abs/1712.01887): sampled top-k of the accumulated velocity.
 
-    `U = m U + G; V = V + U`, eta is the (delta n)-th largest of a sample of n magnitudes of V, and what exceeds it is sent and
-    becomes zero in V and U (momentum factor masking). If more than 1.3 k exceed it, the exact top-k of those is sent; if
-    fewer than 0.8 k, eta is lowered by the factor 0.8, at most 10 times.
+    `U = m U + G; V = V + U`. The threshold eta is the (delta n)-th largest of a sample of n magnitudes of V. Entries that
+    exceed eta are sent and become zero in V and U (momentum factor masking). If more than 1.3 k entries exceed eta, the
+    exact top-k of them is sent. If fewer than 0.8 k do, eta is lowered by the factor 0.8, at most 10 times.
 
-    Give it an optimizer without momentum; momentum is here (and multiply a weight decay by 1/(1 - m), see
-    `Compressor.momentum_correction`). With `momentum=0` it is sampled top-k with error feedback.
+    Use an optimizer without momentum, because momentum is applied here (and multiply a weight decay by 1/(1 - m), see
+    `Compressor.momentum_correction`). With `momentum=0` this is sampled top-k with error feedback.
 
     Args:
         ratio: delta, fraction of entries to send, in (0, 1], or a schedule.
         momentum: m, in [0, 1).
-        nesterov: Nesterov's form of the momentum.
+        nesterov: whether to use Nesterov's form of the momentum.
         masking: whether the velocity becomes zero where entries were sent.
-        clip_norm: the norm that the reduced gradient of every parameter shall have at most: each worker clips its own, in the
-            unit that `Compressor` says; None does not clip.
-        sample_ratio: fraction of the entries that is sampled, in (0, 1]; at least 2/delta entries are.
-        warmup_steps: steps over which the ratio comes down from 0.25 in geometric stairs, >= 0; needs a constant ratio.
-        seed: of the sample's start, an int >= 0.
+        clip_norm: the largest norm that the reduced gradient of every parameter shall have. Each worker clips its own gradient,
+            in the unit that `Compressor` describes; None does not clip.
+        sample_ratio: fraction of the entries that is sampled, in (0, 1]; at least 2/delta entries are sampled.
+        warmup_steps: steps over which the ratio decreases from 0.25 in geometric stairs, >= 0; needs a constant ratio.
+        seed: seed of the sample's random start, an int >= 0.
         others: those of `Compressor` except `momentum_correction`. Message room is 1.3 k unless `capacity` says otherwise.
     """
 
@@ -90,16 +90,16 @@ class DGC(Compressor):
         if selection.found <= _TOO_MANY * k:
             state.expect(threshold, k)
             return selection
-        # Hierarchical selection: exact, and only among those above.
+        # Hierarchical selection: the exact top-k, searched only among the entries above the threshold.
         values = x[selection.indices]
         state.expect(ops.kth_largest(values, k), k)
         return Selection(selection.indices[ops.select_largest(values, k).indices], k)
 
     def _sampled(self, ops: Ops, x: Array, k: int, state: BucketState) -> float:
-        """The threshold that the sample suggests: its entries in strides, from a random start."""
+        """Return the threshold that a sample suggests. Its entries are taken at a fixed stride from a random start."""
         numel = len(x)
         size = max(math.ceil(self.sample_ratio * numel), math.ceil(2 * numel / k))
-        # Odd, so that it does not lock on to the rows of a layer.
+        # The stride is odd, so that it does not lock on to the rows of a layer.
         stride = max(1, (numel // size - 1) | 1)
         start = int(generator(self.seed, state, shared=False).integers(stride))
         sample = x[start::stride]

@@ -1,4 +1,4 @@
-"""Random choices that all ranks, or one rank, can make again: a function of seed, bucket and step. No global generator."""
+"""Random choices that all ranks, or one rank, can repeat: functions of seed, bucket and step, without a global generator."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _MANY = 16
-"""Of more than one number in so many a mark for each of all numbers takes less time than sorting."""
+"""If more than one number in `_MANY` is drawn, marking each number takes less time than sorting."""
 
 
 def generator(seed: int, state: BucketState, *, shared: bool) -> np.random.Generator:
-    """A generator for this bucket's step: the same on all ranks, or each worker's own."""
+    """Return a generator for this bucket's step: the same on all ranks if `shared`, otherwise each worker's own."""
     place = state.place
     key = repr((seed, place.bucket, state.step, None if shared else place.position))
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
@@ -34,7 +34,7 @@ def distinct(draws: np.random.Generator, numel: int, k: int) -> NDArray[np.int64
         rest = np.ones(numel, bool)
         rest[distinct(draws, numel, numel - k)] = False
         return np.flatnonzero(rest)
-    # Numbers that were drawn before are drawn again: faster than a generator's own choice, most of all for a large k.
+    # Draw repeated numbers again. This is faster than a generator's own choice, most of all for a large k.
     if k > numel // _MANY:
         marked, found = np.zeros(numel, bool), 0
         while found < k:
@@ -44,20 +44,21 @@ def distinct(draws: np.random.Generator, numel: int, k: int) -> NDArray[np.int64
     drawn = np.empty(0, np.int64)
     while len(drawn) < k:
         more = np.sort(draws.integers(numel, size=k - len(drawn)))
-        # This sort merges what is in order.
+        # This sort merges runs that are already in order.
         drawn = np.sort(np.concatenate((drawn, more)), kind="stable")
         drawn = drawn[np.diff(drawn, prepend=-1) > 0]
     return drawn
 
 
 class RandomCompressor(Compressor):
-    """What chooses entries by chance: on all workers alike, so that values alone are sent, or on each for itself.
+    """Base of compressors that choose entries at random: the same on all workers (only values are sent), or each its own.
 
     Args:
         ratio: fraction of entries to send, in (0, 1], or a schedule.
-        shared: True: all workers draw the same entries, so that their values alone are sent, by allreduce; the reduced
-            gradient is as sparse as one worker's share. False: each draws its own, and sends pairs by allgather.
-        seed: of the draws, an int >= 0, the same on all ranks. No other random generator is touched.
+        shared: True: all workers draw the same entries, so that only their values are sent, by allreduce; the reduced
+            gradient is as sparse as one worker's share. False: each worker draws its own entries, and sends pairs by
+            allgather.
+        seed: seed of the draws, an int >= 0, the same on all ranks. No other random generator is touched.
         others: those of `Compressor`. Message room is exactly k.
     """
 
@@ -75,5 +76,5 @@ class RandomCompressor(Compressor):
         return exchanges.shared_indices if self.shared else exchanges.pairs
 
     def draws(self, state: BucketState) -> np.random.Generator:
-        """The random numbers of this bucket's step."""
+        """Return the random generator of this bucket's step."""
         return generator(self.seed, state, shared=self.shared)

@@ -24,12 +24,12 @@ LOWER, RAISE = 0.5, 1.5
 TOLERANCE = 0.1
 RECENTRE = 0.05
 _PAPER_ROOM = 48.0
-"""Of a message, as a multiple of k: the most that was measured is 41, on the data of docs/estimation.md."""
+"""Room of a message, as a multiple of k. The largest count that was measured is 41 k, on the data of docs/estimation.md."""
 
 
 @dataclass
 class GaussianKState(BucketState):
-    """With refine="bisect": how far the last threshold was from the fitted one."""
+    """With refine="bisect": about the last threshold divided by the fitted one."""
 
     saved: ClassVar[tuple[str, ...]] = ("factor",)
     ranges = BucketState.ranges | {"factor": POSITIVE}
@@ -44,11 +44,11 @@ class GaussianK(Compressor):
 
     Args:
         ratio: delta, fraction of entries to send, in (0, 1], or a schedule.
-        refine: "paper": up to twice eta is halved when fewer than 2k/3 entries exceed it, and multiplied by 1.5 when more
-            than 4k/3 do; on tails that are not normal it ends far from k. "bisect": a bracketing search until the count
-            is within 10 % of k, begun where the last step's ended.
-        others: those of `Compressor`. Unless `capacity` says otherwise, message room is 4k/3 with "bisect", and with "paper"
-            48 k, so that it does not hide what is selected.
+        refine: "paper": eta is corrected at most twice. It is halved if fewer than 2k/3 entries exceed it, and multiplied by
+            1.5 if more than 4k/3 do. On tails that are not normal the count ends far from k. "bisect": a bracketing search
+            until the count is within 10 % of k, which starts where the last step's search ended.
+        others: those of `Compressor`. Unless `capacity` says otherwise, message room is 4k/3 with "bisect". With "paper" it
+            is 48 k, so that it does not hide what is selected.
     """
 
     default_capacity = TOO_MANY
@@ -82,7 +82,7 @@ class GaussianK(Compressor):
             state.expect(state.threshold, k)
             return ops.select_above(x, state.threshold, capacity)
         start = fitted * state.factor
-        # Where the last search ended is mostly right, and then nothing has to be counted before.
+        # The point where the last search ended is mostly right. Then no count is needed before the selection.
         if 0.0 < start < sums.largest:
             state.threshold = below_largest(sums.largest, start)
             selection = ops.select_above(x, state.threshold, capacity)
@@ -93,7 +93,7 @@ class GaussianK(Compressor):
             state.factor = threshold / fitted if threshold > 0.0 < fitted else 1.0
             state.threshold = below_largest(sums.largest, threshold)
             selection = ops.select_above(x, state.threshold, capacity)
-        # What is within the tolerance is accepted, but the next search begins a little nearer to k.
+        # A count within the tolerance is accepted, but the next search starts a little nearer to k.
         state.factor *= (max(selection.found, 1) / k) ** RECENTRE
         state.expect(state.threshold, k)
         return selection
@@ -112,9 +112,9 @@ class GaussianK(Compressor):
 
 
 def fit(whole: Moments, k: int, numel: int, m: Algebra = FLOATS) -> float:
-    """eta = sigma z, of the moments of all non-zero entries."""
+    """Return eta = sigma z, from the moments of all non-zero entries."""
     mean_square = whole.variance + whole.mean * whole.mean
-    # Of a normal distribution the mean magnitude is sigma sqrt(2/pi); its square need not be held.
+    # Where float64 does not hold the mean square: a normal distribution has the mean magnitude sigma sqrt(2/pi).
     deviation = m.choose(
         fits.is_held(mean_square), lambda: m.sqrt(mean_square), lambda: whole.mean * math.sqrt(math.pi / 2)
     )

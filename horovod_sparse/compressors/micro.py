@@ -1,4 +1,4 @@
-"""MiCRO: every worker selects from its own part of the bucket, by a threshold that follows the count."""
+"""MiCRO: every worker selects from its own part of the bucket, with a threshold that follows the count."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class MiCROState(BucketState):
-    """The same on all ranks, to the last bit."""
+    """What MiCRO saves is the same on all ranks, to the last bit."""
 
     saved: ClassVar[tuple[str, ...]] = ("current", "excess")
     ranges = BucketState.ranges | {"current": (0.0, LARGEST), "excess": (-MOST_EXCESS, MOST_EXCESS)}
     current: float = 0.0
-    """Threshold of the next step; 0 until something was selected."""
+    """Threshold of the next step; 0 until something has been selected."""
     excess: float = 0.0
     """See `ThresholdController`."""
     parts: int = 1
-    """Of the bucket, that are not empty."""
+    """Number of the bucket's parts that are not empty."""
 
     def rescale(self, factor: float) -> None:
         super().rescale(factor)
@@ -39,21 +39,21 @@ class MiCROState(BucketState):
 class MiCRO(Compressor):
     """MiCRO (https://arxiv.org/abs/2310.00967): disjoint parts, a common threshold, and an allreduce at what was selected.
 
-    The bucket is divided into as many parts as there are workers, P; in step t worker p selects `|u_i| > threshold`, and at
-    least one entry, from part (t + p) mod P. Indices are gathered, all workers' values there are summed by allreduce,
-    and all residuals become zero there. So a reduced gradient has k entries however many workers there are, and none is
-    selected twice. The threshold starts at the ranks' mean of what selects k entries, and then follows the count that
-    all ranks have selected, without communication (`ThresholdController`). When no rank has room for what exceeds it,
-    it starts again.
+    The bucket is divided into P parts, one for each worker. In step t worker p selects the entries of part (t + p) mod P with
+    `|u_i| > threshold`, and at least one entry. The indices are gathered, the values of all workers there are summed by
+    allreduce, and all residuals become zero there. So a reduced gradient has k entries for any number of workers, and no
+    entry is selected twice. Each rank proposes a threshold that selects its share of k entries, and the threshold starts at
+    the mean of these. It then follows the count that all ranks have selected, without communication
+    (`ThresholdController`). If no rank has room for what exceeds the threshold, the threshold starts again.
 
     Args:
         ratio: fraction of entries that all workers together select, in (0, 1], or a schedule; at least one per worker.
-        scaling: "two_sided": the threshold moves up and down, and what was selected too much is selected less later;
-            "paper": within 10 % of k it only moves up, which ends at about 0.94 k, and beyond the band it moves by 0.5 % only:
-            while residuals grow, in the first hundreds of steps, it is too low. On Laplace gradients up to 12 k entries
-            exceed it at ratio 0.01, 63 k at 0.001.
+        scaling: "two_sided": the threshold moves up and down, and if too many entries were selected, fewer are selected later.
+            "paper": within 10 % of k the threshold only moves up, which ends at about 0.94 k. Outside of this band it moves by
+            only 0.5 % per step, so it is too low while residuals grow, in the first hundreds of steps. On Laplace gradients
+            up to 12 k entries exceed it at ratio 0.01, and up to 63 k at 0.001.
         others: those of `Compressor`. A rank's message has room for 2k/P entries unless `capacity` says otherwise. That hides
-            how the paper's rule begins: the threshold takes the same way, but at most 2k entries are sent.
+            how the paper's rule begins: the threshold moves in the same way, but at most 2k entries are sent.
     """
 
     default_capacity = 2.0
@@ -73,7 +73,7 @@ class MiCRO(Compressor):
         return MiCROState(place)
 
     def room(self, numel: int, k: int, world: int) -> int:
-        """Entries of one rank's message: its share of capacity * k, at least one, at most the largest part."""
+        """Return the room of one rank's message in entries: its share of capacity * k, at least 1, at most the largest part."""
         return min(math.ceil(numel / world), math.ceil(self.capacity * k / world))
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
@@ -81,7 +81,7 @@ class MiCRO(Compressor):
         place = state.place
         start, end = part(len(x), place.world, (state.step + place.position) % place.world)
         state.threshold = state.current
-        # What would have selected this rank's share, where there is no common threshold yet or it was far too low.
+        # The threshold that would have selected this rank's share, if there is no common one yet or it was far too low.
         state.proposal = 0.0
         state.parts = min(place.world, len(x))
         if start == end:
@@ -96,25 +96,25 @@ class MiCRO(Compressor):
         if selection.found > capacity and self.scaling == "two_sided":
             state.proposal = ops.kth_largest(mine[selection.indices], share)
         if selection.found == 0:
-            # One entry at least, so that a threshold that is far too high does not starve the bucket.
+            # Select at least one entry, so that a threshold that is far too high does not starve the bucket.
             selection = ops.select_largest(mine, 1)
         return Selection(selection.indices + start, selection.found)
 
     def observe(self, state: BucketState, count: int, k: int, proposed: list[float]) -> None:
         assert isinstance(state, MiCROState)
         if state.current == 0.0 or all(proposal > 0.0 for proposal in proposed):
-            # Ranks whose part is empty or zero have nothing to propose.
+            # Ranks whose part is empty or all zero propose nothing.
             positive = [proposal for proposal in proposed if proposal > 0.0]
             state.current = sum(positive) / max(len(positive), 1)
         else:
             controller = ThresholdController(self.scaling, state.current, state.excess)
-            # Every worker that has a part selects at least one entry: with more workers than k that is what is aimed at.
+            # Every worker with a non-empty part selects at least one entry. If there are more than k, their number is the aim.
             controller.observe(count, max(k, state.parts))
             state.current, state.excess = min(controller.threshold, LARGEST), controller.excess
 
 
 def part(numel: int, world: int, number: int) -> tuple[int, int]:
-    """First index and end of one of `world` parts; the first `numel mod world` parts have one entry more."""
+    """Return the first index and the end of part `number` of `world`; the first `numel mod world` parts have one more entry."""
     size, longer = divmod(numel, world)
     start = number * size + min(number, longer)
     return start, start + size + (number < longer)

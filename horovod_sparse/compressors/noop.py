@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class NoOp(Compressor):
-    """Sends every entry (ratio 1), by allreduce: for telling what the path itself costs, and its errors from an algorithm's.
+    """Sends every entry (ratio 1) by allreduce. It shows what the path itself costs, and tells its errors from an algorithm's.
 
     Args: those of `Compressor` except `ratio`. It sends 4 bytes per entry, as dense float32 does.
     """

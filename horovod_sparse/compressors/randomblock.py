@@ -1,4 +1,4 @@
-"""Random-block: neighbouring entries, chosen by chance."""
+"""Random-block: neighbouring entries, chosen at random."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RandomBlock(RandomCompressor):
     `E||u - C(u)||^2 = (1 - k/d) ||u||^2`. (Blocks aligned to multiples of k would never send the last d mod k entries.)
 
     Args:
-        blocks: into how many blocks, with random gaps between them, the k entries are divided, >= 1. With one block
+        blocks: number of blocks that the k entries are divided into, with random gaps between them, >= 1. With one block
             and a large bucket most layers get no update in a step.
         others: those of `RandomCompressor`.
     """
@@ -47,7 +47,7 @@ class RandomBlock(RandomCompressor):
         start = int(draws.integers(numel))
         sizes = np.full(blocks, k // blocks) + (np.arange(blocks) < k % blocks)
         gaps = draws.multinomial(numel - k, np.full(blocks, 1.0 / blocks))
-        # Whatever the gaps are, the turn by a uniform start gives every entry the same chance.
+        # Whatever the gaps are, the shift by a uniform start gives every entry the same chance.
         starts = start + np.cumsum(sizes + gaps) - sizes - gaps
         chosen = np.concatenate([np.arange(first, first + size) for first, size in zip(starts, sizes, strict=True)])
         state.fingerprint = zlib.crc32(starts.astype(np.int64).tobytes()) >> 1 if self.shared else 0

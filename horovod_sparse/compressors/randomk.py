@@ -1,4 +1,4 @@
-"""Random-k: entries chosen by chance, not by size."""
+"""Random-k: entries chosen at random, not by size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from horovod_sparse.ops import Array, Ops, Selection
 
 
 class RandomK(RandomCompressor):
-    """k entries drawn uniformly without replacement, anew in every step.
+    """Draws k entries uniformly without replacement, anew in every step.
 
     `E||u - C(u)||^2 = (1 - k/d) ||u||^2` (Definition 2.1 of https://arxiv.org/abs/1809.07599). Values are sent as they are:
     the factor d/k that would make the operator unbiased makes error feedback diverge.

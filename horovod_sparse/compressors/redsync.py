@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 PARTS = (0.8, 0.6, 0.4, 0.2, 0.0)
-"""Where the trimming threshold may be, as parts of the way from the mean to the largest magnitude."""
+"""Values of r that "trim" tries: fractions of the way from the mean to the largest magnitude."""
 MOST_PROBES = 10
-"""Of the binary search: its threshold is then known to a thousandth of that way."""
+"""Most probes of the binary search. They find its threshold to a thousandth of the way from mean to largest magnitude."""
 
 
 class RedSync(Compressor):
-    """RedSync (https://arxiv.org/abs/1808.04357): `eta(r) = A + r (X - A)`, A the mean and X the largest magnitude.
+    """RedSync (https://arxiv.org/abs/1808.04357): `eta(r) = A + r (X - A)`; A is the mean and X the largest magnitude.
 
-    "trim" lowers r from 0.8 in steps of 0.2 until at least k entries exceed eta, and sends the exact top-k of those: it
-    selects what `TopK` does, from fewer entries (except that it never sends zeros). "bisect" halves the bracket of r
-    until between k and 2k entries exceed eta, at most 10 times, and sends those; the bracket reaches below the mean
-    when fewer than k entries exceed that. The paper also uses a threshold for several steps, and sends one mean instead of
-    the values (quantisation); neither is implemented: every step has a threshold of its own, and values are float32.
+    "trim" lowers r from 0.8 in steps of 0.2 until at least k entries exceed eta, and sends the exact top-k of those. It
+    selects what `TopK` does, from fewer entries, except that it never sends zeros. "bisect" halves the bracket of r, at
+    most 10 times, until between k and 2k entries exceed eta, and sends those. If fewer than k entries exceed the mean, the
+    bracket reaches below it. The paper also uses one threshold for several steps, and sends one mean instead of the values
+    (quantisation). Neither is implemented: every step has a threshold of its own, and values are float32.
 
     Args:
         ratio: fraction of entries to send, in (0, 1], or a schedule.
@@ -58,7 +58,7 @@ class RedSync(Compressor):
             selection = ops.select_largest(x, k)
             smallest = ops.kth_largest(x[selection.indices], k)
             thresholds = (mean + part * (largest - mean) for part in PARTS)
-            # At least k entries exceed what the k-th largest exceeds: nothing need be counted.
+            # At least k entries exceed every threshold below the k-th largest magnitude, so nothing has to be counted.
             state.threshold = next((threshold for threshold in thresholds if threshold < smallest), 0.0)
             state.expect(smallest, k)
             return selection
@@ -68,7 +68,7 @@ class RedSync(Compressor):
 
     @staticmethod
     def _bisected(ops: Ops, x: Array, k: int, mean: float, largest: float) -> float:
-        """A threshold that at least k entries exceed, and at most 2k if ten probes find one."""
+        """Return a threshold that at least k entries exceed, and at most 2k if ten probes find such a threshold."""
         low, high = (mean, largest) if ops.counts(x, [mean])[0] >= k else (0.0, mean)
         for _ in range(MOST_PROBES):
             middle = 0.5 * (low + high)

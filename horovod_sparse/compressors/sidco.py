@@ -25,21 +25,24 @@ Adapt = Literal["paper", "guarded", "robust"]
 FIRST_RATIO = 0.25
 """delta_1: fraction of the entries that the first of several stages aims at."""
 _FIRST_STAGES = 3
-"""M to start from with stages="auto": under error feedback fewer starve (they underestimate a truncated bulk's tail)."""
+"""M to start from with stages="auto", unless adapt="paper".
+
+Under error feedback fewer stages starve the bucket, because they underestimate a truncated bulk's tail.
+"""
 _PAPER_ROOM = 24.0
-"""Of a message, as a multiple of k: the most that was measured is 20, on the data of docs/estimation.md."""
+"""Room of a message, as a multiple of k. The largest count that was measured is 20 k, on the data of docs/estimation.md."""
 TRUSTED = 2.0
-"""An estimate that selects more than this many times, or less than one over this many times, k entries is replaced."""
+"""An estimate is replaced if it selects more than `TRUSTED` k entries, or fewer than k / `TRUSTED`."""
 SEARCH_TOLERANCE = 0.1
 MOST_TAIL = 2.0 * FIRST_RATIO
-"""A cut that leaves a larger part of the entries is none."""
+"""A cut that leaves more than this fraction of the non-zero entries is ignored."""
 _SPARE = 1.5
-"""There is room for so many times the entries that a cut should leave, or that the last one has left."""
+"""Room for entries above a cut, as a multiple of what it should leave, or of what the last cut left if that is more."""
 _MOST_LEFT = 4.0
-"""A cut that leaves more than so many times the entries that it should leave was an accident."""
+"""A cut that leaves more than this multiple of the entries that it should leave is an accident."""
 _MOST_AIM = 4.0
 _AIM_GAIN = 0.1
-"""How much of the relative error of a step's count the next step's aim makes good."""
+"""The part of a step's relative error in the count that the next step's aim corrects."""
 
 
 @dataclass
@@ -65,33 +68,33 @@ class SIDCo(Compressor):
     """Sparsity-inducing distribution-based compression (https://arxiv.org/abs/2101.10761).
 
     Fits a distribution to the magnitudes and inverts its survival function at the ratio. With M > 1 stages the first
-    aims at `delta_1 = 0.25` and each later one fits the excesses over the threshold so far, aiming at
-    `r = (delta/delta_1)^(1/(M-1))` of them: peaks over threshold.
+    aims at `delta_1 = 0.25`. Each later stage fits the excesses over the threshold so far (peaks over threshold), and aims
+    at `r = (delta/delta_1)^(1/(M-1))` of them.
 
-    `adapt="paper"` is the published estimator, whatever count it gives. Only cases that the paper leaves open are decided: the
-    fit sees only non-zero entries (padding and dead units have no distribution), and if they are not more than k all are
-    sent; a ratio of delta_1 or more takes one stage; a stage that leaves fewer than two entries is taken back; at least
-    one entry is sent unless all are zero.
+    `adapt="paper"` is the published estimator, whatever count it gives. It adds rules only for cases that the paper leaves
+    open. The fit sees only non-zero entries (padding and dead units have no distribution). If at most k entries are not zero,
+    all of them are sent. A ratio of delta_1 or more takes one stage. A stage that leaves fewer than two entries is undone.
+    At least one entry is sent unless all are zero.
 
-    The other values of `adapt` depart from the paper, each time for a measured failure. Both: the gamma fit inverts exactly
-    instead of by its closed form; `stages="auto"` starts from 3, because one stage starves under error feedback; an estimate
-    that is off by more than a factor 2 is replaced by a threshold found by counting, so that no bucket starves or floods
-    while M adapts. "robust" alone: each later stage aims by the number of entries that are really left,
-    `r_m = (k/n_m)^(1/(stages to go))`, so that an error of an earlier one is made good. And for speed: in most steps only the
-    last stage is fitted, to the entries above a cut that the step before has put where stage M-1 would end; their moments are
-    taken while the gradient is accumulated, so the stages cost next to nothing.
+    The other values of `adapt` depart from the paper, each time because of a measured failure. Both values: the gamma fit is
+    inverted exactly instead of by its closed form; `stages="auto"` starts from 3, because one stage starves under error
+    feedback; an estimate that is off by more than a factor 2 is replaced by a threshold found by counting, so that no bucket
+    starves or floods while M adapts. "robust" alone: each later stage computes its aim from the number of entries that are
+    really left, `r_m = (k/n_m)^(1/(stages to go))`, which corrects the error of an earlier stage. For speed, "robust" fits
+    only the last stage in most steps. It fits it to the entries above a cut, which the previous step placed where stage M-1
+    would end. Their moments are taken while the gradient is accumulated, so the stages cost next to nothing.
 
     Args:
         ratio: fraction of entries to send, in (0, 1], or a schedule.
         distribution: "exponential" (SIDCo-E), "gamma" (SIDCo-GP: gamma first, generalised Pareto later) or "gpareto"
             (SIDCo-P).
-        stages: M, an int in [1, 64], or "auto" to let it follow the achieved count, per bucket.
+        stages: M, an int in [1, 64], or "auto" to let M follow the achieved count, per bucket.
         adapt: "paper": M starts from 1 and follows the paper's rule, every later stage has the same r, and the gamma fit is the
             paper's closed form. "guarded": the paper's r and rule for M, with the safeguards above. "robust": each later stage
-            aims by the entries that are left, and M may also move against the paper's direction, which is wrong for heavy
-            tails.
-        others: those of `Compressor`. Unless `capacity` says otherwise, message room is 1.25 k, and with adapt="paper" 24 k, so
-            that it does not hide what is selected.
+            computes its aim from the entries that are left, and M may also move against the paper's direction, which is wrong
+            for heavy tails.
+        others: those of `Compressor`. Unless `capacity` says otherwise, message room is 1.25 k. With adapt="paper" it is 24 k,
+            so that it does not hide what is selected.
     """
 
     default_capacity = 1.25
@@ -128,7 +131,7 @@ class SIDCo(Compressor):
         state.stages = state.controller.stages if self.stages == "auto" else self.stages
         sums = ops.measure(x)
         if sums.count <= k:
-            # There is room for everything that is not zero; nothing was estimated, so there is nothing to learn from.
+            # There is room for all non-zero entries. Nothing was estimated, so there is nothing to learn from.
             state.threshold = 0.0
             return ops.select_above(x, 0.0, capacity)
         aim = min(max(1, round(state.aim * k)), sums.count - 1)
@@ -155,21 +158,22 @@ class SIDCo(Compressor):
             state.threshold, state.cut = below_largest(sums.largest, threshold), math.inf
             selection = ops.select_above(x, state.threshold, capacity)
         if self.adapt == "robust":
-            # By the estimate's own count, whatever replaced it, or the error that made it useless would grow.
+            # Use the estimate's own count even if it was replaced. Otherwise the error that made it useless would grow.
             achieved = len(selection.indices) if trusted else found
             state.aim = next_aim(state.aim, achieved, k)
         return selection
 
     def _tail(self, ops: Ops, x: Array, state: SIDCoState) -> Moments | None:
-        """Of the excesses over the cut, if there is one."""
+        """Return the moments of the excesses over the cut, or None if there is no cut."""
         if self.adapt != "robust" or state.stages == 1 or state.cut == math.inf:
             return None
         return ops.moments(x, state.cut)
 
     def _all_stages(self, ops: Ops, x: Array, sums: Sums, k: int, stages: int) -> tuple[float, float, Ops]:
-        """The threshold fitted to all k < sums.count non-zero entries, stage by stage, and the cut of the last stage.
+        """Return the threshold fitted to all non-zero entries stage by stage, the cut of the last stage, and verbs.
 
-        And verbs that know what is above the first stage's threshold.
+        There must be more than k non-zero entries (k < sums.count). With several stages, the verbs know what is above
+        the first stage's threshold.
         """
         whole, cut = sums.moments(), math.inf
         if self.distribution == "gamma":
@@ -178,7 +182,7 @@ class SIDCo(Compressor):
         if stages == 1 or ratio >= FIRST_RATIO:
             return self._first_fit(whole, ratio), cut, ops
         threshold = self._first_fit(whole, FIRST_RATIO)
-        # Later stages and the selection need to look only at what the first one left.
+        # Later stages and the selection need to look only at the entries that the first stage left.
         left = ops.select_above(x, threshold, len(x)).indices
         narrowed = cast(Ops, Known(ops, x, sums, Above(threshold, left, x[left])))
         step_ratio = (ratio / FIRST_RATIO) ** (1.0 / (stages - 1))
@@ -186,7 +190,7 @@ class SIDCo(Compressor):
         for remaining in range(stages - 1, 0, -1):
             tail = narrowed.moments(x, threshold)
             if tail.count < 2:
-                # Beyond the data: nothing is left to fit, the last threshold that left something is the better one.
+                # The threshold is beyond the data: nothing is left to fit. The last threshold that left entries is better.
                 return previous, cut, narrowed
             if self.adapt == "robust":
                 step_ratio, cut = (k / tail.count) ** (1.0 / remaining), threshold
@@ -214,9 +218,10 @@ def last_stage(
     fit: Callable[[Moments, float], float],
     m: Algebra = FLOATS,
 ) -> tuple[float, float]:
-    """The threshold fitted to the `tail` above a cut, and the next step's cut, which leaves what stage M-1 aims at.
+    """Return the threshold fitted to the `tail` above a cut, and the next step's cut.
 
-    `count` entries are not zero, and k are wanted; infinity stands for no cut.
+    The next cut leaves as many entries as stage M-1 aims at; infinity stands for no cut. `count` entries are not zero,
+    and k are wanted.
     """
     following = cut + fit(tail, tail_aim(count, k, stages) / tail.count)
     is_cut = m.minimum(following, largest - following) > 0.0
@@ -224,13 +229,13 @@ def last_stage(
 
 
 def tail_aim(count: float, k: float, stages: int) -> float:
-    """How many of `count` entries stage M-1 aims at."""
+    """Return how many of `count` entries stage M-1 aims at."""
     aim: float = count * FIRST_RATIO * (k / count / FIRST_RATIO) ** ((stages - 2) / (stages - 1))
     return aim
 
 
 def next_aim(aim: float, achieved: float, k: int, m: Algebra = FLOATS) -> float:
-    """What to aim at after `achieved` of k entries, as a multiple of k."""
+    """Return the next aim, as a multiple of k, after `achieved` entries were selected instead of k."""
 
     def within(x: float) -> float:
         return m.minimum(m.maximum(x, 1.0 / _MOST_AIM), _MOST_AIM)

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class ThresholdState(BucketState):
-    """The unit that the residual is in, where that is not the gradient's own (`lr_in_residual`, `rescale`)."""
+    """The unit of the residual, where it differs from the gradient's own (`lr_in_residual`, `rescale`)."""
 
     saved: ClassVar[tuple[str, ...]] = ("scale",)
     ranges = BucketState.ranges | {"scale": POSITIVE}
     scale: float = 1.0
-    """What the threshold is multiplied by."""
+    """Factor that the threshold is multiplied by."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # States of releases in which the threshold followed no rescaling lack it.
+        # States that were saved by releases whose threshold did not follow rescaling have no scale.
         super().load_state_dict({"scale": 1.0, **state} if isinstance(state, Mapping) else state)
 
     def rescale(self, factor: float) -> None:
@@ -43,23 +43,23 @@ class ThresholdState(BucketState):
 
 
 class Threshold(Compressor):
-    """All entries of the accumulated gradient with `|u_i| > threshold`.
+    """Sends all entries of the accumulated gradient with `|u_i| > threshold`.
 
-    As long as the message has room, every entry of the residual stays within the threshold: the total error is bounded,
+    As long as the message has room, every entry of the residual stays within the threshold. So the total error is bounded,
     whatever the count (hard-threshold sparsifier with error feedback).
 
-    With feedback more is sent than what exceeds the threshold t in one gradient: a sum of independent entries of deviation s
-    leaves [-t, t] after about `(t/s + 0.6)^2` steps. If one normal entry in a hundred exceeds t, one in ten is sent in every
-    step. With heavier tails that factor of 10 is smaller, with a larger t it is larger.
+    With feedback, more entries are sent than exceed the threshold t in one gradient: a sum of independent entries of
+    deviation s leaves [-t, t] after about `(t/s + 0.6)^2` steps. If one normal entry in a hundred exceeds t, one in ten is
+    sent in every step. This factor of 10 is smaller with heavier tails, and larger with a larger t.
 
     Args:
-        threshold: a magnitude, finite, >= 0. It has the unit of the gradient: it changes its meaning with the model, with
-            loss scaling and with the batch's averaging, and the count follows. `suggested_threshold` gives a start. Where the
-            residual is rescaled (`lr_in_residual`, `rescale`) the threshold follows it.
-        ratio: sizes the message and stands for the asked count in statistics, in (0, 1], or a schedule; nothing else depends
-            on it. A count above the message's room is cut to the largest magnitudes, and counted as overflow.
-        others: those of `Compressor`. Message room is 16 ratio * numel unless `capacity` says otherwise: enough for a threshold
-            that one entry of a gradient in a hundred exceeds, with `ratio=0.01`.
+        threshold: a magnitude, finite, >= 0. It has the unit of the gradient. So its meaning changes with the model, with
+            loss scaling and with the batch's averaging, and the count changes too. `suggested_threshold` gives a value to
+            start with. Where the residual is rescaled (`lr_in_residual`, `rescale`) the threshold follows it.
+        ratio: sets the size of the message and the asked count in statistics, in (0, 1], or a schedule; nothing else depends
+            on it. If more entries exceed the threshold than fit, the largest are sent and the rest count as overflow.
+        others: those of `Compressor`. Message room is 16 ratio * numel unless `capacity` says otherwise. With `ratio=0.01` this
+            is enough for a threshold that one entry of a gradient in a hundred exceeds.
     """
 
     default_capacity = 16.0
@@ -80,7 +80,7 @@ class Threshold(Compressor):
 
 
 def suggested_threshold(k: int) -> float:
-    """1/(2 sqrt(k)): a threshold for about k entries of the whole model per step, for gradients of norm about 1.
+    """Return 1/(2 sqrt(k)), a threshold for about k entries of the whole model per step, for gradients of norm about 1.
 
     Args:
         k: number of entries, >= 1.

@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class TopK(Compressor):
-    """The k entries of largest magnitude; among equal magnitudes the lowest indices.
+    """Selects the k entries of largest magnitude; among equal magnitudes those with the lowest indices.
 
     `||u - TopK(u)||^2 <= (1 - k/d) ||u||^2` (Definition 2.1 of https://arxiv.org/abs/1809.07599).
-    Exact, but the search for the k-th largest is dear. With the residual this is Sparsified SGD with Memory, if the
-    optimizer is SGD without momentum, and the learning rate is constant or `lr_in_residual` is set.
+    The selection is exact, but the search for the k-th largest is expensive. With the residual this is Sparsified SGD with
+    Memory, if the optimizer is SGD without momentum, and the learning rate is constant or `lr_in_residual` is set.
 
     Args:
         ratio: fraction of entries to send, in (0, 1], or a schedule.
         union: False: each rank sends its own entries, as pairs. True: the ranks' indices are gathered, all ranks' values at
-            their union are summed by allreduce, and all residuals become zero there: exact averages, at the price of
-            sending up to k entries per worker (gradient build-up).
+            their union are summed by allreduce, and all residuals become zero there. This gives exact averages, at the cost
+            of sending up to k entries per worker (gradient build-up).
         others: those of `Compressor`. Message room is exactly k unless `capacity` says otherwise.
     """
 

@@ -1,9 +1,9 @@
 """The compiled kernels, if they are there. Imports no framework.
 
-They work on `Memory`: an address, a type and a number of elements, which an adapter makes of its contiguous CPU arrays.
-There is a variant for every kind of processor; all give the same bits. HOROVOD_SPARSE_KERNELS names the one to use, or
-`auto` or 1 for the fastest that this processor runs. Without a compiler at installation, or with `off` or 0, there are none,
-and the adapters use their framework's operations.
+They work on `Memory`: an address, a type and a number of elements. An adapter makes it from its contiguous CPU arrays.
+There is a variant for every kind of processor; all give the same bits. HOROVOD_SPARSE_KERNELS names the variant to use, or is
+`auto` or 1 for the fastest one that this processor runs. If there was no compiler at installation, or with `off` or 0, there
+are no kernels, and the adapters use their framework's operations.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ except ImportError:
     _native = None
 
 lender = Lender()
-"""Has memory for what is found on the way."""
+"""Lends the memory for `Notes` and for messages."""
 _SPARE = 16
 _MOST_INDICES = 2**31
-"""Of int32."""
+"""The number of indices that int32 can hold."""
 _WIDE = {"float32": 0, "float64": 1}
 _TYPES = {**_WIDE, "bfloat16": 2, "float16": 3}
 _NAMES = {np.dtype(name): name for name in ("float16", "float32", "float64", "int32", "int64")}
 _MOST_THRESHOLDS = 16
 VARIABLE = "HOROVOD_SPARSE_KERNELS"
 NAMES = ("avx512", "avx2", "baseline", "neon")
-"""Of all variants: three for x86-64, one for AArch64."""
+"""The names of all variants: three for x86-64, one for AArch64."""
 
 
 def compiled() -> bool:
-    """Whether the kernels were compiled."""
+    """Return whether the kernels were compiled."""
     return _native is not None
 
 
 def turned_off() -> bool:
-    """Whether no kernels are wanted, whatever there is. ValueError if what the variable says is not known here."""
+    """Return whether kernels are turned off, even if there are some. Raise ValueError if the variable has an unknown value."""
     return _asked() == "off"
 
 
 def available() -> bool:
-    """Whether the kernels were compiled and are not turned off; from here on they are of the variant that is asked for."""
+    """Return whether the kernels were compiled and are not turned off. If so, switch to the variant that is asked for."""
     asked = _asked()
     if not compiled() or asked == "off":
         return False
@@ -62,7 +62,7 @@ def available() -> bool:
 
 
 def variant() -> str:
-    """The variant in use, or "off"."""
+    """Return the name of the variant in use, or "off"."""
     if not available():
         return "off"
     asked = _asked()
@@ -71,7 +71,7 @@ def variant() -> str:
 
 @cache
 def variants() -> tuple[str, ...]:
-    """Those that this processor runs, the fastest first; none without compiled kernels."""
+    """Return the names of the variants that this processor runs, the fastest first; none without compiled kernels."""
     if not compiled():
         return ()
     names = iter(_native.lib.hs_variant(number) for number in count())
@@ -94,7 +94,7 @@ class Memory(NamedTuple):
 
     address: int
     dtype: str
-    """"float32" or "float64", gradients also "bfloat16" or "float16"; indices are "int64", messages "int32"."""
+    """"float32" or "float64", for gradients also "bfloat16" or "float16"; "int64" for indices, "int32" for messages."""
     numel: int
     owner: object
     """The array, which must live as long as its memory is used."""
@@ -102,7 +102,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(array: NDArray[Any]) -> Memory:
-    """Of a contiguous array."""
+    """Return the memory of a contiguous array."""
     if not (array.flags.c_contiguous and array.flags.aligned):
         raise ValueError("the array must be contiguous and aligned")
     address = array.__array_interface__["data"][0]
@@ -110,13 +110,13 @@ def memory_of(array: NDArray[Any]) -> Memory:
 
 
 def name_of(dtype: np.dtype[Any]) -> str:
-    """Of a type, as `Memory` has it."""
-    # NumPy takes longer to make the name than a kernel for a small array.
+    """Return the name of a type as `Memory` has it."""
+    # NumPy takes longer to make the name than a kernel takes for a small array.
     return _NAMES.get(dtype) or str(dtype)
 
 
 def supports(dtype: str) -> bool:
-    """Whether gradients of this type can be taken."""
+    """Return whether the kernels can take gradients of this type."""
     return dtype in _TYPES
 
 
@@ -136,16 +136,16 @@ class Notes:
         self.raw.values = ffi.cast("void *", address)
         self.raw.indices = ffi.cast("int32_t *", address + room * size)
         self._taken: list[tuple[int, Any]] = []
-        """How many entries above the cut there were before some gradients, and those."""
+        """For each group of gradients: how many entries above the cut there were before it, and the gradients."""
         self._seen = 0
-        """Elements of all parts; infinitely many once nothing is known any more."""
+        """The number of elements of all parts so far; more than the buffer has once `forget` was called."""
 
     def forget(self) -> None:
-        """Nothing is known of the buffer any more, in this step."""
+        """Make the notes invalid: nothing is known of the buffer any more in this step."""
         self._seen = self._numel + 1
 
     def add(self, gradients: Any, numel: int, before: int) -> None:
-        """Gradients of `numel` elements were taken in; `before`: how many entries above the cut there were before."""
+        """Note gradients of `numel` elements that were taken in. There were `before` entries above the cut before them."""
         self._seen += numel
         self._taken.append((before, gradients))
 
@@ -165,7 +165,7 @@ class Notes:
         return Above(self._wanted.cut, indices, values)
 
     def _runs(self) -> list[slice]:
-        """Where the entries above the cut are, in the order of the buffer; parts have come in an order of their own."""
+        """Return slices of the entries above the cut, in the order of the buffer; the parts may have come in another order."""
         parts = []
         for begin, gradients in self._taken:
             for gradient in gradients:
@@ -181,30 +181,30 @@ class Notes:
 
 
 class Gradient(NamedTuple):
-    """Of a part of a buffer."""
+    """The gradient of a part of a buffer."""
 
     address: int
     type: int
     """See `code_of`."""
     first: int
-    """The part's place in the buffer."""
+    """The index of the part's first entry in the buffer."""
     numel: int
 
 
 def code_of(dtype: str) -> int:
-    """Of a gradient's or a target's type, for `Gradient` and `Target`."""
+    """Return the code of a gradient's or a target's type, for `Gradient` and `Target`."""
     return _TYPES[dtype]
 
 
 class Taken(NamedTuple):
-    """What came of a gradient that was not finite, or did not fit in."""
+    """The result for a gradient that had entries that are not finite, or that made its part of the residual overflow."""
 
     number: int
-    """The gradient's."""
+    """The position of the gradient in the list of gradients."""
     not_finite: int
-    """Entries of it that were left out."""
+    """The number of its entries that were left out because they are not finite."""
     overflowed: bool
-    """Whether its part of the residual has an infinite entry now."""
+    """True if its part of the residual has an infinite entry now."""
 
 
 def accumulate(
@@ -216,7 +216,7 @@ def accumulate(
     momentum: float = 0.0,
     nesterov: bool = False,
 ) -> list[Taken]:
-    """residual += gradients, each in its part, where they are finite; with a velocity see `ops.Moving`."""
+    """Add each gradient to its part of the residual where it is finite; with a velocity see `ops.Moving`."""
     if velocity is not None and (residual.numel != velocity.numel or residual.dtype != velocity.dtype):
         raise ValueError(f"velocity must be like the residual, {residual}, got {velocity}")
     ffi = _native.ffi
@@ -247,12 +247,12 @@ def accumulate(
 
 
 def measure(x: Memory, threads: int) -> Sums:
-    """Sums of x."""
+    """Return the sums of x."""
     return _sums(_measure(x, 0.0, False, threads))
 
 
 def moments(x: Memory, cut: float, with_log: bool, threads: int) -> Moments:
-    """Of the excesses over a cut, which is not negative."""
+    """Return the moments of the excesses over a cut, which is not negative."""
     sums = _measure(x, cut, with_log, threads)
     return _sums(sums).moments(sums.logs if with_log else math.nan)
 
@@ -264,7 +264,7 @@ def _measure(x: Memory, cut: float, with_log: bool, threads: int) -> Any:
 
 
 def counts(x: Memory, thresholds: list[float], threads: int) -> list[int]:
-    """How many entries are above each threshold."""
+    """Return how many entries are above each threshold."""
     found: list[int] = []
     for start in range(0, len(thresholds), _MOST_THRESHOLDS):
         some = thresholds[start : start + _MOST_THRESHOLDS]
@@ -275,16 +275,16 @@ def counts(x: Memory, thresholds: list[float], threads: int) -> list[int]:
 
 
 def all_finite(x: Memory, threads: int) -> bool:
-    """Whether all entries are finite."""
+    """Return whether all entries are finite."""
     return bool(_native.lib.hs_all_finite(*_any(x), x.numel, threads))
 
 
 def select_above(x: Memory, threshold: float, expected: int, threads: int) -> NDArray[np.int64]:
-    """Indices of all entries above the threshold; mostly in one pass, if there are at most a few times `expected`."""
+    """Return the indices of all entries above the threshold; mostly in one pass if there are at most a few times `expected`."""
     room = min(_SPARE * expected, x.numel)
     complete = _native.ffi.new("int *")
     while True:
-        # Memory that is not written to costs nothing, a second pass does.
+        # Memory that is not written to costs nothing, but a second pass does.
         indices = np.empty(room, np.int64)
         pointer = _indices(memory_of(indices))
         found = int(_native.lib.hs_select_above(*_wide(x), x.numel, threshold, pointer, room, threads, complete))
@@ -294,7 +294,10 @@ def select_above(x: Memory, threshold: float, expected: int, threads: int) -> ND
 
 
 def take(x: Memory, indices: Memory, values: Memory) -> None:
-    """values = x[indices] rounded to float32, which is subtracted there. IndexError, before any change, out of range."""
+    """Set values to x[indices] rounded to float32, and subtract them from x.
+
+    Raise IndexError, before any change, if an index is out of range.
+    """
     if values.dtype != "float32" or values.numel != indices.numel:
         raise ValueError(f"values must be {indices.numel} of float32, got {values}")
     lib, pointer = _native.lib, _native.ffi.cast("float *", values.address)
@@ -302,7 +305,7 @@ def take(x: Memory, indices: Memory, values: Memory) -> None:
 
 
 def scatter_add(target: Memory, indices: Memory, values: Memory) -> None:
-    """target[indices] += values. IndexError, before any change, out of range."""
+    """Add values to target[indices]. Raise IndexError, before any change, if an index is out of range."""
     if values.numel != indices.numel:
         raise ValueError(f"values must be {indices.numel}, got {values.numel}")
     lib, into = _native.lib, (*_target(target), target.numel)
@@ -310,13 +313,13 @@ def scatter_add(target: Memory, indices: Memory, values: Memory) -> None:
 
 
 class Target(NamedTuple):
-    """A part of a buffer, to be written."""
+    """A part of a buffer that is to be written."""
 
     address: int
     type: int
     """See `code_of`; float32 or float64."""
     first: int
-    """Its place in the buffer."""
+    """The index of the part's first entry in the buffer."""
     numel: int
 
 
@@ -383,7 +386,7 @@ def _wide(memory: Memory) -> tuple[Any, int]:
 
 
 def _target(memory: Memory) -> tuple[Any, int]:
-    """As `_wide`, of what a kernel writes to."""
+    """Return the same as `_wide` for memory that a kernel writes to. Raise ValueError if it is read-only."""
     _target_address(memory)
     return _wide(memory)
 

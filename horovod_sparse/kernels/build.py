@@ -1,6 +1,6 @@
-"""How the compiled kernels are made: cffi wraps the plain C functions of kernels.h. Run by setup.py, not imported otherwise.
+"""The build of the compiled kernels: cffi wraps the plain C functions of kernels.h. Run by setup.py, not imported otherwise.
 
-cffi, because the functions take addresses and sizes: it needs no class or array of any framework, releases Python's lock
+cffi suits functions that take addresses and sizes: it needs no class or array of any framework, releases Python's lock
 while a function runs, and makes one extension module for all versions of Python.
 """
 
@@ -15,13 +15,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
 
-# No contraction: the same bits on every processor. Vectors are passed inside one file only, hence no warning on that.
+# No contraction, so that every processor gives the same bits. No warning on passing vectors: it happens inside one file only.
 COMPILE = ["-std=c++17", "-O3", "-ffp-contract=off", "-Wno-psabi"]
 LINK = ["-pthread"]
 
 
 def declarations() -> str:
-    """What kernels.h declares, as cffi reads it."""
+    """Return the declarations of kernels.h as cffi reads them."""
     header = (HERE / "kernels.h").read_text(encoding="utf-8")
     return header.split("/* begin */")[1].split("/* end */")[0]
 
@@ -31,7 +31,7 @@ ffibuilder.cdef(declarations())
 ffibuilder.set_source(
     "horovod_sparse.kernels._native",
     '#include "kernels.h"',
-    # Relative, as packaging wants it.
+    # Packaging wants relative paths.
     sources=[os.path.relpath(HERE / "kernels.cpp", ROOT)],
     depends=[os.path.relpath(HERE / name, ROOT) for name in ("kernels.h", "variants.h", "loops.h")],
     include_dirs=[os.path.relpath(HERE, ROOT)],

@@ -1,9 +1,9 @@
-// The array verbs that read or write whole residuals, at the speed of the memory. No header of Python, PyTorch or
-// TensorFlow, so that one build serves them all. Every function has its twin in horovod_sparse/numpy/ops.py.
+// The array verbs that read or write whole residuals, at the speed of the memory. This file includes no header of Python,
+// PyTorch or TensorFlow, so that one build serves them all. Every function has its twin in horovod_sparse/numpy/ops.py.
 //
-// Sums are of float64, in chains and blocks whose order is fixed: the same bits on every run, on every processor, with every
-// variant and with any number of threads. Magnitudes are compared by their bits, which orders them like the numbers, denormal
-// ones too, whatever the processor is set to do with those.
+// Sums are float64, in chains and blocks whose order is fixed: they have the same bits on every run, on every processor, with
+// every variant and with any number of threads. Magnitudes are compared by their bits. Bits have the same order as the numbers,
+// denormal ones too, whatever the processor is set to do with those.
 
 #include "variants.h"
 
@@ -23,14 +23,14 @@ namespace {
 
 // Elements per partial sum.
 constexpr int64_t kBlock = 1 << 14;
-// Elements that become zero, and are added to, while they are in the second-level cache.
+// Elements that are set to zero, and then added to, while they are in the second-level cache.
 constexpr int64_t kStretch = 1 << 14;
-// A thread that has less to do costs more than it brings.
+// A thread that handles fewer elements costs more time than it saves.
 constexpr int64_t kLeastPerThread = 1 << 18;
 constexpr int64_t kMostThreads = 64;
-// Index of a message's rows that are not in use, and of the first row of a worker whose gradient is not finite.
+// The index in rows of a message that are not in use, and in the first row of a worker whose gradient is not finite.
 constexpr int32_t kPadding = -1, kNotFinite = -2;
-// Bytes of a sum from which on it does not stay in the caches until it is read.
+// A sum of at least this many bytes does not stay in the caches until it is read.
 constexpr int64_t kLeastPastTheCaches = 1 << 22;
 
 std::atomic<const Variant*> chosen{&baseline::variant};
@@ -44,11 +44,11 @@ const Loops<T>& loops() {
         return variant.of_double;
 }
 
-// The bits that a magnitude must exceed to be above the threshold; all are above a negative one, none is above NaN.
+// Returns the bits that a magnitude must exceed to be above the threshold. All are above a negative threshold, none above NaN.
 template <class T>
 INLINE typename Type<T>::Bit limit_bits(double threshold) {
-    // What is beyond the type's range becomes infinity, a tiny negative number a negative zero, whose bits are no
-    // magnitude's.
+    // A threshold beyond the type's range becomes infinity. A tiny negative threshold becomes negative zero, whose bits
+    // are not those of a magnitude.
     T limit = static_cast<T>(threshold);
     if (limit < 0) return -1;
     if (std::isnan(limit)) return Type<T>::magnitude;
@@ -66,12 +66,12 @@ void add_to(hs_sums& sums, const hs_sums& other) {
     sums.logs += other.logs;
 }
 
-// Into how many parts the work on n elements is divided.
+// Returns the number of parts into which the work on n elements is divided.
 int64_t parts_of(int64_t n, int threads) {
     return std::max<int64_t>(1, std::min({int64_t{threads}, n / kLeastPerThread, kMostThreads}));
 }
 
-// Calls work(part, first, end), block numbers, for parts that together are all blocks; each in a thread of its own.
+// Calls work(part, first, end) for parts that together cover all blocks, each in its own thread. first and end number blocks.
 template <class Work>
 void in_parallel(int64_t n, int threads, const Work& work) {
     const int64_t blocks = (n + kBlock - 1) / kBlock;
@@ -83,7 +83,7 @@ void in_parallel(int64_t n, int threads, const Work& work) {
     try {
         for (; mine < parts; ++mine) helpers.emplace_back(do_part, mine);
     } catch (const std::system_error&) {
-        // The system has no more threads: what remains is done here.
+        // The system has no more threads: this thread does the remaining parts.
     }
     for (; mine < parts; ++mine) do_part(mine);
     do_part(0);
@@ -107,7 +107,7 @@ void sum_blocks(int64_t n, int threads, hs_sums* sums, const Block& block) {
 template <class T>
 constexpr int kOwnType = sizeof(T) == 4 ? HS_FLOAT32 : HS_FLOAT64;
 
-// Calls work(pointer to a piece of `count` elements of type T, in their place or converted).
+// Calls work(pointer) with a piece of `count` elements of type T: the elements themselves, or a converted copy.
 template <class T, class Work>
 void with_piece(const void* x, int type, int64_t begin, int64_t count, const Work& work) {
     if (type == kOwnType<T>) {
@@ -119,7 +119,7 @@ void with_piece(const void* x, int type, int64_t begin, int64_t count, const Wor
     }
 }
 
-// Entries above a bound, as far as there is room, in ascending order. Each part of the work has its own share of the room.
+// Collects entries above a bound in ascending order, as far as there is room. Each part of the work has its share of the room.
 template <class T, class Index>
 class Collector {
 public:
@@ -130,7 +130,7 @@ public:
 
     typename Type<T>::Bit bound() const { return bound_; }
 
-    // Those of a piece, all of which are in these groups.
+    // Adds the entries of a piece that are above the bound; all of those are in these groups.
     void add(int64_t part, const T* piece, int64_t begin, int64_t count, uint32_t groups) {
         if (groups == 0) return;
         const int64_t start = start_of(part) + numbers_[part], left = start_of(part + 1) - start;
@@ -151,8 +151,8 @@ public:
         numbers_[part] += found;
     }
 
-    // Closes the gaps between the parts; how many entries are above the bound. They are there, or the first `room` of
-    // them with one part, unless some part's are more than its share: then `complete` says no.
+    // Closes the gaps between the parts and returns how many entries are above the bound. `complete` becomes true if all of
+    // them were kept, false if a part found more than its share. With one part, the first `room` entries are kept then.
     int64_t finish() {
         int64_t end = 0, number = 0;
         for (int64_t part = 0; part < static_cast<int64_t>(numbers_.size()); ++part) {
@@ -176,11 +176,11 @@ private:
     Index* const indices_;
     T* const values_;
     const int64_t room_;
-    // Found by each part so far.
+    // The number of entries that each part has found so far.
     std::vector<int64_t> numbers_;
 };
 
-// One gradient; `residual` and `velocity` point to its part.
+// Takes in one gradient. `residual` and `velocity` point to its part.
 template <class T>
 void accumulate(T* residual, T* velocity, hs_gradient& gradient, T momentum, bool nesterov, int threads, hs_notes& notes) {
     const auto loop = loops<T>().accumulate[velocity == nullptr ? 0 : nesterov ? 2 : 1][notes.with_sums != 0];
@@ -208,7 +208,7 @@ void accumulate(T* residual, T* velocity, hs_gradient& gradient, T momentum, boo
     gradient.overflowed = !std::isfinite(sums.largest);
     add_to(notes.sums, sums);
     notes.found += collector.finish();
-    // Without room something may have been missed.
+    // Without room, entries may have been missed.
     notes.complete = room > 0 && collector.complete;
     gradient.found = notes.found;
 }
@@ -312,7 +312,7 @@ struct Pairs {
         return value / divisor;
     }
 
-    // The first row from `from` on whose index is not below the bound, in a message whose indices ascend.
+    // Returns the first row, starting at `from`, whose index is not below the bound. The message's indices must ascend.
     int64_t lower_bound(int64_t from, int64_t bound) const {
         for (int64_t left = count - from; left > 0;) {
             const int64_t half = left / 2;
@@ -335,7 +335,7 @@ struct Range {
     Range(const Pairs& of, int64_t first, int64_t n)
         : pairs(of), from(of.lower_bound(0, first)), to(of.lower_bound(from, first + n)) {}
 
-    // Whether the indices ascend there, in which case all of them are in the target.
+    // Returns whether the indices of these rows ascend and are all in the target.
     bool ascends(int64_t first, int64_t n) const {
         int64_t before = first - 1;
         for (int64_t row = from; row < to; ++row) {
@@ -346,11 +346,11 @@ struct Range {
     }
 };
 
-// Adds the entries from index `begin` up to `end` to a stretch, and takes them out of the ranges.
+// Adds the entries with indices in [begin, end) to a stretch, and removes them from the ranges.
 template <class T>
 void add_entries(T* stretch, int64_t begin, int64_t end, std::vector<Range>& ranges) {
     for (Range& range : ranges) {
-        // Copies, which the stretch cannot overlap.
+        // These are copies, because the stretch cannot overlap copies.
         const Pairs pairs = range.pairs;
         const int64_t to = range.to;
         int64_t row = range.from;
@@ -361,7 +361,7 @@ void add_entries(T* stretch, int64_t begin, int64_t end, std::vector<Range>& ran
 }
 
 #ifdef __SSE2__
-// Writes a stretch past the caches, which need not read what is overwritten; both addresses are multiples of 64.
+// Writes a stretch past the caches, so that they need not read what is overwritten. Both addresses are multiples of 64.
 void write_past_the_caches(void* to, const void* from, int64_t bytes) {
     auto* target = static_cast<__m128i*>(to);
     const auto* source = static_cast<const __m128i*>(from);
@@ -382,7 +382,7 @@ int64_t rows_in_use(const int32_t* indices, int64_t stride, int64_t rows, int64_
     return used;
 }
 
-// Those rows of all messages that belong to a target.
+// Returns the rows of each message that belong to a target.
 std::vector<Range> ranges_of(const hs_target& target, const std::vector<Pairs>& messages) {
     std::vector<Range> ranges;
     ranges.reserve(messages.size());
@@ -400,7 +400,7 @@ void assemble(T* target, int64_t n, int64_t first, std::vector<Range> ranges) {
             std::memset(stretch, 0, (end - begin) * sizeof(T));
             add_entries(stretch, first + begin, first + end, ranges);
         };
-        // Up to the first line of the cache that is all the target's.
+        // The head ends where the first cache line begins that belongs to the target alone.
         const int64_t head = (64 - reinterpret_cast<uintptr_t>(target) % 64) % 64 / sizeof(T);
         sum_up_to(head);
         std::memcpy(target, stretch, head * sizeof(T));

@@ -1,8 +1,8 @@
-// The loops over a piece of an array, in vectors of WIDTH bytes. Included by kernels.cpp once for each variant, within the
-// variant's namespace and with its instructions allowed; hence no guard, and nothing of the standard library, which would be
-// compiled for these instructions too and then be used where there are none.
+// The loops over a piece of an array, in vectors of WIDTH bytes. variants.h includes this file once for each variant, within
+// the variant's namespace and with its instructions allowed. Therefore it has no guard. It uses nothing of the standard
+// library, which would be compiled for these instructions too and then run on processors without them.
 //
-// Sums do not depend on the width: element i of a piece belongs to the chain i % 8, which adds its elements in their order.
+// Sums do not depend on the width: element i of a piece belongs to chain i % 8, and each chain adds its elements in order.
 
 namespace detail {
 
@@ -51,11 +51,11 @@ INLINE V larger(V a, V b) {
     return a > b ? a : b;
 }
 
-// --- what the compiler's own vectors have no words for, or only slow ones ---
+// --- operations that the compiler's own vectors do not have, or that are slow there ---
 
 #if WIDTH == 64
 INLINE void widen(Vector<float> x, Wide& low, Wide& high) {
-    // Not by the function for it, of which GCC 12 warns.
+    // Does not use the function for it, because GCC 12 warns about that function.
     typedef float Half __attribute__((vector_size(32)));
     Half halves[2];
     __builtin_memcpy(halves, &x, sizeof x);
@@ -69,7 +69,7 @@ INLINE bool any_above(Bits<double> bits, Bits<double> limit) {
     return _mm512_cmpgt_epi64_mask((__m512i)bits, (__m512i)limit) != 0;
 }
 
-// Writes the lanes that are above the limit, and their positions; how many. All lanes may be written to.
+// Writes the lanes that are above the limit, and their positions. Returns their number. May overwrite all lanes of both.
 INLINE int write_above(Vector<float> x, Bits<float> limit, int32_t position, int32_t* positions, float* values) {
     const __mmask16 mask = _mm512_cmpgt_epi32_mask((__m512i)magnitude_bits<float>(x), (__m512i)limit);
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -116,7 +116,7 @@ INLINE bool any_above(B bits, B limit) {
 }
 #endif
 
-// Without such an instruction every lane is written, and kept if it is above: no branch that would be mispredicted.
+// Without such an instruction, writes every lane and keeps it if it is above: this avoids a branch that is mispredicted.
 template <class T>
 INLINE int write_above(Vector<T> x, Bits<T> limit, int32_t position, int32_t* positions, T* values) {
     const Bits<T> bits = magnitude_bits<T>(x);
@@ -159,7 +159,7 @@ struct Running {
         squares[part] += magnitudes * magnitudes;
     }
 
-    // A group's vector of this number: what the magnitudes exceed a cut by, and how many are above its bits.
+    // Adds vector `number` of a group: the excesses of its magnitudes over the cut, and how many are above the cut's bits.
     INLINE void add(int number, Bits<float> bits, Bits<float> limit, double cut) {
         Wide low, high;
         widen((Vector<float>)bits, low, high);
@@ -173,7 +173,7 @@ struct Running {
     }
 };
 
-// Calls work(number) for the vectors of a group, each in code of its own: what depends on the number is constant there.
+// Calls work(number) for each vector of a group. Each call has its own code, in which the number is a constant.
 template <class T, int kNumber = 0, class Work>
 INLINE void each_vector(const Work& work) {
     if constexpr (kNumber < kGroup / kLanes<T>) {
@@ -197,7 +197,7 @@ bool finite(const T* x, int64_t count) {
     return !any_above(most, Bits<T>{} + (Type<T>::infinity - 1));
 }
 
-// What becomes of residual and velocity.
+// Returns the new residual and updates the velocity.
 template <class T, bool kVelocity, bool kNesterov>
 INLINE Vector<T> updated(Vector<T> residual, Vector<T>& velocity, Vector<T> gradient, T momentum) {
     if (!kVelocity) return residual + gradient;
@@ -209,7 +209,7 @@ INLINE Vector<T> updated(Vector<T> residual, Vector<T>& velocity, Vector<T> grad
     return (residual + gradient) + velocity;
 }
 
-// Returns a bit for each group that has an entry above the bound. Without sums only the largest magnitude is noted.
+// Returns a mask with a bit for each group that has an entry above the bound. Without sums, notes only the largest magnitude.
 template <class T, bool kSums, bool kVelocity, bool kNesterov>
 uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, T momentum,
                     typename Type<T>::Bit bound, Totals<T>& totals) {
@@ -252,7 +252,7 @@ uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, 
         do_group(number, residual + i, velocity + i, gradient + i);
     }
     if (number * kGroup < count) {
-        // Lanes beyond the end are zero, which counts nowhere.
+        // Lanes beyond the end are zero, which adds to no result.
         const int64_t i = number * kGroup;
         const size_t bytes = (count - i) * sizeof(T);
         T r[kGroup] = {}, v[kGroup] = {}, g[kGroup] = {};
@@ -267,7 +267,7 @@ uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, 
     return groups;
 }
 
-// Sums of magnitude - cut where that is positive. `bound` is the cut's bits, and the cut is finite.
+// Adds up magnitude - cut where that is positive. `bound` holds the cut's bits, and the cut is finite.
 template <class T, bool kLogs>
 void measure(const T* x, int64_t count, typename Type<T>::Bit bound, double cut, Totals<T>& totals) {
     Running<T> sums(totals);
@@ -275,7 +275,7 @@ void measure(const T* x, int64_t count, typename Type<T>::Bit bound, double cut,
     const auto do_group = [&](const T* group) ALWAYS {
         each_vector<T>([&](int part) ALWAYS {
             const Bits<T> bits = magnitude_bits<T>(load<Vector<T>>(group + part * kLanes<T>));
-            // What is not above the cut becomes the cut, and adds nothing.
+            // Magnitudes that are not above the cut are replaced by the cut, and add nothing.
             sums.add(part, larger(bits, limit), limit, cut);
             sums.largest = larger(sums.largest, bits);
             if (kLogs && any_above(bits, limit)) {
@@ -295,7 +295,7 @@ void measure(const T* x, int64_t count, typename Type<T>::Bit bound, double cut,
     sums.write(totals);
 }
 
-// Adds to `counts` how many are above each of the bounds.
+// Adds to `counts` how many entries are above each of the bounds.
 template <class T>
 void count_above(const T* x, int64_t count, const typename Type<T>::Bit* bounds, int number, int64_t* counts) {
     Bits<T> found[kMostThresholds] = {};
@@ -314,7 +314,7 @@ void count_above(const T* x, int64_t count, const typename Type<T>::Bit* bounds,
     }
 }
 
-// A bit for each group of a piece that has an entry above the bound.
+// Returns a mask with a bit for each group of a piece that has an entry above the bound.
 template <class T>
 uint32_t groups_above(const T* x, int64_t count, typename Type<T>::Bit bound) {
     const Bits<T> limit = Bits<T>{} + bound;
@@ -337,7 +337,7 @@ uint32_t groups_above(const T* x, int64_t count, typename Type<T>::Bit bound) {
     return groups;
 }
 
-// The entries of these groups that are above the bound, and their positions counted from `first`; how many.
+// Writes the entries of these groups that are above the bound, and their positions, counted from `first`. Returns their number.
 template <class T>
 int64_t find(const T* x, int64_t count, uint32_t groups, typename Type<T>::Bit bound, int32_t first, int32_t* positions,
              T* values) {
@@ -348,7 +348,7 @@ int64_t find(const T* x, int64_t count, uint32_t groups, typename Type<T>::Bit b
         const T* group = x + begin;
         T rest[kGroup];
         if (begin + kGroup > count) {
-            // Zero is above no bound but a negative one, which all are above.
+            // Zero is above a bound only if the bound is negative, and then all entries are above it.
             const int64_t left = count - begin;
             if (bound < 0) {
                 for (int64_t i = 0; i < left; ++i) {

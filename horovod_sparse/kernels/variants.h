@@ -1,4 +1,4 @@
-// The loops of loops.h for several processors, of which one is chosen when the program runs.
+// The loops of loops.h for several processors. One variant is chosen when the program runs.
 
 #ifndef HOROVOD_SPARSE_VARIANTS_H
 #define HOROVOD_SPARSE_VARIANTS_H
@@ -19,7 +19,7 @@
 
 namespace {
 
-// What the loops need to know of a type of residual: the bits of its magnitudes.
+// What the loops need to know about a residual's type: the bits of its magnitudes.
 template <class T>
 struct Type;
 
@@ -37,14 +37,14 @@ struct Type<double> {
 
 static_assert(std::numeric_limits<float>::is_iec559 && std::numeric_limits<double>::is_iec559);
 
-// Elements that are converted, changed and looked at again while they are in the first-level cache.
+// Elements that are converted, changed and read again while they are in the first-level cache.
 constexpr int64_t kPiece = 1024;
-// Elements of which the largest is compared with a cut; a piece has at most 32 groups.
+// Elements whose largest magnitude is compared with a cut. A piece has at most 32 groups.
 constexpr int kGroup = 64;
-// Sums that are added up side by side.
+// Number of sums that are added up side by side.
 constexpr int kChains = 8;
 constexpr int kMostThresholds = 16;
-// Up to so many more entries are written than are found.
+// The loops may write up to this many more entries than they find.
 constexpr int64_t kSlack = 16;
 
 // The sums of a block.
@@ -52,10 +52,10 @@ template <class T>
 struct alignas(64) Totals {
     using Bit = typename Type<T>::Bit;
     double total[kChains] = {}, squares[kChains] = {};
-    // In as many lanes as a vector has.
+    // One number for each lane of a vector.
     Bit count[64 / sizeof(T)] = {}, largest[64 / sizeof(T)] = {};
     double logs = 0;
-    // Entries of the gradient that were not finite.
+    // Number of entries of the gradient that were not finite.
     int64_t bad = 0;
 
     void write(hs_sums& sums) const {
@@ -78,7 +78,7 @@ struct Loops {
     using Bit = typename Type<T>::Bit;
     using Accumulate = uint32_t(T*, T*, const T*, int64_t, T, Bit, Totals<T>&);
     using Measure = void(const T*, int64_t, Bit, double, Totals<T>&);
-    // Without velocity, with one, with Nesterov's; each without sums and with them.
+    // First index: without velocity, with velocity, with Nesterov's. Second index: without sums, with sums.
     Accumulate* accumulate[3][2];
     Measure *measure, *measure_with_logs;
     void (*count_above)(const T*, int64_t, const Bit*, int, int64_t*);
@@ -93,7 +93,7 @@ struct Variant {
     Loops<double> of_double;
 };
 
-// The processor's own guesses end with a page. An address that is nobody's does no harm.
+// The processor's own prefetching ends at the end of a page. Prefetching an address that is not mapped does no harm.
 INLINE void ask_for_what_follows(const void* here) {
     __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(here) + (1 << 14)));
 }
@@ -107,12 +107,12 @@ INLINE float from_bfloat16(uint16_t bits) {
 
 INLINE float from_float16(uint16_t half) {
     const uint32_t sign = uint32_t{half & 0x8000u} << 16, magnitude = half & 0x7fffu;
-    // Denormal halves are made of integers: denormal floats would be zero to a processor that is set to flush those.
+    // Denormal halves are made from integers: a processor that is set to flush denormal floats would read those as zero.
     const float small = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f;
     uint32_t small_bits;
     std::memcpy(&small_bits, &small, sizeof small_bits);
-    // The others' exponent is moved into float32's place and its bias corrected, by twice as much for infinity and NaN.
-    // Masks, because compilers make no vectors of a branch.
+    // The exponent of other halves is moved into float32's place and its bias is corrected, twice for infinity and NaN.
+    // This uses masks, because compilers do not vectorize a branch.
     const uint32_t normal = -uint32_t{magnitude >= 0x0400u}, infinite = -uint32_t{magnitude >= 0x7c00u};
     const uint32_t moved = (magnitude << 13) + 0x38000000u + (infinite & 0x38000000u);
     const uint32_t bits = sign | (normal & moved) | (~normal & small_bits);
@@ -121,7 +121,7 @@ INLINE float from_float16(uint16_t half) {
     return number;
 }
 
-// --- the variants: their vectors, and the instructions that the compiler may use in between ---
+// --- the variants: the width of their vectors, and the instructions that the compiler may use ---
 
 #define WIDTH 16
 namespace baseline {
@@ -130,7 +130,7 @@ namespace baseline {
 #undef WIDTH
 
 #ifdef HAS_X86_VARIANTS
-// Of every mask of eight lanes the set ones, in order.
+// For every mask of eight lanes: the lanes that are set, in order.
 struct SetLanes {
     uint8_t of[256][8];
     constexpr SetLanes() : of() {

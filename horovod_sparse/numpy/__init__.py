@@ -1,6 +1,6 @@
 """NumPy adapter: the compressors on arrays, over an mpi4py communicator, for people without a deep-learning framework.
 
-Its array verbs are also what the other frameworks are tested against. Imports no MPI: the communicator is passed in.
+The other frameworks are tested against its array verbs. It does not import MPI: the communicator is passed in.
 """
 
 from horovod_sparse.averaging import WeightedAverage

@@ -1,4 +1,4 @@
-"""Sparse allreduce of NumPy arrays over an mpi4py communicator. Imports neither: the communicator is passed in."""
+"""Sparse allreduce of NumPy arrays over an mpi4py communicator. Does not import mpi4py: the communicator is passed in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Wait = Callable[[], Array]
 
 
 class _Started(NamedTuple):
-    """A collective that was started. MPI reads and writes the memory until it has completed, so somebody must keep it."""
+    """A collective that was started. MPI reads and writes the memory until it has completed, so this keeps the memory alive."""
 
     request: Any
     message: Array
@@ -35,13 +35,13 @@ class _Started(NamedTuple):
 class SparseAllreduce:
     """Averages named arrays over all workers, sparsified, with error feedback.
 
-    The first call fixes names, shapes and types; it compares them, and the settings, with the other workers. Arrays below the
-    compressor's `min_numel`, and those it excludes, are averaged dense.
+    The first call fixes names, shapes and types. It compares them and the settings with those of the other workers. Arrays
+    below the compressor's `min_numel`, and arrays that it excludes, are averaged dense.
 
         reduce = SparseAllreduce(MPI.COMM_WORLD, TopK(ratio=0.01, min_numel=0))
         mean = reduce({"weights": gradient})["weights"]
 
-    Start workers with `mpirun -np 4 python -m mpi4py script.py`, so that one that raises ends the others.
+    Start workers with `mpirun -np 4 python -m mpi4py script.py`, so that a worker that raises ends the others.
 
     Args:
         comm: an mpi4py intracommunicator; None for a single worker.
@@ -63,21 +63,21 @@ class SparseAllreduce:
         self._shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
         self._dense: set[str] = set()
         self._under_way: list[_Started] = []
-        """Of this step, and of steps that were given up, until MPI has completed them."""
+        """The collectives of this step, and those of aborted steps until MPI has completed them."""
         self.pipeline = Pipeline(
             self._ops, compression, world=self._world, position=self._rank, rank=self._rank, averages=average
         )
 
     def __call__(self, gradients: Mapping[str, Array], *, learning_rate: float | None = None) -> dict[str, Array]:
-        """The average of every worker's `gradients`, by name; new arrays.
+        """Return the average of all workers' `gradients`, as new arrays by name.
 
         Args:
             gradients: floating-point arrays, the same names, shapes and types on every worker and in every call.
-            learning_rate: of this step, >= 0; `lr_in_residual` needs it, nothing else does.
+            learning_rate: the learning rate of this step, >= 0; only `lr_in_residual` needs it.
 
         Raises:
             ValueError: names, shapes or types differ from those of the first call, or from another worker's.
-            FloatingPointError: on every worker, if an array of one holds NaN or infinity (see `not_finite`).
+            FloatingPointError: on every worker, if an array of any worker holds NaN or infinity (see `not_finite`).
         """
         gradients = {name: np.asarray(gradient) for name, gradient in gradients.items()}
         if not self._shapes:
@@ -100,7 +100,7 @@ class SparseAllreduce:
         reduced = {name: np.zeros(shape, dtype) for name, (shape, dtype) in self._shapes.items()}
         waits: dict[str, Wait] = {}
         under_way = []
-        # The last first, as the buckets are packed; in the order of the first call, because MPI matches by order.
+        # The last array comes first, because buckets are packed so. The first call fixed the order: MPI matches by order.
         for name in reversed(self._shapes):
             if name in self._dense:
                 wide = _wide(gradients[name].dtype)
@@ -129,7 +129,7 @@ class SparseAllreduce:
                 reduced[slot.name][...] = wide[slot.name].reshape(slot.shape)
 
         while under_way:
-            # Every bucket's next collective is started before the first of those is waited for.
+            # Every bucket's next collective is started before the first of these is waited for.
             following = []
             for bucket, wait in under_way:
                 collective = self.pipeline.advance(bucket, wait(), self._divisor, write)
@@ -156,11 +156,11 @@ class SparseAllreduce:
         return wait
 
     def _forget_completed(self) -> None:
-        """Let go of the memory of what was under way when a step was given up, as far as MPI has done with it."""
+        """Release the memory of the collectives of aborted steps that MPI has completed."""
         self._under_way = [started for started in self._under_way if not started.request.Test()]
 
     def _plan(self, gradients: Mapping[str, Array], state: Mapping[str, Any] | None = None) -> None:
-        """Fix names, shapes and types; unless a state that is going to be loaded is of others."""
+        """Fix names, shapes and types. Raise ValueError first if `state`, which will be loaded, does not fit them."""
         compressor = self.pipeline.compressor
         for name, gradient in gradients.items():
             if gradient.dtype.kind != "f":
@@ -197,7 +197,7 @@ class SparseAllreduce:
                 )
 
     def _check_steps(self) -> None:
-        """With a schedule the message's size depends on the step; MPI would cut messages of other sizes."""
+        """Raise RuntimeError if the workers' steps differ: a schedule makes messages of other sizes, which MPI would cut."""
         compressor = self.pipeline.compressor
         if self.pipeline.buckets and (isinstance(compressor.ratio, Schedule) or compressor.dense_steps):
             mine = np.array([self.pipeline.buckets[0].state.step])
@@ -209,20 +209,20 @@ class SparseAllreduce:
                 )
 
     def stats(self) -> Stats:
-        """Counts, bytes and residual norms per bucket and in total, of the last step and on average; computed now."""
+        """Compute counts, bytes and residual norms per bucket and in total, of the last step and on average."""
         return self.pipeline.stats() if self._shapes else NO_STATS
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's residuals and adaptive state by array name; after the first call."""
+        """Return this worker's residuals and adaptive state by array name, once there was a first call."""
         return self.pipeline.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], gradients: Mapping[str, Array] | None = None) -> None:
-        """Continue from what `state_dict` returned, on every worker; also after a step that raised.
+        """Continue from what `state_dict` returned, on every worker. This also works after a step that raised.
 
-        Before the first call give arrays like the gradients, which fix names, shapes and types.
+        Before the first call, pass arrays like the gradients: they fix names, shapes and types.
 
         Raises:
-            ValueError: the state is damaged, or of other arrays or settings; nothing was changed.
+            ValueError: the state is damaged, or belongs to other arrays or settings; nothing was changed.
         """
         if gradients is not None and not self._shapes:
             self._plan(gradients, state)
@@ -234,7 +234,7 @@ class SparseAllreduce:
         self.pipeline.rescale(factor)
 
     def discard_step(self) -> None:
-        """Throw away the last call, whose result shall not be applied: on every worker, before the next call.
+        """Discard the last call, because its result will not be applied. Do so on every worker, before the next call.
 
         Raises:
             RuntimeError: the compressor was not made with `discardable=True`, or there is no step to discard.
@@ -251,5 +251,5 @@ def _shapes(gradients: Mapping[str, Array]) -> dict[str, tuple[tuple[int, ...], 
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Half-precision sums are rounded once, at the end, and not after every worker."""
+    """Return the type in which arrays are summed: half-precision sums are rounded once, at the end, not after every worker."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)

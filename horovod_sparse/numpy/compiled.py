@@ -1,4 +1,4 @@
-"""The array verbs by compiled kernels, on NumPy arrays in memory that is theirs; what has no kernel is NumPy's."""
+"""The array verbs with compiled kernels, on the memory of NumPy arrays. Verbs without a kernel are those of NumPy."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Array = NDArray[Any]
 
 
 def host_ops(threads: int | None = None) -> NumpyOps:
-    """The array verbs for arrays on the CPU: compiled ones if there are any.
+    """Return the array verbs for arrays on the CPU: compiled ones if there are any.
 
     Args:
-        threads: that kernels may use; None for what OMP_NUM_THREADS says, or one.
+        threads: the number of threads that kernels may use; None for the value of OMP_NUM_THREADS, or else one.
     """
     if threads is None:
         said = os.environ.get("OMP_NUM_THREADS", "")
@@ -32,10 +32,10 @@ def host_ops(threads: int | None = None) -> NumpyOps:
 
 
 class CompiledOps(NumpyOps):
-    """Implements `horovod_sparse.ops.Ops` on `numpy.ndarray`; selects what `NumpyOps` selects.
+    """Implements `horovod_sparse.ops.Ops` on `numpy.ndarray`. Selects the same entries as `NumpyOps`.
 
     Args:
-        threads: that one verb may use.
+        threads: the number of threads that one verb may use.
     """
 
     def __init__(self, threads: int) -> None:
@@ -152,5 +152,5 @@ def _to_write(first: int, target: Array) -> kernels.Target:
 
 
 def _flat(gradient: Array) -> Array | None:
-    """The gradient in one piece; None if the kernels do not know its type."""
+    """Return the gradient as a contiguous array, or None if the kernels do not support its type."""
     return _contiguous(gradient) if kernels.supports(name_of(gradient.dtype)) else None

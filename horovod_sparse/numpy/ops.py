@@ -1,4 +1,4 @@
-"""The array verbs in NumPy: the oracle. Written for clarity; imports no framework but NumPy."""
+"""The array verbs in NumPy: the oracle. Written for clarity. Imports no framework except NumPy."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class NumpyOps:
         return message
 
     def _message(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """Memory for a message that may be as large as the residual."""
+        """Return memory for a message that may be as large as the residual."""
         return np.empty(count, dtype)
 
     def pack_indices(self, indices: Array, header: list[int], capacity: int) -> Array:
@@ -195,7 +195,7 @@ class NumpyOps:
 
 
 def _rows_in_use(indices: Array, numel: int) -> int | None:
-    """Of one message."""
+    """Return `rows_in_use` of one message."""
     if indices[0] == NOT_FINITE:
         return NOT_FINITE
     used = int(np.count_nonzero(indices >= 0))
@@ -203,12 +203,12 @@ def _rows_in_use(indices: Array, numel: int) -> int | None:
 
 
 def ascend(indices: Array, size: int) -> bool:
-    """Whether indices ascend strictly within [0, size)."""
+    """Return whether indices ascend strictly within [0, size)."""
     return not indices.size or bool(indices[0] >= 0 and indices[-1] < size and (indices[1:] > indices[:-1]).all())
 
 
 def keep_finite(sums: Array) -> int:
-    """Bring sums that have overflowed back to the largest number of their type, in place; how many there were."""
+    """Bring overflowed sums back to the largest number of their type, in place. Return how many there were."""
     overflowed = int(np.count_nonzero(np.isinf(sums)))
     if overflowed:
         largest = np.finfo(sums.dtype).max
@@ -217,7 +217,7 @@ def keep_finite(sums: Array) -> int:
 
 
 def _finite(gradient: Array, dtype: Any) -> tuple[Array, int]:
-    """The gradient, flat and in the residual's type, with zeros for what is not finite then, and how much that is."""
+    """Return the gradient, flat and of type `dtype`, with zeros for entries that are not finite then, and their number."""
     with np.errstate(over="ignore"):
         converted = gradient.astype(dtype).reshape(-1)
     finite = np.isfinite(converted)
@@ -225,6 +225,6 @@ def _finite(gradient: Array, dtype: Any) -> tuple[Array, int]:
 
 
 def _limit(x: Array, threshold: float) -> Any:
-    """The threshold in the precision of the comparison; infinity beyond its range."""
+    """Return the threshold in the precision of the comparison; infinity if it is beyond the range."""
     with np.errstate(over="ignore"):
         return x.dtype.type(threshold)

@@ -1,6 +1,6 @@
 """TensorFlow adapter: every name of ``horovod.tensorflow``, and the compressors.
 
-Importing it extends stock Horovod (see `seam`), so ``import horovod.tensorflow as hvd`` works just as well; but Keras 3
+Importing it extends stock Horovod (see `seam`), so ``import horovod.tensorflow as hvd`` works just as well. But Keras 3
 optimizers without one of our compressors must be made with the `DistributedOptimizer` of this package.
 """
 
@@ -28,7 +28,7 @@ from horovod_sparse.tensorflow.compressors import (
 )
 from horovod_sparse.tensorflow.wrappers import DistributedOptimizer, broadcast_variables
 
-# The star brings Horovod's, where that was imported before; ours is there once it is imported.
+# The star import brings Horovod's `keras` if that was imported before. Ours appears once it is imported.
 globals().pop("keras", None)
 
 seam.install()
@@ -37,5 +37,5 @@ __all__ = [name for name in globals() if not name.startswith("_") and name != "s
 
 
 def __getattr__(name: str) -> object:
-    """Whatever else Horovod's module has, private names too; `keras` is ours, imported when it is asked for."""
+    """Return any other name of Horovod's module, even a private one; `keras` is ours and is imported when asked for."""
     return _importlib.import_module(f"{__name__}.keras") if name == "keras" else getattr(_stock, name)

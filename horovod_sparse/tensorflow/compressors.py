@@ -1,4 +1,4 @@
-"""The compressors as TensorFlow users pass them: the algorithms joined with Horovod's Compressor interface."""
+"""The compressors as TensorFlow users pass them: each algorithm combined with Horovod's Compressor interface."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ Tensor = Any
 class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experimental.PythonState):
     """A sparsifier that serves one `hvd.DistributedOptimizer`, or the tapes of one training loop.
 
-    `state_dict` is of NumPy arrays and plain values. `tf.train.Checkpoint(compression=compression, ...)` saves it too; every
-    rank must save a checkpoint of its own.
+    `state_dict` returns NumPy arrays and plain values. `tf.train.Checkpoint(compression=compression, ...)` saves it too; every
+    rank must save its own checkpoint.
 
     Args:
-        graph: False: selection and reduction are NumPy code, called from the graph on the CPU. True: they are TensorFlow
-            operations alone, on the device of the variables: for GPUs, and where Python calls are not allowed. What a
-            graph cannot do is refused here; a gradient with NaN or infinity raises `tf.errors.InvalidArgumentError`.
-        others: the algorithm's.
+        graph: if False, selection and reduction are NumPy code, called from the graph on the CPU. If True, they are only
+            TensorFlow operations, on the device of the variables: for GPUs, and where Python calls are not allowed. Settings
+            that a graph cannot support are refused here. A gradient with NaN or infinity raises
+            `tf.errors.InvalidArgumentError`.
+        others: the algorithm's arguments.
     """
 
     _pending: dict[str, Any] | None = None
@@ -65,18 +66,18 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
         return {name: value for name, value in super().__getstate__().items() if name != "_pending"}
 
     def bind(self, server: Server) -> None:
-        """Called by the reducer of the optimizer or tape that this compressor is given to; another one is refused."""
+        """Bind this compressor to the reducer of the optimizer or tape that it is given to; a second one is refused."""
         super().bind(server)
         if self._pending is not None:
             server.load_compression_state(self._pending)
             self._pending = None
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, None]:
-        """The tensor with everything but the selected entries zero; a new tensor of the same shape and dtype.
+        """Return a new tensor of the same shape and dtype, in which all entries but the selected ones are zero.
 
-        For Horovod's own calls outside the optimizer (`hvd.allreduce(x, compression=...)`): right, without error
-        feedback, and without saving bandwidth, since Horovod allreduces what is returned. Tensors below `min_numel`,
-        tensors that are not floating point, and tensors with NaN or infinity are returned as they are.
+        Horovod itself calls this outside the optimizer (`hvd.allreduce(x, compression=...)`). The result is right, but there
+        is no error feedback, and no bandwidth is saved, since Horovod allreduces what is returned. Tensors below
+        `min_numel`, tensors that are not floating point, and tensors with NaN or infinity are returned unchanged.
         """
         self.warn_dense()
         tensor = tf.convert_to_tensor(tensor)
@@ -87,15 +88,15 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
             chosen = self._chosen_in_graph(tensor)
         else:
             chosen = tf.ensure_shape(tf.numpy_function(self._chosen, [tensor], tf.bool), tensor.shape)
-        # Differentiable, as Horovod's own compressors are.
+        # This is differentiable, as Horovod's own compressors are.
         return tf.where(chosen, tensor, tf.zeros_like(tensor)), None
 
     def decompress(self, tensor: Tensor, ctx: None) -> Tensor:
-        """The tensor as it is."""
+        """Return the tensor unchanged."""
         return tensor
 
     def residual_dtype_of(self, tensor: Tensor | NDArray[Any]) -> str:
-        """The residual's dtype for gradients like `tensor`."""
+        """Return the residual's dtype for gradients like `tensor`."""
         return self.residual_dtype or ("float64" if tensor.dtype == np.float64 else "float32")
 
     def _chosen(self, tensor: NDArray[Any]) -> NDArray[np.bool_]:
@@ -132,7 +133,7 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
             self._pending = copy.deepcopy(dict(state))
 
     def serialize(self) -> bytes:
-        """The state as one string, for `tf.train.Checkpoint`."""
+        """Return the state as one byte string, for `tf.train.Checkpoint`."""
         state = self.state_dict()
         arrays = {f"{kind}/{name}": array for kind in ARRAYS for name, array in state[kind].items()}
         plain = {key: value for key, value in state.items() if key not in ARRAYS}
@@ -144,13 +145,13 @@ class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experi
         """Load what `serialize` returned, for `tf.train.Checkpoint`.
 
         Raises:
-            ValueError: the bytes are damaged, or of a state that cannot be loaded; nothing is changed then.
+            ValueError: the bytes are damaged, or hold a state that cannot be loaded; nothing is changed then.
         """
         self.load_state_dict(_unpacked(string_value))
 
 
 def _unpacked(packed: bytes) -> dict[str, Any]:
-    """The state in the bytes that `serialize` returned."""
+    """Return the state that is in the bytes from `serialize`."""
     try:
         with np.load(io.BytesIO(packed), allow_pickle=False) as file:
             state: dict[str, Any] = json.loads(str(file["json"]))
@@ -158,7 +159,7 @@ def _unpacked(packed: bytes) -> dict[str, Any]:
                 prefix = f"{kind}/"
                 state[kind] = {name[len(prefix) :]: file[name] for name in file.files if name.startswith(prefix)}
     except Exception as error:
-        # What NumPy, zip files and JSON raise for damaged bytes has no class in common.
+        # The errors that NumPy, zip files and JSON raise for damaged bytes have no common class.
         raise ValueError(
             f"the saved state must be what a compressor wrote, but its {len(packed)} bytes cannot be read "
             f"({type(error).__name__}: {error}); the file is damaged or incomplete, load an older one"

@@ -1,9 +1,10 @@
-"""The data's way by TensorFlow operations alone (`graph=True`): for GPUs, and where Python calls are not allowed.
+"""The path from gradient to reduced gradient by TensorFlow operations alone (`graph=True`).
 
-It selects, sends and reduces what the shared CPU path (`host`) does. Residuals, adaptive numbers and counts live in variables
-on the device of the model's own, and come to the host only when somebody asks for them.
+It is for GPUs, and for where Python calls are not allowed. It selects, sends and reduces the same as the shared CPU path
+(`host`). Residuals, adaptive numbers and counts live in variables on the same device as the model's variables. They are copied
+to the host only on request.
 
-What XLA can compile (`jit_compile=True`): the gradients, not the reduction. Horovod 0.28.1, as `docker/build_horovod.sh` builds
+XLA (`jit_compile=True`) can compile the gradients but not the reduction. Horovod 0.28.1, as `docker/build_horovod.sh` builds
 it, has no XLA kernels ("No registered 'HorovodAllgather' OpKernel for XLA_CPU_JIT devices"). So jit a function that computes
 gradients, and reduce them in the `tf.function` that calls it.
 """
@@ -36,21 +37,21 @@ Variable = Any
 
 @dataclass(frozen=True)
 class GraphBucket:
-    """One bucket on this rank. All that changes is in variables."""
+    """One bucket on this rank. Everything that changes is held in variables."""
 
     layout: Layout
     k: int
     capacity: int
     residual: Variable
     velocity: Variable | None
-    """With momentum correction."""
+    """With momentum correction; otherwise None."""
     state: BucketState
-    """As before the first step: what of it changes is below."""
+    """The state before the first step. The variables below hold what changes of it."""
     step: Variable
     saved: Mapping[str, Variable]
-    """The algorithm's adaptive numbers."""
+    """The algorithm's adaptive numbers, by name."""
     tally: Variable
-    """Rows: the last step, the sums of all steps. Columns: steps, count, overflow, threshold."""
+    """Rows: the last step, the sums over all steps. Columns: steps, count, overflow, threshold."""
 
     @property
     def name(self) -> str:
@@ -59,24 +60,24 @@ class GraphBucket:
 
 @dataclass(frozen=True)
 class _Sent:
-    """What this rank takes out of a bucket in a step."""
+    """What this rank sends from a bucket in a step."""
 
     bucket: GraphBucket
     message: Tensor
     indices: Tensor
     taken: Tensor
-    """What the residual holds there, in its own type."""
+    """The residual's values at these indices, in the residual's own type."""
     chosen: selectors.Chosen
     finite: Mapping[str, Tensor]
-    """Parameter -> whether its gradient was, on this rank."""
+    """By parameter name: whether its gradient was finite on this rank."""
 
 
 class GraphPipeline:
-    """Residuals, selection and reduction for one optimizer; see `Pipeline`, whose words it uses.
+    """Residuals, selection and reduction for one optimizer; see `Pipeline` for the terms.
 
     Args:
         compressor: settings and algorithm, checked with `selectors.check`.
-        collectives: Horovod's.
+        collectives: Horovod's collectives.
         world, position, rank, averages: as for `Pipeline`.
     """
 
@@ -100,13 +101,13 @@ class GraphPipeline:
         self._averages = averages
         self._residuals: list[tuple[Layout, Variable]] = []
         self._velocities: list[tuple[Layout, Variable]] = []
-        """With momentum correction: of the buckets, and of the parameters that are reduced dense."""
+        """With momentum correction: velocities of the buckets and of the parameters that are reduced dense."""
         self._dense_velocity: dict[str, Variable] = {}
         self._divisors: dict[float, Variable] = {}
 
     @property
     def variables(self) -> list[Variable]:
-        """Residuals and velocities, flat."""
+        """The residuals and velocities, each flat."""
         return [variable for _, variable in (*self._residuals, *self._velocities)]
 
     @property
@@ -115,7 +116,7 @@ class GraphPipeline:
         return sum(layout.numel * np.dtype(layout.residual_dtype).itemsize for layout, _ in self._residuals)
 
     def add_buckets(self, layouts: Sequence[Layout], device: Callable[[str], str | None] = lambda name: None) -> None:
-        """Add buckets; `device(name)` is where the parameter lives, and its bucket shall."""
+        """Add buckets; `device(name)` is the parameter's device, and its bucket is put there."""
         check_limits(layouts, self.compressor, self._world)
         self.buckets.extend(self._make_bucket(layout, device(layout.name)) for layout in layouts)
 
@@ -145,7 +146,7 @@ class GraphPipeline:
         )
 
     def add_dense(self, layouts: Sequence[Layout], device: Callable[[str], str | None] = lambda name: None) -> None:
-        """Say which parameters, one each, are reduced dense."""
+        """Set which parameters are reduced dense; each layout holds one of them."""
         for layout in layouts:
             if self.compressor.momentum_correction is not None:
                 velocity = self._dense_velocity[layout.name] = _make_flat(layout, "velocity", device(layout.name))
@@ -154,13 +155,13 @@ class GraphPipeline:
     # --- one step: called while a graph is built ---
 
     def reduce(self, step: Step) -> dict[str, Tensor]:
-        """Operations that reduce one step's gradients; the reduced ones by name.
+        """Build the operations that reduce one step's gradients, and return the reduced gradients by name.
 
-        A step fails on every rank if a gradient on any of them holds NaN or infinity, or overflows its residual: what was
-        taken then stays in the residuals, and `tf.errors.InvalidArgumentError` is raised unless `not_finite="propagate"`.
+        A step fails on every rank if a gradient on any rank holds NaN or infinity, or overflows its residual. What was
+        selected then stays in the residuals, and `tf.errors.InvalidArgumentError` is raised unless `not_finite="propagate"`.
 
-        After a step that an exception has ended somewhere every residual is as before it, or has the whole gradient;
-        everything else changes at the end only, but for velocities, which move on with the residuals.
+        If an exception ends a step early, every residual is either as before the step or holds the whole gradient.
+        Velocities change together with the residuals. Everything else changes only at the end of the step.
         """
         clip = self._clip_factor(step)
         sent = [self._send(step, bucket, clip) for bucket in step.buckets]
@@ -171,7 +172,7 @@ class GraphPipeline:
         received = [self._receive(one.bucket, all_, divisor) for one, all_ in zip(sent, gathered, strict=True)]
         dense = self._reduce_dense(step, clip)
         others = {name: _all_finite(tensor) for name, tensor in (*dense.items(), *step.others.items())}
-        # Without quotation marks: an assertion would show them with backslashes.
+        # The labels have no quotation marks, because an assertion would show them with backslashes.
         checks = [(f"parameter {name}", finite) for one in sent for name, finite in one.finite.items()]
         checks += [
             (f"some parameter in bucket {one.bucket.name} of another rank", finite)
@@ -179,7 +180,7 @@ class GraphPipeline:
         ]
         checks += [(f"parameter {name}", finite) for name, finite in others.items()]
         succeeded = tf.reduce_all([finite for _, finite in checks]) if checks else tf.constant(True)
-        # Only in a step that has come this far.
+        # Run the updates only in a step that has come this far.
         with tf.control_dependencies([succeeded]):
             updates = [
                 update
@@ -201,7 +202,7 @@ class GraphPipeline:
             return reduced | {name: tf.cast(tensor, step.dense[name].dtype) for name, tensor in dense.items()}
 
     def _divisor(self, number: float) -> Tensor:
-        # A variable, because TensorFlow multiplies by the reciprocal of a constant, which rounds differently.
+        # The divisor is a variable, because TensorFlow multiplies by the reciprocal of a constant, which rounds differently.
         if number not in self._divisors:
             self._divisors[number] = make_variable(np.float32(number), "divisor", None)
         return self._divisors[number].read_value()
@@ -227,7 +228,7 @@ class GraphPipeline:
         return _Sent(bucket, message, indices, taken, selectors.Chosen(indices, found, threshold, after), finite)
 
     def _accumulate(self, step: Step, bucket: GraphBucket, clip: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Take the gradients into the residual; what it holds then, and of which parameters all was finite."""
+        """Add the gradients to the residual. Return the new residual and, by parameter, whether all its numbers were finite."""
         dtype, slots = bucket.layout.residual_dtype, bucket.layout.slots
         none = {slot.name: tf.zeros([slot.numel], dtype) for slot in slots}
         given = {
@@ -252,14 +253,14 @@ class GraphPipeline:
         x = _in_range(x)
         updates = [bucket.residual.assign(x)]
         if bucket.velocity is not None:
-            # After the residual: where a step is given up between the two, it has the whole gradient.
+            # Update the velocity after the residual: if a step stops between the two, the residual has the whole gradient.
             with tf.control_dependencies(updates):
                 updates.append(bucket.velocity.assign(_in_range(velocity)))
         with tf.control_dependencies(updates):
             return tf.identity(x), finite
 
     def _with_momentum(self, residual: Tensor, velocity: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """As `MomentumCorrection.accumulate`: residual and velocity with the gradient taken in."""
+        """Return residual and velocity with the gradient added, as `MomentumCorrection.accumulate` does."""
         correction = self.compressor.momentum_correction
         assert correction is not None
         momentum = tf.cast(correction.momentum, velocity.dtype)
@@ -270,7 +271,7 @@ class GraphPipeline:
         return residual + velocity, velocity
 
     def _clip_factor(self, step: Step) -> Tensor | None:
-        """As `feedback.clip_factor`: of all this rank's gradients with `clip_scope="model"`, None else."""
+        """Return the `feedback.clip_factor` of all this rank's gradients with `clip_scope="model"`, otherwise None."""
         if not self.compressor.holds_back:
             return None
         gradients = [*step.gradients.values(), *step.dense.values()]
@@ -278,7 +279,7 @@ class GraphPipeline:
         return self._factor(_norm(tf.stack([tf.constant(0.0, tf.float64), *norms])))
 
     def _clipped(self, gradient: Tensor, factor: Tensor | None) -> Tensor:
-        """As `feedback.clip` or `feedback.scaled`; without a limit the gradient as it is."""
+        """Clip the gradient as `feedback.clip` or `feedback.scaled` does; without a limit, return it unchanged."""
         if self.compressor.clip_norm is None:
             return gradient
         if factor is None:
@@ -292,16 +293,16 @@ class GraphPipeline:
         return tf.where(norm > 0.0, tf.minimum(one, limit / norm), one)
 
     def _receive(self, bucket: GraphBucket, gathered: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
-        """The reduced gradient, flat (NaN after a gradient that was not finite), and whether all were finite."""
+        """Return the reduced gradient, flat, and whether all gradients were finite. If not, the reduced one is NaN."""
         numel, dtype = bucket.layout.numel, bucket.layout.residual_dtype
-        # As floats: many operations on int32 run on the host, even between tensors of a GPU.
+        # Handle the rows as floats, because many operations on int32 run on the host, even between tensors on a GPU.
         rows = tf.bitcast(gathered, tf.float32)
         numbers = tf.bitcast(rows[:, 0], tf.int32)
-        # No reshape to (world, capacity, 2): TensorFlow's optimizer moves it before the check of the length.
+        # Do not reshape to (world, capacity, 2): TensorFlow's optimizer would move the reshape before the length check.
         with tf.control_dependencies([self._check_length(bucket, gathered), *self._check_indices(bucket, numbers)]):
             numbers = tf.identity(numbers)
         finite = tf.reduce_all(numbers != wire.NOT_FINITE)
-        # Padding is added to one more entry, so that no shape depends on data.
+        # Padding is added to an extra last entry, so that no shape depends on data.
         indices = tf.cast(tf.where(numbers >= 0, numbers, numel), tf.int64)[:, None]
         values = tf.cast(rows[:, 1] / divisor, dtype)
         flat = tf.zeros([numel + 1], dtype)
@@ -322,7 +323,7 @@ class GraphPipeline:
         )
 
     def _check_indices(self, bucket: GraphBucket, numbers: Tensor) -> list[Any]:
-        """Every worker's indices are as `wire.flaw` wants them; or it says first that its gradient is not finite."""
+        """Assert that each worker's indices pass `wire.flaw`, or that its first row says its gradient is not finite."""
         checks = []
         for sender in range(self._world):
             part = numbers[sender * bucket.capacity : (sender + 1) * bucket.capacity]
@@ -339,7 +340,7 @@ class GraphPipeline:
         return checks
 
     def _settle(self, sent: _Sent, received: Tensor, succeeded: Tensor) -> list[Any]:
-        """Updates of a bucket's variables at the end of a step; `received`: whether its messages were all finite."""
+        """Update a bucket's variables at the end of a step; `received` is whether all its messages were finite."""
         bucket, indices = sent.bucket, sent.indices
         updates = [bucket.step.assign_add(1)]
         if self.compressor.residual:
@@ -371,7 +372,7 @@ class GraphPipeline:
         return reduced
 
     def _finish_dense(self, reduced: Tensor, velocity: Variable, finite: Tensor) -> tuple[Tensor, Any]:
-        """A dense gradient with momentum, and the update of its velocity; neither if it is not finite."""
+        """Return a dense gradient with momentum and the update of its velocity; if not finite, both stay as they were."""
         before, flat = velocity.read_value(), tf.reshape(reduced, [-1])
         total, after = self._with_momentum(tf.zeros_like(before), before, flat)
         corrected = tf.cast(tf.reshape(total, reduced.shape), reduced.dtype)
@@ -399,10 +400,10 @@ class GraphPipeline:
     # --- statistics and state: the same as those of `Pipeline` ---
 
     def adopt_memory(self) -> None:
-        """Nothing to do: the graph reads its variables anew in every step."""
+        """Do nothing: the graph reads its variables anew in every step."""
 
     def stats(self) -> Stats:
-        """Counts and bytes per bucket and in total, of the last step and on average; computed now."""
+        """Compute counts and bytes per bucket and in total, for the last step and on average."""
         pairs, most = [], 0
         for bucket in self.buckets:
             tally = self._tally(bucket)
@@ -425,7 +426,7 @@ class GraphPipeline:
         return Tally(int(_numpy(bucket.tally)[1, 0]), last, sums)
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of `Pipeline`: NumPy arrays and plain values by parameter name."""
+        """Return the state as `Pipeline` does: NumPy arrays and plain values by parameter name."""
         return {
             "version": VERSION,
             "residuals": _arrays(self._residuals),
@@ -440,18 +441,18 @@ class GraphPipeline:
         return before | {name: type(before[name])(_numpy(variable)) for name, variable in changed.items()}
 
     def _state(self, bucket: GraphBucket, adaptive: Mapping[str, Any]) -> BucketState:
-        """The state that `_adaptive` returned, or a pipeline on the host."""
+        """Make a state from the adaptive numbers that `_adaptive`, or a pipeline on the host, returned."""
         state = self.compressor.new_state(bucket.state.place)
         state.load_state_dict(adaptive)
         return state
 
     def _adapt(self, bucket: GraphBucket, state: BucketState) -> None:
-        """Go on with a state."""
+        """Continue from a state."""
         for name, variable in {"step": bucket.step, **bucket.saved}.items():
             _assign(variable, getattr(state, name))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict`, this one or that of `Pipeline`, returned. Strict."""
+        """Continue from what `state_dict` returned, here or in `Pipeline`. The state must match strictly."""
         check_state(state, self.compressor, _shapes(self._residuals), _shapes(self._velocities))
         _load(self._residuals, state["residuals"])
         _load(self._velocities, state["velocities"])
@@ -468,7 +469,7 @@ class GraphPipeline:
             self._adapt(bucket, state)
 
     def reset(self) -> None:
-        """Start afresh: residuals zero, adaptive state and statistics as before the first step."""
+        """Start afresh: residuals and velocities are zero, adaptive state and statistics as before the first step."""
         for variable in self.variables:
             _assign(variable, np.zeros(variable.shape))
         for bucket in self.buckets:
@@ -484,22 +485,22 @@ def _all_finite(tensor: Tensor) -> Tensor:
 
 
 def _only_finite(tensor: Tensor) -> Tensor:
-    """With zeros in place of NaN and infinity."""
+    """Return the tensor with zeros in place of NaN and infinity."""
     return tf.where(tf.math.is_finite(tensor), tensor, tf.zeros_like(tensor))
 
 
 def _in_range(sums: Tensor) -> Tensor:
-    """Sums that have overflowed stay at the largest number of their type."""
+    """Limit sums that have overflowed to the largest number of their type."""
     return tf.clip_by_value(sums, sums.dtype.min, sums.dtype.max)
 
 
 def _wide(gradient: Tensor) -> Any:
-    """The type that a gradient is clipped in."""
+    """Return the type in which a gradient is clipped."""
     return tf.float64 if gradient.dtype == tf.float64 else tf.float32
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    """The Euclidean norm, float64; squares of numbers of that type may leave its range."""
+    """Return the Euclidean norm as float64. Float64 entries are scaled, since their squares may leave its range."""
     wide = tf.cast(tensor, tf.float64)
     largest = tf.reduce_max(tf.abs(wide)) if tensor.dtype == tf.float64 else tf.constant(1.0, tf.float64)
     unit = tf.where(largest > 0.0, largest, tf.ones_like(largest))
@@ -507,12 +508,12 @@ def _norm(tensor: Tensor) -> Tensor:
 
 
 def _finite_norm(gradient: Tensor) -> Tensor:
-    """Of the entries that are finite."""
+    """Return the norm of the finite entries."""
     return _norm(_only_finite(gradient))
 
 
 def _plus(sum_: Tensor, gradient: Tensor) -> Tensor:
-    """The sum, of the first one's type; added up in the wider type, for a dense gradient keeps its own."""
+    """Return the sum in the first one's type. Add in the wider type, because a dense gradient keeps its own type."""
     wide = tf.float64 if tf.float64 in (sum_.dtype, gradient.dtype) else tf.float32
     return tf.cast(tf.cast(sum_, wide) + tf.cast(gradient, wide), sum_.dtype)
 
@@ -524,10 +525,10 @@ def _to_float32(values: Tensor) -> Tensor:
 
 
 def _pack(indices: Tensor, values: Tensor, capacity: int) -> Tensor:
-    """The message of pairs of `wire`: int32, shape (capacity, 2)."""
+    """Return the message of pairs that `wire` defines: int32, shape (capacity, 2)."""
     room = [[0, capacity - tf.size(indices)]]
     rows = tf.cast(tf.pad(indices, room, constant_values=wire.PADDING), tf.int32)
-    # As floats, for the reason given in `_receive`.
+    # Stack as floats, for the reason given in `_receive`.
     return tf.bitcast(tf.stack([tf.bitcast(rows, tf.float32), tf.pad(values, room)], axis=1), tf.int32)
 
 
@@ -540,7 +541,7 @@ def _part(flat: Tensor, slot: Slot) -> Tensor:
 
 
 def _without(flat: Tensor, slots: Sequence[Slot], names: Collection[str]) -> Tensor:
-    """With zeros in the slots with these names."""
+    """Return the flat tensor with zeros in the slots that have these names."""
     if not any(slot.name in names for slot in slots):
         return flat
     parts = [_range(flat, slot) for slot in slots]

@@ -1,7 +1,7 @@
-"""The data's way in a TensorFlow graph through the shared CPU path: NumPy code, called by `tf.numpy_function`.
+"""The shared CPU path in a TensorFlow graph: NumPy code, called by `tf.numpy_function`.
 
-Residuals live in variables. Functions called from the graph get their memory, not a copy, and work in place; nothing
-else assigns to them but the restoring of a checkpoint, between two steps.
+Residuals live in variables. Functions called from the graph get the variables' memory, not a copy, and work in place.
+Nothing else assigns to the variables, except that a checkpoint may be restored between two steps.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class HostPipeline(Pipeline):
     """A pipeline that is called from a graph.
 
     Args:
-        compressor: settings and algorithm.
-        collectives: Horovod's.
+        compressor: the settings and the algorithm.
+        collectives: Horovod's collectives.
         worker: world, position, rank and averages, as for `Pipeline`.
     """
 
@@ -47,15 +47,15 @@ class HostPipeline(Pipeline):
         self._memory: dict[str, list[Variable]] = {}
         """Bucket -> its residual and, with momentum correction, its velocity."""
         self._generation: dict[str, int] = {}
-        """Bucket -> how many there were before those that were made together with it."""
+        """Bucket -> the number of buckets that existed when it and those made together with it were added."""
         self._reduced: dict[str, list[NDArray[Any]]] = {}
-        """Bucket -> its reduced gradients, flat, until the graph takes them."""
+        """Bucket -> its reduced gradients, flat, kept until the graph takes them."""
         self._lender = Lender()
-        """Has the memory of reduced gradients: TensorFlow takes it over as it is, and it comes back with the last tensor."""
+        """Lends the memory of reduced gradients. TensorFlow uses it without a copy; it returns when the last tensor is gone."""
 
     @property
     def variables(self) -> list[Variable]:
-        """Residuals and velocities, flat, one for each bucket. Their memory is this pipeline's: copy what you read."""
+        """The residual and velocity of each bucket, flat. Their memory belongs to this pipeline: copy what you read."""
         return [variable for memory in self._memory.values() for variable in memory]
 
     @property
@@ -70,13 +70,13 @@ class HostPipeline(Pipeline):
             self._generation[bucket.name] = generation
             kinds = ("residual",) if bucket.velocity is None else ("residual", "velocity")
             zeros = np.zeros(bucket.layout.numel, bucket.layout.residual_dtype)
-            # On the CPU, where NumPy can reach them.
+            # They are on the CPU, where NumPy can reach them.
             self._memory[bucket.name] = [make_variable(zeros, f"{bucket.name}/{kind}", "CPU:0") for kind in kinds]
             check_memory(self._memory[bucket.name][0])
             self._adopt(bucket)
 
     def _adopt(self, bucket: Bucket) -> None:
-        """Work on the memory that the variables have now."""
+        """Use the memory that the bucket's variables have now."""
         self._use(bucket, *map(memory_of, self._memory[bucket.name]))
 
     def _read(self, bucket: Bucket) -> list[Tensor]:
@@ -88,7 +88,7 @@ class HostPipeline(Pipeline):
     # --- called while a graph is built ---
 
     def reduce(self, step: Step) -> dict[str, Tensor]:
-        """Operations that reduce one step's gradients; the reduced ones by name."""
+        """Build the operations that reduce one step's gradients, and return the reduced gradients by name."""
         with tf.device("CPU:0"):
             with tf.control_dependencies([self._start(step)]):
                 compressed = [tensor for made in self._together(step) for tensor in self._exchange_all(step, made)]
@@ -102,20 +102,21 @@ class HostPipeline(Pipeline):
         return dict(zip([*names, *finished], tensors, strict=True))
 
     def _start(self, step: Step) -> Tensor:
-        """What comes before everything else of a step."""
-        # Only a norm of all gradients needs them there: buckets are exchanged while others' gradients are computed.
+        """Return the operation that runs before everything else in a step."""
+        # Only a norm of all gradients must wait for all of them. Otherwise buckets are exchanged while others' gradients are
+        # computed.
         gradients = [*step.gradients.values(), *step.dense.values()] if self.compressor.holds_back else []
         return self._call(self._start_step, (), gradients, tf.bool)
 
     def _together(self, step: Step) -> list[list[Bucket]]:
-        """The buckets that are always in the same step of their schedule: those that were made together."""
+        """Group the buckets that are always at the same step of their schedule: those that were made together."""
         made: dict[int, list[Bucket]] = {}
         for bucket in step.buckets:
             made.setdefault(self._generation[bucket.name] if self.compressor.dense_steps else 0, []).append(bucket)
         return list(made.values())
 
     def _exchange_all(self, step: Step, buckets: list[Bucket]) -> list[Tensor]:
-        """The reduced gradients of some buckets."""
+        """Return the reduced gradients of some buckets."""
         if not self.compressor.dense_steps:
             return self._exchange(step, buckets, self.compressor.exchange)
         return _list(
@@ -127,8 +128,8 @@ class HostPipeline(Pipeline):
         )
 
     def _exchange(self, step: Step, buckets: list[Bucket], exchange: Exchange) -> list[Tensor]:
-        # TensorFlow runs calls of Python in the order in which they are written here. So all buckets are begun before the
-        # result of any is asked for, and their collectives are under way together.
+        # TensorFlow runs Python calls in the order in which they are written here. So all buckets are begun before any
+        # result is requested, and their collectives run at the same time.
         rounds = ROUNDS[exchange]
         tensors = [self._begin(step, bucket, rounds[0]) for bucket in buckets]
         for number, (kind, _) in enumerate(rounds):
@@ -139,7 +140,7 @@ class HostPipeline(Pipeline):
                     for bucket, tensor, dtype in zip(buckets, tensors, dtypes, strict=True)
                 ]
             run = self._collectives.allgather if kind == "allgather" else self._collectives.total
-            # Numbers, because the name of a variable may hold what that of an operation must not.
+            # Names use numbers, because a variable's name may contain characters that an operation's name must not.
             names = [f"{list(self._memory).index(bucket.name)}.{exchange.__name__}.{number}" for bucket in buckets]
             tensors = [run(tensor, name) for tensor, name in zip(tensors, names, strict=True)]
         return [
@@ -167,7 +168,7 @@ class HostPipeline(Pipeline):
 
     def _reduce_dense(self, step: Step) -> dict[str, Tensor]:
         packs = step.packs()
-        # All are begun before the result of any is asked for.
+        # All are begun before any result is requested.
         reduced = [
             self._collectives.dense(self._packed(step, pack), f"dense.{number}", step.op, step.predivide)
             for number, pack in enumerate(packs)
@@ -179,7 +180,7 @@ class HostPipeline(Pipeline):
         return finished
 
     def _packed(self, step: Step, pack: Pack) -> Tensor:
-        """The message of some parameters that are reduced dense."""
+        """Return the message of the parameters in a pack, which are reduced dense."""
         gradients = [step.dense[name] for name in pack.names]
         if self.compressor.clip_norm is None:
             return tf.cast(pack.join(gradients), wire_dtype(pack.dtype))
@@ -189,7 +190,7 @@ class HostPipeline(Pipeline):
 
     @staticmethod
     def _call(method: Callable[..., Any], known: tuple[Any, ...], inputs: Sequence[Tensor], types: Any) -> Any:
-        """An operation that calls a method with what is known now, then with its inputs."""
+        """Return an operation that calls a method with the arguments known now, followed by the operation's inputs."""
         return tf.numpy_function(_Weak(method, known), inputs, types)
 
     # --- called from the graph ---
@@ -220,7 +221,7 @@ class HostPipeline(Pipeline):
         bucket = self._bucket_of[name]
         collective = self.advance(bucket, result, divisor, self._keep_reduced(bucket))
         if collective is None:
-            # It has ended early, on all ranks; the graph's next collective has nothing to carry.
+            # The exchange has ended early on all ranks, so the graph's next collective has nothing to carry.
             return np.zeros(1, dtype)
         return np.ascontiguousarray(collective.message)
 
@@ -241,7 +242,7 @@ class HostPipeline(Pipeline):
         kept = self._reduced[bucket.name] = []
 
         def write(slots: Sequence[Slot], reduced: Reduced) -> None:
-            # Half-precision sums are rounded once, at the end, and not after every rank.
+            # Half-precision sums are rounded once, at the end, instead of after every rank.
             kept.extend(self._lender.lend(slot.numel, bucket.layout.residual_dtype) for slot in slots)
             reduced.write([(slot.offset, flat) for slot, flat in zip(slots, kept, strict=True)])
 
@@ -253,7 +254,7 @@ class HostPipeline(Pipeline):
     def _finish_pack(self, pack: Pack, reduced: NDArray[Any]) -> NDArray[Any]:
         flat = np.array(reduced)
         if self.compressor.momentum_correction is None and self.ops.all_finite(flat):
-            # To look at thousands of small ones takes longer.
+            # Checking thousands of small parameters one by one would take longer.
             return flat
         end = 0
         for part in pack.parts:
@@ -275,24 +276,24 @@ class HostPipeline(Pipeline):
     # --- state ---
 
     def adopt_memory(self) -> None:
-        """Work on what the variables hold now: a checkpoint may have been restored."""
+        """Use the memory that the variables have now: a checkpoint may have been restored."""
         for bucket in self.buckets:
             self._adopt(bucket)
 
 
 def _threads() -> int:
-    """As many as TensorFlow uses within an operation, which has no function that says so."""
+    """Return the number of threads that TensorFlow uses within an operation; it has no function that tells this number."""
     said = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
     wanted = int(said) if said.isdigit() else 0
     return int(tf.config.threading.get_intra_op_parallelism_threads()) or wanted or os.cpu_count() or 1
 
 
 class _Weak:
-    """Calls a method of an object that it does not keep alive, as TensorFlow does with every function that a graph calls.
+    """Calls a method without keeping its object alive. TensorFlow keeps alive every function that a graph calls.
 
     Args:
-        method: of the object.
-        known: its first arguments.
+        method: a bound method of the object.
+        known: the first arguments of the method.
     """
 
     def __init__(self, method: Callable[..., Any], known: tuple[Any, ...]) -> None:

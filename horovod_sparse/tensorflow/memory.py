@@ -1,4 +1,4 @@
-"""Variables of our own, and their memory, on which NumPy works in place."""
+"""This package's own variables, and their memory, on which NumPy works in place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _seen: list[NDArray[Any]] = []
 
 
 def make_variable(value: Any, name: str, device: str | None) -> Variable:
-    """A variable, made outside of any function that is being traced; `device` None leaves the choice to TensorFlow."""
+    """Make a variable outside of any function that is being traced. If `device` is None, TensorFlow chooses the device."""
 
     def make() -> Variable:
         with tf.device(device):
@@ -28,22 +28,22 @@ def make_variable(value: Any, name: str, device: str | None) -> Variable:
 
 
 def unwatched(make: Callable[[], Variable]) -> Variable:
-    """The variable that `make` makes, outside of any function that is being traced."""
-    # In another thread, because `tf.function` watches its own for new variables, even in `tf.init_scope`: it would trace
-    # twice, and refuse a variable that a later trace needs.
+    """Call `make` outside of any function that is being traced, and return the variable that it makes."""
+    # This uses another thread, because `tf.function` watches its own thread for new variables, even in `tf.init_scope`.
+    # It would trace twice, and refuse a variable that a later trace needs.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()
 
 
 def memory_of(variable: Variable) -> NDArray[Any]:
-    """The memory of a variable on the CPU, not a copy; until something is assigned to the variable."""
+    """Return the memory of a variable on the CPU, not a copy. It is valid until something is assigned to the variable."""
     with _one_at_a_time, tf.init_scope(), tf.device("CPU:0"):
         _look(variable.read_value())
         return _seen.pop()
 
 
 def check_memory(variable: Variable) -> None:
-    """Raise RuntimeError if what is written to the memory of a variable of zeros is not seen in the variable."""
+    """Raise RuntimeError if a value written to the memory of a variable of zeros does not appear in the variable."""
     memory = memory_of(variable)
     memory[0] = 1.0
     with tf.init_scope():
@@ -56,7 +56,7 @@ def check_memory(variable: Variable) -> None:
         )
 
 
-# In a graph, because functions that are called eagerly get copies.
+# This runs in a graph, because functions that are called eagerly get copies.
 @tf.function(reduce_retracing=True, autograph=False)
 def _look(tensor: Tensor) -> None:
     tf.numpy_function(_seen.append, [tensor], [])

@@ -1,4 +1,4 @@
-"""Names of variables, by which residuals are kept and saved. The same on every rank that builds the same model."""
+"""Names of variables, under which residuals are kept and saved. Every rank that builds the same model has the same names."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ Variable = Any
 
 
 class Names:
-    """Gives every variable a name that no other has: a Keras variable's path, a `tf.Variable`'s name.
+    """Gives every variable a unique name: a Keras variable's path, or a `tf.Variable`'s name.
 
-    Of variables with the same name the second becomes "name_1", in the order in which they are first seen.
+    If two variables have the same name, the one that is seen second becomes "name_1".
     """
 
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._not_trainable: set[str] = set()
-        """Keras variables, as they were when last seen; of a `tf.Variable` that never changes."""
+        """Names of Keras variables that were not trainable when last seen. For a `tf.Variable` this never changes."""
 
     def of(self, variables: Sequence[Variable]) -> list[str]:
-        """The names of some variables, seen before or not."""
+        """Return the names of some variables, whether they were seen before or not."""
         return [self._name(variable) for variable in variables]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the variable with this name."""
+        """Return the shape of the variable with this name."""
         return self._shapes[name]
 
     def frozen(self, names: Iterable[str]) -> frozenset[str]:
-        """Those of some variables without a gradient that are not trained any more."""
+        """Return the names, among those of variables without a gradient, whose variables are not trained any more."""
         return frozenset(self._not_trainable.intersection(names))
 
     def _name(self, variable: Variable) -> str:
@@ -55,18 +55,18 @@ class Names:
 
 
 def plain(variable: Variable) -> Variable:
-    """The `tf.Variable` in a Keras 3 variable; anything else as it is."""
+    """Return the `tf.Variable` in a Keras 3 variable; return anything else unchanged."""
     return variable.value if hasattr(variable, "path") and hasattr(variable, "value") else variable
 
 
 def renamed(state: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
-    """A compressor's state with the names that its variables have now; as it is, if they cannot be told apart.
+    """Return a compressor's state with the names that its variables have now, or unchanged if they cannot be told apart.
 
-    Keras calls a variable of a sequential model "sequential/dense/kernel", and "dense/kernel" in the same model, loaded: so
-    of two names one may end in the other.
+    Keras calls a variable of a sequential model "sequential/dense/kernel". When the same model is loaded, it is called
+    "dense/kernel". So one of the two names may end in the other.
     """
     names = list(names)
-    # Parameters that are reduced dense have velocities only.
+    # Parameters that are reduced dense have only velocities.
     olds = {old for part in PARTS for old in state[part]}
     new: dict[str, str] = {}
     for name in names:

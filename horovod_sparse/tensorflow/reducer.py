@@ -1,8 +1,8 @@
-"""What replaces Horovod's reduction of gradients when the compression is one of ours: for tapes and optimizers alike.
+"""Replaces Horovod's reduction of gradients when the compression is one of ours, for both tapes and optimizers.
 
-One `Reducer` per compressor. It stands where stock Horovod has the function that `_make_allreduce_grads_fn` returns. What
-is reduced is planned when a variable is first seen, also while a `tf.function` is traced; the ranks compare their
-settings then, so that a difference raises on all of them instead of hanging.
+There is one `Reducer` per compressor. It takes the place of the function that stock Horovod's `_make_allreduce_grads_fn`
+returns. The reduction of a variable is planned when its first gradient is seen, also while a `tf.function` is traced. The
+ranks compare their settings then, so that a difference raises on all of them instead of hanging.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from horovod_sparse.tensorflow.step import Step
 Tensor = Any
 Variable = Any
 
-# Reducers per process set whose ranks have agreed. They agree on one after the other, so the number names one everywhere, also
-# where a rank has made some that it does not use. The ranks are part of the key because Horovod gives the number of a removed
-# set to the next one that is added.
+# Number of reducers per process set on which the ranks have agreed. The ranks agree on one reducer after the other, so the
+# number identifies the same reducer on all ranks, even if a rank has made reducers that it does not use. The ranks are part of
+# the key because Horovod gives the number of a removed set to the next one that is added.
 _agreed: Counter[tuple[int, ...]] = Counter()
 
 
@@ -45,13 +45,13 @@ class Reducer:
     """Reduces lists of gradients.
 
     Args:
-        compressor: the `compression` that was given to Horovod; it becomes this reducer's.
+        compressor: the `compression` that was given to Horovod; it is bound to this reducer.
         op: hvd.Average or hvd.Sum.
         predivide: `gradient_predivide_factor`.
         groups: as for `hvd.DistributedGradientTape`.
         sparse_as_dense: whether `tf.IndexedSlices` are compressed like other gradients.
         process_set: the workers that exchange.
-        shared: whether it serves one tape after the other, and not one optimizer.
+        shared: True if it serves one tape after the other, False if it serves one optimizer.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Reducer:
     ) -> None:
         self.shared = shared
         self.settings: Callable[[], Mapping[str, str]] = dict
-        """Of the optimizer, by name: what else must be equal on all ranks."""
+        """Returns the optimizer's settings by name, which must also be equal on all ranks."""
         self.compressor = compressor
         self._arguments = _key(op, predivide, groups, sparse_as_dense, process_set)
         self.names = Names()
@@ -79,22 +79,22 @@ class Reducer:
         self._process_set = process_set
         self._collectives = Collectives(process_set)
         self._agreements = 0
-        """With the other ranks so far: one whenever variables join."""
+        """Number of agreements with the other ranks so far: one whenever variables join."""
         self._dtypes: dict[str, Any] = {}
-        """Of the gradients of all variables that have been seen, by name."""
+        """Variable name -> dtype of its gradient, for all variables that have had a gradient."""
         self._bucket_of: dict[str, Bucket | GraphBucket] = {}
         self._dense: set[str] = set()
         self._sparse: list[str] = []
         self._pending_state: Mapping[str, Any] | None = None
-        # Embeddings have another number of rows in every step.
+        # The gradients of embeddings have a different number of rows in every step.
         self._function = tf.function(self._reduce, autograph=False, reduce_retracing=True)
-        # AutoGraph would rewrite all that is called from there, though it needs no rewriting.
+        # AutoGraph would rewrite everything that is called from there, though nothing there needs rewriting.
         self._reduce_as_it_is = tf.autograph.experimental.do_not_convert(self._reduce_list)
         self.active = process_set.included() and compresses(process_set.size())
         compressor.bind(self)
 
     def check_same(self, *, op: Any, predivide: float, groups: Any, sparse_as_dense: bool, process_set: Any) -> None:
-        """Raise ValueError unless a later tape is given the same arguments as the first one."""
+        """Raise ValueError if the arguments of a later tape differ from those of the first one."""
         given = _key(op, predivide, groups, sparse_as_dense, process_set)
         for name, value in given.items():
             if value != self._arguments[name]:
@@ -114,18 +114,18 @@ class Reducer:
         *,
         learning_rate: Tensor | None = None,
     ) -> list[Any]:
-        """The reduced gradients, in the same order; None stays None, unless the variable had a gradient before.
+        """Return the reduced gradients, in the same order. None stays None, unless the variable had a gradient before.
 
-        It stays None too if the variable is Keras' and not trainable any more; what waited for it is dropped then.
+        None also stays None for a Keras variable that is not trainable any more; its residual and velocity are dropped then.
 
         Args:
             gradients: dense tensors, `tf.IndexedSlices` or None.
-            variables: what they are the gradients of: `tf.Variable`s or Keras variables.
-            use_generic_names: not needed: names of collectives never depend on those of tensors here.
-            learning_rate: of this step; `lr_in_residual` needs it.
+            variables: the variable of each gradient: `tf.Variable`s or Keras variables.
+            use_generic_names: ignored: here the names of collectives never depend on those of tensors.
+            learning_rate: the learning rate of this step; `lr_in_residual` needs it.
 
         Raises:
-            ValueError: a bucket's variables are not all there; the ranks differ.
+            ValueError: some variables of a bucket are missing, or the ranks differ.
         """
         return list(self._reduce_as_it_is(gradients, variables, learning_rate))
 
@@ -158,7 +158,7 @@ class Reducer:
     def _reduce(
         self, plan: int, names: tuple[str, ...], frozen: frozenset[str], gradients: list[Any], rate: Tensor
     ) -> list[Any]:
-        """Build the operations; traced again when another `plan` has buckets for more variables."""
+        """Build the operations. They are traced again when a new `plan` has buckets for more variables."""
         if self.engine is None:
             # No variable has had a gradient yet.
             return gradients
@@ -186,7 +186,7 @@ class Reducer:
         return tf.ensure_shape(given[name], shape) if name in given else tf.zeros(shape, self._dtypes[name])
 
     def _gather_slices(self, name: str, gradient: Any, divisor: float) -> Any:
-        """All ranks' slices of an embedding's gradient, as stock Horovod reduces them; None is no slice."""
+        """Return all ranks' slices of an embedding's gradient, as stock Horovod reduces them. None counts as no slices."""
         shape, dtype = self.names.shape(name), self._dtypes[name]
         if gradient is None:
             gradient = tf.IndexedSlices(tf.zeros((0, *shape[1:]), dtype), tf.zeros(0, tf.int64))
@@ -201,7 +201,10 @@ class Reducer:
         return tf.IndexedSlices(values / tf.cast(divisor, dtype), indices, tf.constant(shape, tf.int64))
 
     def _taking_part(self, names: Sequence[str]) -> list[Bucket | GraphBucket]:
-        """The buckets of some variables, which must all be there: what was sent for others would be lost."""
+        """Return the buckets of some variables.
+
+        All variables of each bucket must be there: what was sent for missing ones would be lost.
+        """
         buckets = list({id(b): b for b in (self._bucket_of.get(name) for name in names) if b is not None}.values())
         for bucket in buckets:
             absent = [slot.name for slot in bucket.layout.slots if slot.name not in names]
@@ -217,7 +220,7 @@ class Reducer:
     def _extend(self, names: Sequence[str], gradients: Sequence[Any], variables: Sequence[Variable]) -> None:
         """Plan for variables that have a gradient for the first time.
 
-        What can be wrong on one rank alone is found before the ranks compare, so that all of them raise.
+        Errors that can occur on one rank alone are found before the ranks compare, so that all of them raise.
         """
         new = {
             name: gradient
@@ -232,7 +235,7 @@ class Reducer:
             planned, layouts = self._plan(new, sparse, self._group_numbers(names, variables), devices)
             state, rest = self._state_of(planned, layouts)
         except Exception as error:
-            # Of whatever kind: a damaged state raises others than ValueError.
+            # Every kind of error is caught: a damaged state raises others than ValueError.
             self._agree(new, sparse, f"{type(error).__name__}: {error}")
             raise
         self._agree(new, sparse, "")
@@ -255,7 +258,7 @@ class Reducer:
     def _plan(
         self, new: Mapping[str, Any], sparse: Sequence[str], groups: Mapping[str, int], devices: Mapping[str, str]
     ) -> tuple[list[Layout], list[Layout]]:
-        """The buckets of new variables, and those that are reduced dense."""
+        """Return the layouts of the buckets of new variables, and those of the variables that are reduced dense."""
         parameters, layouts = [], []
         for name, gradient in new.items():
             if name in sparse:
@@ -279,7 +282,7 @@ class Reducer:
     def _state_of(
         self, planned: Sequence[Layout], dense: Sequence[Layout]
     ) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
-        """What a state that was loaded before has for new variables, checked, and what goes on waiting for others."""
+        """Return the part of a state loaded before that is for new variables, checked, and the part that waits for others."""
         if self._pending_state is None:
             return None, None
         residuals = {slot.name: slot.shape for layout in planned for slot in layout.slots}
@@ -312,12 +315,12 @@ class Reducer:
             parts = np.array_split(np.arange(len(names)), min(self._groups, len(names)))
             return {names[index]: number for number, part in enumerate(parts) for index in part}
         numbers = {name: number for number, group in enumerate(self._groups) for name in self.names.of(group)}
-        # Who is in no group is one alone.
+        # A variable that is in no group forms a group of its own.
         alone = [name for name in names if name not in numbers]
         return numbers | {name: len(self._groups) + number for number, name in enumerate(alone)}
 
     def _agree(self, new: Mapping[str, Any], sparse: Sequence[str], problem: str) -> None:
-        """Compare with the other ranks; blocks. `problem` is what this rank cannot go on with."""
+        """Compare settings with the other ranks. This blocks. `problem` is the error that stops this rank, if any."""
         mine: dict[str, str | list[str]] = {
             "compression": repr(self.compressor),
             "variables": [
@@ -351,7 +354,7 @@ class Reducer:
         return 0 if self.engine is None else self.engine.nbytes
 
     def state_dict(self) -> dict[str, Any]:
-        """The engine's state, with what waits for variables that have had no gradient yet, and the names of embeddings."""
+        """Return the engine's state, the names of embeddings, and the state of variables that have had no gradient yet."""
         state = empty_state()
         if self.engine is not None:
             self.engine.adopt_memory()
@@ -359,7 +362,7 @@ class Reducer:
         return state if self._pending_state is None else _merged(state, copy.deepcopy(self._pending_state))
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        """Load what there are buckets for, and keep the rest until there are."""
+        """Load the state of the variables that have been planned, and keep the rest until its variables are."""
         if self.engine is None:
             self._pending_state = copy.deepcopy(dict(state)) if holds_anything(state) else None
             return
@@ -387,7 +390,7 @@ class Reducer:
     def discard_step(self) -> None:
         """See `ServingCompressor.discard_step`."""
         if not self.active:
-            # Nothing is kept of any step.
+            # No step leaves anything to discard.
             return
         if isinstance(self.engine, GraphPipeline):
             raise RuntimeError("graph must be False in the compression to discard a step, and discardable True")
@@ -413,11 +416,11 @@ def _key(op: Any, predivide: float, groups: Any, sparse_as_dense: bool, process_
 
 
 def _part(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """What a state has for some variables."""
+    """Return the part of a state that belongs to some variables."""
     kept = {kind: {name: value for name, value in state[kind].items() if name in names} for kind in PARTS}
     return {**state, **kept}
 
 
 def _merged(state: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with what another one has in its place."""
+    """Return `state` with the entries of `other` added or replaced."""
     return {**state, **{kind: {**state[kind], **other[kind]} for kind in PARTS}}

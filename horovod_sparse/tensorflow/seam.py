@@ -1,12 +1,13 @@
-"""The seam to stock Horovod for TensorFlow: five of its functions, replaced in place.
+"""The seam to stock Horovod for TensorFlow: five of its functions are replaced in place.
 
-- `horovod.tensorflow._make_allreduce_grads_fn` makes what reduces gradients, for tapes and for all optimizers but Keras 3's.
-- Three methods of `_DistributedGradientTape`, which `hvd.DistributedGradientTape` copies into a new class at each call: here
-  they take the variables of Keras 3 too.
+- `horovod.tensorflow._make_allreduce_grads_fn` makes the function that reduces gradients, for tapes and for all optimizers
+  except those of Keras 3.
+- Three methods of `_DistributedGradientTape`. `hvd.DistributedGradientTape` copies them into a new class at each call. The
+  replacements also take the variables of Keras 3.
 - `horovod._keras.create_distributed_optimizer`: Keras 3 calls none of the methods that Horovod overrides, so replicas
-  would train apart without a word (see `keras.optimizer`).
+  would silently train apart (see `keras.optimizer`).
 
-Without one of our compressors they do what they did, but that a Keras 3 optimizer is warned of.
+Without one of our compressors the functions behave as before, except that a Keras 3 optimizer causes a warning.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ _CONTRACT = {
 }
 
 _replaced: list[tuple[Any, str, Any]] = []
-"""(module or class, name, stock function) of everything that is replaced now."""
+"""(module or class, name, stock function) of every function that is replaced now."""
 
 
 def check_contract() -> None:
-    """Raise ImportError unless the functions take the parameters that the replacements rely on."""
+    """Raise ImportError if the functions do not take the parameters that the replacements rely on."""
     problems = []
     for name, (owner, expected) in _CONTRACT.items():
         function = getattr(owner, name, None)
@@ -90,7 +91,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put stock Horovod's functions back. Tapes and optimizers made before keep what they have."""
+    """Put stock Horovod's functions back. Tapes and optimizers made before are not changed."""
     while _replaced:
         owner, name, stock = _replaced.pop()
         setattr(owner, name, stock)
@@ -106,9 +107,9 @@ def reducer_of(
     process_set: Any,
     shared: bool,
 ) -> Reducer:
-    """The reducer that a compressor is bound to; a new one if there is none.
+    """Return the reducer that a compressor is bound to, or a new one if there is none.
 
-    One compressor serves one optimizer, or, `shared`, tapes that all reduce in the same way.
+    One compressor serves one optimizer or, if `shared`, tapes that all reduce in the same way.
     """
     check_arguments(op, mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum, groups, compression)
     bound = compression.server
@@ -130,12 +131,12 @@ def reducer_of(
 
 
 def refuse_class(compression: Any) -> None:
-    """Raise TypeError for a compressor's class in place of an instance."""
+    """Raise TypeError if `compression` is a compressor's class instead of an instance."""
     if isinstance(compression, type) and issubclass(compression, TensorflowCompressor):
         raise TypeError(f"compression must be an instance, such as {compression.__name__}(...), got the class itself")
 
 
-# Each takes the stock function and returns its replacement.
+# Each of these takes the stock function and returns its replacement.
 
 
 def _make_allreduce_grads_fn(stock: Function) -> Function:
@@ -154,7 +155,7 @@ def _make_allreduce_grads_fn(stock: Function) -> Function:
             groups=given["groups"],
             sparse_as_dense=given["sparse_as_dense"],
             process_set=given["process_set"],
-            # A tape is made anew in every step.
+            # A new tape is made in every step.
             shared=given["name"] == "DistributedGradientTape",
         )
 
@@ -170,10 +171,10 @@ def _gradient(stock: Function) -> Function:
         elif isinstance(self._allreduce_grads, Reducer):
             many = [sources]
         else:
-            # What stock Horovod makes of it is its own affair.
+            # Leave this case to stock Horovod.
             return stock(self, target, sources, output_gradients, use_generic_names)
         if isinstance(self._allreduce_grads, Reducer):
-            # While they still have their paths.
+            # Name the sources while they still have their paths.
             self._allreduce_grads.names.of(many)
         reduced = stock(self, target, [plain(source) for source in many], output_gradients, use_generic_names)
         return reduced if isinstance(sources, (list, tuple)) else reduced[0]
@@ -207,7 +208,7 @@ def _create_distributed_optimizer(stock: Function) -> Function:
         given.apply_defaults()
         arguments = given.arguments
         refuse_class(arguments["compression"])
-        # Here, because Keras takes seconds to import and a tape does not need it.
+        # Imported here, because Keras takes seconds to import and a tape does not need it.
         import horovod_sparse.tensorflow.keras.optimizer as keras_optimizer
 
         is_ours = isinstance(arguments["compression"], TensorflowCompressor)
@@ -229,7 +230,7 @@ def _create_distributed_optimizer(stock: Function) -> Function:
 
 
 def _legacy(stock: Function, args: Sequence[Any], kwargs: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
-    """A legacy Keras optimizer, which stock Horovod makes distributed with one of our compressors."""
+    """Let stock Horovod make a legacy Keras optimizer distributed with one of our compressors, and return it."""
     from horovod_sparse.tensorflow.keras.optimizer import check_compression, settings_of
 
     optimizer, compression = arguments["optimizer"], arguments["compression"]

@@ -1,7 +1,7 @@
-"""Selection by TensorFlow operations alone: the algorithms of `horovod_sparse.compressors`, with 0-d tensors for floats.
+"""Selection by TensorFlow operations alone: the algorithms of `horovod_sparse.compressors`, with 0-d tensors as floats.
 
-The formulas are the same code (`horovod_sparse.algebra`); what is written again here is control flow that depends on
-data. Thresholds are float64, as Python's floats are. TensorFlow's CPU kernels take denormal numbers for zeros: entries below
+The formulas are the same code (`horovod_sparse.algebra`). Only control flow that depends on data is written again here.
+Thresholds are float64, as Python's floats are. TensorFlow's CPU kernels treat denormal numbers as zeros: entries below
 1.2e-38 (2.2e-308 in a float64 residual) count as zero.
 """
 
@@ -25,7 +25,7 @@ Numbers = dict[str, Tensor]
 
 
 class Tensors:
-    """0-d tensors of float64 as `horovod_sparse.algebra.Algebra`."""
+    """The `horovod_sparse.algebra.Algebra` of 0-d float64 tensors."""
 
     def log(self, x: Tensor) -> Tensor:
         return tf.math.log(_number(x))
@@ -54,21 +54,21 @@ class Chosen:
     """What was selected from a bucket."""
 
     indices: Tensor
-    """int64, ascending, unique, at most the capacity."""
+    """int64, ascending, unique; at most as many as the capacity."""
     found: Tensor
-    """How many qualified, float64."""
+    """How many entries qualified, as float64."""
     threshold: Tensor
-    """float64; NaN where there is none."""
+    """float64; NaN if there is none."""
     saved: Numbers = field(default_factory=dict)
-    """The algorithm's adaptive numbers after this selection; those that are left out stay as they were."""
+    """The algorithm's adaptive numbers after this selection. Numbers that are left out stay as they were."""
 
 
 Select = Callable[[Any, Tensor, int, int, Mapping[str, Tensor]], Chosen]
-"""(compressor, x, k, capacity, adaptive numbers) -> what it chooses; `x` as for `Compressor.select`."""
+"""(compressor, x, k, capacity, adaptive numbers) -> what it chooses; `x` is as for `Compressor.select`."""
 
 
 def check(compressor: Compressor) -> None:
-    """Raise ValueError, naming the setting, unless the graph path can do what the compressor does."""
+    """Raise ValueError, with the name of the setting, if the graph path cannot do what the compressor does."""
 
     def refuse(name: str, value: object, why: str, remedy: str) -> None:
         raise ValueError(f"{name} must not be {value!r} with graph=True: {why}; {remedy}, or leave graph=False")
@@ -104,7 +104,7 @@ def check(compressor: Compressor) -> None:
 
 
 def select(compressor: Compressor, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
-    """Choose about k, at most `capacity`, entries of `x`: flat, finite, not empty."""
+    """Choose about k entries of `x`, and at most `capacity`; `x` is flat, finite and not empty."""
     chosen = _SELECTS[type(compressor).select](compressor, x, k, capacity, saved)
     return Chosen(chosen.indices, chosen.found, chosen.threshold, {**saved, **chosen.saved})
 
@@ -113,7 +113,7 @@ def select(compressor: Compressor, x: Tensor, k: int, capacity: int, saved: Mapp
 
 
 def moments(x: Tensor, threshold: Tensor) -> Moments:
-    """Statistics of the excesses over `threshold`, as float64 tensors. No shape depends on the data."""
+    """Return statistics of the excesses over `threshold`, as float64 tensors. No shape depends on the data."""
     magnitudes, limit = tf.abs(x), _limit(x, threshold)
     above = magnitudes > limit
     excesses = tf.where(above, tf.cast(magnitudes, tf.float64) - tf.cast(limit, tf.float64), _number(0.0))
@@ -125,17 +125,17 @@ def moments(x: Tensor, threshold: Tensor) -> Moments:
 
 
 def count_above(x: Tensor, threshold: Tensor) -> Tensor:
-    """How many magnitudes exceed `threshold`, as float64."""
+    """Return how many magnitudes exceed `threshold`, as float64."""
     return tf.cast(tf.math.count_nonzero(tf.abs(x) > _limit(x, threshold)), tf.float64)
 
 
 def max_abs(x: Tensor) -> Tensor:
-    """The largest magnitude, float64."""
+    """Return the largest magnitude, as float64."""
     return tf.cast(tf.reduce_max(tf.abs(x)), tf.float64)
 
 
 def select_above(x: Tensor, threshold: Tensor, capacity: int) -> Chosen:
-    """The entries above `threshold`, or the `capacity` largest of those."""
+    """Select the entries above `threshold`; if there are more than `capacity`, only the `capacity` largest."""
     indices = tf.reshape(tf.where(tf.abs(x) > _limit(x, threshold)), [-1])
     found = tf.size(indices)
     indices = tf.cond(
@@ -147,12 +147,12 @@ def select_above(x: Tensor, threshold: Tensor, capacity: int) -> Chosen:
 
 
 def select_largest(x: Tensor, count: int) -> Tensor:
-    """Indices, ascending, of the `count` largest magnitudes; among equals the lowest."""
+    """Return the ascending indices of the `count` largest magnitudes; among equals, the lowest indices."""
     return tf.cast(tf.sort(tf.math.top_k(tf.abs(x), count).indices), tf.int64)
 
 
 def below_largest(x: Tensor, threshold: Tensor) -> Tensor:
-    """As `search.below_largest`."""
+    """Return the same as `search.below_largest`."""
     largest, zero = max_abs(x), _number(0.0)
     single = tf.cast(largest, tf.float32)
     in_single = tf.cast(tf.math.nextafter(single, tf.constant(0.0)), tf.float64)
@@ -161,7 +161,7 @@ def below_largest(x: Tensor, threshold: Tensor) -> Tensor:
 
 
 def search_threshold(x: Tensor, k: int, tolerance: float, *, not_zero: Tensor, start: Tensor | None = None) -> Tensor:
-    """As `search.search_threshold`, for `not_zero` > k."""
+    """Return the same as `search.search_threshold`; `not_zero` must be greater than k."""
 
     def count_once(
         step: Tensor,
@@ -236,7 +236,7 @@ def _sidco(compressor: sidco.SIDCo, x: Tensor, k: int, capacity: int, saved: Map
 
 
 def _estimate(compressor: sidco.SIDCo, x: Tensor, aim: Tensor, whole: Moments, cut: Tensor) -> Any:
-    """The fitted threshold, and the next step's cut, as in `SIDCo.select`."""
+    """Return the fitted threshold and the next step's cut, as in `SIDCo.select`."""
     assert compressor.stages != "auto"
     stages, ratio = compressor.stages, aim / whole.count
     no_cut = _number(math.inf)
@@ -263,7 +263,7 @@ def _estimate(compressor: sidco.SIDCo, x: Tensor, aim: Tensor, whole: Moments, c
             if compressor.adapt == "robust":
                 step = (aim / tf.maximum(tail.count, 1.0)) ** (1.0 / remaining)
             following = tf.maximum(threshold + fit(tail, step), previous)
-            # Beyond the data the last threshold that left something is the better one.
+            # If a threshold lies beyond the data, the last one that left something is better.
             reached = tf.where(left, following, previous)
             return remaining - 1.0, threshold, reached, tf.where(left, threshold, last), left
 
@@ -325,7 +325,7 @@ def _redsync(compressor: redsync.RedSync, x: Tensor, k: int, capacity: int, save
     if compressor.method == "trim":
         limit = tf.cond(few, lambda: _number(0.0), lambda: _trimmed(x, k, mean, largest))
         chosen = select_above(x, limit, k)
-        # The same entries as TopK finds; more than those do not qualify.
+        # These are the entries that TopK finds. No others qualify.
         return Chosen(chosen.indices, tf.minimum(chosen.found, float(k)), limit)
     limit = tf.cond(few, lambda: _number(0.0), lambda: below_largest(x, _bisected(x, k, mean, largest)))
     return select_above(x, limit, min(capacity, 2 * k))
@@ -355,7 +355,7 @@ def _bisected(x: Tensor, k: int, mean: Tensor, largest: Tensor) -> Tensor:
     return tf.while_loop(lambda _, __, going: going, halve, begin, maximum_iterations=redsync.MOST_PROBES)[0]
 
 
-# By the function, so that a subclass with a selection of its own is none of them.
+# The key is the function, so that a subclass with its own `select` is not found here.
 _SELECTS: dict[Any, Select] = {
     topk.TopK.select: _topk,
     threshold.Threshold.select: _hard,
@@ -370,5 +370,5 @@ def _number(x: Any) -> Tensor:
 
 
 def _limit(x: Tensor, threshold: Tensor) -> Tensor:
-    """The threshold in the precision of the comparison; infinity beyond its range."""
+    """Return the threshold in the precision of the comparison; beyond the range of that precision it is infinity."""
     return tf.cast(_number(threshold), x.dtype)

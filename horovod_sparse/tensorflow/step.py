@@ -1,4 +1,4 @@
-"""One step as an engine reduces it: what is known while the graph is built."""
+"""Describes one step for the engine that reduces it: what is known while the graph is built."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tensorflow as tf
 Tensor = Any
 
 _PACK_BYTES = 2**20
-"""Gradients that are reduced dense share a message of so many bytes; a larger one has its own, for which it is not copied."""
+"""Gradients that are reduced dense share messages of up to this many bytes. A larger one is sent alone, uncopied."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Pack:
-    """Parameters that are reduced dense in one message: a collective for every small one would take longer than its data."""
+    """Parameters that are reduced dense in one message: one collective per small parameter would take longer than its data."""
 
     dtype: Any
-    """Of their gradients."""
+    """The dtype of their gradients."""
     parts: list[Part]
 
     @property
@@ -40,11 +40,11 @@ class Pack:
         return sum(part.numel for part in self.parts)
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The parts' tensors, flat, one after the other."""
+        """Return the parts' tensors, flattened and concatenated."""
         return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensor of each part, in its shape, by name."""
+        """Return the tensor of each part, in its shape, by name."""
         pieces = tf.split(flat, [part.numel for part in self.parts])
         return {part.name: tf.reshape(piece, part.shape) for part, piece in zip(self.parts, pieces, strict=True)}
 
@@ -54,28 +54,28 @@ class Step:
     """The gradients of one step and how they are reduced."""
 
     buckets: Sequence[Any]
-    """The engine's, those that take part."""
+    """The engine's buckets that take part."""
     gradients: Mapping[str, Tensor]
-    """Of the parameters in the buckets, by name; those that are left out count as zero."""
+    """Gradients of the parameters in the buckets, by name. A missing gradient counts as zero."""
     dense: Mapping[str, Tensor]
     """Gradients of the parameters that are reduced dense, by name."""
     others: Mapping[str, Tensor]
-    """Values, by name, that have been reduced already and only have to be finite."""
+    """Values, by name, that are already reduced and only have to be finite."""
     dtypes: Mapping[str, Any]
-    """Of the gradients of all parameters, by name."""
+    """The dtypes of the gradients of all parameters, by name."""
     rate: Tensor
-    """The learning rate, float64; NaN where nobody knows it."""
+    """The learning rate, float64; NaN if it is unknown."""
     op: Any
-    """Horovod's, for the dense ones."""
+    """Horovod's reduction operation for the dense gradients."""
     divisor: float
-    """What sums of compressed gradients are divided by."""
+    """The number by which sums of compressed gradients are divided."""
     predivide: float
-    """`gradient_predivide_factor`, for the dense ones."""
+    """`gradient_predivide_factor`, for the dense gradients."""
     frozen: Collection[str] = ()
-    """Names of parameters that are not trained any more; what waits for them is dropped."""
+    """Names of parameters that are not trained any more; their residuals and velocities are dropped."""
 
     def packs(self) -> list[Pack]:
-        """The parameters that are reduced dense, by the message that each is in."""
+        """Return the parameters that are reduced dense, grouped by message."""
         packs: list[Pack] = []
         for name, gradient in self.dense.items():
             part = Part(name, tuple(gradient.shape), gradient.shape.num_elements())

@@ -29,10 +29,10 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name.
     process_set: Any = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Make an optimizer reduce its gradients over all workers, as in stock Horovod; Keras 3 optimizers do it here too.
+    """Make an optimizer reduce its gradients over all workers, as in stock Horovod, but also for Keras 3 optimizers.
 
-    Those of `tf.compat.v1.train` go to stock Horovod; all others to `horovod_sparse.tensorflow.keras.DistributedOptimizer`,
-    with `op` and `groups`, which stock Horovod forgets on that way.
+    Optimizers of `tf.compat.v1.train` go to stock Horovod. All others go to
+    `horovod_sparse.tensorflow.keras.DistributedOptimizer` with `op` and `groups`, which stock Horovod loses there.
     """
     arguments = {
         "name": name,
@@ -51,7 +51,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name.
     }
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return stock.DistributedOptimizer(optimizer, use_locking=use_locking, **arguments)
-    # Here, because Keras takes seconds to import.
+    # Imported here, because Keras takes seconds to import.
     from horovod_sparse.tensorflow.keras import wrappers
 
     return wrappers.DistributedOptimizer(optimizer, **arguments)
@@ -60,8 +60,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name.
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: Any = global_process_set, inplace: bool = False
 ) -> Any:
-    """Give all workers the values that the variables have on one, as in stock Horovod; they may be Keras 3 variables.
+    """Give all workers the variables' values of `root_rank`, as in stock Horovod, but also for Keras 3 variables.
 
-    Of a Keras 3 model take `model.weights`: `model.variables` also has the states of random generators.
+    For a Keras 3 model pass `model.weights`: `model.variables` also has the states of random generators.
     """
     return stock.broadcast_variables([plain(variable) for variable in variables], root_rank, process_set, inplace)

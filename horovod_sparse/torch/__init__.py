@@ -30,5 +30,5 @@ __all__ = [name for name in globals() if not name.startswith("_") and name != "s
 
 
 def __getattr__(name: str) -> object:
-    """Whatever else Horovod's module has, private names too."""
+    """Return any other name of Horovod's module, private names included."""
     return getattr(_stock, name)

@@ -1,4 +1,4 @@
-"""What must hold before anything is exchanged: momentum only once, and the same settings on every rank."""
+"""Checks before anything is exchanged: momentum is applied only once, and every rank has the same settings."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import gather_json
 
 _agreed: Counter[tuple[int, ...]] = Counter()
-"""Optimizers that have agreed so far, by process set: each gets a number, which is part of its collectives' names. An optimizer
-that only one rank has made counts for nothing. The ranks are part of the key because Horovod gives the number of a removed
-set to the next one that is added."""
+"""How many optimizers have agreed so far, by process set. Each optimizer gets a number, which is part of its collectives'
+names. An optimizer that only one rank has made does not count. The key includes the ranks because Horovod gives the number
+of a removed set to the next one that is added."""
 
 
 class Agreement(NamedTuple):
     """What the ranks have agreed on."""
 
     number: int
-    """Of the optimizer in its process set."""
+    """The optimizer's number in its process set."""
     sparse: set[str]
     """The names of the new parameters that have a sparse gradient on some rank."""
     process_set: tuple[int, ...]
 
     def conclude(self) -> None:
-        """The next optimizer gets another number."""
+        """Record the number as used, so that the next optimizer gets another one."""
         _agreed[self.process_set] = max(_agreed[self.process_set], self.number + 1)
 
 
 def check_momentum(groups: Iterable[Mapping[str, Any]], compressor: TorchCompressor) -> None:
-    """Refuse momentum twice, in any of the optimizer's parameter groups."""
+    """Refuse momentum in both the compressor and any of the optimizer's parameter groups."""
     for group in groups:
         betas = group.get("betas")
         agreement.check_momentum(compressor, group.get("momentum"), betas, "torch.optim.SGD(..., momentum=0)")
@@ -51,17 +51,17 @@ def agree(
     known_sparse: Collection[str],
     number: int | None,
 ) -> Agreement:
-    """Compare settings and parameters with the other ranks of the optimizer's process set; blocks.
+    """Compare settings and parameters with the other ranks of the optimizer's process set. Blocks.
 
     Args:
         optimizer: the wrapped optimizer.
-        compressor: its compression.
-        new: the parameters that are about to be planned, and their names.
+        compressor: the optimizer's compressor.
+        new: the parameters that are about to be planned, with their names.
         known_sparse: names of parameters that this rank knows to have sparse gradients.
-        number: of the optimizer; None before its first agreement.
+        number: the optimizer's number; None before its first agreement.
 
     Raises:
-        ValueError: on every rank that finds another one different, with both values.
+        ValueError: on every rank that differs from another one; the message has both values.
         TypeError: on every rank, if a parameter is complex.
     """
     mine = _describe(optimizer, compressor, new, number)
@@ -72,7 +72,8 @@ def agree(
     ]
     process_set = optimizer.process_set
     key = (process_set.process_set_id, *process_set.ranks)
-    # Before the first agreement optimizers have no number, so the name cannot have one; what is compared has.
+    # Before the first agreement an optimizer has no number, so the collective's name cannot contain it. The description
+    # that is compared does.
     everyone = gather_json([mine, sparse, _agreed[key]], agreement_name(process_set), process_set)
     compare(mine, [theirs for theirs, _, _ in everyone], mpi_ops.rank())
     _refuse_complex(new)
@@ -82,7 +83,7 @@ def agree(
 
 
 def agreement_name(process_set: Any) -> str:
-    """Of the collective, the same for all optimizers of a process set."""
+    """Return the collective's name, which is the same for all optimizers of a process set."""
     return f"horovod_sparse.{process_set.process_set_id}.agree"
 
 
@@ -100,7 +101,7 @@ def _describe(
         "backward_passes_per_step": str(optimizer.backward_passes_per_step),
     }
     if compressor.lr_in_residual:
-        # Residuals are in units of the update, which these make.
+        # Residuals are in units of the update, which depends on these settings.
         description["lr"] = [str(float(group["lr"])) for group in groups]
         description["momentum"] = [str(group.get("momentum")) for group in groups]
     return description
@@ -116,11 +117,11 @@ def _refuse_complex(new: Mapping[Tensor, str]) -> None:
 
 
 def agree_on_states(problem: str, process_set: Any) -> None:
-    """Raise ValueError on every rank if the state that one of them has loaded does not fit; blocks.
+    """Raise ValueError on every rank if any rank has loaded a state that does not fit. Blocks.
 
     Args:
-        problem: what is wrong with this rank's; "" for nothing.
-        process_set: of the optimizer.
+        problem: what is wrong with this rank's state; "" if nothing is.
+        process_set: the optimizer's process set.
     """
     everyone = gather_json({"problem": problem}, f"{agreement_name(process_set)}.state", process_set)
     compare({"problem": problem}, everyone, mpi_ops.rank())

@@ -26,11 +26,11 @@ class TorchCompressor(ServingCompressor, HorovodCompressor):
     """A sparsifier that serves one `hvd.DistributedOptimizer`; its state loads with `torch.load(weights_only=True)`."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, None]:
-        """The tensor with everything but the selected entries zero; a new tensor of the same shape and dtype.
+        """Return a new tensor of the same shape and dtype in which all but the selected entries are zero.
 
-        For Horovod's own calls outside the optimizer (`hvd.allreduce(x, compression=...)`): right, without error
-        feedback, and without saving bandwidth, since Horovod allreduces what is returned. Tensors below `min_numel`,
-        tensors that are not floating point or sparse, and tensors with NaN or infinity are returned as they are.
+        Horovod calls this outside the optimizer (`hvd.allreduce(x, compression=...)`). The result is right, but there is no
+        error feedback, and no bandwidth is saved, since Horovod allreduces what is returned. Tensors below `min_numel`,
+        tensors that are not floating point, sparse tensors, and tensors with NaN or infinity are returned as they are.
         """
         self.warn_dense()
         ops = TorchOps()
@@ -44,11 +44,11 @@ class TorchCompressor(ServingCompressor, HorovodCompressor):
         return torch.zeros_like(flat).scatter(0, chosen, flat[chosen]).view(tensor.shape), None
 
     def decompress(self, tensor: Tensor, ctx: None) -> Tensor:
-        """The tensor as it is."""
+        """Return the tensor as it is."""
         return tensor
 
     def residual_dtype_of(self, tensor: Tensor) -> str:
-        """The residual's dtype for gradients like `tensor`."""
+        """Return the residual's dtype for gradients like `tensor`."""
         return self.residual_dtype or ("float64" if tensor.dtype == torch.float64 else "float32")
 
 

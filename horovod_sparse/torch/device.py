@@ -1,4 +1,4 @@
-"""Which buckets select on their device, without the host. Imports torch, and Triton when it is used; never Horovod."""
+"""Decides which buckets select on their device, without the host. Imports torch, and Triton when it is used; never Horovod."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.selector import Selector
 
 _LEAST_CAPABILITY = (7, 0)
-"""Of the GPUs that Triton compiles for."""
+"""The lowest compute capability of a GPU that Triton compiles for."""
 
 
 def on_gpu(compressor: Compressor, layout: Layout, buffer: Tensor) -> Selector | None:
-    """Of a bucket on an NVIDIA GPU, if Triton is there and the compressor can do without the host."""
+    """Return a selector for a bucket on an NVIDIA GPU, if Triton is there and the compressor can do without the host."""
     if buffer.device.type != "cuda" or torch.version.cuda is None or not triton.available():
         return None
     if torch.cuda.get_device_capability(buffer.device) < _LEAST_CAPABILITY:

@@ -14,7 +14,7 @@ from horovod.torch import mpi_ops
 from torch import Tensor
 
 Kind = Literal["allgather", "allreduce", "dense", "sparse"]
-"""Of all ranks' messages; of their sum; Horovod's own reduction of a gradient, dense or sparse."""
+"""A gather of all ranks' messages, their sum, or Horovod's own reduction of a dense or a sparse gradient."""
 
 
 @dataclass
@@ -22,7 +22,7 @@ class _Started:
     kind: Kind
     message: Tensor
     wait: Callable[[], Tensor] | None
-    """None once it has been waited for."""
+    """Waits for the result; None once it has been waited for."""
 
 
 class Collectives:
@@ -31,7 +31,7 @@ class Collectives:
     Args:
         op: Horovod's operation for gradients.
         predivide: splits the averaging as `gradient_predivide_factor` does.
-        process_set: those who take part.
+        process_set: the workers that take part.
     """
 
     def __init__(self, op: Any, predivide: float, process_set: Any) -> None:
@@ -39,12 +39,12 @@ class Collectives:
         self._predivide = predivide
         self._process_set = process_set
         self._started: dict[str, _Started] = {}
-        """Of this step, by name."""
+        """The collectives that were started in this step, by name."""
         self.given_up = False
-        """Whether a step was given up, so that collectives may be under way that nobody waits for."""
+        """True if a step was given up. Nobody waits for the collectives that it may have left under way."""
 
     def start(self, kind: Kind, message: Tensor, name: str) -> Callable[[], Tensor]:
-        """Start a collective, of dense messages in place; the returned function waits for its result."""
+        """Start a collective and return a function that waits for its result. Allreduces of dense messages are in place."""
         wait = self._begin(kind, message, name)
         started = self._started[name] = _Started(kind, message, wait)
 
@@ -69,13 +69,13 @@ class Collectives:
         return lambda: mpi_ops.synchronize(handle)
 
     def end_step(self) -> None:
-        """All that was started has been waited for."""
+        """Forget the step's collectives, which have all been waited for."""
         self._started.clear()
 
     def clear_up(self, name: str) -> None:
-        """End what a step that was given up has left under way, on this rank or another; blocks if there was one.
+        """End the collectives that a given-up step left under way, on this rank or another. Blocks if there was such a step.
 
-        A rank may have given up before it had started what others wait for: it takes part with zeros.
+        If a rank gave up before it had started a collective that others wait for, it takes part with zeros.
         """
         if not self.given_up:
             return
@@ -86,7 +86,7 @@ class Collectives:
                     self.start(kind, _nothing(kind, *like), key)
         for started in self._started.values():
             if started.wait is not None:
-                # Nobody asks any more what came of it; if Horovod is down, the next collective says so.
+                # The result is not needed any more. If Horovod is down, the next collective says so.
                 with contextlib.suppress(HorovodInternalError):
                     started.wait()
         self._started.clear()
@@ -103,13 +103,13 @@ def _nothing(kind: Kind, shape: Sequence[int], dtype: str, device: str) -> Tenso
 
 
 def empty_sparse(shape: Sequence[int], like: Tensor) -> Tensor:
-    """A sparse gradient without entries, of an embedding of this shape, with the type and on the device of `like`."""
+    """Return an empty sparse gradient for an embedding of this shape, with the type and on the device of `like`."""
     indices = torch.empty((1, 0), dtype=torch.int64, device=like.device)
     return torch.sparse_coo_tensor(indices, like.new_empty((0, *shape[1:])), tuple(shape), check_invariants=False)
 
 
 def gather_json(value: object, name: str, process_set: Any) -> list[Any]:
-    """Every rank's `value`, in rank order; blocks. Plain JSON, because what comes from other machines is not unpickled."""
+    """Return every rank's `value`, in rank order. Blocks. Uses JSON, because data from other machines is not unpickled."""
     line = bytearray(json.dumps(value).encode("ascii") + b"\n")
     gathered = mpi_ops.allgather(torch.frombuffer(line, dtype=torch.uint8), name=name, process_set=process_set)
     return [json.loads(part) for part in gathered.numpy().tobytes().splitlines()]

@@ -1,4 +1,4 @@
-"""How gradients are read from parameters, and reduced ones put where the optimizer looks for them. Never imports Horovod."""
+"""Reads gradients from parameters, and puts reduced ones where the optimizer looks for them. Never imports Horovod."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """A parameter's gradient, dense; None if it has none, or is not trained at the moment."""
+    """Return a parameter's gradient as a dense tensor; None if it has none, or is not trained at the moment."""
     gradient = parameter.grad
     if gradient is None or not parameter.requires_grad:
         return None
@@ -25,7 +25,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 def write_reduced(
     slots: Sequence[Slot], parameters: Sequence[Tensor], reduced: Reduced, as_sparse: Collection[Tensor]
 ) -> None:
-    """Make the sum of all ranks' entries the gradients of parameters, in their memory where that is possible."""
+    """Write the sum of all ranks' entries to the gradients of parameters, in their own memory where that is possible."""
     parts: list[Part] = []
     rounded: list[tuple[Tensor, Tensor]] = []
     for slot, parameter in zip(slots, parameters, strict=True):
@@ -41,7 +41,7 @@ def write_reduced(
         ):
             parts.append((slot.offset, gradient if gradient.dim() == 1 else gradient.view(-1)))
             continue
-        # Half-precision sums are rounded once, at the end, and not after every rank.
+        # Half-precision sums are rounded once at the end, not after every rank.
         wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         flat = torch.empty(parameter.numel(), dtype=wide, device=parameter.device)
         parts.append((slot.offset, flat))
@@ -52,7 +52,7 @@ def write_reduced(
 
 
 def write_dense_parts(parameters: Sequence[Tensor], reduced: Sequence[Tensor], as_sparse: Collection[Tensor]) -> None:
-    """Make `reduced` the gradients of parameters that are trained, most of them in one call."""
+    """Write `reduced` to the gradients of the parameters that are trained, most of them in one call."""
     targets, sources = [], []
     for parameter, flat in zip(parameters, reduced, strict=True):
         gradient = parameter.grad
@@ -69,9 +69,9 @@ def write_dense_parts(parameters: Sequence[Tensor], reduced: Sequence[Tensor], a
 
 
 def write_dense(parameter: Tensor, reduced: Tensor, *, as_sparse: bool) -> None:
-    """Make `reduced` the gradient, in the layout that the gradient had."""
+    """Write `reduced` to the gradient, sparse if `as_sparse`. A dense gradient that stays dense keeps its layout."""
     gradient = parameter.grad
-    # Sparse or dense on all ranks alike, whatever a rank has: optimizers round the two differently.
+    # The gradient is sparse on all ranks or dense on all, whatever a rank has: optimizers round the two differently.
     if as_sparse:
         parameter.grad = reduced.to(parameter.dtype).to_sparse()
     elif gradient is None or gradient.is_sparse:

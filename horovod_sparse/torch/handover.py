@@ -1,7 +1,7 @@
-"""Whether gradients still are what backward has handed over. Imports torch and NumPy; never Horovod.
+"""Checks whether gradients are still what backward has handed over. Imports torch and NumPy; never Horovod.
 
 Not every change raises a tensor's version (`GradScaler.unscale_`, `gradient.data`, `gradient.numpy()`), so a few entries are
-compared too. Entries that are zero would not show a scale.
+compared too. Entries that are zero would not show that a gradient was scaled.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 _SAMPLES = 16
-"""Entries of every gradient that are compared."""
+"""About how many entries of each gradient are compared."""
 _BLOCK = 2**16
-"""Where those are zero on the CPU, others are looked for in so many at a time."""
+"""If those entries are all zero on the CPU, this many entries at a time are searched for one that is not."""
 
 
 class Handed(NamedTuple):
@@ -24,15 +24,15 @@ class Handed(NamedTuple):
 
     gradient: Tensor | None
     version: int | None
-    """None if other tensors live in the same memory, whose changes would count too."""
+    """The tensor's version; None if other tensors live in the same memory, because their changes would count too."""
     sample: bytes | Tensor
-    """Some entries; on other devices than the CPU a tensor, since the host must not wait."""
+    """Some entries: bytes on the CPU, a tensor on other devices, since the host must not wait."""
     places: slice
-    """Where those are."""
+    """Where those entries are in the flat gradient."""
 
 
 def hand_over(gradient: Tensor | None) -> Handed:
-    """Remember what a gradient is now."""
+    """Record what a gradient is now."""
     if gradient is None:
         return Handed(None, None, b"", slice(0))
     flat = _flat(gradient)
@@ -42,7 +42,7 @@ def hand_over(gradient: Tensor | None) -> Handed:
         return Handed(gradient, version, flat[spread].clone(), spread)
     entries = _numbers(flat)
     sample = entries[spread].tobytes()
-    # What is left is not zero: zeros of either sign consist of these bytes.
+    # Zeros of either sign consist of these bytes alone. If any other bytes are left, some entry is not zero.
     if sample.strip(b"\x00\x80"):
         return Handed(gradient, version, sample, spread)
     places = _not_zero(entries)
@@ -50,12 +50,12 @@ def hand_over(gradient: Tensor | None) -> Handed:
 
 
 def without_sample(handed: Handed) -> Handed:
-    """Of a gradient that is being reduced in its own memory: only its version tells of other changes."""
+    """Drop the sample of a gradient that is being reduced in its own memory. Only its version then shows other changes."""
     return handed._replace(sample=b"", places=slice(0))
 
 
 def first_changed(handed: Mapping[Tensor, Handed]) -> Tensor | None:
-    """A parameter whose gradient is not what was handed over; of other devices than the CPU it waits for each once."""
+    """Return a parameter whose gradient is not what was handed over, or None. Waits once for each device but the CPU."""
     later: dict[torch.device, list[Tensor]] = {}
     for parameter, (gradient, version, sample, places) in handed.items():
         if parameter.grad is not gradient:
@@ -76,7 +76,7 @@ def first_changed(handed: Mapping[Tensor, Handed]) -> Tensor | None:
 
 
 def _difference(handed: Handed) -> Tensor:
-    """Whether the entries differ, on their device. Bytes are compared: NaN is not equal to itself."""
+    """Return whether the entries differ, as a tensor on their device. Compares bytes, because NaN is not equal to itself."""
     gradient, _, sample, places = handed
     assert gradient is not None and isinstance(sample, Tensor)
     now = _flat(gradient)[places].contiguous()
@@ -84,7 +84,7 @@ def _difference(handed: Handed) -> Tensor:
 
 
 def _flat(gradient: Tensor) -> Tensor:
-    """Its entries, of a sparse tensor the values, as they lie in memory if that needs no copy."""
+    """Return the entries, or the values of a sparse tensor, flat and in the order of the memory if that needs no copy."""
     dense = gradient._values() if gradient.is_sparse else gradient
     if dense.dim() == 1 and dense.is_contiguous():
         return dense
@@ -107,7 +107,7 @@ def _numbers(flat: Tensor) -> np.ndarray:
 
 
 def _not_zero(entries: np.ndarray) -> slice:
-    """Some entries that begin with the first that is not zero."""
+    """Return the places of some entries, beginning with the first one that is not zero."""
     for start in range(0, len(entries), _BLOCK):
         found = entries[start : start + _BLOCK] != 0
         first = int(found.argmax())

@@ -1,7 +1,7 @@
-"""The array verbs in PyTorch operations, for any device. Imports torch, never Horovod.
+"""The array verbs as PyTorch operations, for any device. Imports torch, never Horovod.
 
 Statistics run over chunks that stay in the processor's cache: a pass costs about one read of the memory, and no temporary
-is as large as the tensor. They return Python numbers, which on a GPU is one host synchronisation each.
+is as large as the tensor. The results are Python numbers. On a GPU each of them costs one host synchronisation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from horovod_sparse.ops import Above, Moments, Moving, Notes, Part, Selection, S
 from horovod_sparse.search import largest_candidates
 from horovod_sparse.wire import NOT_FINITE, PADDING
 
-# 64 Ki float64 are 512 KiB: within a core's second-level cache. GPUs have none worth chunking for.
+# 64 Ki float64 take 512 KiB, which fits into a core's second-level cache. GPUs have no cache worth chunking for.
 _CPU_CHUNK = 2**16
 _GPU_CHUNK = 2**26
 
@@ -28,7 +28,7 @@ class TorchOps:
     """Implements `horovod_sparse.ops.Ops` on `torch.Tensor`.
 
     Args:
-        compiled: whether tensors on the CPU are left to the compiled kernels, if there are any.
+        compiled: whether the compiled kernels, if there are any, handle tensors on the CPU.
     """
 
     def __init__(self, *, compiled: bool = True) -> None:
@@ -87,7 +87,7 @@ class TorchOps:
         return not_finite + self._keep_finite(residual)
 
     def _keep_finite(self, sums: Tensor) -> int:
-        """Bring sums that have overflowed back to the largest number of their type, in place; how many there were."""
+        """Set sums that have overflowed to the largest number of their type, in place. Return how many there were."""
         if self.all_finite(sums):
             return 0
         overflowed = int(torch.count_nonzero(torch.isinf(sums)))
@@ -96,7 +96,10 @@ class TorchOps:
         return overflowed
 
     def _finite(self, gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
-        """The gradient, in the residual's type if that may matter, with zeros for what is not finite, and how much that is."""
+        """Return the gradient with zeros for the entries that are not finite, and how many those are.
+
+        The gradient is converted to the residual's type first if that may matter.
+        """
         if gradient.dtype == torch.float64:
             gradient = gradient.to(dtype)
         if self.all_finite(gradient):
@@ -105,7 +108,7 @@ class TorchOps:
         return torch.where(finite, gradient, 0.0), int(torch.count_nonzero(~finite))
 
     def _compiled(self, x: Tensor) -> bool:
-        """Whether the kernels can do it: on the CPU, with types that they know."""
+        """Return whether the kernels can handle `x`: it is on the CPU, and of a type that they know."""
         return self._kernels and x.is_cpu and x.dtype in (torch.float32, torch.float64)
 
     def measure(self, x: Tensor) -> Sums:
@@ -144,7 +147,7 @@ class TorchOps:
         if self._compiled(array):
             array = array.contiguous()
             return kernels.all_finite(_memory(array), torch.get_num_threads())
-        # A sum is not finite when an entry is not, and is read at memory speed; finite entries may still overflow it.
+        # The sum is computed at memory speed, and it is not finite if any entry is not. Finite entries may overflow it too.
         return math.isfinite(array.sum().item()) or bool(torch.isfinite(array).all())
 
     def moments(self, x: Tensor, threshold: float, *, with_log: bool = False) -> Moments:
@@ -216,7 +219,7 @@ class TorchOps:
 
     def kth_largest(self, x: Tensor, count: int) -> float:
         if x.device.type == "cpu":
-            # NumPy's partition and sort use vector instructions: many times faster than torch's.
+            # NumPy's partition and sort use vector instructions and are many times faster than torch's.
             magnitudes = x.abs().numpy()
             magnitudes.partition(x.numel() - count)
             return float(magnitudes[x.numel() - count])
@@ -299,7 +302,7 @@ class TorchOps:
         return message
 
     def _message(self, count: int, like: Tensor) -> Tensor:
-        """Memory for a message that may be as large as the residual."""
+        """Return memory for a message that may be as large as the residual."""
         if self._compiled(like):
             return torch.from_numpy(kernels.lender.lend(count, _dtype(like)))
         return like.new_empty(count)
@@ -351,13 +354,14 @@ class TorchOps:
                 begin, end = torch.searchsorted(indices, torch.tensor((first, first + numel))).tolist()
                 self.scatter_add(target, indices[begin:end] - first, values[begin:end])
             else:
-                # The host would have to wait for where the target's entries begin. Others add zero to some entry.
+                # To know where the target's entries begin, the host would have to wait. So all entries are added, and those
+                # outside the target add zero to some entry.
                 inside = (indices >= first) & (indices < first + numel)
                 self.scatter_add(target, (indices - first).clamp(0, numel - 1), torch.where(inside, values, 0.0))
 
 
 class _TorchNotes(kernels.Notes):
-    """With tensors."""
+    """The kernels' notes, with tensors."""
 
     @property
     def above(self) -> Above | None:
@@ -395,15 +399,15 @@ def _to_write(first: int, target: Tensor) -> kernels.Target:
 
 
 def _nonzero(mask: Tensor) -> Tensor:
-    """Where it is true."""
+    """Return the indices where the mask is true."""
     if mask.device.type == "cpu":
-        # Several times faster than torch's.
+        # NumPy is several times faster here than torch.
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.nonzero().view(-1)
 
 
 def _limit(x: Tensor, threshold: float) -> float:
-    """The threshold in the precision of the comparison."""
+    """Return the threshold in the precision of the comparison."""
     return float(torch.tensor(threshold, dtype=x.dtype).item())
 
 

@@ -1,10 +1,13 @@
-"""What a wrapped optimizer does with its gradients when its compression is one of ours.
+"""Reduces the gradients of a wrapped optimizer whose compression is one of ours.
 
-One `Reducer` per optimizer. Hooks feed it gradients while backward goes on and never wait for another rank (on a GPU, buckets
-that have no selector do wait for the device); `synchronize` waits, once.
-Some steps are held back, and reduced as a whole in `synchronize`: the first, after the ranks have compared their settings (a
-difference raises on all of them instead of hanging, and the embeddings with sparse gradients are known to all); one that
-follows a step that was given up; and all of them if the compressor must see every gradient first.
+There is one `Reducer` per optimizer. Hooks give it gradients while backward goes on, and never wait for another rank (on a
+GPU, buckets that have no selector do wait for the device). `synchronize` waits, once.
+Some steps are held back, and reduced as a whole in `synchronize`:
+
+- The first step. The ranks compare their settings before it: a difference raises on all of them instead of hanging, and all
+  of them learn which embeddings have sparse gradients.
+- A step that follows a step that was given up.
+- Every step, if the compressor must see every gradient first.
 """
 
 from __future__ import annotations
@@ -36,10 +39,10 @@ from horovod_sparse.torch.ops import TorchOps
 from horovod_sparse.torch.routes import Dense, Routes, wire_dtype
 
 _TOGETHER = 2**18
-"""Bytes of gradients that are taken together: what a processor's cache holds."""
+"""Bytes of gradients that are taken together; a processor's cache holds as many."""
 
 Wait = Callable[[], Tensor]
-"""Waits for a collective and gives its result."""
+"""A function that waits for a collective and returns its result."""
 
 
 @dataclass
@@ -55,21 +58,21 @@ class _Step:
     """What this rank has done in a step so far."""
 
     handed: dict[Tensor, Handed] = field(default_factory=dict)
-    """Gradients that backward has handed over."""
+    """The gradients that backward has handed over, by parameter."""
     begun: bool = False
-    """Whether gradients are being taken: they are in residuals, or on their way."""
+    """True once gradients are being taken: they are in residuals, or on their way."""
     taken: set[Tensor] = field(default_factory=set)
-    """Parameters whose gradients, if they have one, have been taken."""
+    """Parameters that have been taken, with a gradient or without one."""
     waiting: dict[str, _Waiting] = field(default_factory=dict)
-    """By bucket."""
+    """The gradients that wait to be taken together, by bucket."""
     exchanges: dict[str, Wait] = field(default_factory=dict)
-    """By bucket, what waits for the first collective."""
+    """The functions that wait for the first collective, by bucket."""
     arrived: Counter[str] = field(default_factory=Counter)
-    """How many of those that are reduced dense together have been taken."""
+    """How many of the parameters that are reduced dense together have been taken, by the name of their `Dense`."""
     dense: list[tuple[Dense, Tensor, Wait]] = field(default_factory=list)
     sparse: dict[Tensor, Wait] = field(default_factory=dict)
     learning_rates: dict[Tensor, float] = field(default_factory=dict)
-    """Looked up when first needed."""
+    """The learning rates by parameter, looked up when first needed."""
 
 
 class Reducer:
@@ -77,7 +80,7 @@ class Reducer:
 
     Args:
         optimizer: the wrapped optimizer, fully constructed.
-        compressor: the `compression` it was given, checked by `check_arguments` and `check_momentum`.
+        compressor: the optimizer's `compression`, already checked by `check_arguments` and `check_momentum`.
     """
 
     def __init__(self, optimizer: Any, compressor: TorchCompressor) -> None:
@@ -88,12 +91,12 @@ class Reducer:
         self._ops = TorchOps()
         self._process_set = optimizer.process_set
         self._number: int | None = None
-        """Of the optimizer, the same on every rank; known after the first agreement."""
+        """The optimizer's number, the same on every rank; None before the first agreement."""
         self._collectives = Collectives(optimizer.op, optimizer.gradient_predivide_factor, self._process_set)
         self._routes = Routes(optimizer, compressor)
         self._step = _Step()
         self._frozen: set[Tensor] = set()
-        """Parameters that are not trained at the moment, and keep nothing."""
+        """Parameters that are not trained at the moment. They keep no residual and no velocity."""
         self._pending_state: Mapping[str, Any] | None = None
         self.active = self._activate()
 
@@ -101,22 +104,22 @@ class Reducer:
         if not self._process_set.included() or not compresses(self._process_set.size()):
             return False
         if mpi_ops.size() == 1:
-            # Stock Horovod leaves out the hooks then.
+            # Stock Horovod registers no hooks for a single worker.
             self._optimizer._register_hooks()
         return True
 
     def _name(self, what: str) -> str:
-        """Of a collective."""
+        """Return the full name of a collective."""
         return f"horovod_sparse.{self._process_set.process_set_id}.{self._number}.{what}"
 
-    # --- gradients in: called from hooks, never waits ---
+    # --- gradients in: called from hooks, never waits for another rank ---
 
     def submit(self, parameter: Tensor) -> None:
-        """Note a gradient that is ready, and take it at once unless the step is held back."""
+        """Record a gradient that is ready, and take it at once unless the step is held back."""
         if not self.active:
             return
         if torch.is_grad_enabled():
-            # Backward that makes a graph of its own. Otherwise the context would take longer than a small gradient.
+            # Backward makes a graph of its own. Otherwise there is no context, which would take longer than a small gradient.
             with torch.no_grad():
                 self._submit(parameter)
         else:
@@ -151,14 +154,14 @@ class Reducer:
         self._frozen = frozen
 
     def _gradients(self) -> Iterator[Tensor]:
-        """All that this rank has, but sparse ones."""
+        """Yield all gradients that this rank has, except sparse ones."""
         for parameter in self._routes.names:
             gradient = None if parameter in self._routes.sparse else gradient_of(parameter)
             if gradient is not None:
                 yield gradient
 
     def _take(self, parameter: Tensor) -> None:
-        """Give a gradient to the pipeline, or start its reduction; of what is exchanged together with the last one."""
+        """Give a gradient to the pipeline, or start its reduction. Gradients reduced together start with the last one."""
         step, pipeline, routes = self._step, self.pipeline, self._routes
         assert pipeline is not None
         step.taken.add(parameter)
@@ -213,7 +216,7 @@ class Reducer:
         return rates[parameter]
 
     def _dense_message(self, together: Dense, pipeline: Pipeline) -> Tensor:
-        """The gradients, one after the other; a large one is reduced in its own memory if that is possible."""
+        """Return the gradients, one after the other. A large one stays in its own memory if possible, and is reduced there."""
         gradients: list[Tensor] = []
         for parameter in together.parameters:
             gradient = gradient_of(parameter)
@@ -254,7 +257,7 @@ class Reducer:
         if not self._routes.complete:
             self._extend_routes()
         if self.pipeline is None:
-            # Nothing is to be reduced.
+            # There is nothing to reduce.
             return
         self._collectives.clear_up(self._name("given_up"))
         self._begin_step()
@@ -264,7 +267,7 @@ class Reducer:
         self._finish(self.pipeline)
 
     def _restore_hooks(self) -> None:
-        """Let stock hooks count as before backward, also those of a process set of one worker."""
+        """Reset the counts of stock hooks to what they were before backward, also for a process set of one worker."""
         optimizer = self._optimizer
         for parameter in optimizer._allreduce_delay:
             optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
@@ -273,10 +276,10 @@ class Reducer:
         optimizer._handles.clear()
 
     def _give_up_step(self) -> None:
-        """Forget the step that has begun, so that the next can begin; never waits for other ranks.
+        """Forget the step that has begun, so that the next can begin. Never waits for other ranks.
 
-        What is under way is kept, and ended before anything else is started. Gradients that were taken are in the residuals,
-        or are being reduced in their own memory: they leave `.grad`, so that none is taken twice.
+        Collectives that are under way are kept, and ended before anything else is started. Gradients that were taken are in
+        the residuals, or are being reduced in their own memory. They are removed from `.grad`, so that none is taken twice.
         """
         step, self._step = self._step, _Step()
         if step.begun:
@@ -291,7 +294,7 @@ class Reducer:
         self._optimizer._synchronized = False
 
     def check_unchanged(self) -> None:
-        """Raise, and give up the step, if a gradient was changed after it had been handed over."""
+        """Give up the step and raise RuntimeError if a gradient was changed after it had been handed over."""
         changed = first_changed(self._step.handed)
         if changed is None:
             return
@@ -305,7 +308,7 @@ class Reducer:
         )
 
     def check_not_left_out(self) -> None:
-        """Raise, and give up the step, if a GradScaler seems to have left it out on this rank alone."""
+        """Give up the step and raise RuntimeError if a GradScaler seems to have left it out on this rank alone."""
         self.check_unchanged()
         for parameter, (gradient, *_) in self._step.handed.items():
             if gradient is not None and not self._ops.all_finite(
@@ -322,10 +325,10 @@ class Reducer:
 
     def _finish(self, pipeline: Pipeline) -> None:
         divisor = float(pipeline.world) if self._optimizer.op == mpi_ops.Average else 1.0
-        # In the same order on every rank, so that all have started the same if one of the exchanges raises.
+        # The order is the same on every rank, so that all have started the same collectives if one of the exchanges raises.
         under_way = [(bucket, self._step.exchanges[bucket.name]) for bucket in pipeline.buckets]
         while under_way:
-            # Every bucket's next collective is started before the first of those is waited for.
+            # Start every bucket's next collective before waiting for the first of them.
             following = []
             for bucket, result in under_way:
                 collective = pipeline.advance(bucket, result(), divisor, self._write)
@@ -351,13 +354,13 @@ class Reducer:
         write_dense_parts(together.parameters, parts, self._routes.sparse_as_dense)
 
     def parameters_added(self) -> None:
-        """Called when the optimizer has got another group of parameters."""
+        """Take in a group of parameters that was added to the optimizer."""
         self.settings_changed()
         if self.active:
             self._routes.adopt()
 
     def settings_changed(self) -> None:
-        """Called when the optimizer's settings may have changed."""
+        """Check the optimizer's settings, which may have changed."""
         check_momentum(self._optimizer.param_groups, self.compressor)
 
     def _extend_routes(self) -> None:
@@ -383,7 +386,7 @@ class Reducer:
             self._pending_state = None
 
     def _problem_with_state(self, sparse: Collection[str]) -> str:
-        """What a state that waits cannot be loaded for, now that it is known which gradients are sparse; "" if it can."""
+        """Return why the pending state cannot be loaded, now that it is known which gradients are sparse; "" if it can."""
         if self._pending_state is None:
             return ""
         left_out = () if self._optimizer.sparse_as_dense else sparse
@@ -403,7 +406,7 @@ class Reducer:
         return 0 if self.pipeline is None else self.pipeline.residuals.nbytes
 
     def state_dict(self) -> dict[str, Any]:
-        """The pipeline's state and the names of the parameters with sparse gradients, which have none."""
+        """Return the pipeline's state, and the names of the parameters with sparse gradients, which have no state."""
         if self._pending_state is not None:
             return copy.deepcopy(dict(self._pending_state))
         if self.pipeline is None:
@@ -412,18 +415,18 @@ class Reducer:
         return {**self.pipeline.state_dict(), "sparse": sparse}
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        """Load now, or, before the first step, when the buckets are made."""
+        """Load the state now. Before the first step, load it when the buckets are made."""
         if self.pipeline is not None:
             self.pipeline.load_state_dict(state)
         else:
             if self.active and holds_anything(state):
-                # A wrong state is found when it is loaded, not in the middle of the first step.
+                # Find a wrong state when it is loaded, not in the middle of the first step.
                 check_state(state, self.compressor, *self._routes.expected_shapes(state.get("sparse", ())))
             self._pending_state = copy.deepcopy(dict(state)) if holds_anything(state) else None
         self._begin_afresh()
 
     def rescale(self, factor: float) -> None:
-        """Multiply all residuals and velocities, and what is kept in their unit."""
+        """Multiply all residuals, all velocities and what is kept in their unit by `factor`."""
         if self._pending_state is not None:
             self._pending_state = rescale_state(self._pending_state, self.compressor, factor)
         if self.pipeline is not None:
@@ -437,7 +440,7 @@ class Reducer:
         self._begin_afresh()
 
     def _begin_afresh(self) -> None:
-        """After all residuals were replaced."""
+        """Give up a step that has begun, because all residuals were replaced, and forget which parameters are frozen."""
         if self._step.begun:
             self._give_up_step()
         self._frozen.clear()

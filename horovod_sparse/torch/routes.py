@@ -1,4 +1,4 @@
-"""Which way the gradient of each parameter of an optimizer goes: compressed, dense, or Horovod's own for sparse gradients."""
+"""The route of each gradient of an optimizer: compressed, dense, or Horovod's own path for sparse gradients."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """Parameters whose gradients one allreduce reduces: a large one alone, or the small ones of a type and device."""
+    """Parameters whose gradients are reduced by one allreduce: a single large one, or small ones of one type and device."""
 
     layout: Layout
     parameters: list[Tensor]
 
     @property
     def name(self) -> str:
-        """The first parameter's."""
+        """The name of the first parameter."""
         return self.layout.name
 
 
 class Routes:
-    """The parameters of one `hvd.DistributedOptimizer`; more can join later.
+    """The routes of the parameters of one `hvd.DistributedOptimizer`; more parameters can join later.
 
     Args:
         optimizer: the wrapped optimizer.
-        compressor: its compression.
+        compressor: the optimizer's compressor.
     """
 
     def __init__(self, optimizer: Any, compressor: TorchCompressor) -> None:
         self._optimizer = optimizer
         self._compressor = compressor
         self.names: dict[Tensor, str] = {}
-        """All that have a route, in the order of the model."""
+        """All parameters that have a route, with their names, in the order of the model."""
         self.compressed: dict[str, Tensor] = {}
         self.dense: dict[Tensor, Dense] = {}
         self.sparse: set[Tensor] = set()
-        """Embeddings whose gradients are sparse tensors: Horovod's own path."""
+        """Embeddings whose gradients are sparse tensors, which Horovod's own path reduces."""
         self.sparse_as_dense: set[Tensor] = set()
-        """Those whose reduced gradients are sparse tensors again on every rank."""
+        """Parameters whose reduced gradients become sparse tensors again on every rank."""
 
     @torch.enable_grad()
     def adopt(self) -> None:
-        """Hook parameters that stock Horovod would ignore: added groups, and those that require gradients only now."""
+        """Hook parameters that stock Horovod would ignore: those of added groups, and those that require gradients only now."""
         optimizer = self._optimizer
         for number, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
@@ -70,11 +70,11 @@ class Routes:
 
     @property
     def complete(self) -> bool:
-        """Whether every parameter that is to be reduced has a route."""
+        """True if every parameter that is to be reduced has a route."""
         return len(self.names) >= len(self._optimizer._requires_update)
 
     def without_route(self) -> dict[Tensor, str]:
-        """Parameters that are to be reduced and have no route yet, with their names."""
+        """Return the parameters that are to be reduced and have no route yet, with their names."""
         optimizer = self._optimizer
         return {
             parameter: optimizer._parameter_names[parameter]
@@ -84,7 +84,7 @@ class Routes:
         }
 
     def extend(self, new: dict[Tensor, str], sparse: Collection[str], pipeline: Pipeline) -> None:
-        """Give routes to parameters, and to those that are compressed buckets; `sparse` names those with sparse gradients."""
+        """Give routes to new parameters, and buckets to the compressed ones. `sparse` names those with sparse gradients."""
         compressed: dict[str, Tensor] = {}
         dense: dict[str, Tensor] = {}
         for parameter, name in new.items():
@@ -121,7 +121,7 @@ class Routes:
         ]
 
     def _reduced_together(self, dense: dict[str, Tensor]) -> list[Dense]:
-        # An allreduce each would cost many small parameters more time than their entries do.
+        # With many small parameters, one allreduce for each would cost more time than their entries do.
         groups: dict[object, dict[str, Tensor]] = {}
         for name, parameter in dense.items():
             small = parameter.numel() < self._compressor.min_numel
@@ -138,7 +138,7 @@ class Routes:
         return Dense(Layout(tuple(slots), self._compressor.residual_dtype_of(parameters[0])), parameters)
 
     def expected_shapes(self, sparse: Collection[str]) -> tuple[Shapes, Shapes]:
-        """Of the residuals and velocities that there will be if the parameters named in `sparse` have sparse gradients."""
+        """Return the shapes of future residuals and velocities if the parameters named in `sparse` have sparse gradients."""
         optimizer = self._optimizer
         shapes = {
             name: tuple(parameter.shape)
@@ -152,5 +152,5 @@ class Routes:
 
 
 def wire_dtype(tensor: Tensor) -> torch.dtype:
-    """Of a dense allreduce: Horovod reduces no bfloat16, and small tensors can afford float32."""
+    """Return the dtype of a dense allreduce. Horovod cannot reduce bfloat16, and small tensors can afford float32."""
     return torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype

@@ -2,9 +2,9 @@
 
 `hvd.DistributedOptimizer` copies the methods of `horovod.torch.optimizer._DistributedOptimizer` into a new class at each
 call, so extending them once reaches every later optimizer, however it was imported. Without one of our compressors
-an extended method does exactly what it did. In our path it also lacks these defects of the stock methods: no
-`set_to_none` in `zero_grad`, a closure that `step` evaluates after the reduction, parameter groups that are added
-later and never reduced.
+an extended method does exactly what the stock method does. With one, it also avoids these defects of the stock methods:
+`zero_grad` has no `set_to_none`, `step` evaluates a closure after the reduction, and parameter groups that are added later
+are never reduced.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ATTRIBUTES = (
 )  # fmt: skip
 
 _replaced: list[tuple[type, str, Any]] = []
-"""(class, name, stock method or None) of everything that is extended now; empty when nothing is."""
+"""One (class, name, stock method or None) for each method that is extended now; empty when none is."""
 
 
 def check_contract(
@@ -85,7 +85,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put stock Horovod's methods back. Optimizers made before keep what they have."""
+    """Put stock Horovod's methods back. Existing optimizers keep the methods that they have."""
     while _replaced:
         cls, name, stock = _replaced.pop()
         if stock is None:
@@ -96,7 +96,7 @@ def uninstall() -> None:
 
 Method = Callable[..., Any]
 
-# Handle and context as stock hooks keep them; only that the handle is there matters, `Reducer.synchronize` does the waiting.
+# The handle and context that stock hooks keep. Only the presence of a handle matters: `Reducer.synchronize` does the waiting.
 _UNDER_WAY = (True, None)
 
 
@@ -112,7 +112,7 @@ def _reducer(optimizer: Any) -> Reducer | None:
     return reducer
 
 
-# Each takes the stock method and returns its extension.
+# Each of these functions takes the stock method and returns its extension.
 
 
 def _init(stock: Method) -> Method:
@@ -124,7 +124,7 @@ def _init(stock: Method) -> Method:
         params, compression, op, groups = (
             arguments.arguments[name] for name in ("params", "compression", "op", "groups")
         )
-        # Before stock Horovod registers its hooks, which would outlive a refused optimizer.
+        # Check before stock Horovod registers its hooks, which would outlive a refused optimizer.
         _refuse_class(compression)
         if isinstance(compression, TorchCompressor):
             _check_arguments(op, groups, compression)
@@ -213,7 +213,7 @@ def _zero_grad(stock: Method) -> Method:
     def extended(self: Any, *args: Any, **kwargs: Any) -> None:
         reducer = _reducer(self)
         if reducer is None:
-            # Stock Horovod takes no argument; its error for one stays its own.
+            # Stock Horovod takes no argument. If it gets one, it raises its own error.
             stock(self, *args, **kwargs)
         elif self._handles:
             reducer.check_not_left_out()
@@ -223,7 +223,7 @@ def _zero_grad(stock: Method) -> Method:
             )
         else:
             super(self.__class__, self).zero_grad(*args, **kwargs)
-            # A step that was left out after synchronize() must not hide that the next one is to be reduced.
+            # If a step was left out after synchronize(), the next one must still be reduced.
             self._synchronized = False
 
     return extended
@@ -242,7 +242,7 @@ def _add_param_group(stock: None) -> Method:
 def _load_state_dict(stock: Method) -> Method:
     def extended(self: Any, *args: Any, **kwargs: Any) -> None:
         if _reducer(self) is not None and self._handles:
-            # What is under way must arrive before the handles are dropped.
+            # Collectives that are under way must finish before the handles are dropped.
             self.synchronize()
         stock(self, *args, **kwargs)
         reducer = _reducer(self)

@@ -24,15 +24,15 @@ CHUNK = 1024
 GROUPS = 1024
 _LEAST_SLOTS = 32
 _SPARE = 4
-"""Slots for candidates, as a multiple of what a tile sends on average."""
+"""Slots of a tile for candidates, as a multiple of the number of entries that a tile sends on average."""
 _MOST_SLOTS = 16
-"""Slots take at most this part of the residual's entries."""
+"""There is at most one slot per this many entries of the residual."""
 _WIDTHS = {torch.float32: (11, 10, 10), torch.float64: (11, 11, 11, 10, 10, 10)}
-"""Bits of a magnitude's digits, from the first."""
+"""Width of each digit of a magnitude, in bits, from the most significant digit."""
 
 
 class _Part(NamedTuple):
-    """One parameter's."""
+    """One parameter's place in the bucket, and its tiles."""
 
     end: int
     """Index after its last entry."""
@@ -41,22 +41,22 @@ class _Part(NamedTuple):
 
 
 def _device_of(tensor: Tensor) -> AbstractContextManager[None]:
-    """Triton launches on the current device, which need not be the tensor's."""
+    """Make the tensor's device the current one: Triton launches on the current device."""
     device: AbstractContextManager[None] = torch.cuda.device_of(tensor)
     return device
 
 
 class DeviceBucket:
-    """Launches the kernels for one bucket; a `selector.Selector`.
+    """A `selector.Selector` that launches the kernels for one bucket.
 
     Args:
         rule: what the compressor asks for (`rules.rule_of`).
-        buffer: the bucket's residual, float32 or float64, flat and contiguous; it stays the caller's and is changed.
-        sizes: entries of each parameter, > 0, in the order of the bucket.
-        ratio: about which part of the entries will be sent.
-        block: entries of a tile, a power of two, at most `kernels.MOST_BLOCK`.
-        chunk: entries that the later kernels look at in one go, a power of two, at most `block`.
-        groups: at most so many programs are launched of the later kernels, a power of two.
+        buffer: the bucket's residual, float32 or float64, flat and contiguous. It belongs to the caller and is changed here.
+        sizes: the number of entries of each parameter, > 0, in the order of the bucket.
+        ratio: approximately the fraction of the entries that will be sent.
+        block: the number of entries of a tile, a power of two, at most `kernels.MOST_BLOCK`.
+        chunk: the number of entries that the later kernels look at in one go, a power of two, at most `block`.
+        groups: the most programs that are launched of each later kernel, a power of two.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class DeviceBucket:
         self._block, self._chunk = block, chunk
         assert min(sizes) > 0 and sum(sizes) == buffer.numel() <= wire.MAX_BUCKET
         self._parts: dict[int, _Part] = {}
-        """The parameters, by the index of their first entry."""
+        """The parameters, keyed by the index of their first entry."""
         starts: list[int] = []
         offset = 0
         for size in sizes:
@@ -107,11 +107,11 @@ class DeviceBucket:
         self._host = torch.zeros(len(kernels.NUMBERS), dtype=torch.float64, pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None
         self._limit = math.inf
-        """What the last step compared with."""
+        """The magnitude that the last step compared entries with."""
 
     @property
     def nbytes(self) -> int:
-        """Memory that this takes on the device, in bytes, without residual and message."""
+        """Memory that this takes on the device, in bytes, without the residual and the message."""
         arrays = (self._starts, self._found, self._slots, self._partials, self._above, self._equal, self._histograms)
         return sum(array.nbytes for array in (*arrays, self._words, self._numbers))
 
@@ -153,7 +153,7 @@ class DeviceBucket:
                 MOMENTUM=None if correction is None else correction.momentum,
                 NESTEROV=correction is not None and correction.nesterov,
                 MEASURES=self.rule.measures,
-                # v * m + g is two roundings everywhere.
+                # v * m + g must round twice, as it does everywhere else.
                 enable_fp_fusion=correction is None,
             )
 
@@ -238,7 +238,7 @@ class DeviceBucket:
 
 
 def selector_for(compressor: Compressor, layout: Layout, buffer: Tensor, **shape: int) -> DeviceBucket | None:
-    """What selects from a bucket on its device; None where the compressor needs the host for that."""
+    """Return what selects from a bucket on its device, or None if the compressor needs the host for that."""
     rule = rule_of(compressor)
     if rule is None:
         return None
@@ -247,13 +247,14 @@ def selector_for(compressor: Compressor, layout: Layout, buffer: Tensor, **shape
 
 
 def reduce(gathered: Tensor, world: int, divisor: float, target: Tensor) -> Tensor:
-    """The sum of all ranks' messages of pairs, values divided by `divisor`, rank by rank, in a flat target; does not wait.
+    """Write the sum of all ranks' messages of pairs, with values divided by `divisor`, to a flat target.
 
-    The target is overwritten. Returns flags, two int32 on its device: [0] is 1 if a message was not as `wire` wants it (the
-    target is zero then), [1] if a message said that its rank's gradient was not finite.
+    The messages are added rank by rank. The target is overwritten. The host does not wait for the device. Returns flags, two
+    int32 on the target's device. [0] is 1 if a message is not as `wire` requires; the target is then zero. [1] is 1 if a
+    message says that its rank's gradient was not finite.
 
     Raises:
-        ValueError: the messages are not of equal length.
+        ValueError: the messages do not have equal lengths.
     """
     if len(gathered) % world:
         raise ValueError(f"gathered must have {world} equal parts, got {len(gathered)} rows")

@@ -1,18 +1,19 @@
 """The kernels. Imports triton, and constants.
 
-A bucket is cut into *tiles* of at most BLOCK entries, none of which reaches from one parameter into the next: tile t holds the
-entries from `starts[t]` to `starts[t + 1]`. `absorb` reads and writes the residual once. For each tile it leaves sums, and in
-the tile's SLOTS where its *candidates* are, the entries above a floor: the first index of each run of RUN entries that holds
-one. The later kernels look at those runs only; but at all entries of a tile that had more of them than slots, and at all
-entries of all if the threshold turned out to be below the floor. They run one program per *group* of TILES tiles, of
-which there are few enough for every program to add up the counts of all groups.
+A bucket is cut into *tiles* of at most BLOCK entries. No tile reaches from one parameter into the next. Tile t holds the
+entries from `starts[t]` to `starts[t + 1]`. `absorb` reads and writes the residual once. For each tile it stores sums and the
+positions of the tile's *candidates*, which are the entries above a floor. The tile has SLOTS slots for them: each takes the
+first index of a run of RUN entries that holds a candidate. The later kernels look at those runs only, with two exceptions.
+They look at all entries of a group if one of its tiles had more such runs than slots. They look at all entries of the bucket
+if the threshold turned out to be below the floor. They run one program per *group* of TILES tiles. There are few enough
+groups for every program to add up the counts of all groups.
 
-Magnitudes are compared as integers: the bits of |x| are in the order of |x|. The k-th largest is found digit by digit, from the
-first: a histogram of the digit over all entries that begin with those found so far tells the next one. Each round is a
-launch, which begins by reading the digit off the histogram that the launch before has filled. So no program waits for
-another one, none reads what another one of the same launch writes, and all atomic operations add integers: the same
-input gives the same bits. What is decided on the device stays there, in `words` and `numbers`, and launches that turn out
-not to be needed return at once.
+Magnitudes are compared as integers: the bits of |x| are in the order of |x|. The k-th largest is found digit by digit, from
+the most significant one. A histogram counts the next digit over all entries that begin with the digits found so far, and
+that gives the next digit. Each round is a launch. It begins by reading the digit off the histogram that the launch before has
+filled. So no program waits for another one, and no program reads what another one of the same launch writes. All atomic
+operations add integers. Therefore the same input gives the same bits. What is decided on the device stays there, in `words`
+and `numbers`. Launches that turn out not to be needed return at once.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from horovod_sparse.compressors.sidco import FIRST_RATIO
 from horovod_sparse.fits import LEAST_SQUARE
 
 RUN = 4
-"""Entries of a run: what a thread loads at once."""
+"""Number of entries of a run, which a thread loads at once."""
 MOST_BINS = 2048
 MOST_BLOCK = 2**14
-"""So that two counts of a tile fit into an int32."""
+"""The most entries of a tile, so that two counts of a tile fit into an int32."""
 
 NUMBERS = (
     "count",
@@ -47,11 +48,12 @@ NUMBERS = (
     "limit",
     "low",
 )
-"""What a step tells, as float64, in this order.
+"""The numbers that a step reports, as float64, in this order.
 
-The sums over the bucket (as in `Sums`); how many entries are above the floor; whether a fit gave the threshold, and how
-many entries qualified; how many are sent; whether an exact search gave the limit; the limit, the magnitude that entries were
-compared with in the end; a magnitude that about as many exceed as the next cut shall leave (0: unknown).
+The sums over the bucket come first (as in `Sums`). "candidates" is the number of entries above the floor. "estimated"
+is whether a fit gave the threshold, and "found" how many entries qualified. "sent" is how many entries are sent. "exact" is
+whether an exact search gave the limit. "limit" is the magnitude that entries were compared with in the end. "low" is a
+magnitude that about as many entries exceed as the next cut should leave (0: unknown).
 """
 
 _COUNT = tl.constexpr(0)
@@ -69,19 +71,19 @@ _LIMIT_VALUE = tl.constexpr(11)
 _LOW = tl.constexpr(12)
 
 PARTIALS = 7
-"""Rows of a tile's sums: the first of the numbers."""
+"""Number of rows of the tiles' sums. They are the first of the numbers in `NUMBERS`."""
 WORDS = 32
-# What `fit` writes: bits of the limit; whether all entries must be read; the rank to search for, or 0; whether the count above
-# the limit is as it should be, whatever it is.
+# What `fit` writes: the bits of the limit; whether all entries must be read; the rank to search for, or 0; whether any count
+# above the limit is accepted.
 _FIT_LIMIT = tl.constexpr(0)
 _FIT_WHOLE = tl.constexpr(1)
 _FIT_RANK = tl.constexpr(2)
 _FIT_TRUSTED = tl.constexpr(3)
-# What is decided in the end. `_EQUAL`: how many of the entries that equal the limit are selected.
+# The final decisions. `_EQUAL`: how many of the entries that equal the limit are selected.
 _WHOLE = tl.constexpr(4)
 _LIMIT = tl.constexpr(5)
 _EQUAL = tl.constexpr(6)
-# What round r starts from: the rank among the entries that begin with the digits found so far (0: no search), and those.
+# What round r starts from: the digits found so far, and the rank among the entries that begin with them (0: no search).
 _RANK = tl.constexpr(8)
 _PREFIX = tl.constexpr(16)
 
@@ -100,7 +102,7 @@ _NOTHING = tl.constexpr(2**63 - 1)
 
 @triton.jit
 def _bits(x):
-    """The bits of |x|."""
+    """Return the bits of |x|."""
     if x.dtype == tl.float32:
         return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
@@ -109,13 +111,13 @@ def _bits(x):
 
 @triton.jit
 def _rounded_bits(number, like):
-    """The bits of a float64 number >= 0 in the type of `like`'s elements, as int64."""
+    """Round a float64 number >= 0 to the type of the elements of `like`, and return its bits as int64."""
     return _bits(tl.full((), number, tl.float64).to(like.dtype.element_ty)).to(tl.int64)
 
 
 @triton.jit
 def _value(bits, like):
-    """The float64 number that an int64 of bits stands for in the type of `like`'s elements."""
+    """Read the bits in an int64 as a number of the type of the elements of `like`, and return it as float64."""
     if like.dtype.element_ty == tl.float32:
         return bits.to(tl.int32).to(tl.float32, bitcast=True).to(tl.float64)
     else:
@@ -124,7 +126,7 @@ def _value(bits, like):
 
 @triton.jit
 def _within_range(x):
-    """Sums that have overflowed become the largest number of their type."""
+    """Replace sums that have overflowed by the largest number of their type."""
     if x.dtype == tl.float32:
         return tl.minimum(tl.maximum(x, -_LARGEST_FLOAT32), _LARGEST_FLOAT32)
     else:
@@ -152,10 +154,10 @@ def absorb(
     NESTEROV: tl.constexpr,
     MEASURES: tl.constexpr,
 ):
-    """Add one parameter's gradient (its velocity, with MOMENTUM) to its residual; sums and candidates of each tile.
+    """Add one parameter's gradient (with MOMENTUM, its velocity) to its residual, and store each tile's sums and candidates.
 
     `residual`, `gradient` and `velocity` point to the parameter's first entry, which is entry `offset` of the bucket. Entries
-    of the gradient that are not finite add nothing, and sums that overflow stay at the largest number; both are counted.
+    of the gradient that are not finite add nothing. Sums that overflow stay at the largest number. Both are counted.
     """
     tile = first_tile + tl.program_id(0)
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -197,7 +199,7 @@ def absorb(
     tl.store(slots + tile * SLOTS + (upto - 1), index, (candidate > 0) & (upto <= SLOTS))
     tl.store(found + tile, tl.sum(candidate, 0))
 
-    # Two counts in one number.
+    # One number holds two counts.
     counts = tl.sum(tl.where(magnitude > bound, 1, 0) + not_finite * 65536, 0)
     tl.store(partials + _CANDIDATES * tiles + tile, (counts & 65535).to(tl.float64))
     tl.store(partials + _NOT_FINITE * tiles + tile, (counts >> 16).to(tl.float64))
@@ -207,7 +209,7 @@ def absorb(
         tl.store(partials + _COUNT * tiles + tile, (counts & 65535).to(tl.float64))
         tl.store(partials + _TAIL_COUNT * tiles + tile, (counts >> 16).to(tl.float64))
         tl.store(partials + _LARGEST * tiles + tile, tl.max(peaks, 0).to(tl.float64))
-        # Zero for those that are not above the cut: for all, where that is infinite.
+        # The excess is zero for entries that are not above the cut. If the cut is infinite, that is all of them.
         bound = tl.minimum(bound, _LARGEST_FLOAT32 if x.dtype == tl.float32 else _LARGEST_FLOAT64)
         excess = tl.maximum(magnitude, bound).to(tl.float64) - bound.to(tl.float64)
         tl.store(partials + _TAIL_TOTAL * tiles + tile, tl.sum(excess, 0))
@@ -216,15 +218,15 @@ def absorb(
 
 @triton.jit
 def exponential(mean, ratio):
-    """As `fits.exponential`."""
+    """Compute `fits.exponential`."""
     return mean * -tl.log(ratio)
 
 
 @triton.jit
 def generalized_pareto(mean, variance, ratio):
-    """As `fits.generalized_pareto`."""
+    """Compute `fits.generalized_pareto`."""
     square = mean * mean
-    # As `fits.is_held`. Otherwise numbers that divide by no zero; they are not used.
+    # As `fits.is_held`. Where it is false, the numbers below avoid a division by zero and are not used.
     held = (square + variance >= _LEAST_SQUARE) & (square + variance < float("inf"))
     divisor = tl.where(held, tl.maximum(variance, square * _CONSTANT), 1.0)
     squared_mean_over_variance = tl.where(held, square, 1.0) / divisor
@@ -255,11 +257,12 @@ def fit(
     RULE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program: add up the tiles' sums, and say what is to be selected.
+    """Add up the tiles' sums in one program, and decide what is to be selected.
 
-    RULE "largest": the k largest. "above": all above `floor`. "exponential", "gpareto": all above a threshold that is fitted to
-    the entries above `cut` so that `aim` of them exceed it, if those are more than `aim` and at most the part `most_tail` of
-    what is not zero; the k largest otherwise.
+    RULE "largest" selects the k largest entries. "above" selects all above `floor`. "exponential" and "gpareto" fit a threshold
+    to the entries above `cut` so that `aim` of them exceed it, and select all above the threshold. They do so if the entries
+    above `cut` are more than `aim` and at most the fraction `most_tail` of those that are not zero. Otherwise they select the k
+    largest.
     """
     lanes = tl.arange(0, CHUNK)
     for start in range(0, ROUNDS * _MOST_BINS, CHUNK):
@@ -299,16 +302,16 @@ def fit(
         ratio = tl.where(usable & (wanted > 0.0), wanted / number, 1.0)
         step = exponential(mean, ratio) if RULE == "exponential" else generalized_pareto(mean, variance, ratio)
         threshold = tl.where(usable, tl.full((), cut, tl.float64), 0.0) + step
-        # As `search.below_largest`: at most the number before the largest one.
+        # As `search.below_largest`: the limit is at most the number just below the largest magnitude.
         below = tl.maximum(_rounded_bits(all_largest, residual) - 1, 0)
-        # There is room for everything that is not zero.
+        # If few, there is room for everything that is not zero.
         limit = tl.where(few, 0, tl.minimum(_rounded_bits(threshold, residual), below))
         estimated = (usable & ~few).to(tl.int64)
         trusted = few.to(tl.int64)
         rank = tl.where(few | usable, 0, k)
     whole = (limit < floor_bits) | (rank.to(tl.float64) > all_candidates)
     if RULE == "exponential" or RULE == "gpareto":
-        # The search then also tells where to cut next.
+        # The search then also finds the next cut.
         whole = whole | (rank > 0)
     bad = all_not_finite > 0.0
     tl.store(words + _FIT_LIMIT, tl.where(bad, _NOTHING, limit))
@@ -338,7 +341,7 @@ def _steps(
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """How many chunks of a group there are to look at, and whether they are of candidates."""
+    """Return how many chunks of a group must be looked at, and whether they are made of the runs with candidates."""
     tile = first + tl.arange(0, TILES)
     most = tl.max(tl.load(found + tile, tile < tiles, other=0), 0)
     sparse = (whole == 0) & (most <= SLOTS)
@@ -360,7 +363,7 @@ def _chunk(
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Indices of a group's entries, ascending from chunk to chunk, and which of the lanes hold one."""
+    """Return the indices of one chunk of a group's entries, and which lanes hold one. Indices ascend from chunk to chunk."""
     lanes = tl.arange(0, CHUNK)
     if sparse:
         run = (step * CHUNK + lanes) // _RUN
@@ -379,7 +382,7 @@ def _chunk(
 
 @triton.jit
 def _digit(histogram, rank, WIDTH: tl.constexpr):
-    """Which bin holds the entry of a rank, counted from the largest, and its rank within that bin."""
+    """Return the bin that holds the entry of a rank, counted from the largest, and the entry's rank within that bin."""
     bins = tl.arange(0, 1 << WIDTH)
     counts = tl.load(histogram + bins)
     upto = tl.cumsum(counts, 0)
@@ -416,10 +419,11 @@ def histogram(
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Count, by the digit at SHIFT, the entries that have the digits found so far, if an exact search is needed.
+    """Count, by the digit at SHIFT, the entries that begin with the digits found so far, if an exact search is needed.
 
-    Round 0 decides that: for what `fit` says, or for the number of entries above its limit, the counts in `group_above`. Later
-    rounds first read the digit before off its histogram. Digits are WIDTH bits wide, that before BEFORE bits.
+    Round 0 decides whether it is needed, either because `fit` asks for it or by the number of entries above the limit of `fit`,
+    which is the sum of `group_above`. Later rounds first read the previous digit off its histogram. The digit is WIDTH bits
+    wide, and the previous digit BEFORE bits.
     """
     BINS: tl.constexpr = 1 << WIDTH
     group = tl.program_id(0)
@@ -480,7 +484,7 @@ def _store_low(
     WIDTH: tl.constexpr,
     numbers,
 ):
-    """Tell the next cut: the lower end of that bin of the first digit in which SIDCo's last stage but one would end."""
+    """Store the next cut: the lower end of the bin of the first digit in which SIDCo's last stage but one would end."""
     count = tl.maximum(tl.load(numbers + _COUNT), 1.0)
     ratio = tl.log(k.to(tl.float64) / count / _FIRST_RATIO)
     left = tl.exp(ratio * cut_exponent) * count * _FIRST_RATIO
@@ -507,10 +511,10 @@ def count(
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """For each group, how many entries are above the limit, and equal to it.
+    """Count the entries of each group that are above the limit, and those equal to it.
 
-    LAST -1: the limit that `fit` gave, if it gave one. Otherwise that of the exact search, if there was one; LAST is its last
-    round, and WIDTH the number of that digit's bits.
+    If LAST is -1, the limit is the one that `fit` gave, if it gave one. Otherwise it is that of the exact search, if there was
+    one. Then LAST is the last round of the search, and WIDTH the number of bits of the last digit.
     """
     group = tl.program_id(0)
     limit = tl.load(words + _FIT_LIMIT)
@@ -561,7 +565,7 @@ def write(
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Write the message of pairs, and take from the residual what is in it."""
+    """Write the message of pairs, and subtract from the residual what is in the message."""
     group = tl.program_id(0)
     limit = tl.load(words + _LIMIT)
     most_equal = tl.load(words + _EQUAL)
@@ -595,7 +599,7 @@ def write(
         above += tl.sum(is_above, 0)
         equal += tl.sum(is_equal, 0)
 
-    # Each program pads its part of the rows.
+    # Each program pads its own share of the rows.
     rows = (capacity + groups - 1) // groups
     bad = tl.load(numbers + _NOT_FINITE).to(tl.int32) > 0
     for start in range(0, rows, CHUNK):
@@ -612,9 +616,10 @@ def write(
 
 @triton.jit(do_not_specialize=["rows", "all_rows", "numel"])
 def check(gathered, rows: tl.int64, all_rows: tl.int64, numel: tl.int64, flags, CHUNK: tl.constexpr):
-    """Look at all ranks' messages, of `rows` each, one after the other.
+    """Check all ranks' messages, which stand one after the other and have `rows` rows each.
 
-    `flags[0]` becomes 1 if one is not as `wire` wants it, `flags[1]` if one says that a gradient was not finite.
+    `flags[0]` becomes 1 if a message is not as `wire` requires. `flags[1]` becomes 1 if a message says that a gradient was not
+    finite.
     """
     row = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     inside = row < all_rows
@@ -632,7 +637,7 @@ def check(gathered, rows: tl.int64, all_rows: tl.int64, numel: tl.int64, flags, 
 
 @triton.jit(do_not_specialize=["rows", "numel"])
 def scatter(message, rows: tl.int64, divisor: tl.float64, target, numel: tl.int64, flags, CHUNK: tl.constexpr):
-    """Add one rank's message, its values divided by `divisor`, to a dense target; nothing if `flags[0]` says so."""
+    """Add one rank's message, with its values divided by `divisor`, to a dense target. Add nothing if `flags[0]` is set."""
     row = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     inside = (row < rows) & (tl.load(flags) == 0)
     index = tl.load(message + row * 2, inside, other=_WIRE_PADDING)

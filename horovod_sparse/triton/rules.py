@@ -1,8 +1,8 @@
 """What the compressors ask of the kernels, and what they learn from a step: plain numbers in, plain numbers out.
 
-Departures from the same compressors elsewhere, because only a step's own sums are known on the device when its threshold is
-needed: SIDCo's stages before the last are never fitted; in a step without a cut that can be used, and where an estimate
-is off by more than a factor 2, the k largest entries are sent, and the next cut is taken from the histogram of that search.
+When the device needs a step's threshold, it knows only that step's own sums. So the compressors here depart from the same
+compressors elsewhere. SIDCo's stages before the last are never fitted. If a step has no usable cut, or if an estimate is off
+by more than a factor 2, the k largest entries are sent, and the next cut is taken from the histogram of that search.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from horovod_sparse.ops import Sums
 from horovod_sparse.stages import most_stages
 
 LOWER = 0.9
-"""The next step's candidates are the entries above this part of the magnitude that was needed."""
+"""The next step's candidates are the entries above this fraction of the limit of the last step."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a step asks of the kernel `fit` and of the search after it; see there."""
+    """What a step asks of the kernel `fit` and of the search after it; see their docstrings."""
 
     rule: str
     aim: int = 0
     cut: float = math.inf
     most_tail: float = 0.0
     trust: tuple[int, int] = (0, 0)
-    """Least and most entries above an estimate that is trusted."""
+    """Least and most entries that may exceed an estimated threshold if it is to be trusted."""
     cut_exponent: float = 0.0
-    """The next cut leaves FIRST_RATIO * (k/count/FIRST_RATIO)^this of the `count` entries that are not zero."""
+    """The next cut leaves the fraction FIRST_RATIO * (k/count/FIRST_RATIO)^this of the `count` entries that are not zero."""
 
 
 class Rule(Protocol):
     """How one compressor uses the kernels."""
 
     measures: bool
-    """Whether sums are needed."""
+    """True if the rule needs the sums."""
 
     def request(self, state: BucketState, k: int) -> Request:
-        """What to do in the next step; the same from the first gradient to the selection."""
+        """Return what to do in the next step. It does not change from the first gradient to the selection."""
 
     def floor(self, state: BucketState, limit: float) -> float:
-        """Above what magnitude entries are candidates, after a step that compared with `limit` (infinity: before the first)."""
+        """Return the magnitude that candidates exceed, after a step that compared with `limit` (infinity: before the first)."""
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
-        """Take in what a step told, if all its gradients were finite (see `kernels.NUMBERS`)."""
+        """Learn from the numbers of a step (see `kernels.NUMBERS`). Called only if all its gradients were finite."""
 
 
 class Largest:
-    """TopK."""
+    """The rule of TopK."""
 
     measures = False
 
@@ -70,7 +70,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Above:
-    """Threshold."""
+    """The rule of Threshold."""
 
     threshold: float
     measures = False
@@ -87,7 +87,7 @@ class Above:
 
 @dataclass(frozen=True)
 class Fitted:
-    """SIDCo with a distribution whose fit is a formula."""
+    """The rule of SIDCo with a distribution whose fit is a formula."""
 
     compressor: SIDCo
     measures = True
@@ -98,7 +98,7 @@ class Fitted:
         trust = math.ceil(k / sidco.TRUSTED), math.floor(k * sidco.TRUSTED)
         aim = max(1, round(state.aim * k))
         if stages == 1:
-            # The excesses over zero are the magnitudes of all that is not zero: the only stage's.
+            # The only stage fits the magnitudes of all entries that are not zero. These are the excesses over zero.
             return Request(self.compressor.distribution, aim, 0.0, 1.0, trust)
         exponent = (stages - 2) / (stages - 1)
         return Request(self.compressor.distribution, aim, state.cut, sidco.MOST_TAIL, trust, exponent)
@@ -112,7 +112,7 @@ class Fitted:
         state.stages = stages = self._stages(state)
         state.threshold = numbers["limit"]
         if numbers["count"] <= k:
-            # There was room for everything that is not zero; nothing was estimated, so there is nothing to learn from.
+            # There was room for everything that is not zero. Nothing was estimated, so there is nothing to learn from.
             return
         low = numbers["low"]
         following, trusted = low if 0.0 < low < numbers["largest"] else math.inf, False
@@ -140,7 +140,7 @@ def _scale(state: BucketState) -> float:
 
 
 def rule_of(compressor: Compressor) -> Rule | None:
-    """How a compressor selects on the device; None where it does not."""
+    """Return how a compressor selects on the device, or None if it does not."""
     if compressor.exchange is not exchanges.pairs or compressor.clip_norm is not None:
         return None
     select = type(compressor).select

@@ -1,7 +1,7 @@
 """Keras adapter: every name of ``horovod.tensorflow.keras``, and the compressors.
 
-Importing it extends stock Horovod, as `horovod_sparse.tensorflow` does; but Keras 3 optimizers without one of our
-compressors must be made with the `DistributedOptimizer` of this package: stock Horovod never reduces their gradients.
+Importing it extends stock Horovod, as `horovod_sparse.tensorflow` does. But Keras 3 optimizers without one of our
+compressors must be made with the `DistributedOptimizer` of this package, because stock Horovod never reduces their gradients.
 """
 
 import horovod.tensorflow.keras as _stock
@@ -24,7 +24,7 @@ from horovod_sparse.tensorflow.compressors import (
     TopK,
 )
 
-# This also makes `callbacks` our module; the star has brought Horovod's.
+# This also binds `callbacks` to our module; the star import has bound it to Horovod's.
 from horovod_sparse.tensorflow.keras.callbacks import CompressionCheckpoint
 from horovod_sparse.tensorflow.keras.wrappers import DistributedOptimizer, load_model
 from horovod_sparse.tensorflow.wrappers import broadcast_variables
@@ -33,5 +33,5 @@ __all__ = [name for name in globals() if not name.startswith("_") and name not i
 
 
 def __getattr__(name: str) -> object:
-    """Whatever else Horovod's module has, private names too."""
+    """Return any other attribute of Horovod's module, private names too."""
     return getattr(_stock, name)

@@ -1,8 +1,8 @@
 """Callbacks for Keras 3 and legacy Keras.
 
-Those of Horovod that schedule learning rates (`LearningRateScheduleCallback`, `LearningRateWarmupCallback`) are not here: they
-call functions of Keras' backend that are gone since Keras 3 is installed, and fail with either Keras. Use
-`keras.optimizers.schedules`, for instance `CosineDecay(..., warmup_target=..., warmup_steps=...)`.
+Horovod's callbacks that schedule learning rates (`LearningRateScheduleCallback`, `LearningRateWarmupCallback`) are not here.
+They call functions of Keras' backend that are gone once Keras 3 is installed, so they fail with either Keras. Use
+`keras.optimizers.schedules` instead, for instance `CosineDecay(..., warmup_target=..., warmup_steps=...)`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from horovod_sparse.tensorflow.wrappers import broadcast_variables
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Give all workers one worker's weights and optimizer variables after the first batch; not residuals.
+    """Give all workers one worker's weights and optimizer variables after the first batch, but not its residuals.
 
     Args:
-        root_rank: the worker whose values all get.
-        device: to broadcast on.
-        local_variables: variables that stay what they are on every worker.
+        root_rank: the worker whose values all workers get.
+        device: the device to broadcast on.
+        local_variables: variables that keep their own values on every worker.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -44,14 +44,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
-        """Leave a variable out."""
+        """Leave a variable out of the broadcast."""
         self._local.add(plain(var).ref())
 
     def on_train_batch_end(self, batch: int, logs: MutableMapping[str, Any] | None = None) -> None:
         if self._done:
             return
         optimizer = self.model.optimizer.variables
-        # Without the states of metrics and random generators, which are each worker's own.
+        # The states of metrics and random generators are left out, because each worker has its own.
         everything = [*self.model.weights, *(optimizer() if callable(optimizer) else optimizer)]
         with tf.device(self._device):
             broadcast_variables([v for v in everything if plain(v).ref() not in self._local], self._root_rank)
@@ -59,10 +59,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Average the metrics of an epoch over all workers; put it before callbacks that look at them.
+    """Average the metrics of an epoch over all workers. Put this callback before those that read the metrics.
 
     Args:
-        device: to reduce on.
+        device: the device to reduce on.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -79,14 +79,14 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class CompressionCheckpoint(keras.callbacks.Callback):
-    """Save a compressor's residuals and adaptive state at the end of every epoch, on every worker: no model file has them.
+    """Save a compressor's residuals and adaptive state, which no model file holds, after every epoch on every worker.
 
     Args:
-        compression: the optimizer's.
-        path: of the file, with "{rank}" in it; an older file is replaced when the new one is complete.
+        compression: the optimizer's compressor.
+        path: the path of the file, with "{rank}" in it; an older file is replaced when the new one is complete.
 
     Raises:
-        ValueError: there is no "{rank}" in the path.
+        ValueError: the path has no "{rank}" in it.
     """
 
     def __init__(self, compression: TensorflowCompressor, path: str | os.PathLike[str]) -> None:
@@ -98,7 +98,7 @@ class CompressionCheckpoint(keras.callbacks.Callback):
 
     @property
     def path(self) -> Path:
-        """Of this rank's file."""
+        """The path of this rank's file."""
         return Path(self._path.replace("{rank}", str(hvd.rank())))
 
     def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
@@ -110,12 +110,12 @@ class CompressionCheckpoint(keras.callbacks.Callback):
         _replace(self.path, self._compression.serialize())
 
     def load(self) -> None:
-        """Continue from this rank's file; before or after the compressor is given to an optimizer."""
+        """Continue from this rank's file. Call this before or after the compressor is given to an optimizer."""
         self._compression.deserialize(self.path.read_bytes())
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Give a file another content: all of it or, also if the machine fails, nothing."""
+    """Replace a file's content completely or not at all, even if the machine fails."""
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with unfinished.open("xb") as file:

@@ -1,7 +1,7 @@
 """Keras 3 optimizers that reduce their gradients before they apply them.
 
-All ways to an update lead through the public `Optimizer.apply`, so that is what a distributed optimizer has one of its own
-of: an attribute of the instance. Its class, and with it what is saved, stay those of the plain optimizer.
+Every update goes through the public `Optimizer.apply`. So a distributed optimizer has its own `apply`, as an attribute of the
+instance. Its class stays that of the plain optimizer, and so does what is saved.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Tensor = Any
 Variable = Any
 
 LEGACY = tf.keras.Model is not keras.Model
-"""Whether `tf.keras` is legacy Keras (`TF_USE_LEGACY_KERAS=1`)."""
+"""True if `tf.keras` is legacy Keras (`TF_USE_LEGACY_KERAS=1`)."""
 
 # Takes gradients and their variables.
 Reduce = Callable[[list[Any], list[Variable]], list[Any]]
 
 
 def is_keras_3(optimizer: Any) -> bool:
-    """Whether stock Horovod would train this optimizer's replicas apart."""
+    """Return whether stock Horovod would train this optimizer's replicas independently of each other."""
     return isinstance(optimizer, keras.optimizers.Optimizer) and hasattr(optimizer, "apply")
 
 
@@ -53,7 +53,7 @@ def make(
     process_set: Any,
     scale_local_gradients: bool,
 ) -> Any:
-    """Make a Keras 3 optimizer distributed; the same object is returned. Arguments as for Horovod's `DistributedOptimizer`.
+    """Make a Keras 3 optimizer distributed and return it. The arguments are those of Horovod's `DistributedOptimizer`.
 
     Raises:
         ValueError: the optimizer or the compression cannot be used this way.
@@ -102,7 +102,7 @@ def make(
 
 
 class DistributedApply:
-    """Stands in for the `apply` of one optimizer: reduces the gradients and hands them to it.
+    """Replaces the `apply` of one optimizer: it reduces the gradients and passes them to the original `apply`.
 
     Args:
         optimizer: the plain optimizer.
@@ -110,7 +110,7 @@ class DistributedApply:
         passes: `backward_passes_per_step`.
         average_passes: `average_aggregated_gradients`.
         sparse_as_dense: whether `tf.IndexedSlices` become dense tensors.
-        local_divisor: of the gradients of local variables.
+        local_divisor: what the gradients of local variables are divided by.
     """
 
     def __init__(
@@ -133,18 +133,18 @@ class DistributedApply:
         self._checked = False
 
     def register_local_var(self, var: Variable) -> None:
-        """Leave a variable's gradient as this rank has computed it."""
+        """Do not reduce a variable's gradient: keep the one that this rank has computed."""
         self._local.add(plain(var).ref())
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:
-        """Reduce and apply; with several passes per step only in the last one."""
+        """Reduce the gradients and apply them; with several passes per step, only in the last pass."""
         if trainable_variables is None:
-            # Keras offers no public way to what it was built with.
+            # Keras has no public way to get the variables that the optimizer was built with.
             trainable_variables = self._optimizer._trainable_variables
         grads, variables = list(grads), list(trainable_variables)
         if not grads or len(grads) != len(variables):
-            # Nothing to do, or the optimizer's own error.
+            # There is nothing to do, or the optimizer raises its own error.
             self._apply(grads, variables)
             return
         if not self._checked or not tf.executing_eagerly():
@@ -154,19 +154,19 @@ class DistributedApply:
             self._apply(self._reduced(grads, variables), variables)
             return
         sums = self._accumulator.add(grads, variables)
-        # The same on all ranks, so that all or none of them reach the collectives.
+        # The condition is the same on all ranks, so that all or none of them reach the collectives.
         tf.cond(self._accumulator.is_full(), lambda: self._apply_sums(sums, variables), self._skip)
 
     def _apply_sums(self, sums: list[Any], variables: list[Variable]) -> Tensor:
         assert self._accumulator is not None
-        # First, so that a reduction that raises is not followed by passes that never make a step.
+        # Clear first. If the reduction raised before that, the passes that follow would never make a step.
         with tf.control_dependencies(self._accumulator.clear()):
             reduced = self._reduced(sums, variables)
         self._apply([_divide(one, self._passes_divisor) for one in reduced], variables)
         return tf.constant(True)
 
     def _skip(self) -> Tensor:
-        # Every pass counts, as it does in stock Horovod.
+        # Count every pass, as stock Horovod does.
         self._optimizer.iterations.assign_add(1)
         return tf.constant(False)
 
@@ -187,7 +187,7 @@ class DistributedApply:
 def _compressed(reducer: Any, optimizer: Any) -> Reduce:
     def reduce(gradients: list[Any], variables: list[Variable]) -> list[Any]:
         rate = tf.convert_to_tensor(optimizer.learning_rate) if reducer.compressor.lr_in_residual else None
-        # In true units, because what stays in the residual outlives the loss scale of this step.
+        # Undo the loss scale, because what stays in the residual outlives the loss scale of this step.
         scale = _loss_scale(optimizer)
         if scale is not None:
             gradients = [_divide(gradient, scale) for gradient in gradients]
@@ -198,7 +198,7 @@ def _compressed(reducer: Any, optimizer: Any) -> Reduce:
 
 
 def settings_of(optimizer: Any, compression: TensorflowCompressor, passes: int, average_passes: bool) -> dict[str, str]:
-    """What must be equal on all ranks of a Keras optimizer, also a legacy one, lest replicas differ."""
+    """Return the settings of a Keras optimizer, also a legacy one, that must be equal on all ranks to keep replicas equal."""
     settings = {"backward_passes_per_step": str(passes), "average_aggregated_gradients": str(average_passes)}
     if compression.lr_in_residual:
         inner = _inner(optimizer)
@@ -209,7 +209,7 @@ def settings_of(optimizer: Any, compression: TensorflowCompressor, passes: int, 
 
 
 def _loss_scale(optimizer: Any) -> Any:
-    """What the gradients that are handed to the optimizer are too large by; None for 1."""
+    """Return the factor by which the gradients passed to the optimizer are too large; None means 1."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return tf.convert_to_tensor(optimizer.dynamic_scale) if optimizer.built else optimizer.initial_scale
     return optimizer.loss_scale_factor
@@ -219,15 +219,15 @@ class _Dense:
     """Stock Horovod's reduction.
 
     Args:
-        groups: as for `hvd.DistributedOptimizer`; variables may be those of Keras.
-        process_set: the workers that reduce; on others gradients stay what they are.
-        arguments: of `horovod.tensorflow._make_allreduce_grads_fn`.
+        groups: as for `hvd.DistributedOptimizer`; variables may be Keras variables.
+        process_set: the workers that reduce; on other workers gradients stay unchanged.
+        arguments: those of `horovod.tensorflow._make_allreduce_grads_fn`.
     """
 
     def __init__(self, groups: Any, process_set: Any, *, name: str, **arguments: Any) -> None:
         self._process_set = process_set
-        # Horovod finds the members of groups by name, and those of Keras all have the same few ("kernel:0"): so one function
-        # for each group, which is told that all it is given is one group, and a last one for variables in no group.
+        # Horovod finds the members of groups by name, but Keras variables share a few names ("kernel:0"). So each group has
+        # its own function, which is told that everything it gets is one group. A last function is for variables in no group.
         self._group_of = {
             plain(member).ref(): number
             for number, group in enumerate(groups if isinstance(groups, list) else [])
@@ -261,10 +261,10 @@ class _Dense:
 
 
 class _Accumulator:
-    """Sums of gradients over several backward passes: variables that are no part of the optimizer's.
+    """Sums of gradients over several backward passes, in variables that are not among the optimizer's.
 
     Args:
-        passes: how many make a step.
+        passes: how many passes make a step.
         sparse_as_dense: whether `tf.IndexedSlices` are summed as dense tensors; otherwise they are refused.
     """
 
@@ -275,7 +275,7 @@ class _Accumulator:
         self._sums: dict[Any, Variable] = {}
 
     def add(self, gradients: list[Any], variables: list[Variable]) -> list[Any]:
-        """Take in one pass's gradients and return the sums so far; None where there never was a gradient."""
+        """Add one pass's gradients and return the sums so far, with None where there has never been a gradient."""
         self._count.assign_add(1)
         return [self._add(gradient, plain(variable)) for gradient, variable in zip(gradients, variables, strict=True)]
 
@@ -300,7 +300,7 @@ class _Accumulator:
         return tf.equal(self._count, self._passes)
 
     def clear(self) -> list[Any]:
-        """Operations that begin the next step's sums."""
+        """Return operations that set the sums and the count to zero for the next step."""
         return [variable.assign(tf.zeros_like(variable)) for variable in (self._count, *self._sums.values())]
 
 
@@ -343,7 +343,7 @@ def _check_arguments(op: Any, predivide: float, groups: Any) -> None:
 
 
 def check_compression(optimizer: Any, compression: TensorflowCompressor) -> None:
-    """Raise ValueError where a Keras optimizer, also a legacy one, and one of our compressors do not go together."""
+    """Raise ValueError if one of our compressors cannot be used with a Keras optimizer, also a legacy one."""
     compression.check_free()
     inner = _inner(optimizer)
     betas = {name: getattr(inner, name) for name in ("beta_1", "beta_2") if hasattr(inner, name)}
@@ -362,7 +362,7 @@ def _inner(optimizer: Any) -> Any:
 
 
 def _check_callers(optimizer: Any) -> None:
-    """Refuse to be called where a collective would hang or cannot be compiled: neither Keras nor TensorFlow tells."""
+    """Raise ValueError where a collective would hang or cannot be compiled: neither Keras nor TensorFlow reports it."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""Functions of `horovod.tensorflow.keras` that work with Keras 3 here."""
+"""Versions of functions of `horovod.tensorflow.keras` that work with Keras 3."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name.
 ) -> Any:
     """Make a Keras optimizer reduce its gradients over all workers before it applies them.
 
-    A Keras 3 optimizer becomes distributed itself and is returned, with all its state; legacy ones go to stock Horovod.
+    A Keras 3 optimizer becomes distributed itself and is returned, with all its state. Legacy optimizers go to stock Horovod.
     Loss scaling goes inside: `DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)`. Models must be
-    compiled with `jit_compile=False`, since XLA cannot compile the exchange; Keras does so by itself without a GPU.
+    compiled with `jit_compile=False`, since XLA cannot compile the exchange. Without a GPU this is Keras' default.
 
     Args:
         optimizer: a plain Keras optimizer. Its clipping and weight decay act after the reduction.
         name: prefix of the operations of a dense reduction.
-        device_dense: for a dense reduction.
-        device_sparse: for a dense reduction.
-        compression: one of ours, which must not serve another optimizer, or one of `hvd.Compression`.
+        device_dense: device for a dense reduction.
+        device_sparse: device for a dense reduction.
+        compression: one of our compressors, which must not serve another optimizer, or one of `hvd.Compression`.
         sparse_as_dense: whether `tf.IndexedSlices` are reduced as dense tensors.
-        gradient_predivide_factor: what the average is divided by before the sum instead of after it.
+        gradient_predivide_factor: the part of the average's divisor that is applied before the sum instead of after it.
         op: hvd.Average or hvd.Sum.
-        backward_passes_per_step: passes whose gradients are summed here before they are reduced and applied.
+        backward_passes_per_step: number of passes whose gradients are summed here before they are reduced and applied.
             `optimizer.iterations` counts passes.
         average_aggregated_gradients: whether that sum is divided by the number of passes.
-        num_groups: older form of `groups`.
+        num_groups: the older form of `groups`.
         groups: a number of groups, or lists of variables, that are reduced together.
         process_set: the workers that take part.
-        scale_local_gradients: whether gradients of variables that were given to `optimizer.register_local_var(variable)`,
-            which stay this worker's own, are divided by the number of workers.
+        scale_local_gradients: whether gradients of local variables are divided by the number of workers. Local variables are
+            those given to `optimizer.register_local_var(variable)`; their gradients stay this worker's own.
 
     Raises:
-        ValueError: an argument that cannot be honoured; it says what to do instead.
+        ValueError: an argument cannot be honoured; the message says what to do instead.
     """
     arguments = {
         "name": name,
@@ -80,15 +80,15 @@ def load_model(
     legacy_opts: bool = False,
     **arguments: Any,
 ) -> Any:
-    """Load a saved Keras model and make its optimizer distributed. Residuals are not in it: see `CompressionCheckpoint`.
+    """Load a saved Keras model and make its optimizer distributed. The model holds no residuals: see `CompressionCheckpoint`.
 
     Args:
-        filepath: of the model.
+        filepath: path of the model.
         custom_optimizers: classes of optimizers that Keras does not know.
         custom_objects: as for `keras.models.load_model`.
         compression: as for `DistributedOptimizer`.
         legacy_opts: as for stock Horovod, which loads models of legacy Keras.
-        arguments: others of `DistributedOptimizer`, with Keras 3.
+        arguments: other arguments of `DistributedOptimizer`, with Keras 3.
 
     Raises:
         ValueError: the model was saved without an optimizer.
