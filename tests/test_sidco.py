@@ -267,3 +267,12 @@ def test_a_cut_that_leaves_too_few_or_too_many_is_given_up(laplace: np.ndarray) 
         x = laplace * np.float32(factor)
         assert compressor.select(OPS, x, 10_000, SIZE, state).found == pytest.approx(10_000, rel=0.1)
         assert state.cut == pytest.approx(-factor * np.log(np.sqrt(0.25 * 0.01)), rel=0.1)
+
+
+def test_a_state_that_is_refused_changes_nothing() -> None:
+    state = SIDCo(0.01).new_state()
+    before = state.state_dict()
+    for damage in ({"stages": 999}, {"aim": -1.0}, {"step": -1}):
+        with pytest.raises(ValueError, match="adaptive state must have"):
+            state.load_state_dict({**before, "step": 7, **damage})
+        assert state.state_dict() == before

@@ -60,8 +60,9 @@ class SIDCoState(BucketState):
         return super().state_dict() | self.controller.state_dict()
 
     def adopt(self, state: Mapping[str, Any]) -> None:
-        super().adopt(state)
+        # The controller checks its part of the state, and may refuse it: then nothing else must have changed.
         self.controller.load_state_dict(state)
+        super().adopt(state)
 
 
 class SIDCo(Compressor):
