@@ -65,7 +65,7 @@ class Conditions:
 
 BAR_SIZES = (25_000_000, 100_000_000)
 SMALL, SMALL_BAR = 1_000_000, 2.2
-"""A number of elements that stays in the processor's cache, and the units that the fixed cost may take then, at ratio 0.001."""
+"""A number of elements that stays in the processor's cache, and the units that a step may take then."""
 PORTABLE = 1.5
 """Factor on a bar for kernels that use only the vectors that every processor of its kind has."""
 

@@ -91,7 +91,8 @@ class Worker:
     def step(self, gradient: Array) -> float:
         """Take a step, and return the seconds of the part that the row times.
 
-        This is the part until the last collective, or with `row.receives` the part after it, or with `whole` both.
+        This is the part until the last collective and the end of the step, or with `row.receives` the part between them, or with
+        `whole` both.
         """
         pipeline, bucket = self.pipeline, self.bucket
         if isinstance(pipeline.compressor, Threshold):

@@ -280,6 +280,7 @@ class Reducer:
 
         Collectives that are under way are kept, and ended before anything else is started. Gradients that were taken are in
         the residuals, or are being reduced in their own memory. They are removed from `.grad`, so that none is taken twice.
+        Gradients that waited to be taken together stay in `.grad`.
         """
         step, self._step = self._step, _Step()
         if step.begun:
