@@ -91,8 +91,8 @@ class Worker:
     def step(self, gradient: Array) -> float:
         """Take a step, and return the seconds of the part that the row times.
 
-        This is the part until the last collective and the end of the step, or with `row.receives` the part between them, or with
-        `whole` both.
+        This is the part until the last collective, and the end of the step. With `row.receives` it is the part between those,
+        and with `whole` all of it.
         """
         pipeline, bucket = self.pipeline, self.bucket
         if isinstance(pipeline.compressor, Threshold):
