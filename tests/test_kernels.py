@@ -490,6 +490,9 @@ def test_what_would_reach_beyond_an_array_is_refused() -> None:
         ONE.take(long, np.array([0, 1], np.int32))
     with pytest.raises(KeyError):
         ONE.absorb(np.zeros(3, np.float16), [(0, short)])
+    message = ONE.pack(np.array([0]), np.ones(1, np.float32), 1)
+    with pytest.raises(KeyError):
+        ONE.assembler(message, [1], 1.0)([(0, np.zeros(3, np.float16))])
     with pytest.raises(KeyError):
         ONE.scatter_add(long, np.array([0]), np.zeros(1, np.float16))
 

@@ -192,7 +192,7 @@ class Gradient(NamedTuple):
 
 
 def code_of(dtype: str) -> int:
-    """Return the code of a gradient's or a target's type, for `Gradient` and `Target`."""
+    """Return the code of a gradient's type, for `Gradient`."""
     return _TYPES[dtype]
 
 
@@ -317,10 +317,15 @@ class Target(NamedTuple):
 
     address: int
     type: int
-    """See `code_of`; float32 or float64."""
+    """The code of float32 or float64; see `target_of`."""
     first: int
     """The index of the part's first entry in the buffer."""
     numel: int
+
+
+def target_of(memory: Memory, first: int) -> Target:
+    """Return the target that begins at `first` in its buffer. Raise unless a kernel can write to the memory."""
+    return Target(_target_address(memory), _WIDE[memory.dtype], first, memory.numel)
 
 
 def assembler(messages: Memory, used: list[int], divisor: float) -> Callable[[list[Target]], None]:

@@ -115,7 +115,7 @@ class CompiledOps(NumpyOps):
 
     def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
         assemble = kernels.assembler(memory_of(_contiguous(messages)), used, divisor)
-        return lambda targets: assemble([_to_write(first, target) for first, target in targets])
+        return lambda targets: assemble([kernels.target_of(memory_of(target), first) for first, target in targets])
 
     def _message(self, count: int, dtype: np.dtype[Any]) -> Array:
         return kernels.lender.lend(count, name_of(dtype))
@@ -142,13 +142,6 @@ def _contiguous(array: Array) -> Array:
 def _given(first: int, gradient: Array) -> kernels.Gradient:
     memory = memory_of(gradient)
     return kernels.Gradient(memory.address, kernels.code_of(memory.dtype), first, memory.numel)
-
-
-def _to_write(first: int, target: Array) -> kernels.Target:
-    memory = memory_of(target)
-    if not memory.writable:
-        raise ValueError(f"the array that a kernel writes to must be writable, got a read-only one of {memory.numel}")
-    return kernels.Target(memory.address, kernels.code_of(memory.dtype), first, memory.numel)
 
 
 def _flat(gradient: Array) -> Array | None:

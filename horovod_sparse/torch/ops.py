@@ -331,7 +331,7 @@ class TorchOps:
     def assembler(self, messages: Tensor, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
         if self._kernels and messages.is_cpu:
             write = kernels.assembler(_memory(messages.contiguous()), used, divisor)
-            return lambda targets: write([_to_write(first, target) for first, target in targets])
+            return lambda targets: write([kernels.target_of(_memory(target), first) for first, target in targets])
         split = self.split(messages, len(used))
         parts = [self.unpack(message, rows) for message, rows in zip(split, used, strict=True)]
         for indices, _ in parts:
@@ -390,12 +390,6 @@ def _kernels_take(gradient: Tensor) -> bool:
 
 def _given(first: int, gradient: Tensor) -> kernels.Gradient:
     return kernels.Gradient(gradient.data_ptr(), _CODES[gradient.dtype], first, gradient.numel())
-
-
-def _to_write(first: int, target: Tensor) -> kernels.Target:
-    if not target.is_contiguous():
-        raise ValueError("the tensor must be contiguous")
-    return kernels.Target(target.data_ptr(), _CODES[target.dtype], first, target.numel())
 
 
 def _nonzero(mask: Tensor) -> Tensor:
