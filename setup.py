@@ -71,6 +71,6 @@ setup(
     cffi_modules=["horovod_sparse/kernels/build.py:ffibuilder"],
     # The kernels use no more of Python than all its versions since then have.
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
-    entry_points={"console_scripts": ["horovod-sparse = horovod_sparse.cli:main"]},
+    entry_points={"console_scripts": ["horovod-sparse = horovod_sparse.tools.cli:main"]},
     zip_safe=False,
 )

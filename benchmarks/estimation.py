@@ -31,8 +31,6 @@ from estimation_report import CLOSED, RAW, Result
 from torch import Tensor
 from tqdm import tqdm
 
-from horovod_sparse import machine
-from horovod_sparse.buckets import Parameter, Slot, plan
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.gaussiank import GaussianK
@@ -43,8 +41,10 @@ from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.exchanges import Collective, Reduced
-from horovod_sparse.pipeline import Pipeline, Write
+from horovod_sparse.core.layout import Parameter, Slot, plan
+from horovod_sparse.core.pipeline import Pipeline, Write
+from horovod_sparse.exchange.protocols import Collective, Reduced
+from horovod_sparse.tools import machine
 from horovod_sparse.torch.ops import TorchOps
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

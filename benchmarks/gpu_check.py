@@ -32,15 +32,15 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from horovod_sparse import fits
-from horovod_sparse import triton as ours
-from horovod_sparse.buckets import Parameter, plan
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.sidco import FIRST_RATIO, SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.core.layout import Parameter, plan
+from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.estimation import fits
+from horovod_sparse.kernels import gpu as ours
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.pipeline import Pipeline
 
 NOT_MEASURED = 2
 BAR = 1.6
@@ -154,8 +154,8 @@ class Worker:
     def __init__(
         self, device: Device, compressor: Compressor, sizes: list[int], dtype: torch.dtype, **shape: int
     ) -> None:
-        from horovod_sparse.triton.bucket import DeviceBucket
-        from horovod_sparse.triton.rules import rule_of
+        from horovod_sparse.kernels.gpu.bucket import DeviceBucket
+        from horovod_sparse.kernels.gpu.rules import rule_of
 
         numel = sum(sizes)
         rule = rule_of(compressor)
@@ -237,7 +237,7 @@ class Zeros:
 
 def never_waits(device: Device, make: Callable[[float], Compressor]) -> None:
     """Run steps, as the hooks of an optimizer do, from the gradients to the collective; the last one must not wait."""
-    from horovod_sparse.triton.bucket import selector_for
+    from horovod_sparse.kernels.gpu.bucket import selector_for
 
     sizes = {"a": 400, "b": 100} if device.interpreted else {"a": 900_000, "b": 100_000}
     gradients = {name: laplace(device, numel, 0) for name, numel in sizes.items()}
@@ -374,7 +374,7 @@ def ratio_has_bar(compressor: Compressor) -> bool:
 
 
 def other_rows(device: Device, ratio: float, gradient: Tensor) -> list[Row]:
-    from horovod_sparse.triton.bucket import reduce
+    from horovod_sparse.kernels.gpu.bucket import reduce
 
     numel, k = gradient.numel(), max(1, int(ratio * gradient.numel()))
     residual, target = torch.zeros_like(gradient), torch.empty_like(gradient)

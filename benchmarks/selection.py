@@ -2,7 +2,7 @@
 
     python benchmarks/selection.py [--sizes 25M] [--memory] [--bars] [--markdown] [--json FILE] [--picture FILE]
 
-All rows of `horovod_sparse.bench`, of which `horovod-sparse bench` runs some. Times one worker's whole step but for the
+All rows of `horovod_sparse.tools.bench`, of which `horovod-sparse bench` runs some. Times one worker's whole step but for the
 collectives: the gradient is taken in, entries are selected, packed, and taken out of the residual; and, in a row of its own,
 what comes after the collective. Rows take turns, with the unit before and after each. Fails when a selection is not what the
 NumPy oracle selects, and with --bars when a row takes longer than it may.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 
-from horovod_sparse import bench
+from horovod_sparse.tools import bench
 
 
 def main() -> int:

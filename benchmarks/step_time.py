@@ -29,7 +29,7 @@ from torch import nn
 from tqdm import tqdm
 
 import horovod_sparse.torch as hvd
-from horovod_sparse import machine
+from horovod_sparse.tools import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import common

@@ -24,7 +24,7 @@ from step_contenders import ALONE, MODELS
 from step_time import SETTLING, Contender, make, parse
 
 import horovod_sparse.torch as hvd
-from horovod_sparse import machine
+from horovod_sparse.tools import machine
 from horovod_sparse.torch import reducer as reducers
 
 PARTS = {

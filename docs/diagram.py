@@ -33,7 +33,7 @@ OWN_STEPS = (
     Box("gradient", "hook of loss.backward()", ("of one parameter, as soon as it is ready",), HOST),
     Box(
         "accumulate",
-        "residuals.py, feedback.py",
+        "core/residuals.py, compressors/momentum.py",
         ("residual += gradient, in the parameter's slice", "of its bucket"),
         LOCAL,
     ),
@@ -44,18 +44,26 @@ OWN_STEPS = (
         LOCAL,
     ),
     Box(
-        "pack", "wire.py", ("values leave the residual; one message", "whose length does not depend on the data"), LOCAL
+        "pack",
+        "exchange/wire.py",
+        ("values leave the residual; one message", "whose length does not depend on the data"),
+        LOCAL,
     ),
 )
 EXCHANGE = Box(
     "exchange",
-    "exchanges.py, carried out by Horovod or MPI",
+    "exchange/protocols.py, carried out by Horovod or MPI",
     ("allgather of (index, value) pairs — or allreduce of values where all know the indices —", "or allgather of indices, "
      "then allreduce of all workers' values there; backward goes on meanwhile"),
     NETWORK,
 )  # fmt: skip
 BACK_STEPS = (
-    Box("add up", "pipeline.py", ("every worker's entries, rank by rank,", "divided by the number of workers"), LOCAL),
+    Box(
+        "add up",
+        "core/pipeline.py",
+        ("every worker's entries, rank by rank,", "divided by the number of workers"),
+        LOCAL,
+    ),
     Box(
         "reduced gradient", "optimizer.step()", ("in the gradient's own memory; the same", "bits on every worker"), HOST
     ),

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from horovod_sparse.cost import allreduce_bytes
-from horovod_sparse.feedback import MomentumCorrection
-from horovod_sparse.schedules import warmup
+from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.schedules import warmup
+from horovod_sparse.exchange.cost import allreduce_bytes
 
 COMPRESSIONS = ["none", "fp16", "noop", "topk", "sidco", "gaussiank", "dgc", "redsync", "micro"]
 COMPRESSIONS += ["randomk", "randomblock", "threshold"]

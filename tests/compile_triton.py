@@ -16,12 +16,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.feedback import MomentumCorrection
-from horovod_sparse.triton.bucket import DeviceBucket, reduce
-from horovod_sparse.triton.rules import rule_of
+from horovod_sparse.kernels.gpu.bucket import DeviceBucket, reduce
+from horovod_sparse.kernels.gpu.rules import rule_of
 
 COMPRESSORS = [TopK(0.001), Threshold(1.0), SIDCo(0.001), SIDCo(0.001, distribution="gpareto")]
 

@@ -28,17 +28,17 @@ CORE = (
         "arguments",
         "averaging",
         "backends",
-        "buckets",
+        "layout",
         "cost",
-        "feedback",
+        "momentum",
         "fits",
         "kernels",
-        "known",
+        "cached",
         "laws",
         "micro",
         "schedules",
     ),
-    *("selectors", "sidco", "stages", "state", "wire"),
+    *("selectors", "sidco", "controllers", "state", "wire"),
 )
 """Tests that need none of the frameworks, and run over the array verbs of those that are there."""
 
@@ -62,7 +62,7 @@ INSTALLATIONS = {
     "torch": Installation(
         "torch,bench",
         ("torch", "horovod"),
-        ("lending", "ops", "pipeline", "random", "seam", "torch_compressors"),
+        ("pool", "ops", "pipeline", "random", "seam", "torch_compressors"),
         ("examples/demo.py", "--framework", "torch", "--epochs", "1"),
     ),
     "tensorflow": Installation(

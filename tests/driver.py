@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from table import Backend
 
-from horovod_sparse import exchanges
-from horovod_sparse.bucket import Bucket
-from horovod_sparse.buckets import Layout, Parameter, Slot, plan
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.exchanges import Collective
-from horovod_sparse.pipeline import Pipeline
+from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
+from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.exchange import protocols
+from horovod_sparse.exchange.protocols import Collective
 
 
 def make_pipeline(
@@ -59,7 +59,7 @@ def exchange(
     results: list[Reduced] = [{} for _ in pipelines]
 
     def writer(result: Reduced) -> Any:
-        def write(slots: Sequence[Slot], reduced: exchanges.Reduced) -> None:
+        def write(slots: Sequence[Slot], reduced: protocols.Reduced) -> None:
             if not reduced.finite:
                 result.update((slot.name, None) for slot in slots)
                 return

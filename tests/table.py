@@ -20,10 +20,10 @@ from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.ops import Ops
-from horovod_sparse.pipeline import Pipeline
+from horovod_sparse.ops.protocol import Ops
 
 
 @dataclass(frozen=True)

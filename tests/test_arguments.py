@@ -10,10 +10,10 @@ import pytest
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.dgc import DGC
+from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.noop import NoOp
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.feedback import MomentumCorrection
 
 
 @pytest.mark.parametrize("cls", [TopK, SIDCo])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from table import WITH_VERBS, Backend
 
-from horovod_sparse.averaging import WeightedAverage
+from horovod_sparse.core.averaging import WeightedAverage
 
 
 @pytest.mark.parametrize("backend", WITH_VERBS, ids=str)

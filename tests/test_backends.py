@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from table import BACKENDS, COMPRESSORS, DEGENERATE, KINDS, ORACLE, Backend, Row, gradients
 
-from horovod_sparse.pipeline import Pipeline
-from horovod_sparse.schedules import warmup
+from horovod_sparse.compressors.schedules import warmup
+from horovod_sparse.core.pipeline import Pipeline
 
 OTHERS = [backend for backend in BACKENDS if backend is not ORACLE]
 Given = list[dict[str, np.ndarray | None]]

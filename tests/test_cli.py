@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from horovod_sparse import check, cli, kernels
-from horovod_sparse.probes import Answer
+from horovod_sparse import kernels
+from horovod_sparse.tools import check, cli
+from horovod_sparse.tools.probes import Answer
 
 COMPLETE = check.Machine(
     answers={
@@ -39,7 +40,7 @@ def marks(machine: check.Machine) -> Mapping[str, str]:
 
 
 def run_check(**environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "horovod_sparse.cli", "check"]
+    command = [sys.executable, "-m", "horovod_sparse.tools.cli", "check"]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
 
 
@@ -73,7 +74,7 @@ def test_broken_frameworks_are_reported_not_suffered(tmp_path: Path) -> None:
 
 
 def test_the_command_imports_no_framework() -> None:
-    code = "import horovod_sparse.cli, json, sys; print(json.dumps(sorted(sys.modules)))"
+    code = "import horovod_sparse.tools.cli, json, sys; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "tensorflow", "horovod", "mpi4py"} & set(json.loads(done.stdout))
 

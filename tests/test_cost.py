@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from horovod_sparse.cost import allgather_bytes, allreduce_bytes, break_even_ratio
+from horovod_sparse.exchange.cost import allgather_bytes, allreduce_bytes, break_even_ratio
 
 
 def test_bytes() -> None:

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from horovod_sparse import fits
 from horovod_sparse.compressors import gaussiank
-from horovod_sparse.ops import Moments
+from horovod_sparse.estimation import fits
+from horovod_sparse.ops.protocol import Moments
 
 POSITIVE = st.floats(1e-30, 1e30)
 RATIOS = st.floats(1e-6, 1.0)

@@ -10,7 +10,7 @@ from driver import collective, exchange, make_pipeline, send
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.pipeline import Pipeline
+from horovod_sparse.core.pipeline import Pipeline
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 
@@ -128,8 +128,8 @@ def test_a_discarded_step_leaves_no_trace(backend: Backend, row: Row, reached: i
 
 def test_discarding_with_rates_and_dense_momentum(backend: Backend) -> None:
     """Learning rates, and the velocities of what is reduced dense, are brought back too."""
-    from horovod_sparse.buckets import Layout, Slot
-    from horovod_sparse.feedback import MomentumCorrection
+    from horovod_sparse.compressors.momentum import MomentumCorrection
+    from horovod_sparse.core.layout import Layout, Slot
 
     compressor = TopK(0.1, lr_in_residual=True, momentum_correction=MomentumCorrection(0.9), discardable=True)
     pipeline = make_pipeline(backend, compressor, {"p": (300,)})

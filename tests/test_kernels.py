@@ -20,7 +20,7 @@ from horovod_sparse import kernels
 from horovod_sparse.kernels import Memory, memory_of
 from horovod_sparse.numpy.compiled import CompiledOps
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.ops import Above, Moving, Sums, Wanted
+from horovod_sparse.ops.protocol import Above, Moving, Sums, Wanted
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the kernels are not compiled, or turned off"),

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from table import COMPRESSORS, DEGENERATE, KINDS, ORACLE, SCALES_WITHOUT_SQUARES, Backend, Row, gradients
 
-from horovod_sparse import exchanges
-from horovod_sparse.bucket import Bucket
-from horovod_sparse.pipeline import Pipeline
-from horovod_sparse.schedules import warmup
+from horovod_sparse.compressors.schedules import warmup
+from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.exchange import protocols
 
 pytestmark = pytest.mark.parametrize("backend", [ORACLE], ids=str)
 
@@ -44,7 +44,7 @@ def check_step(row: Row, pipeline: Pipeline, after: np.ndarray, sent: Sent) -> N
     before, indices, values = sent
     compressor = pipeline.compressor
     # Everything is sent in the residual's own type.
-    sent_type = before.dtype if compressor.exchange is exchanges.dense else np.dtype(np.float32)
+    sent_type = before.dtype if compressor.exchange is protocols.dense else np.dtype(np.float32)
     assert (indices.dtype, values.dtype) == (np.int64, sent_type)
     assert (np.diff(indices) > 0).all(), "indices must be unique and ascending"
     assert indices.size <= compressor.room(before.size, compressor.asked(before.size), 1)

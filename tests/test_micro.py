@@ -12,9 +12,9 @@ from table import BACKENDS, gradients
 
 from horovod_sparse.compressors.base import Place
 from horovod_sparse.compressors.micro import MiCRO, MiCROState, part
+from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.estimation.controllers import ThresholdController
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.pipeline import Pipeline
-from horovod_sparse.stages import ThresholdController
 
 NUMPY = BACKENDS[0]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from table import BACKENDS, WITH_VERBS, Backend
 
-from horovod_sparse.ops import Moving
+from horovod_sparse.ops.protocol import Moving
 from horovod_sparse.torch.ops import TorchOps
 
 ORACLE = BACKENDS[0].ops

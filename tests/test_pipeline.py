@@ -13,12 +13,12 @@ import torch
 from driver import exchange, make_pipeline, send
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
-from horovod_sparse.buckets import Parameter, plan
 from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.pipeline import Pipeline
+from horovod_sparse.core.layout import Parameter, plan
+from horovod_sparse.core.pipeline import Pipeline
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 SHAPES = {"weight": (30, 40), "kernel": (500,), "head": (7, 11)}

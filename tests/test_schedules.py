@@ -9,8 +9,8 @@ import pytest
 from driver import make_pipeline, send
 from table import BACKENDS, gradients
 
+from horovod_sparse.compressors.schedules import warmup
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.schedules import warmup
 
 
 def test_warm_up_of_deep_gradient_compression() -> None:

@@ -15,11 +15,11 @@ from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.gaussiank import GaussianK
 from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.redsync import RedSync
+from horovod_sparse.compressors.schedules import warmup
 from horovod_sparse.compressors.threshold import Threshold, suggested_threshold
 from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.schedules import warmup
-from horovod_sparse.search import below_largest
 
 OPS = NumpyOps()
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)

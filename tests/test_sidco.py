@@ -12,8 +12,8 @@ from table import KINDS, gradients
 
 from horovod_sparse.compressors import sidco
 from horovod_sparse.compressors.sidco import SIDCo, SIDCoState
+from horovod_sparse.estimation.controllers import StageController
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.stages import StageController
 
 OPS = NumpyOps()
 SIZE = 1_000_000

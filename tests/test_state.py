@@ -10,7 +10,7 @@ import pytest
 from driver import make_pipeline, send
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
-from horovod_sparse.state import empty_state, holds_anything, rescale_state
+from horovod_sparse.core.state import empty_state, holds_anything, rescale_state
 
 PAIRS = list(itertools.permutations(BACKENDS, 2))
 ROWS = [row for row in COMPRESSORS if row.name in ("dgc", "sidco-gamma-robust", "micro")]

@@ -18,11 +18,12 @@ pytest.importorskip("horovod.tensorflow", reason="Horovod was built without Tens
 
 from horovod.tensorflow import mpi_ops  # noqa: E402
 
-from horovod_sparse.buckets import Layout, Parameter, Slot, plan  # noqa: E402
-from horovod_sparse.feedback import MomentumCorrection  # noqa: E402
-from horovod_sparse.lending import Lender  # noqa: E402
+from horovod_sparse.compressors.momentum import MomentumCorrection  # noqa: E402
+from horovod_sparse.compressors.schedules import warmup  # noqa: E402
+from horovod_sparse.core.layout import Layout, Parameter, Slot, plan  # noqa: E402
+from horovod_sparse.exchange.wire import NOT_FINITE, PADDING  # noqa: E402
+from horovod_sparse.kernels.pool import BufferPool  # noqa: E402
 from horovod_sparse.numpy.ops import NumpyOps  # noqa: E402
-from horovod_sparse.schedules import warmup  # noqa: E402
 from horovod_sparse.tensorflow.compressors import (  # noqa: E402
     DGC,
     GaussianK,
@@ -35,10 +36,9 @@ from horovod_sparse.tensorflow.compressors import (  # noqa: E402
     Threshold,
     TopK,
 )
-from horovod_sparse.tensorflow.graph import GraphPipeline  # noqa: E402
+from horovod_sparse.tensorflow.graph_engine.pipeline import GraphPipeline  # noqa: E402
 from horovod_sparse.tensorflow.host import HostPipeline  # noqa: E402
 from horovod_sparse.tensorflow.step import Step  # noqa: E402
-from horovod_sparse.wire import NOT_FINITE, PADDING  # noqa: E402
 
 Make = Callable[..., Any]
 
@@ -399,7 +399,7 @@ def test_a_state_that_waits_for_an_optimizer_is_a_copy() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_tensorflow_takes_reduced_gradients_without_a_copy(dtype: str) -> None:
-    arrays = [Lender().lend(numel, dtype) for numel in (1, 1000, 100_003)]
+    arrays = [BufferPool().lend(numel, dtype) for numel in (1, 1000, 100_003)]
     take = tf.function(lambda: tf.numpy_function(lambda: arrays, [], [dtype] * len(arrays)), autograph=False)
     for array, tensor in zip(arrays, take(), strict=True):
         array.fill(2)

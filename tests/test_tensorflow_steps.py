@@ -14,9 +14,9 @@ pytest.importorskip("horovod.tensorflow", reason="Horovod was built without Tens
 
 from test_tensorflow_graph import Worker, other_messages, pair, same_step  # noqa: E402
 
-from horovod_sparse.feedback import MomentumCorrection  # noqa: E402
+from horovod_sparse.compressors.momentum import MomentumCorrection  # noqa: E402
+from horovod_sparse.exchange.wire import PADDING  # noqa: E402
 from horovod_sparse.tensorflow.compressors import SIDCo, TopK  # noqa: E402
-from horovod_sparse.wire import PADDING  # noqa: E402
 
 SHAPES = {"a": (40, 10), "b": (300,), "c": (20,)}
 

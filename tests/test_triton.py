@@ -21,20 +21,20 @@ from hypothesis.extra import numpy as npst
 from interpreted import tl, triton
 from table import DEGENERATE, SCALES_WITHOUT_SQUARES, gradients
 
-from horovod_sparse import fits
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.gaussiank import GaussianK
+from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.sidco import SIDCo, last_stage, next_aim
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.feedback import MomentumCorrection
+from horovod_sparse.estimation import fits
+from horovod_sparse.estimation.search import below_largest
+from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
+from horovod_sparse.kernels.gpu import kernels
+from horovod_sparse.kernels.gpu.bucket import DeviceBucket, reduce
+from horovod_sparse.kernels.gpu.rules import Request, rule_of
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.ops import Moving
-from horovod_sparse.search import below_largest
-from horovod_sparse.triton import kernels
-from horovod_sparse.triton.bucket import DeviceBucket, reduce
-from horovod_sparse.triton.rules import Request, rule_of
-from horovod_sparse.wire import NOT_FINITE, PADDING
+from horovod_sparse.ops.protocol import Moving
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

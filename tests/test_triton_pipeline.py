@@ -15,16 +15,16 @@ from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.dgc import DGC
+from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.schedules import warmup
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.feedback import MomentumCorrection
-from horovod_sparse.pipeline import Pipeline
-from horovod_sparse.schedules import warmup
+from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.kernels.gpu import available
+from horovod_sparse.kernels.gpu.bucket import selector_for
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.ops import TorchOps
-from horovod_sparse.triton import available
-from horovod_sparse.triton.bucket import selector_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

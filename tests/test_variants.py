@@ -7,7 +7,7 @@ import pytest
 
 from horovod_sparse import kernels
 from horovod_sparse.numpy.compiled import CompiledOps, host_ops
-from horovod_sparse.ops import Moving, Wanted
+from horovod_sparse.ops.protocol import Moving, Wanted
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the kernels are not compiled, or turned off")
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from table import BACKENDS, Backend
 
-from horovod_sparse import wire
 from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.exchange import wire
 
 # Indices of a message for a bucket of 8, and what is wrong with them.
 DAMAGED: dict[str, tuple[list[int], str | None]] = {

@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypedDict
 
-from horovod_sparse import exchanges
-from horovod_sparse.exchanges import Exchange
-from horovod_sparse.feedback import MomentumCorrection
-from horovod_sparse.ops import Array, Ops, Selection
-from horovod_sparse.schedules import Schedule
+from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.exchange import protocols
+from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 Granularity = Literal["layer", "bucket", "model"]
 NotFinite = Literal["raise", "propagate"]
@@ -132,7 +132,7 @@ class BucketState:
         self.cut *= factor
         self.smallest *= factor
 
-    def digest(self) -> int:
+    def checksum(self) -> int:
         """Return a 31-bit checksum that tells different states apart."""
         return zlib.crc32(json.dumps(self.state_dict()).encode()) >> 1
 
@@ -259,7 +259,7 @@ class Compressor(ABC):
     @property
     def exchange(self) -> Exchange:
         """How the selections of all ranks become one gradient."""
-        return exchanges.pairs
+        return protocols.pairs
 
     @property
     def holds_back(self) -> bool:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Settings, as_number, check_integer, check_number
 from horovod_sparse.compressors.draws import generator
-from horovod_sparse.feedback import MomentumCorrection
-from horovod_sparse.ops import Array, Ops, Selection
-from horovod_sparse.schedules import Schedule, warmup
-from horovod_sparse.search import below_largest
+from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.schedules import Schedule, warmup
+from horovod_sparse.estimation.search import below_largest
+from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse import exchanges
 from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_boolean, check_integer
-from horovod_sparse.exchanges import Exchange
-from horovod_sparse.schedules import Schedule
+from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.exchange import protocols
+from horovod_sparse.exchange.protocols import Exchange
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -73,7 +73,7 @@ class RandomCompressor(Compressor):
 
     @property
     def exchange(self) -> Exchange:
-        return exchanges.shared_indices if self.shared else exchanges.pairs
+        return protocols.shared_indices if self.shared else protocols.pairs
 
     def draws(self, state: BucketState) -> np.random.Generator:
         """Return the random generator of this bucket's step."""

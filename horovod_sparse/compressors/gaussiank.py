@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from horovod_sparse import fits
-from horovod_sparse.algebra import FLOATS, Algebra
 from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place, Settings, check_choice
-from horovod_sparse.ops import Array, Moments, Ops, Selection
-from horovod_sparse.schedules import Schedule
-from horovod_sparse.search import below_largest, search_threshold
+from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.estimation import fits
+from horovod_sparse.estimation.algebra import FLOATS, Algebra
+from horovod_sparse.estimation.search import below_largest, search_threshold
+from horovod_sparse.ops.protocol import Array, Moments, Ops, Selection
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

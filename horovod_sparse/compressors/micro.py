@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from horovod_sparse import exchanges
 from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place, Settings, check_choice
-from horovod_sparse.exchanges import Exchange
-from horovod_sparse.ops import Array, Ops, Selection
-from horovod_sparse.schedules import Schedule
-from horovod_sparse.stages import MOST_EXCESS, Scaling, ThresholdController
-from horovod_sparse.wire import LARGEST
+from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.estimation.controllers import MOST_EXCESS, Scaling, ThresholdController
+from horovod_sparse.exchange import protocols
+from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.exchange.wire import LARGEST
+from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -67,7 +67,7 @@ class MiCRO(Compressor):
 
     @property
     def exchange(self) -> Exchange:
-        return exchanges.union
+        return protocols.union
 
     def new_state(self, place: Place = ALONE) -> MiCROState:
         return MiCROState(place)

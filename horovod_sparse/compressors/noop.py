@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from horovod_sparse import exchanges
 from horovod_sparse.compressors.base import BucketState, Compressor, Settings
-from horovod_sparse.exchanges import Exchange
-from horovod_sparse.ops import Array, Ops, Selection
+from horovod_sparse.exchange import protocols
+from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,7 +24,7 @@ class NoOp(Compressor):
 
     @property
     def exchange(self) -> Exchange:
-        return exchanges.dense
+        return protocols.dense
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         return ops.select_above(x, -1.0, capacity)

@@ -9,8 +9,8 @@ import numpy as np
 
 from horovod_sparse.compressors.base import BucketState, Settings, check_integer
 from horovod_sparse.compressors.draws import RandomCompressor
-from horovod_sparse.ops import Array, Ops, Selection
-from horovod_sparse.schedules import Schedule
+from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -6,7 +6,7 @@ import zlib
 
 from horovod_sparse.compressors.base import BucketState
 from horovod_sparse.compressors.draws import RandomCompressor, distinct
-from horovod_sparse.ops import Array, Ops, Selection
+from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 
 class RandomK(RandomCompressor):

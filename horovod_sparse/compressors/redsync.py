@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_choice
-from horovod_sparse.ops import Array, Ops, Selection
-from horovod_sparse.schedules import Schedule
-from horovod_sparse.search import below_largest
+from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.estimation.search import below_largest
+from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

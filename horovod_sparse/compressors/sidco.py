@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from horovod_sparse import fits
-from horovod_sparse.algebra import FLOATS, Algebra
 from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place, Settings, check_choice
-from horovod_sparse.known import Known
-from horovod_sparse.ops import Above, Array, Moments, Ops, Selection, Sums
-from horovod_sparse.schedules import Schedule
-from horovod_sparse.search import below_largest, search_threshold
-from horovod_sparse.stages import StageController, most_stages
+from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.estimation import fits
+from horovod_sparse.estimation.algebra import FLOATS, Algebra
+from horovod_sparse.estimation.controllers import StageController, most_stages
+from horovod_sparse.estimation.search import below_largest, search_threshold
+from horovod_sparse.ops.cached import Known
+from horovod_sparse.ops.protocol import Above, Array, Moments, Ops, Selection, Sums
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

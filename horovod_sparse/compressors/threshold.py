@@ -17,8 +17,8 @@ from horovod_sparse.compressors.base import (
     as_number,
     check_number,
 )
-from horovod_sparse.ops import Array, Ops, Selection
-from horovod_sparse.schedules import Schedule
+from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from horovod_sparse import exchanges
 from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_boolean
-from horovod_sparse.exchanges import Exchange
-from horovod_sparse.ops import Array, Ops, Selection
-from horovod_sparse.schedules import Schedule
+from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.exchange import protocols
+from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -36,7 +36,7 @@ class TopK(Compressor):
 
     @property
     def exchange(self) -> Exchange:
-        return exchanges.union if self.union else exchanges.pairs
+        return protocols.union if self.union else protocols.pairs
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         selection = ops.select_largest(x, k)

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.lending import Lender
-from horovod_sparse.ops import Above, Moments, Sums, Wanted
+from horovod_sparse.kernels.pool import BufferPool
+from horovod_sparse.ops.protocol import Above, Moments, Sums, Wanted
 
 _native: Any
 try:
@@ -28,7 +28,7 @@ try:
 except ImportError:
     _native = None
 
-lender = Lender()
+pool = BufferPool()
 """Lends the memory for `Notes` and for messages."""
 _SPARE = 16
 _MOST_INDICES = 2**31
@@ -126,7 +126,7 @@ class Notes:
     def __init__(self, wanted: Wanted, dtype: str, numel: int) -> None:
         room = min(wanted.room, numel) if wanted.cut < math.inf and numel <= _MOST_INDICES else 0
         size = 4 if dtype == "float32" else 8
-        memory = lender.lend(room * (size + 4), "uint8")
+        memory = pool.lend(room * (size + 4), "uint8")
         self._wanted, self._numel = wanted, numel
         self._values, self._indices = memory[: room * size].view(dtype), memory[room * size :].view("int32")
         ffi = _native.ffi

@@ -87,10 +87,10 @@ int hs_scatter_add(void* target, int type, int64_t n, const int64_t* indices, co
    returns 0 unless every message's indices ascend within each target. */
 int hs_assemble(const hs_target* targets, int64_t number, const int32_t* messages, int64_t capacity, int64_t world,
                 const int64_t* used, float divisor);
-/* Writes a message of pairs with room for `capacity`: see horovod_sparse/wire.py. */
+/* Writes a message of pairs with room for `capacity`: see horovod_sparse/exchange/wire.py. */
 void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t capacity, int32_t* message);
 /* used[w] = how many of the `capacity` indices of message number w come before its padding. Indices are `stride` apart.
-   used[w] is -2 if the first index is -2, and -1 if the indices break the rules of horovod_sparse/wire.py for a bucket of n. */
+   used[w] is -2 if the first index is -2, and -1 if the indices break the rules of horovod_sparse/exchange/wire.py for a bucket of n. */
 void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, int64_t world, int64_t n, int64_t* used);
 /* Reads the first `used` rows of a message of pairs. */
 void hs_unpack(const int32_t* message, int64_t used, int64_t* indices, float* values);

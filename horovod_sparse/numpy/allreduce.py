@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.buckets import Layout, Parameter, Slot, plan
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.cost import allreduce_bytes
-from horovod_sparse.exchanges import Collective, Reduced
+from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.core.binding import check_factor
+from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
+from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.state import check_state
+from horovod_sparse.core.statistics import NO_STATS, Stats
+from horovod_sparse.exchange.cost import allreduce_bytes
+from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.numpy.compiled import host_ops
-from horovod_sparse.pipeline import Pipeline
-from horovod_sparse.schedules import Schedule
-from horovod_sparse.serving import check_factor
-from horovod_sparse.state import check_state
-from horovod_sparse.statistics import NO_STATS, Stats
 
 Array = NDArray[Any]
 Wait = Callable[[], Array]

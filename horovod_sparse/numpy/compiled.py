@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse import kernels
+from horovod_sparse.estimation.search import largest_candidates
 from horovod_sparse.kernels import memory_of, name_of
 from horovod_sparse.numpy.ops import NumpyOps, keep_finite
-from horovod_sparse.ops import Moments, Moving, Notes, Part, Selection, Sums, Wanted
-from horovod_sparse.search import largest_candidates
+from horovod_sparse.ops.protocol import Moments, Moving, Notes, Part, Selection, Sums, Wanted
 
 Array = NDArray[Any]
 
@@ -32,7 +32,7 @@ def host_ops(threads: int | None = None) -> NumpyOps:
 
 
 class CompiledOps(NumpyOps):
-    """Implements `horovod_sparse.ops.Ops` on `numpy.ndarray`. Selects the same entries as `NumpyOps`.
+    """Implements `horovod_sparse.ops.protocol.Ops` on `numpy.ndarray`. Selects the same entries as `NumpyOps`.
 
     Args:
         threads: the number of threads that one verb may use.
@@ -118,7 +118,7 @@ class CompiledOps(NumpyOps):
         return lambda targets: assemble([kernels.target_of(memory_of(target), first) for first, target in targets])
 
     def _message(self, count: int, dtype: np.dtype[Any]) -> Array:
-        return kernels.lender.lend(count, name_of(dtype))
+        return kernels.pool.lend(count, name_of(dtype))
 
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         message = np.empty((capacity, 2), np.int32)

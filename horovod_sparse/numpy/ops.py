@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.ops import Moments, Moving, Notes, Part, Selection, Sums, Wanted
-from horovod_sparse.wire import NOT_FINITE, PADDING
+from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
+from horovod_sparse.ops.protocol import Moments, Moving, Notes, Part, Selection, Sums, Wanted
 
 Array = NDArray[Any]
 
 
 class NumpyOps:
-    """Implements `horovod_sparse.ops.Ops` on `numpy.ndarray`."""
+    """Implements `horovod_sparse.ops.protocol.Ops` on `numpy.ndarray`."""
 
     def zeros(self, count: int, dtype: str, like: Array) -> Array:
         return np.zeros(count, dtype=dtype)

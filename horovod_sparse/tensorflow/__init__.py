@@ -9,10 +9,10 @@ import importlib as _importlib
 import horovod.tensorflow as _stock
 from horovod.tensorflow import *
 
-from horovod_sparse.averaging import WeightedAverage
+from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.schedules import Schedule, warmup
 from horovod_sparse.compressors.threshold import suggested_threshold
-from horovod_sparse.feedback import MomentumCorrection
-from horovod_sparse.schedules import Schedule, warmup
+from horovod_sparse.core.averaging import WeightedAverage
 from horovod_sparse.tensorflow import seam
 from horovod_sparse.tensorflow.compressors import (
     DGC,

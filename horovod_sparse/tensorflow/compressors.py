@@ -26,15 +26,15 @@ from horovod_sparse.compressors import (
     topk,
 )
 from horovod_sparse.compressors.base import check_boolean
+from horovod_sparse.core.binding import BoundCompressor, Server
+from horovod_sparse.core.state import ARRAYS, check_parts, empty_state
 from horovod_sparse.numpy.compiled import host_ops
-from horovod_sparse.serving import Server, ServingCompressor
-from horovod_sparse.state import ARRAYS, check_parts, empty_state
-from horovod_sparse.tensorflow import selectors
+from horovod_sparse.tensorflow.graph_engine import selectors
 
 Tensor = Any
 
 
-class TensorflowCompressor(ServingCompressor, HorovodCompressor, tf.train.experimental.PythonState):
+class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experimental.PythonState):
     """A sparsifier that serves one `hvd.DistributedOptimizer`, or the tapes of one training loop.
 
     `state_dict` returns NumPy arrays and plain values. `tf.train.Checkpoint(compression=compression, ...)` saves it too; every

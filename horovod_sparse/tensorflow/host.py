@@ -16,14 +16,14 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from horovod_sparse.bucket import Bucket
-from horovod_sparse.buckets import Layout, Slot
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.exchanges import ROUNDS, Exchange, Reduced, Round, dense
-from horovod_sparse.lending import Lender
+from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.layout import Layout, Slot
+from horovod_sparse.core.pipeline import Arrived, Pipeline, Write
+from horovod_sparse.exchange.protocols import ROUNDS, Exchange, Reduced, Round, dense
+from horovod_sparse.kernels.pool import BufferPool
 from horovod_sparse.numpy.compiled import host_ops
-from horovod_sparse.ops import Array
-from horovod_sparse.pipeline import Arrived, Pipeline, Write
+from horovod_sparse.ops.protocol import Array
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.memory import check_memory, make_variable, memory_of
 from horovod_sparse.tensorflow.step import Pack, Step
@@ -50,7 +50,7 @@ class HostPipeline(Pipeline):
         """Bucket -> the number of buckets that existed when it and those made together with it were added."""
         self._reduced: dict[str, list[NDArray[Any]]] = {}
         """Bucket -> its reduced gradients, flat, kept until the graph takes them."""
-        self._lender = Lender()
+        self._pool = BufferPool()
         """Lends the memory of reduced gradients. TensorFlow uses it without a copy; it returns when the last tensor is gone."""
 
     @property
@@ -243,7 +243,7 @@ class HostPipeline(Pipeline):
 
         def write(slots: Sequence[Slot], reduced: Reduced) -> None:
             # Half-precision sums are rounded once, at the end, instead of after every rank.
-            kept.extend(self._lender.lend(slot.numel, bucket.layout.residual_dtype) for slot in slots)
+            kept.extend(self._pool.lend(slot.numel, bucket.layout.residual_dtype) for slot in slots)
             reduced.write([(slot.offset, flat) for slot, flat in zip(slots, kept, strict=True)])
 
         return write

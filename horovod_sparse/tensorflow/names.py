@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_sparse.state import PARTS
+from horovod_sparse.core.state import PARTS
 
 Variable = Any
 

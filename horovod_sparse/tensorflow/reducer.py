@@ -17,17 +17,17 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.agreement import check_sparse, compare, op_name
-from horovod_sparse.bucket import Bucket
-from horovod_sparse.buckets import Layout, Parameter, Slot, plan
-from horovod_sparse.cost import allreduce_bytes
-from horovod_sparse.pipeline import check_limits
-from horovod_sparse.serving import compresses
-from horovod_sparse.state import PARTS, check_state, empty_state, holds_anything, rescale_state
-from horovod_sparse.statistics import NO_STATS, Stats
+from horovod_sparse.core.agreement import check_sparse, compare, op_name
+from horovod_sparse.core.binding import compresses
+from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
+from horovod_sparse.core.pipeline import check_limits
+from horovod_sparse.core.state import PARTS, check_state, empty_state, holds_anything, rescale_state
+from horovod_sparse.core.statistics import NO_STATS, Stats
+from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
-from horovod_sparse.tensorflow.graph import GraphBucket, GraphPipeline
+from horovod_sparse.tensorflow.graph_engine.pipeline import GraphBucket, GraphPipeline
 from horovod_sparse.tensorflow.host import HostPipeline
 from horovod_sparse.tensorflow.names import Names, plain, renamed
 from horovod_sparse.tensorflow.step import Step
@@ -341,7 +341,7 @@ class Reducer:
         self._agreements += 1
         check_sparse(sparse, self.compressor, sparse_as_dense=self._sparse_as_dense, rank=mpi_ops.rank())
 
-    # --- statistics and state: see `ServingCompressor` ---
+    # --- statistics and state: see `BoundCompressor` ---
 
     def stats(self) -> Stats:
         if self.engine is None:
@@ -388,7 +388,7 @@ class Reducer:
             self.engine.reset()
 
     def discard_step(self) -> None:
-        """See `ServingCompressor.discard_step`."""
+        """See `BoundCompressor.discard_step`."""
         if not self.active:
             # No step leaves anything to discard.
             return

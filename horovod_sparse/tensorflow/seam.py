@@ -23,7 +23,7 @@ import horovod._keras as horovod_keras
 import horovod.tensorflow as horovod_tensorflow
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.agreement import check_arguments
+from horovod_sparse.core.agreement import check_arguments
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer

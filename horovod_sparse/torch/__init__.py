@@ -6,10 +6,10 @@ Importing it extends stock Horovod's optimizer (see `seam`), so ``import horovod
 import horovod.torch as _stock
 from horovod.torch import *
 
-from horovod_sparse.averaging import WeightedAverage
+from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.schedules import Schedule, warmup
 from horovod_sparse.compressors.threshold import suggested_threshold
-from horovod_sparse.feedback import MomentumCorrection
-from horovod_sparse.schedules import Schedule, warmup
+from horovod_sparse.core.averaging import WeightedAverage
 from horovod_sparse.torch import seam
 from horovod_sparse.torch.compressors import (
     DGC,

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from horovod_sparse import agreement
-from horovod_sparse.agreement import check_sparse, compare, op_name
+from horovod_sparse.core import agreement
+from horovod_sparse.core.agreement import check_sparse, compare, op_name
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import gather_json
 

@@ -18,11 +18,11 @@ from horovod_sparse.compressors import (
     threshold,
     topk,
 )
-from horovod_sparse.serving import ServingCompressor
+from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.torch.ops import TorchOps
 
 
-class TorchCompressor(ServingCompressor, HorovodCompressor):
+class TorchCompressor(BoundCompressor, HorovodCompressor):
     """A sparsifier that serves one `hvd.DistributedOptimizer`; its state loads with `torch.load(weights_only=True)`."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, None]:

@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from horovod_sparse.buckets import Slot
-from horovod_sparse.exchanges import Reduced
-from horovod_sparse.ops import Part
+from horovod_sparse.core.layout import Slot
+from horovod_sparse.exchange.protocols import Reduced
+from horovod_sparse.ops.protocol import Part
 
 _WIDE = (torch.float32, torch.float64)
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_sparse import kernels
-from horovod_sparse.ops import Above, Moments, Moving, Notes, Part, Selection, Sums, Wanted
-from horovod_sparse.search import largest_candidates
-from horovod_sparse.wire import NOT_FINITE, PADDING
+from horovod_sparse.estimation.search import largest_candidates
+from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
+from horovod_sparse.ops.protocol import Above, Moments, Moving, Notes, Part, Selection, Sums, Wanted
 
 # 64 Ki float64 take 512 KiB, which fits into a core's second-level cache. GPUs have no cache worth chunking for.
 _CPU_CHUNK = 2**16
@@ -25,7 +25,7 @@ _GPU_CHUNK = 2**26
 
 
 class TorchOps:
-    """Implements `horovod_sparse.ops.Ops` on `torch.Tensor`.
+    """Implements `horovod_sparse.ops.protocol.Ops` on `torch.Tensor`.
 
     Args:
         compiled: whether the compiled kernels, if there are any, handle tensors on the CPU.
@@ -304,7 +304,7 @@ class TorchOps:
     def _message(self, count: int, like: Tensor) -> Tensor:
         """Return memory for a message that may be as large as the residual."""
         if self._compiled(like):
-            return torch.from_numpy(kernels.lender.lend(count, _dtype(like)))
+            return torch.from_numpy(kernels.pool.lend(count, _dtype(like)))
         return like.new_empty(count)
 
     def pack_indices(self, indices: Tensor, header: list[int], capacity: int) -> Tensor:

@@ -22,13 +22,13 @@ import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from horovod_sparse.bucket import Bucket
-from horovod_sparse.buckets import Slot
-from horovod_sparse.exchanges import Collective, Reduced
-from horovod_sparse.pipeline import Arrived, Pipeline, check_discardable
-from horovod_sparse.serving import compresses, stats_of
-from horovod_sparse.state import check_state, empty_state, holds_anything, rescale_state
-from horovod_sparse.statistics import Stats
+from horovod_sparse.core.binding import compresses, stats_of
+from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.layout import Slot
+from horovod_sparse.core.pipeline import Arrived, Pipeline, check_discardable
+from horovod_sparse.core.state import check_state, empty_state, holds_anything, rescale_state
+from horovod_sparse.core.statistics import Stats
+from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.torch.agreement import agree, agree_on_states, check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
@@ -397,7 +397,7 @@ class Reducer:
             return str(error)
         return ""
 
-    # --- statistics and state: see `ServingCompressor` ---
+    # --- statistics and state: see `BoundCompressor` ---
 
     def stats(self) -> Stats:
         return stats_of(self.pipeline)
@@ -447,7 +447,7 @@ class Reducer:
         self._frozen.clear()
 
     def discard_step(self) -> None:
-        """See `ServingCompressor.discard_step`. A step whose gradients were only handed over has changed nothing yet."""
+        """See `BoundCompressor.discard_step`. A step whose gradients were only handed over has changed nothing yet."""
         check_discardable(self.compressor)
         if not self.active:
             return

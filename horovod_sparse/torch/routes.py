@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_sparse.buckets import Layout, Parameter, Slot, plan
-from horovod_sparse.cost import allreduce_bytes
-from horovod_sparse.pipeline import Pipeline
+from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
+from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.torch.compressors import TorchCompressor
 
 Shapes = dict[str, tuple[int, ...]]

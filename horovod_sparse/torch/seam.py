@@ -18,7 +18,7 @@ import horovod
 from horovod.torch import mpi_ops
 from horovod.torch import optimizer as horovod_optimizer
 
-from horovod_sparse.agreement import check_arguments
+from horovod_sparse.core.agreement import check_arguments
 from horovod_sparse.torch.agreement import check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.reducer import Reducer

@@ -7,10 +7,10 @@ compressors must be made with the `DistributedOptimizer` of this package, becaus
 import horovod.tensorflow.keras as _stock
 from horovod.tensorflow.keras import *
 
-from horovod_sparse.averaging import WeightedAverage
+from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.schedules import Schedule, warmup
 from horovod_sparse.compressors.threshold import suggested_threshold
-from horovod_sparse.feedback import MomentumCorrection
-from horovod_sparse.schedules import Schedule, warmup
+from horovod_sparse.core.averaging import WeightedAverage
 from horovod_sparse.tensorflow.compressors import (
     DGC,
     GaussianK,

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.agreement import check_momentum
+from horovod_sparse.core.agreement import check_momentum
 from horovod_sparse.tensorflow import seam
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.memory import unwatched

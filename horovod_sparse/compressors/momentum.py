@@ -1,0 +1,110 @@
+"""Clipping and momentum: what happens to a gradient on its way into the residual, before the selection. No framework."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from horovod_sparse.ops.protocol import Array, Ops
+
+
+@dataclass(frozen=True)
+class MomentumCorrection:
+    """Momentum before the selection (Deep Gradient Compression, https://arxiv.org/abs/1712.01887).
+
+    The residual V accumulates the velocity U instead of the gradient G: `U = m U + G; V = V + U`, or in Nesterov's form
+    `U = m (U + G); V = V + U + G`. Entries are selected from V. The optimizer must then have no momentum of its own.
+
+    Args:
+        momentum: m, in [0, 1).
+        nesterov: whether to use Nesterov's form.
+        masking: whether U, like V, becomes zero where entries were sent, so that stale momentum stops there. With ratio 1
+            the result is plain SGD, since everything is sent in every step.
+
+    Raises:
+        ValueError: naming the argument and its value.
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+    masking: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.momentum, bool) or not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
+        for name in ("nesterov", "masking"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+
+    def accumulate(self, ops: Ops, residual: Array, velocity: Array, gradient: Array | None) -> None:
+        """Take a gradient (None: zero) into velocity and residual, in place; the gradient is not changed."""
+        if self.nesterov:
+            if gradient is not None:
+                ops.accumulate(velocity, gradient)
+                ops.accumulate(residual, gradient)
+            velocity *= self.momentum
+        else:
+            velocity *= self.momentum
+            if gradient is not None:
+                ops.accumulate(velocity, gradient)
+        ops.accumulate(residual, velocity)
+
+
+def clip_limit(clip_norm: float, world: int, *, averages: bool) -> float:
+    """Return the norm to clip one worker's gradient to: `clip_norm sqrt(world)`, or `clip_norm / sqrt(world)` for a sum.
+
+    The mean of `world` independent gradients of the first norm has norm `clip_norm`, and so has the sum of `world` gradients
+    of the second.
+    """
+    return clip_norm * math.sqrt(world) if averages else clip_norm / math.sqrt(world)
+
+
+def clip(ops: Ops, gradient: Array, limit: float, dtype: str) -> Array:
+    """Return a copy of one parameter's gradient as `dtype`, scaled down if the norm of its finite entries exceeds `limit`."""
+    flat = _flat(ops, gradient, dtype)
+    return _scale(flat, _factor(_finite_norm(ops, flat, dtype), limit)).reshape(gradient.shape)
+
+
+def clip_factor(ops: Ops, gradients: Iterable[Array], limit: float) -> float:
+    """Return the factor that scales all gradients down if the norm of all their finite entries together exceeds `limit`."""
+    norms = []
+    for gradient in gradients:
+        dtype = "float64" if str(gradient.dtype).endswith("float64") else "float32"
+        norms.append(_finite_norm(ops, _flat(ops, gradient, dtype), dtype))
+    return _factor(math.hypot(*norms), limit)
+
+
+def scaled(ops: Ops, gradient: Array, factor: float, dtype: str) -> Array:
+    """Return a copy of a gradient times `factor`, as `dtype`."""
+    return _scale(_flat(ops, gradient, dtype), factor).reshape(gradient.shape)
+
+
+def _flat(ops: Ops, gradient: Array, dtype: str) -> Array:
+    flat = ops.zeros(math.prod(gradient.shape), dtype, gradient)
+    ops.assign(flat, gradient)
+    return flat
+
+
+def _scale(flat: Array, factor: float) -> Array:
+    if factor != 1.0:
+        flat *= factor
+    return flat
+
+
+def _factor(norm: float, limit: float) -> float:
+    return min(1.0, limit / norm) if norm > 0.0 else 1.0
+
+
+def _finite_norm(ops: Ops, flat: Array, dtype: str) -> float:
+    norm = ops.norm(flat)
+    if math.isfinite(norm):
+        return norm
+    # NaN and infinity stay in the gradient, so that they are noticed. They must not decide how other entries are scaled.
+    finite = ops.zeros(len(flat), dtype, flat)
+    ops.absorb(finite, [(0, flat)])
+    largest = ops.max_abs(finite)
+    if largest > 0.0:
+        # The squares of very large entries leave the range of float64.
+        finite /= largest
+    return largest * ops.norm(finite)

@@ -1,0 +1,1 @@
+"""One optimizer's way of the data: gradient, residual, selection, exchange, reduced gradient. Imports no framework."""

@@ -1,0 +1,163 @@
+"""What a compressor can do once it serves an optimizer, the same in every framework. Imports no framework."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.state import check_parts
+from horovod_sparse.core.statistics import NO_STATS, Stats
+from horovod_sparse.ops.protocol import Array, Ops
+
+_FORCE = "HOROVOD_SPARSE_FORCE"
+
+
+class Server(Protocol):
+    """What an adapter binds to a compressor: the reducer of one optimizer or tape."""
+
+    def stats(self) -> Stats:
+        """See `BoundCompressor.stats`."""
+
+    @property
+    def residual_bytes(self) -> int:
+        """See `BoundCompressor.residual_bytes`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `BoundCompressor.state_dict`."""
+
+    def load_compression_state(self, state: Mapping[str, Any]) -> None:
+        """Load the state now or, before the first step, when the buckets are made."""
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals and velocities by `factor`."""
+
+    def reset(self) -> None:
+        """Forget residuals, adaptive state and statistics."""
+
+    def discard_step(self) -> None:
+        """See `BoundCompressor.discard_step`."""
+
+
+class BoundCompressor(Compressor):
+    """A sparsifier that serves one optimizer.
+
+    Residuals and adaptive state are this rank's own; save them on every rank beside the optimizer's.
+    """
+
+    _server: Server | None = None
+    _calls: int = 0
+
+    def bind(self, server: Server) -> None:
+        """Bind this compressor to an optimizer, which calls this when it is given the compressor; refuse a second one."""
+        self.check_free()
+        self._server = server
+
+    @property
+    def server(self) -> Server | None:
+        """What this compressor serves; None if nothing yet."""
+        return self._server
+
+    def check_free(self) -> None:
+        """Raise ValueError if this compressor already serves an optimizer."""
+        if self._server is not None:
+            raise ValueError(
+                f"compression must serve one optimizer, but {self!r} already serves another, whose residuals it would "
+                "mix in; give this optimizer a compressor of its own, for instance copy.deepcopy(compression)"
+            )
+
+    def choose_alone(self, ops: Ops, x: Array) -> Array:
+        """Return the indices of the entries of `x` to send outside of any bucket; `x` is flat, finite and not empty."""
+        k = self.asked(len(x))
+        state = self.new_state()
+        # Random choices differ from call to call.
+        state.step = self._calls
+        self._calls += 1
+        return self.select(ops, x, k, self.room(len(x), k, 1), state).indices
+
+    def warn_dense(self) -> None:
+        """Warn that Horovod allreduces what `compress` returns. Python shows a warning once per place, so it appears once."""
+        warnings.warn(
+            f"{type(self).__name__} was called by Horovod outside hvd.DistributedOptimizer or hvd.DistributedGradientTape: "
+            "the result is right, but it is sent dense, so no bandwidth is saved",
+            stacklevel=1,
+        )
+
+    def stats(self) -> Stats:
+        """Return counts, bytes and residual norms per bucket and in total, of the last step and on average; computed now."""
+        return NO_STATS if self._server is None else self._server.stats()
+
+    @property
+    def residual_bytes(self) -> int:
+        """Memory that this rank's residuals take, in bytes; 0 before the first step."""
+        return 0 if self._server is None else self._server.residual_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's residuals and adaptive state by parameter name: the framework's arrays, and plain values."""
+        return self._bound().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned, on the same model. It is strict; bucketing and world size may differ."""
+        server = self._bound()
+        check_parts(state, self)
+        server.load_compression_state(state)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals and velocities, because gradients will be `factor` times as large from now on.
+
+        With dynamic loss scaling, call this whenever the scale has changed; `factor` is the new scale / the old one.
+        """
+        check_factor(factor)
+        server = self._bound()
+        if factor != 1.0:
+            server.rescale(float(factor))
+
+    def reset(self) -> None:
+        """Forget residuals, adaptive state and statistics."""
+        self._bound().reset()
+
+    def discard_step(self) -> None:
+        """Discard a step whose gradients were reduced but must not be applied: call it on every rank, before the next step.
+
+        Without this call, what the step did not send stays in the residuals and is applied later, and what it did send is
+        lost. The call restores residuals, velocities, adaptive state and statistics to those before the step.
+
+        Raises:
+            RuntimeError: the compressor was not made with `discardable=True`, or there is no step to discard.
+        """
+        self._bound().discard_step()
+
+    def _bound(self) -> Server:
+        if self._server is None:
+            raise RuntimeError(f"{self!r} serves no optimizer yet; give it to one first, by its argument compression")
+        return self._server
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has the settings but not the residuals, because it is for another optimizer.
+        return {name: value for name, value in vars(self).items() if name != "_server"}
+
+
+def check_factor(factor: float) -> None:
+    """Raise ValueError unless residuals can be multiplied by `factor`."""
+    if not (isinstance(factor, (int, float)) and 0.0 < factor < math.inf):
+        raise ValueError(f"factor must be a finite number > 0, got {factor!r}")
+
+
+def stats_of(pipeline: Pipeline | None) -> Stats:
+    """Return the statistics of a pipeline, which may not exist yet."""
+    return NO_STATS if pipeline is None else pipeline.stats()
+
+
+def compresses(workers: int) -> bool:
+    """Return whether this many workers compress: several do; one alone does only if forced to, and otherwise is warned."""
+    if workers > 1 or os.environ.get(_FORCE) == "1":
+        return True
+    warnings.warn(
+        f"horovod_sparse: there is one worker, so nothing is compressed (set {_FORCE}=1 to compress all the same)",
+        stacklevel=1,
+    )
+    return False

@@ -1,0 +1,1 @@
+"""Thresholds from few numbers: fits, searches by counting, controllers. Imports no framework."""

@@ -1,0 +1,80 @@
+"""Compute the threshold that a given ratio of a distribution's magnitudes exceeds, from their moments. Scalars only.
+
+The scalars are floats or, with another `m` (see `algebra`), what stands for floats there.
+
+With `L = ln(1/ratio)`, each fit solves `P(|X| > threshold) = ratio` for one sparsity-inducing distribution of SIDCo
+(arXiv 2101.10761, https://arxiv.org/abs/2101.10761). All fits are scale-equivariant: moments of c|X| give c * threshold.
+Applied to the excesses over an earlier threshold, they give the step to the next one. A ratio above 1 extrapolates
+below that earlier threshold (a negative step).
+
+`mean` must be finite and >= 0, `variance` >= 0, `mean_log <= ln(mean)`, and ratios positive. A variance that float64 cannot
+hold is 0, infinite or NaN, and is not used. Under these conditions no fit raises or returns NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+from horovod_sparse.estimation.algebra import FLOATS, Algebra
+
+# If variance / mean^2 is below this, all magnitudes are equal as far as float32 data can tell, and no shape can be fitted.
+_CONSTANT = 1e-12
+LEAST_SQUARE = 1e-290
+"""Smaller squares lose digits in float64. Its smallest number with all digits is 2e-308."""
+
+
+def is_held(square: float) -> bool:
+    """Return whether float64 holds a mean of squares: it has neither overflowed nor underflowed."""
+    return (square >= LEAST_SQUARE) & (square < math.inf)
+
+
+def exponential(mean: float, ratio: float, m: Algebra = FLOATS) -> float:
+    """Fit exponential magnitudes (double-exponential gradients): `threshold = beta L`, `beta = mean`."""
+    return mean * -m.log(ratio)
+
+
+def generalized_pareto(mean: float, variance: float, ratio: float, m: Algebra = FLOATS) -> float:
+    """Fit generalised Pareto magnitudes with location 0, by the method of moments.
+
+    `alpha = (1 - mean^2/variance)/2`, `beta = mean (mean^2/variance + 1)/2`,
+    `threshold = beta (exp(alpha L) - 1)/alpha`. The shape alpha is below 1/2; alpha = 0 is the exponential. If float64 does
+    not hold the squares, the exponential is fitted, since it needs none.
+    """
+
+    def fitted() -> float:
+        squared_mean_over_variance = mean * mean / m.maximum(variance, _CONSTANT * mean * mean)
+        shape = 0.5 * (1.0 - squared_mean_over_variance)
+        scale = 0.5 * mean * (squared_mean_over_variance + 1.0)
+        log_survival = -m.log(ratio)
+        return scale * log_survival * _expm1_over(shape * log_survival, m)
+
+    return m.choose(is_held(mean * mean + variance), fitted, lambda: exponential(mean, ratio, m))
+
+
+def gamma(mean: float, mean_log: float, ratio: float, *, closed_form: bool = False) -> float:
+    """Fit gamma magnitudes: closed-form shape, exact inverse of the survival function.
+
+    `s = ln(mean) - mean(ln|X|)`, `alpha = (3 - s + sqrt((s-3)^2 + 24 s))/(12 s)`, `beta = mean/alpha`,
+    `threshold = beta Q^-1(alpha, ratio)` with the regularised upper incomplete gamma function Q.
+
+    `closed_form` uses the paper's approximation of that inverse, `threshold = -beta (ln ratio + ln Gamma(alpha))`. It is exact
+    only for alpha = 1. For small alpha it is negative, and 0 is returned.
+    """
+    if mean <= 0.0:
+        return 0.0
+    s = math.log(mean) - mean_log
+    if s <= _CONSTANT:
+        return mean
+    shape = (3.0 - s + math.sqrt((s - 3.0) ** 2 + 24.0 * s)) / (12.0 * s)
+    scale = mean / shape
+    if closed_form:
+        return max(-scale * (math.log(ratio) + math.lgamma(shape)), 0.0)
+    # This import is here because SciPy's special functions take longer to import than the rest of the package.
+    from scipy.special import gammainccinv
+
+    return scale * float(gammainccinv(shape, ratio))
+
+
+def _expm1_over(x: float, m: Algebra) -> float:
+    """Return (exp(x) - 1)/x without cancellation near 0; for x > 700 a large number instead of an overflow."""
+    return m.choose(abs(x) < 1e-4, lambda: 1.0 + x / 2.0 + x * x / 6.0, lambda: m.expm1(m.minimum(x, 700.0)) / x)

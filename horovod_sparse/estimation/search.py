@@ -1,0 +1,97 @@
+"""Find a threshold by counting entries, or the largest entries by a sample. Imports no framework."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from horovod_sparse.estimation.algebra import FLOATS, Algebra
+from horovod_sparse.ops.protocol import Array, Ops
+
+MOST_COUNTS = 12
+_MOST_CANDIDATES = 5
+"""The most candidates, as a multiple of k: so few are cheaper to sort than the whole array."""
+_LEAST_SAMPLED = 100
+"""How many of the k largest entries a sample holds on average, at least: their number is then known to a tenth."""
+
+
+def below_largest(largest: float, threshold: float) -> float:
+    """Return `threshold`, lowered if necessary so that at least the largest entry exceeds it, unless all entries are zero."""
+    # The step down is in the precision of the comparison, which is that of the entries: float32 if it holds `largest`.
+    with np.errstate(over="ignore"):
+        single = np.float32(largest)
+    below = np.nextafter(single, np.float32(0.0)) if float(single) == largest else math.nextafter(largest, 0.0)
+    return min(threshold, float(below))
+
+
+def search_threshold(
+    ops: Ops, x: Array, k: int, tolerance: float, *, not_zero: int, largest: float, start: float = math.nan
+) -> float:
+    """Return a threshold that about k of `not_zero` entries exceed.
+
+    Their number is within `tolerance` of k if the data allow it, else the closest found. The search applies regula falsi to
+    ln(count) over the threshold, which is a straight line for exponential tails. It alternates with bisection, so that the
+    bracket at least halves every second count. It makes at most 12 passes over `x`. The first is at `start` if that lies
+    within the data.
+    """
+    low, most = 0.0, not_zero
+    high, fewest = largest, 0
+    if most <= k:
+        return low
+    best, best_error = low, math.log(most / k)
+    for step in range(MOST_COUNTS):
+        guess = next_guess(step % 2 == 1, low, high, most, fewest, k)
+        if step == 0 and low < start < high:
+            guess = start
+        if not low < guess < high:
+            break
+        (count,) = ops.counts(x, [guess])
+        error = error_of(count, k)
+        if error < best_error:
+            best, best_error = guess, error
+        if abs(count - k) <= tolerance * k:
+            break
+        if count > k:
+            low, most = guess, count
+        else:
+            high, fewest = guess, count
+    return best
+
+
+def next_guess(bisect: bool, low: float, high: float, most: float, fewest: float, k: int, m: Algebra = FLOATS) -> float:
+    """Return the threshold to count at next, between `low`, which `most` entries exceed, and `high`, which `fewest` exceed."""
+
+    def on_line() -> float:
+        line = m.log(most / k) / m.log(most / m.maximum(fewest, 0.5))
+        return m.minimum(m.maximum(line, 0.01), 0.99)
+
+    return low + (high - low) * m.choose(bisect, lambda: 0.5, on_line)
+
+
+def error_of(count: float, k: int, m: Algebra = FLOATS) -> float:
+    """Return |ln(count/k)|; a count of zero is taken as half an entry."""
+    return abs(m.log(m.maximum(count, 0.5) / k))
+
+
+def largest_candidates(ops: Ops, x: Array, k: int) -> Array | None:
+    """Return indices of a few entries that include the k largest, found by a sample of `x`; None if it finds no such few."""
+    most = min(_MOST_CANDIDATES * k, len(x) // 4)
+    if k >= most:
+        return None
+    for threshold in _sampled(ops, x, k):
+        if threshold > 0.0:
+            selection = ops.select_above(x, threshold, most)
+            if k <= selection.found <= most:
+                return selection.indices
+    return None
+
+
+def _sampled(ops: Ops, x: Array, k: int) -> Iterator[float]:
+    """Yield thresholds that about 1.5 k and 3 k entries exceed, estimated from a sample in strides."""
+    stride = max(1, k // _LEAST_SAMPLED)
+    if stride > 1:
+        sample = x[:: stride | 1]
+        for wanted in (1.5, 3.0):
+            yield ops.kth_largest(sample, min(len(sample), math.ceil(wanted * k * len(sample) / len(x))))

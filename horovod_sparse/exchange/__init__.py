@@ -1,0 +1,1 @@
+"""What the ranks send each other: messages, protocols, and their cost. Imports no framework."""

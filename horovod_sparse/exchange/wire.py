@@ -1,0 +1,97 @@
+"""The messages on the wire, version 1. Imports no framework.
+
+All messages are in the machine's byte order. Their shapes depend only on the bucket's size, on the compressor's settings, on
+the number of workers and, with a schedule, on the step. They never depend on the data, so Horovod's response cache holds and
+NCCL uses one allgather. Entries for which there is no room stay in the residual of their rank. Values are not averaged on the
+wire; the receiver divides.
+
+**1. Pairs** (allgather): int32 of shape `(capacity, 2)`, row-major.
+
+- A row is `(index, bits)`: the entry's position in the bucket and the IEEE-754 bits of its float32 value.
+- Rows in use come first. Their indices are unique, ascending, and in `[0, bucket size)`.
+- Every other row is padding: `(-1, 0)`. Its value reads as +0.0.
+- A rank whose gradient holds NaN or infinity sends `(-2, 0)` in the first row and padding in all others. Every rank then
+  reduces the whole bucket to NaN, as a dense allreduce would have spread it.
+
+**2. Values** (allreduce, sum): float32 (the residual's type when all entries are sent) of shape `(capacity + 17,)` or, as
+the second message after indices, `(min(world * capacity, bucket size),)`.
+
+- First come the values of the entries that all ranks know, in ascending order of their indices, then zeros up to the capacity.
+- If indices were not gathered, 17 numbers follow. The first is 1 for a rank whose gradient is not finite, else 0. The others
+  are the lowest 16 bits of the checksum of what the ranks must have in common, one number each. If all ranks agree, the sum of
+  each bit is 0 or the number of ranks. If they do not, all ranks see it in the same sums.
+
+**3. Indices** (allgather): int32 of shape `(2 + capacity,)`.
+
+- The checksum (31 bits), or -2 from a rank whose gradient is not finite.
+- The bits of a float32 that the rank proposes (MiCRO's first threshold; else 0).
+- Ascending indices, then padding: -1.
+
+Gathered messages stand one after the other, in rank order.
+
+A receiver checks the indices before it adds anything (`flaw`). It raises an error if they are in any other order: two rows of
+the same entry, rows in use after padding, an index outside of the bucket or a negative number without a meaning. If the first
+row of message 1 or the header of message 3 holds -2, the receiver does not read the rest of that message.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+PADDING = -1
+NOT_FINITE = -2
+LARGEST = 3.4028234663852886e38
+"""The largest float32."""
+HEADER = 2
+"""How many numbers come before the indices in message 3."""
+_DIGEST_BITS = 16
+
+# Indices are int32, and Horovod's counts of gathered elements are C ints.
+MAX_BUCKET = 2**31 - 1
+MAX_GATHERED = 2**31 - 1
+
+
+def check_limits(bucket: str, numel: int, capacity: int, world: int) -> None:
+    """Raise ValueError when a bucket does not fit into the format or into Horovod's allgather."""
+    if numel > MAX_BUCKET:
+        raise ValueError(
+            f"bucket {bucket!r} has {numel} elements, expected at most {MAX_BUCKET} (indices are int32); "
+            "use granularity='bucket' or split the parameter"
+        )
+    gathered = 2 * capacity * world
+    if gathered > MAX_GATHERED:
+        raise ValueError(
+            f"bucket {bucket!r} gathers {gathered} int32 from {world} workers, expected at most {MAX_GATHERED} "
+            "(Horovod counts in C ints); lower ratio, capacity or bucket_bytes"
+        )
+
+
+def tail(finite: bool, checksum: int) -> list[float]:
+    """Return the numbers that follow the values of a rank in message 2."""
+    return [0.0 if finite else 1.0, *(float(checksum >> bit & 1) for bit in range(_DIGEST_BITS))]
+
+
+def float_bits(number: float) -> int:
+    """Return the bits of a number rounded to float32, as an int32; larger numbers become the largest float32."""
+    bits: int = struct.unpack("<i", struct.pack("<f", max(-LARGEST, min(number, LARGEST))))[0]
+    return bits
+
+
+def float_of(bits: int) -> float:
+    """Return the float32 that has these bits."""
+    number: float = struct.unpack("<f", struct.pack("<i", bits))[0]
+    return number
+
+
+def flaw(indices: Sequence[int], numel: int) -> str | None:
+    """Return what is wrong with the indices of a message (rows in use and padding) for a bucket of `numel`; None if nothing."""
+    before = PADDING
+    for row, index in enumerate(indices):
+        padded = row > 0 and before == PADDING
+        if index != PADDING and (padded or not before < index < numel):
+            after = "padding" if padded else "none" if row == 0 else str(before)
+            expected = f"expected indices that ascend within [0, {numel}), then padding (-1)"
+            return f"row {row} has index {index} after {after}, {expected}"
+        before = index
+    return None

@@ -1,0 +1,268 @@
+"""One bucket's step on a GPU: gradients in, message out, without waiting for the device. Imports torch and Triton."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from horovod_sparse.compressors.base import BucketState, Compressor
+from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.core.layout import Layout
+from horovod_sparse.exchange import wire
+from horovod_sparse.kernels.gpu import kernels
+from horovod_sparse.kernels.gpu.rules import Rule, rule_of
+
+BLOCK = 4096
+CHUNK = 1024
+GROUPS = 1024
+_LEAST_SLOTS = 32
+_SPARE = 4
+"""Slots of a tile for candidates, as a multiple of the number of entries that a tile sends on average."""
+_MOST_SLOTS = 16
+"""There is at most one slot per this many entries of the residual."""
+_WIDTHS = {torch.float32: (11, 10, 10), torch.float64: (11, 11, 11, 10, 10, 10)}
+"""Width of each digit of a magnitude, in bits, from the most significant digit."""
+
+
+class _Part(NamedTuple):
+    """One parameter's place in the bucket, and its tiles."""
+
+    end: int
+    """Index after its last entry."""
+    first_tile: int
+    tiles: int
+
+
+def _device_of(tensor: Tensor) -> AbstractContextManager[None]:
+    """Make the tensor's device the current one: Triton launches on the current device."""
+    device: AbstractContextManager[None] = torch.cuda.device_of(tensor)
+    return device
+
+
+class DeviceBucket:
+    """A `selector.Selector` that launches the kernels for one bucket.
+
+    Args:
+        rule: what the compressor asks for (`rules.rule_of`).
+        buffer: the bucket's residual, float32 or float64, flat and contiguous. It belongs to the caller and is changed here.
+        sizes: the number of entries of each parameter, > 0, in the order of the bucket.
+        ratio: approximately the fraction of the entries that will be sent.
+        block: the number of entries of a tile, a power of two, at most `kernels.MOST_BLOCK`.
+        chunk: the number of entries that the later kernels look at in one go, a power of two, at most `block`.
+        groups: the most programs that are launched of each later kernel, a power of two.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        buffer: Tensor,
+        sizes: Sequence[int],
+        ratio: float,
+        *,
+        block: int = BLOCK,
+        chunk: int = CHUNK,
+        groups: int = GROUPS,
+    ) -> None:
+        assert kernels.RUN <= chunk <= block <= kernels.MOST_BLOCK
+        self.rule = rule
+        self.buffer = buffer
+        self._block, self._chunk = block, chunk
+        assert min(sizes) > 0 and sum(sizes) == buffer.numel() <= wire.MAX_BUCKET
+        self._parts: dict[int, _Part] = {}
+        """The parameters, keyed by the index of their first entry."""
+        starts: list[int] = []
+        offset = 0
+        for size in sizes:
+            tiles = range(offset, offset + size, block)
+            self._parts[offset] = _Part(offset + size, len(starts), len(tiles))
+            starts.extend(tiles)
+            offset += size
+        self._tiles = len(starts)
+        spread = triton.next_power_of_2(math.ceil(_SPARE * ratio * block))
+        self._slots_each = min(max(_LEAST_SLOTS, spread), max(block // _MOST_SLOTS, 1))
+        self._tiles_each = triton.next_power_of_2(-(-self._tiles // groups))
+        self._groups = -(-self._tiles // self._tiles_each)
+        self._widths = _WIDTHS[buffer.dtype]
+        self._shifts = list(itertools.accumulate(reversed(self._widths), initial=0))[-2::-1]
+
+        def zeros(count: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(count, dtype=dtype, device=buffer.device)
+
+        self._starts = torch.tensor([*starts, buffer.numel()], dtype=torch.int64).to(buffer.device)
+        self._found = zeros(self._tiles, torch.int32)
+        self._slots = zeros(self._tiles * self._slots_each, torch.int32)
+        self._partials = zeros(self._tiles * kernels.PARTIALS, torch.float64)
+        self._above, self._equal = zeros(self._groups, torch.int32), zeros(self._groups, torch.int32)
+        self._histograms = zeros(len(self._widths) * kernels.MOST_BINS, torch.int32)
+        self._words = zeros(kernels.WORDS, torch.int64)
+        self._numbers = zeros(len(kernels.NUMBERS), torch.float64)
+        on_gpu = buffer.device.type == "cuda"
+        self._host = torch.zeros(len(kernels.NUMBERS), dtype=torch.float64, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        self._limit = math.inf
+        """The magnitude that the last step compared entries with."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that this takes on the device, in bytes, without the residual and the message."""
+        arrays = (self._starts, self._found, self._slots, self._partials, self._above, self._equal, self._histograms)
+        return sum(array.nbytes for array in (*arrays, self._words, self._numbers))
+
+    def forget(self) -> None:
+        self._limit = math.inf
+
+    def absorb(
+        self,
+        offset: int,
+        gradient: Tensor | None,
+        state: BucketState,
+        k: int,
+        *,
+        velocity: Tensor | None = None,
+        correction: MomentumCorrection | None = None,
+    ) -> None:
+        part = self._parts[offset]
+        x = self.buffer[offset : part.end]
+        moving = x if velocity is None else velocity[offset : part.end]
+        flat = x if gradient is None else gradient.contiguous()
+        assert flat.numel() == x.numel()
+        with _device_of(self.buffer):
+            kernels.absorb[(part.tiles,)](
+                x,
+                flat,
+                moving,
+                offset,
+                part.end - offset,
+                part.first_tile,
+                self._tiles,
+                self.rule.request(state, k).cut,
+                self.rule.floor(state, self._limit),
+                self._partials,
+                self._found,
+                self._slots,
+                BLOCK=self._block,
+                SLOTS=self._slots_each,
+                HAS_GRADIENT=gradient is not None,
+                MOMENTUM=None if correction is None else correction.momentum,
+                NESTEROV=correction is not None and correction.nesterov,
+                MEASURES=self.rule.measures,
+                # v * m + g must round twice, as it does everywhere else.
+                enable_fp_fusion=correction is None,
+            )
+
+    def select(self, state: BucketState, k: int, capacity: int) -> Tensor:
+        request = self.rule.request(state, k)
+        message = torch.empty((capacity, 2), dtype=torch.int32, device=self.buffer.device)
+        entries = (self.buffer, self._starts, self._found, self._slots, self._tiles)
+        shape = {"BLOCK": self._block, "SLOTS": self._slots_each, "TILES": self._tiles_each, "CHUNK": self._chunk}
+        grid, groups = (self._groups,), triton.next_power_of_2(self._groups)
+        rounds = len(self._widths)
+        with _device_of(self.buffer):
+            kernels.fit[(1,)](
+                self.buffer,
+                self._partials,
+                self._tiles,
+                k,
+                request.aim,
+                request.cut,
+                request.most_tail,
+                self.rule.floor(state, self._limit),
+                self._histograms,
+                self._numbers,
+                self._words,
+                ROUNDS=rounds,
+                RULE=request.rule,
+                CHUNK=kernels.MOST_BINS,
+                num_warps=8,
+            )
+            counted = (*entries, self._above, self._equal, self._histograms, self._numbers, self._words)
+            if request.rule != "largest":
+                kernels.count[grid](*counted, LAST=-1, WIDTH=0, **shape)
+            for number, (width, shift) in enumerate(zip(self._widths, self._shifts, strict=True)):
+                kernels.histogram[grid](
+                    *entries,
+                    self._above,
+                    self._groups,
+                    k,
+                    capacity,
+                    *request.trust,
+                    request.cut_exponent,
+                    self._histograms,
+                    self._numbers,
+                    self._words,
+                    ROUND=number,
+                    SHIFT=shift,
+                    WIDTH=width,
+                    BEFORE=self._widths[number - 1],
+                    GROUPS=groups,
+                    **shape,
+                )
+            kernels.count[grid](*counted, LAST=rounds - 1, WIDTH=self._widths[-1], **shape)
+            kernels.write[grid](
+                *entries,
+                self._above,
+                self._equal,
+                self._groups,
+                capacity,
+                message,
+                self._numbers,
+                self._words,
+                GROUPS=groups,
+                **shape,
+            )
+            self._host.copy_(self._numbers, non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
+        return message
+
+    def finish(self, state: BucketState, k: int) -> dict[str, float]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        numbers = dict(zip(kernels.NUMBERS, self._host.tolist(), strict=True))
+        if numbers["not_finite"] == 0:
+            self.rule.learn(state, k, numbers)
+            self._limit = numbers["limit"]
+        return numbers
+
+    def not_finite(self) -> list[int]:
+        row = self._partials.view(kernels.PARTIALS, -1)[kernels.NUMBERS.index("not_finite")].cpu()
+        parts = self._parts.items()
+        return [o for o, part in parts if row[part.first_tile : part.first_tile + part.tiles].any()]
+
+
+def selector_for(compressor: Compressor, layout: Layout, buffer: Tensor, **shape: int) -> DeviceBucket | None:
+    """Return what selects from a bucket on its device, or None if the compressor needs the host for that."""
+    rule = rule_of(compressor)
+    if rule is None:
+        return None
+    ratio = compressor.asked(layout.numel) / layout.numel
+    return DeviceBucket(rule, buffer, [slot.numel for slot in layout.slots], ratio, **shape)
+
+
+def reduce(gathered: Tensor, world: int, divisor: float, target: Tensor) -> Tensor:
+    """Write the sum of all ranks' messages of pairs, with values divided by `divisor`, to a flat target.
+
+    The messages are added rank by rank. The target is overwritten. The host does not wait for the device. Returns flags, two
+    int32 on the target's device. [0] is 1 if a message is not as `wire` requires; the target is then zero. [1] is 1 if a
+    message says that its rank's gradient was not finite.
+
+    Raises:
+        ValueError: the messages do not have equal lengths.
+    """
+    if len(gathered) % world:
+        raise ValueError(f"gathered must have {world} equal parts, got {len(gathered)} rows")
+    rows, numel = len(gathered) // world, target.numel()
+    flags = torch.zeros(2, dtype=torch.int32, device=target.device)
+    target.zero_()
+    with _device_of(target):
+        kernels.check[(-(-len(gathered) // CHUNK),)](gathered, rows, len(gathered), numel, flags, CHUNK=CHUNK)
+        for message in gathered.split(rows):
+            kernels.scatter[(-(-rows // CHUNK),)](message, rows, divisor, target, numel, flags, CHUNK=CHUNK)
+    return flags

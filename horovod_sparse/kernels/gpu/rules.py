@@ -1,0 +1,154 @@
+"""What the compressors ask of the kernels, and what they learn from a step: plain numbers in, plain numbers out.
+
+When the device needs a step's threshold, it knows only that step's own sums. So the compressors here depart from the same
+compressors elsewhere. SIDCo's stages before the last are never fitted. If a step has no usable cut, or if an estimate is off
+by more than a factor 2, the k largest entries are sent, and the next cut is taken from the histogram of that search.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from horovod_sparse.compressors import sidco, threshold, topk
+from horovod_sparse.compressors.base import BucketState, Compressor
+from horovod_sparse.compressors.sidco import SIDCo, SIDCoState
+from horovod_sparse.estimation.controllers import most_stages
+from horovod_sparse.exchange import protocols
+from horovod_sparse.ops.protocol import Sums
+
+LOWER = 0.9
+"""The next step's candidates are the entries above this fraction of the limit of the last step."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a step asks of the kernel `fit` and of the search after it; see their docstrings."""
+
+    rule: str
+    aim: int = 0
+    cut: float = math.inf
+    most_tail: float = 0.0
+    trust: tuple[int, int] = (0, 0)
+    """Least and most entries that may exceed an estimated threshold if it is to be trusted."""
+    cut_exponent: float = 0.0
+    """The next cut leaves the fraction FIRST_RATIO * (k/count/FIRST_RATIO)^this of the `count` entries that are not zero."""
+
+
+class Rule(Protocol):
+    """How one compressor uses the kernels."""
+
+    measures: bool
+    """True if the rule needs the sums."""
+
+    def request(self, state: BucketState, k: int) -> Request:
+        """Return what to do in the next step. It does not change from the first gradient to the selection."""
+
+    def floor(self, state: BucketState, limit: float) -> float:
+        """Return the magnitude that candidates exceed, after a step that compared with `limit` (infinity: before the first)."""
+
+    def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
+        """Learn from the numbers of a step (see `kernels.NUMBERS`). Called only if all its gradients were finite."""
+
+
+class Largest:
+    """The rule of TopK."""
+
+    measures = False
+
+    def request(self, state: BucketState, k: int) -> Request:
+        return Request("largest")
+
+    def floor(self, state: BucketState, limit: float) -> float:
+        return LOWER * limit
+
+    def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
+        return
+
+
+@dataclass(frozen=True)
+class Above:
+    """The rule of Threshold."""
+
+    threshold: float
+    measures = False
+
+    def request(self, state: BucketState, k: int) -> Request:
+        return Request("above")
+
+    def floor(self, state: BucketState, limit: float) -> float:
+        return self.threshold * _scale(state)
+
+    def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
+        state.threshold = self.threshold * _scale(state)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The rule of SIDCo with a distribution whose fit is a formula."""
+
+    compressor: SIDCo
+    measures = True
+
+    def request(self, state: BucketState, k: int) -> Request:
+        assert isinstance(state, SIDCoState)
+        stages = self._stages(state)
+        trust = math.ceil(k / sidco.TRUSTED), math.floor(k * sidco.TRUSTED)
+        aim = max(1, round(state.aim * k))
+        if stages == 1:
+            # The only stage fits the magnitudes of all entries that are not zero. These are the excesses over zero.
+            return Request(self.compressor.distribution, aim, 0.0, 1.0, trust)
+        exponent = (stages - 2) / (stages - 1)
+        return Request(self.compressor.distribution, aim, state.cut, sidco.MOST_TAIL, trust, exponent)
+
+    def floor(self, state: BucketState, limit: float) -> float:
+        return LOWER * limit
+
+    def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
+        assert isinstance(state, SIDCoState)
+        request = self.request(state, k)
+        state.stages = stages = self._stages(state)
+        state.threshold = numbers["limit"]
+        if numbers["count"] <= k:
+            # There was room for everything that is not zero. Nothing was estimated, so there is nothing to learn from.
+            return
+        low = numbers["low"]
+        following, trusted = low if 0.0 < low < numbers["largest"] else math.inf, False
+        if numbers["estimated"]:
+            aim, found = min(request.aim, int(numbers["count"]) - 1), int(numbers["found"])
+            if self.compressor.stages == "auto":
+                most = most_stages(self.compressor.ratio_at(state.step))
+                state.controller.observe(found, aim, most)
+            trusted = request.trust[0] <= found <= request.trust[1]
+            state.aim = sidco.next_aim(state.aim, numbers["sent"] if trusted else found, k)
+            if trusted and stages > 1:
+                tail = Sums(int(numbers["tail_count"]), numbers["tail_total"], numbers["tail_squares"]).moments()
+                _, following = sidco.last_stage(
+                    state.cut, tail, numbers["count"], numbers["largest"], aim, stages, self.compressor._tail_fit
+                )
+        state.cut = following if stages > 1 else math.inf
+
+    def _stages(self, state: SIDCoState) -> int:
+        return state.controller.stages if self.compressor.stages == "auto" else self.compressor.stages
+
+
+def _scale(state: BucketState) -> float:
+    assert isinstance(state, threshold.ThresholdState)
+    return state.scale
+
+
+def rule_of(compressor: Compressor) -> Rule | None:
+    """Return how a compressor selects on the device, or None if it does not."""
+    if compressor.exchange is not protocols.pairs or compressor.clip_norm is not None:
+        return None
+    select = type(compressor).select
+    if select is topk.TopK.select:
+        return Largest()
+    if isinstance(compressor, threshold.Threshold) and select is threshold.Threshold.select:
+        return Above(compressor.threshold)
+    if isinstance(compressor, SIDCo) and select is SIDCo.select:
+        formula = compressor.distribution != "gamma" and compressor.adapt == "robust"
+        return Fitted(compressor) if formula else None
+    return None

@@ -1,0 +1,1 @@
+"""The operations on arrays that a framework supplies. Imports no framework."""

@@ -1,0 +1,226 @@
+"""The array verbs that a framework supplies; everything else is written once on top of them. Imports no framework.
+
+All arrays are flat (one-dimensional) and contiguous unless said otherwise. A *residual* is float32 or float64.
+The NumPy implementation (`horovod_sparse.numpy.ops`) is the oracle: every other one selects the same entries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+Array = Any
+"""An array of the framework: `numpy.ndarray`, `torch.Tensor`, ..."""
+Part = tuple[int, Array]
+"""The index of a part's first entry in a buffer, and an array for the part."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Statistics of the excesses |x_i| - threshold over all i with |x_i| > threshold."""
+
+    count: int
+    mean: float
+    variance: float
+    """Population variance (divided by count); 0, infinite or NaN where float64 does not hold the squares."""
+    mean_log: float
+    """Mean of ln(|x_i| - threshold); NaN unless it was asked for."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The sums that the moments of an array's magnitudes are computed from. Sums of two parts add up to those of the whole."""
+
+    count: int = 0
+    """Entries that are not zero."""
+    total: float = 0.0
+    squares: float = 0.0
+    largest: float = 0.0
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(
+            self.count + other.count,
+            self.total + other.total,
+            self.squares + other.squares,
+            max(self.largest, other.largest),
+        )
+
+    def moments(self, logs: float = math.nan) -> Moments:
+        """Return the moments of the magnitudes that are not zero; `logs` is the sum of their logarithms."""
+        if self.count == 0:
+            return Moments(0, 0.0, 0.0, math.nan)
+        mean = self.total / self.count
+        return Moments(self.count, mean, max(0.0, self.squares / self.count - mean * mean), logs / self.count)
+
+
+class Wanted(NamedTuple):
+    """What to note about a buffer while it takes in gradients, if that needs no extra pass."""
+
+    cut: float = math.inf
+    """Note the entries above this cut, which is > 0; infinity to note none."""
+    room: int = 0
+    """If more entries than this are above the cut, none are wanted."""
+    sums: bool = False
+
+
+class Above(NamedTuple):
+    """All entries above a cut."""
+
+    cut: float
+    indices: Array
+    """Ascending; int32 or int64."""
+    values: Array
+    """Copies of the entries, of the array's type."""
+
+
+class Notes(Protocol):
+    """What was noted about a buffer while its parts took in gradients."""
+
+    @property
+    def sums(self) -> Sums | None:
+        """The sums of the whole buffer; None if they were not wanted, or if some part has taken in nothing."""
+
+    @property
+    def above(self) -> Above | None:
+        """The entries of the whole buffer above the cut; None in the cases of `sums`, and if there was no room for them."""
+
+
+class Moving(NamedTuple):
+    """Momentum that is applied to gradients on their way into a buffer (see `momentum.MomentumCorrection`)."""
+
+    velocity: Array
+    """An array like the buffer; it is changed."""
+    momentum: float
+    nesterov: bool
+
+
+class Selection(NamedTuple):
+    """What a compressor chose from a bucket."""
+
+    indices: Array
+    """int64, ascending, unique, at most the bucket's capacity."""
+    found: int
+    """How many entries qualified; more than `len(indices)` when the message has no room for all of them."""
+
+
+class Ops(Protocol):
+    """The verbs. Thresholds are compared strictly: an entry is above t when |x_i| > t, so zeros are never above."""
+
+    def zeros(self, count: int, dtype: str, like: Array) -> Array:
+        """A residual of `count` zeros of `dtype` ("float32" or "float64") on the device of `like`."""
+
+    def accumulate(self, residual: Array, gradient: Array) -> None:
+        """Add `gradient` to `residual`, in place. `gradient` has any shape, float type and strides, and is not changed."""
+
+    def notes(self, buffer: Array, wanted: Wanted) -> Notes | None:
+        """Return the notes that `absorb` fills in during one step; None if `absorb` takes no notes."""
+
+    def absorb(
+        self,
+        buffer: Array,
+        gradients: Sequence[Part],
+        notes: Notes | None = None,
+        moving: Moving | None = None,
+    ) -> list[int]:
+        """Take gradients into their parts of a buffer, in place.
+
+        This does the same as `accumulate`, with two exceptions. Entries that are not finite in the buffer's type add nothing.
+        Sums that leave the range of that type stay at its largest number. Return how many entries of each gradient are such
+        exceptions. Raise ValueError if a gradient reaches beyond the buffer.
+        """
+
+    def measure(self, x: Array) -> Sums:
+        """Return the sums of x, accumulated in float64."""
+
+    def assign(self, residual: Array, gradient: Array) -> None:
+        """Copy `gradient` into `residual`. `gradient` is as in `accumulate`, or an array of another framework on the host."""
+
+    def copy(self, array: Array) -> Array:
+        """A copy that shares no memory with `array`, of the same shape."""
+
+    def all_finite(self, array: Array) -> bool:
+        """Return whether the array (any shape) holds neither NaN nor infinity."""
+
+    def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
+        """Return statistics of the excesses over `threshold` >= 0, accumulated in float64."""
+
+    def counts(self, x: Array, thresholds: list[float]) -> list[int]:
+        """Count the entries above each threshold."""
+
+    def max_abs(self, x: Array) -> float:
+        """The largest magnitude; 0 for an empty array."""
+
+    def norm(self, x: Array) -> float:
+        """The Euclidean norm, accumulated in float64."""
+
+    def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
+        """Select the entries above `threshold` (all entries if it is negative), at most the `capacity` largest of them."""
+
+    def select_largest(self, x: Array, count: int) -> Selection:
+        """Select the `count` entries of largest magnitude; among equals, those of the lowest indices. 1 <= count <= len(x)."""
+
+    def kth_largest(self, x: Array, count: int) -> float:
+        """Return the smallest of the `count` largest magnitudes. 1 <= count <= len(x)."""
+
+    def indices(self, host: Any, like: Array) -> Array:
+        """Return the indices `host`, a NumPy array of int64, as an array on the device of `like`."""
+
+    def union(self, parts: list[Array]) -> Array:
+        """Return all indices (int64, ascending, unique) that are in any of the arrays `parts`; negative ones are padding."""
+
+    def concatenate(self, arrays: list[Array]) -> Array:
+        """Join the arrays, one after the other."""
+
+    def pick(self, indices: Array, positions: Array) -> Array:
+        """Return indices[positions], as int64."""
+
+    def numbers(self, array: Array) -> list[float]:
+        """Return the exact entries of a short array as Python numbers."""
+
+    def take(self, x: Array, indices: Array) -> Array:
+        """Return x[indices] rounded to float32 and subtract it from x, so that sent + kept is x exactly."""
+
+    def pack(self, indices: Array, values: Array, capacity: int) -> Array:
+        """Return the message of pairs (see `horovod_sparse.exchange.wire`): int32, shape (capacity, 2)."""
+
+    def pack_not_finite(self, x: Array, capacity: int) -> Array:
+        """Return the message that says that this rank's gradient holds NaN or infinity, on the device of `x`."""
+
+    def rows_in_use(self, indices: Array, world: int, numel: int) -> list[int | None]:
+        """Return, for each of `world` messages, how many indices come before its padding; None if `wire.flaw` finds a flaw.
+
+        `indices` are the indices of all messages (int32, of any stride), for a bucket of `numel` entries. For a message of
+        `pack_not_finite`, the number is -2 (`wire.NOT_FINITE`). This waits for a device once.
+        """
+
+    def unpack(self, message: Array, used: int) -> tuple[Array, Array]:
+        """Return the indices (int64) and values (float32) in the first `used` rows of one rank's message of pairs."""
+
+    def pack_values(self, values: Array, length: int, tail: list[float]) -> Array:
+        """Return `values`, zeros up to `length`, then the numbers of `tail`, as one array of the values' type."""
+
+    def pack_indices(self, indices: Array, header: list[int], capacity: int) -> Array:
+        """Return an int32 array: the numbers of `header`, then the indices, padded up to `capacity`."""
+
+    def split(self, gathered: Array, world: int) -> list[Array]:
+        """Split a gathered array into the messages of all ranks, in rank order.
+
+        Raise ValueError unless the array has `world` equal parts.
+        """
+
+    def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
+        """Add `values` to target[indices], in place. Indices are unique.
+
+        On the host, raise IndexError, before any change, if an index is out of range.
+        """
+
+    def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
+        """Return a function that sets parts of a bucket to the sum of the messages' entries there.
+
+        `messages` holds the messages of pairs of `len(used)` workers, one after the other. In each, the first `used` rows
+        count. Values are divided by `divisor`, as float32, and added up from zero in the workers' order. Indices must ascend.
+        On the host, IndexError is raised before a part is changed if they do not. A device is not waited
+        for, since `rows_in_use` has checked the indices.
+        """

@@ -1,0 +1,375 @@
+"""Selection by TensorFlow operations alone: the algorithms of `horovod_sparse.compressors`, with 0-d tensors as floats.
+
+The formulas are the same code (`estimation.algebra`). Only control flow that depends on data is written again here.
+Thresholds are float64, as Python's floats are. TensorFlow's CPU kernels treat denormal numbers as zeros: entries below
+1.2e-38 (2.2e-308 in a float64 residual) count as zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_sparse.compressors import gaussiank, redsync, sidco, threshold, topk
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.estimation import fits, search
+from horovod_sparse.exchange import protocols
+from horovod_sparse.ops.protocol import Moments
+
+Tensor = Any
+Numbers = dict[str, Tensor]
+
+
+class Tensors:
+    """The `horovod_sparse.estimation.algebra.Algebra` of 0-d float64 tensors."""
+
+    def log(self, x: Tensor) -> Tensor:
+        return tf.math.log(_number(x))
+
+    def expm1(self, x: Tensor) -> Tensor:
+        return tf.math.expm1(_number(x))
+
+    def sqrt(self, x: Tensor) -> Tensor:
+        return tf.sqrt(_number(x))
+
+    def maximum(self, a: Tensor, b: Tensor) -> Tensor:
+        return tf.maximum(_number(a), _number(b))
+
+    def minimum(self, a: Tensor, b: Tensor) -> Tensor:
+        return tf.minimum(_number(a), _number(b))
+
+    def choose(self, condition: Tensor, yes: Callable[[], Tensor], no: Callable[[], Tensor]) -> Tensor:
+        return tf.where(condition, _number(yes()), _number(no()))
+
+
+TENSORS = Tensors()
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was selected from a bucket."""
+
+    indices: Tensor
+    """int64, ascending, unique; at most as many as the capacity."""
+    found: Tensor
+    """How many entries qualified, as float64."""
+    threshold: Tensor
+    """float64; NaN if there is none."""
+    saved: Numbers = field(default_factory=dict)
+    """The algorithm's adaptive numbers after this selection. Numbers that are left out stay as they were."""
+
+
+Select = Callable[[Any, Tensor, int, int, Mapping[str, Tensor]], Chosen]
+"""(compressor, x, k, capacity, adaptive numbers) -> what it chooses; `x` is as for `Compressor.select`."""
+
+
+def check(compressor: Compressor) -> None:
+    """Raise ValueError, with the name of the setting, if the graph path cannot do what the compressor does."""
+
+    def refuse(name: str, value: object, why: str, remedy: str) -> None:
+        raise ValueError(f"{name} must not be {value!r} with graph=True: {why}; {remedy}, or leave graph=False")
+
+    if type(compressor).select not in _SELECTS:
+        names = "TopK, SIDCo, GaussianK, RedSync, Threshold"
+        refuse(
+            "compression",
+            type(compressor).__name__,
+            "its selection is Python code, which a graph cannot hold",
+            f"use one of {names}",
+        )
+    if compressor.exchange is not protocols.pairs:
+        refuse("union", True, "the graph exchanges pairs only", "use union=False")
+    if isinstance(compressor.ratio, Schedule):
+        refuse("ratio", compressor.ratio, "a graph's messages have one shape for good", "use a number")
+    if compressor.dense_steps:
+        refuse("dense_steps", compressor.dense_steps, "a graph reduces every step alike", "use dense_steps=0")
+    if compressor.discardable:
+        refuse("discardable", True, "the graph keeps no copy of what was before a step", "use discardable=False")
+    if compressor.lr_in_residual:
+        refuse("lr_in_residual", True, "the graph does not follow the learning rate", "use lr_in_residual=False")
+    if isinstance(compressor, sidco.SIDCo):
+        if compressor.stages == "auto":
+            refuse("stages", "auto", "the number of stages is fixed when the graph is built", "use stages=3")
+        if compressor.distribution == "gamma":
+            refuse(
+                "distribution",
+                "gamma",
+                "TensorFlow has no inverse of the incomplete gamma function that follows SciPy's",
+                "use 'exponential' or 'gpareto'",
+            )
+
+
+def select(compressor: Compressor, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
+    """Choose about k entries of `x`, and at most `capacity`; `x` is flat, finite and not empty."""
+    chosen = _SELECTS[type(compressor).select](compressor, x, k, capacity, saved)
+    return Chosen(chosen.indices, chosen.found, chosen.threshold, {**saved, **chosen.saved})
+
+
+# --- verbs, as in `horovod_sparse.ops.protocol` ---
+
+
+def moments(x: Tensor, threshold: Tensor) -> Moments:
+    """Return statistics of the excesses over `threshold`, as float64 tensors. No shape depends on the data."""
+    magnitudes, limit = tf.abs(x), _limit(x, threshold)
+    above = magnitudes > limit
+    excesses = tf.where(above, tf.cast(magnitudes, tf.float64) - tf.cast(limit, tf.float64), _number(0.0))
+    count = count_above(x, threshold)
+    number = tf.maximum(count, 1.0)
+    mean = tf.reduce_sum(excesses) / number
+    deviations = tf.where(above, excesses - mean, _number(0.0))
+    return Moments(count, mean, tf.reduce_sum(deviations * deviations) / number, float("nan"))
+
+
+def count_above(x: Tensor, threshold: Tensor) -> Tensor:
+    """Return how many magnitudes exceed `threshold`, as float64."""
+    return tf.cast(tf.math.count_nonzero(tf.abs(x) > _limit(x, threshold)), tf.float64)
+
+
+def max_abs(x: Tensor) -> Tensor:
+    """Return the largest magnitude, as float64."""
+    return tf.cast(tf.reduce_max(tf.abs(x)), tf.float64)
+
+
+def select_above(x: Tensor, threshold: Tensor, capacity: int) -> Chosen:
+    """Select the entries above `threshold`; if there are more than `capacity`, only the `capacity` largest."""
+    indices = tf.reshape(tf.where(tf.abs(x) > _limit(x, threshold)), [-1])
+    found = tf.size(indices)
+    indices = tf.cond(
+        found > capacity,
+        lambda: tf.gather(indices, select_largest(tf.gather(x, indices), capacity)),
+        lambda: indices,
+    )
+    return Chosen(indices, tf.cast(found, tf.float64), _number(threshold))
+
+
+def select_largest(x: Tensor, count: int) -> Tensor:
+    """Return the ascending indices of the `count` largest magnitudes; among equals, the lowest indices."""
+    return tf.cast(tf.sort(tf.math.top_k(tf.abs(x), count).indices), tf.int64)
+
+
+def below_largest(x: Tensor, threshold: Tensor) -> Tensor:
+    """Return the same as `search.below_largest`."""
+    largest, zero = max_abs(x), _number(0.0)
+    single = tf.cast(largest, tf.float32)
+    in_single = tf.cast(tf.math.nextafter(single, tf.constant(0.0)), tf.float64)
+    is_single = tf.equal(tf.cast(single, tf.float64), largest)
+    return tf.minimum(threshold, tf.where(is_single, in_single, tf.math.nextafter(largest, zero)))
+
+
+def search_threshold(x: Tensor, k: int, tolerance: float, *, not_zero: Tensor, start: Tensor | None = None) -> Tensor:
+    """Return the same as `search.search_threshold`; `not_zero` must be greater than k."""
+
+    def count_once(
+        step: Tensor,
+        low: Tensor,
+        most: Tensor,
+        high: Tensor,
+        fewest: Tensor,
+        best: Tensor,
+        best_error: Tensor,
+        _: Tensor,
+    ) -> tuple[Tensor, ...]:
+        guess = search.next_guess(tf.equal(step % 2, 1), low, high, most, fewest, k, TENSORS)
+        if start is not None:
+            guess = tf.where(tf.equal(step, 0) & (low < start) & (start < high), start, guess)
+        inside = (low < guess) & (guess < high)
+        count = count_above(x, guess)
+        error = search.error_of(count, k, TENSORS)
+        better = inside & (error < best_error)
+        too_many = count > k
+        return (
+            step + 1,
+            tf.where(too_many, guess, low),
+            tf.where(too_many, count, most),
+            tf.where(too_many, high, guess),
+            tf.where(too_many, fewest, count),
+            tf.where(better, guess, best),
+            tf.where(better, error, best_error),
+            inside & (tf.abs(count - k) > tolerance * k),
+        )
+
+    zero = _number(0.0)
+    begin = (0, zero, not_zero, max_abs(x), zero, zero, TENSORS.log(not_zero / k), True)
+    return tf.while_loop(lambda *state: state[-1], count_once, begin, maximum_iterations=search.MOST_COUNTS)[5]
+
+
+# --- algorithms ---
+
+
+def _topk(compressor: topk.TopK, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
+    return Chosen(select_largest(x, k), _number(k), _number(float("nan")))
+
+
+def _hard(compressor: threshold.Threshold, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
+    return select_above(x, compressor.threshold * saved["scale"], capacity)
+
+
+def _sidco(compressor: sidco.SIDCo, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
+    whole = moments(x, 0.0)
+
+    def fitted() -> tuple[Tensor, Tensor, Tensor]:
+        aim = tf.minimum(tf.maximum(tf.round(saved["aim"] * k), 1.0), whole.count - 1.0)
+        estimate, cut = _estimate(compressor, x, aim, whole, saved["cut"])
+        estimate = below_largest(x, estimate)
+        if compressor.adapt == "paper":
+            return estimate, saved["aim"], cut
+        found = count_above(x, estimate)
+        trusted = (found >= k / sidco.TRUSTED) & (found <= k * sidco.TRUSTED)
+        limit = tf.cond(
+            trusted,
+            lambda: estimate,
+            lambda: below_largest(x, search_threshold(x, k, sidco.SEARCH_TOLERANCE, not_zero=whole.count)),
+        )
+        cut = tf.where(trusted, cut, _number(math.inf))
+        if compressor.adapt == "guarded":
+            return limit, saved["aim"], cut
+        achieved = tf.where(trusted, tf.minimum(found, float(capacity)), found)
+        return limit, sidco.next_aim(saved["aim"], achieved, k, TENSORS), cut
+
+    limit, aim, cut = tf.cond(whole.count <= k, lambda: (_number(0.0), saved["aim"], saved["cut"]), fitted)
+    chosen = select_above(x, limit, capacity)
+    return Chosen(chosen.indices, chosen.found, limit, {"aim": aim, "cut": cut})
+
+
+def _estimate(compressor: sidco.SIDCo, x: Tensor, aim: Tensor, whole: Moments, cut: Tensor) -> Any:
+    """Return the fitted threshold and the next step's cut, as in `SIDCo.select`."""
+    assert compressor.stages != "auto"
+    stages, ratio = compressor.stages, aim / whole.count
+    no_cut = _number(math.inf)
+
+    def fit(moments: Moments, ratio: Tensor) -> Tensor:
+        if compressor.distribution == "exponential":
+            return fits.exponential(moments.mean, ratio, TENSORS)
+        return fits.generalized_pareto(moments.mean, moments.variance, ratio, TENSORS)
+
+    if stages == 1:
+        return fit(whole, ratio), no_cut
+
+    def peaks_over_threshold() -> tuple[Tensor, Tensor]:
+        first = fit(whole, sidco.FIRST_RATIO)
+        tails = tf.boolean_mask(x, tf.abs(x) > _limit(x, first))
+        same_ratio = (ratio / sidco.FIRST_RATIO) ** (1.0 / (stages - 1))
+
+        def stage(
+            remaining: Tensor, previous: Tensor, threshold: Tensor, last: Tensor, _: Tensor
+        ) -> tuple[Tensor, ...]:
+            tail = moments(tails, threshold)
+            left = tail.count >= 2.0
+            step = same_ratio
+            if compressor.adapt == "robust":
+                step = (aim / tf.maximum(tail.count, 1.0)) ** (1.0 / remaining)
+            following = tf.maximum(threshold + fit(tail, step), previous)
+            # If a threshold lies beyond the data, the last one that left something is better.
+            reached = tf.where(left, following, previous)
+            return remaining - 1.0, threshold, reached, tf.where(left, threshold, last), left
+
+        begin = (_number(stages - 1), _number(0.0), first, no_cut, True)
+        done = tf.while_loop(lambda remaining, _, __, ___, left: left & (remaining > 0.0), stage, begin)
+        return done[2], done[3] if compressor.adapt == "robust" else no_cut
+
+    def all_stages() -> Any:
+        return tf.cond(ratio >= sidco.FIRST_RATIO, lambda: (fit(whole, ratio), no_cut), peaks_over_threshold)
+
+    if compressor.adapt != "robust":
+        return all_stages()
+    tail = moments(x, cut)
+    return tf.cond(
+        (tail.count > aim) & (tail.count <= sidco.MOST_TAIL * whole.count),
+        lambda: sidco.last_stage(cut, tail, whole.count, max_abs(x), aim, stages, fit, TENSORS),
+        all_stages,
+    )
+
+
+def _gaussiank(
+    compressor: gaussiank.GaussianK, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]
+) -> Chosen:
+    whole = moments(x, 0.0)
+    few = whole.count <= k
+
+    def fitted() -> tuple[Tensor, Tensor]:
+        eta = gaussiank.fit(whole, k, x.shape[0], TENSORS)
+        if compressor.refine == "paper":
+            limit, factor = _corrected(x, k, eta), saved["factor"]
+        else:
+            limit = search_threshold(x, k, gaussiank.TOLERANCE, not_zero=whole.count, start=eta * saved["factor"])
+            factor = tf.where((limit > 0.0) & (eta > 0.0), limit / eta, 1.0)
+        return below_largest(x, limit), factor
+
+    limit, factor = tf.cond(few, lambda: (_number(0.0), saved["factor"]), fitted)
+    chosen = select_above(x, limit, capacity)
+    if compressor.refine == "paper":
+        return Chosen(chosen.indices, chosen.found, limit)
+    recentred = factor * (tf.maximum(chosen.found, 1.0) / k) ** gaussiank.RECENTRE
+    return Chosen(chosen.indices, chosen.found, limit, {"factor": tf.where(few, factor, recentred)})
+
+
+def _corrected(x: Tensor, k: int, eta: Tensor) -> Tensor:
+    def correct(limit: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        count = count_above(x, limit)
+        few, many = count < gaussiank.TOO_FEW * k, count > gaussiank.TOO_MANY * k
+        by = tf.where(few, gaussiank.LOWER, tf.where(many, gaussiank.RAISE, 1.0))
+        return limit * tf.cast(by, tf.float64), few | many
+
+    begin = (eta, True)
+    return tf.while_loop(lambda _, going: going, correct, begin, maximum_iterations=gaussiank.CORRECTIONS)[0]
+
+
+def _redsync(compressor: redsync.RedSync, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
+    whole = moments(x, 0.0)
+    few = whole.count <= k
+    mean, largest = whole.mean * whole.count / x.shape[0], max_abs(x)
+    if compressor.method == "trim":
+        limit = tf.cond(few, lambda: _number(0.0), lambda: _trimmed(x, k, mean, largest))
+        chosen = select_above(x, limit, k)
+        # These are the entries that TopK finds. No others qualify.
+        return Chosen(chosen.indices, tf.minimum(chosen.found, float(k)), limit)
+    limit = tf.cond(few, lambda: _number(0.0), lambda: below_largest(x, _bisected(x, k, mean, largest)))
+    return select_above(x, limit, min(capacity, 2 * k))
+
+
+def _trimmed(x: Tensor, k: int, mean: Tensor, largest: Tensor) -> Tensor:
+    def trim(number: Tensor, _: Tensor, __: Tensor) -> tuple[Tensor, ...]:
+        limit = mean + tf.gather(parts, number) * (largest - mean)
+        return number + 1, limit, count_above(x, limit) >= k
+
+    parts = _number(redsync.PARTS)
+    _, limit, enough = tf.while_loop(
+        lambda number, _, enough: tf.logical_not(enough) & (number < len(redsync.PARTS)), trim, (0, mean, False)
+    )
+    return tf.where(enough, limit, _number(0.0))
+
+
+def _bisected(x: Tensor, k: int, mean: Tensor, largest: Tensor) -> Tensor:
+    def halve(low: Tensor, high: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        middle = 0.5 * (low + high)
+        count = count_above(x, middle)
+        few = count < k
+        return tf.where(few, low, middle), tf.where(few, middle, high), few | (count > 2 * k)
+
+    over_mean = count_above(x, mean) >= k
+    begin = (tf.where(over_mean, mean, _number(0.0)), tf.where(over_mean, largest, mean), True)
+    return tf.while_loop(lambda _, __, going: going, halve, begin, maximum_iterations=redsync.MOST_PROBES)[0]
+
+
+# The key is the function, so that a subclass with its own `select` is not found here.
+_SELECTS: dict[Any, Select] = {
+    topk.TopK.select: _topk,
+    threshold.Threshold.select: _hard,
+    sidco.SIDCo.select: _sidco,
+    gaussiank.GaussianK.select: _gaussiank,
+    redsync.RedSync.select: _redsync,
+}
+
+
+def _number(x: Any) -> Tensor:
+    return tf.convert_to_tensor(x, tf.float64)
+
+
+def _limit(x: Tensor, threshold: Tensor) -> Tensor:
+    """Return the threshold in the precision of the comparison; beyond the range of that precision it is infinity."""
+    return tf.cast(_number(threshold), x.dtype)

@@ -1,0 +1,1 @@
+"""The command line: `horovod-sparse check` and `horovod-sparse bench`."""

@@ -1,0 +1,67 @@
+"""A step through TensorFlow's shared CPU path, in one process, from the gradient to the reduced gradient."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from horovod_sparse.core.layout import Parameter, plan
+from horovod_sparse.tensorflow.exchange import Collectives
+from horovod_sparse.tensorflow.host import HostPipeline
+from horovod_sparse.tensorflow.step import Step
+from horovod_sparse.tools.bench.rows import Row
+
+
+def set_threads(threads: int) -> None:
+    """Set the number of threads. Call this before anything else, once per process."""
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+
+
+class _Alone(Collectives):
+    """Collectives of a single worker, which gathers and sums only its own messages, without Horovod."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def allgather(self, message: Any, name: str) -> Any:
+        return message
+
+    def total(self, message: Any, name: str) -> Any:
+        return message
+
+
+class GraphWorker:
+    """A worker whose steps run in a `tf.function`, called by itself or from within a user's `tf.function`."""
+
+    def __init__(self, row: Row, ratio: float, size: int, *, traced: bool) -> None:
+        compressor: Any = row.make(ratio)
+        self._engine = HostPipeline(compressor, _Alone(), world=1, position=0, rank=0)
+        self._engine.add_buckets(plan([Parameter("p", (size,), "float32", "cpu")], compressor))
+        inner = tf.function(self._reduce, autograph=False)
+        # With `traced`, as in a training step that the user has made a `tf.function`.
+        self._run = tf.function(lambda gradient: tf.identity(inner(gradient)), autograph=False) if traced else inner
+
+    def _reduce(self, gradient: Any) -> Any:
+        step = Step(
+            buckets=self._engine.buckets,
+            gradients={"p": gradient},
+            dense={},
+            others={},
+            dtypes={"p": tf.float32},
+            rate=tf.constant(math.nan, tf.float64),
+            op=None,
+            divisor=1.0,
+            predivide=1.0,
+        )
+        return self._engine.reduce(step)["p"]
+
+    def step(self, gradient: NDArray[Any]) -> float:
+        """Take a step and return its seconds."""
+        tensor = tf.constant(gradient)
+        begun = time.perf_counter()
+        self._run(tensor)
+        return time.perf_counter() - begun

@@ -1,0 +1,41 @@
+"""The command ``horovod-sparse``. Imports no framework, so that it can say which one is missing."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from horovod_sparse import __version__
+from horovod_sparse.tools import bench, check
+
+
+def _check(_: argparse.Namespace) -> int:
+    findings = check.judge(check.inspect())
+    for finding in findings:
+        print(finding)
+    missing = [finding.what for finding in findings if finding.mark == "missing"]
+    print(f"Training with torch cannot run: {', '.join(missing)}" if missing else "Training with torch can run.")
+    return 1 if missing else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="horovod-sparse", description="Gradient sparsification for Horovod.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    text = "say what this machine can do, and what to install; exit status 0 if training with torch can run"
+    commands.add_parser("check", help=text, description=text).set_defaults(run=_check)
+    text = "time the compressors on this machine, in units of residual.add_(gradient)"
+    measured = commands.add_parser("bench", help=text, description=text)
+    bench.add_arguments(measured, sizes=(1_000_000, 25_000_000), repetitions=5, everything=False)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own) and return its exit status."""
+    arguments = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

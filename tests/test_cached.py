@@ -1,0 +1,177 @@
+"""What is known of an array changes how long an answer takes, never the answer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from driver import exchange, make_pipeline, send
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from table import BACKENDS, Backend, gradients
+
+from horovod_sparse.compressors.dgc import DGC
+from horovod_sparse.compressors.gaussiank import GaussianK
+from horovod_sparse.compressors.redsync import RedSync
+from horovod_sparse.compressors.sidco import SIDCo
+from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.ops.cached import Known
+from horovod_sparse.ops.protocol import Above, Sums, Wanted
+
+OPS = NumpyOps()
+COMPILED = [backend for backend in BACKENDS if backend.name in ("numpy-compiled", "torch")]
+
+
+def above(x: np.ndarray, cut: float, first: int = 0) -> Above:
+    indices = np.flatnonzero(np.abs(x) > x.dtype.type(cut)).astype(np.int32)
+    return Above(cut, indices + np.int32(first), x[indices])
+
+
+@given(
+    x=npst.arrays(np.float32, st.integers(1, 60), elements=st.sampled_from((0.0, 0.25, -0.5, 0.75, 1.0, -2.0, 3.0))),
+    cut=st.sampled_from((0.1, 0.25, 0.6, 1.0, 5.0)),
+    threshold=st.sampled_from((0.0, 0.1, 0.25, 0.5, 0.75, 2.0, 9.0)),
+    count=st.integers(1, 60),
+)
+def test_every_answer_is_that_of_the_whole(x: np.ndarray, cut: float, threshold: float, count: int) -> None:
+    known, count = Known(OPS, x, OPS.measure(x), above(x, cut)), min(count, x.size)
+    assert known.measure(x) == OPS.measure(x)
+    assert known.counts(x, [threshold, 0.7]) == OPS.counts(x, [threshold, 0.7])
+    assert repr(known.moments(x, threshold, with_log=True)) == repr(OPS.moments(x, threshold, with_log=True))
+    assert known.kth_largest(x, count) == OPS.kth_largest(x, count)
+    for got, expected in (
+        (known.select_largest(x, count), OPS.select_largest(x, count)),
+        (known.select_above(x, threshold, count), OPS.select_above(x, threshold, count)),
+    ):
+        assert got.found == expected.found
+        np.testing.assert_array_equal(got.indices, expected.indices, strict=True)
+
+
+def test_nothing_is_known_of_another_array() -> None:
+    x, other = np.array([1.0, 5.0], np.float32), np.array([7.0, 2.0], np.float32)
+    known = Known(OPS, x, Sums(99), above(x, 0.5))
+    assert known.measure(other) == OPS.measure(other)
+    assert known.kth_largest(other, 1) == 7.0
+    assert known.select_above(other, 6.0, 2).indices.tolist() == [0]
+
+
+def test_what_is_known_is_really_used() -> None:
+    """Wrong knowledge gives wrong answers."""
+    x = np.array([1.0, 5.0, 3.0], np.float32)
+    known = Known(OPS, x, Sums(99), Above(2.0, np.array([0], np.int32), np.array([8.0], np.float32)))
+    assert known.measure(x).count == 99
+    assert known.select_above(x, 2.0, 3).indices.tolist() == [0]
+    assert known.kth_largest(x, 1) == 8.0
+    # Where it does not suffice, the array is looked at.
+    assert known.select_above(x, 1.5, 3).indices.tolist() == [1, 2]
+    assert known.kth_largest(x, 2) == 3.0
+
+
+@pytest.mark.parametrize("backend", COMPILED, ids=str)
+@given(data=st.data())
+def test_notes_of_all_parts_are_those_of_the_whole(backend: Backend, data: st.DataObject) -> None:
+    """In whatever order the parts come."""
+    sizes = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=5))
+    order = data.draw(st.permutations(range(len(sizes))))
+    left_out = data.draw(st.sampled_from([None, *(part for part in order if sizes[part])]))
+    room, sums = data.draw(st.integers(0, 60)), data.draw(st.booleans())
+    x = np.random.default_rng(sum(sizes)).choice(np.array([0.0, 0.25, -0.5, 2.0], np.float32), sum(sizes))
+    buffer, starts = backend.ops.zeros(x.size, "float32", backend.array(x)), np.cumsum([0, *sizes])
+    notes = backend.ops.notes(buffer, Wanted(0.3, room, sums))
+    assert notes is not None
+    for part in order:
+        if part != left_out:
+            begin, end = int(starts[part]), int(starts[part + 1])
+            assert backend.ops.absorb(buffer, [(begin, backend.array(x[begin:end]))], notes) == [0]
+    expected = above(x, 0.3)
+    assert notes.sums == (OPS.measure(x) if sums and left_out is None else None)
+    if left_out is not None or len(expected.indices) > room or room == 0:
+        assert notes.above is None
+    if notes.above is not None:
+        np.testing.assert_array_equal(backend.numpy(notes.above.indices), expected.indices)
+        np.testing.assert_array_equal(backend.numpy(notes.above.values), expected.values)
+    notes.forget()
+    assert notes.sums is None and notes.above is None
+
+
+@pytest.mark.parametrize("backend", COMPILED, ids=str)
+@pytest.mark.parametrize(
+    ("compressor", "steady"),
+    [
+        *((one, steady) for one in (TopK, SIDCo, RedSync, partial(DGC, sample_ratio=1.0)) for steady in (0.0, 3.0)),
+        # While its residual grows it has to count.
+        (GaussianK, 0.0),
+    ],
+)
+def test_in_most_steps_the_residual_is_read_once(
+    compressor: Any, steady: float, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is selected was noted when the gradient came, also where much of the gradient is the same in all steps."""
+    numel = 60_000
+    pipeline = make_pipeline(backend, compressor(0.01), {"p": (numel,)})
+    rng, passes = np.random.default_rng(0), []
+    same = gradients("student", numel, rng)
+    for verb in ("moments", "counts", "select_above", "select_largest", "measure"):
+        real = getattr(backend.ops, verb)
+
+        def spy(x: Any, *arguments: Any, real: Any = real, **named: Any) -> Any:
+            passes.append(len(x) == numel)
+            return real(x, *arguments, **named)
+
+        monkeypatch.setattr(backend.ops, verb, spy)
+    read = []
+    for _ in range(25):
+        passes.clear()
+        send(backend, pipeline, np.float32(steady) * same + gradients("laplace", numel, rng))
+        read.append(sum(passes))
+    assert np.median(read[10:]) == 0, read
+
+
+@pytest.mark.parametrize("backend", COMPILED, ids=str)
+def test_a_residual_that_was_rescaled_is_looked_at_again(backend: Backend) -> None:
+    """Between the arrival of a bucket's gradients and its selection."""
+    rng = np.random.default_rng(1)
+    pipeline = make_pipeline(backend, TopK(0.01), {"p": (5000,), "q": (5000,)})
+    for step in range(4):
+        assert pipeline.arrive("p", backend.array(gradients("laplace", 5000, rng))) is None
+        if step == 3:
+            pipeline.rescale(0.01)
+            # Not the sums either, which this compressor does not ask for.
+            assert pipeline.buckets[0].notes is None
+        bucket = pipeline.arrive("q", backend.array(gradients("laplace", 5000, rng)))
+        assert bucket is not None
+        expected = OPS.select_largest(backend.numpy(bucket.buffer), 100).indices
+        parts = exchange(backend, [pipeline], [bucket])[0]
+        pipeline.end_step()
+        sent = [slot.offset + entries[0] for slot in bucket.layout.slots for entries in parts[slot.name] or []]
+        assert np.concatenate(sent).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("backend", COMPILED, ids=str)
+def test_nothing_is_known_of_a_parameter_without_gradient(backend: Backend) -> None:
+    """Not even what the step before found out, when that selected nothing because a gradient was not finite."""
+    rng = np.random.default_rng(2)
+    settings: dict[str, Any] = {"residual": False, "granularity": "model", "not_finite": "propagate"}
+    pipeline = make_pipeline(backend, SIDCo(0.01, **settings), {"a": (5000,), "b": (5000,)})
+
+    def step(a: np.ndarray | None, b: np.ndarray) -> int:
+        assert pipeline.arrive("a", None if a is None else backend.array(a)) is None
+        bucket = pipeline.arrive("b", backend.array(b))
+        assert bucket is not None
+        parts = exchange(backend, [pipeline], [bucket])[0]
+        pipeline.end_step()
+        return sum(np.count_nonzero(values == 0) for of_name in parts.values() for _, values in of_name or [])
+
+    def gradient() -> np.ndarray:
+        return gradients("laplace", 5000, rng)
+
+    for _ in range(5):
+        assert step(gradient(), gradient()) == 0
+    poisoned = gradient()
+    poisoned[7] = np.inf
+    step(poisoned, gradient())
+    assert step(None, gradient()) == 0, "zeros were sent"

@@ -1,0 +1,321 @@
+"""Momentum before the selection, and clipping."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from driver import dense_sum, exchange, make_pipeline, send
+from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
+
+from horovod_sparse.compressors.micro import MiCRO
+from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.noop import NoOp
+from horovod_sparse.compressors.randomblock import RandomBlock
+from horovod_sparse.compressors.randomk import RandomK
+from horovod_sparse.compressors.topk import TopK
+
+on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
+
+
+@on_every_backend
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("masking", [False, True])
+def test_recurrence(backend: Backend, nesterov: bool, masking: bool) -> None:
+    """U = m U + G, V = V + U (Nesterov: U = m (U + G), V = V + U + G), and zeros where entries were sent, by hand."""
+    compressor = TopK(0.1, momentum_correction=MomentumCorrection(0.9, nesterov, masking))
+    pipeline = make_pipeline(backend, compressor, {"p": (300,)}, dtype="float64")
+    rng = np.random.default_rng(0)
+    velocity, accumulated = np.zeros(300), np.zeros(300)
+    for _ in range(6):
+        gradient = gradients("laplace", 300, rng)
+        velocity = 0.9 * (velocity + gradient) if nesterov else 0.9 * velocity + gradient
+        accumulated = accumulated + velocity + (gradient if nesterov else 0.0)
+        sent = send(backend, pipeline, gradient)
+        np.testing.assert_allclose(sent.before, accumulated, rtol=1e-12)
+        accumulated[sent.indices] -= sent.values
+        if masking:
+            velocity[sent.indices] = 0.0
+    np.testing.assert_allclose(backend.numpy(pipeline.state_dict()["velocities"]["p"]), velocity, rtol=1e-12)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_without_masking_ratio_one_is_momentum_sgd_and_with_masking_plain_sgd(nesterov: bool) -> None:
+    backend, rng = BACKENDS[0], np.random.default_rng(1)
+    momentum = make_pipeline(
+        backend, NoOp(momentum_correction=MomentumCorrection(0.8, nesterov, masking=False)), {"p": (300,)}
+    )
+    plain = make_pipeline(
+        backend, NoOp(momentum_correction=MomentumCorrection(0.8, False, masking=True)), {"p": (300,)}
+    )
+    buffer = np.zeros(300)
+    for _ in range(5):
+        gradient = gradients("gaussian", 300, rng)
+        buffer = 0.8 * buffer + gradient
+        expected = gradient + 0.8 * buffer if nesterov else buffer
+        np.testing.assert_allclose(send(backend, momentum, gradient).values, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(send(backend, plain, gradient).values, gradient)
+
+
+@on_every_backend
+def test_momentum_goes_on_without_a_gradient(backend: Backend) -> None:
+    pipeline = make_pipeline(backend, NoOp(momentum_correction=MomentumCorrection(0.5, masking=False)), {"p": (300,)})
+    gradient = gradients("gaussian", 300, np.random.default_rng(2))
+    send(backend, pipeline, gradient)
+    pipeline.arrive("p", None)
+    parts = exchange(backend, [pipeline], pipeline.buckets)[0]["p"]
+    np.testing.assert_allclose(dense_sum(parts, 300), 0.5 * gradient, rtol=1e-6)
+
+
+@on_every_backend
+def test_dense_steps_keep_the_momentum(backend: Backend) -> None:
+    """Masking would make plain SGD of them."""
+    compressor = TopK(0.1, dense_steps=4, momentum_correction=MomentumCorrection(0.9))
+    pipeline = make_pipeline(backend, compressor, {"p": (300,)})
+    rng, velocity = np.random.default_rng(3), np.zeros(300)
+    for _ in range(4):
+        gradient = gradients("gaussian", 300, rng)
+        velocity = 0.9 * velocity + gradient
+        np.testing.assert_allclose(send(backend, pipeline, gradient).values, velocity, rtol=1e-5, atol=1e-6)
+    assert send(backend, pipeline, gradients("gaussian", 300, rng)).indices.size == 30
+
+
+@pytest.mark.parametrize(
+    "make",
+    [MiCRO, RandomK, RandomBlock, lambda r, **s: TopK(r, union=True, **s), NoOp],
+    ids=["micro", "randomk", "randomblock", "union", "noop"],
+)
+def test_velocity_is_zero_where_entries_were_sent_in_every_exchange(make: Any) -> None:
+    backend = BACKENDS[0]
+    settings = {"momentum_correction": MomentumCorrection(0.9)}
+    compressor = make(**settings) if make is NoOp else make(0.1, **settings)
+    pipelines = [make_pipeline(backend, compressor, {"p": (300,)}, world=2, position=rank) for rank in range(2)]
+    rng = np.random.default_rng(7)
+    for pipeline in pipelines:
+        pipeline.arrive("p", gradients("laplace", 300, rng))
+    parts = exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines])[0]["p"]
+    assert parts is not None
+    for rank, pipeline in enumerate(pipelines):
+        velocity = pipeline.velocities.view("p")
+        assert velocity.all(), "not before the step has succeeded"
+        pipeline.end_step()
+        sent = parts[rank if len(parts) > 1 else 0][0]
+        assert np.flatnonzero(velocity == 0).tolist() == sent.tolist()
+
+
+def test_learning_rates_are_resumed() -> None:
+    backend = BACKENDS[0]
+    first, second = (make_pipeline(backend, TopK(0.1, lr_in_residual=True), {"p": (300,)}) for _ in range(2))
+    gradient = gradients("laplace", 300, np.random.default_rng(8))
+    bucket = first.arrive("p", gradient, 0.5)
+    assert bucket is not None
+    exchange(backend, [first], [bucket])
+    first.end_step()
+    second.load_state_dict(first.state_dict())
+    for pipeline in (first, second):
+        pipeline.arrive("p", gradient, 0.05)
+    np.testing.assert_array_equal(second.buckets[0].buffer, first.buckets[0].buffer)
+
+
+@on_every_backend
+def test_velocities_are_saved_and_checked(backend: Backend) -> None:
+    corrected = make_pipeline(backend, TopK(0.1, momentum_correction=MomentumCorrection()), {"p": (300,)})
+    send(backend, corrected, gradients("laplace", 300, np.random.default_rng(4)))
+    plain = make_pipeline(backend, TopK(0.1), {"p": (300,)})
+    with pytest.raises(ValueError, match=r"velocities must be .*unexpected: \['p'\].*same momentum_correction"):
+        plain.load_state_dict(corrected.state_dict())
+    with pytest.raises(ValueError, match=r"velocities must be .*missing: \['p'\]"):
+        corrected.load_state_dict(plain.state_dict())
+
+
+@on_every_backend
+def test_half_precision_is_clipped_after_it_is_widened(backend: Backend) -> None:
+    """A small factor would flush most of it to zero."""
+    gradient = gradients("laplace", 400, np.random.default_rng(9)).astype(np.float16)
+    pipeline = make_pipeline(backend, NoOp(clip_norm=1e-6), {"p": (400,)})
+    pipeline.arrive("p", backend.array(gradient))
+    wide = gradient.astype(np.float64)
+    kept = backend.numpy(pipeline.buckets[0].buffer)
+    np.testing.assert_allclose(kept, wide * 1e-6 / np.linalg.norm(wide), rtol=1e-5)
+
+
+@on_every_backend
+@pytest.mark.parametrize(("world", "averages"), [(1, True), (4, True), (4, False)])
+def test_clipping_bounds_the_local_norm(backend: Backend, world: int, averages: bool) -> None:
+    compressor = NoOp(clip_norm=3.0)
+    gradient = gradients("laplace", 400, np.random.default_rng(5)).reshape(20, 20)
+    limit = 3.0 * math.sqrt(world) if averages else 3.0 / math.sqrt(world)
+    for scale, clipped in ((100.0, True), (1e-3, False)):
+        pipeline = make_pipeline(backend, compressor, {"p": (20, 20)}, world=world, averages=averages)
+        given = backend.array(gradient * np.float32(scale))
+        pipeline.arrive("p", given)
+        kept = backend.numpy(pipeline.buckets[0].buffer)
+        expected = gradient.reshape(-1) * scale
+        if clipped:
+            expected *= limit / np.linalg.norm(expected)
+        np.testing.assert_allclose(kept, expected, rtol=1e-5)
+        np.testing.assert_array_equal(backend.numpy(given), gradient * np.float32(scale))
+
+
+@on_every_backend
+@pytest.mark.parametrize("averages", [True, False])
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_the_reduced_gradient_has_the_norm_that_was_asked_for(backend: Backend, averages: bool, scope: str) -> None:
+    """Of independent gradients, whether workers are averaged or summed; of every parameter or of all together."""
+    world, shapes = 4, {"a": (4000,), "b": (3000,)}
+    rng = np.random.default_rng(11)
+    compressor = NoOp(clip_norm=1.0, clip_scope=scope, granularity="layer")
+    pipelines = [
+        make_pipeline(backend, compressor, shapes, world=world, position=rank, averages=averages)
+        for rank in range(world)
+    ]
+    for pipeline in pipelines:
+        given = {name: 10 * rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        arrays = {name: backend.array(gradient) for name, gradient in given.items()}
+        pipeline.start_step(arrays.values())
+        for name, array in arrays.items():
+            pipeline.arrive(name, array)
+    norms = {}
+    for buckets in zip(*(pipeline.buckets for pipeline in pipelines), strict=True):
+        name = buckets[0].name
+        reduced = exchange(backend, pipelines, buckets, divisor=float(world) if averages else 1.0)[0][name]
+        norms[name] = float(np.linalg.norm(dense_sum(reduced, *shapes[name])))
+    if scope == "layer":
+        assert norms == {name: pytest.approx(1.0, rel=0.1) for name in shapes}
+    else:
+        assert math.hypot(*norms.values()) == pytest.approx(1.0, rel=0.1)
+
+
+@on_every_backend
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_entries_that_are_not_finite_do_not_hinder_clipping(backend: Backend, bad: float, scope: str) -> None:
+    gradient = 100 * gradients("laplace", 400, np.random.default_rng(5))
+    gradient[7] = bad
+    finite = np.where(np.isfinite(gradient), gradient, 0)
+    compressor = NoOp(clip_norm=3.0, clip_scope=scope, not_finite="propagate")
+    pipeline = make_pipeline(backend, compressor, {"p": (400,)})
+    given = backend.array(gradient)
+    pipeline.start_step([given])
+    bucket = pipeline.arrive("p", given)
+    assert bucket is not None and not bucket.finite
+    expected = finite * (3.0 / np.linalg.norm(finite.astype(np.float64)))
+    np.testing.assert_allclose(backend.numpy(bucket.buffer), expected, rtol=1e-5)
+
+
+@on_every_backend
+def test_the_whole_gradient_is_clipped_only_when_it_is_there(backend: Backend) -> None:
+    pipeline = make_pipeline(backend, NoOp(clip_norm=1.0, clip_scope="model"), {"p": (400,)})
+    with pytest.raises(RuntimeError, match="start_step must be given all gradients"):
+        pipeline.arrive("p", backend.array(np.ones(400, np.float32)))
+
+
+@on_every_backend
+def test_gradients_whose_squares_overflow_are_clipped_too(backend: Backend) -> None:
+    gradient = 1e160 * np.random.default_rng(3).laplace(size=400)
+    for scope in ("layer", "model"):
+        pipeline = make_pipeline(backend, NoOp(clip_norm=3.0, clip_scope=scope), {"p": (400,)}, dtype="float64")
+        given = backend.array(gradient)
+        pipeline.start_step([given])
+        pipeline.arrive("p", given)
+        kept = backend.numpy(pipeline.buckets[0].buffer)
+        np.testing.assert_allclose(np.linalg.norm(kept), 3.0, rtol=1e-12)
+
+
+@on_every_backend
+@pytest.mark.parametrize("row", [row for row in COMPRESSORS if not row.momentum], ids=str)
+def test_thresholds_and_controllers_follow_the_learning_rate(backend: Backend, row: Row) -> None:
+    """In units of the update nothing happens when the rate changes: the same entries are sent, whatever the rates were.
+
+    Powers of two, so that the units differ by no rounding.
+    """
+    size, steps, change = 2000, 60, 30
+    pipelines = [make_pipeline(backend, row.make(0.02, lr_in_residual=True), {"p": (size,)}) for _ in range(2)]
+    rng = np.random.default_rng(12)
+    for step in range(steps):
+        gradient = gradients("laplace", size, rng)
+        sent = []
+        for pipeline, rate in zip(pipelines, (1.0, 1.0 if step < change else 0.125), strict=True):
+            pipeline.start_step()
+            bucket = pipeline.arrive("p", backend.array(gradient / np.float32(rate)), rate)
+            assert bucket is not None
+            parts = exchange(backend, [pipeline], [bucket])[0]["p"]
+            pipeline.end_step()
+            assert parts is not None
+            sent.append((parts[0][0], parts[0][1] * np.float32(rate)))
+        (indices, values), (expected, expected_values) = sent
+        np.testing.assert_array_equal(indices, expected)
+        np.testing.assert_array_equal(values, expected_values)
+
+
+@on_every_backend
+def test_micro_stays_at_its_count_when_the_rate_drops(backend: Backend) -> None:
+    """After the rate has come down to a tenth the residual counts for ten times as much as a gradient."""
+    compressor = MiCRO(0.01, lr_in_residual=True)
+    world, size, k = 2, 20_000, 200
+    pipelines = [
+        make_pipeline(backend, compressor, {"p": (size,)}, world=world, position=rank) for rank in range(world)
+    ]
+    rng, counts = np.random.default_rng(13), []
+    for step in range(160):
+        for pipeline in pipelines:
+            pipeline.arrive("p", backend.array(gradients("laplace", size, rng)), 0.1 if step < 100 else 0.01)
+        parts = exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines])[0]["p"]
+        for pipeline in pipelines:
+            pipeline.end_step()
+        assert parts is not None
+        counts.append(parts[0][0].size)
+    assert min(counts[100:]) >= k / 10 and max(counts[100:]) <= 1.75 * k, counts[100:]
+
+
+@on_every_backend
+def test_a_controller_starts_again_where_rates_change_differently(backend: Backend) -> None:
+    pipeline = make_pipeline(backend, MiCRO(0.05, lr_in_residual=True), {"p": (1000,), "q": (1000,)})
+    rng = np.random.default_rng(14)
+    for rates in ((0.1, 0.2), (0.1, 0.2), (0.01, 0.02), (0.01, 0.02), (0.01, 0.01), (0.01, 0.01)):
+        for name, rate in zip(("p", "q"), rates, strict=True):
+            bucket = pipeline.arrive(name, backend.array(gradients("laplace", 1000, rng)), rate)
+        assert bucket is not None
+        before = bucket.state.state_dict()["current"]
+        exchange(backend, [pipeline], [bucket])
+        pipeline.end_step()
+        started_again = bucket.state.state_dict()["current"] == 0.0
+        assert started_again == (rates == (0.01, 0.01) and before > 0.0)
+        assert bucket.state.step == pipeline.stats().steps
+
+
+@on_every_backend
+def test_the_residual_follows_the_learning_rate(backend: Backend) -> None:
+    """Mem-SGD: m <- m + eta g - sent, in units of the update, whatever the schedule of eta."""
+    pipeline = make_pipeline(backend, TopK(0.1, lr_in_residual=True), {"p": (300,)})
+    rng, memory = np.random.default_rng(6), np.zeros(300)
+    for eta in (0.0, 1.0, 1.0, 0.1, 0.5, 0.25):
+        gradient = gradients("laplace", 300, rng)
+        memory += eta * gradient
+        bucket = pipeline.arrive("p", backend.array(gradient), eta)
+        assert bucket is not None
+        before = backend.numpy(bucket.buffer).copy()
+        np.testing.assert_allclose(eta * before, memory, rtol=1e-4, atol=1e-6)
+        parts = exchange(backend, [pipeline], [bucket])[0]["p"]
+        pipeline.end_step()
+        assert parts is not None
+        memory[parts[0][0]] = 0.0
+    with pytest.raises(ValueError, match="learning_rate must be given with lr_in_residual=True, got None"):
+        pipeline.arrive("p", backend.array(gradient))
+    assert pipeline.state_dict()["learning_rates"] == {"p": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
+        ({"momentum": -0.1}, r"momentum must be in \[0, 1\), got -0.1"),
+        ({"nesterov": 1}, "nesterov must be True or False, got 1"),
+        ({"masking": None}, "masking must be True or False, got None"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        MomentumCorrection(**arguments)

@@ -1,0 +1,118 @@
+"""Memory comes back when nobody looks at it any more, and not before."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from horovod_sparse.kernels.pool import ALIGNMENT, BufferPool
+
+
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.ctypes.data)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float32", "float64"])
+@pytest.mark.parametrize("count", [0, 1, 7, 1000])
+def test_an_array_is_what_was_asked_for(count: int, dtype: str) -> None:
+    array = BufferPool().lend(count, dtype)
+    assert (array.shape, array.dtype) == ((count,), dtype)
+    assert array.flags.writeable and address(array) % ALIGNMENT == 0
+
+
+def test_memory_comes_back() -> None:
+    pool = BufferPool()
+    array = pool.lend(1000, "float32")
+    place = address(array)
+    del array
+    gc.collect()
+    # A little less or more, or another type, is the same memory.
+    assert address(pool.lend(1001, "int32")) == place
+
+
+def test_views_and_tensors_keep_what_they_look_at() -> None:
+    pool = BufferPool()
+    array = pool.lend(100, "float32")
+    array[:] = 1
+    lookers = [array[3:7], array[::2].reshape(5, 10), torch.from_numpy(array)[50:]]
+    del array
+    gc.collect()
+    for _ in range(3):
+        pool.lend(100, "float32")[:] = 7
+        others = [pool.lend(100, "float32") for _ in range(3)]
+        for other in others:
+            other[:] = 9
+    for looker in lookers:
+        assert (np.asarray(looker) == 1).all()
+
+
+def test_what_is_forgotten_is_given_back() -> None:
+    pool = BufferPool()
+    pool.lend(1000, "float32")
+    gc.collect()
+    assert any(pool._spare.values())
+    pool.forget()
+    assert not any(pool._spare.values())
+
+
+class Contested(list[memoryview]):
+    """Memory that another thread takes as soon as this one has seen that there is some."""
+
+    def __len__(self) -> int:
+        seen = super().__len__()
+        self.clear()
+        return seen
+
+
+def test_memory_that_another_thread_has_taken_meanwhile() -> None:
+    pool = BufferPool()
+    pool._spare[4096] = Contested([memoryview(bytearray(4096))])
+    assert pool.lend(1000, "float32").shape == (1000,)
+
+
+@pytest.mark.usefixtures("hasty_threads")
+def test_threads_share_it() -> None:
+    """Nobody gets what another one looks at, whoever gives it back: by the last view, by garbage collection, by forgetting."""
+    pool, wrong = BufferPool(), []
+    handed_over: list[np.ndarray] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(400):
+                array = pool.lend(8, "float64")
+                array[:] = number
+                cycle: list[object] = [array[3:]]
+                cycle.append(cycle)
+                # Whoever clears the list gives these back.
+                handed_over.append(array[:2])
+                if turn % 3 == 0:
+                    handed_over.clear()
+                if turn % 200 == 0:
+                    gc.collect()
+                    pool.forget()
+                if (array != number).any():
+                    wrong.append(f"thread {number} reads {array}")
+        except Exception as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[:3]
