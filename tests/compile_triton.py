@@ -20,7 +20,7 @@ from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.kernels.gpu.bucket import DeviceBucket, reduce
+from horovod_sparse.kernels.gpu.bucket import DeviceBucket, add_up
 from horovod_sparse.kernels.gpu.rules import rule_of
 
 COMPRESSORS = [TopK(0.001), Threshold(1.0), SIDCo(0.001), SIDCo(0.001, distribution="gpareto")]
@@ -62,7 +62,7 @@ def step(compressor: Any, dtype: torch.dtype, gradient: torch.dtype | None, mome
     correction = MomentumCorrection() if momentum else None
     bucket.absorb(0, given, state, k, velocity=velocity, correction=correction)
     message = bucket.select(state, k, 50)
-    reduce(message, 1, 2.0, torch.zeros(size, dtype=dtype))
+    add_up(message, 1, 2.0, size, dtype)
 
 
 def main(capability: int) -> None:

@@ -19,16 +19,16 @@ from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.ops.cached import Known
-from horovod_sparse.ops.protocol import Above, Sums, Wanted
+from horovod_sparse.ops.cached import Above, Cached
+from horovod_sparse.ops.protocol import Hints
 
 OPS = NumpyOps()
 COMPILED = [backend for backend in BACKENDS if backend.name in ("numpy-compiled", "torch")]
 
 
 def above(x: np.ndarray, cut: float, first: int = 0) -> Above:
-    indices = np.flatnonzero(np.abs(x) > x.dtype.type(cut)).astype(np.int32)
-    return Above(cut, indices + np.int32(first), x[indices])
+    indices = np.flatnonzero(np.abs(x) > x.dtype.type(cut))
+    return Above(cut, indices + first, x[indices])
 
 
 @given(
@@ -38,8 +38,7 @@ def above(x: np.ndarray, cut: float, first: int = 0) -> Above:
     count=st.integers(1, 60),
 )
 def test_every_answer_is_that_of_the_whole(x: np.ndarray, cut: float, threshold: float, count: int) -> None:
-    known, count = Known(OPS, x, OPS.measure(x), above(x, cut)), min(count, x.size)
-    assert known.measure(x) == OPS.measure(x)
+    known, count = Cached(OPS, x, above(x, cut)), min(count, x.size)
     assert known.counts(x, [threshold, 0.7]) == OPS.counts(x, [threshold, 0.7])
     assert repr(known.moments(x, threshold, with_log=True)) == repr(OPS.moments(x, threshold, with_log=True))
     assert known.kth_largest(x, count) == OPS.kth_largest(x, count)
@@ -53,8 +52,7 @@ def test_every_answer_is_that_of_the_whole(x: np.ndarray, cut: float, threshold:
 
 def test_nothing_is_known_of_another_array() -> None:
     x, other = np.array([1.0, 5.0], np.float32), np.array([7.0, 2.0], np.float32)
-    known = Known(OPS, x, Sums(99), above(x, 0.5))
-    assert known.measure(other) == OPS.measure(other)
+    known = Cached(OPS, x, above(x, 0.5))
     assert known.kth_largest(other, 1) == 7.0
     assert known.select_above(other, 6.0, 2).indices.tolist() == [0]
 
@@ -62,8 +60,7 @@ def test_nothing_is_known_of_another_array() -> None:
 def test_what_is_known_is_really_used() -> None:
     """Wrong knowledge gives wrong answers."""
     x = np.array([1.0, 5.0, 3.0], np.float32)
-    known = Known(OPS, x, Sums(99), Above(2.0, np.array([0], np.int32), np.array([8.0], np.float32)))
-    assert known.measure(x).count == 99
+    known = Cached(OPS, x, Above(2.0, np.array([0]), np.array([8.0], np.float32)))
     assert known.select_above(x, 2.0, 3).indices.tolist() == [0]
     assert known.kth_largest(x, 1) == 8.0
     # Where it does not suffice, the array is looked at.
@@ -81,21 +78,38 @@ def test_notes_of_all_parts_are_those_of_the_whole(backend: Backend, data: st.Da
     room, sums = data.draw(st.integers(0, 60)), data.draw(st.booleans())
     x = np.random.default_rng(sum(sizes)).choice(np.array([0.0, 0.25, -0.5, 2.0], np.float32), sum(sizes))
     buffer, starts = backend.ops.zeros(x.size, "float32", backend.array(x)), np.cumsum([0, *sizes])
-    notes = backend.ops.notes(buffer, Wanted(0.3, room, sums))
-    assert notes is not None
+    tracked = backend.ops.tracked(buffer)
+    tracked.begin(Hints(0.3, room, sums))
     for part in order:
         if part != left_out:
             begin, end = int(starts[part]), int(starts[part + 1])
-            assert backend.ops.absorb(buffer, [(begin, backend.array(x[begin:end]))], notes) == [0]
+            assert tracked.take_in([(begin, backend.array(x[begin:end]))]) == [0]
     expected = above(x, 0.3)
-    assert notes.sums == (OPS.measure(x) if sums and left_out is None else None)
+    assert tracked.sums == (OPS.measure(x) if sums and left_out is None else None)
     if left_out is not None or len(expected.indices) > room or room == 0:
-        assert notes.above is None
-    if notes.above is not None:
-        np.testing.assert_array_equal(backend.numpy(notes.above.indices), expected.indices)
-        np.testing.assert_array_equal(backend.numpy(notes.above.values), expected.values)
-    notes.forget()
-    assert notes.sums is None and notes.above is None
+        assert tracked.above is None
+    if tracked.above is not None:
+        np.testing.assert_array_equal(tracked.above.indices, expected.indices)
+        np.testing.assert_array_equal(tracked.above.values, expected.values)
+    if x.size:
+        check_answers(backend, tracked, buffer, data.draw(st.sampled_from([0.1, 0.3, 0.4, 1.0])), x.size)
+    tracked.forget()
+    assert tracked.sums is None and tracked.above is None
+
+
+def check_answers(backend: Backend, tracked: Any, buffer: Any, threshold: float, size: int) -> None:
+    """What is noted answers as a pass over the array does."""
+    ops = backend.ops
+    assert repr(tracked.moments(buffer, threshold)) == repr(ops.moments(buffer, threshold))
+    assert tracked.counts(buffer, [threshold, 0.6]) == ops.counts(buffer, [threshold, 0.6])
+    for count in {1, 1 + size // 2, size}:
+        assert tracked.kth_largest(buffer, count) == ops.kth_largest(buffer, count)
+        for got, expected in (
+            (tracked.select_largest(buffer, count), ops.select_largest(buffer, count)),
+            (tracked.select_above(buffer, threshold, count), ops.select_above(buffer, threshold, count)),
+        ):
+            assert got.found == expected.found
+            np.testing.assert_array_equal(backend.numpy(got.indices), backend.numpy(expected.indices), strict=True)
 
 
 @pytest.mark.parametrize("backend", COMPILED, ids=str)
@@ -141,7 +155,7 @@ def test_a_residual_that_was_rescaled_is_looked_at_again(backend: Backend) -> No
         if step == 3:
             pipeline.rescale(0.01)
             # Not the sums either, which this compressor does not ask for.
-            assert pipeline.buckets[0].notes is None
+            assert pipeline.buckets[0].selector._tracked._notes is None
         bucket = pipeline.arrive("q", backend.array(gradients("laplace", 5000, rng)))
         assert bucket is not None
         expected = OPS.select_largest(backend.numpy(bucket.buffer), 100).indices

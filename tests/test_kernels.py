@@ -18,9 +18,11 @@ from hypothesis.extra import numpy as npst
 
 from horovod_sparse import kernels
 from horovod_sparse.kernels import Memory, memory_of
+from horovod_sparse.kernels.tracked import Tracked
 from horovod_sparse.numpy.compiled import CompiledOps
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.ops.protocol import Above, Moving, Sums, Wanted
+from horovod_sparse.ops.cached import Above
+from horovod_sparse.ops.protocol import Hints, Moving, Sums
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the kernels are not compiled, or turned off"),
@@ -92,7 +94,7 @@ def assert_sums(got: Sums, expected: Sums) -> None:
     assert (got.total, got.squares) == pytest.approx((expected.total, expected.squares), rel=1e-12, nan_ok=True)
 
 
-NOTHING = Wanted()
+NOTHING = Hints()
 
 
 class Absorbed(NamedTuple):
@@ -107,40 +109,40 @@ def absorb(
     ops: CompiledOps,
     residual: np.ndarray,
     gradient: np.ndarray,
-    wanted: Wanted = NOTHING,
+    hints: Hints = NOTHING,
     moving: Moving | None = None,
 ) -> Absorbed:
-    notes = ops.notes(residual, wanted)
-    assert notes is not None
-    (not_finite,) = ops.absorb(residual, [(0, gradient)], notes, moving)
-    return Absorbed(not_finite, notes.sums, notes.above)
+    tracked = Tracked(ops, residual)
+    tracked.begin(hints)
+    (not_finite,) = tracked.take_in([(0, gradient)], moving)
+    return Absorbed(not_finite, tracked.sums, tracked.above)
 
 
-def assert_found(got: Absorbed, x: np.ndarray, wanted: Wanted) -> None:
+def assert_found(got: Absorbed, x: np.ndarray, hints: Hints) -> None:
     """What was found out about x on the way is what its own passes find."""
-    assert (got.sums is not None) == wanted.sums
+    assert (got.sums is not None) == hints.sums
     if got.sums is not None:
         assert_sums(got.sums, ORACLE.measure(x))
-    expected = ORACLE.select_above(x, wanted.cut, x.size + 1)
-    if not wanted.cut < math.inf or wanted.room < expected.found:
+    expected = ORACLE.select_above(x, hints.cut, x.size + 1)
+    if not hints.cut < math.inf or hints.room < expected.found:
         assert got.above is None
     if got.above is not None:
-        assert got.above.cut == wanted.cut
+        assert got.above.cut == hints.cut
         np.testing.assert_array_equal(got.above.indices, expected.indices)
         assert_same(got.above.values, x[expected.indices])
 
 
-WANTED = [NOTHING, *(Wanted(cut, 10**6) for cut in (0.0, 0.5, 3.0, 1e300, math.inf))]
-WANTED += [Wanted(0.5, room) for room in (0, 1, 5, 100, 2000)]
-WANTED = [wanted._replace(sums=number % 2 == 0) for number, wanted in enumerate(WANTED)]
+HINTS = [NOTHING, *(Hints(cut, 10**6) for cut in (0.0, 0.5, 3.0, 1e300, math.inf))]
+HINTS += [Hints(0.5, room) for room in (0, 1, 5, 100, 2000)]
+HINTS = [hints._replace(sums=number % 2 == 0) for number, hints in enumerate(HINTS)]
 
 
-def assert_absorbed(ops: CompiledOps, residual: np.ndarray, gradient: np.ndarray, wanted: Wanted) -> Absorbed:
+def assert_absorbed(ops: CompiledOps, residual: np.ndarray, gradient: np.ndarray, hints: Hints) -> Absorbed:
     mine, expected = residual.copy(), residual.copy()
-    absorbed = absorb(ops, mine, gradient, wanted)
-    assert [absorbed.not_finite] == ORACLE.absorb(expected, [(0, gradient)])
+    absorbed = absorb(ops, mine, gradient, hints)
+    assert [absorbed.not_finite] == ORACLE.accumulate(expected, [(0, gradient)])
     assert_same(mine, expected)
-    assert_found(absorbed, mine, wanted)
+    assert_found(absorbed, mine, hints)
     return absorbed
 
 
@@ -149,14 +151,14 @@ def assert_absorbed(ops: CompiledOps, residual: np.ndarray, gradient: np.ndarray
 @pytest.mark.parametrize("size", SIZES)
 def test_absorb(size: int, dtype: type, gradient_type: type) -> None:
     gradient = sample(size, gradient_type, 1, infinite=True, nan=True)
-    for wanted in WANTED:
+    for hints in HINTS:
         residual = sample(size, dtype)
-        absorbed = assert_absorbed(ONE, residual, gradient, wanted)
-        ONE.absorb(residual, [(0, gradient)])
+        absorbed = assert_absorbed(ONE, residual, gradient, hints)
+        ONE.accumulate(residual, [(0, gradient)])
         # One thread has all the room there is.
-        (found,) = ORACLE.counts(residual, [wanted.cut])
-        wanted_of_these = wanted.cut < math.inf and min(wanted.room, size) > 0
-        assert (absorbed.above is not None) == (wanted_of_these and found <= wanted.room)
+        (found,) = ORACLE.counts(residual, [hints.cut])
+        wanted_of_these = hints.cut < math.inf and min(hints.room, size) > 0
+        assert (absorbed.above is not None) == (wanted_of_these and found <= hints.room)
 
 
 @of_either_width
@@ -165,7 +167,7 @@ def test_absorb_in_several_threads(dtype: type, gradient_type: type) -> None:
     gradient = sample(LARGE, gradient_type, 1, infinite=True, nan=True)
     found = set()
     for threads in THREADS:
-        absorbed = assert_absorbed(CompiledOps(threads), sample(LARGE, dtype), gradient, Wanted(0.7, LARGE))
+        absorbed = assert_absorbed(CompiledOps(threads), sample(LARGE, dtype), gradient, Hints(0.7, LARGE))
         assert absorbed.above is not None
         found.add(repr((absorbed.sums, absorbed.not_finite)))
     assert len(found) == 1, "the same bits with any number of threads"
@@ -173,11 +175,11 @@ def test_absorb_in_several_threads(dtype: type, gradient_type: type) -> None:
 
 @of_either_width
 def test_what_is_above_the_cut_is_kept_where_it_has_room(dtype: type) -> None:
-    """Each thread has a share of the room: what is too much for one is not wanted of any."""
+    """Each thread has a share of the room: what is too much for one is not hints of any."""
     x, rest = np.zeros(LARGE, dtype), np.zeros(LARGE, dtype)
     x[:1000] = 1.0
     for threads, room, kept in ((1, 1000, True), (1, 999, False), (3, 2000, False), (3, 3000, True)):
-        absorbed = absorb(CompiledOps(threads), rest.copy(), x, Wanted(0.5, room))
+        absorbed = absorb(CompiledOps(threads), rest.copy(), x, Hints(0.5, room))
         assert (absorbed.above is not None) == kept, (threads, room)
 
 
@@ -189,21 +191,21 @@ def test_a_thread_stays_within_its_share_of_the_room(dtype: type, number: int) -
     x, half = np.zeros(numel, dtype), numel // 2
     x[half - 40 - number : half - 40] = x[half : half + share] = 1.0
     residual = np.zeros(numel, dtype)
-    absorbed = assert_absorbed(CompiledOps(2), residual, x, Wanted(0.5, 2 * share))
+    absorbed = assert_absorbed(CompiledOps(2), residual, x, Hints(0.5, 2 * share))
     assert absorbed.above is not None
 
 
 @of_either_width
 def test_memory_that_is_lent_is_used_again_only_when_nobody_reads_it(dtype: type) -> None:
     x = sample(5000, dtype)
-    first = absorb(ONE, x.copy(), x, Wanted(0.7, 5000)).above
+    first = absorb(ONE, x.copy(), x, Hints(0.7, 5000)).above
     assert first is not None
     # A view of what was found keeps it from being lent again.
     indices, values = first.indices[:7], first.values[:7]
     expected = indices.copy(), values.copy()
     del first
     for _ in range(3):
-        absorb(ONE, x.copy(), -3 * x, Wanted(0.1, 5000))
+        absorb(ONE, x.copy(), -3 * x, Hints(0.1, 5000))
     assert_same(indices, expected[0])
     assert_same(values, expected[1])
 
@@ -216,12 +218,12 @@ def test_absorb_velocity(size: int, dtype: type, gradient_type: type, nesterov: 
     found = set()
     expected = sample(size, dtype), sample(size, dtype, 1)
     gradient = sample(size, gradient_type, 2, infinite=True, nan=True)
-    wanted = Wanted(0.7, size, sums=nesterov)
+    hints = Hints(0.7, size, sums=nesterov)
     moving = Moving(expected[1], 0.9, nesterov)
-    (not_finite,) = ORACLE.absorb(expected[0], [(0, gradient)], moving=moving)
+    (not_finite,) = ORACLE.accumulate(expected[0], [(0, gradient)], moving=moving)
     for threads in THREADS if size == LARGE else (1,):
         residual, velocity = sample(size, dtype), sample(size, dtype, 1)
-        absorbed = absorb(CompiledOps(threads), residual, gradient, wanted, Moving(velocity, 0.9, nesterov))
+        absorbed = absorb(CompiledOps(threads), residual, gradient, hints, Moving(velocity, 0.9, nesterov))
         assert_same(velocity, expected[1])
         assert_same(residual, expected[0])
         assert absorbed.not_finite == not_finite
@@ -230,7 +232,7 @@ def test_absorb_velocity(size: int, dtype: type, gradient_type: type, nesterov: 
         if overflowed:
             assert absorbed == Absorbed(not_finite)
         else:
-            assert_found(absorbed, residual, wanted)
+            assert_found(absorbed, residual, hints)
         found.add(repr(absorbed.sums))
     assert len(found) == 1
 
@@ -247,9 +249,9 @@ def test_nothing_is_told_of_a_pass_that_overflowed(size: int, dtype: type) -> No
                 residual, gradient = np.ones(size, dtype), np.zeros(size, dtype)
                 residual[position] = gradient[position] = sign * largest
                 velocity, expected = np.zeros(size, dtype), residual.copy()
-                assert absorb(ops, residual, gradient, Wanted(0.5, size)) == Absorbed(1)
+                assert absorb(ops, residual, gradient, Hints(0.5, size)) == Absorbed(1)
                 assert_same(residual, expected)
-                absorbed = absorb(ops, residual, gradient, Wanted(0.5, size), Moving(velocity, 0.5, nesterov=False))
+                absorbed = absorb(ops, residual, gradient, Hints(0.5, size), Moving(velocity, 0.5, nesterov=False))
                 assert absorbed == Absorbed(1)
                 assert_same(residual, expected)
 
@@ -289,7 +291,7 @@ def test_every_half_precision_number(dtype: type, half: str) -> None:
     finite = np.isfinite(values)
     residual = np.full(values.size, -0.0, dtype)
     taken = kernels.accumulate(memory_of(residual), [gradient_in(memory)], 1)
-    assert taken == [(0, np.count_nonzero(~finite), False)]
+    assert taken == [np.count_nonzero(~finite)]
     assert_same(residual[finite], values[finite].astype(dtype))
     assert_same(residual[~finite], np.zeros(np.count_nonzero(~finite), dtype))
     assert not kernels.all_finite(memory, 1)
@@ -377,7 +379,7 @@ def test_any_array(dtype: type, data: st.DataObject) -> None:
     assert_sums(ONE.measure(x), ORACLE.measure(x))
     residual = np.nan_to_num(sample(x.size, dtype))
     room = data.draw(st.integers(0, x.size + 1))
-    assert_absorbed(ONE, residual, x, Wanted(cut, room))
+    assert_absorbed(ONE, residual, x, Hints(cut, room))
 
 
 @of_either_width
@@ -471,7 +473,7 @@ def test_arrays_that_do_not_lie_as_the_kernels_want_it() -> None:
         assert_absorbed(ONE, np.zeros(2501, np.float32), gradient, NOTHING)
     for unknown in (x[:2501].astype(">f4"), np.arange(2501)):
         residual = np.zeros(2501, np.float32)
-        assert absorb(ONE, residual, unknown, Wanted(0.5, 2501)) == Absorbed(0)
+        assert absorb(ONE, residual, unknown, Hints(0.5, 2501)) == Absorbed(0)
         np.testing.assert_array_equal(residual, unknown.astype(np.float32))
 
 
@@ -479,17 +481,17 @@ def test_what_would_reach_beyond_an_array_is_refused() -> None:
     short, long = np.zeros(3, np.float32), np.zeros(4, np.float32)
     for first, gradient in ((0, long), (1, short), (-1, short), (2**62, short)):
         with pytest.raises(ValueError, match="gradients must be within the residual's 3 elements"):
-            ONE.absorb(short, [(0, short[:1]), (first, gradient)])
+            ONE.accumulate(short, [(0, short[:1]), (first, gradient)])
     with pytest.raises(ValueError, match="velocity must be like the residual"):
-        ONE.absorb(long, [(0, long)], moving=Moving(short, 0.9, nesterov=False))
+        ONE.accumulate(long, [(0, long)], moving=Moving(short, 0.9, nesterov=False))
     with pytest.raises(ValueError, match="contiguous and aligned"):
-        ONE.absorb(np.zeros(6, np.float32)[::2], [(0, short)])
+        ONE.accumulate(np.zeros(6, np.float32)[::2], [(0, short)])
     with pytest.raises(ValueError, match="values must be 2, got 3"):
         ONE.scatter_add(long, np.array([0, 1]), short)
     with pytest.raises(ValueError, match="indices must be of int64, got int32"):
         ONE.take(long, np.array([0, 1], np.int32))
     with pytest.raises(KeyError):
-        ONE.absorb(np.zeros(3, np.float16), [(0, short)])
+        ONE.accumulate(np.zeros(3, np.float16), [(0, short)])
     message = ONE.pack(np.array([0]), np.ones(1, np.float32), 1)
     with pytest.raises(KeyError):
         ONE.assembler(message, [1], 1.0)([(0, np.zeros(3, np.float16))])
@@ -501,9 +503,9 @@ def test_a_read_only_array_is_not_written_to() -> None:
     target, other, some, values = np.ones(3), np.ones(3), np.array([0, 2]), np.ones(2, np.float32)
     target.flags.writeable = False
     for write in (
-        lambda: ONE.absorb(target, [(0, other)]),
-        lambda: ONE.absorb(target, [(0, other)], moving=Moving(other, 0.9, nesterov=False)),
-        lambda: ONE.absorb(other, [(0, other)], moving=Moving(target, 0.9, nesterov=False)),
+        lambda: ONE.accumulate(target, [(0, other)]),
+        lambda: ONE.accumulate(target, [(0, other)], moving=Moving(other, 0.9, nesterov=False)),
+        lambda: ONE.accumulate(other, [(0, other)], moving=Moving(target, 0.9, nesterov=False)),
         lambda: ONE.take(target, some),
         lambda: ONE.scatter_add(target, some, values),
         lambda: ONE.assembler(ONE.pack(some, values, 2), [2], 1.0)([(0, target)]),
@@ -511,4 +513,4 @@ def test_a_read_only_array_is_not_written_to() -> None:
         with pytest.raises(ValueError, match="must be writable, got a read-only one of 3"):
             write()
     assert (target == 1).all() and (other == 1).all()
-    assert ONE.absorb(other, [(0, target)]) == [0], "a gradient is only read"
+    assert ONE.accumulate(other, [(0, target)]) == [0], "a gradient is only read"

@@ -31,10 +31,12 @@ from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
 from horovod_sparse.kernels.gpu import kernels
-from horovod_sparse.kernels.gpu.bucket import DeviceBucket, reduce
+from horovod_sparse.kernels.gpu.bucket import DeviceBucket, add_up
 from horovod_sparse.kernels.gpu.rules import Request, rule_of
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Moving
+from horovod_sparse.torch import device
+from horovod_sparse.torch.ops import TorchOps
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -78,7 +80,7 @@ class Worker:
     def absorb(self, gradient: np.ndarray) -> np.ndarray:
         """Take in a gradient of all parameters; what is selected from, as the oracle has it."""
         expected = self.residual.numpy().copy()
-        ORACLE.absorb(expected, [(0, gradient)])
+        ORACLE.accumulate(expected, [(0, gradient)])
         offsets = np.cumsum([0, *self.sizes])
         for offset, end in itertools.pairwise(offsets.tolist()):
             self.bucket.absorb(offset, torch.from_numpy(gradient[offset:end].copy()), self.state, self.k)
@@ -159,12 +161,12 @@ def check_absorb(
     given = np.zeros(residual.size, np.float32) if gradient is None else gradient.double().numpy()
     expected = residual.copy()
     if correction is None:
-        (not_finite,) = ORACLE.absorb(expected, [(0, given)])
+        (not_finite,) = ORACLE.accumulate(expected, [(0, given)])
     else:
         moving = torch.from_numpy(np.concatenate([np.zeros(3, residual.dtype), velocity, np.zeros(2, residual.dtype)]))
         velocity = velocity.copy()
         how = Moving(velocity, correction.momentum, correction.nesterov)
-        (not_finite,) = ORACLE.absorb(expected, [(0, given)], moving=how)
+        (not_finite,) = ORACLE.accumulate(expected, [(0, given)], moving=how)
     bucket.absorb(3, gradient, None, 1, velocity=moving, correction=correction)
     np.testing.assert_array_equal(buffer.numpy(), np.concatenate([around[0], expected, around[2]]))
     if moving is not None:
@@ -424,7 +426,7 @@ def test_a_gradient_that_is_not_finite_sends_nothing(make: Any) -> None:
     assert message[0].tolist() == [NOT_FINITE, 0] and (message[1:] == torch.tensor([PADDING, 0])).all()
     np.testing.assert_array_equal(worker.residual.numpy(), before)
     assert worker.state.state_dict() == state
-    assert reduce(message, 1, 1.0, torch.ones(160)).tolist() == [0, 1]
+    assert TorchOps(compiled=False).rows_in_use(message[:, 0], 1, 160) == [NOT_FINITE]
     check_choice(worker, worker.step(gradients("laplace", 160, rng)))
 
 
@@ -475,40 +477,29 @@ def test_messages_are_added_rank_by_rank(dtype: type) -> None:
         values = rng.laplace(size=indices.size).astype(np.float32)
         messages.append(ORACLE.pack(indices, values, capacity))
         ORACLE.scatter_add(expected, indices, values / np.float32(3))
-    target = torch.full((size,), 7.0, dtype=WIDE[dtype])
-    flags = reduce(torch.from_numpy(np.concatenate(messages)), world, 3.0, target)
-    assert flags.tolist() == [0, 0]
-    np.testing.assert_array_equal(target.numpy(), expected)
+    gathered = torch.from_numpy(np.concatenate(messages))
+    got = add_up(gathered, world, 3.0, size, WIDE[dtype])
+    np.testing.assert_array_equal(got.numpy(), expected, strict=True)
+    # Entries beyond the result are left out.
+    np.testing.assert_array_equal(add_up(gathered, world, 3.0, 64, WIDE[dtype]).numpy(), expected[:64])
 
 
-@pytest.mark.parametrize(
-    "indices", [[3, 100], [2**31 - 1], [3, 3], [3, 2], [3, PADDING, 5], [PADDING, 5], [-3], [3, NOT_FINITE]], ids=str
-)
-@pytest.mark.parametrize("sender", [0, 1])
-def test_a_damaged_message_is_told_and_nothing_is_added(indices: list[int], sender: int) -> None:
-    rows, right = 2 * 1024 + 5, torch.tensor([1, 2, 99])
-    messages = torch.tensor([PADDING, 0], dtype=torch.int32).repeat(2, rows, 1)
-    messages[:, :3, 0] = right
-    messages[:, :3, 1] = 7
-    target = torch.ones(100)
-    assert reduce(messages.view(-1, 2), 2, 1.0, target).tolist() == [0, 0]
-    assert torch.count_nonzero(target) == 3
-    messages[sender, :, 0] = PADDING
-    messages[sender, : len(indices), 0] = torch.tensor(indices)
-    assert reduce(messages.view(-1, 2), 2, 1.0, target).tolist() == [1, 0]
-    assert not target.any()
-    with pytest.raises(ValueError, match="gathered must have 2 equal parts"):
-        reduce(messages.view(-1, 2)[1:], 2, 1.0, target)
-
-
-def test_a_damaged_row_is_told_wherever_it_is() -> None:
-    """Also where two programs meet."""
-    for row in (0, 1, 1023, 1024, 1025, 1999):
-        message = torch.stack((torch.arange(2000), torch.ones(2000)), 1).int()
-        message[row, 0] = message[row - 1, 0] if row else -3
-        target = torch.zeros(2000)
-        assert reduce(message, 1, 1.0, target).tolist() == [1, 0]
-        assert not target.any()
+def test_parts_of_a_bucket_are_written_as_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some in float64, in any order, and not all of the bucket."""
+    rng, used = np.random.default_rng(6), [30, 0, 25]
+    messages = [
+        ORACLE.pack(np.sort(rng.choice(90, count, replace=False)), rng.normal(size=count).astype(np.float32), 30)
+        for count in used
+    ]
+    gathered = torch.from_numpy(np.concatenate(messages))
+    written = []
+    for on_device in (False, True):
+        monkeypatch.setattr(device, "add_up_on", lambda messages, found=add_up if on_device else None: found)
+        parts = [(40, torch.ones(20)), (0, torch.ones(25)), (60, torch.ones(30, dtype=torch.float64))]
+        TorchOps(compiled=False).assembler(gathered, used, 3.0)(parts)
+        written.append([target for _, target in parts])
+    assert all(torch.equal(one, other) for one, other in zip(*written, strict=True))
+    assert all(one.any() for one in written[0])
 
 
 # --- what it is for ---
@@ -546,7 +537,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     done = run(Path(__file__).with_name("compile_triton.py"), 90, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     names = {line.split()[0] for line in done.stdout.splitlines()}
-    assert names == {"absorb", "fit", "count", "histogram", "write", "check", "scatter"}
+    assert names == {"absorb", "fit", "count", "histogram", "write", "scatter"}
 
 
 GPU_CHECK = Path(__file__).parent.parent / "benchmarks" / "gpu_check.py"

@@ -22,7 +22,7 @@ from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.kernels.gpu import available
-from horovod_sparse.kernels.gpu.bucket import selector_for
+from horovod_sparse.kernels.gpu.selector import selector_for
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.ops import TorchOps
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def _pipeline(ops: TorchOps, compressor: Compressor, **where: int) -> Pipeline:
-    return Pipeline(ops, compressor, selector_for=partial(selector_for, groups=2), **where)
+    return Pipeline(ops, compressor, device_selector=partial(selector_for, groups=2), **where)
 
 
 TRITON = Backend(
@@ -45,8 +45,8 @@ def test_the_rows_select_on_the_device() -> None:
     assert len(ROWS) == len(NAMES)
     for row in ROWS:
         _, bucket = laws.one_bucket(TRITON, row, 500, 0.1)
-        assert bucket.selector is not None
-    assert laws.one_bucket(TRITON, next(row for row in COMPRESSORS if row.name == "dgc"), 500, 0.1)[1].selector is None
+        assert bucket.device is not None
+    assert laws.one_bucket(TRITON, next(row for row in COMPRESSORS if row.name == "dgc"), 500, 0.1)[1].device is None
 
 
 @pytest.mark.full
@@ -189,14 +189,14 @@ def test_a_residual_that_was_changed_is_looked_at_afresh(change: str) -> None:
                     pipeline.reset()
                 else:
                     pipeline.load_state_dict(pipeline.state_dict())
-            assert sides[1][1].buckets[0].selector._limit == np.inf
+            assert sides[1][1].buckets[0].device.bucket._limit == np.inf
 
 
 def test_which_buckets_select_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     _, bucket = laws.one_bucket(TRITON, ROWS[0], 500, 0.1)
-    assert on_gpu(TopK(0.1), bucket.layout, bucket.buffer) is None, "there is no GPU"
-    assert selector_for(DGC(0.1), bucket.layout, bucket.buffer) is None
-    assert selector_for(SIDCo(0.1), bucket.layout, bucket.buffer) is not None
+    assert on_gpu(TopK(0.1), bucket.layout, bucket.buffer, None) is None, "there is no GPU"
+    assert selector_for(DGC(0.1), bucket.layout, bucket.buffer, None) is None
+    assert selector_for(SIDCo(0.1), bucket.layout, bucket.buffer, None) is not None
     monkeypatch.setenv("HOROVOD_SPARSE_KERNELS", "1")
     assert available()
     monkeypatch.setenv("HOROVOD_SPARSE_KERNELS", "0")

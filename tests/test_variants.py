@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from horovod_sparse import kernels
+from horovod_sparse.kernels.tracked import Tracked
 from horovod_sparse.numpy.compiled import CompiledOps, host_ops
-from horovod_sparse.ops.protocol import Moving, Wanted
+from horovod_sparse.ops.protocol import Hints, Moving
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the kernels are not compiled, or turned off")
 
@@ -16,11 +17,13 @@ def everything_found(x: np.ndarray, threads: int) -> str:
     """What the kernels find in an array, with all bits of it."""
     ops = CompiledOps(threads)
     residual, velocity = np.zeros_like(x), np.zeros_like(x)
-    notes = [ops.notes(x, Wanted(0.7, x.size, sums=True)) for _ in range(2)]
-    ops.absorb(residual, [(0, x)], notes[0])
-    ops.absorb(residual, [(0, x)], notes[1], Moving(velocity, 0.9, nesterov=True))
+    tracked, noted = Tracked(ops, residual), []
+    for moving in (None, Moving(velocity, 0.9, nesterov=True)):
+        tracked.begin(Hints(0.7, x.size, sums=True))
+        tracked.take_in([(0, x)], moving)
+        noted += [tracked.sums, tracked.above and (tracked.above.indices.tobytes(), tracked.above.values.tobytes())]
     found = [
-        *((one.sums, one.above and (one.above.indices.tobytes(), one.above.values.tobytes())) for one in notes if one),
+        *noted,
         residual.tobytes(),
         velocity.tobytes(),
         ops.measure(x),

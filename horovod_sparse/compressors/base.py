@@ -120,6 +120,14 @@ class BucketState:
         for name in ("step", *self.saved):
             setattr(self, name, state[name])
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return all fields, for `restore`."""
+        return dict(vars(self))
+
+    def restore(self, fields: Mapping[str, Any]) -> None:
+        """Go back to when `fields` were returned by `snapshot`; once, because they belong to this object then."""
+        vars(self).update(fields)
+
     def expect(self, smallest: float, k: int) -> None:
         """Expect that the next step's k largest entries are hardly smaller than `smallest`, about this step's k-th largest."""
         # Residuals grow at first, and for a long time with momentum. So growth is expected to continue.

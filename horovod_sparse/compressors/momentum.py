@@ -41,14 +41,14 @@ class MomentumCorrection:
         """Take a gradient (None: zero) into velocity and residual, in place; the gradient is not changed."""
         if self.nesterov:
             if gradient is not None:
-                ops.accumulate(velocity, gradient)
-                ops.accumulate(residual, gradient)
+                ops.add(velocity, gradient)
+                ops.add(residual, gradient)
             velocity *= self.momentum
         else:
             velocity *= self.momentum
             if gradient is not None:
-                ops.accumulate(velocity, gradient)
-        ops.accumulate(residual, velocity)
+                ops.add(velocity, gradient)
+        ops.add(residual, velocity)
 
 
 def clip_limit(clip_norm: float, world: int, *, averages: bool) -> float:
@@ -102,7 +102,7 @@ def _finite_norm(ops: Ops, flat: Array, dtype: str) -> float:
         return norm
     # NaN and infinity stay in the gradient, so that they are noticed. They must not decide how other entries are scaled.
     finite = ops.zeros(len(flat), dtype, flat)
-    ops.absorb(finite, [(0, flat)])
+    ops.accumulate(finite, [(0, flat)])
     largest = ops.max_abs(finite)
     if largest > 0.0:
         # The squares of very large entries leave the range of float64.

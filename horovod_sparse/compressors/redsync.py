@@ -56,7 +56,7 @@ class RedSync(Compressor):
         mean, largest = sums.total / len(x), sums.largest
         if self.method == "trim":
             selection = ops.select_largest(x, k)
-            smallest = ops.kth_largest(x[selection.indices], k)
+            smallest = selection.smallest
             thresholds = (mean + part * (largest - mean) for part in PARTS)
             # At least k entries exceed every threshold below the k-th largest magnitude, so nothing has to be counted.
             state.threshold = next((threshold for threshold in thresholds if threshold < smallest), 0.0)

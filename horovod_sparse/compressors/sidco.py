@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place, Settings, check_choice
 from horovod_sparse.compressors.schedules import Schedule
@@ -13,8 +13,7 @@ from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.algebra import FLOATS, Algebra
 from horovod_sparse.estimation.controllers import StageController, most_stages
 from horovod_sparse.estimation.search import below_largest, search_threshold
-from horovod_sparse.ops.cached import Known
-from horovod_sparse.ops.protocol import Above, Array, Moments, Ops, Selection, Sums
+from horovod_sparse.ops.protocol import Array, Moments, Ops, Selection, Sums
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -58,6 +57,9 @@ class SIDCoState(BucketState):
 
     def state_dict(self) -> dict[str, object]:
         return super().state_dict() | self.controller.state_dict()
+
+    def snapshot(self) -> dict[str, Any]:
+        return super().snapshot() | {"controller": self.controller.copy()}
 
     def adopt(self, state: Mapping[str, Any]) -> None:
         # The controller checks its part of the state, and may refuse it: then nothing else must have changed.
@@ -129,40 +131,61 @@ class SIDCo(Compressor):
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, SIDCoState)
-        state.stages = state.controller.stages if self.stages == "auto" else self.stages
+        state.stages = stages = self.stages_of(state)
         sums = ops.measure(x)
         if sums.count <= k:
             # There is room for all non-zero entries. Nothing was estimated, so there is nothing to learn from.
             state.threshold = 0.0
             return ops.select_above(x, 0.0, capacity)
-        aim = min(max(1, round(state.aim * k)), sums.count - 1)
+        aim = self.aim_of(state, k, sums.count)
         tail = self._tail(ops, x, state)
         narrowed = ops
         if tail is not None and aim < tail.count <= MOST_TAIL * sums.count:
-            threshold, state.cut = last_stage(
-                state.cut, tail, sums.count, sums.largest, aim, state.stages, self._tail_fit
-            )
+            threshold, following = self.last_stage(state, tail, sums.count, sums.largest, aim)
         else:
-            threshold, state.cut, narrowed = self._all_stages(ops, x, sums, aim, state.stages)
-        if state.stages > 1:
-            aimed = tail_aim(sums.count, aim, state.stages)
+            threshold, following, narrowed = self._all_stages(ops, x, sums, aim, stages)
+        if stages > 1:
+            aimed = tail_aim(sums.count, aim, stages)
             left = aimed if tail is None else min(max(tail.count, aimed), _MOST_LEFT * aimed)
             state.room = round(_SPARE * left)
         state.threshold = below_largest(sums.largest, threshold)
         selection = narrowed.select_above(x, state.threshold, capacity)
-        if self.stages == "auto":
-            state.controller.observe(selection.found, aim, most_stages(self.ratio_at(state.step)))
-        found = selection.found
-        trusted = self.adapt == "paper" or k / TRUSTED <= found <= k * TRUSTED
+        trusted = self.adapt == "paper" or self.trusts(selection.found, k)
+        self.learn(state, k, aim, selection.found, len(selection.indices), trusted=trusted)
         if not trusted:
             threshold = search_threshold(ops, x, k, SEARCH_TOLERANCE, not_zero=sums.count, largest=sums.largest)
-            state.threshold, state.cut = below_largest(sums.largest, threshold), math.inf
+            state.threshold, following = below_largest(sums.largest, threshold), math.inf
             selection = ops.select_above(x, state.threshold, capacity)
+        state.cut = following
+        return selection
+
+    # --- what the host and a device have in common ---
+
+    def stages_of(self, state: SIDCoState) -> int:
+        """Return M of this step."""
+        return state.controller.stages if self.stages == "auto" else self.stages
+
+    def aim_of(self, state: SIDCoState, k: int, count: int) -> int:
+        """Return how many of `count` entries that are not zero the estimate aims at."""
+        return min(max(1, round(state.aim * k)), count - 1)
+
+    def trusts(self, found: float, k: int) -> bool:
+        """Return whether an estimate that selects `found` entries is used."""
+        return k / TRUSTED <= found <= k * TRUSTED
+
+    def last_stage(
+        self, state: SIDCoState, tail: Moments, count: float, largest: float, aim: float
+    ) -> tuple[float, float]:
+        """Return the threshold and the next cut: see the function `last_stage`."""
+        return last_stage(state.cut, tail, count, largest, aim, self.stages_of(state), self._tail_fit)
+
+    def learn(self, state: SIDCoState, k: int, aim: int, found: int, sent: int, *, trusted: bool) -> None:
+        """Learn from an estimate: `found` entries exceeded it, and `sent` of them were sent if it was trusted."""
+        if self.stages == "auto":
+            state.controller.observe(found, aim, most_stages(self.ratio_at(state.step)))
         if self.adapt == "robust":
             # Use the estimate's own count even if it was replaced. Otherwise the error that made it useless would grow.
-            achieved = len(selection.indices) if trusted else found
-            state.aim = next_aim(state.aim, achieved, k)
-        return selection
+            state.aim = next_aim(state.aim, sent if trusted else found, k)
 
     def _tail(self, ops: Ops, x: Array, state: SIDCoState) -> Moments | None:
         """Return the moments of the excesses over the cut, or None if there is no cut."""
@@ -184,8 +207,7 @@ class SIDCo(Compressor):
             return self._first_fit(whole, ratio), cut, ops
         threshold = self._first_fit(whole, FIRST_RATIO)
         # Later stages and the selection need to look only at the entries that the first stage left.
-        left = ops.select_above(x, threshold, len(x)).indices
-        narrowed = cast(Ops, Known(ops, x, sums, Above(threshold, left, x[left])))
+        narrowed = ops.narrowed(x, threshold)
         step_ratio = (ratio / FIRST_RATIO) ** (1.0 / (stages - 1))
         previous = 0.0
         for remaining in range(stages - 1, 0, -1):

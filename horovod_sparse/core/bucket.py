@@ -3,94 +3,124 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from horovod_sparse.compressors.base import BucketState, Compressor
-from horovod_sparse.core.layout import Layout
-from horovod_sparse.core.selector import Selector
+from horovod_sparse.compressors.base import BucketState, Compressor, Place
+from horovod_sparse.core.layout import Layout, Slot
+from horovod_sparse.core.selector import DeviceSelectorFor, Gradient, HostSelector, Outcome, Selector
 from horovod_sparse.core.statistics import Counts, Tally
-from horovod_sparse.exchange.protocols import Collective, Sent, Task
-from horovod_sparse.ops.protocol import Array, Notes, Ops
+from horovod_sparse.exchange import cost, protocols
+from horovod_sparse.exchange.protocols import Collective, Entries, Sent
+from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 _SAME_FACTOR = 1e-6
 """Largest relative difference of two factors that are equal except for rounding."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Before:
-    """The state of a bucket before a step, kept in case the step is given up."""
+    """A bucket as it was before a step, kept in case the step is given up."""
 
-    state: dict[str, object]
+    state: dict[str, Any]
     tally: Tally
+    truncated_steps: int
     residual: Array | None = None
     """A copy of the residual, with `discardable`; else None. The same holds for the velocity."""
     velocity: Array | None = None
 
 
-@dataclass
 class Bucket:
-    """The state of one bucket on this rank."""
+    """One bucket on this rank. It is the `protocols.Sender` of its exchange.
 
-    layout: Layout
-    buffer: Array
-    """Residual plus the gradients that have arrived in this step."""
-    velocity: Array | None
-    """The velocity, with momentum correction; else None."""
-    state: BucketState
-    missing: set[str] = field(default_factory=set)
-    """Parameters whose gradient has not arrived in this step."""
-    notes: Notes | None = None
-    """What is known about the buffer from the gradients that have arrived in this step."""
-    noted: bool = False
-    """Whether notes were asked for in this step."""
-    finite: bool = True
-    """Whether all gradients of this step are finite."""
-    selector: Selector | None = None
-    """Selects on the device; if None, the array verbs select."""
-    task: Task | None = None
-    """The exchange of this step. The next two fields are the generator that carries it out and the bytes that it has sent."""
-    exchange: Generator[Collective, Any, Sent] | None = None
-    bytes_sent: float = 0.0
-    rounds: int = 0
-    """Collectives begun in this step."""
-    counts: Counts | None = None
-    """Counts of this step, until it succeeds."""
-    tally: Tally = field(default_factory=Tally)
-    truncated_steps: int = 0
-    """Number of consecutive steps, up to the last one, that found more entries than the message has room for."""
-    in_step: bool = False
-    before: Before | None = None
-    """The state before this step or, between two steps, before the last one."""
-    factor: float | None = None
-    """The factor that the residual was multiplied by in this step, with `lr_in_residual`; None until it is known."""
-    mixed_factors: bool = False
-    """Whether the factor differs between the parameters."""
+    Args:
+        ops: the framework's operations.
+        compressor: settings and algorithm.
+        layout: the bucket's parameters.
+        place: the bucket among all, and this worker among the workers.
+        rank: this worker's global rank.
+        buffer: the residual; during a step also the gradients that have arrived. It belongs to the pipeline.
+        velocity: the velocity, with momentum correction; else None.
+        device_selector: returns what selects on the bucket's device, or None.
+    """
 
-    @property
-    def name(self) -> str:
-        return self.layout.name
+    def __init__(
+        self,
+        ops: Ops,
+        compressor: Compressor,
+        layout: Layout,
+        place: Place,
+        rank: int,
+        buffer: Array,
+        velocity: Array | None,
+        device_selector: DeviceSelectorFor,
+    ) -> None:
+        self.ops = ops
+        self.compressor = compressor
+        self.layout = layout
+        self.name = layout.name
+        self.numel = layout.numel
+        self.world = place.world
+        self.rank = rank
+        self.buffer = buffer
+        self.velocity = velocity
+        self.slots: dict[str, Slot] = {slot.name: slot for slot in layout.slots}
+        self.state: BucketState = compressor.new_state(place)
+        self.tally = Tally()
+        self.truncated_steps = 0
+        """Number of consecutive steps, up to the last one, that found more entries than the message has room for."""
+        self.device = device_selector(compressor, layout, buffer, velocity)
+        """What selects on the bucket's device; None if the host does. The host always does in the dense steps."""
+        self.in_step = False
+        self.before: Before | None = None
+        """The bucket before this step or, between two steps, before the last one."""
+        self.factor: float | None = None
+        """The factor that the residual was multiplied by in this step, with `lr_in_residual`; None until it is known."""
+        self.mixed_factors = False
+        """Whether the factor differs between the parameters."""
+        self._host = HostSelector(ops, compressor, buffer, velocity)
+        self._close()
 
-    def name_at(self, offset: int) -> str:
-        """Return the name of the parameter that begins at `offset`."""
-        return next(slot.name for slot in self.layout.slots if slot.offset == offset)
+    def _close(self) -> None:
+        """Forget the current step."""
+        self.in_step = False
+        self.missing = set(self.slots)
+        """Parameters whose gradient has not arrived in this step."""
+        self.exchange: Generator[Collective, Any, Sent] | None = None
+        self.rounds, self.bytes_sent = 0, 0.0
+        """Collectives begun in this step, and the bytes that they have sent."""
+        self.outcome = Outcome()
+        self.counts: Counts | None = None
+        """Counts of this step, until it succeeds."""
+        self._taken: Entries | None = None
+        self._message: Array | None = None
+        """The message with what was taken. Its number of entries may not be known yet."""
 
-    def forget(self) -> None:
-        """Forget what was seen of the buffer, because it no longer applies."""
-        self.notes = None
-        if self.selector is not None:
-            self.selector.forget()
+    def rebind(self, buffer: Array, velocity: Array | None) -> None:
+        """Use other memory for the residual and the velocity from now on."""
+        self.buffer, self.velocity = buffer, velocity
+        self._host = HostSelector(self.ops, self.compressor, buffer, velocity)
 
-    def open(self, ops: Ops, *, discardable: bool) -> None:
+    # --- gradients in ---
+
+    def open(self) -> None:
         """Begin a step, when its first gradient arrives."""
         self.in_step = True
         self.factor, self.mixed_factors = None, False
-        old, self.before = self.before, Before(self.state.state_dict(), self.tally)
-        if discardable:
-            self.before.residual = _copy(ops, self.buffer, old and old.residual)
+        old, self.before = self.before, Before(self.state.snapshot(), self.tally, self.truncated_steps)
+        if self.compressor.discardable:
+            self.before.residual = _copy(self.ops, self.buffer, old and old.residual)
             if self.velocity is not None:
-                self.before.velocity = _copy(ops, self.velocity, old and old.velocity)
+                self.before.velocity = _copy(self.ops, self.velocity, old and old.velocity)
+        self._in_dense_steps = self.state.step < self.compressor.dense_steps
+        self.selector: Selector = self._host if self.device is None or self._in_dense_steps else self.device
+        self.selector.begin()
+        self.k = self.compressor.asked(self.numel, self.compressor.ratio_at(self.state.step))
+
+    def accumulate(self, gradients: Sequence[Gradient]) -> None:
+        """Take gradients of this step into the residual."""
+        self.selector.accumulate(gradients, self.state, self.k)
 
     def change_unit(self, factor: float) -> None:
         """Adapt thresholds and controllers after a parameter's residual was multiplied by `factor` in this step."""
@@ -102,54 +132,175 @@ class Bucket:
         elif not math.isclose(factor, self.factor, rel_tol=_SAME_FACTOR):
             self.mixed_factors = True
 
-    def start_again(self, compressor: Compressor) -> None:
-        """Restart the algorithm within the same step, because nothing that it knew of the residual holds."""
-        step = self.state.step
-        self.state = compressor.new_state(self.state.place)
-        self.state.step = step
-        self.forget()
+    def forget(self) -> None:
+        """Forget what was seen of the buffer, because it no longer applies."""
+        self._host.forget()
+        if self.device is not None:
+            self.device.forget()
+
+    def begin(self) -> Collective:
+        """Begin the exchange of a bucket that is complete: select, and return the first collective."""
+        self.missing = set(self.slots)
+        self.capacity = self.compressor.room(self.numel, self.k, self.world)
+        exchange = protocols.dense if self._in_dense_steps else self.compressor.exchange
+        self._asked = self.numel if exchange is protocols.dense else self.k
+        self.exchange = exchange(self)
+        return self._counted(next(self.exchange))
+
+    # --- as the exchange sees it ---
+
+    @property
+    def finite(self) -> bool:
+        """Whether all of this rank's gradients are finite; the host must select."""
+        return self._host.finite
+
+    def message(self) -> Array:
+        """Select, and return the message of pairs with what was selected."""
+        self._message = self.selector.message(self.state, self.k, self.capacity)
+        self.take_nothing()
+        return self._message
+
+    def finish(self) -> None:
+        """Wait for the selection that `message` has begun, and learn from it."""
+        self.outcome = self.selector.finish(self.state, self.k, self.capacity)
+
+    def select(self) -> Selection:
+        """Return the selection. Nothing is taken."""
+        return self._host.select(self.state, self.k, self.capacity)
+
+    def take(self, indices: Array) -> Array:
+        """Take the values at `indices` out of the residual and return them."""
+        values = self.ops.take(self.buffer, indices)
+        self._taken = Entries(indices, values)
+        self.take_nothing()
+        return values
+
+    def take_all(self) -> Array:
+        """Return all values: the buffer itself, which becomes zero when the step succeeds."""
+        self._taken = Entries(None, self.buffer)
+        return self.buffer
+
+    def take_nothing(self) -> None:
+        """Zero the buffer if `residual` is False. Then nothing is kept, not even from a step that fails."""
+        if not self.compressor.residual:
+            self.buffer[:] = 0
+
+    def sent(self, count: int, truncated: int = 0) -> None:
+        """Record how many entries are sent, and how many had no room."""
+        self.outcome = Outcome(count, truncated)
+
+    def checksum(self) -> int:
+        """Return 31 bits that must be equal on all ranks, so that they can send values without indices."""
+        return self.state.checksum() ^ self.state.fingerprint
+
+    def proposal(self) -> float:
+        """Return a number of this rank that all ranks get to know."""
+        return self.state.proposal
+
+    def observe(self, count: int, proposed: list[float]) -> None:
+        """Take in how many entries all ranks sent together and what they proposed."""
+        self.compressor.observe(self.state, count, self.k, proposed)
+
+    # --- results ---
+
+    def advance(self, result: Array) -> Collective:
+        """Continue the exchange with the result of its last collective. Raises StopIteration with what all ranks sent."""
+        assert self.exchange is not None
+        return self._counted(self.exchange.send(result))
+
+    def _counted(self, collective: Collective) -> Collective:
+        size = collective.message.nbytes
+        gathers = collective.kind == "allgather"
+        self.rounds += 1
+        self.bytes_sent += cost.allgather_bytes(size, self.world) if gathers else cost.allreduce_bytes(size, self.world)
+        return collective
+
+    def conclude(self, sent: Sent) -> list[str]:
+        """End the exchange. Return the parameters whose gradients on this rank were not finite."""
+        self.exchange = None
+        self.state.step += 1
+        if self.mixed_factors:
+            self.start_again()
+        if sent is not None:
+            count, truncated, _ = self.outcome
+            state = self.state
+            self.counts = Counts(self._asked, count, truncated, state.threshold, state.stages, self.bytes_sent)
+        offsets: Sequence[int] = self._host.not_finite if self.selector is self._host else self.outcome.not_finite
+        return [slot.name for slot in self.layout.slots if slot.offset in offsets] if offsets else []
 
     def end(self, *, succeeded: bool) -> None:
         """End the step: what was taken is sent if it succeeded, else it returns to the residual."""
-        if self.task is not None:
-            if succeeded:
-                self.task.succeed()
-            else:
-                self.task.fail()
+        if succeeded:
+            self._commit()
+        else:
+            self._restore()
         if succeeded and self.counts is not None:
             self.tally = self.tally.with_step(self.counts)
             self.truncated_steps = self.truncated_steps + 1 if self.counts.overflow else 0
         self._close()
 
-    def give_up(self, ops: Ops, compressor: Compressor) -> None:
-        """End the step at whatever point it has reached: see `Pipeline.abort`."""
-        if self.task is not None:
-            self.task.fail()
-        self._close()
-        self.bring_back(ops, compressor)
+    def _commit(self) -> None:
+        """Keep what is left: what was taken has been sent."""
+        correction = self.compressor.momentum_correction
+        masks = correction is not None and correction.masking and not self._in_dense_steps
+        taken = self._entries() if masks or self._taken is not None else None
+        if taken is None:
+            return
+        if taken.indices is None:
+            self.buffer[:] = 0
+        if masks and self.velocity is not None:
+            self.velocity[slice(None) if taken.indices is None else taken.indices] = 0
 
-    def bring_back(self, ops: Ops, compressor: Compressor) -> None:
+    def _restore(self) -> None:
+        """Return what was taken to the residual, because the step has failed on some rank."""
+        taken = self._entries()
+        if taken is not None and taken.indices is not None and self.compressor.residual:
+            self.ops.scatter_add(self.buffer, taken.indices, taken.values)
+        self.take_nothing()
+
+    def _entries(self) -> Entries | None:
+        """Return what was taken in this step, if anything was."""
+        if self._message is None:
+            return self._taken
+        rows = protocols.rows_of(self, self._message, 1)
+        return None if rows is None else Entries(*self.ops.unpack(self._message, rows[0]))
+
+    # --- steps that are given up ---
+
+    def give_up(self) -> None:
+        """End the step at whatever point it has reached: see `Pipeline.abort`."""
+        self._restore()
+        self._close()
+        self.bring_back()
+
+    def bring_back(self) -> None:
         """Go back to before the step. Without `discardable`, the arrays stay as they are and the rest is fitted to them."""
         before, self.before = self.before, None
         assert before is not None
         self.forget()
-        self.state.load_state_dict(before.state)
-        self.tally = before.tally
+        self.state.restore(before.state)
+        self.tally, self.truncated_steps = before.tally, before.truncated_steps
         if before.residual is not None:
-            ops.assign(self.buffer, before.residual)
+            self.ops.assign(self.buffer, before.residual)
             if self.velocity is not None:
-                ops.assign(self.velocity, before.velocity)
+                self.ops.assign(self.velocity, before.velocity)
         elif self.mixed_factors:
-            self.start_again(compressor)
+            self.start_again()
         elif self.factor is not None and self.factor != 1.0:
             self.state.rescale(self.factor)
 
-    def _close(self) -> None:
-        self.in_step = False
-        self.missing = {slot.name for slot in self.layout.slots}
-        self.notes, self.noted = None, False
-        self.finite = True
-        self.task = self.exchange = self.counts = None
+    def start_again(self) -> None:
+        """Restart the algorithm within the same step, because nothing that it knew of the residual holds."""
+        step = self.state.step
+        self.state = self.compressor.new_state(self.state.place)
+        self.state.step = step
+        self.forget()
+
+    def reset(self) -> None:
+        """Forget adaptive state and statistics; the residual has been set to zero."""
+        self.forget()
+        self.state = self.compressor.new_state(self.state.place)
+        self.tally, self.truncated_steps = Tally(), 0
 
 
 def _copy(ops: Ops, array: Array, memory: Array | None) -> Array:

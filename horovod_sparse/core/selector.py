@@ -1,58 +1,134 @@
-"""Selection from a bucket on the bucket's own device, while the host goes on. Imports no framework."""
+"""What takes gradients into a bucket's residual, and selects from it: on the host, or on the bucket's device. No framework."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import NamedTuple, Protocol
 
 from horovod_sparse.compressors.base import BucketState, Compressor
-from horovod_sparse.compressors.momentum import MomentumCorrection
-from horovod_sparse.core.layout import Layout
-from horovod_sparse.ops.protocol import Array
+from horovod_sparse.core.layout import Layout, Slot
+from horovod_sparse.ops.protocol import Array, Hints, Moving, Ops, Part, Selection
+
+_FEW = 4
+"""If more than one entry in `_FEW` exceeds the cut, none are noted: that would cost more memory and time than it saves."""
+
+Gradient = tuple[Slot, Array | None]
+"""A parameter's place in its bucket, and its gradient; None if the parameter has no gradient in this step."""
+
+
+class Outcome(NamedTuple):
+    """What became of a selection."""
+
+    sent: int = 0
+    """Entries in the message."""
+    truncated: int = 0
+    """Entries that qualified, but for which the message had no room."""
+    not_finite: Sequence[int] = ()
+    """The offsets of the parameters whose gradients held NaN or infinity, or overflowed the residual. Then nothing was sent."""
 
 
 class Selector(Protocol):
-    """Selects from one bucket without the host.
+    """Takes gradients into one bucket and gives a message out.
 
-    In a step `absorb` is called once for every parameter, then `select`; neither waits for the device. `finish` waits. It
-    is called when the collective has been started. Until then, `state` is that of the previous step. `k` is this step's.
+    In a step `accumulate` is called for all parameters, a few at a time, then `message`; neither waits for a device.
+    `finish` may wait. It is called when the collective has been started. `state` and `k` are those of the bucket's step.
     """
 
-    def absorb(
-        self,
-        offset: int,
-        gradient: Array | None,
-        state: BucketState,
-        k: int,
-        *,
-        velocity: Array | None = None,
-        correction: MomentumCorrection | None = None,
-    ) -> None:
-        """Do as `Ops.absorb`, for the parameter that begins at `offset`. A gradient of None means zeros.
+    def begin(self) -> None:
+        """Begin a step."""
 
-        `velocity` is that of the whole bucket.
-        """
+    def accumulate(self, gradients: Sequence[Gradient], state: BucketState, k: int) -> None:
+        """Add gradients to the residual, through the velocity if there is one, as `Ops.accumulate` does."""
 
-    def select(self, state: BucketState, k: int, capacity: int) -> Array:
-        """Return the message of pairs (`wire`, message 1). Its entries are no longer in the residual."""
+    def message(self, state: BucketState, k: int, capacity: int) -> Array:
+        """Select, and return the message of pairs (`wire`, message 1). Its entries are no longer in the residual."""
 
-    def finish(self, state: BucketState, k: int) -> dict[str, float]:
-        """Wait, let the state learn from the step, and return numbers about the step.
-
-        Among them are "found" (how many entries qualified), "sent" (how many are in the message) and "not_finite" (how many of
-        the gradients' entries were left out). If any were left out, nothing was sent or learned.
-        """
-
-    def not_finite(self) -> list[int]:
-        """Return the offsets of the parameters whose gradients in this step held NaN or infinity. It may wait."""
+    def finish(self, state: BucketState, k: int, capacity: int) -> Outcome:
+        """Return what became of the selection. From here on, `state` has learned from it."""
 
     def forget(self) -> None:
-        """Forget what was seen in earlier steps, because the residual or the state was changed from outside."""
+        """Forget what was seen before, because the residual or the state was changed from outside, or the step was given up."""
 
 
-SelectorFor = Callable[[Compressor, Layout, Array], Selector | None]
-"""Returns the selector of a new bucket with this residual, or None to select by the array verbs."""
+DeviceSelectorFor = Callable[[Compressor, Layout, Array, Array | None], Selector | None]
+"""Returns what selects on the device of a new bucket with this residual and velocity, or None if the host does."""
 
 
-def by_verbs(compressor: Compressor, layout: Layout, buffer: Array) -> None:
-    """Return None, so that no bucket has a selector."""
+def no_device(compressor: Compressor, layout: Layout, buffer: Array, velocity: Array | None) -> None:
+    """Return None: the host selects from every bucket."""
+
+
+class HostSelector:
+    """Selects by the operations of the framework, as the compressor's `select` says. The arrays may be on any device.
+
+    Args:
+        ops: the framework's operations.
+        compressor: the algorithm.
+        buffer: the residual of the bucket. It belongs to the caller and is changed here, and so is the velocity.
+        velocity: the velocity, with momentum correction; else None.
+    """
+
+    def __init__(self, ops: Ops, compressor: Compressor, buffer: Array, velocity: Array | None) -> None:
+        self._ops = ops
+        self._compressor = compressor
+        self._buffer = buffer
+        self._velocity = velocity
+        self._tracked = ops.tracked(buffer)
+        self._hinted = False
+        self.not_finite: list[int] = []
+        """The offsets of the parameters whose gradients in this step were not finite."""
+        self._sent = self._truncated = 0
+
+    def begin(self) -> None:
+        self._hinted, self.not_finite = False, []
+
+    def accumulate(self, gradients: Sequence[Gradient], state: BucketState, k: int) -> None:
+        if not self._hinted:
+            # Not earlier: the state may be rescaled between the beginning of the step and the first gradient.
+            self._hinted = True
+            self._tracked.begin(self._hints(state))
+        correction, velocity, moving = self._compressor.momentum_correction, self._velocity, None
+        parts: list[Part] = [(slot.offset, gradient) for slot, gradient in gradients if gradient is not None]
+        if correction is not None and velocity is not None:
+            moving = Moving(velocity, correction.momentum, correction.nesterov)
+            for slot in (slot for slot, gradient in gradients if gradient is None):
+                part = slice(slot.offset, slot.offset + slot.numel)
+                correction.accumulate(self._ops, self._buffer[part], velocity[part], None)
+        if parts:
+            # Entries are noted in this order, which should be that of the buffer.
+            parts.sort(key=itemgetter(0))
+            bad = self._tracked.take_in(parts, moving)
+            if any(bad):
+                self.not_finite += [offset for (offset, _), number in zip(parts, bad, strict=True) if number]
+
+    def _hints(self, state: BucketState) -> Hints:
+        if state.step < self._compressor.dense_steps:
+            return Hints()
+        return Hints(state.cut, min(state.room, len(self._buffer) // _FEW), self._compressor.needs_sums)
+
+    @property
+    def finite(self) -> bool:
+        """Whether all gradients of this step are finite."""
+        return not self.not_finite
+
+    def select(self, state: BucketState, k: int, capacity: int) -> Selection:
+        """Return what the compressor selects from the residual."""
+        selection = self._compressor.select(self._tracked, self._buffer, k, capacity, state)
+        self._tracked.forget()
+        return selection
+
+    def message(self, state: BucketState, k: int, capacity: int) -> Array:
+        if self.not_finite:
+            self._sent = self._truncated = 0
+            return self._ops.pack_not_finite(self._buffer, capacity)
+        indices, found, _ = self.select(state, k, capacity)
+        self._sent = len(indices)
+        self._truncated = found - self._sent
+        return self._ops.send(self._buffer, indices, capacity)
+
+    def finish(self, state: BucketState, k: int, capacity: int) -> Outcome:
+        return Outcome(self._sent, self._truncated, self.not_finite)
+
+    def forget(self) -> None:
+        self._tracked.forget()

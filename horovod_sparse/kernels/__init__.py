@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.kernels.pool import BufferPool
-from horovod_sparse.ops.protocol import Above, Moments, Sums, Wanted
+from horovod_sparse.ops.protocol import Moments, Sums
 
 _native: Any
 try:
@@ -29,10 +29,8 @@ except ImportError:
     _native = None
 
 pool = BufferPool()
-"""Lends the memory for `Notes` and for messages."""
+"""Lends the memory for messages, and for entries that are noted while gradients are taken in."""
 _SPARE = 16
-_MOST_INDICES = 2**31
-"""The number of indices that int32 can hold."""
 _WIDE = {"float32": 0, "float64": 1}
 _TYPES = {**_WIDE, "bfloat16": 2, "float16": 3}
 _NAMES = {np.dtype(name): name for name in ("float16", "float32", "float64", "int32", "int64")}
@@ -120,66 +118,6 @@ def supports(dtype: str) -> bool:
     return dtype in _TYPES
 
 
-class Notes:
-    """What is found out about a bucket's buffer while it takes in gradients; see `ops.Notes`."""
-
-    def __init__(self, wanted: Wanted, dtype: str, numel: int) -> None:
-        room = min(wanted.room, numel) if wanted.cut < math.inf and numel <= _MOST_INDICES else 0
-        size = 4 if dtype == "float32" else 8
-        memory = pool.lend(room * (size + 4), "uint8")
-        self._wanted, self._numel = wanted, numel
-        self._values, self._indices = memory[: room * size].view(dtype), memory[room * size :].view("int32")
-        ffi = _native.ffi
-        address = memory.__array_interface__["data"][0]
-        self.raw = ffi.new("hs_notes *")
-        self.raw.cut, self.raw.room, self.raw.complete, self.raw.with_sums = wanted.cut, room, 1, wanted.sums
-        self.raw.values = ffi.cast("void *", address)
-        self.raw.indices = ffi.cast("int32_t *", address + room * size)
-        self._taken: list[tuple[int, Any]] = []
-        """For each group of gradients: how many entries above the cut there were before it, and the gradients."""
-        self._seen = 0
-        """The number of elements of all parts so far; more than the buffer has once `forget` was called."""
-
-    def forget(self) -> None:
-        """Make the notes invalid: nothing is known of the buffer any more in this step."""
-        self._seen = self._numel + 1
-
-    def add(self, gradients: Any, numel: int, before: int) -> None:
-        """Note gradients of `numel` elements that were taken in. There were `before` entries above the cut before them."""
-        self._seen += numel
-        self._taken.append((before, gradients))
-
-    @property
-    def sums(self) -> Sums | None:
-        return _sums(self.raw.sums) if self._wanted.sums and self._seen == self._numel else None
-
-    @property
-    def above(self) -> Above | None:
-        raw = self.raw
-        if not raw.complete or not raw.room or self._seen != self._numel:
-            return None
-        indices, values = self._indices[: raw.found], self._values[: raw.found]
-        runs = self._runs()
-        if len(runs) > 1:
-            indices, values = (np.concatenate([array[run] for run in runs]) for array in (indices, values))
-        return Above(self._wanted.cut, indices, values)
-
-    def _runs(self) -> list[slice]:
-        """Return slices of the entries above the cut, in the order of the buffer; the parts may have come in another order."""
-        parts = []
-        for begin, gradients in self._taken:
-            for gradient in gradients:
-                parts.append((gradient.first, begin, gradient.found))
-                begin = gradient.found
-        runs: list[slice] = []
-        for _, begin, end in sorted(parts):
-            if runs and runs[-1].stop == begin:
-                runs[-1] = slice(runs[-1].start, end)
-            elif begin < end:
-                runs.append(slice(begin, end))
-        return runs
-
-
 class Gradient(NamedTuple):
     """The gradient of a part of a buffer."""
 
@@ -196,80 +134,94 @@ def code_of(dtype: str) -> int:
     return _TYPES[dtype]
 
 
-class Taken(NamedTuple):
-    """The result for a gradient that had entries that are not finite, or that made its part of the residual overflow."""
-
-    number: int
-    """The position of the gradient in the list of gradients."""
-    not_finite: int
-    """The number of its entries that were left out because they are not finite."""
-    overflowed: bool
-    """True if its part of the residual has an infinite entry now."""
-
-
 def accumulate(
+    residual: Memory, gradients: list[Gradient], threads: int, moving: tuple[Memory, float, bool] | None = None
+) -> list[int]:
+    """Add each gradient to its part of the residual: see `ops.protocol.Ops.accumulate`.
+
+    `moving` is the velocity, the momentum, and whether it is Nesterov's.
+    """
+    return take_in(*writable(residual), residual, new_gradients(gradients), threads, moving)
+
+
+def new_gradients(gradients: list[Gradient]) -> Any:
+    """Return the gradients as an array of `hs_gradient`."""
+    return _native.ffi.new("hs_gradient[]", gradients)
+
+
+def new_notes(cut: float, room: int, indices: Any, values: Any, sums: bool) -> Any:
+    """Return an `hs_notes` that nothing was noted in."""
+    return _native.ffi.new("hs_notes *", (cut, room, indices, values, sums, (0, 0.0, 0.0, 0.0, 0.0), 0, 1, 1))
+
+
+def take_in(
+    pointer: Any,
+    code: int,
     residual: Memory,
-    gradients: list[Gradient],
+    parts: Any,
     threads: int,
-    notes: Notes | None = None,
-    velocity: Memory | None = None,
-    momentum: float = 0.0,
-    nesterov: bool = False,
-) -> list[Taken]:
-    """Add each gradient to its part of the residual where it is finite; with a velocity see `ops.Moving`."""
-    if velocity is not None and (residual.numel != velocity.numel or residual.dtype != velocity.dtype):
-        raise ValueError(f"velocity must be like the residual, {residual}, got {velocity}")
-    ffi = _native.ffi
-    raw, before = (ffi.NULL, 0) if notes is None else (notes.raw, notes.raw.found)
-    parts = ffi.new("hs_gradient[]", gradients)
+    moving: tuple[Memory, float, bool] | None = None,
+    notes: Any = None,
+) -> list[int]:
+    """Do as `accumulate`, with the kernel's own types, and note what `notes` asks for."""
+    velocity, momentum, nesterov = _native.ffi.NULL, 0.0, False
+    if moving is not None:
+        memory, momentum, nesterov = moving
+        if residual.numel != memory.numel or residual.dtype != memory.dtype:
+            raise ValueError(f"velocity must be like the residual, {residual}, got {memory}")
+        velocity = writable(memory)[0]
     bad = _native.lib.hs_accumulate(
-        *_target(residual)[:1],
-        ffi.NULL if velocity is None else _target(velocity)[0],
-        _WIDE[residual.dtype],
+        pointer,
+        velocity,
+        code,
         residual.numel,
         parts,
-        len(gradients),
+        len(parts),
         momentum,
         nesterov,
         threads,
-        raw,
+        notes or _native.ffi.NULL,
     )
     if bad < 0:
-        raise ValueError(f"gradients must be within the residual's {residual.numel} elements, got {gradients}")
-    if notes is not None:
-        notes.add(parts, sum([gradient[3] for gradient in gradients]), before)
-    if not bad:
-        return []
-    taken = [Taken(number, part.not_finite, bool(part.overflowed)) for number, part in enumerate(parts)]
-    if notes is not None and any(one.overflowed for one in taken):
-        notes.forget()
-    return [one for one in taken if one.not_finite or one.overflowed]
+        places = [(part.first, part.n) for part in parts]
+        raise ValueError(f"gradients must be within the residual's {residual.numel} elements, got {places}")
+    return [part.not_finite for part in parts] if bad else [0] * len(parts)
 
 
 def measure(x: Memory, threads: int) -> Sums:
     """Return the sums of x."""
-    return _sums(_measure(x, 0.0, False, threads))
+    return sums_of(_measure(*_wide(x), x.numel, 0.0, False, threads))
 
 
 def moments(x: Memory, cut: float, with_log: bool, threads: int) -> Moments:
     """Return the moments of the excesses over a cut, which is not negative."""
-    sums = _measure(x, cut, with_log, threads)
-    return _sums(sums).moments(sums.logs if with_log else math.nan)
+    return moments_of(*_wide(x), x.numel, cut, with_log, threads)
 
 
-def _measure(x: Memory, cut: float, with_log: bool, threads: int) -> Any:
+def moments_of(pointer: Any, code: int, numel: int, cut: float, with_log: bool, threads: int) -> Moments:
+    """Do as `moments`, with the kernel's own types."""
+    sums = _measure(pointer, code, numel, cut, with_log, threads)
+    return sums_of(sums).moments(sums.logs if with_log else math.nan)
+
+
+def _measure(pointer: Any, code: int, numel: int, cut: float, with_log: bool, threads: int) -> Any:
     sums = _native.ffi.new("hs_sums *")
-    _native.lib.hs_measure(*_wide(x), x.numel, cut, with_log, threads, sums)
+    _native.lib.hs_measure(pointer, code, numel, cut, with_log, threads, sums)
     return sums
 
 
 def counts(x: Memory, thresholds: list[float], threads: int) -> list[int]:
     """Return how many entries are above each threshold."""
+    return counts_of(*_wide(x), x.numel, thresholds, threads)
+
+
+def counts_of(pointer: Any, code: int, numel: int, thresholds: list[float], threads: int) -> list[int]:
+    """Do as `counts`, with the kernel's own types."""
     found: list[int] = []
     for start in range(0, len(thresholds), _MOST_THRESHOLDS):
         some = thresholds[start : start + _MOST_THRESHOLDS]
         numbers = _native.ffi.new("int64_t[]", len(some))
-        _native.lib.hs_counts(*_wide(x), x.numel, some, len(some), threads, numbers)
+        _native.lib.hs_counts(pointer, code, numel, some, len(some), threads, numbers)
         found.extend(numbers)
     return found
 
@@ -293,6 +245,13 @@ def select_above(x: Memory, threshold: float, expected: int, threads: int) -> ND
         room, threads = found, 1
 
 
+def pick_above(indices: Any, values: Any, code: int, number: int, threshold: float) -> NDArray[np.int64]:
+    """Return those of `number` indices whose values are above the threshold. All are the kernel's own types."""
+    picked = np.empty(number, np.int64)
+    found = _native.lib.hs_pick_above(indices, values, code, number, threshold, pointer_of(picked, "int64_t *"))
+    return picked[:found]
+
+
 def take(x: Memory, indices: Memory, values: Memory) -> None:
     """Set values to x[indices] rounded to float32, and subtract them from x.
 
@@ -301,14 +260,23 @@ def take(x: Memory, indices: Memory, values: Memory) -> None:
     if values.dtype != "float32" or values.numel != indices.numel:
         raise ValueError(f"values must be {indices.numel} of float32, got {values}")
     lib, pointer = _native.lib, _native.ffi.cast("float *", values.address)
-    _check(lib.hs_take(*_target(x), x.numel, _indices(indices), indices.numel, pointer), x)
+    _check(lib.hs_take(*writable(x), x.numel, _indices(indices), indices.numel, pointer), x)
+
+
+def send(x: Memory, indices: Memory, message: Memory) -> None:
+    """Take the entries at `indices` out of x as `take` does, and write them as a message of pairs."""
+    rows = message.numel // 2
+    if indices.numel > rows or message.dtype != "int32":
+        raise ValueError(f"there must be at most {rows} indices, and a message of int32, got {indices} and {message}")
+    lib, pointer = _native.lib, _native.ffi.cast("int32_t *", _target_address(message))
+    _check(lib.hs_send(*writable(x), x.numel, _indices(indices), indices.numel, rows, pointer), x)
 
 
 def scatter_add(target: Memory, indices: Memory, values: Memory) -> None:
     """Add values to target[indices]. Raise IndexError, before any change, if an index is out of range."""
     if values.numel != indices.numel:
         raise ValueError(f"values must be {indices.numel}, got {values.numel}")
-    lib, into = _native.lib, (*_target(target), target.numel)
+    lib, into = _native.lib, (*writable(target), target.numel)
     _check(lib.hs_scatter_add(*into, _indices(indices), *_wide(values), indices.numel), target)
 
 
@@ -390,7 +358,12 @@ def _wide(memory: Memory) -> tuple[Any, int]:
     return _native.ffi.cast("void *", memory.address), _WIDE[memory.dtype]
 
 
-def _target(memory: Memory) -> tuple[Any, int]:
+def pointer_of(array: NDArray[Any], kind: str = "void *") -> Any:
+    """Return the address of a contiguous array, which must live as long as the address is used."""
+    return _native.ffi.cast(kind, array.__array_interface__["data"][0])
+
+
+def writable(memory: Memory) -> tuple[Any, int]:
     """Return the same as `_wide` for memory that a kernel writes to. Raise ValueError if it is read-only."""
     _target_address(memory)
     return _wide(memory)
@@ -417,5 +390,6 @@ def _check(in_range: int, target: Memory) -> None:
         raise IndexError(f"indices must be in [0, {target.numel})")
 
 
-def _sums(sums: Any) -> Sums:
+def sums_of(sums: Any) -> Sums:
+    """Return the sums that a kernel has written."""
     return Sums(sums.count, sums.total, sums.squares, sums.largest)

@@ -180,6 +180,18 @@ private:
     std::vector<int64_t> numbers_;
 };
 
+// Sets infinite entries to the largest number of the type, and returns their number.
+template <class T>
+int64_t keep_finite(T* x, int64_t n) {
+    int64_t number = 0;
+    for (T* entry = x; entry != x + n; ++entry) {
+        if (std::isfinite(*entry)) continue;
+        *entry = std::copysign(std::numeric_limits<T>::max(), *entry);
+        ++number;
+    }
+    return number;
+}
+
 // Takes in one gradient. `residual` and `velocity` point to its part.
 template <class T>
 void accumulate(T* residual, T* velocity, hs_gradient& gradient, T momentum, bool nesterov, int threads, hs_notes& notes) {
@@ -205,7 +217,11 @@ void accumulate(T* residual, T* velocity, hs_gradient& gradient, T momentum, boo
         not_finite[part] += totals.bad;
     });
     gradient.not_finite = std::accumulate(not_finite.begin(), not_finite.end(), int64_t{0});
-    gradient.overflowed = !std::isfinite(sums.largest);
+    if (!std::isfinite(sums.largest)) {
+        gradient.not_finite += keep_finite(residual, n);
+        if (velocity != nullptr) keep_finite(velocity, n);
+        notes.valid = 0;
+    }
     add_to(notes.sums, sums);
     notes.found += collector.finish();
     // Without room, entries may have been missed.
@@ -220,7 +236,7 @@ int64_t accumulate(T* residual, T* velocity, hs_gradient* gradients, int64_t num
     for (hs_gradient* one = gradients; one != gradients + number; ++one) {
         T* const of_velocity = velocity == nullptr ? nullptr : velocity + one->first;
         accumulate(residual + one->first, of_velocity, *one, static_cast<T>(momentum), nesterov, threads, notes);
-        bad += one->not_finite != 0 || one->overflowed;
+        bad += one->not_finite != 0;
     }
     return bad;
 }
@@ -271,26 +287,58 @@ int64_t select_above(const T* x, int64_t n, double threshold, int64_t* indices, 
     return found;
 }
 
+template <class T>
+int64_t pick_above(const int32_t* indices, const T* values, int64_t count, double threshold, int64_t* picked) {
+    const auto bound = limit_bits<T>(threshold);
+    int64_t number = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        typename Type<T>::Bit bits;
+        std::memcpy(&bits, &values[i], sizeof bits);
+        picked[number] = indices[i];
+        number += (bits & Type<T>::magnitude) > bound;
+    }
+    return number;
+}
+
 bool in_range(const int64_t* indices, int64_t count, int64_t n) {
     return std::all_of(indices, indices + count, [n](int64_t index) { return 0 <= index && index < n; });
 }
 
-template <class T>
-void take(T* x, const int64_t* indices, int64_t count, float* values) {
+// Returns the entry rounded to float32, and subtracts it from the entry.
+float take_out(double& entry) {
     constexpr double largest = std::numeric_limits<float>::max();
-    for (int64_t i = 0; i < count; ++i) {
-        T& entry = x[indices[i]];
-        values[i] = static_cast<float>(std::min(std::max<double>(entry, -largest), largest));
-        entry -= static_cast<T>(values[i]);
+    const auto value = static_cast<float>(std::min(std::max(entry, -largest), largest));
+    entry -= static_cast<double>(value);
+    return value;
+}
+
+float take_out(float& entry) {
+    const float value = entry;
+    entry = 0;
+    return value;
+}
+
+void write_row(int32_t* message, int64_t row, int64_t index, float value) {
+    message[2 * row] = static_cast<int32_t>(index);
+    std::memcpy(&message[2 * row + 1], &value, sizeof value);
+}
+
+void write_padding(int32_t* message, int64_t row, int64_t capacity) {
+    for (; row < capacity; ++row) {
+        message[2 * row] = kPadding;
+        message[2 * row + 1] = 0;
     }
 }
 
-template <>
-void take<float>(float* x, const int64_t* indices, int64_t count, float* values) {
-    for (int64_t i = 0; i < count; ++i) {
-        values[i] = x[indices[i]];
-        x[indices[i]] = 0;
-    }
+template <class T>
+void take(T* x, const int64_t* indices, int64_t count, float* values) {
+    for (int64_t i = 0; i < count; ++i) values[i] = take_out(x[indices[i]]);
+}
+
+template <class T>
+void send(T* x, const int64_t* indices, int64_t count, int64_t capacity, int32_t* message) {
+    for (int64_t row = 0; row < count; ++row) write_row(message, row, indices[row], take_out(x[indices[row]]));
+    write_padding(message, count, capacity);
 }
 
 template <class T, class V>
@@ -493,6 +541,21 @@ int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count,
     return 1;
 }
 
+int hs_send(void* x, int type, int64_t n, const int64_t* indices, int64_t count, int64_t capacity, int32_t* message) {
+    if (!in_range(indices, count, n)) return 0;
+    if (type == HS_FLOAT32)
+        send(static_cast<float*>(x), indices, count, capacity, message);
+    else
+        send(static_cast<double*>(x), indices, count, capacity, message);
+    return 1;
+}
+
+int64_t hs_pick_above(const int32_t* indices, const void* values, int type, int64_t count, double threshold,
+                      int64_t* picked) {
+    if (type == HS_FLOAT32) return pick_above(indices, static_cast<const float*>(values), count, threshold, picked);
+    return pick_above(indices, static_cast<const double*>(values), count, threshold, picked);
+}
+
 int hs_scatter_add(void* target, int type, int64_t n, const int64_t* indices, const void* values, int values_type,
                    int64_t count) {
     if (!in_range(indices, count, n)) return 0;
@@ -527,14 +590,8 @@ int hs_assemble(const hs_target* targets, int64_t number, const int32_t* message
 }
 
 void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t capacity, int32_t* message) {
-    for (int64_t row = 0; row < count; ++row) {
-        message[2 * row] = static_cast<int32_t>(indices[row]);
-        std::memcpy(&message[2 * row + 1], &values[row], sizeof(int32_t));
-    }
-    for (int64_t row = count; row < capacity; ++row) {
-        message[2 * row] = kPadding;
-        message[2 * row + 1] = 0;
-    }
+    for (int64_t row = 0; row < count; ++row) write_row(message, row, indices[row], values[row]);
+    write_padding(message, count, capacity);
 }
 
 void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, int64_t world, int64_t n, int64_t* used) {

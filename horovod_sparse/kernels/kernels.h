@@ -29,8 +29,7 @@ typedef struct {
     uintptr_t address;
     int type;
     int64_t first, n;
-    int64_t not_finite; /* result: number of its entries that are not finite, which were left out */
-    int overflowed;     /* result: whether the part has an infinite entry now */
+    int64_t not_finite; /* result: number of its entries that are not finite, and of sums that left the range of the type */
     int64_t found;      /* result: number of entries above the cut in this part and those before it */
 } hs_gradient;
 
@@ -51,6 +50,7 @@ typedef struct {
     hs_sums sums;       /* of all parts so far */
     int64_t found;      /* number of entries above the cut */
     int complete;       /* whether indices and values hold all of these; must be 1 at first */
+    int valid;          /* whether all of this holds; must be 1 at first. Sums that left the range make it 0 */
 } hs_notes;
 
 /* Returns the name of variant `number` of those that this processor runs, the fastest first; null after the last. */
@@ -59,9 +59,8 @@ const char* hs_variant(int number);
 int hs_choose(const char* name);
 /* Takes the gradients, in this order, into their parts of residual and velocity. Without velocity: residual += gradient.
    With velocity: velocity = momentum velocity + gradient, residual += velocity. With Nesterov's momentum:
-   velocity = momentum (velocity + gradient), residual += velocity + gradient. Entries that leave the range of the type become
-   infinite: the caller brings them back into the range and forgets the notes. `notes` may be null. Returns how many gradients
-   had such entries or others that are not finite. Changes nothing and returns -1 if one reaches beyond numel. */
+   velocity = momentum (velocity + gradient), residual += velocity + gradient. Sums that leave the range of the type stay at its
+   largest number. `notes` may be null. Returns how many gradients had entries that are not finite or such sums. Changes nothing and returns -1 if one reaches beyond numel. */
 int64_t hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_gradient* gradients, int64_t number,
                       double momentum, int nesterov, int threads, hs_notes* notes);
 /* Writes the sums of the excesses over a cut: of all magnitudes if the cut is 0, zeros if it is infinite or NaN. */
@@ -78,6 +77,11 @@ int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, in
 /* Sets values to x[indices] rounded to float32, and subtracts them from x. Changes nothing and returns 0 if an index is
    outside [0, n). */
 int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, float* values);
+/* Does as hs_take, and writes the message of pairs as hs_pack does. */
+int hs_send(void* x, int type, int64_t n, const int64_t* indices, int64_t count, int64_t capacity, int32_t* message);
+/* Writes those of `count` indices whose values are above the threshold, and returns their number. `picked` has room for all. */
+int64_t hs_pick_above(const int32_t* indices, const void* values, int type, int64_t count, double threshold,
+                      int64_t* picked);
 /* target[indices] += values. Changes nothing and returns 0 if an index is outside [0, n). */
 int hs_scatter_add(void* target, int type, int64_t n, const int64_t* indices, const void* values, int values_type,
                    int64_t count);

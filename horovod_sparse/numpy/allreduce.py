@@ -104,7 +104,7 @@ class SparseAllreduce:
         for name in reversed(self._shapes):
             if name in self._dense:
                 wide = _wide(gradients[name].dtype)
-                clipped = self.pipeline.clipped(gradients[name].astype(wide), str(wide))
+                clipped = self.pipeline.preparation.clipped(gradients[name].astype(wide), str(wide))
                 waits[name] = self._start(Collective("allreduce", clipped), name)
             else:
                 bucket = self.pipeline.arrive(name, gradients[name], learning_rate)

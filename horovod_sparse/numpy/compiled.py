@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from horovod_sparse import kernels
 from horovod_sparse.estimation.search import largest_candidates
 from horovod_sparse.kernels import memory_of, name_of
-from horovod_sparse.numpy.ops import NumpyOps, keep_finite
-from horovod_sparse.ops.protocol import Moments, Moving, Notes, Part, Selection, Sums, Wanted
+from horovod_sparse.kernels.tracked import HostOps, Tracked
+from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.ops.protocol import Moments, Moving, Part, Selection, Sums
+from horovod_sparse.ops.protocol import Tracked as TrackedByOps
 
 Array = NDArray[Any]
 
@@ -41,29 +43,36 @@ class CompiledOps(NumpyOps):
     def __init__(self, threads: int) -> None:
         self._threads = threads
 
-    def notes(self, buffer: Array, wanted: Wanted) -> Notes | None:
-        return kernels.Notes(wanted, name_of(buffer.dtype), buffer.size)
+    def threads(self) -> int:
+        """Return the number of threads that a kernel may use."""
+        return self._threads
 
-    def absorb(
-        self,
-        buffer: Array,
-        gradients: Sequence[Part],
-        notes: Notes | None = None,
-        moving: Moving | None = None,
-    ) -> list[int]:
-        assert notes is None or isinstance(notes, kernels.Notes)
-        flats = [_contiguous(gradient) for _, gradient in gradients]
+    def memory(self, array: Array) -> kernels.Memory:
+        """Return the memory of a contiguous array."""
+        return memory_of(array)
+
+    def array(self, host: Array) -> Array:
+        """Return the array."""
+        return host
+
+    def gradients(self, parts: Sequence[Part]) -> tuple[list[kernels.Gradient], object] | None:
+        """See `kernels.tracked.HostOps.gradients`."""
+        flats = [_contiguous(gradient) for _, gradient in parts]
         if not all(kernels.supports(name_of(flat.dtype)) for flat in flats):
-            return super().absorb(buffer, gradients, moving=moving)
-        given = [_given(first, flat) for (first, _), flat in zip(gradients, flats, strict=True)]
-        how = () if moving is None else (memory_of(moving.velocity), moving.momentum, moving.nesterov)
-        bad = [0] * len(given)
-        for number, not_finite, overflowed in kernels.accumulate(memory_of(buffer), given, self._threads, notes, *how):
-            part = slice(given[number].first, given[number].first + given[number].numel)
-            if overflowed and moving is not None:
-                keep_finite(moving.velocity[part])
-            bad[number] = not_finite + (keep_finite(buffer[part]) if overflowed else 0)
-        return bad
+            return None
+        return [_given(first, flat) for (first, _), flat in zip(parts, flats, strict=True)], flats
+
+    def tracked(self, x: Array) -> TrackedByOps:
+        if x.flags.c_contiguous and x.flags.aligned and x.flags.writeable:
+            return cast(TrackedByOps, Tracked(cast(HostOps, self), x))
+        return super().tracked(x)
+
+    def accumulate(self, buffer: Array, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
+        given = self.gradients(gradients)
+        if given is None:
+            return super().accumulate(buffer, gradients, moving)
+        how = None if moving is None else (memory_of(moving.velocity), moving.momentum, moving.nesterov)
+        return kernels.accumulate(memory_of(buffer), given[0], self._threads, how)
 
     def measure(self, x: Array) -> Sums:
         return kernels.measure(memory_of(_contiguous(x)), self._threads)
@@ -96,7 +105,8 @@ class CompiledOps(NumpyOps):
         few = largest_candidates(self, x, count)
         if few is None:
             return super().select_largest(x, count)
-        return Selection(few[super().select_largest(x[few], count).indices], count)
+        among = super().select_largest(x[few], count)
+        return among._replace(indices=few[among.indices])
 
     def union(self, parts: list[Array]) -> Array:
         # np.unique takes many times longer.
@@ -119,6 +129,11 @@ class CompiledOps(NumpyOps):
 
     def _message(self, count: int, dtype: np.dtype[Any]) -> Array:
         return kernels.pool.lend(count, name_of(dtype))
+
+    def send(self, x: Array, indices: Array, capacity: int) -> Array:
+        message = np.empty((capacity, 2), np.int32)
+        kernels.send(memory_of(x), memory_of(_contiguous(indices)), memory_of(message))
+        return message
 
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         message = np.empty((capacity, 2), np.int32)

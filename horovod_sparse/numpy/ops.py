@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
-from horovod_sparse.ops.protocol import Moments, Moving, Notes, Part, Selection, Sums, Wanted
+from horovod_sparse.ops.cached import Cached
+from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
 
 Array = NDArray[Any]
 
@@ -20,22 +21,16 @@ class NumpyOps:
     def zeros(self, count: int, dtype: str, like: Array) -> Array:
         return np.zeros(count, dtype=dtype)
 
-    def accumulate(self, residual: Array, gradient: Array) -> None:
+    def add(self, residual: Array, gradient: Array) -> None:
         residual += gradient.reshape(-1)
 
-    def notes(self, buffer: Array, wanted: Wanted) -> Notes | None:
-        return None
+    def tracked(self, x: Array) -> Tracked:
+        return cast(Tracked, Cached(self, x))
 
-    def absorb(
-        self,
-        buffer: Array,
-        gradients: Sequence[Part],
-        notes: Notes | None = None,
-        moving: Moving | None = None,
-    ) -> list[int]:
-        return [self._absorb(buffer, first, gradient, moving) for first, gradient in gradients]
+    def accumulate(self, buffer: Array, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
+        return [self._accumulate(buffer, first, gradient, moving) for first, gradient in gradients]
 
-    def _absorb(self, buffer: Array, first: int, gradient: Array, moving: Moving | None) -> int:
+    def _accumulate(self, buffer: Array, first: int, gradient: Array, moving: Moving | None) -> int:
         part = slice(first, first + gradient.size)
         residual = buffer[part]
         if first < 0 or residual.size != gradient.size:
@@ -109,10 +104,13 @@ class NumpyOps:
         above = magnitudes > smallest
         equal = np.flatnonzero(magnitudes == smallest)
         above[equal[: count - np.count_nonzero(above)]] = True
-        return Selection(np.flatnonzero(above), count)
+        return Selection(np.flatnonzero(above), count, smallest)
 
     def kth_largest(self, x: Array, count: int) -> float:
         return float(np.partition(np.abs(x), x.size - count)[x.size - count])
+
+    def narrowed(self, x: Array, threshold: float) -> Ops:
+        return Cached(self, x).narrowed(x, threshold)
 
     def indices(self, host: Array, like: Array) -> Array:
         return host
@@ -124,9 +122,6 @@ class NumpyOps:
     def concatenate(self, arrays: list[Array]) -> Array:
         return np.concatenate(arrays)
 
-    def pick(self, indices: Array, positions: Array) -> Array:
-        return indices[positions].astype(np.int64)
-
     def numbers(self, array: Array) -> list[float]:
         return list(array.tolist())
 
@@ -136,6 +131,9 @@ class NumpyOps:
         values = taken.astype(np.float32) if x.dtype == np.float32 else taken.clip(-largest, largest).astype(np.float32)
         x[indices] = 0.0 if x.dtype == np.float32 else taken - values
         return values
+
+    def send(self, x: Array, indices: Array, capacity: int) -> Array:
+        return self.pack(indices, self.take(x, indices), capacity)
 
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         message = np.zeros((capacity, 2), dtype=np.int32)

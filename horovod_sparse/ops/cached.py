@@ -1,33 +1,54 @@
-"""Array verbs that use what is already known of one array, where that suffices. Imports no framework."""
+"""Operations that know the large entries of one array, and look only at those where they suffice. Imports no framework."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
-from horovod_sparse.ops.protocol import Above, Array, Moments, Ops, Selection, Sums
+from horovod_sparse.ops.protocol import Array, Hints, Moments, Moving, Ops, Part, Selection
 
 
-class Known:
-    """Implements `Ops` by another one. It need not read all of `x` where only the entries above a cut matter.
+class Above(NamedTuple):
+    """All entries of an array above a cut."""
+
+    cut: float
+    indices: Array
+    """int64, ascending."""
+    values: Array
+    """Copies of the entries."""
+
+
+class Cached:
+    """Implements `Tracked` on the operations of a framework, for arrays that no kernel handles.
+
+    It remembers entries only if it is told to (`narrowed`).
 
     Args:
-        ops: the framework's verbs.
-        x: the array. `sums` and `above` must describe its current values.
-        sums: the sums of x; None if they are not known.
+        ops: the framework's operations.
+        x: the array.
         above: the entries of x above a cut; None if they are not known.
     """
 
-    def __init__(self, ops: Ops, x: Array, sums: Sums | None, above: Above | None) -> None:
+    def __init__(self, ops: Ops, x: Array, above: Above | None = None) -> None:
         self._ops = ops
         self._x = x
-        self._sums = sums
         self._above = above
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def measure(self, x: Array) -> Sums:
-        return self._sums if x is self._x and self._sums is not None else self._ops.measure(x)
+    def begin(self, hints: Hints) -> None:
+        self.forget()
+
+    def take_in(self, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
+        return self._ops.accumulate(self._x, gradients, moving)
+
+    def forget(self) -> None:
+        self._above = None
+
+    def narrowed(self, x: Array, threshold: float) -> Ops:
+        indices = self._ops.select_above(x, threshold, len(x)).indices
+        return cast(Ops, Cached(self._ops, x, Above(threshold, indices, x[indices])))
 
     def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
         return self._ops.moments(self._exceeding(x, threshold), threshold, with_log=with_log)
@@ -59,4 +80,4 @@ class Known:
         if among is x:
             return selection
         assert self._above is not None
-        return Selection(self._ops.pick(self._above.indices, selection.indices), selection.found)
+        return selection._replace(indices=self._above.indices[selection.indices])

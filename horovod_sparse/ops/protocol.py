@@ -17,7 +17,7 @@ Part = tuple[int, Array]
 """The index of a part's first entry in a buffer, and an array for the part."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Moments:
     """Statistics of the excesses |x_i| - threshold over all i with |x_i| > threshold."""
 
@@ -29,7 +29,7 @@ class Moments:
     """Mean of ln(|x_i| - threshold); NaN unless it was asked for."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Sums:
     """The sums that the moments of an array's magnitudes are computed from. Sums of two parts add up to those of the whole."""
 
@@ -39,7 +39,8 @@ class Sums:
     squares: float = 0.0
     largest: float = 0.0
 
-    def __add__(self, other: Sums) -> Sums:
+    def plus(self, other: Sums) -> Sums:
+        """Return the sums of both parts together."""
         return Sums(
             self.count + other.count,
             self.total + other.total,
@@ -55,36 +56,15 @@ class Sums:
         return Moments(self.count, mean, max(0.0, self.squares / self.count - mean * mean), logs / self.count)
 
 
-class Wanted(NamedTuple):
-    """What to note about a buffer while it takes in gradients, if that needs no extra pass."""
+class Hints(NamedTuple):
+    """What an algorithm expects of its next selection. Hints save time and never change what is selected."""
 
     cut: float = math.inf
-    """Note the entries above this cut, which is > 0; infinity to note none."""
+    """The selection will most likely choose entries above this threshold, which is > 0; infinity if nothing is expected."""
     room: int = 0
-    """If more entries than this are above the cut, none are wanted."""
+    """If more entries than this exceed the cut, they are of no use."""
     sums: bool = False
-
-
-class Above(NamedTuple):
-    """All entries above a cut."""
-
-    cut: float
-    indices: Array
-    """Ascending; int32 or int64."""
-    values: Array
-    """Copies of the entries, of the array's type."""
-
-
-class Notes(Protocol):
-    """What was noted about a buffer while its parts took in gradients."""
-
-    @property
-    def sums(self) -> Sums | None:
-        """The sums of the whole buffer; None if they were not wanted, or if some part has taken in nothing."""
-
-    @property
-    def above(self) -> Above | None:
-        """The entries of the whole buffer above the cut; None in the cases of `sums`, and if there was no room for them."""
+    """Whether the algorithm needs the sums of the whole array."""
 
 
 class Moving(NamedTuple):
@@ -103,6 +83,8 @@ class Selection(NamedTuple):
     """int64, ascending, unique, at most the bucket's capacity."""
     found: int
     """How many entries qualified; more than `len(indices)` when the message has no room for all of them."""
+    smallest: float = math.nan
+    """The smallest magnitude that was selected, if `select_largest` made the selection."""
 
 
 class Ops(Protocol):
@@ -111,22 +93,16 @@ class Ops(Protocol):
     def zeros(self, count: int, dtype: str, like: Array) -> Array:
         """A residual of `count` zeros of `dtype` ("float32" or "float64") on the device of `like`."""
 
-    def accumulate(self, residual: Array, gradient: Array) -> None:
+    def add(self, residual: Array, gradient: Array) -> None:
         """Add `gradient` to `residual`, in place. `gradient` has any shape, float type and strides, and is not changed."""
 
-    def notes(self, buffer: Array, wanted: Wanted) -> Notes | None:
-        """Return the notes that `absorb` fills in during one step; None if `absorb` takes no notes."""
+    def tracked(self, x: Array) -> Tracked:
+        """Return these operations for the array of a bucket, which remember what they have seen of it."""
 
-    def absorb(
-        self,
-        buffer: Array,
-        gradients: Sequence[Part],
-        notes: Notes | None = None,
-        moving: Moving | None = None,
-    ) -> list[int]:
+    def accumulate(self, buffer: Array, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
         """Take gradients into their parts of a buffer, in place.
 
-        This does the same as `accumulate`, with two exceptions. Entries that are not finite in the buffer's type add nothing.
+        This does the same as `add`, with two exceptions. Entries that are not finite in the buffer's type add nothing.
         Sums that leave the range of that type stay at its largest number. Return how many entries of each gradient are such
         exceptions. Raise ValueError if a gradient reaches beyond the buffer.
         """
@@ -135,7 +111,7 @@ class Ops(Protocol):
         """Return the sums of x, accumulated in float64."""
 
     def assign(self, residual: Array, gradient: Array) -> None:
-        """Copy `gradient` into `residual`. `gradient` is as in `accumulate`, or an array of another framework on the host."""
+        """Copy `gradient` into `residual`. `gradient` is as in `add`, or an array of another framework on the host."""
 
     def copy(self, array: Array) -> Array:
         """A copy that shares no memory with `array`, of the same shape."""
@@ -164,6 +140,9 @@ class Ops(Protocol):
     def kth_largest(self, x: Array, count: int) -> float:
         """Return the smallest of the `count` largest magnitudes. 1 <= count <= len(x)."""
 
+    def narrowed(self, x: Array, threshold: float) -> Ops:
+        """Return operations that know the entries of `x` above `threshold` >= 0. They hold as long as `x` does not change."""
+
     def indices(self, host: Any, like: Array) -> Array:
         """Return the indices `host`, a NumPy array of int64, as an array on the device of `like`."""
 
@@ -173,14 +152,14 @@ class Ops(Protocol):
     def concatenate(self, arrays: list[Array]) -> Array:
         """Join the arrays, one after the other."""
 
-    def pick(self, indices: Array, positions: Array) -> Array:
-        """Return indices[positions], as int64."""
-
     def numbers(self, array: Array) -> list[float]:
         """Return the exact entries of a short array as Python numbers."""
 
     def take(self, x: Array, indices: Array) -> Array:
         """Return x[indices] rounded to float32 and subtract it from x, so that sent + kept is x exactly."""
+
+    def send(self, x: Array, indices: Array, capacity: int) -> Array:
+        """Return the message of pairs with what `take` takes out of `x`."""
 
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         """Return the message of pairs (see `horovod_sparse.exchange.wire`): int32, shape (capacity, 2)."""
@@ -224,3 +203,19 @@ class Ops(Protocol):
         On the host, IndexError is raised before a part is changed if they do not. A device is not waited
         for, since `rows_in_use` has checked the indices.
         """
+
+
+class Tracked(Ops, Protocol):
+    """The operations of a framework for one array. They may remember sums and large entries while it takes in gradients.
+
+    What is remembered holds until the array is changed from outside (`forget`) or another step begins.
+    """
+
+    def begin(self, hints: Hints) -> None:
+        """Begin a step. The array's parts are about to take in gradients, each part at most once."""
+
+    def take_in(self, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
+        """Do as `Ops.accumulate`, for the array."""
+
+    def forget(self) -> None:
+        """Forget what was seen, because the array has changed or no question about it follows."""

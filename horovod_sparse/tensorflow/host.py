@@ -249,7 +249,7 @@ class HostPipeline(Pipeline):
         return write
 
     def _clip(self, dtype: str, *gradients: NDArray[Any]) -> NDArray[Any]:
-        return np.concatenate([self.clipped(gradient, dtype).reshape(-1) for gradient in gradients])
+        return np.concatenate([self.preparation.clipped(gradient, dtype).reshape(-1) for gradient in gradients])
 
     def _finish_pack(self, pack: Pack, reduced: NDArray[Any]) -> NDArray[Any]:
         flat = np.array(reduced)
@@ -265,7 +265,7 @@ class HostPipeline(Pipeline):
     def _end(self, names: list[str], *finite: np.bool_) -> np.bool_:
         for name, is_finite in zip(names, finite, strict=True):
             if not is_finite:
-                self._not_finite.append(f"parameter {name!r}")
+                self.note_not_finite(name)
         self.end_step()
         return np.True_
 

@@ -1,6 +1,8 @@
-"""Decides which buckets select on their device, without the host. Imports torch, and Triton when it is used; never Horovod."""
+"""Decides what NVIDIA GPUs do without the host. Imports torch, and Triton when it is used; never Horovod."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,13 +15,30 @@ from horovod_sparse.kernels import gpu
 _LEAST_CAPABILITY = (7, 0)
 """The lowest compute capability of a GPU that Triton compiles for."""
 
+AddUp = Callable[[Tensor, int, float, int, torch.dtype], Tensor]
+"""See `kernels.gpu.bucket.add_up`."""
 
-def on_gpu(compressor: Compressor, layout: Layout, buffer: Tensor) -> Selector | None:
-    """Return a selector for a bucket on an NVIDIA GPU, if Triton is there and the compressor can do without the host."""
-    if buffer.device.type != "cuda" or torch.version.cuda is None or not gpu.available():
-        return None
-    if torch.cuda.get_device_capability(buffer.device) < _LEAST_CAPABILITY:
-        return None
-    from horovod_sparse.kernels.gpu.bucket import selector_for
 
-    return selector_for(compressor, layout, buffer)
+def has_kernels(tensor: Tensor) -> bool:
+    """Return whether there are kernels for the device of a tensor: an NVIDIA GPU, and Triton is installed."""
+    if tensor.device.type != "cuda" or torch.version.cuda is None or not gpu.available():
+        return False
+    return torch.cuda.get_device_capability(tensor.device) >= _LEAST_CAPABILITY
+
+
+def on_gpu(compressor: Compressor, layout: Layout, buffer: Tensor, velocity: Tensor | None) -> Selector | None:
+    """Return a selector for a bucket on a GPU with kernels, if the compressor can do without the host."""
+    if not has_kernels(buffer):
+        return None
+    from horovod_sparse.kernels.gpu.selector import selector_for
+
+    return selector_for(compressor, layout, buffer, velocity)
+
+
+def add_up_on(messages: Tensor) -> AddUp | None:
+    """Return what adds up messages on their device; None if PyTorch's operations do."""
+    if not has_kernels(messages):
+        return None
+    from horovod_sparse.kernels.gpu.bucket import add_up
+
+    return add_up

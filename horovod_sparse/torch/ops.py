@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +18,11 @@ from torch import Tensor
 from horovod_sparse import kernels
 from horovod_sparse.estimation.search import largest_candidates
 from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
-from horovod_sparse.ops.protocol import Above, Moments, Moving, Notes, Part, Selection, Sums, Wanted
+from horovod_sparse.kernels.tracked import HostOps, Tracked
+from horovod_sparse.ops.cached import Cached
+from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums
+from horovod_sparse.ops.protocol import Tracked as TrackedByOps
+from horovod_sparse.torch import device
 
 # 64 Ki float64 take 512 KiB, which fits into a core's second-level cache. GPUs have no cache worth chunking for.
 _CPU_CHUNK = 2**16
@@ -37,51 +42,60 @@ class TorchOps:
     def zeros(self, count: int, dtype: str, like: Tensor) -> Tensor:
         return torch.zeros(count, dtype=getattr(torch, dtype), device=like.device)
 
-    def accumulate(self, residual: Tensor, gradient: Tensor) -> None:
+    def add(self, residual: Tensor, gradient: Tensor) -> None:
         residual.view(gradient.shape).add_(gradient)
 
-    def notes(self, buffer: Tensor, wanted: Wanted) -> Notes | None:
-        return _TorchNotes(wanted, _dtype(buffer), buffer.numel()) if self._compiled(buffer) else None
+    def threads(self) -> int:
+        """Return the number of threads that a kernel may use."""
+        return torch.get_num_threads()
 
-    def absorb(
-        self,
-        buffer: Tensor,
-        gradients: Sequence[Part],
-        notes: Notes | None = None,
-        moving: Moving | None = None,
-    ) -> list[int]:
-        if not (self._compiled(buffer) and all(_kernels_take(gradient) for _, gradient in gradients)):
-            return [self._absorb(buffer, first, gradient, moving) for first, gradient in gradients]
-        assert notes is None or isinstance(notes, kernels.Notes)
-        flats = [gradient.contiguous() for _, gradient in gradients]
-        given = [_given(first, flat) for (first, _), flat in zip(gradients, flats, strict=True)]
-        how = () if moving is None else (_memory(moving.velocity), moving.momentum, moving.nesterov)
-        bad = [0] * len(given)
-        taken = kernels.accumulate(_memory(buffer), given, torch.get_num_threads(), notes, *how)
-        for number, not_finite, overflowed in taken:
-            part = slice(given[number].first, given[number].first + given[number].numel)
-            if overflowed and moving is not None:
-                self._keep_finite(moving.velocity[part])
-            bad[number] = not_finite + (self._keep_finite(buffer[part]) if overflowed else 0)
-        return bad
+    def memory(self, array: Tensor) -> kernels.Memory:
+        """Return the memory of a contiguous tensor on the CPU."""
+        return _memory(array)
 
-    def _absorb(self, buffer: Tensor, first: int, gradient: Tensor, moving: Moving | None) -> int:
+    def array(self, host: NDArray[Any]) -> Tensor:
+        """Return the tensor that has the memory of `host`."""
+        return torch.from_numpy(host)
+
+    def gradients(self, parts: Sequence[Part]) -> tuple[list[kernels.Gradient], object] | None:
+        """See `kernels.tracked.HostOps.gradients`."""
+        if not all(_kernels_take(gradient) for _, gradient in parts):
+            return None
+        flats = [gradient.contiguous() for _, gradient in parts]
+        return [_given(first, flat) for (first, _), flat in zip(parts, flats, strict=True)], flats
+
+    def tracked(self, x: Tensor) -> TrackedByOps:
+        if self._compiled(x) and x.is_contiguous():
+            return cast(TrackedByOps, Tracked(cast(HostOps, self), x))
+        return cast(TrackedByOps, Cached(self, x))
+
+    def narrowed(self, x: Tensor, threshold: float) -> Ops:
+        return Cached(self, x).narrowed(x, threshold)
+
+    def accumulate(self, buffer: Tensor, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
+        given = self.gradients(gradients) if self._compiled(buffer) else None
+        if given is None:
+            return [self._accumulate(buffer, first, gradient, moving) for first, gradient in gradients]
+        how = None if moving is None else (_memory(moving.velocity), moving.momentum, moving.nesterov)
+        return kernels.accumulate(_memory(buffer), given[0], torch.get_num_threads(), how)
+
+    def _accumulate(self, buffer: Tensor, first: int, gradient: Tensor, moving: Moving | None) -> int:
         part = slice(first, first + gradient.numel())
         residual = buffer[part]
         if first < 0 or residual.numel() != gradient.numel():
             raise ValueError(f"gradients must be within the residual's {buffer.numel()} elements, got {part}")
         gradient, not_finite = self._finite(gradient, residual.dtype)
         if moving is None:
-            self.accumulate(residual, gradient)
+            self.add(residual, gradient)
             return not_finite + self._keep_finite(residual)
         velocity = moving.velocity[part]
         if moving.nesterov:
-            self.accumulate(velocity, gradient)
-            self.accumulate(residual, gradient)
+            self.add(velocity, gradient)
+            self.add(residual, gradient)
             velocity.mul_(moving.momentum)
         else:
             velocity.mul_(moving.momentum)
-            self.accumulate(velocity, gradient)
+            self.add(velocity, gradient)
         residual.add_(velocity)
         self._keep_finite(velocity)
         return not_finite + self._keep_finite(residual)
@@ -118,11 +132,13 @@ class TorchOps:
         sums = Sums()
         for chunk in _chunks(x):
             magnitudes = chunk.abs().double()
-            sums += Sums(
-                count=int(torch.count_nonzero(magnitudes)),
-                total=magnitudes.sum().item(),
-                squares=torch.dot(magnitudes, magnitudes).item(),
-                largest=magnitudes.max().item(),
+            sums = sums.plus(
+                Sums(
+                    count=int(torch.count_nonzero(magnitudes)),
+                    total=magnitudes.sum().item(),
+                    squares=torch.dot(magnitudes, magnitudes).item(),
+                    largest=magnitudes.max().item(),
+                )
             )
         return sums
 
@@ -207,15 +223,16 @@ class TorchOps:
     def select_largest(self, x: Tensor, count: int) -> Selection:
         few = largest_candidates(self, x, count) if self._compiled(x) else None
         if few is None:
-            return Selection(self._largest(x, count), count)
-        return Selection(few[self._largest(x[few], count)], count)
+            return self._select_largest(x, count)
+        among = self._select_largest(x[few], count)
+        return among._replace(indices=few[among.indices])
 
-    def _largest(self, x: Tensor, count: int) -> Tensor:
+    def _select_largest(self, x: Tensor, count: int) -> Selection:
         smallest, magnitudes = self.kth_largest(x, count), x.abs()
         chosen = magnitudes > smallest
         equal = _nonzero(magnitudes == smallest)
         chosen[equal[: count - int(torch.count_nonzero(chosen))]] = True
-        return _nonzero(chosen)
+        return Selection(_nonzero(chosen), count, smallest)
 
     def kth_largest(self, x: Tensor, count: int) -> float:
         if x.device.type == "cpu":
@@ -239,9 +256,6 @@ class TorchOps:
     def concatenate(self, arrays: list[Tensor]) -> Tensor:
         return torch.cat(arrays)
 
-    def pick(self, indices: Tensor, positions: Tensor) -> Tensor:
-        return indices[positions].long()
-
     def numbers(self, array: Tensor) -> list[float]:
         return list(array.tolist())
 
@@ -258,6 +272,13 @@ class TorchOps:
         values = taken.clamp(-largest, largest).float()
         x[indices] = taken - values
         return values
+
+    def send(self, x: Tensor, indices: Tensor, capacity: int) -> Tensor:
+        if not self._compiled(x):
+            return self.pack(indices, self.take(x, indices), capacity)
+        message = torch.empty((capacity, 2), dtype=torch.int32)
+        kernels.send(_memory(x), _memory(indices.contiguous()), _memory(message))
+        return message
 
     def pack(self, indices: Tensor, values: Tensor, capacity: int) -> Tensor:
         if self._compiled(values):
@@ -332,6 +353,9 @@ class TorchOps:
         if self._kernels and messages.is_cpu:
             write = kernels.assembler(_memory(messages.contiguous()), used, divisor)
             return lambda targets: write([kernels.target_of(_memory(target), first) for first, target in targets])
+        add_up = device.add_up_on(messages)
+        if add_up is not None:
+            return lambda targets: _write_added_up(add_up, messages, len(used), divisor, targets)
         split = self.split(messages, len(used))
         parts = [self.unpack(message, rows) for message, rows in zip(split, used, strict=True)]
         for indices, _ in parts:
@@ -360,13 +384,15 @@ class TorchOps:
                 self.scatter_add(target, (indices - first).clamp(0, numel - 1), torch.where(inside, values, 0.0))
 
 
-class _TorchNotes(kernels.Notes):
-    """The kernels' notes, with tensors."""
-
-    @property
-    def above(self) -> Above | None:
-        above = super().above
-        return above and above._replace(indices=torch.from_numpy(above.indices), values=torch.from_numpy(above.values))
+def _write_added_up(
+    add_up: device.AddUp, messages: Tensor, world: int, divisor: float, targets: Sequence[Part]
+) -> None:
+    """Write the sum of the messages to parts of a bucket on a GPU: as many launches as there are ranks, not parts."""
+    for dtype in {target.dtype for _, target in targets}:
+        parts = [part for part in targets if part[1].dtype == dtype]
+        flat = add_up(messages, world, divisor, max(first + target.numel() for first, target in parts), dtype)
+        sources = [flat[first : first + target.numel()] for first, target in parts]
+        torch._foreach_copy_([target for _, target in parts], sources)
 
 
 _NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64")}

@@ -223,7 +223,9 @@ class Reducer:
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
             if self.compressor.clip_norm is not None:
-                gradient = pipeline.clipped(gradient, "float64" if gradient.dtype == torch.float64 else "float32")
+                gradient = pipeline.preparation.clipped(
+                    gradient, "float64" if gradient.dtype == torch.float64 else "float32"
+                )
             gradients.append(gradient)
         wire = wire_dtype(gradients[0])
         if together.layout.numel >= self.compressor.min_numel and len(gradients) == 1:
@@ -379,7 +381,7 @@ class Reducer:
                 position=self._process_set.rank(),
                 rank=mpi_ops.rank(),
                 averages=self._optimizer.op == mpi_ops.Average,
-                selector_for=on_gpu,
+                device_selector=on_gpu,
             )
         self._routes.extend(new, agreement.sparse, self.pipeline)
         if self._pending_state is not None:

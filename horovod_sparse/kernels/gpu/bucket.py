@@ -12,12 +12,11 @@ import torch
 import triton
 from torch import Tensor
 
-from horovod_sparse.compressors.base import BucketState, Compressor
+from horovod_sparse.compressors.base import BucketState
 from horovod_sparse.compressors.momentum import MomentumCorrection
-from horovod_sparse.core.layout import Layout
 from horovod_sparse.exchange import wire
 from horovod_sparse.kernels.gpu import kernels
-from horovod_sparse.kernels.gpu.rules import Rule, rule_of
+from horovod_sparse.kernels.gpu.rules import Rule
 
 BLOCK = 4096
 CHUNK = 1024
@@ -47,7 +46,7 @@ def _device_of(tensor: Tensor) -> AbstractContextManager[None]:
 
 
 class DeviceBucket:
-    """A `selector.Selector` that launches the kernels for one bucket.
+    """Launches the kernels for one bucket.
 
     Args:
         rule: what the compressor asks for (`rules.rule_of`).
@@ -237,32 +236,19 @@ class DeviceBucket:
         return [o for o, part in parts if row[part.first_tile : part.first_tile + part.tiles].any()]
 
 
-def selector_for(compressor: Compressor, layout: Layout, buffer: Tensor, **shape: int) -> DeviceBucket | None:
-    """Return what selects from a bucket on its device, or None if the compressor needs the host for that."""
-    rule = rule_of(compressor)
-    if rule is None:
-        return None
-    ratio = compressor.asked(layout.numel) / layout.numel
-    return DeviceBucket(rule, buffer, [slot.numel for slot in layout.slots], ratio, **shape)
+def add_up(messages: Tensor, world: int, divisor: float, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return the sum of all ranks' messages of pairs, rank by rank, as a flat tensor. The host does not wait for the device.
 
-
-def reduce(gathered: Tensor, world: int, divisor: float, target: Tensor) -> Tensor:
-    """Write the sum of all ranks' messages of pairs, with values divided by `divisor`, to a flat target.
-
-    The messages are added rank by rank. The target is overwritten. The host does not wait for the device. Returns flags, two
-    int32 on the target's device. [0] is 1 if a message is not as `wire` requires; the target is then zero. [1] is 1 if a
-    message says that its rank's gradient was not finite.
-
-    Raises:
-        ValueError: the messages do not have equal lengths.
+    Args:
+        messages: the messages one after the other. Indices that are negative, or not below `numel`, are left out.
+        world: the number of messages.
+        divisor: what values are divided by, as float32.
+        numel: the number of entries of the result.
+        dtype: float32 or float64, the type of the result.
     """
-    if len(gathered) % world:
-        raise ValueError(f"gathered must have {world} equal parts, got {len(gathered)} rows")
-    rows, numel = len(gathered) // world, target.numel()
-    flags = torch.zeros(2, dtype=torch.int32, device=target.device)
-    target.zero_()
+    target = torch.zeros(numel, dtype=dtype, device=messages.device)
+    rows = len(messages) // world
     with _device_of(target):
-        kernels.check[(-(-len(gathered) // CHUNK),)](gathered, rows, len(gathered), numel, flags, CHUNK=CHUNK)
-        for message in gathered.split(rows):
-            kernels.scatter[(-(-rows // CHUNK),)](message, rows, divisor, target, numel, flags, CHUNK=CHUNK)
-    return flags
+        for message in messages.split(rows):
+            kernels.scatter[(-(-rows // CHUNK),)](message, rows, divisor, target, numel, CHUNK=CHUNK)
+    return target

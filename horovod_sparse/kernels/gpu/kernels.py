@@ -614,32 +614,11 @@ def write(
         tl.store(numbers + _LIMIT_VALUE, _value(limit, residual))
 
 
-@triton.jit(do_not_specialize=["rows", "all_rows", "numel"])
-def check(gathered, rows: tl.int64, all_rows: tl.int64, numel: tl.int64, flags, CHUNK: tl.constexpr):
-    """Check all ranks' messages, which stand one after the other and have `rows` rows each.
-
-    `flags[0]` becomes 1 if a message is not as `wire` requires. `flags[1]` becomes 1 if a message says that a gradient was not
-    finite.
-    """
-    row = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    inside = row < all_rows
-    first = row % rows == 0
-    index = tl.load(gathered + row * 2, inside, other=_WIRE_PADDING)
-    before = tl.load(gathered + row * 2 - 2, inside & (row % rows > 0), other=_WIRE_PADDING)
-    says_not_finite = tl.load(gathered + row // rows * rows * 2, inside, other=_WIRE_PADDING) == _WIRE_NOT_FINITE
-    follows = (index > before) & (first | (before >= 0)) & (index < numel)
-    right = (index == _WIRE_PADDING) | follows | says_not_finite
-    if tl.min(right.to(tl.int32), 0) == 0:
-        tl.store(flags, 1)
-    if tl.max(says_not_finite.to(tl.int32), 0) > 0:
-        tl.store(flags + 1, 1)
-
-
 @triton.jit(do_not_specialize=["rows", "numel"])
-def scatter(message, rows: tl.int64, divisor: tl.float64, target, numel: tl.int64, flags, CHUNK: tl.constexpr):
-    """Add one rank's message, with its values divided by `divisor`, to a dense target. Add nothing if `flags[0]` is set."""
+def scatter(message, rows: tl.int64, divisor: tl.float64, target, numel: tl.int64, CHUNK: tl.constexpr):
+    """Add the entries of one rank's message that are within a dense target to it, divided by `divisor`."""
     row = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    inside = (row < rows) & (tl.load(flags) == 0)
+    inside = row < rows
     index = tl.load(message + row * 2, inside, other=_WIRE_PADDING)
     value = tl.load(message + row * 2 + 1, inside, other=0).to(tl.float32, bitcast=True)
     value = tl.div_rn(value, tl.zeros_like(value) + tl.full((), divisor, tl.float64).to(tl.float32))

@@ -15,7 +15,6 @@ from typing import Protocol
 from horovod_sparse.compressors import sidco, threshold, topk
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.sidco import SIDCo, SIDCoState
-from horovod_sparse.estimation.controllers import most_stages
 from horovod_sparse.exchange import protocols
 from horovod_sparse.ops.protocol import Sums
 
@@ -94,7 +93,7 @@ class Fitted:
 
     def request(self, state: BucketState, k: int) -> Request:
         assert isinstance(state, SIDCoState)
-        stages = self._stages(state)
+        stages = self.compressor.stages_of(state)
         trust = math.ceil(k / sidco.TRUSTED), math.floor(k * sidco.TRUSTED)
         aim = max(1, round(state.aim * k))
         if stages == 1:
@@ -108,30 +107,22 @@ class Fitted:
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
         assert isinstance(state, SIDCoState)
-        request = self.request(state, k)
-        state.stages = stages = self._stages(state)
+        state.stages = stages = self.compressor.stages_of(state)
         state.threshold = numbers["limit"]
         if numbers["count"] <= k:
             # There was room for everything that is not zero. Nothing was estimated, so there is nothing to learn from.
             return
         low = numbers["low"]
-        following, trusted = low if 0.0 < low < numbers["largest"] else math.inf, False
+        following = low if 0.0 < low < numbers["largest"] else math.inf
         if numbers["estimated"]:
-            aim, found = min(request.aim, int(numbers["count"]) - 1), int(numbers["found"])
-            if self.compressor.stages == "auto":
-                most = most_stages(self.compressor.ratio_at(state.step))
-                state.controller.observe(found, aim, most)
-            trusted = request.trust[0] <= found <= request.trust[1]
-            state.aim = sidco.next_aim(state.aim, numbers["sent"] if trusted else found, k)
+            count, found = int(numbers["count"]), int(numbers["found"])
+            aim = self.compressor.aim_of(state, k, count)
+            trusted = self.compressor.trusts(found, k)
             if trusted and stages > 1:
                 tail = Sums(int(numbers["tail_count"]), numbers["tail_total"], numbers["tail_squares"]).moments()
-                _, following = sidco.last_stage(
-                    state.cut, tail, numbers["count"], numbers["largest"], aim, stages, self.compressor._tail_fit
-                )
+                _, following = self.compressor.last_stage(state, tail, count, numbers["largest"], aim)
+            self.compressor.learn(state, k, aim, found, int(numbers["sent"]), trusted=trusted)
         state.cut = following if stages > 1 else math.inf
-
-    def _stages(self, state: SIDCoState) -> int:
-        return state.controller.stages if self.compressor.stages == "auto" else self.compressor.stages
 
 
 def _scale(state: BucketState) -> float:

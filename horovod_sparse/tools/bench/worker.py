@@ -137,14 +137,12 @@ class Worker:
     def _other_parts(self) -> list[Array]:
         """Return what the other workers of exchange `union` select from their parts, if all have this worker's gradients."""
         compressor, bucket, ops = self.pipeline.compressor, self.bucket, self.backend.ops
-        task = bucket.task
-        assert task is not None
         messages = []
         for position in range(1, self.row.world):
             state = replace(bucket.state, place=Place(bucket.name, position, self.row.world))
-            selection = compressor.select(ops, bucket.buffer, task.asked, task.capacity, state)
-            header = [task.checksum(), wire.float_bits(state.proposal)]
-            messages.append(ops.pack_indices(selection.indices, header, task.capacity))
+            selection = compressor.select(ops, bucket.buffer, bucket.k, bucket.capacity, state)
+            header = [bucket.checksum(), wire.float_bits(state.proposal)]
+            messages.append(ops.pack_indices(selection.indices, header, bucket.capacity))
         return messages
 
     def _write(self, slots: Sequence[Slot], reduced: Reduced) -> None:

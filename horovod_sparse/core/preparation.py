@@ -1,0 +1,62 @@
+"""What happens to a gradient before it is added to the residual: clipping, and the residual's unit. Imports no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from horovod_sparse.compressors import momentum
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.ops.protocol import Array, Ops
+
+
+class Preparation:
+    """Prepares the gradients of one optimizer.
+
+    Args:
+        ops: the framework's operations.
+        compressor: the settings.
+        world: the number of workers.
+        averages: True if the reduced gradient is the workers' mean, False if it is their sum; `clip_norm` depends on it.
+    """
+
+    def __init__(self, ops: Ops, compressor: Compressor, world: int, *, averages: bool) -> None:
+        self._ops = ops
+        self._norm, self._holds_back = compressor.clip_norm, compressor.holds_back
+        self._limit = 0.0 if self._norm is None else momentum.clip_limit(self._norm, world, averages=averages)
+        self._factor: float | None = None
+        """The factor by which this step's gradients are clipped, with `clip_scope="model"`."""
+        self.learning_rates: dict[str, float] = {}
+        """The last learning rate of each parameter that is not zero, with `lr_in_residual`."""
+        self._rates_before: dict[str, float] = {}
+
+    def begin(self, gradients: Iterable[Array]) -> None:
+        """Begin a step. If the compressor holds gradients back, these are all gradients of this rank."""
+        self._factor = momentum.clip_factor(self._ops, gradients, self._limit) if self._holds_back else None
+
+    def clipped(self, gradient: Array, dtype: str) -> Array:
+        """Return this rank's gradient of a parameter. With `clip_norm` it has type `dtype` and is scaled down if necessary."""
+        if self._norm is None:
+            return gradient
+        if not self._holds_back:
+            return momentum.clip(self._ops, gradient, self._limit, dtype)
+        if self._factor is None:
+            raise RuntimeError("start_step must be given all gradients with clip_scope='model'; this is a defect")
+        return momentum.scaled(self._ops, gradient, self._factor, dtype)
+
+    def change_of_unit(self, name: str, learning_rate: float | None) -> float | None:
+        """Return the factor that keeps a parameter's residual in units of the update. None: the gradient adds nothing."""
+        if learning_rate is None:
+            raise ValueError("learning_rate must be given with lr_in_residual=True, got None")
+        if learning_rate == 0.0:
+            return None
+        factor = self.learning_rates.get(name, learning_rate) / learning_rate
+        self.learning_rates[name] = learning_rate
+        return factor
+
+    def remember(self) -> None:
+        """Remember the learning rates, in case the step that begins is given up."""
+        self._rates_before = dict(self.learning_rates)
+
+    def bring_back(self) -> None:
+        """Go back to the learning rates that were remembered."""
+        self.learning_rates = dict(self._rates_before)

@@ -1,0 +1,197 @@
+"""What the kernels note about a bucket's array while it takes in gradients, and answers from these notes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse import kernels
+from horovod_sparse.kernels import Gradient, Memory
+from horovod_sparse.ops.cached import Above
+from horovod_sparse.ops.protocol import Array, Hints, Moments, Moving, Ops, Part, Selection, Sums
+
+_MOST_INDICES = 2**31
+"""The number of indices that int32 can hold."""
+
+
+class HostOps(Ops, Protocol):
+    """What a framework adds to its operations so that kernels work on its arrays."""
+
+    def threads(self) -> int:
+        """Return the number of threads that a kernel may use."""
+
+    def memory(self, array: Array) -> Memory:
+        """Return the memory of a contiguous array."""
+
+    def gradients(self, parts: Sequence[Part]) -> tuple[list[Gradient], object] | None:
+        """Return the gradients as kernels take them, and what keeps their memory alive; None if kernels do not take them."""
+
+    def array(self, host: NDArray[Any]) -> Array:
+        """Return the framework's array that has the memory of `host`."""
+
+
+class Tracked:
+    """Implements `ops.protocol.Tracked` for one contiguous array on the CPU.
+
+    While the array takes in gradients, its sums are computed and its entries above a cut are copied. Questions that these
+    can answer need no pass over the array.
+
+    Args:
+        ops: the framework's operations.
+        x: the array, float32 or float64. It belongs to the caller.
+    """
+
+    def __init__(self, ops: HostOps, x: Array) -> None:
+        self._ops = ops
+        self._x = x
+        self._memory = ops.memory(x)
+        self._pointer, self._code = kernels.writable(self._memory)
+        self._notes: Any = None
+        """The `hs_notes` of this step; None outside of a step, or if nothing is known."""
+        self._seen = 0
+        """The number of elements of all parts that have taken in a gradient in this step."""
+        self._groups: list[tuple[int, Any]] = []
+        """For each group of gradients: how many entries above the cut there were before it, and the gradients."""
+        self._in_order = False
+        """Whether the entries above the cut have the order of the array. The parts may have come in another one."""
+        self._room = 0
+        self._values: NDArray[Any] = np.empty(0, self._memory.dtype)
+        self._indices: NDArray[Any] = np.empty(0, np.int32)
+        self._at_values, self._at_indices = (
+            kernels.pointer_of(self._values),
+            kernels.pointer_of(self._indices, "int32_t *"),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def _make_room(self, room: int) -> None:
+        """Provide memory for at least `room` entries. Memory that is not written to costs nothing."""
+        self._room = 1 << max(room - 1, 0).bit_length()
+        self._values = kernels.pool.lend(self._room, self._memory.dtype)
+        self._indices = kernels.pool.lend(self._room, "int32")
+        self._at_values = kernels.pointer_of(self._values)
+        self._at_indices = kernels.pointer_of(self._indices, "int32_t *")
+
+    # --- gradients in ---
+
+    def begin(self, hints: Hints) -> None:
+        numel = self._memory.numel
+        room = min(hints.room, numel) if hints.cut < math.inf and numel <= _MOST_INDICES else 0
+        if room > self._room:
+            self._make_room(room)
+        self._notes = kernels.new_notes(hints.cut, room, self._at_indices, self._at_values, hints.sums)
+        self._seen, self._groups, self._in_order = 0, [], False
+
+    def take_in(self, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
+        given = self._ops.gradients(gradients)
+        if given is None:
+            self.forget()
+            return self._ops.accumulate(self._x, gradients, moving)
+        notes, before = self._notes, 0 if self._notes is None else self._notes.found
+        parts = kernels.new_gradients(given[0])
+        how = None if moving is None else (self._ops.memory(moving.velocity), moving.momentum, moving.nesterov)
+        bad = kernels.take_in(self._pointer, self._code, self._memory, parts, self._ops.threads(), how, notes)
+        if notes is not None:
+            self._seen += sum([gradient[3] for gradient in given[0]])
+            self._groups.append((before, parts))
+        return bad
+
+    def forget(self) -> None:
+        self._notes = None
+        self._groups = []
+
+    # --- what was noted ---
+
+    @property
+    def sums(self) -> Sums | None:
+        """The sums of the whole array; None if they were not wanted, or if some part has taken in nothing."""
+        return kernels.sums_of(self._notes.sums) if self._complete() and self._notes.with_sums else None
+
+    @property
+    def above(self) -> Above | None:
+        """All entries above the cut, in this object's memory; None in the cases of `sums`, and if there was no room."""
+        notes = self._notes
+        if not (self._complete() and notes.complete and notes.room):
+            return None
+        self._put_in_order()
+        return Above(notes.cut, self._indices[: notes.found], self._values[: notes.found])
+
+    # --- answers ---
+
+    def measure(self, x: Array) -> Sums:
+        return (self.sums if x is self._x else None) or self._ops.measure(x)
+
+    def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
+        if not self._exceeding(x, threshold):
+            return self._ops.moments(x, threshold, with_log=with_log)
+        of_these = self._at_values, self._code, self._notes.found
+        return kernels.moments_of(*of_these, threshold, with_log, self._ops.threads())
+
+    def counts(self, x: Array, thresholds: list[float]) -> list[int]:
+        if not self._exceeding(x, min(thresholds)):
+            return self._ops.counts(x, thresholds)
+        return kernels.counts_of(self._at_values, self._code, self._notes.found, thresholds, self._ops.threads())
+
+    def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
+        if not self._exceeding(x, threshold):
+            return self._ops.select_above(x, threshold, capacity)
+        self._put_in_order()
+        number = self._notes.found
+        picked = kernels.pick_above(self._at_indices, self._at_values, self._code, number, threshold)
+        if len(picked) > capacity:
+            return self.select_largest(x, capacity)._replace(found=len(picked), smallest=math.nan)
+        return Selection(self._ops.array(picked), len(picked))
+
+    def select_largest(self, x: Array, count: int) -> Selection:
+        above = self.above if x is self._x else None
+        if above is None or len(above.values) < count:
+            return self._ops.select_largest(x, count)
+        magnitudes = np.abs(above.values)
+        smallest = _kth_largest(magnitudes, count)
+        chosen = magnitudes >= smallest
+        surplus = int(np.count_nonzero(chosen)) - count
+        if surplus:
+            # Among equals, those with the lowest indices are selected.
+            chosen[np.flatnonzero(magnitudes == smallest)[-surplus:]] = False
+        return Selection(self._ops.array(above.indices[chosen].astype(np.int64)), count, smallest)
+
+    def kth_largest(self, x: Array, count: int) -> float:
+        above = self.above if x is self._x else None
+        if above is None or len(above.values) < count:
+            return self._ops.kth_largest(x, count)
+        return _kth_largest(np.abs(above.values), count)
+
+    def _complete(self) -> bool:
+        """Return whether every part of the array has taken in a gradient, and no sum has left the range of the type."""
+        return self._notes is not None and self._seen == self._memory.numel and bool(self._notes.valid)
+
+    def _exceeding(self, x: Array, threshold: float) -> bool:
+        """Return whether all entries of x above the threshold were noted."""
+        notes = self._notes
+        return x is self._x and self._complete() and bool(notes.complete and notes.room and threshold >= notes.cut)
+
+    def _put_in_order(self) -> None:
+        """Put the entries above the cut into the order of the array."""
+        if self._in_order:
+            return
+        self._in_order = True
+        parts = []
+        for begin, gradients in self._groups:
+            for gradient in gradients:
+                parts.append((gradient.first, begin, gradient.found))
+                begin = gradient.found
+        if any(one[0] > other[0] for one, other in itertools.pairwise(parts)):
+            order = np.concatenate([np.arange(begin, end) for _, begin, end in sorted(parts)])
+            for array in (self._values, self._indices):
+                array[: len(order)] = array[order]
+
+
+def _kth_largest(magnitudes: NDArray[Any], count: int) -> float:
+    place = magnitudes.size - count
+    return float(np.partition(magnitudes, place)[place])
