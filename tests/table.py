@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -83,7 +82,7 @@ WITH_VERBS = [backend for backend in BACKENDS if backend.pipeline is Pipeline]
 class Row:
     name: str
     cls: type[Compressor]
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     arguments: Callable[[Any], dict[str, Any]] = lambda ratio: {"ratio": ratio}
     """What it is made of where this ratio is asked for."""
     band: tuple[float, float] = (1.0, 1.0)
@@ -100,10 +99,8 @@ class Row:
     workers_differ: bool = False
     """Workers with the same data choose differently, by design."""
 
-    def make(self, ratio: Any, adapter: ModuleType | None = None, **settings: Any) -> Compressor:
-        """The compressor, or the class of that name in an adapter."""
-        cls = self.cls if adapter is None else getattr(adapter, self.cls.__name__)
-        made: Compressor = cls(**{**self.arguments(ratio), **self.settings, **settings})
+    def make(self, ratio: Any, **settings: Any) -> Compressor:
+        made: Compressor = self.cls(**{**self.arguments(ratio), **self.settings, **settings})
         return made
 
     def __str__(self) -> str:
