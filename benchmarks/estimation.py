@@ -31,16 +31,8 @@ from estimation_report import CLOSED, RAW, Result
 from torch import Tensor
 from tqdm import tqdm
 
+from horovod_sparse.compressors import COMPRESSORS, DGC, GaussianK, MiCRO, NoOp, RedSync, SIDCo, Threshold, TopK
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.compressors.dgc import DGC
-from horovod_sparse.compressors.gaussiank import GaussianK
-from horovod_sparse.compressors.micro import MiCRO
-from horovod_sparse.compressors.randomblock import RandomBlock
-from horovod_sparse.compressors.randomk import RandomK
-from horovod_sparse.compressors.redsync import RedSync
-from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.compressors.threshold import Threshold
-from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline, Write
 from horovod_sparse.exchange.protocols import Collective, Reduced
@@ -87,8 +79,12 @@ ROWS = (
     Row("RedSync bisect", _with(RedSync, method="bisect")),
     Row("MiCRO two-sided", _with(MiCRO, scaling="two_sided"), held=True, together=True),
     Row("MiCRO paper", _with(MiCRO, scaling="paper"), together=True),
-    Row("RandomK", RandomK),
-    Row("RandomBlock", RandomBlock),
+    # The classes without variants. NoOp sends everything.
+    *(
+        Row(cls.__name__, cls)
+        for cls in COMPRESSORS
+        if cls not in (TopK, SIDCo, GaussianK, DGC, RedSync, MiCRO, Threshold, NoOp)
+    ),
     Row(
         "Threshold", lambda ratio, *, threshold, **more: Threshold(threshold, ratio=ratio, **more), wants_threshold=True
     ),

@@ -19,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from horovod_sparse.compressors import COMPRESSORS
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.schedules import warmup
 from horovod_sparse.exchange.cost import allreduce_bytes
 
-COMPRESSIONS = ["none", "fp16", "noop", "topk", "sidco", "gaussiank", "dgc", "redsync", "micro"]
-COMPRESSIONS += ["randomk", "randomblock", "threshold"]
+CLASSES = {cls.__name__.lower(): cls.__name__ for cls in COMPRESSORS}
+COMPRESSIONS = ["none", "fp16", *CLASSES]
 CHOOSE_SUPPORT = ["topk", "randomk", "randomblock"]
 """Those that can send the same entries on all workers, or each worker's own."""
 MOMENTUM = 0.9
@@ -104,22 +105,15 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
             return hvd.TopK(ratio, union=args.shared is True, **common)
         case "sidco":
             return hvd.SIDCo(ratio, distribution=args.distribution, **common)
-        case "gaussiank":
-            return hvd.GaussianK(ratio, **common)
         case "dgc":
             common.pop("momentum_correction", None)  # Its own.
             return hvd.DGC(ratio, momentum=MOMENTUM, seed=args.seed, **common)
-        case "redsync":
-            return hvd.RedSync(ratio, **common)
-        case "micro":
-            return hvd.MiCRO(ratio, **common)
-        case "randomk":
-            return hvd.RandomK(ratio, shared=args.shared is not False, seed=args.seed, **common)
-        case "randomblock":
-            return hvd.RandomBlock(ratio, shared=args.shared is not False, seed=args.seed, **common)
+        case "randomk" | "randomblock":
+            cls = getattr(hvd, CLASSES[args.compression])
+            return cls(ratio, shared=args.shared is not False, seed=args.seed, **common)
         case "threshold":
             return hvd.Threshold(args.threshold, ratio=ratio, **common)
-    raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {args.compression!r}")
+    return getattr(hvd, CLASSES[args.compression])(ratio, **common)
 
 
 def optimizer_momentum(compression: Any) -> float:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
+from horovod_sparse import compressors
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.compressors.dgc import DGC
-from horovod_sparse.compressors.gaussiank import GaussianK
-from horovod_sparse.compressors.micro import MiCRO
-from horovod_sparse.compressors.noop import NoOp
-from horovod_sparse.compressors.randomblock import RandomBlock
-from horovod_sparse.compressors.randomk import RandomK
-from horovod_sparse.compressors.redsync import RedSync
-from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.compressors.threshold import Threshold
-from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.numpy.ops import NumpyOps
@@ -90,8 +81,10 @@ WITH_VERBS = [backend for backend in BACKENDS if backend.pipeline is Pipeline]
 @dataclass(frozen=True)
 class Row:
     name: str
-    make: Callable[..., Compressor]
-    """make(ratio, **settings)."""
+    cls: type[Compressor]
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    arguments: Callable[[Any], dict[str, Any]] = lambda ratio: {"ratio": ratio}
+    """What it is made of where this ratio is asked for."""
     band: tuple[float, float] = (1.0, 1.0)
     """Least and most achieved/asked count, averaged over a run with error feedback on Laplace gradients."""
     ratios: tuple[float, ...] = (0.1, 0.01)
@@ -106,50 +99,58 @@ class Row:
     workers_differ: bool = False
     """Workers with the same data choose differently, by design."""
 
+    def make(self, ratio: Any, **settings: Any) -> Compressor:
+        made: Compressor = self.cls(**{**self.arguments(ratio), **self.settings, **settings})
+        return made
+
     def __str__(self) -> str:
         return self.name
 
 
-def _noop(ratio: float, **settings: Any) -> Compressor:
-    return NoOp(**settings)
-
-
-def _with(cls: Callable[..., Compressor], **chosen: Any) -> Callable[..., Compressor]:
-    return lambda ratio, **settings: cls(ratio, **{**chosen, **settings})
-
-
-def _threshold(ratio: float, **settings: Any) -> Compressor:
+def _threshold(ratio: Any) -> dict[str, Any]:
     # Entries of Laplace gradients exceed it with about the ratio's chance; at ratio 1 all do that are not zero.
-    return Threshold(-np.log(ratio if isinstance(ratio, float) else ratio.end), ratio=ratio, **settings)
+    return {"threshold": -np.log(ratio if isinstance(ratio, float) else ratio.end), "ratio": ratio}
 
 
 _RANDOM: dict[str, Any] = {"largest": False, "follows_order": True}
 
 COMPRESSORS = [
-    Row("noop", _noop, ratios=(1.0,)),
-    Row("topk", TopK),
-    Row("topk-union", _with(TopK, union=True)),
+    Row("noop", compressors.NoOp, arguments=lambda ratio: {}, ratios=(1.0,)),
+    Row("topk", compressors.TopK),
+    Row("topk-union", compressors.TopK, {"union": True}),
     *(
-        Row(f"sidco-{distribution}-{adapt}", _with(SIDCo, distribution=distribution, adapt=adapt), band=band)
+        Row(
+            f"sidco-{distribution}-{adapt}",
+            compressors.SIDCo,
+            {"distribution": distribution, "adapt": adapt},
+            band=band,
+        )
         for distribution, paper in (("exponential", (1.0, 1.2)), ("gamma", (0.75, 1.3)), ("gpareto", (0.8, 1.25)))
         for adapt, band in (("paper", paper), ("robust", (0.95, 1.05)))
     ),
-    Row("sidco-guarded", _with(SIDCo, adapt="guarded"), band=(1.0, 1.2)),
-    Row("sidco-one-stage", _with(SIDCo, stages=1), band=(0.5, 1.25)),
-    Row("gaussiank", GaussianK, band=(0.9, 1.1)),
-    Row("gaussiank-paper", _with(GaussianK, refine="paper"), band=(0.9, 4.0)),
-    Row("dgc", DGC, band=(0.9, 1.1), follows_order=True, momentum=True),
-    Row("dgc-nesterov", _with(DGC, nesterov=True, masking=False), band=(0.9, 1.1), follows_order=True, momentum=True),
-    Row("dgc-no-momentum", _with(DGC, momentum=0.0), band=(0.9, 1.1), follows_order=True),
-    Row("redsync-trim", RedSync),
-    Row("redsync-bisect", _with(RedSync, method="bisect"), band=(1.0, 2.0)),
-    Row("micro", MiCRO, band=(0.95, 1.25), workers_differ=True),
-    Row("micro-paper", _with(MiCRO, scaling="paper"), band=(0.85, 2.0), workers_differ=True),
-    Row("randomk", RandomK, **_RANDOM),
-    Row("randomk-own", _with(RandomK, shared=False), **_RANDOM, workers_differ=True),
-    Row("randomblock", RandomBlock, **_RANDOM),
-    Row("randomblock-own", _with(RandomBlock, shared=False, blocks=5), **_RANDOM, workers_differ=True),
-    Row("threshold", _threshold, band=(1.6, 6.3), follows_scale=True),
+    Row("sidco-guarded", compressors.SIDCo, {"adapt": "guarded"}, band=(1.0, 1.2)),
+    Row("sidco-one-stage", compressors.SIDCo, {"stages": 1}, band=(0.5, 1.25)),
+    Row("gaussiank", compressors.GaussianK, band=(0.9, 1.1)),
+    Row("gaussiank-paper", compressors.GaussianK, {"refine": "paper"}, band=(0.9, 4.0)),
+    Row("dgc", compressors.DGC, band=(0.9, 1.1), follows_order=True, momentum=True),
+    Row(
+        "dgc-nesterov",
+        compressors.DGC,
+        {"nesterov": True, "masking": False},
+        band=(0.9, 1.1),
+        follows_order=True,
+        momentum=True,
+    ),
+    Row("dgc-no-momentum", compressors.DGC, {"momentum": 0.0}, band=(0.9, 1.1), follows_order=True),
+    Row("redsync-trim", compressors.RedSync),
+    Row("redsync-bisect", compressors.RedSync, {"method": "bisect"}, band=(1.0, 2.0)),
+    Row("micro", compressors.MiCRO, band=(0.95, 1.25), workers_differ=True),
+    Row("micro-paper", compressors.MiCRO, {"scaling": "paper"}, band=(0.85, 2.0), workers_differ=True),
+    Row("randomk", compressors.RandomK, **_RANDOM),
+    Row("randomk-own", compressors.RandomK, {"shared": False}, **_RANDOM, workers_differ=True),
+    Row("randomblock", compressors.RandomBlock, **_RANDOM),
+    Row("randomblock-own", compressors.RandomBlock, {"shared": False, "blocks": 5}, **_RANDOM, workers_differ=True),
+    Row("threshold", compressors.Threshold, arguments=_threshold, band=(1.6, 6.3), follows_scale=True),
 ]
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from horovod_sparse.compressors import COMPRESSORS
+
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "horovod_sparse").rglob("*.py"))
 TREES = {source.relative_to(ROOT).as_posix(): ast.parse(source.read_text(encoding="utf-8")) for source in SOURCES}
@@ -24,7 +26,8 @@ def test_the_reference_is_made_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     for adapter in ("torch", "tensorflow", "tensorflow/keras", "numpy"):
         page = (tmp_path / "horovod_sparse" / f"{adapter}.html").read_text(encoding="utf-8")
-        assert 'id="SIDCo"' in page
+        for cls in COMPRESSORS:
+            assert f'id="{cls.__name__}"' in page
         assert 'id="allreduce"' not in page, "Horovod's names are not ours to describe"
     assert not (tmp_path / "horovod_sparse" / "kernels.html").exists()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,8 +14,20 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.noop import NoOp
+from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.topk import TopK
+
+
+@dataclass(frozen=True)
+class Fixed(Schedule):
+    """A user's own schedule, which nobody has checked."""
+
+    highest: float = 1.0
+    final: float = 1.0
+
+    def ratio(self, step: int) -> float:
+        return self.final
 
 
 @pytest.mark.parametrize("cls", [TopK, SIDCo])
@@ -23,17 +37,41 @@ def test_ratio(cls: type[Compressor], ratio: Any) -> None:
         cls(ratio)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (Fixed(highest=1.5, final=0.1), "ratio.highest must be in (0, 1], got 1.5"),
+        (Fixed(highest=0.5, final=0.0), "ratio.final must be in (0, 1], got 0.0"),
+    ],
+)
+def test_ratios_of_a_schedule(schedule: Schedule, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        TopK(schedule)
+
+
 COMMON: list[tuple[dict[str, Any], str]] = [
     ({"granularity": "layers"}, "granularity must be one of 'layer', 'bucket', 'model', got 'layers'"),
     ({"bucket_bytes": 0}, "bucket_bytes must be >= 1, got 0"),
     ({"bucket_bytes": 2.5}, "bucket_bytes must be an int >= 1, got 2.5"),
     ({"min_numel": -1}, "min_numel must be >= 0, got -1"),
     ({"min_numel": True}, "min_numel must be an int >= 0, got True"),
+    ({"exclude": "*.bias"}, "exclude must be a list of patterns such as ['*.bias'], got '*.bias'"),
+    ({"exclude": ["a", 1]}, "exclude must be a list of patterns such as ['*.bias'], got ('a', 1)"),
+    ({"dense_steps": -1}, "dense_steps must be >= 0, got -1"),
     ({"residual": 1}, "residual must be True or False, got 1"),
     ({"residual_dtype": "float16"}, "residual_dtype must be one of None, 'float32', 'float64', got 'float16'"),
+    ({"lr_in_residual": None}, "lr_in_residual must be True or False, got None"),
+    ({"momentum_correction": 0.9}, "momentum_correction must be a MomentumCorrection or None, got 0.9"),
+    (
+        {"momentum_correction": MomentumCorrection(0.9), "residual": False},
+        "residual must be True with momentum_correction, got False: velocities are kept in it",
+    ),
+    ({"clip_norm": 0.0}, "clip_norm must be a finite norm > 0, got 0.0"),
+    ({"clip_norm": "1"}, "clip_norm must be a finite norm > 0, got '1'"),
     ({"capacity": 0.9}, "capacity must be a finite multiple of k, >= 1, got 0.9"),
     ({"capacity": math.inf}, "capacity must be a finite multiple of k, >= 1, got inf"),
     ({"clip_scope": "bucket"}, "clip_scope must be one of 'layer', 'model', got 'bucket'"),
+    ({"discardable": "no"}, "discardable must be True or False, got 'no'"),
     ({"not_finite": "ignore"}, "not_finite must be one of 'raise', 'propagate', got 'ignore'"),
 ]
 

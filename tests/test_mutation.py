@@ -75,5 +75,3 @@ def test_every_module_and_every_test_is_there(mutation: Any) -> None:
     for module, tests in mutation.TESTS.items():
         assert (root / "horovod_sparse" / f"{module}.py").is_file()
         assert all((root / "tests" / f"test_{test}.py").is_file() for test in tests.split())
-    compressors = {path.stem for path in (root / "horovod_sparse" / "compressors").glob("[a-z]*.py")}
-    assert compressors == {module.split("/")[1] for module in mutation.TESTS if module.startswith("compressors/")}

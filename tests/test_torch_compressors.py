@@ -10,23 +10,14 @@ from typing import Any
 import pytest
 import torch
 from horovod.torch.compression import Compressor as HorovodCompressor
+from parallel.makers import makers
 
-from horovod_sparse.torch import DGC, GaussianK, MiCRO, NoOp, RandomBlock, RandomK, RedSync, SIDCo, Threshold, TopK
+import horovod_sparse.torch as hvd
+from horovod_sparse.compressors.draws import RandomCompressor
+from horovod_sparse.torch import SIDCo, TopK
 
-EVERY = [
-    TopK(0.1),
-    SIDCo(0.1),
-    SIDCo(0.1, distribution="gamma"),
-    SIDCo(0.1, distribution="gpareto"),
-    NoOp(),
-    GaussianK(0.1),
-    DGC(0.1),
-    RedSync(0.1),
-    MiCRO(0.1),
-    Threshold(1.645, ratio=0.1),
-    RandomK(0.1),
-    RandomBlock(0.1),
-]
+EVERY = [make(hvd) for make in makers(0.1, Threshold={"threshold": 1.645}).values()]
+EVERY += [SIDCo(0.1, distribution="gamma"), SIDCo(0.1, distribution="gpareto")]
 
 
 @pytest.mark.parametrize("compression", EVERY, ids=str)
@@ -43,7 +34,7 @@ def test_compress_zeroes_what_is_not_selected(compression: Any, dtype: torch.dty
     selected = kept != 0
     assert torch.equal(kept[selected], tensor[selected])
     assert 0.7 * compression.ratio <= selected.float().mean().item() <= 1.25 * compression.ratio
-    if isinstance(compression, (RandomK, RandomBlock)):
+    if isinstance(compression, RandomCompressor):
         assert not torch.equal(compression.compress(tensor)[0], kept), "other entries at every call"
         return
     left = tensor[~selected].abs()

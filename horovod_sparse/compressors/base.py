@@ -8,9 +8,10 @@ import math
 import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypedDict
+from functools import partial
+from typing import Any, ClassVar, Literal, TypedDict, get_args
 
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.schedules import Schedule
@@ -213,38 +214,11 @@ class Compressor(ABC):
         not_finite: NotFinite = "raise",
         discardable: bool = False,
     ) -> None:
-        if isinstance(ratio, Schedule):
-            ratios = {"ratio.highest": ratio.highest, "ratio.final": ratio.final}
-        else:
-            ratios = {"ratio": ratio}
-        for name, value in ratios.items():
-            check_number(name, value, "in (0, 1]", 0.0 < as_number(value) <= 1.0)
-        check_choice("granularity", granularity, ("layer", "bucket", "model"))
-        check_integer("bucket_bytes", bucket_bytes, 1)
-        check_integer("min_numel", min_numel, 0)
-        exclude = exclude if isinstance(exclude, str) else tuple(exclude)
-        if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in exclude):
-            raise TypeError(f"exclude must be a list of patterns such as ['*.bias'], got {exclude!r}")
-        check_integer("dense_steps", dense_steps, 0)
-        check_boolean("residual", residual)
-        check_choice("residual_dtype", residual_dtype, (None, "float32", "float64"))
-        check_boolean("lr_in_residual", lr_in_residual)
-        if momentum_correction is not None and not isinstance(momentum_correction, MomentumCorrection):
-            raise TypeError(f"momentum_correction must be a MomentumCorrection or None, got {momentum_correction!r}")
-        if momentum_correction is not None and not residual:
-            raise ValueError("residual must be True with momentum_correction, got False: velocities are kept in it")
-        if clip_norm is not None:
-            check_number("clip_norm", clip_norm, "a finite norm > 0", 0.0 < as_number(clip_norm) < math.inf)
-        check_choice("clip_scope", clip_scope, ("layer", "model"))
-        if capacity is not None:
-            check_number("capacity", capacity, "a finite multiple of k, >= 1", 1.0 <= as_number(capacity) < math.inf)
-        check_choice("not_finite", not_finite, ("raise", "propagate"))
-        check_boolean("discardable", discardable)
-        self.ratio = ratio if isinstance(ratio, Schedule) else float(ratio)
+        self.ratio = ratio
         self.granularity: Granularity = granularity
         self.bucket_bytes = bucket_bytes
         self.min_numel = min_numel
-        self.exclude = exclude
+        self.exclude = exclude if isinstance(exclude, str) else tuple(exclude)
         self.dense_steps = dense_steps
         self.residual = residual
         self.residual_dtype = residual_dtype
@@ -252,9 +226,15 @@ class Compressor(ABC):
         self.momentum_correction = momentum_correction
         self.clip_norm = clip_norm
         self.clip_scope: ClipScope = clip_scope
-        self.capacity = self.default_capacity if capacity is None else float(capacity)
+        self.capacity = self.default_capacity if capacity is None else capacity
         self.not_finite: NotFinite = not_finite
         self.discardable = discardable
+        for name, check in _CHECKS.items():
+            check(name, getattr(self, name))
+        if momentum_correction is not None and not residual:
+            raise ValueError("residual must be True with momentum_correction, got False: velocities are kept in it")
+        self.ratio = ratio if isinstance(ratio, Schedule) else float(ratio)
+        self.capacity = float(self.capacity)
 
     @abstractmethod
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
@@ -350,3 +330,54 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 def as_number(value: object) -> float:
     """Return the value as a float, or NaN if it is not a number. NaN fails every range check."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+
+
+def check_fraction(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a number in (0, 1]."""
+    check_number(name, value, "in (0, 1]", 0.0 < as_number(value) <= 1.0)
+
+
+def _check_ratio(name: str, value: object) -> None:
+    if isinstance(value, Schedule):
+        check_fraction(f"{name}.highest", value.highest)
+        check_fraction(f"{name}.final", value.final)
+    else:
+        check_fraction(name, value)
+
+
+def _check_patterns(name: str, value: Collection[object]) -> None:
+    if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in value):
+        raise TypeError(f"{name} must be a list of patterns such as ['*.bias'], got {value!r}")
+
+
+def _check_momentum(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, MomentumCorrection):
+        raise TypeError(f"{name} must be a MomentumCorrection or None, got {value!r}")
+
+
+def _check_norm(name: str, value: object) -> None:
+    check_number(name, value, "a finite norm > 0", value is None or 0.0 < as_number(value) < math.inf)
+
+
+def _check_capacity(name: str, value: object) -> None:
+    check_number(name, value, "a finite multiple of k, >= 1", 1.0 <= as_number(value) < math.inf)
+
+
+_CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "ratio": _check_ratio,
+    "granularity": partial(check_choice, choices=get_args(Granularity)),
+    "bucket_bytes": partial(check_integer, least=1),
+    "min_numel": partial(check_integer, least=0),
+    "exclude": _check_patterns,
+    "dense_steps": partial(check_integer, least=0),
+    "residual": check_boolean,
+    "residual_dtype": partial(check_choice, choices=(None, "float32", "float64")),
+    "lr_in_residual": check_boolean,
+    "momentum_correction": _check_momentum,
+    "clip_norm": _check_norm,
+    "clip_scope": partial(check_choice, choices=get_args(ClipScope)),
+    "capacity": _check_capacity,
+    "not_finite": partial(check_choice, choices=get_args(NotFinite)),
+    "discardable": check_boolean,
+}
+"""What each argument of `Compressor` must be."""

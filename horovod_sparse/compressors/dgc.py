@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from horovod_sparse.compressors.base import BucketState, Compressor, Settings, as_number, check_integer, check_number
+from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_fraction, check_integer
 from horovod_sparse.compressors.draws import generator
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.schedules import Schedule, warmup
@@ -63,14 +63,14 @@ class DGC(Compressor):
                 raise ValueError(
                     f"warmup_steps must be 0 with a schedule, got {warmup_steps}; put it into the schedule"
                 )
-            check_number("ratio", ratio, "in (0, 1]", 0.0 < as_number(ratio) <= 1.0)
+            check_fraction("ratio", ratio)
             ratio = warmup(max(_FIRST_RATIO, ratio), ratio, warmup_steps)
         if "momentum_correction" in settings:
             raise TypeError("DGC has its own momentum correction; set momentum, nesterov and masking instead")
         correction = MomentumCorrection(momentum, nesterov, masking)
         settings["momentum_correction"] = correction if momentum else None
         super().__init__(ratio, **settings)
-        check_number("sample_ratio", sample_ratio, "in (0, 1]", 0.0 < as_number(sample_ratio) <= 1.0)
+        check_fraction("sample_ratio", sample_ratio)
         check_integer("seed", seed, 0)
         self.sample_ratio = float(sample_ratio)
         self.seed = seed

@@ -52,6 +52,12 @@ class BoundCompressor(Compressor):
     _server: Server | None = None
     _calls: int = 0
 
+    def __init_subclass__(cls) -> None:
+        """Give a class without a docstring that of its algorithm, which is the last of its bases."""
+        super().__init_subclass__()
+        if cls.__doc__ is None:
+            cls.__doc__ = cls.__bases__[-1].__doc__
+
     def bind(self, server: Server) -> None:
         """Bind this compressor to an optimizer, which calls this when it is given the compressor; refuse a second one."""
         self.check_free()

@@ -9,24 +9,16 @@ import importlib as _importlib
 import horovod.tensorflow as _stock
 from horovod.tensorflow import *
 
-from horovod_sparse.compressors.momentum import MomentumCorrection
-from horovod_sparse.compressors.schedules import Schedule, warmup
-from horovod_sparse.compressors.threshold import suggested_threshold
-from horovod_sparse.core.averaging import WeightedAverage
+# Type checkers export only names that are imported as themselves, or by a star.
+from horovod_sparse.compressors.momentum import MomentumCorrection as MomentumCorrection
+from horovod_sparse.compressors.schedules import Schedule as Schedule
+from horovod_sparse.compressors.schedules import warmup as warmup
+from horovod_sparse.compressors.threshold import suggested_threshold as suggested_threshold
+from horovod_sparse.core.averaging import WeightedAverage as WeightedAverage
 from horovod_sparse.tensorflow import seam
-from horovod_sparse.tensorflow.compressors import (
-    DGC,
-    GaussianK,
-    MiCRO,
-    NoOp,
-    RandomBlock,
-    RandomK,
-    RedSync,
-    SIDCo,
-    Threshold,
-    TopK,
-)
-from horovod_sparse.tensorflow.wrappers import DistributedOptimizer, broadcast_variables
+from horovod_sparse.tensorflow.compressors import *
+from horovod_sparse.tensorflow.wrappers import DistributedOptimizer as DistributedOptimizer
+from horovod_sparse.tensorflow.wrappers import broadcast_variables as broadcast_variables
 
 # The star import brings Horovod's `keras` if that was imported before. Ours appears once it is imported.
 globals().pop("keras", None)

@@ -6,25 +6,14 @@ import copy
 import io
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor as HorovodCompressor
 from numpy.typing import NDArray
 
-from horovod_sparse.compressors import (
-    dgc,
-    gaussiank,
-    micro,
-    noop,
-    randomblock,
-    randomk,
-    redsync,
-    sidco,
-    threshold,
-    topk,
-)
+from horovod_sparse import compressors
 from horovod_sparse.compressors.base import check_boolean
 from horovod_sparse.core.binding import BoundCompressor, Server
 from horovod_sparse.core.state import ARRAYS, check_parts, empty_state
@@ -167,41 +156,36 @@ def _unpacked(packed: bytes) -> dict[str, Any]:
     return state
 
 
-class TopK(TensorflowCompressor, topk.TopK):
-    __doc__ = topk.TopK.__doc__
+class DGC(TensorflowCompressor, compressors.DGC): ...
 
 
-class SIDCo(TensorflowCompressor, sidco.SIDCo):
-    __doc__ = sidco.SIDCo.__doc__
+class GaussianK(TensorflowCompressor, compressors.GaussianK): ...
 
 
-class GaussianK(TensorflowCompressor, gaussiank.GaussianK):
-    __doc__ = gaussiank.GaussianK.__doc__
+class MiCRO(TensorflowCompressor, compressors.MiCRO): ...
 
 
-class DGC(TensorflowCompressor, dgc.DGC):
-    __doc__ = dgc.DGC.__doc__
+class NoOp(TensorflowCompressor, compressors.NoOp): ...
 
 
-class RedSync(TensorflowCompressor, redsync.RedSync):
-    __doc__ = redsync.RedSync.__doc__
+class RandomBlock(TensorflowCompressor, compressors.RandomBlock): ...
 
 
-class MiCRO(TensorflowCompressor, micro.MiCRO):
-    __doc__ = micro.MiCRO.__doc__
+class RandomK(TensorflowCompressor, compressors.RandomK): ...
 
 
-class RandomK(TensorflowCompressor, randomk.RandomK):
-    __doc__ = randomk.RandomK.__doc__
+class RedSync(TensorflowCompressor, compressors.RedSync): ...
 
 
-class RandomBlock(TensorflowCompressor, randomblock.RandomBlock):
-    __doc__ = randomblock.RandomBlock.__doc__
+class SIDCo(TensorflowCompressor, compressors.SIDCo): ...
 
 
-class Threshold(TensorflowCompressor, threshold.Threshold):
-    __doc__ = threshold.Threshold.__doc__
+class Threshold(TensorflowCompressor, compressors.Threshold): ...
 
 
-class NoOp(TensorflowCompressor, noop.NoOp):
-    __doc__ = noop.NoOp.__doc__
+class TopK(TensorflowCompressor, compressors.TopK): ...
+
+
+if not TYPE_CHECKING:
+    # For type checkers it would have to be written out. Without it they take all classes above.
+    __all__ = compressors.__all__

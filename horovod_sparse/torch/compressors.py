@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from horovod.torch.compression import Compressor as HorovodCompressor
 from torch import Tensor
 
-from horovod_sparse.compressors import (
-    dgc,
-    gaussiank,
-    micro,
-    noop,
-    randomblock,
-    randomk,
-    redsync,
-    sidco,
-    threshold,
-    topk,
-)
+from horovod_sparse import compressors
 from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.torch.ops import TorchOps
 
@@ -52,41 +43,36 @@ class TorchCompressor(BoundCompressor, HorovodCompressor):
         return self.residual_dtype or ("float64" if tensor.dtype == torch.float64 else "float32")
 
 
-class TopK(TorchCompressor, topk.TopK):
-    __doc__ = topk.TopK.__doc__
+class DGC(TorchCompressor, compressors.DGC): ...
 
 
-class SIDCo(TorchCompressor, sidco.SIDCo):
-    __doc__ = sidco.SIDCo.__doc__
+class GaussianK(TorchCompressor, compressors.GaussianK): ...
 
 
-class GaussianK(TorchCompressor, gaussiank.GaussianK):
-    __doc__ = gaussiank.GaussianK.__doc__
+class MiCRO(TorchCompressor, compressors.MiCRO): ...
 
 
-class DGC(TorchCompressor, dgc.DGC):
-    __doc__ = dgc.DGC.__doc__
+class NoOp(TorchCompressor, compressors.NoOp): ...
 
 
-class RedSync(TorchCompressor, redsync.RedSync):
-    __doc__ = redsync.RedSync.__doc__
+class RandomBlock(TorchCompressor, compressors.RandomBlock): ...
 
 
-class MiCRO(TorchCompressor, micro.MiCRO):
-    __doc__ = micro.MiCRO.__doc__
+class RandomK(TorchCompressor, compressors.RandomK): ...
 
 
-class RandomK(TorchCompressor, randomk.RandomK):
-    __doc__ = randomk.RandomK.__doc__
+class RedSync(TorchCompressor, compressors.RedSync): ...
 
 
-class RandomBlock(TorchCompressor, randomblock.RandomBlock):
-    __doc__ = randomblock.RandomBlock.__doc__
+class SIDCo(TorchCompressor, compressors.SIDCo): ...
 
 
-class Threshold(TorchCompressor, threshold.Threshold):
-    __doc__ = threshold.Threshold.__doc__
+class Threshold(TorchCompressor, compressors.Threshold): ...
 
 
-class NoOp(TorchCompressor, noop.NoOp):
-    __doc__ = noop.NoOp.__doc__
+class TopK(TorchCompressor, compressors.TopK): ...
+
+
+if not TYPE_CHECKING:
+    # For type checkers it would have to be written out. Without it they take all classes above.
+    __all__ = compressors.__all__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
@@ -12,31 +13,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from horovod_sparse.torch import DGC, GaussianK, MiCRO, NoOp, RandomBlock, RandomK, RedSync, SIDCo, Threshold, TopK
+import horovod_sparse.torch as adapter
+
+from .makers import MakeCompression, makers
 
 BUCKET_BYTES = 40_000
 """Puts the weights of `small_model` into three buckets."""
 
-# Makes one compressor; every optimizer needs its own.
-MakeCompression = Callable[..., Any]
 COMPRESSORS: dict[str, MakeCompression] = {
-    "NoOp": NoOp,
-    "TopK": lambda **settings: TopK(0.01, **settings),
-    "SIDCo-exponential": lambda **settings: SIDCo(0.01, **settings),
-    "SIDCo-gamma": lambda **settings: SIDCo(0.01, distribution="gamma", **settings),
-    "SIDCo-gpareto": lambda **settings: SIDCo(0.01, distribution="gpareto", **settings),
-    "SIDCo-guarded": lambda **settings: SIDCo(0.01, adapt="guarded", **settings),
-    "TopK-union": lambda **settings: TopK(0.01, union=True, **settings),
-    "GaussianK": lambda **settings: GaussianK(0.01, **settings),
-    "DGC-no-momentum": lambda **settings: DGC(0.01, momentum=0.0, **settings),
-    "RedSync": lambda **settings: RedSync(0.01, **settings),
-    "RedSync-bisect": lambda **settings: RedSync(0.01, method="bisect", **settings),
-    "MiCRO": lambda **settings: MiCRO(0.01, **settings),
-    "RandomK": lambda **settings: RandomK(0.01, **settings),
-    "RandomK-own": lambda **settings: RandomK(0.01, shared=False, **settings),
-    "RandomBlock": lambda **settings: RandomBlock(0.01, **settings),
-    "RandomBlock-own": lambda **settings: RandomBlock(0.01, shared=False, blocks=4, **settings),
-    "Threshold": lambda **settings: Threshold(0.05, **settings),
+    **{
+        name: partial(make, adapter)
+        for name, make in makers(0.01, DGC={"momentum": 0.0}, Threshold={"threshold": 0.05}).items()
+    },
+    "SIDCo-gamma": partial(adapter.SIDCo, 0.01, distribution="gamma"),
+    "SIDCo-gpareto": partial(adapter.SIDCo, 0.01, distribution="gpareto"),
+    "SIDCo-guarded": partial(adapter.SIDCo, 0.01, adapt="guarded"),
+    "RedSync-bisect": partial(adapter.RedSync, 0.01, method="bisect"),
+    "RandomK-own": partial(adapter.RandomK, 0.01, shared=False),
+    "RandomBlock-own": partial(adapter.RandomBlock, 0.01, shared=False, blocks=4),
+    "TopK-union": partial(adapter.TopK, 0.01, union=True),
 }
 
 

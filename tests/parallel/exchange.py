@@ -292,7 +292,7 @@ class Spy:
         return events
 
 
-@scenario(*EVERYWHERE, cases={"TopK": (COMPRESSORS["TopK"],), "SIDCo": (COMPRESSORS["SIDCo-exponential"],)})
+@scenario(*EVERYWHERE, cases={"TopK": (COMPRESSORS["TopK"],), "SIDCo": (COMPRESSORS["SIDCo"],)})
 def hooks_start_gathers_and_never_wait(make: MakeCompression) -> None:
     model = small_model()
     optimizer = wrap(model, make(bucket_bytes=BUCKET_BYTES))

@@ -218,7 +218,7 @@ def settings_are_not_part_of_the_state() -> None:
     *MPI,
     cases={
         f"{name}-{how}-{steps}": (make, how, steps)
-        for name, make in {"SIDCo": COMPRESSORS["SIDCo-exponential"], "MiCRO": COMPRESSORS["MiCRO"]}.items()
+        for name, make in {"SIDCo": COMPRESSORS["SIDCo"], "MiCRO": COMPRESSORS["MiCRO"]}.items()
         for how in ("reset", "load", "optimizer")
         for steps in (0, 3)
     },
@@ -257,7 +257,7 @@ def a_state_can_be_replaced_in_the_middle_of_a_step(make: MakeCompression, how: 
     assert_identical(run.model)
 
 
-@scenario(MPI_2, cases={"SIDCo": (COMPRESSORS["SIDCo-exponential"],), "MiCRO": (COMPRESSORS["MiCRO"],)})
+@scenario(MPI_2, cases={"SIDCo": (COMPRESSORS["SIDCo"],), "MiCRO": (COMPRESSORS["MiCRO"],)})
 def a_state_that_waits_is_rescaled_whole(make: MakeCompression) -> None:
     """Its thresholds too: as if it had been rescaled after it was loaded."""
     first = _Run(make(bucket_bytes=BUCKET_BYTES))

@@ -59,7 +59,7 @@ def replicas_stay_identical(make: MakeCompression, granularity: str, steps: int)
     GLOO_2,
     cases={
         "TopK-layer": (COMPRESSORS["TopK"], "layer", 50),
-        "SIDCo-bucket": (COMPRESSORS["SIDCo-exponential"], "bucket", 50),
+        "SIDCo-bucket": (COMPRESSORS["SIDCo"], "bucket", 50),
         "SIDCo-guarded-model": (COMPRESSORS["SIDCo-guarded"], "model", 50),
         "MiCRO-bucket": (COMPRESSORS["MiCRO"], "bucket", 50),
         "RandomBlock-layer": (COMPRESSORS["RandomBlock"], "layer", 50),
@@ -73,7 +73,7 @@ def replicas_stay_identical_everywhere(make: MakeCompression, granularity: str, 
 # Horovod issue 3931 reports failures of asynchronous allgathers with more than four ranks.
 @scenario(MPI_5)
 def five_ranks() -> None:
-    _train_and_compare(COMPRESSORS["SIDCo-exponential"], "bucket", 5)
+    _train_and_compare(COMPRESSORS["SIDCo"], "bucket", 5)
 
 
 @scenario(

@@ -7,27 +7,19 @@ compressors must be made with the `DistributedOptimizer` of this package, becaus
 import horovod.tensorflow.keras as _stock
 from horovod.tensorflow.keras import *
 
-from horovod_sparse.compressors.momentum import MomentumCorrection
-from horovod_sparse.compressors.schedules import Schedule, warmup
-from horovod_sparse.compressors.threshold import suggested_threshold
-from horovod_sparse.core.averaging import WeightedAverage
-from horovod_sparse.tensorflow.compressors import (
-    DGC,
-    GaussianK,
-    MiCRO,
-    NoOp,
-    RandomBlock,
-    RandomK,
-    RedSync,
-    SIDCo,
-    Threshold,
-    TopK,
-)
+# Type checkers export only names that are imported as themselves, or by a star.
+from horovod_sparse.compressors.momentum import MomentumCorrection as MomentumCorrection
+from horovod_sparse.compressors.schedules import Schedule as Schedule
+from horovod_sparse.compressors.schedules import warmup as warmup
+from horovod_sparse.compressors.threshold import suggested_threshold as suggested_threshold
+from horovod_sparse.core.averaging import WeightedAverage as WeightedAverage
+from horovod_sparse.tensorflow.compressors import *
 
 # This also binds `callbacks` to our module; the star import has bound it to Horovod's.
-from horovod_sparse.tensorflow.keras.callbacks import CompressionCheckpoint
-from horovod_sparse.tensorflow.keras.wrappers import DistributedOptimizer, load_model
-from horovod_sparse.tensorflow.wrappers import broadcast_variables
+from horovod_sparse.tensorflow.keras.callbacks import CompressionCheckpoint as CompressionCheckpoint
+from horovod_sparse.tensorflow.keras.wrappers import DistributedOptimizer as DistributedOptimizer
+from horovod_sparse.tensorflow.keras.wrappers import load_model as load_model
+from horovod_sparse.tensorflow.wrappers import broadcast_variables as broadcast_variables
 
 __all__ = [name for name in globals() if not name.startswith("_") and name not in ("optimizer", "wrappers")]
 

@@ -4,42 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.tensorflow import (
-    DGC,
-    GaussianK,
-    MiCRO,
-    NoOp,
-    RandomBlock,
-    RandomK,
-    RedSync,
-    SIDCo,
-    Threshold,
-    TopK,
-)
+import horovod_sparse.tensorflow as adapter
 
-# Makes one compressor; every training loop needs its own.
-MakeCompression = Callable[..., Any]
+from ..makers import MakeCompression, makers
+
 COMPRESSORS: dict[str, MakeCompression] = {
-    "NoOp": NoOp,
-    "TopK": lambda **settings: TopK(0.01, **settings),
-    "SIDCo-exponential": lambda **settings: SIDCo(0.01, **settings),
-    "SIDCo-gamma": lambda **settings: SIDCo(0.01, distribution="gamma", **settings),
-    "SIDCo-gpareto": lambda **settings: SIDCo(0.01, distribution="gpareto", **settings),
-    "TopK-union": lambda **settings: TopK(0.01, union=True, **settings),
-    "GaussianK": lambda **settings: GaussianK(0.01, **settings),
-    "DGC": lambda **settings: DGC(0.01, **settings),
-    "RedSync": lambda **settings: RedSync(0.01, **settings),
-    "MiCRO": lambda **settings: MiCRO(0.01, **settings),
-    "RandomK": lambda **settings: RandomK(0.01, **settings),
-    "RandomK-own": lambda **settings: RandomK(0.01, shared=False, **settings),
-    "RandomBlock": lambda **settings: RandomBlock(0.01, **settings),
-    "Threshold": lambda **settings: Threshold(0.05, **settings),
+    **{name: partial(make, adapter) for name, make in makers(0.01, Threshold={"threshold": 0.05}).items()},
+    "SIDCo-gamma": partial(adapter.SIDCo, 0.01, distribution="gamma"),
+    "SIDCo-gpareto": partial(adapter.SIDCo, 0.01, distribution="gpareto"),
+    "RandomK-own": partial(adapter.RandomK, 0.01, shared=False),
+    "TopK-union": partial(adapter.TopK, 0.01, union=True),
 }
 
 

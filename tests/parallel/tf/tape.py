@@ -470,7 +470,7 @@ def a_step_that_is_given_up_loses_nothing(graph: bool) -> None:
     assert compression.stats().steps == 4
 
 
-@scenario(TF_2, TF_4, cases={name: (COMPRESSORS[name],) for name in ("TopK", "SIDCo-exponential", "DGC", "MiCRO")})
+@scenario(TF_2, TF_4, cases={name: (COMPRESSORS[name],) for name in ("TopK", "SIDCo", "DGC", "MiCRO")})
 def a_discarded_step_leaves_no_trace(make: MakeCompression) -> None:
     weights = variables(SHAPES)
     compression, undisturbed = make(discardable=True, **SETTINGS), make(**SETTINGS)
@@ -506,8 +506,7 @@ def _all_dense(**settings: Any) -> Any:
 
 @scenario(
     TF_2,
-    cases={name: (COMPRESSORS[name],) for name in ("SIDCo-exponential", "MiCRO", "DGC", "RandomK")}
-    | {"dense": (_all_dense,)},
+    cases={name: (COMPRESSORS[name],) for name in ("SIDCo", "MiCRO", "DGC", "RandomK")} | {"dense": (_all_dense,)},
 )
 def training_goes_on_from_a_checkpoint(make: MakeCompression) -> None:
     compression, weights = make(**SETTINGS), variables(SHAPES)

@@ -1,0 +1,204 @@
+"""The one list of compressors: every adapter has them all, for Python and for type checkers, and a new one takes few lines."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pages
+import pytest
+from parallel.makers import MakeCompression, makers
+
+from horovod_sparse import compressors
+from horovod_sparse.compressors import COMPRESSORS
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.binding import BoundCompressor
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "adding-a-compressor.md"
+ADAPTERS = ("numpy", "torch", "tensorflow", "tensorflow.keras")
+MIXINS = {"torch": "TorchCompressor", "tensorflow": "TensorflowCompressor"}
+
+MAKERS = makers(0.1, Threshold={"threshold": 1.0})
+
+for_all_classes = pytest.mark.parametrize("cls", COMPRESSORS, ids=lambda cls: cls.__name__)
+
+
+def run(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PYTHONPATH": str(folder), **environment}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("framework", "mixin"), MIXINS.items())
+def test_the_adapters_have_a_line_for_every_compressor(framework: str, mixin: str) -> None:
+    source = f"horovod_sparse/{framework}/compressors.py"
+    classes = {
+        ast.unparse(node) for node in ast.parse((ROOT / source).read_text()).body if isinstance(node, ast.ClassDef)
+    }
+    for cls in COMPRESSORS:
+        line = f"class {cls.__name__}({mixin}, compressors.{cls.__name__}): ..."
+        assert line.replace(": ...", ":\n    ...") in classes, f"add a line to {source}: {line}"
+
+
+def test_the_table_of_the_laws_has_a_row_for_every_compressor() -> None:
+    # Not imported above: adapters that lack a line cannot be imported.
+    rows = {row.cls for row in import_module("table").COMPRESSORS}
+    for cls in COMPRESSORS:
+        assert cls in rows, f"add a row to tests/table.py: {cls.__name__}"
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@for_all_classes
+def test_every_adapter_has_every_compressor(adapter: str, cls: type[Compressor]) -> None:
+    module = import_module(f"horovod_sparse.{adapter}")
+    made = getattr(module, cls.__name__)
+    assert issubclass(made, cls) and cls.__name__ in module.__all__
+    framework = adapter.partition(".")[0]
+    if framework in MIXINS:
+        assert issubclass(made, BoundCompressor)
+        assert issubclass(made, import_module(f"horovod.{framework}.compression").Compressor)
+        assert made.__module__ == f"horovod_sparse.{framework}.compressors"
+        assert sys.modules[made.__module__].__all__ == compressors.__all__, "nothing else is exported"
+    else:
+        assert made is cls
+    assert made.__doc__ == cls.__doc__ and cls.__doc__
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_compressors_can_be_copied(adapter: str, make: MakeCompression) -> None:
+    compression = make(import_module(f"horovod_sparse.{adapter}"), capacity=3.0)
+    for other in (copy.deepcopy(compression), pickle.loads(pickle.dumps(compression))):
+        assert type(other) is type(compression) and repr(other) == repr(compression)
+
+
+def test_a_subclass_keeps_its_own_docstring() -> None:
+    torch = import_module("horovod_sparse.torch")
+    own: type[Any] = type("Own", (torch.TopK,), {"__doc__": "Mine."})
+    assert own.__doc__ == "Mine."
+    assert type("Other", (torch.TopK,), {}).__doc__ == torch.TopK.__doc__
+
+
+# --- type checkers ---
+
+
+def test_mypy_knows_every_compressor() -> None:
+    names = [cls.__name__ for cls in COMPRESSORS]
+    others = ["MomentumCorrection", "Schedule", "WeightedAverage", "suggested_threshold", "warmup"]
+    lines = []
+    for number, adapter in enumerate(ADAPTERS):
+        lines += [f"from horovod_sparse.{adapter} import {name} as {name}{number}" for name in names + others]
+        lines += [f"reveal_type({name}{number})" for name in names + others]
+    done = run("-m", "mypy", "--config-file", "pyproject.toml", "-c", "\n".join(lines), folder=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # What a module has not is taken for a name of Horovod's, whose modules are without types.
+    assert 'Revealed type is "object"' not in done.stdout, done.stdout
+    for adapter in ADAPTERS:
+        home = "compressors.{module}" if adapter == "numpy" else f"{adapter.partition('.')[0]}.compressors"
+        for cls in COMPRESSORS:
+            wanted = f'-> horovod_sparse.{home.format(module=cls.__module__.rpartition(".")[2])}.{cls.__name__}"'
+            assert wanted in done.stdout, wanted
+
+
+def test_mypy_checks_what_users_write() -> None:
+    code = (
+        "from horovod_sparse.torch import SIDCo, MomentumCorrection, Schedule, WeightedAverage, suggested_threshold, warmup\n"
+        "reveal_type(SIDCo(ratio=0.1).stats())\n"
+        "SIDCo(warmup(0.25, 0.01, 4), momentum_correction=MomentumCorrection(0.9))\n"
+        "SIDCo(ratoi=0.1)\n"
+        "SIDCo(0.1, adapt='strong')\n"
+    )
+    done = run("-m", "mypy", "--config-file", "pyproject.toml", "-c", code, folder=ROOT)
+    assert 'Revealed type is "horovod_sparse.core.statistics.Stats"' in done.stdout, done.stdout + done.stderr
+    found = re.findall(r"<string>:(\d+): error: .*\[([a-z-]+)\]", done.stdout)
+    assert found == [("4", "call-arg"), ("5", "arg-type")], done.stdout
+    assert 'Unexpected keyword argument "ratoi"' in done.stdout
+
+
+# --- a new compressor ---
+
+
+@pytest.fixture
+def extended(tmp_path: Path) -> Path:
+    """A folder with a copy of the package, to which the compressor of the page was added as the page says."""
+    package = tmp_path / "horovod_sparse"
+    shutil.copytree(ROOT / "horovod_sparse", package, ignore=shutil.ignore_patterns("__pycache__"))
+    text = PAGE.read_text(encoding="utf-8")
+    (package / "compressors" / "rms.py").write_text(pages.blocks(PAGE, "python")[0].text)
+    edits = re.findall(r"^ *- `(horovod_sparse/\S+)`: `(.+?)`", text.split("## Into the package")[1], re.MULTILINE)
+    assert len(edits) == 4, "two lines for the list, and one for each framework"
+    for source, line in edits:
+        file = tmp_path / source
+        kind = re.match(r"from horovod_sparse\.compressors\.|class |\"", line)
+        assert kind, line
+        # Before the last line of its kind.
+        *_, last = re.finditer(rf"^( *){re.escape(kind[0])}(?=\w)", file.read_text(), re.MULTILINE)
+        code = file.read_text()
+        file.write_text(f"{code[: last.start()]}{last[1]}{line}\n{code[last.start() :]}")
+    return tmp_path
+
+
+NUMPY = """
+import numpy as np
+import horovod_sparse.numpy as hvd
+reduce = hvd.SparseAllreduce(None, hvd.RMSThreshold(ratio=0.1))
+for _ in range(3):
+    assert np.count_nonzero(reduce({"weights": np.arange(1000.0)})["weights"]) < 1000
+assert reduce.stats().steps == 3
+"""
+
+TORCH = """
+import torch
+import horovod_sparse.torch as hvd
+hvd.init()
+model = torch.nn.Linear(100, 10)
+compression = hvd.RMSThreshold(ratio=0.01)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(16, 100)).square().mean().backward()
+    optimizer.step()
+assert compression.stats().steps == 3
+assert 0 < compression.stats().last.total.count < 1000
+"""
+
+TENSORFLOW = """
+import tensorflow as tf
+import horovod_sparse.tensorflow as hvd
+import horovod_sparse.tensorflow.keras
+assert horovod_sparse.tensorflow.keras.RMSThreshold is hvd.RMSThreshold
+hvd.init()
+weights = tf.Variable(tf.random.normal([1000]))
+compression = hvd.RMSThreshold(ratio=0.01)
+for _ in range(3):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(weights**2)
+    tape = hvd.DistributedGradientTape(tape, compression=compression)
+    assert 0 < tf.math.count_nonzero(tape.gradient(loss, [weights])[0]) < 1000
+assert compression.stats().steps == 3
+"""
+
+
+@pytest.mark.parametrize("code", [NUMPY, TORCH, TENSORFLOW], ids=["numpy", "torch", "tensorflow"])
+def test_a_new_compressor_works_in_every_adapter(extended: Path, code: str) -> None:
+    own = f"\nassert hvd.__file__.startswith({str(extended)!r})\nassert 'RMSThreshold' in hvd.__all__\n"
+    done = run("-c", code + own, folder=extended, HOROVOD_SPARSE_FORCE="1", TF_CPP_MIN_LOG_LEVEL="3")
+    assert done.returncode == 0, done.stderr[-3000:]
