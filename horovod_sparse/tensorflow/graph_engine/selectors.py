@@ -64,6 +64,8 @@ class Chosen:
     """The algorithm's adaptive numbers after this selection. Numbers that are left out stay as they were."""
 
 
+Fit = Callable[[Moments, Any], Tensor]
+"""(moments, ratio) -> threshold."""
 Select = Callable[[Any, Tensor, int, int, Mapping[str, Tensor]], Chosen]
 """(compressor, x, k, capacity, adaptive numbers) -> what it chooses; `x` is as for `Compressor.select`."""
 
@@ -253,24 +255,7 @@ def _estimate(compressor: sidco.SIDCo, x: Tensor, aim: Tensor, whole: Moments, c
     def peaks_over_threshold() -> tuple[Tensor, Tensor]:
         first = fit(whole, sidco.FIRST_RATIO)
         tails = tf.boolean_mask(x, tf.abs(x) > _limit(x, first))
-        same_ratio = (ratio / sidco.FIRST_RATIO) ** (1.0 / (stages - 1))
-
-        def stage(
-            remaining: Tensor, previous: Tensor, threshold: Tensor, last: Tensor, _: Tensor
-        ) -> tuple[Tensor, ...]:
-            tail = moments(tails, threshold)
-            left = tail.count >= 2.0
-            step = same_ratio
-            if compressor.adapt == "robust":
-                step = (aim / tf.maximum(tail.count, 1.0)) ** (1.0 / remaining)
-            following = tf.maximum(threshold + fit(tail, step), previous)
-            # If a threshold lies beyond the data, the last one that left something is better.
-            reached = tf.where(left, following, previous)
-            return remaining - 1.0, threshold, reached, tf.where(left, threshold, last), left
-
-        begin = (_number(stages - 1), _number(0.0), first, no_cut, True)
-        done = tf.while_loop(lambda remaining, _, __, ___, left: left & (remaining > 0.0), stage, begin)
-        return done[2], done[3] if compressor.adapt == "robust" else no_cut
+        return _later_stages(compressor, tails, aim, whole.count, first, fit)
 
     def all_stages() -> Any:
         return tf.cond(ratio >= sidco.FIRST_RATIO, lambda: (fit(whole, ratio), no_cut), peaks_over_threshold)
@@ -283,6 +268,32 @@ def _estimate(compressor: sidco.SIDCo, x: Tensor, aim: Tensor, whole: Moments, c
         lambda: sidco.last_stage(cut, tail, whole.count, max_abs(x), aim, stages, fit, TENSORS),
         all_stages,
     )
+
+
+def _later_stages(
+    compressor: sidco.SIDCo, tails: Tensor, aim: Tensor, count: Tensor, first: Tensor, fit: Fit
+) -> tuple[Tensor, Tensor]:
+    """Return the threshold and the next step's cut after the stages that follow the first, which leaves `tails`."""
+    assert compressor.stages != "auto"
+    stages, robust = compressor.stages, compressor.adapt == "robust"
+    same_ratio = (aim / count / sidco.FIRST_RATIO) ** (1.0 / (stages - 1))
+
+    def stage(
+        remaining: Tensor, previous: Tensor, before: Tensor, threshold: Tensor, cut: Tensor, _: Tensor
+    ) -> tuple[Tensor, ...]:
+        tail = moments(tails, threshold)
+        if robust:
+            goes_on, ratio = tail.count > aim, (aim / tf.maximum(tail.count, 1.0)) ** (1.0 / remaining)
+            cut = tf.where(goes_on, threshold, cut)
+            best = sidco.nearer(previous, before, threshold, tail.count, aim, TENSORS)
+        else:
+            goes_on, ratio, best = tail.count >= 2.0, same_ratio, previous
+        following = tf.where(goes_on, threshold + fit(tail, ratio), best)
+        return remaining - 1.0, threshold, tail.count, following, cut, goes_on
+
+    begin = (_number(stages - 1), _number(0.0), count, first, _number(math.inf), True)
+    done = tf.while_loop(lambda *state: state[-1] & (state[0] > 0.0), stage, begin)
+    return done[3], done[4]
 
 
 def _gaussiank(
