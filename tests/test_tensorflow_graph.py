@@ -135,7 +135,7 @@ class Worker:
         dense = {p.name for p in self.dense}
         reduced = self.engine.reduce(
             Step(
-                buckets=self.engine.buckets,
+                buckets=[bucket.layout for bucket in self.engine.buckets],
                 gradients={name: gradient for name, gradient in gradients.items() if name not in dense},
                 dense={name: gradient for name, gradient in gradients.items() if name in dense},
                 others={},

@@ -1,0 +1,64 @@
+"""One bucket of the graph on this rank: its variables and its adaptive state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from horovod_sparse.compressors.base import BucketState
+from horovod_sparse.core.layout import Layout
+from horovod_sparse.core.statistics import Counts, Tally
+from horovod_sparse.exchange import cost
+from horovod_sparse.tensorflow.graph_engine.variables import Variable, assign, numpy
+
+
+@dataclass(frozen=True)
+class GraphBucket:
+    """One bucket on this rank. Everything that changes is held in variables."""
+
+    layout: Layout
+    k: int
+    capacity: int
+    residual: Variable
+    velocity: Variable | None
+    """With momentum correction; otherwise None."""
+    state: BucketState
+    """The state before the first step. The variables below hold what changes of it."""
+    step: Variable
+    saved: Mapping[str, Variable]
+    """The algorithm's adaptive numbers, by name."""
+    tally: Variable
+    """Rows: the last step, the sums over all steps. Columns: steps, count, overflow, threshold."""
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    def totals(self, stages: int, world: int) -> Tally:
+        """Return the counts of the last step and of all steps, which had so many stages and workers."""
+        sent = cost.allgather_bytes(8 * self.capacity, world)
+        tally = numpy(self.tally)
+        last, sums = (
+            Counts(steps * self.k, count, overflow, threshold, steps * stages, steps * sent)
+            for steps, count, overflow, threshold in tally.tolist()
+        )
+        return Tally(int(tally[1, 0]), last, sums)
+
+    def adaptive(self) -> dict[str, object]:
+        """Return the adaptive state as the buckets of `Pipeline` do."""
+        before: dict[str, Any] = self.state.state_dict()
+        changed = {"step": self.step, **self.saved}
+        return before | {name: type(before[name])(numpy(variable)) for name, variable in changed.items()}
+
+    def state_from(self, adaptive: Mapping[str, Any]) -> BucketState:
+        """Make a state from what `adaptive`, or a pipeline on the host, returned."""
+        state = copy.deepcopy(self.state)
+        state.load_state_dict(adaptive)
+        return state
+
+    def adapt(self, state: BucketState) -> None:
+        """Continue from a state."""
+        for name, variable in {"step": self.step, **self.saved}.items():
+            assign(variable, getattr(state, name))
