@@ -6,7 +6,7 @@ import copy
 import io
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -27,7 +27,7 @@ from horovod_sparse.compressors import (
 from horovod_sparse.compressors.base import check_boolean
 from horovod_sparse.core.binding import BoundCompressor, Server
 from horovod_sparse.core.state import ARRAYS, check_parts, empty_state
-from horovod_sparse.tensorflow.engine import Engine, engine_class
+from horovod_sparse.tensorflow.host import HostPipeline
 
 Tensor = Any
 
@@ -52,7 +52,7 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
         super().__init__(*args, **settings)
         check_boolean("graph", graph)
         self.graph = graph
-        self.engine.check(self)
+        self.engine_class.check(self)
         if not tf.executing_eagerly():
             raise RuntimeError(
                 f"{type(self).__name__} must not be made inside of a function that is being traced: every trace would begin "
@@ -60,9 +60,15 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
             )
 
     @property
-    def engine(self) -> type[Engine]:
+    def engine_class(self) -> type[HostPipeline]:
         """The class of what selects and reduces."""
-        return engine_class(graph=self.graph)
+        if self.graph:
+            # The one place that knows the EXPERIMENTAL engine. To remove it, delete its folder, this and the argument `graph`.
+            from horovod_sparse.tensorflow.graph_engine.pipeline import GraphPipeline
+
+            # It has all methods that are called here and in the reducer.
+            return cast("type[HostPipeline]", GraphPipeline)
+        return HostPipeline
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "_pending"}
@@ -86,7 +92,7 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
         known = tensor.shape.is_fully_defined()
         if not tensor.dtype.is_floating or (known and self.leaves_dense("", tensor.shape.num_elements())):
             return tensor, None
-        chosen = self.engine.chosen(self, tensor, self.residual_dtype_of(tensor))
+        chosen = self.engine_class.chosen(self, tensor, self.residual_dtype_of(tensor))
         # This is differentiable, as Horovod's own compressors are.
         return tf.where(chosen, tensor, tf.zeros_like(tensor)), None
 

@@ -24,8 +24,8 @@ from horovod_sparse.core.state import PARTS, check_state, empty_state, holds_any
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
-from horovod_sparse.tensorflow.engine import Engine
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
+from horovod_sparse.tensorflow.host import HostPipeline
 from horovod_sparse.tensorflow.names import Names, plain, renamed
 from horovod_sparse.tensorflow.reduction import Reduction
 from horovod_sparse.tensorflow.step import Step
@@ -55,7 +55,7 @@ class Reducer:
         """Returns the optimizer's settings by name, which must also be equal on all ranks."""
         self.compressor = compressor
         self.names = Names()
-        self.engine: Engine | None = None
+        self.engine: HostPipeline | None = None
         self._process_set = reduction.process_set
         self._collectives = Collectives(self._process_set)
         self._agreements = 0
@@ -109,7 +109,7 @@ class Reducer:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         if not self.active:
             return list(gradients)
-        self.compressor.engine.check_mode()
+        self.compressor.engine_class.check_mode()
         rate = tf.constant(math.nan, tf.float64) if learning_rate is None else tf.cast(learning_rate, tf.float64)
         if learning_rate is None and self.compressor.lr_in_residual:
             raise ValueError(
@@ -237,7 +237,7 @@ class Reducer:
             if self.compressor.leaves_dense(name, math.prod(shape)):
                 layouts.append(Layout((Slot(name, 0, math.prod(shape), shape),), residual))
             else:
-                kind = self.compressor.engine.device_of(devices[name])
+                kind = self.compressor.engine_class.device_of(devices[name])
                 parameters.append(Parameter(name, shape, residual, kind, groups.get(name)))
         planned = plan(parameters, self.compressor)
         check_limits(planned, self.compressor, self._process_set.size())
@@ -259,8 +259,8 @@ class Reducer:
         rest = _part(pending, {name for kind in PARTS for name in pending[kind]} - {*residuals, *velocities})
         return state, rest if holds_anything(rest) else None
 
-    def _make_engine(self) -> Engine:
-        return self.compressor.engine(
+    def _make_engine(self) -> HostPipeline:
+        return self.compressor.engine_class(
             self.compressor,
             self._collectives,
             world=self._process_set.size(),

@@ -118,18 +118,15 @@ def _gradient(stock: Function) -> Function:
     def extended(
         self: Any, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> Any:
-        if isinstance(sources, (list, tuple)):
-            many = list(sources)
-        elif isinstance(self._allreduce_grads, Reducer):
-            many = [sources]
-        else:
-            # Leave this case to stock Horovod.
+        is_ours, is_single = isinstance(self._allreduce_grads, Reducer), not isinstance(sources, (list, tuple))
+        if is_single and not is_ours:
             return stock(self, target, sources, output_gradients, use_generic_names)
-        if isinstance(self._allreduce_grads, Reducer):
+        many = [sources] if is_single else list(sources)
+        if is_ours:
             # Name the sources while they still have their paths.
             self._allreduce_grads.names.of(many)
         reduced = stock(self, target, [plain(source) for source in many], output_gradients, use_generic_names)
-        return reduced if isinstance(sources, (list, tuple)) else reduced[0]
+        return reduced[0] if is_single else reduced
 
     return extended
 

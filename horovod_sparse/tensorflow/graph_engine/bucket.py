@@ -1,17 +1,23 @@
-"""One bucket of the graph on this rank: its variables and its adaptive state."""
+"""One bucket of the graph on this rank, and what is done to its variables."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import tensorflow as tf
 
 from horovod_sparse.compressors.base import BucketState
 from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.statistics import Counts, Tally
 from horovod_sparse.exchange import cost
-from horovod_sparse.tensorflow.graph_engine.variables import Variable, assign, numpy
+from horovod_sparse.tensorflow.memory import make_variable
+
+Tensor = Any
+Variable = Any
 
 
 @dataclass(frozen=True)
@@ -62,3 +68,46 @@ class GraphBucket:
         """Continue from a state."""
         for name, variable in {"step": self.step, **self.saved}.items():
             assign(variable, getattr(state, name))
+
+
+def make_flat(layout: Layout, kind: str, device: str | None) -> Variable:
+    """Make a variable of zeros for a layout."""
+    return make_variable(np.zeros(layout.numel, layout.residual_dtype), f"{layout.name}/{kind}", device)
+
+
+def write(variable: Variable, indices: Tensor, values: Tensor) -> Any:
+    """Return the operation that writes values at some indices of a flat variable."""
+    return variable.scatter_update(tf.IndexedSlices(values, indices))
+
+
+def numpy(variable: Variable) -> Any:
+    """Return a copy of the value."""
+    with tf.init_scope():
+        return np.array(variable.numpy())
+
+
+def assign(variable: Variable, value: Any) -> None:
+    """Assign a value from the host."""
+    with tf.init_scope():
+        variable.assign(tf.constant(value, variable.dtype))
+
+
+def shapes(kept: Sequence[tuple[Layout, Variable]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters by name."""
+    return {slot.name: slot.shape for layout, _ in kept for slot in layout.slots}
+
+
+def arrays(kept: Sequence[tuple[Layout, Variable]]) -> dict[str, Any]:
+    """Return the parts of all variables by parameter name."""
+    return {
+        slot.name: flat[slot.offset : slot.offset + slot.numel].reshape(slot.shape)
+        for layout, flat in ((layout, numpy(variable)) for layout, variable in kept)
+        for slot in layout.slots
+    }
+
+
+def load(kept: Sequence[tuple[Layout, Variable]], arrays: Mapping[str, Any]) -> None:
+    """Assign what `arrays` returned."""
+    for layout, variable in kept:
+        parts = [np.asarray(arrays[slot.name]).reshape(-1) for slot in layout.slots]
+        assign(variable, np.concatenate(parts).astype(layout.residual_dtype))

@@ -1,4 +1,4 @@
-"""The path from gradient to reduced gradient by TensorFlow operations alone (`graph=True`).
+"""EXPERIMENTAL: the path from gradient to reduced gradient by TensorFlow operations alone (`graph=True`).
 
 It is for GPUs, and for where Python calls are not allowed. It selects, sends and reduces the same as the shared CPU path
 (`host`). Residuals, adaptive numbers and counts live in variables on the same device as the model's variables. They are copied
@@ -19,7 +19,6 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.compressors.base import Compressor, Place
-from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.pipeline import check_limits
 from horovod_sparse.core.state import VERSION, check_state
@@ -27,19 +26,28 @@ from horovod_sparse.core.statistics import Stats, StepStats
 from horovod_sparse.exchange import wire
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.graph_engine import selectors
-from horovod_sparse.tensorflow.graph_engine.bucket import GraphBucket
-from horovod_sparse.tensorflow.graph_engine.gradients import Clip, with_momentum
+from horovod_sparse.tensorflow.graph_engine.bucket import (
+    GraphBucket,
+    arrays,
+    assign,
+    load,
+    make_flat,
+    numpy,
+    shapes,
+    write,
+)
 from horovod_sparse.tensorflow.graph_engine.messages import pack, receive
 from horovod_sparse.tensorflow.graph_engine.tensors import (
+    Clip,
     all_finite,
     in_range,
     only_finite,
     part,
     piece,
     to_float32,
+    with_momentum,
     without,
 )
-from horovod_sparse.tensorflow.graph_engine.variables import arrays, assign, load, make_flat, numpy, shapes, write
 from horovod_sparse.tensorflow.memory import make_variable
 from horovod_sparse.tensorflow.step import Step
 
@@ -94,15 +102,8 @@ class GraphPipeline:
         self._dense_velocity: dict[str, Variable] = {}
         self._divisors: dict[float, Variable] = {}
 
-    @staticmethod
-    def check(compressor: Compressor) -> None:
-        """See `selectors.check`."""
-        selectors.check(compressor)
-
-    @staticmethod
-    def chosen(compressor: BoundCompressor, tensor: Tensor, dtype: str) -> Tensor:
-        """See `selectors.chosen`."""
-        return selectors.chosen(compressor, tensor, dtype)
+    check = staticmethod(selectors.check)
+    chosen = staticmethod(selectors.chosen)
 
     @staticmethod
     def check_mode() -> None:

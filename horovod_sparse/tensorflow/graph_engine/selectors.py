@@ -49,37 +49,28 @@ Select = Callable[[Any, Tensor, int, int, Mapping[str, Tensor]], Chosen]
 
 def check(compressor: Compressor) -> None:
     """Raise ValueError, with the name of the setting, if the graph path cannot do what the compressor does."""
-
-    def refuse(name: str, value: object, why: str, remedy: str) -> None:
-        raise ValueError(f"{name} must not be {value!r} with graph=True: {why}; {remedy}, or leave graph=False")
-
-    if type(compressor).select not in _SELECTS:
-        names = "TopK, SIDCo, GaussianK, RedSync, Threshold"
-        refuse(
-            "compression",
-            type(compressor).__name__,
-            "its selection is Python code, which a graph cannot hold",
-            f"use one of {names}",
-        )
-    if compressor.exchange is not protocols.pairs:
-        refuse("union", True, "the graph exchanges pairs only", "use union=False")
-    if isinstance(compressor.ratio, Schedule):
-        refuse("ratio", compressor.ratio, "a graph's messages have one shape for good", "use a number")
-    if compressor.dense_steps:
-        refuse("dense_steps", compressor.dense_steps, "a graph reduces every step alike", "use dense_steps=0")
-    if compressor.discardable:
-        refuse("discardable", True, "the graph keeps no copy of what was before a step", "use discardable=False")
-    if compressor.lr_in_residual:
-        refuse("lr_in_residual", True, "the graph does not follow the learning rate", "use lr_in_residual=False")
-    if isinstance(compressor, sidco.SIDCo):
-        if compressor.stages == "auto":
-            refuse("stages", "auto", "the number of stages is fixed when the graph is built", "use stages=3")
-        if compressor.distribution == "gamma":
-            refuse(
-                "distribution",
-                "gamma",
-                "TensorFlow has no inverse of the incomplete gamma function that follows SciPy's",
-                "use 'exponential' or 'gpareto'",
+    given = vars(compressor) | {"compression": type(compressor).__name__, "union": True}
+    names, is_sidco = "TopK, SIDCo, GaussianK, RedSync, Threshold", isinstance(compressor, sidco.SIDCo)
+    no_inverse = "TensorFlow has no inverse of the incomplete gamma function that follows SciPy's"
+    rows = (
+        ("compression", type(compressor).select not in _SELECTS, "its selection is Python code", f"use one of {names}"),
+        ("union", compressor.exchange is not protocols.pairs, "the graph exchanges pairs only", "use union=False"),
+        ("ratio", isinstance(compressor.ratio, Schedule), "a graph's messages have one shape for good", "use a number"),
+        ("dense_steps", compressor.dense_steps > 0, "a graph reduces every step alike", "use dense_steps=0"),
+        ("discardable", compressor.discardable, "the graph keeps no copy of a step", "use discardable=False"),
+        (
+            "lr_in_residual",
+            compressor.lr_in_residual,
+            "the graph ignores the learning rate",
+            "use lr_in_residual=False",
+        ),
+        ("stages", is_sidco and given["stages"] == "auto", "a graph has a fixed number of stages", "use stages=3"),
+        ("distribution", is_sidco and given["distribution"] == "gamma", no_inverse, "use 'exponential' or 'gpareto'"),
+    )
+    for name, refused, why, remedy in rows:
+        if refused:
+            raise ValueError(
+                f"{name} must not be {given[name]!r} with graph=True: {why}; {remedy}, or leave graph=False"
             )
 
 

@@ -1,4 +1,4 @@
-"""Functions of tensors that the steps of the graph are made of."""
+"""Functions of tensors that the steps of the graph are made of; clipping and momentum."""
 
 from __future__ import annotations
 
@@ -7,40 +7,36 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.momentum import MomentumCorrection, clip_limit
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.exchange import wire
+from horovod_sparse.tensorflow.step import Step
 
 Tensor = Any
-
-
-class Tensors:
-    """The `horovod_sparse.estimation.algebra.Algebra` of 0-d float64 tensors."""
-
-    def log(self, x: Tensor) -> Tensor:
-        return tf.math.log(scalar(x))
-
-    def expm1(self, x: Tensor) -> Tensor:
-        return tf.math.expm1(scalar(x))
-
-    def sqrt(self, x: Tensor) -> Tensor:
-        return tf.sqrt(scalar(x))
-
-    def maximum(self, a: Tensor, b: Tensor) -> Tensor:
-        return tf.maximum(scalar(a), scalar(b))
-
-    def minimum(self, a: Tensor, b: Tensor) -> Tensor:
-        return tf.minimum(scalar(a), scalar(b))
-
-    def choose(self, condition: Tensor, yes: Callable[[], Tensor], no: Callable[[], Tensor]) -> Tensor:
-        return tf.where(condition, scalar(yes()), scalar(no()))
-
-
-TENSORS = Tensors()
 
 
 def scalar(x: Any) -> Tensor:
     """Return a 0-d float64 tensor."""
     return tf.convert_to_tensor(x, tf.float64)
+
+
+def _of_scalars(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return staticmethod(lambda *numbers: function(*map(scalar, numbers)))
+
+
+class Tensors:
+    """The `horovod_sparse.estimation.algebra.Algebra` of 0-d float64 tensors."""
+
+    log, expm1, sqrt = map(_of_scalars, (tf.math.log, tf.math.expm1, tf.sqrt))
+    maximum, minimum = map(_of_scalars, (tf.maximum, tf.minimum))
+
+    @staticmethod
+    def choose(condition: Tensor, yes: Callable[[], Tensor], no: Callable[[], Tensor]) -> Tensor:
+        return tf.where(condition, scalar(yes()), scalar(no()))
+
+
+TENSORS = Tensors()
 
 
 def all_finite(tensor: Tensor) -> Tensor:
@@ -105,3 +101,50 @@ def without(flat: Tensor, slots: Sequence[Slot], names: Collection[str]) -> Tens
         return flat
     parts = [piece(flat, slot) for slot in slots]
     return tf.concat([tf.zeros_like(p) if s.name in names else p for s, p in zip(slots, parts, strict=True)], 0)
+
+
+class Clip:
+    """Clips this rank's gradients, as `momentum.clip` and `momentum.scaled` do.
+
+    Args:
+        compressor: has the settings; without `clip_norm` nothing is clipped.
+        world, averages: as for `Pipeline`.
+    """
+
+    def __init__(self, compressor: Compressor, world: int, *, averages: bool) -> None:
+        wanted = compressor.clip_norm
+        self._limit = None if wanted is None else clip_limit(wanted, world, averages=averages)
+        self._holds_back = compressor.holds_back
+
+    def factor(self, step: Step) -> Tensor | None:
+        """Return the `momentum.clip_factor` of all this rank's gradients with `clip_scope="model"`, otherwise None."""
+        if not self._holds_back:
+            return None
+        gradients = [*step.gradients.values(), *step.dense.values()]
+        norms = [finite_norm(tf.cast(gradient, wide(gradient))) for gradient in gradients]
+        return self._factor(norm(tf.stack([tf.constant(0.0, tf.float64), *norms])))
+
+    def clipped(self, gradient: Tensor, factor: Tensor | None) -> Tensor:
+        """Return the gradient in `wide` type, clipped; without a limit, return it unchanged."""
+        if self._limit is None:
+            return gradient
+        gradient = tf.cast(gradient, wide(gradient))
+        if factor is None:
+            factor = self._factor(finite_norm(gradient))
+        return gradient * tf.cast(factor, gradient.dtype)
+
+    def _factor(self, size: Tensor) -> Tensor:
+        one = tf.ones_like(size)
+        return tf.where(size > 0.0, tf.minimum(one, self._limit / size), one)
+
+
+def with_momentum(
+    correction: MomentumCorrection, residual: Tensor, velocity: Tensor, gradient: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return residual and velocity with the gradient added, as `MomentumCorrection.accumulate` does."""
+    momentum = tf.cast(correction.momentum, velocity.dtype)
+    if correction.nesterov:
+        velocity = plus(velocity, gradient) * momentum
+        return plus(residual, gradient) + velocity, velocity
+    velocity = plus(velocity * momentum, gradient)
+    return residual + velocity, velocity
