@@ -16,7 +16,6 @@ from horovod_sparse.core.statistics import Counts, Tally
 from horovod_sparse.exchange import cost
 from horovod_sparse.tensorflow.memory import make_variable
 
-Tensor = Any
 Variable = Any
 
 
@@ -73,11 +72,6 @@ class GraphBucket:
 def make_flat(layout: Layout, kind: str, device: str | None) -> Variable:
     """Make a variable of zeros for a layout."""
     return make_variable(np.zeros(layout.numel, layout.residual_dtype), f"{layout.name}/{kind}", device)
-
-
-def write(variable: Variable, indices: Tensor, values: Tensor) -> Any:
-    """Return the operation that writes values at some indices of a flat variable."""
-    return variable.scatter_update(tf.IndexedSlices(values, indices))
 
 
 def numpy(variable: Variable) -> Any:

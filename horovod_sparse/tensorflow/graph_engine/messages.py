@@ -28,9 +28,8 @@ def receive(bucket: GraphBucket, gathered: Tensor, divisor: Tensor, *, world: in
     rows = tf.bitcast(gathered, tf.float32)
     numbers = tf.bitcast(rows[:, 0], tf.int32)
     # Do not reshape to (world, capacity, 2): TensorFlow's optimizer would move the reshape before the length check.
-    with tf.control_dependencies(
-        [_check_length(bucket, gathered, world, rank), *_check_indices(bucket, numbers, world, rank)]
-    ):
+    checks = [_check_length(bucket, gathered, world, rank), *_check_indices(bucket, numbers, world, rank)]
+    with tf.control_dependencies(checks):
         numbers = tf.identity(numbers)
     finite = tf.reduce_all(numbers != wire.NOT_FINITE)
     # Padding is added to an extra last entry, so that no shape depends on data.
@@ -44,15 +43,12 @@ def receive(bucket: GraphBucket, gathered: Tensor, divisor: Tensor, *, world: in
 
 
 def _check_length(bucket: GraphBucket, gathered: Tensor, world: int, rank: int) -> Any:
-    expected = world * bucket.capacity
-    return tf.debugging.Assert(
-        tf.equal(tf.shape(gathered)[0], expected),
-        [
-            f"rank {rank}: the messages for bucket {bucket.name} must have {expected} rows together; the ranks "
-            "run different models, settings or versions of horovod_sparse; got",
-            tf.shape(gathered)[0],
-        ],
+    expected, rows = world * bucket.capacity, tf.shape(gathered)[0]
+    message = (
+        f"rank {rank}: the messages for bucket {bucket.name} must have {expected} rows together; the ranks "
+        "run different models, settings or versions of horovod_sparse; got"
     )
+    return tf.debugging.Assert(tf.equal(rows, expected), [message, rows])
 
 
 def _check_indices(bucket: GraphBucket, numbers: Tensor, world: int, rank: int) -> list[Any]:

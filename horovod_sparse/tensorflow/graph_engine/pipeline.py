@@ -26,23 +26,13 @@ from horovod_sparse.core.statistics import Stats, StepStats
 from horovod_sparse.exchange import wire
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.graph_engine import selectors
-from horovod_sparse.tensorflow.graph_engine.bucket import (
-    GraphBucket,
-    arrays,
-    assign,
-    load,
-    make_flat,
-    numpy,
-    shapes,
-    write,
-)
+from horovod_sparse.tensorflow.graph_engine.bucket import GraphBucket, arrays, assign, load, make_flat, numpy, shapes
 from horovod_sparse.tensorflow.graph_engine.messages import pack, receive
 from horovod_sparse.tensorflow.graph_engine.tensors import (
     Clip,
     all_finite,
     in_range,
     only_finite,
-    part,
     piece,
     to_float32,
     with_momentum,
@@ -207,7 +197,7 @@ class GraphPipeline:
             end = self._verdict(checks, succeeded)
         with tf.control_dependencies([end]):
             reduced = {
-                slot.name: tf.cast(part(flat, slot), step.dtypes[slot.name])
+                slot.name: tf.cast(tf.reshape(piece(flat, slot), slot.shape), step.dtypes[slot.name])
                 for one, (flat, _) in zip(sent, received, strict=True)
                 for slot in one.bucket.layout.slots
             }
@@ -278,13 +268,16 @@ class GraphPipeline:
         updates = [bucket.step.assign_add(1)]
         if self.compressor.residual:
             left = sent.taken - tf.cast(to_float32(sent.taken), sent.taken.dtype)
-            updates.append(write(bucket.residual, indices, tf.where(succeeded, left, sent.taken)))
+            updates.append(
+                bucket.residual.scatter_update(tf.IndexedSlices(tf.where(succeeded, left, sent.taken), indices))
+            )
         else:
             updates.append(bucket.residual.assign(tf.zeros_like(bucket.residual)))
         correction = self.compressor.momentum_correction
         if bucket.velocity is not None and correction is not None and correction.masking:
             moving = bucket.velocity.sparse_read(indices)
-            updates.append(write(bucket.velocity, indices, tf.where(succeeded, tf.zeros_like(moving), moving)))
+            stopped = tf.where(succeeded, tf.zeros_like(moving), moving)
+            updates.append(bucket.velocity.scatter_update(tf.IndexedSlices(stopped, indices)))
         updates += [bucket.saved[name].assign(number) for name, number in sent.chosen.saved.items()]
         return [*updates, self._count(sent, received)]
 
@@ -316,19 +309,12 @@ class GraphPipeline:
             return tf.no_op()
         first = tf.argmin(tf.cast(tf.stack([finite for _, finite in checks]), tf.int32))
         cause = tf.gather(tf.constant([label for label, _ in checks]), first)
-        return tf.debugging.Assert(
-            succeeded,
-            [
-                tf.strings.join(
-                    [
-                        f"rank {self._rank}: the gradient of ",
-                        cause,
-                        " holds NaN or infinity, or overflows its residual; it was kept out of the residual. Lower the "
-                        "learning rate, or with loss scaling set not_finite to propagate",
-                    ]
-                )
-            ],
+        before, after = (
+            f"rank {self._rank}: the gradient of ",
+            " holds NaN or infinity, or overflows its residual; it was kept out of the residual. Lower the learning rate, or "
+            "with loss scaling set not_finite to propagate",
         )
+        return tf.debugging.Assert(succeeded, [tf.strings.join([before, cause, after])])
 
     # --- statistics and state: the same as those of `Pipeline` ---
 

@@ -90,11 +90,6 @@ def piece(flat: Tensor, slot: Slot) -> Tensor:
     return flat[slot.offset : slot.offset + slot.numel]
 
 
-def part(flat: Tensor, slot: Slot) -> Tensor:
-    """Return a parameter's slice in its shape."""
-    return tf.reshape(piece(flat, slot), slot.shape)
-
-
 def without(flat: Tensor, slots: Sequence[Slot], names: Collection[str]) -> Tensor:
     """Return the flat tensor with zeros in the slots that have these names."""
     if not any(slot.name in names for slot in slots):
