@@ -161,6 +161,28 @@ def test_thresholds_rise_with_every_stage() -> None:
             assert thresholds == sorted(thresholds)
 
 
+@pytest.mark.parametrize("distribution", ["exponential", "gamma", "gpareto"])
+@pytest.mark.parametrize(
+    ("parts", "k", "stage", "found"),
+    [
+        ({1.0: 29, 1e30: 5}, 6, 1, 5),
+        ({1.0: 29, 1e30: 1}, 1, 1, 1),
+        ({0.1: 88, 4.0: 10, 100.0: 2}, 6, 1, 12),
+        ({0.1: 88, 8.0: 8, 100.0: 4}, 6, 2, 4),
+    ],
+    ids=["first leaves fewer", "first leaves k", "first is nearer", "second is nearer"],
+)
+def test_a_stage_that_leaves_no_more_than_k_entries_is_the_last(
+    distribution: str, parts: dict[float, int], k: int, stage: int, found: int
+) -> None:
+    x = np.repeat(np.array(list(parts), np.float32), list(parts.values()))
+    compressor, sums = SIDCo(k / x.size, stages=3, distribution=distribution), OPS.measure(x)
+    first = compressor._first_fit(OPS.moments(x, 0.0, with_log=True), sidco.FIRST_RATIO)
+    threshold = compressor._all_stages(OPS, x, sums, k, 3)[0]
+    assert np.count_nonzero(x > threshold) == found
+    assert (threshold == pytest.approx(first)) == (stage == 1)
+
+
 def test_a_ratio_above_the_first_is_fitted_in_one_stage(laplace: np.ndarray) -> None:
     """With more stages the released code lowers the threshold again and sends everything."""
     assert estimate(laplace, 0.5, 4, "exponential") == estimate(laplace, 0.5, 1, "exponential")

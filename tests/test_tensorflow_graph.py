@@ -135,7 +135,7 @@ class Worker:
         dense = {p.name for p in self.dense}
         reduced = self.engine.reduce(
             Step(
-                buckets=self.engine.buckets,
+                buckets=[bucket.layout for bucket in self.engine.buckets],
                 gradients={name: gradient for name, gradient in gradients.items() if name not in dense},
                 dense={name: gradient for name, gradient in gradients.items() if name in dense},
                 others={},
@@ -324,6 +324,14 @@ def test_whatever_the_gradient_it_is_reduced_as_by_numpy(
     graph, host = renewed(kept_pair(make, (size,), ratio, residual_dtype=dtype))
     for gradient in data.draw(st.lists(npst.arrays(np.float32, size, elements=FINITE), min_size=1, max_size=3)):
         same_step(graph, host, {str(size): gradient})
+
+
+@pytest.mark.parametrize("name", ["sidco-exponential-robust-3", "sidco-gpareto-robust-3"])
+def test_a_stage_that_leaves_no_more_than_k_entries_is_the_last(name: str) -> None:
+    for parts in ({1.0: 29, 1e30: 5}, {0.1: 48, 4.0: 10, 100.0: 2}, {0.1: 48, 8.0: 8, 100.0: 4}):
+        given = np.repeat(np.array(list(parts), np.float32), list(parts.values()))
+        graph, host = renewed(kept_pair(ROWS[name], (60,), 0.1, residual_dtype="float32"))
+        same_step(graph, host, {"60": np.pad(given, (0, 60 - given.size))})
 
 
 def test_what_has_no_room_waits() -> None:

@@ -197,7 +197,8 @@ class SIDCo(Compressor):
         """Return the threshold fitted to all non-zero entries stage by stage, the cut of the last stage, and verbs.
 
         There must be more than k non-zero entries (k < sums.count). With several stages, the verbs know what is above
-        the first stage's threshold.
+        the first stage's threshold. With adapt="robust", a stage that leaves no more than k entries is the last, because a
+        ratio above 1 would extrapolate below the data: the `nearer` of its threshold and the one before is the result.
         """
         whole, cut = sums.moments(), math.inf
         if self.distribution == "gamma":
@@ -209,15 +210,17 @@ class SIDCo(Compressor):
         # Later stages and the selection need to look only at the entries that the first stage left.
         narrowed = ops.narrowed(x, threshold)
         step_ratio = (ratio / FIRST_RATIO) ** (1.0 / (stages - 1))
-        previous = 0.0
+        previous, before = 0.0, whole.count
         for remaining in range(stages - 1, 0, -1):
             tail = narrowed.moments(x, threshold)
-            if tail.count < 2:
+            if self.adapt == "robust":
+                if tail.count <= k:
+                    return nearer(previous, before, threshold, tail.count, k), cut, narrowed
+                step_ratio, cut = (k / tail.count) ** (1.0 / remaining), threshold
+            elif tail.count < 2:
                 # The threshold is beyond the data: nothing is left to fit. The last threshold that left entries is better.
                 return previous, cut, narrowed
-            if self.adapt == "robust":
-                step_ratio, cut = (k / tail.count) ** (1.0 / remaining), threshold
-            previous, threshold = threshold, max(threshold + self._tail_fit(tail, step_ratio), previous)
+            previous, before, threshold = threshold, tail.count, threshold + self._tail_fit(tail, step_ratio)
         return threshold, cut, narrowed
 
     def _first_fit(self, moments: Moments, ratio: float) -> float:
@@ -249,6 +252,11 @@ def last_stage(
     following = cut + fit(tail, tail_aim(count, k, stages) / tail.count)
     is_cut = m.minimum(following, largest - following) > 0.0
     return cut + fit(tail, k / tail.count), m.choose(is_cut, lambda: following, lambda: math.inf)
+
+
+def nearer(previous: float, before: float, threshold: float, left: float, k: float, m: Algebra = FLOATS) -> float:
+    """Return the threshold whose count is off by the smaller factor: `previous` leaves `before` > k, the other `left` <= k."""
+    return m.choose(before * left >= k * k, lambda: threshold, lambda: previous)
 
 
 def tail_aim(count: float, k: float, stages: int) -> float:

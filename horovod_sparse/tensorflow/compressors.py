@@ -6,19 +6,17 @@ import copy
 import io
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor as HorovodCompressor
-from numpy.typing import NDArray
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.base import check_boolean
 from horovod_sparse.core.binding import BoundCompressor, Server
 from horovod_sparse.core.state import ARRAYS, check_parts, empty_state
-from horovod_sparse.numpy.compiled import host_ops
-from horovod_sparse.tensorflow.graph_engine import selectors
+from horovod_sparse.tensorflow.host import HostPipeline
 
 Tensor = Any
 
@@ -30,9 +28,9 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
     rank must save its own checkpoint.
 
     Args:
-        graph: if False, selection and reduction are NumPy code, called from the graph on the CPU. If True, they are only
-            TensorFlow operations, on the device of the variables: for GPUs, and where Python calls are not allowed. Settings
-            that a graph cannot support are refused here. A gradient with NaN or infinity raises
+        graph: if False, selection and reduction are NumPy code, called from the graph on the CPU. True is EXPERIMENTAL: they
+            are only TensorFlow operations, on the device of the variables: for GPUs, and where Python calls are not allowed.
+            Settings that a graph cannot support are refused here. A gradient with NaN or infinity raises
             `tf.errors.InvalidArgumentError`.
         others: the algorithm's arguments.
     """
@@ -43,13 +41,23 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
         super().__init__(*args, **settings)
         check_boolean("graph", graph)
         self.graph = graph
-        if graph:
-            selectors.check(self)
+        self.engine_class.check(self)
         if not tf.executing_eagerly():
             raise RuntimeError(
                 f"{type(self).__name__} must not be made inside of a function that is being traced: every trace would begin "
                 "with an empty residual; make it once, outside"
             )
+
+    @property
+    def engine_class(self) -> type[HostPipeline]:
+        """The class of what selects and reduces."""
+        if self.graph:
+            # The one place that knows the EXPERIMENTAL engine. To remove it, delete its folder, this and the argument `graph`.
+            from horovod_sparse.tensorflow.graph_engine.pipeline import GraphPipeline
+
+            # It has all methods that are called here and in the reducer.
+            return cast("type[HostPipeline]", GraphPipeline)
+        return HostPipeline
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "_pending"}
@@ -73,10 +81,7 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
         known = tensor.shape.is_fully_defined()
         if not tensor.dtype.is_floating or (known and self.leaves_dense("", tensor.shape.num_elements())):
             return tensor, None
-        if self.graph:
-            chosen = self._chosen_in_graph(tensor)
-        else:
-            chosen = tf.ensure_shape(tf.numpy_function(self._chosen, [tensor], tf.bool), tensor.shape)
+        chosen = self.engine_class.chosen(self, tensor, self.residual_dtype_of(tensor))
         # This is differentiable, as Horovod's own compressors are.
         return tf.where(chosen, tensor, tf.zeros_like(tensor)), None
 
@@ -84,32 +89,9 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
         """Return the tensor unchanged."""
         return tensor
 
-    def residual_dtype_of(self, tensor: Tensor | NDArray[Any]) -> str:
+    def residual_dtype_of(self, tensor: Tensor) -> str:
         """Return the residual's dtype for gradients like `tensor`."""
         return self.residual_dtype or ("float64" if tensor.dtype == np.float64 else "float32")
-
-    def _chosen(self, tensor: NDArray[Any]) -> NDArray[np.bool_]:
-        if self.leaves_dense("", tensor.size) or not np.isfinite(tensor).all():
-            return np.ones(tensor.shape, np.bool_)
-        chosen = np.zeros(tensor.size, np.bool_)
-        chosen[self.choose_alone(host_ops(), tensor.reshape(-1).astype(self.residual_dtype_of(tensor)))] = True
-        return chosen.reshape(tensor.shape)
-
-    def _chosen_in_graph(self, tensor: Tensor) -> Tensor:
-        if not tensor.shape.is_fully_defined():
-            raise ValueError(
-                f"tensor must have a known shape with graph=True, got {tensor.shape}; use tf.ensure_shape, or graph=False"
-            )
-        numel, state = tensor.shape.num_elements(), self.new_state()
-        wide, k = self.residual_dtype_of(tensor), self.asked(numel)
-        saved = {name: tf.constant(getattr(state, name), tf.float64) for name in state.saved}
-
-        def some() -> Tensor:
-            flat = tf.reshape(tf.cast(tensor, wide), [-1])
-            indices = selectors.select(self, flat, k, self.room(numel, k, 1), saved).indices
-            return tf.reshape(tf.scatter_nd(indices[:, None], tf.ones_like(indices), [numel]) > 0, tensor.shape)
-
-        return tf.cond(tf.reduce_all(tf.math.is_finite(tensor)), some, lambda: tf.ones(tensor.shape, tf.bool))
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() if self._server is not None else copy.deepcopy(self._pending or empty_state())
@@ -137,6 +119,12 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
             ValueError: the bytes are damaged, or hold a state that cannot be loaded; nothing is changed then.
         """
         self.load_state_dict(_unpacked(string_value))
+
+
+def refuse_class(compression: Any) -> None:
+    """Raise TypeError if `compression` is a compressor's class instead of an instance."""
+    if isinstance(compression, type) and issubclass(compression, TensorflowCompressor):
+        raise TypeError(f"compression must be an instance, such as {compression.__name__}(...), got the class itself")
 
 
 def _unpacked(packed: bytes) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.pipeline import Arrived, Pipeline, Write
@@ -85,20 +86,55 @@ class HostPipeline(Pipeline):
     def _use(self, bucket: Bucket, *memory: NDArray[Any]) -> None:
         self.rebind(bucket, memory[0], memory[1] if len(memory) > 1 else None)
 
+    # --- what the engines of TensorFlow differ in ---
+
+    @staticmethod
+    def check(compressor: Compressor) -> None:
+        """Accept every compressor."""
+
+    @staticmethod
+    def check_mode() -> None:
+        """Raise RuntimeError if TensorFlow calls functions eagerly."""
+        if tf.config.functions_run_eagerly():
+            raise RuntimeError(
+                "tf.config.run_functions_eagerly must be False with a sparsifier, got True: functions that are called "
+                "eagerly get copies, and what is added to a residual would be lost; for Keras use "
+                "model.compile(run_eagerly=True)"
+            )
+
+    @staticmethod
+    def chosen(compressor: BoundCompressor, tensor: Tensor, dtype: str) -> Tensor:
+        """Return which entries of a tensor are selected outside of any bucket; `dtype` is that of a residual."""
+
+        def choose(array: NDArray[Any]) -> NDArray[np.bool_]:
+            if compressor.leaves_dense("", array.size) or not np.isfinite(array).all():
+                return np.ones(array.shape, np.bool_)
+            chosen = np.zeros(array.size, np.bool_)
+            chosen[compressor.choose_alone(host_ops(), array.reshape(-1).astype(dtype))] = True
+            return chosen.reshape(array.shape)
+
+        return tf.ensure_shape(tf.numpy_function(choose, [tensor], tf.bool), tensor.shape)
+
+    @staticmethod
+    def device_of(device: str) -> str:
+        """Return "cpu": all residuals are where NumPy can reach them."""
+        return "cpu"
+
     # --- called while a graph is built ---
 
     def reduce(self, step: Step) -> dict[str, Tensor]:
         """Build the operations that reduce one step's gradients, and return the reduced gradients by name."""
         with tf.device("CPU:0"):
+            buckets = [self._bucket_of[layout.name] for layout in step.buckets]
             with tf.control_dependencies([self._start(step)]):
-                compressed = [tensor for made in self._together(step) for tensor in self._exchange_all(step, made)]
+                compressed = [tensor for made in self._together(buckets) for tensor in self._exchange_all(step, made)]
                 finished = self._reduce_dense(step)
                 others = [tf.reduce_all(tf.math.is_finite(other)) for other in step.others.values()]
             with tf.control_dependencies([*compressed, *finished.values()]):
                 end = self._call(self._end, (list(step.others),), others, tf.bool)
             with tf.control_dependencies([end]):
                 tensors = [tf.identity(tensor) for tensor in (*compressed, *finished.values())]
-        names = [slot.name for bucket in step.buckets for slot in bucket.layout.slots]
+        names = [slot.name for bucket in buckets for slot in bucket.layout.slots]
         return dict(zip([*names, *finished], tensors, strict=True))
 
     def _start(self, step: Step) -> Tensor:
@@ -108,10 +144,10 @@ class HostPipeline(Pipeline):
         gradients = [*step.gradients.values(), *step.dense.values()] if self.compressor.holds_back else []
         return self._call(self._start_step, (), gradients, tf.bool)
 
-    def _together(self, step: Step) -> list[list[Bucket]]:
+    def _together(self, buckets: list[Bucket]) -> list[list[Bucket]]:
         """Group the buckets that are always at the same step of their schedule: those that were made together."""
         made: dict[int, list[Bucket]] = {}
-        for bucket in step.buckets:
+        for bucket in buckets:
             made.setdefault(self._generation[bucket.name] if self.compressor.dense_steps else 0, []).append(bucket)
         return list(made.values())
 

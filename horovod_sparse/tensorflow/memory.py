@@ -52,7 +52,7 @@ def check_memory(variable: Variable) -> None:
     if seen != 1.0:
         raise RuntimeError(
             f"tf.numpy_function must get the memory of a variable, but TensorFlow {tf.__version__} made a copy; use a "
-            "release that horovod_sparse was tested with (2.21), or graph=True"
+            "release that horovod_sparse was tested with (2.21)"
         )
 
 

@@ -13,13 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.core.agreement import check_sparse, compare, op_name
+from horovod_sparse.core.agreement import check_arguments, check_sparse, compare
 from horovod_sparse.core.binding import compresses
-from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
 from horovod_sparse.core.pipeline import check_limits
 from horovod_sparse.core.state import PARTS, check_state, empty_state, holds_anything, rescale_state
@@ -27,9 +25,9 @@ from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
-from horovod_sparse.tensorflow.graph_engine.pipeline import GraphBucket, GraphPipeline
 from horovod_sparse.tensorflow.host import HostPipeline
 from horovod_sparse.tensorflow.names import Names, plain, renamed
+from horovod_sparse.tensorflow.reduction import Reduction
 from horovod_sparse.tensorflow.step import Step
 
 Tensor = Any
@@ -46,43 +44,26 @@ class Reducer:
 
     Args:
         compressor: the `compression` that was given to Horovod; it is bound to this reducer.
-        op: hvd.Average or hvd.Sum.
-        predivide: `gradient_predivide_factor`.
-        groups: as for `hvd.DistributedGradientTape`.
-        sparse_as_dense: whether `tf.IndexedSlices` are compressed like other gradients.
-        process_set: the workers that exchange.
+        reduction: how gradients are reduced.
         shared: True if it serves one tape after the other, False if it serves one optimizer.
     """
 
-    def __init__(
-        self,
-        compressor: TensorflowCompressor,
-        *,
-        op: Any,
-        predivide: float,
-        groups: Any,
-        sparse_as_dense: bool,
-        process_set: Any,
-        shared: bool,
-    ) -> None:
+    def __init__(self, compressor: TensorflowCompressor, reduction: Reduction, *, shared: bool) -> None:
+        self.reduction = reduction
         self.shared = shared
         self.settings: Callable[[], Mapping[str, str]] = dict
         """Returns the optimizer's settings by name, which must also be equal on all ranks."""
         self.compressor = compressor
-        self._arguments = _key(op, predivide, groups, sparse_as_dense, process_set)
         self.names = Names()
-        self.engine: HostPipeline | GraphPipeline | None = None
-        self._op = op
-        self._predivide = predivide
-        self._groups = groups
-        self._sparse_as_dense = sparse_as_dense
-        self._process_set = process_set
-        self._collectives = Collectives(process_set)
+        self.engine: HostPipeline | None = None
+        self._process_set = reduction.process_set
+        self._collectives = Collectives(self._process_set)
         self._agreements = 0
         """Number of agreements with the other ranks so far: one whenever variables join."""
         self._dtypes: dict[str, Any] = {}
         """Variable name -> dtype of its gradient, for all variables that have had a gradient."""
-        self._bucket_of: dict[str, Bucket | GraphBucket] = {}
+        self._bucket_of: dict[str, Layout] = {}
+        """Variable name -> its bucket."""
         self._dense: set[str] = set()
         self._sparse: list[str] = []
         self._pending_state: Mapping[str, Any] | None = None
@@ -90,19 +71,8 @@ class Reducer:
         self._function = tf.function(self._reduce, autograph=False, reduce_retracing=True)
         # AutoGraph would rewrite everything that is called from there, though nothing there needs rewriting.
         self._reduce_as_it_is = tf.autograph.experimental.do_not_convert(self._reduce_list)
-        self.active = process_set.included() and compresses(process_set.size())
+        self.active = self._process_set.included() and compresses(self._process_set.size())
         compressor.bind(self)
-
-    def check_same(self, *, op: Any, predivide: float, groups: Any, sparse_as_dense: bool, process_set: Any) -> None:
-        """Raise ValueError if the arguments of a later tape differ from those of the first one."""
-        given = _key(op, predivide, groups, sparse_as_dense, process_set)
-        for name, value in given.items():
-            if value != self._arguments[name]:
-                shown, before = (_op_name(v) if name == "op" else repr(v) for v in (value, self._arguments[name]))
-                raise ValueError(
-                    f"{name} must be the same for all tapes with one compression, got {shown} after {before}; give the "
-                    "other tape a compression of its own, for instance copy.deepcopy(compression)"
-                )
 
     # --- gradients in, reduced gradients out ---
 
@@ -135,15 +105,11 @@ class Reducer:
         if variables is None or len(variables) != len(gradients):
             raise ValueError("variables must be given, one for each gradient, so that residuals can be told apart")
         names = tuple(self.names.of(variables))
-        if self._sparse_as_dense:
+        if self.reduction.sparse_as_dense:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         if not self.active:
             return list(gradients)
-        if tf.config.functions_run_eagerly() and not self.compressor.graph:
-            raise RuntimeError(
-                "tf.config.run_functions_eagerly must be False with a sparsifier, got True: functions that are called "
-                "eagerly get copies, and what is added to a residual would be lost; use graph=True in the compression"
-            )
+        self.compressor.engine_class.check_mode()
         rate = tf.constant(math.nan, tf.float64) if learning_rate is None else tf.cast(learning_rate, tf.float64)
         if learning_rate is None and self.compressor.lr_in_residual:
             raise ValueError(
@@ -163,8 +129,7 @@ class Reducer:
             # No variable has had a gradient yet.
             return gradients
         given = {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
-        divisor = float(self._process_set.size()) if self._op == mpi_ops.Average else 1.0
-        others = {name: self._gather_slices(name, given.get(name), divisor) for name in names if name in self._sparse}
+        others = {name: self._gather_slices(name, given.get(name)) for name in names if name in self._sparse}
         reduced = self.engine.reduce(
             Step(
                 buckets=self._taking_part(names),
@@ -174,9 +139,9 @@ class Reducer:
                 others={name: slices.values for name, slices in others.items()},
                 dtypes=self._dtypes,
                 rate=rate,
-                op=self._op,
-                divisor=divisor,
-                predivide=self._predivide,
+                op=self.reduction.op,
+                divisor=self.reduction.divisor,
+                predivide=self.reduction.gradient_predivide_factor,
             )
         )
         return [None if name in frozen else others.get(name, reduced.get(name)) for name in names]
@@ -185,7 +150,7 @@ class Reducer:
         shape = self.names.shape(name)
         return tf.ensure_shape(given[name], shape) if name in given else tf.zeros(shape, self._dtypes[name])
 
-    def _gather_slices(self, name: str, gradient: Any, divisor: float) -> Any:
+    def _gather_slices(self, name: str, gradient: Any) -> Any:
         """Return all ranks' slices of an embedding's gradient, as stock Horovod reduces them. None counts as no slices."""
         shape, dtype = self.names.shape(name), self._dtypes[name]
         if gradient is None:
@@ -198,22 +163,22 @@ class Reducer:
             self._collectives.allgather(self._collectives.exchanged_in_every_step(part), f"sparse.{number}.{kind}")
             for part, kind in zip(given, ("values", "indices"), strict=True)
         )
-        return tf.IndexedSlices(values / tf.cast(divisor, dtype), indices, tf.constant(shape, tf.int64))
+        return tf.IndexedSlices(values / tf.cast(self.reduction.divisor, dtype), indices, tf.constant(shape, tf.int64))
 
-    def _taking_part(self, names: Sequence[str]) -> list[Bucket | GraphBucket]:
+    def _taking_part(self, names: Sequence[str]) -> list[Layout]:
         """Return the buckets of some variables.
 
         All variables of each bucket must be there: what was sent for missing ones would be lost.
         """
-        buckets = list({id(b): b for b in (self._bucket_of.get(name) for name in names) if b is not None}.values())
-        for bucket in buckets:
-            absent = [slot.name for slot in bucket.layout.slots if slot.name not in names]
+        buckets = {self._bucket_of[name].name: self._bucket_of[name] for name in names if name in self._bucket_of}
+        for layout in buckets.values():
+            absent = [slot.name for slot in layout.slots if slot.name not in names]
             if absent:
                 raise ValueError(
                     f"variables must be all of those that were first reduced together, but {absent} are not there; give every "
                     "tape or optimizer a compression of its own, or use granularity='layer'"
                 )
-        return buckets
+        return list(buckets.values())
 
     # --- planning ---
 
@@ -232,18 +197,17 @@ class Reducer:
         devices = {name: plain(variable).device for name, variable in zip(names, variables, strict=True)}
         sparse = [name for name, gradient in new.items() if isinstance(gradient, tf.IndexedSlices)]
         try:
-            planned, layouts = self._plan(new, sparse, self._group_numbers(names, variables), devices)
+            planned, layouts = self._plan(new, sparse, self.reduction.group_numbers(variables, self.names), devices)
             state, rest = self._state_of(planned, layouts)
         except Exception as error:
             # Every kind of error is caught: a damaged state raises others than ValueError.
             self._agree(new, sparse, f"{type(error).__name__}: {error}")
             raise
         self._agree(new, sparse, "")
-        engine = self._engine()
+        engine = self.engine = self.engine or self._make_engine()
         engine.add_buckets(planned, devices.__getitem__)
         engine.add_dense(layouts, devices.__getitem__)
-        for bucket in engine.buckets[len(engine.buckets) - len(planned) :]:
-            self._bucket_of.update((slot.name, bucket) for slot in bucket.layout.slots)
+        self._bucket_of.update((slot.name, layout) for layout in planned for slot in layout.slots)
         self._sparse.extend(sparse)
         self._dense.update(layout.name for layout in layouts)
         self._dtypes.update((name, gradient.dtype) for name, gradient in new.items())
@@ -273,7 +237,7 @@ class Reducer:
             if self.compressor.leaves_dense(name, math.prod(shape)):
                 layouts.append(Layout((Slot(name, 0, math.prod(shape), shape),), residual))
             else:
-                kind = devices[name] if self.compressor.graph else "cpu"
+                kind = self.compressor.engine_class.device_of(devices[name])
                 parameters.append(Parameter(name, shape, residual, kind, groups.get(name)))
         planned = plan(parameters, self.compressor)
         check_limits(planned, self.compressor, self._process_set.size())
@@ -295,29 +259,15 @@ class Reducer:
         rest = _part(pending, {name for kind in PARTS for name in pending[kind]} - {*residuals, *velocities})
         return state, rest if holds_anything(rest) else None
 
-    def _engine(self) -> HostPipeline | GraphPipeline:
-        if self.engine is None:
-            make = GraphPipeline if self.compressor.graph else HostPipeline
-            self.engine = make(
-                self.compressor,
-                self._collectives,
-                world=self._process_set.size(),
-                position=self._process_set.rank(),
-                rank=mpi_ops.rank(),
-                averages=self._op == mpi_ops.Average,
-            )
-        return self.engine
-
-    def _group_numbers(self, names: Sequence[str], variables: Sequence[Variable]) -> dict[str, int]:
-        if self._groups is None:
-            return {}
-        if isinstance(self._groups, int):
-            parts = np.array_split(np.arange(len(names)), min(self._groups, len(names)))
-            return {names[index]: number for number, part in enumerate(parts) for index in part}
-        numbers = {name: number for number, group in enumerate(self._groups) for name in self.names.of(group)}
-        # A variable that is in no group forms a group of its own.
-        alone = [name for name in names if name not in numbers]
-        return numbers | {name: len(self._groups) + number for number, name in enumerate(alone)}
+    def _make_engine(self) -> HostPipeline:
+        return self.compressor.engine_class(
+            self.compressor,
+            self._collectives,
+            world=self._process_set.size(),
+            position=self._process_set.rank(),
+            rank=mpi_ops.rank(),
+            averages=self.reduction.averages,
+        )
 
     def _agree(self, new: Mapping[str, Any], sparse: Sequence[str], problem: str) -> None:
         """Compare settings with the other ranks. This blocks. `problem` is the error that stops this rank, if any."""
@@ -326,8 +276,8 @@ class Reducer:
             "variables": [
                 f"{n} {self.names.shape(n)} {g.dtype.name}{' sparse' * (n in sparse)}" for n, g in new.items()
             ],
-            "op": _op_name(self._op),
-            "sparse_as_dense": str(self._sparse_as_dense),
+            "op": self.reduction.op_name,
+            "sparse_as_dense": str(self.reduction.sparse_as_dense),
             "problem": problem,
             **self.settings(),
         }
@@ -339,7 +289,7 @@ class Reducer:
             self._collectives.number = number
             _agreed[key] += 1
         self._agreements += 1
-        check_sparse(sparse, self.compressor, sparse_as_dense=self._sparse_as_dense, rank=mpi_ops.rank())
+        check_sparse(sparse, self.compressor, sparse_as_dense=self.reduction.sparse_as_dense, rank=mpi_ops.rank())
 
     # --- statistics and state: see `BoundCompressor` ---
 
@@ -392,27 +342,24 @@ class Reducer:
         if not self.active:
             # No step leaves anything to discard.
             return
-        if isinstance(self.engine, GraphPipeline):
-            raise RuntimeError("graph must be False in the compression to discard a step, and discardable True")
         if self.engine is None:
             raise RuntimeError("there is no step to discard: nothing was reduced yet")
         self.engine.adopt_memory()
         self.engine.discard_step()
 
 
-def _op_name(op: Any) -> str:
-    return op_name(op, mpi_ops.Average, mpi_ops.Sum)
+def reducer_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared: bool) -> Reducer:
+    """Return the reducer that a compressor is bound to, or a new one if there is none.
 
-
-def _key(op: Any, predivide: float, groups: Any, sparse_as_dense: bool, process_set: Any) -> dict[str, object]:
-    members = [[id(member) for member in group] for group in groups] if isinstance(groups, list) else groups
-    return {
-        "op": op,
-        "gradient_predivide_factor": predivide,
-        "groups": members,
-        "sparse_as_dense": sparse_as_dense,
-        "process_set": process_set.process_set_id,
-    }
+    One compressor serves one optimizer or, if `shared`, tapes that all reduce in the same way.
+    """
+    check_arguments(reduction.op, mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum, reduction.groups, compressor)
+    bound = compressor.server
+    if not (shared and isinstance(bound, Reducer) and bound.shared):
+        compressor.check_free()
+        return Reducer(compressor, reduction, shared=shared)
+    bound.reduction.check_same(reduction)
+    return bound
 
 
 def _part(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

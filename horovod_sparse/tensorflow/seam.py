@@ -21,12 +21,11 @@ from typing import Any
 import horovod
 import horovod._keras as horovod_keras
 import horovod.tensorflow as horovod_tensorflow
-from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.core.agreement import check_arguments
-from horovod_sparse.tensorflow.compressors import TensorflowCompressor
+from horovod_sparse.tensorflow.compressors import TensorflowCompressor, refuse_class
 from horovod_sparse.tensorflow.names import plain
-from horovod_sparse.tensorflow.reducer import Reducer
+from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
+from horovod_sparse.tensorflow.reduction import Reduction
 
 Function = Callable[..., Any]
 
@@ -97,45 +96,6 @@ def uninstall() -> None:
         setattr(owner, name, stock)
 
 
-def reducer_of(
-    compression: TensorflowCompressor,
-    *,
-    op: Any,
-    predivide: float,
-    groups: Any,
-    sparse_as_dense: bool,
-    process_set: Any,
-    shared: bool,
-) -> Reducer:
-    """Return the reducer that a compressor is bound to, or a new one if there is none.
-
-    One compressor serves one optimizer or, if `shared`, tapes that all reduce in the same way.
-    """
-    check_arguments(op, mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum, groups, compression)
-    bound = compression.server
-    if not (shared and isinstance(bound, Reducer) and bound.shared):
-        compression.check_free()
-        return Reducer(
-            compression,
-            op=op,
-            predivide=predivide,
-            groups=groups,
-            sparse_as_dense=sparse_as_dense,
-            process_set=process_set,
-            shared=shared,
-        )
-    bound.check_same(
-        op=op, predivide=predivide, groups=groups, sparse_as_dense=sparse_as_dense, process_set=process_set
-    )
-    return bound
-
-
-def refuse_class(compression: Any) -> None:
-    """Raise TypeError if `compression` is a compressor's class instead of an instance."""
-    if isinstance(compression, type) and issubclass(compression, TensorflowCompressor):
-        raise TypeError(f"compression must be an instance, such as {compression.__name__}(...), got the class itself")
-
-
 # Each of these takes the stock function and returns its replacement.
 
 
@@ -148,16 +108,8 @@ def _make_allreduce_grads_fn(stock: Function) -> Function:
         refuse_class(compression)
         if not isinstance(compression, TensorflowCompressor):
             return stock(*args, **kwargs)
-        return reducer_of(
-            compression,
-            op=given["op"],
-            predivide=given["gradient_predivide_factor"],
-            groups=given["groups"],
-            sparse_as_dense=given["sparse_as_dense"],
-            process_set=given["process_set"],
-            # A new tape is made in every step.
-            shared=given["name"] == "DistributedGradientTape",
-        )
+        # A new tape is made in every step.
+        return reducer_of(compression, Reduction.among(given), shared=given["name"] == "DistributedGradientTape")
 
     return extended
 
@@ -166,18 +118,15 @@ def _gradient(stock: Function) -> Function:
     def extended(
         self: Any, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> Any:
-        if isinstance(sources, (list, tuple)):
-            many = list(sources)
-        elif isinstance(self._allreduce_grads, Reducer):
-            many = [sources]
-        else:
-            # Leave this case to stock Horovod.
+        is_ours, is_single = isinstance(self._allreduce_grads, Reducer), not isinstance(sources, (list, tuple))
+        if is_single and not is_ours:
             return stock(self, target, sources, output_gradients, use_generic_names)
-        if isinstance(self._allreduce_grads, Reducer):
+        many = [sources] if is_single else list(sources)
+        if is_ours:
             # Name the sources while they still have their paths.
             self._allreduce_grads.names.of(many)
         reduced = stock(self, target, [plain(source) for source in many], output_gradients, use_generic_names)
-        return reduced if isinstance(sources, (list, tuple)) else reduced[0]
+        return reduced[0] if is_single else reduced
 
     return extended
 

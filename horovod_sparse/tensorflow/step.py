@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod_sparse.core.layout import Layout
+
 Tensor = Any
 
 _PACK_BYTES = 2**20
@@ -53,8 +55,8 @@ class Pack:
 class Step:
     """The gradients of one step and how they are reduced."""
 
-    buckets: Sequence[Any]
-    """The engine's buckets that take part."""
+    buckets: Sequence[Layout]
+    """The buckets that take part."""
     gradients: Mapping[str, Tensor]
     """Gradients of the parameters in the buckets, by name. A missing gradient counts as zero."""
     dense: Mapping[str, Tensor]

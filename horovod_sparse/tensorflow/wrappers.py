@@ -34,21 +34,9 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name.
     Optimizers of `tf.compat.v1.train` go to stock Horovod. All others go to
     `horovod_sparse.tensorflow.keras.DistributedOptimizer` with `op` and `groups`, which stock Horovod loses there.
     """
-    arguments = {
-        "name": name,
-        "device_dense": device_dense,
-        "device_sparse": device_sparse,
-        "compression": compression,
-        "sparse_as_dense": sparse_as_dense,
-        "backward_passes_per_step": backward_passes_per_step,
-        "op": op,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "average_aggregated_gradients": average_aggregated_gradients,
-        "num_groups": num_groups,
-        "groups": groups,
-        "process_set": process_set,
-        "scale_local_gradients": scale_local_gradients,
-    }
+    # Nothing but the arguments is a local variable yet.
+    arguments = dict(locals())
+    del arguments["optimizer"], arguments["use_locking"]
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return stock.DistributedOptimizer(optimizer, use_locking=use_locking, **arguments)
     # Imported here, because Keras takes seconds to import.

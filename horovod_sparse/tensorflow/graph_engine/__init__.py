@@ -1,1 +1,1 @@
-"""The engine of `graph=True`: everything as operations of TensorFlow. Experimental; nothing else depends on it."""
+"""EXPERIMENTAL and frozen: the engine of `graph=True`, all operations of TensorFlow. Nothing else depends on it."""

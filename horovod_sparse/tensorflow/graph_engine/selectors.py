@@ -17,37 +17,14 @@ import tensorflow as tf
 from horovod_sparse.compressors import gaussiank, redsync, sidco, threshold, topk
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.estimation import fits, search
 from horovod_sparse.exchange import protocols
 from horovod_sparse.ops.protocol import Moments
+from horovod_sparse.tensorflow.graph_engine.tensors import TENSORS, scalar
 
 Tensor = Any
 Numbers = dict[str, Tensor]
-
-
-class Tensors:
-    """The `horovod_sparse.estimation.algebra.Algebra` of 0-d float64 tensors."""
-
-    def log(self, x: Tensor) -> Tensor:
-        return tf.math.log(_number(x))
-
-    def expm1(self, x: Tensor) -> Tensor:
-        return tf.math.expm1(_number(x))
-
-    def sqrt(self, x: Tensor) -> Tensor:
-        return tf.sqrt(_number(x))
-
-    def maximum(self, a: Tensor, b: Tensor) -> Tensor:
-        return tf.maximum(_number(a), _number(b))
-
-    def minimum(self, a: Tensor, b: Tensor) -> Tensor:
-        return tf.minimum(_number(a), _number(b))
-
-    def choose(self, condition: Tensor, yes: Callable[[], Tensor], no: Callable[[], Tensor]) -> Tensor:
-        return tf.where(condition, _number(yes()), _number(no()))
-
-
-TENSORS = Tensors()
 
 
 @dataclass(frozen=True)
@@ -64,50 +41,60 @@ class Chosen:
     """The algorithm's adaptive numbers after this selection. Numbers that are left out stay as they were."""
 
 
+Fit = Callable[[Moments, Any], Tensor]
+"""(moments, ratio) -> threshold."""
 Select = Callable[[Any, Tensor, int, int, Mapping[str, Tensor]], Chosen]
 """(compressor, x, k, capacity, adaptive numbers) -> what it chooses; `x` is as for `Compressor.select`."""
 
 
 def check(compressor: Compressor) -> None:
     """Raise ValueError, with the name of the setting, if the graph path cannot do what the compressor does."""
-
-    def refuse(name: str, value: object, why: str, remedy: str) -> None:
-        raise ValueError(f"{name} must not be {value!r} with graph=True: {why}; {remedy}, or leave graph=False")
-
-    if type(compressor).select not in _SELECTS:
-        names = "TopK, SIDCo, GaussianK, RedSync, Threshold"
-        refuse(
-            "compression",
-            type(compressor).__name__,
-            "its selection is Python code, which a graph cannot hold",
-            f"use one of {names}",
-        )
-    if compressor.exchange is not protocols.pairs:
-        refuse("union", True, "the graph exchanges pairs only", "use union=False")
-    if isinstance(compressor.ratio, Schedule):
-        refuse("ratio", compressor.ratio, "a graph's messages have one shape for good", "use a number")
-    if compressor.dense_steps:
-        refuse("dense_steps", compressor.dense_steps, "a graph reduces every step alike", "use dense_steps=0")
-    if compressor.discardable:
-        refuse("discardable", True, "the graph keeps no copy of what was before a step", "use discardable=False")
-    if compressor.lr_in_residual:
-        refuse("lr_in_residual", True, "the graph does not follow the learning rate", "use lr_in_residual=False")
-    if isinstance(compressor, sidco.SIDCo):
-        if compressor.stages == "auto":
-            refuse("stages", "auto", "the number of stages is fixed when the graph is built", "use stages=3")
-        if compressor.distribution == "gamma":
-            refuse(
-                "distribution",
-                "gamma",
-                "TensorFlow has no inverse of the incomplete gamma function that follows SciPy's",
-                "use 'exponential' or 'gpareto'",
+    given = vars(compressor) | {"compression": type(compressor).__name__, "union": True}
+    names, is_sidco = "TopK, SIDCo, GaussianK, RedSync, Threshold", isinstance(compressor, sidco.SIDCo)
+    no_inverse = "TensorFlow has no inverse of the incomplete gamma function that follows SciPy's"
+    rows = (
+        ("compression", type(compressor).select not in _SELECTS, "its selection is Python code", f"use one of {names}"),
+        ("union", compressor.exchange is not protocols.pairs, "the graph exchanges pairs only", "use union=False"),
+        ("ratio", isinstance(compressor.ratio, Schedule), "a graph's messages have one shape for good", "use a number"),
+        ("dense_steps", compressor.dense_steps > 0, "a graph reduces every step alike", "use dense_steps=0"),
+        ("discardable", compressor.discardable, "the graph keeps no copy of a step", "use discardable=False"),
+        (
+            "lr_in_residual",
+            compressor.lr_in_residual,
+            "the graph ignores the learning rate",
+            "use lr_in_residual=False",
+        ),
+        ("stages", is_sidco and given["stages"] == "auto", "a graph has a fixed number of stages", "use stages=3"),
+        ("distribution", is_sidco and given["distribution"] == "gamma", no_inverse, "use 'exponential' or 'gpareto'"),
+    )
+    for name, refused, why, remedy in rows:
+        if refused:
+            raise ValueError(
+                f"{name} must not be {given[name]!r} with graph=True: {why}; {remedy}, or leave graph=False"
             )
 
 
 def select(compressor: Compressor, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
     """Choose about k entries of `x`, and at most `capacity`; `x` is flat, finite and not empty."""
-    chosen = _SELECTS[type(compressor).select](compressor, x, k, capacity, saved)
-    return Chosen(chosen.indices, chosen.found, chosen.threshold, {**saved, **chosen.saved})
+    one = _SELECTS[type(compressor).select](compressor, x, k, capacity, saved)
+    return Chosen(one.indices, one.found, one.threshold, {**saved, **one.saved})
+
+
+def chosen(compressor: BoundCompressor, tensor: Tensor, dtype: str) -> Tensor:
+    """Return which entries of a tensor are selected outside of any bucket; `dtype` is that of a residual."""
+    if not tensor.shape.is_fully_defined():
+        raise ValueError(
+            f"tensor must have a known shape with graph=True, got {tensor.shape}; use tf.ensure_shape, or graph=False"
+        )
+    numel, state = tensor.shape.num_elements(), compressor.new_state()
+    k, saved = compressor.asked(numel), {name: scalar(getattr(state, name)) for name in state.saved}
+
+    def some() -> Tensor:
+        flat = tf.reshape(tf.cast(tensor, dtype), [-1])
+        indices = select(compressor, flat, k, compressor.room(numel, k, 1), saved).indices
+        return tf.reshape(tf.scatter_nd(indices[:, None], tf.ones_like(indices), [numel]) > 0, tensor.shape)
+
+    return tf.cond(tf.reduce_all(tf.math.is_finite(tensor)), some, lambda: tf.ones(tensor.shape, tf.bool))
 
 
 # --- verbs, as in `horovod_sparse.ops.protocol` ---
@@ -117,11 +104,11 @@ def moments(x: Tensor, threshold: Tensor) -> Moments:
     """Return statistics of the excesses over `threshold`, as float64 tensors. No shape depends on the data."""
     magnitudes, limit = tf.abs(x), _limit(x, threshold)
     above = magnitudes > limit
-    excesses = tf.where(above, tf.cast(magnitudes, tf.float64) - tf.cast(limit, tf.float64), _number(0.0))
+    excesses = tf.where(above, tf.cast(magnitudes, tf.float64) - tf.cast(limit, tf.float64), scalar(0.0))
     count = count_above(x, threshold)
     number = tf.maximum(count, 1.0)
     mean = tf.reduce_sum(excesses) / number
-    deviations = tf.where(above, excesses - mean, _number(0.0))
+    deviations = tf.where(above, excesses - mean, scalar(0.0))
     return Moments(count, mean, tf.reduce_sum(deviations * deviations) / number, float("nan"))
 
 
@@ -144,7 +131,7 @@ def select_above(x: Tensor, threshold: Tensor, capacity: int) -> Chosen:
         lambda: tf.gather(indices, select_largest(tf.gather(x, indices), capacity)),
         lambda: indices,
     )
-    return Chosen(indices, tf.cast(found, tf.float64), _number(threshold))
+    return Chosen(indices, tf.cast(found, tf.float64), scalar(threshold))
 
 
 def select_largest(x: Tensor, count: int) -> Tensor:
@@ -154,7 +141,7 @@ def select_largest(x: Tensor, count: int) -> Tensor:
 
 def below_largest(x: Tensor, threshold: Tensor) -> Tensor:
     """Return the same as `search.below_largest`."""
-    largest, zero = max_abs(x), _number(0.0)
+    largest, zero = max_abs(x), scalar(0.0)
     single = tf.cast(largest, tf.float32)
     in_single = tf.cast(tf.math.nextafter(single, tf.constant(0.0)), tf.float64)
     is_single = tf.equal(tf.cast(single, tf.float64), largest)
@@ -193,7 +180,7 @@ def search_threshold(x: Tensor, k: int, tolerance: float, *, not_zero: Tensor, s
             inside & (tf.abs(count - k) > tolerance * k),
         )
 
-    zero = _number(0.0)
+    zero = scalar(0.0)
     begin = (0, zero, not_zero, max_abs(x), zero, zero, TENSORS.log(not_zero / k), True)
     return tf.while_loop(lambda *state: state[-1], count_once, begin, maximum_iterations=search.MOST_COUNTS)[5]
 
@@ -202,7 +189,7 @@ def search_threshold(x: Tensor, k: int, tolerance: float, *, not_zero: Tensor, s
 
 
 def _topk(compressor: topk.TopK, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
-    return Chosen(select_largest(x, k), _number(k), _number(float("nan")))
+    return Chosen(select_largest(x, k), scalar(k), scalar(float("nan")))
 
 
 def _hard(compressor: threshold.Threshold, x: Tensor, k: int, capacity: int, saved: Mapping[str, Tensor]) -> Chosen:
@@ -225,13 +212,13 @@ def _sidco(compressor: sidco.SIDCo, x: Tensor, k: int, capacity: int, saved: Map
             lambda: estimate,
             lambda: below_largest(x, search_threshold(x, k, sidco.SEARCH_TOLERANCE, not_zero=whole.count)),
         )
-        cut = tf.where(trusted, cut, _number(math.inf))
+        cut = tf.where(trusted, cut, scalar(math.inf))
         if compressor.adapt == "guarded":
             return limit, saved["aim"], cut
         achieved = tf.where(trusted, tf.minimum(found, float(capacity)), found)
         return limit, sidco.next_aim(saved["aim"], achieved, k, TENSORS), cut
 
-    limit, aim, cut = tf.cond(whole.count <= k, lambda: (_number(0.0), saved["aim"], saved["cut"]), fitted)
+    limit, aim, cut = tf.cond(whole.count <= k, lambda: (scalar(0.0), saved["aim"], saved["cut"]), fitted)
     chosen = select_above(x, limit, capacity)
     return Chosen(chosen.indices, chosen.found, limit, {"aim": aim, "cut": cut})
 
@@ -240,7 +227,7 @@ def _estimate(compressor: sidco.SIDCo, x: Tensor, aim: Tensor, whole: Moments, c
     """Return the fitted threshold and the next step's cut, as in `SIDCo.select`."""
     assert compressor.stages != "auto"
     stages, ratio = compressor.stages, aim / whole.count
-    no_cut = _number(math.inf)
+    no_cut = scalar(math.inf)
 
     def fit(moments: Moments, ratio: Tensor) -> Tensor:
         if compressor.distribution == "exponential":
@@ -253,24 +240,7 @@ def _estimate(compressor: sidco.SIDCo, x: Tensor, aim: Tensor, whole: Moments, c
     def peaks_over_threshold() -> tuple[Tensor, Tensor]:
         first = fit(whole, sidco.FIRST_RATIO)
         tails = tf.boolean_mask(x, tf.abs(x) > _limit(x, first))
-        same_ratio = (ratio / sidco.FIRST_RATIO) ** (1.0 / (stages - 1))
-
-        def stage(
-            remaining: Tensor, previous: Tensor, threshold: Tensor, last: Tensor, _: Tensor
-        ) -> tuple[Tensor, ...]:
-            tail = moments(tails, threshold)
-            left = tail.count >= 2.0
-            step = same_ratio
-            if compressor.adapt == "robust":
-                step = (aim / tf.maximum(tail.count, 1.0)) ** (1.0 / remaining)
-            following = tf.maximum(threshold + fit(tail, step), previous)
-            # If a threshold lies beyond the data, the last one that left something is better.
-            reached = tf.where(left, following, previous)
-            return remaining - 1.0, threshold, reached, tf.where(left, threshold, last), left
-
-        begin = (_number(stages - 1), _number(0.0), first, no_cut, True)
-        done = tf.while_loop(lambda remaining, _, __, ___, left: left & (remaining > 0.0), stage, begin)
-        return done[2], done[3] if compressor.adapt == "robust" else no_cut
+        return _later_stages(compressor, tails, aim, whole.count, first, fit)
 
     def all_stages() -> Any:
         return tf.cond(ratio >= sidco.FIRST_RATIO, lambda: (fit(whole, ratio), no_cut), peaks_over_threshold)
@@ -283,6 +253,32 @@ def _estimate(compressor: sidco.SIDCo, x: Tensor, aim: Tensor, whole: Moments, c
         lambda: sidco.last_stage(cut, tail, whole.count, max_abs(x), aim, stages, fit, TENSORS),
         all_stages,
     )
+
+
+def _later_stages(
+    compressor: sidco.SIDCo, tails: Tensor, aim: Tensor, count: Tensor, first: Tensor, fit: Fit
+) -> tuple[Tensor, Tensor]:
+    """Return the threshold and the next step's cut after the stages that follow the first, which leaves `tails`."""
+    assert compressor.stages != "auto"
+    stages, robust = compressor.stages, compressor.adapt == "robust"
+    same_ratio = (aim / count / sidco.FIRST_RATIO) ** (1.0 / (stages - 1))
+
+    def stage(
+        remaining: Tensor, previous: Tensor, before: Tensor, threshold: Tensor, cut: Tensor, _: Tensor
+    ) -> tuple[Tensor, ...]:
+        tail = moments(tails, threshold)
+        if robust:
+            goes_on, ratio = tail.count > aim, (aim / tf.maximum(tail.count, 1.0)) ** (1.0 / remaining)
+            cut = tf.where(goes_on, threshold, cut)
+            best = sidco.nearer(previous, before, threshold, tail.count, aim, TENSORS)
+        else:
+            goes_on, ratio, best = tail.count >= 2.0, same_ratio, previous
+        following = tf.where(goes_on, threshold + fit(tail, ratio), best)
+        return remaining - 1.0, threshold, tail.count, following, cut, goes_on
+
+    begin = (scalar(stages - 1), scalar(0.0), count, first, scalar(math.inf), True)
+    done = tf.while_loop(lambda *state: state[-1] & (state[0] > 0.0), stage, begin)
+    return done[3], done[4]
 
 
 def _gaussiank(
@@ -300,7 +296,7 @@ def _gaussiank(
             factor = tf.where((limit > 0.0) & (eta > 0.0), limit / eta, 1.0)
         return below_largest(x, limit), factor
 
-    limit, factor = tf.cond(few, lambda: (_number(0.0), saved["factor"]), fitted)
+    limit, factor = tf.cond(few, lambda: (scalar(0.0), saved["factor"]), fitted)
     chosen = select_above(x, limit, capacity)
     if compressor.refine == "paper":
         return Chosen(chosen.indices, chosen.found, limit)
@@ -324,11 +320,11 @@ def _redsync(compressor: redsync.RedSync, x: Tensor, k: int, capacity: int, save
     few = whole.count <= k
     mean, largest = whole.mean * whole.count / x.shape[0], max_abs(x)
     if compressor.method == "trim":
-        limit = tf.cond(few, lambda: _number(0.0), lambda: _trimmed(x, k, mean, largest))
+        limit = tf.cond(few, lambda: scalar(0.0), lambda: _trimmed(x, k, mean, largest))
         chosen = select_above(x, limit, k)
         # These are the entries that TopK finds. No others qualify.
         return Chosen(chosen.indices, tf.minimum(chosen.found, float(k)), limit)
-    limit = tf.cond(few, lambda: _number(0.0), lambda: below_largest(x, _bisected(x, k, mean, largest)))
+    limit = tf.cond(few, lambda: scalar(0.0), lambda: below_largest(x, _bisected(x, k, mean, largest)))
     return select_above(x, limit, min(capacity, 2 * k))
 
 
@@ -337,11 +333,11 @@ def _trimmed(x: Tensor, k: int, mean: Tensor, largest: Tensor) -> Tensor:
         limit = mean + tf.gather(parts, number) * (largest - mean)
         return number + 1, limit, count_above(x, limit) >= k
 
-    parts = _number(redsync.PARTS)
+    parts = scalar(redsync.PARTS)
     _, limit, enough = tf.while_loop(
         lambda number, _, enough: tf.logical_not(enough) & (number < len(redsync.PARTS)), trim, (0, mean, False)
     )
-    return tf.where(enough, limit, _number(0.0))
+    return tf.where(enough, limit, scalar(0.0))
 
 
 def _bisected(x: Tensor, k: int, mean: Tensor, largest: Tensor) -> Tensor:
@@ -352,7 +348,7 @@ def _bisected(x: Tensor, k: int, mean: Tensor, largest: Tensor) -> Tensor:
         return tf.where(few, low, middle), tf.where(few, middle, high), few | (count > 2 * k)
 
     over_mean = count_above(x, mean) >= k
-    begin = (tf.where(over_mean, mean, _number(0.0)), tf.where(over_mean, largest, mean), True)
+    begin = (tf.where(over_mean, mean, scalar(0.0)), tf.where(over_mean, largest, mean), True)
     return tf.while_loop(lambda _, __, going: going, halve, begin, maximum_iterations=redsync.MOST_PROBES)[0]
 
 
@@ -366,10 +362,6 @@ _SELECTS: dict[Any, Select] = {
 }
 
 
-def _number(x: Any) -> Tensor:
-    return tf.convert_to_tensor(x, tf.float64)
-
-
 def _limit(x: Tensor, threshold: Tensor) -> Tensor:
     """Return the threshold in the precision of the comparison; beyond the range of that precision it is infinity."""
-    return tf.cast(_number(threshold), x.dtype)
+    return tf.cast(scalar(threshold), x.dtype)

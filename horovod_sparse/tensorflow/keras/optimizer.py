@@ -17,10 +17,11 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from horovod_sparse.core.agreement import check_momentum
-from horovod_sparse.tensorflow import seam
-from horovod_sparse.tensorflow.compressors import TensorflowCompressor
+from horovod_sparse.tensorflow.compressors import TensorflowCompressor, refuse_class
 from horovod_sparse.tensorflow.memory import unwatched
 from horovod_sparse.tensorflow.names import plain
+from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
+from horovod_sparse.tensorflow.reduction import Reduction
 
 Tensor = Any
 Variable = Any
@@ -44,57 +45,44 @@ def make(
     device_dense: str,
     device_sparse: str,
     compression: Any,
-    sparse_as_dense: bool,
-    gradient_predivide_factor: float,
-    op: Any,
     backward_passes_per_step: int,
     average_aggregated_gradients: bool,
-    groups: Any,
-    process_set: Any,
     scale_local_gradients: bool,
+    **arguments: Any,
 ) -> Any:
-    """Make a Keras 3 optimizer distributed and return it. The arguments are those of Horovod's `DistributedOptimizer`.
+    """Make a Keras 3 optimizer distributed and return it.
+
+    The arguments are those of Horovod's `DistributedOptimizer`; `arguments` are those of `Reduction`.
 
     Raises:
         ValueError: the optimizer or the compression cannot be used this way.
     """
-    seam.refuse_class(compression)
+    reduction = Reduction(**arguments)
+    refuse_class(compression)
     _check_optimizer(optimizer, backward_passes_per_step)
-    _check_arguments(op, gradient_predivide_factor, groups)
+    _check_reduction(reduction)
     if isinstance(compression, TensorflowCompressor):
         check_compression(optimizer, compression)
-        reducer = seam.reducer_of(
-            compression,
-            op=op,
-            predivide=gradient_predivide_factor,
-            groups=groups,
-            sparse_as_dense=sparse_as_dense,
-            process_set=process_set,
-            shared=False,
-        )
+        reducer = reducer_of(compression, reduction, shared=False)
         reducer.settings = functools.partial(
             settings_of, optimizer, compression, backward_passes_per_step, average_aggregated_gradients
         )
         reduce = _compressed(reducer, optimizer)
     else:
         reduce = _Dense(
-            groups,
-            process_set,
+            **arguments,
             name=name or f"Distributed{type(optimizer).__name__}",
             device_dense=device_dense,
             device_sparse=device_sparse,
             compression=compression,
-            sparse_as_dense=sparse_as_dense,
-            op=op,
-            gradient_predivide_factor=gradient_predivide_factor,
         )
     distributed = DistributedApply(
         optimizer,
         reduce,
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
-        sparse_as_dense=sparse_as_dense,
-        local_divisor=process_set.size() if scale_local_gradients and process_set.included() else 1,
+        sparse_as_dense=reduction.sparse_as_dense,
+        local_divisor=reduction.process_set.size() if scale_local_gradients and reduction.process_set.included() else 1,
     )
     optimizer.apply = distributed
     optimizer.register_local_var = distributed.register_local_var
@@ -184,7 +172,7 @@ class DistributedApply:
         ]
 
 
-def _compressed(reducer: Any, optimizer: Any) -> Reduce:
+def _compressed(reducer: Reducer, optimizer: Any) -> Reduce:
     def reduce(gradients: list[Any], variables: list[Variable]) -> list[Any]:
         rate = tf.convert_to_tensor(optimizer.learning_rate) if reducer.compressor.lr_in_residual else None
         # Undo the loss scale, because what stays in the residual outlives the loss scale of this step.
@@ -331,7 +319,8 @@ def _check_optimizer(optimizer: Any, passes: int) -> None:
         )
 
 
-def _check_arguments(op: Any, predivide: float, groups: Any) -> None:
+def _check_reduction(reduction: Reduction) -> None:
+    op, predivide, groups = reduction.op, reduction.gradient_predivide_factor, reduction.groups
     if op not in (mpi_ops.Average, mpi_ops.Sum):
         raise ValueError(f"op must be hvd.Average or hvd.Sum with a Keras optimizer, got {op!r}")
     if predivide != 1.0 and op != mpi_ops.Average:

@@ -55,20 +55,11 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name.
     Raises:
         ValueError: an argument cannot be honoured; the message says what to do instead.
     """
-    arguments = {
-        "name": name,
-        "device_dense": device_dense,
-        "device_sparse": device_sparse,
-        "compression": compression,
-        "sparse_as_dense": sparse_as_dense,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "op": op,
-        "backward_passes_per_step": backward_passes_per_step,
-        "average_aggregated_gradients": average_aggregated_gradients,
-        "groups": groups if groups is not None or num_groups == 0 else num_groups,
-        "process_set": process_set,
-        "scale_local_gradients": scale_local_gradients,
-    }
+    # Nothing but the arguments is a local variable yet.
+    arguments = dict(locals())
+    del arguments["optimizer"], arguments["num_groups"]
+    if groups is None and num_groups != 0:
+        arguments["groups"] = num_groups
     return make(optimizer, **arguments) if is_keras_3(optimizer) else stock.DistributedOptimizer(optimizer, **arguments)
 
 

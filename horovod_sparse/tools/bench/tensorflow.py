@@ -47,7 +47,7 @@ class GraphWorker:
 
     def _reduce(self, gradient: Any) -> Any:
         step = Step(
-            buckets=self._engine.buckets,
+            buckets=[bucket.layout for bucket in self._engine.buckets],
             gradients={"p": gradient},
             dense={},
             others={},

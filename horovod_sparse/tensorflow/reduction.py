@@ -1,0 +1,80 @@
+"""What Horovod's tapes and optimizers are told about how gradients are reduced."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from horovod.tensorflow import mpi_ops
+
+from horovod_sparse.core.agreement import op_name
+from horovod_sparse.tensorflow.names import Names
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The arguments, under Horovod's names, that say how gradients are reduced."""
+
+    op: Any
+    """hvd.Average or hvd.Sum."""
+    gradient_predivide_factor: float
+    groups: Any
+    """None, a number of groups, or lists of variables."""
+    sparse_as_dense: bool
+    """Whether `tf.IndexedSlices` are compressed like other gradients."""
+    process_set: Any
+    """The workers that exchange."""
+
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> Reduction:
+        """Make one from all arguments of a function of Horovod."""
+        return cls(**{field.name: arguments[field.name] for field in dataclasses.fields(cls)})
+
+    @property
+    def averages(self) -> bool:
+        return bool(self.op == mpi_ops.Average)
+
+    @property
+    def op_name(self) -> str:
+        return op_name(self.op, mpi_ops.Average, mpi_ops.Sum)
+
+    @property
+    def divisor(self) -> float:
+        """The number by which sums of compressed gradients are divided."""
+        return float(self.process_set.size()) if self.averages else 1.0
+
+    def check_same(self, later: Reduction) -> None:
+        """Raise ValueError if the arguments of a later tape differ from these, which are the first one's."""
+        before = self._values()
+        for name, value in later._values().items():
+            if value != before[name]:
+                raise ValueError(
+                    f"{name} must be the same for all tapes with one compression, got {value} after {before[name]}; give "
+                    "the other tape a compression of its own, for instance copy.deepcopy(compression)"
+                )
+
+    def _values(self) -> dict[str, object]:
+        """Return the arguments as values that can be compared and shown."""
+        groups = (
+            [[id(member) for member in group] for group in self.groups]
+            if isinstance(self.groups, list)
+            else self.groups
+        )
+        process_set = self.process_set.process_set_id
+        return {**vars(self), "op": self.op_name, "groups": groups, "process_set": process_set}
+
+    def group_numbers(self, variables: Sequence[Any], names: Names) -> dict[str, int]:
+        """Return the number of each variable's group by the variable's name; without groups, nothing."""
+        if self.groups is None:
+            return {}
+        all_names = names.of(variables)
+        if isinstance(self.groups, int):
+            parts = np.array_split(np.arange(len(all_names)), min(self.groups, len(all_names)))
+            return {all_names[index]: number for number, part in enumerate(parts) for index in part}
+        numbers = {name: number for number, group in enumerate(self.groups) for name in names.of(group)}
+        # A variable that is in no group forms a group of its own.
+        alone = [name for name in all_names if name not in numbers]
+        return numbers | {name: len(self.groups) + number for number, name in enumerate(alone)}
