@@ -13,7 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import diagram
 import pages
 import pytest
 
@@ -87,22 +86,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 FILE = re.compile(r"(?<![\w./-])(?:\.ci|benchmarks|docker|docs|examples|horovod_sparse|tests)/[\w./-]*[\w/]")
 
 
-@pytest.mark.parametrize("page", [*pages.pages(), diagram.PICTURE], ids=page_id)
+@pytest.mark.parametrize("page", pages.pages(), ids=page_id)
 def test_files_that_are_named_exist(page: Path) -> None:
     for name in FILE.findall(page.read_text(encoding="utf-8")):
         assert (ROOT / name).exists(), f"{page.name} names {name}"
-
-
-def test_the_picture_is_drawn_by_its_script() -> None:
-    assert diagram.PICTURE.read_text(encoding="utf-8") == diagram.draw(), "run: python docs/diagram.py"
-
-
-def test_the_picture_names_sources_that_exist() -> None:
-    boxes = [*diagram.OWN_STEPS, diagram.EXCHANGE, *diagram.BACK_STEPS]
-    named = [name for box in boxes for name in re.findall(r"[a-z/]+(?:\.py|/)", box.source)]
-    assert len(named) >= 6
-    for name in named:
-        assert (ROOT / "horovod_sparse" / name).exists(), name
 
 
 QUOTE = re.compile(r"^> `(\w+): (.*)`$", re.MULTILINE)
