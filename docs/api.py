@@ -20,7 +20,7 @@ from typing import Any, get_type_hints
 
 PACKAGE = "horovod_sparse"
 ADAPTERS = tuple(f"{PACKAGE}.{name}" for name in ("torch", "tensorflow", "tensorflow.keras", "numpy"))
-LEFT_OUT = tuple(f"{PACKAGE}.{name}" for name in ("bench", "probes", "kernels", "triton"))
+LEFT_OUT = tuple(f"{PACKAGE}.{name}" for name in ("kernels", "tools.bench", "tools.probes"))
 """The insides of commands, and what is compiled for a processor."""
 
 

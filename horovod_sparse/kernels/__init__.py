@@ -121,7 +121,7 @@ def supports(dtype: str) -> bool:
 
 
 class Notes:
-    """What is found out about a bucket's buffer while it takes in gradients; see `ops.Notes`."""
+    """What is found out about a bucket's buffer while it takes in gradients; see `protocol.Notes`."""
 
     def __init__(self, wanted: Wanted, dtype: str, numel: int) -> None:
         room = min(wanted.room, numel) if wanted.cut < math.inf and numel <= _MOST_INDICES else 0
@@ -216,7 +216,7 @@ def accumulate(
     momentum: float = 0.0,
     nesterov: bool = False,
 ) -> list[Taken]:
-    """Add each gradient to its part of the residual where it is finite; with a velocity see `ops.Moving`."""
+    """Add each gradient to its part of the residual where it is finite; with a velocity see `protocol.Moving`."""
     if velocity is not None and (residual.numel != velocity.numel or residual.dtype != velocity.dtype):
         raise ValueError(f"velocity must be like the residual, {residual}, got {velocity}")
     ffi = _native.ffi
@@ -329,7 +329,7 @@ def target_of(memory: Memory, first: int) -> Target:
 
 
 def assembler(messages: Memory, used: list[int], divisor: float) -> Callable[[list[Target]], None]:
-    """See `ops.Ops.assembler`."""
+    """See `Ops.assembler`."""
     world = len(used)
     if messages.dtype != "int32" or not world or messages.numel % (2 * world):
         raise ValueError(f"messages must be {world} of the same length, of int32, got {messages}")
@@ -363,7 +363,7 @@ def pack(indices: Memory, values: Memory, message: Memory) -> None:
 
 
 def rows_in_use(indices: Memory, stride: int, world: int, numel: int) -> list[int | None]:
-    """See `ops.Ops.rows_in_use`; the indices are `stride` apart."""
+    """See `Ops.rows_in_use`; the indices are `stride` apart."""
     if indices.dtype != "int32" or indices.numel % world:
         raise ValueError(f"indices must be of {world} messages of the same length, of int32, got {indices}")
     used = _native.ffi.new("int64_t[]", world)
