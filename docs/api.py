@@ -20,8 +20,8 @@ from typing import Any, get_type_hints
 
 PACKAGE = "horovod_sparse"
 ADAPTERS = tuple(f"{PACKAGE}.{name}" for name in ("torch", "tensorflow", "tensorflow.keras", "numpy"))
-LEFT_OUT = tuple(f"{PACKAGE}.{name}" for name in ("bench", "probes", "kernels", "triton"))
-"""The insides of commands, and what is compiled for a processor."""
+LEFT_OUT = (f"{PACKAGE}.kernels", f"{PACKAGE}.tools")
+"""What is compiled for a processor, and the commands."""
 
 
 def write(folder: Path) -> list[str]:

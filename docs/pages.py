@@ -9,6 +9,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 NOT_RUN = "Not run here"
 """The line above a block begins with this, for the reader to see, where its code cannot be run by `quickstart` or the tests."""
+SOURCE = "<!-- source: "
+"""The line above a block begins with this where its code is a copy from the package (`source_blocks`): it is not run."""
 
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -43,7 +45,7 @@ def blocks(page: Path, *languages: str) -> list[Block]:
             above = text[: match.start()].rstrip("\n").rpartition("\n")[2]
             line = text[: match.start(3)].count("\n") + 1
             code = "".join(row.removeprefix(indent) for row in code.splitlines(keepends=True))
-            runs = not above.lstrip().startswith(NOT_RUN)
+            runs = not above.lstrip().startswith((NOT_RUN, SOURCE))
             found.append(Block(page.relative_to(ROOT).as_posix(), line, language, code, runs))
     return found
 

@@ -12,15 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import diagram
 import pages
 import pytest
+import source_blocks
 
 from horovod_sparse.compressors import COMPRESSORS
 from horovod_sparse.compressors.base import Compressor, Settings
 
 ROOT = Path(__file__).parent.parent
 
+PAGES = [*pages.pages(), ROOT / "CONTRIBUTING.md"]
 PYTHON_PAGES = [page for page in pages.pages() if any(block.runs for block in pages.blocks(page, "python"))]
 
 
@@ -72,7 +73,7 @@ def test_what_a_compressor_can_override_is_there() -> None:
         assert hasattr(Compressor, name), name
 
 
-@pytest.mark.parametrize("page", pages.pages(), ids=page_id)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in pages.links(page):
         if target.startswith(("https://", "http://")):
@@ -87,22 +88,61 @@ def test_links_lead_somewhere(page: Path) -> None:
 FILE = re.compile(r"(?<![\w./-])(?:\.ci|benchmarks|docker|docs|examples|horovod_sparse|tests)/[\w./-]*[\w/]")
 
 
-@pytest.mark.parametrize("page", [*pages.pages(), diagram.PICTURE], ids=page_id)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_files_that_are_named_exist(page: Path) -> None:
     for name in FILE.findall(page.read_text(encoding="utf-8")):
         assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
-def test_the_picture_is_drawn_by_its_script() -> None:
-    assert diagram.PICTURE.read_text(encoding="utf-8") == diagram.draw(), "run: python docs/diagram.py"
+MODULE = re.compile(r"\bhorovod_sparse(?:\.[a-z_]+)+")
 
 
-def test_the_picture_names_sources_that_exist() -> None:
-    boxes = [*diagram.OWN_STEPS, diagram.EXCHANGE, *diagram.BACK_STEPS]
-    named = [name for box in boxes for name in re.findall(r"[a-z/]+(?:\.py|/)", box.source)]
-    assert len(named) >= 6
-    for name in named:
-        assert (ROOT / "horovod_sparse" / name).exists(), name
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_modules_that_are_named_exist(page: Path) -> None:
+    for name in MODULE.findall(page.read_text(encoding="utf-8")):
+        path = ROOT / name.replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").exists(), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", pages.pages(), ids=page_id)
+def test_functions_that_are_shown_are_those_of_the_source(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert source_blocks.updated(text) == text, "run: python docs/source_blocks.py"
+
+
+SHOWN = "Words.\n\n<!-- source: code.py:Some.method -->\n```python\nold\n```\n\n```python\nkept\n```\n"
+CODE = """
+class Some:
+    @property
+    def method(self) -> int:
+        if True:
+            return 1
+
+    other = 2
+"""
+
+
+def test_a_function_is_copied_as_its_source_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    (tmp_path / "code.py").write_text(CODE)
+    function = "@property\ndef method(self) -> int:\n    if True:\n        return 1\n"
+    assert source_blocks.updated(SHOWN) == SHOWN.replace("old\n", f"# code.py\n{function}")
+    page = tmp_path / "page.md"
+    page.write_text(SHOWN)
+    assert [block.runs for block in pages.blocks(page, "python")] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [("method", "absent", "code.py has no Some.absent"), ("-->\n", "-->\n\n", "a Python block must follow")],
+)
+def test_a_marker_without_source_or_block_is_refused(
+    old: str, new: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    (tmp_path / "code.py").write_text(CODE)
+    with pytest.raises(ValueError, match=message):
+        source_blocks.updated(SHOWN.replace(old, new))
 
 
 QUOTE = re.compile(r"^> `(\w+): (.*)`$", re.MULTILINE)

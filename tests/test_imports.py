@@ -86,6 +86,26 @@ def test_no_import_points_upwards(package: str) -> None:
         assert not above, f"{path} imports {above}"
 
 
+def test_the_page_draws_the_imports() -> None:
+    page = (TESTS.parent / "docs" / "reading-the-code.md").read_text(encoding="utf-8")
+    assert tuple(re.findall(r"^\| `horovod_sparse/(\w+)/` \|", page, re.MULTILINE)) == LAYERS
+    drawn = set(re.findall(r"^ +(\w+) --> (\w+)$", page, re.MULTILINE))
+    imports = {
+        (package, other)
+        for package in LAYERS
+        for path in PACKAGE.glob(f"{package}/**/*.py")
+        for other in map(package_of, imported(path))
+        if other not in ("", package)
+    }
+    assert drawn <= imports
+
+    def below(package: str) -> set[str]:
+        direct = {other for one, other in drawn if one == package}
+        return direct.union(*map(below, direct))
+
+    assert all(other in below(package) for package, other in imports)
+
+
 def test_there_is_no_circle_of_modules() -> None:
     modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     arrows = {name: imported(path) & modules.keys() for name, path in modules.items()}

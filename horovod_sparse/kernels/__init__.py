@@ -137,7 +137,7 @@ def code_of(dtype: str) -> int:
 def accumulate(
     residual: Memory, gradients: list[Gradient], threads: int, moving: tuple[Memory, float, bool] | None = None
 ) -> list[int]:
-    """Add each gradient to its part of the residual: see `ops.protocol.Ops.accumulate`.
+    """Add each gradient to its part of the residual: see `protocol.Ops.accumulate`.
 
     `moving` is the velocity, the momentum, and whether it is Nesterov's.
     """
@@ -297,7 +297,7 @@ def target_of(memory: Memory, first: int) -> Target:
 
 
 def assembler(messages: Memory, used: list[int], divisor: float) -> Callable[[list[Target]], None]:
-    """See `ops.Ops.assembler`."""
+    """See `protocol.Ops.assembler`."""
     world = len(used)
     if messages.dtype != "int32" or not world or messages.numel % (2 * world):
         raise ValueError(f"messages must be {world} of the same length, of int32, got {messages}")
@@ -331,7 +331,7 @@ def pack(indices: Memory, values: Memory, message: Memory) -> None:
 
 
 def rows_in_use(indices: Memory, stride: int, world: int, numel: int) -> list[int | None]:
-    """See `ops.Ops.rows_in_use`; the indices are `stride` apart."""
+    """See `protocol.Ops.rows_in_use`; the indices are `stride` apart."""
     if indices.dtype != "int32" or indices.numel % world:
         raise ValueError(f"indices must be of {world} messages of the same length, of int32, got {indices}")
     used = _native.ffi.new("int64_t[]", world)
