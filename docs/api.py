@@ -20,8 +20,8 @@ from typing import Any, get_type_hints
 
 PACKAGE = "horovod_sparse"
 ADAPTERS = tuple(f"{PACKAGE}.{name}" for name in ("torch", "tensorflow", "tensorflow.keras", "numpy"))
-LEFT_OUT = tuple(f"{PACKAGE}.{name}" for name in ("bench", "probes", "kernels", "triton"))
-"""The insides of commands, and what is compiled for a processor."""
+LEFT_OUT = tuple(f"{PACKAGE}.{name}" for name in ("tools", "kernels"))
+"""The commands, and what is compiled for a processor."""
 
 
 def write(folder: Path) -> list[str]:

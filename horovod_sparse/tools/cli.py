@@ -10,7 +10,7 @@ from horovod_sparse.tools import bench, check
 
 
 def _check(_: argparse.Namespace) -> int:
-    findings = check.judge(check.inspect())
+    findings = check.findings()
     for finding in findings:
         print(finding)
     missing = [finding.what for finding in findings if finding.mark == "missing"]
