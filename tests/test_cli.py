@@ -205,31 +205,3 @@ def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main([])
     assert ended.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
-
-
-@pytest.mark.full
-def test_bench_times_the_compressors_and_checks_what_they_select(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("horovod.torch")
-    table, options = tmp_path / "table.json", ["--kernels", "auto" if kernels.available() else "off"]
-    small = ["bench", "--sizes", "10k", "--ratios", "0.01", "--repetitions", "2", *options]
-    assert cli.main([*small, "--json", str(table)]) == 0
-    printed = capsys.readouterr().out
-    results = json.loads(table.read_text())["results"]
-    assert {"SIDCo, exponential", "TopK", "DGC", "MiCRO, 8 workers", "decompress, 4 workers"} <= {
-        result["title"] for result in results
-    }
-    for result in results:
-        assert len(result["quotients"]) == 2 and all(quotient > 0 for quotient in result["quotients"])
-        assert f"{result['title']:31}  {result['units']:.2f}".split() in [
-            line.split()[: len(result["title"].split()) + 1] for line in printed.splitlines()
-        ]
-
-
-def test_bench_holds_no_bar_under_other_conditions(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("horovod.torch")
-    with pytest.raises(SystemExit, match="--bars needs rows"):
-        cli.main(
-            ["bench", "--sizes", "10k", "--repetitions", "1", "--rows", "RandomBlock", "--bars", "--kernels", "off"]
-        )
