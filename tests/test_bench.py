@@ -2,8 +2,10 @@
 
 import json
 import sys
+import time
 from dataclasses import replace
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +70,25 @@ def test_a_wrong_selection_is_noticed(row: Row, ops: NumpyOps | None, message: s
         worker_after(row, 1, ops).check()
 
 
-def test_the_parts_of_a_step_are_told_apart() -> None:
+@pytest.mark.parametrize(("title", "compress"), [("TopK", 2), ("MiCRO, 8 workers", 3)])
+def test_the_parts_of_a_step_are_told_apart(monkeypatch: pytest.MonkeyPatch, title: str, compress: int) -> None:
+    """On a clock that advances by 1 at each look, a step takes 1 before and after each collective, and 1 at its end."""
+    (row,) = (row for row in ROWS if row.title == title)
+    worker = worker_after(row, 1)
+    gradient = Gradients(make_backend("numpy", 1), CONDITIONS.size).next()
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "perf_counter", count().__next__)
+        spent = worker.step(gradient)
+    assert (spent.compress, spent.write) == (compress, 1)
+    assert row.part(spent) == compress
+    assert replace(row, receives=True).part(spent) == 1
+
+
+def test_the_messages_of_all_workers_are_written() -> None:
     dense = np.zeros(CONDITIONS.size, np.float32)
     backend = make_backend("numpy", 1)
-    row = Row("decompress", TopK, world=4, receives=True)
-    worker = Worker(backend, row, CONDITIONS, dense)
     gradient = Gradients(backend, CONDITIONS.size).next()
-    spent = worker.step(gradient)
-    assert row.part(spent) == spent.write > 0.0
-    assert TOPK.part(spent) == spent.compress > 0.0
+    Worker(backend, Row("decompress", TopK, world=4, receives=True), CONDITIONS, dense).step(gradient)
     # The other workers send what this one sends.
     assert np.count_nonzero(dense) == 100
     assert np.array_equal(dense[dense != 0.0], 4.0 * gradient[dense != 0.0])
