@@ -5,38 +5,29 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from horovod_sparse import kernels
 from horovod_sparse.tools import check, cli
-from horovod_sparse.tools.probes import Answer
 
-COMPLETE = check.Machine(
-    answers={
-        "numpy": Answer({"version": "2.0"}),
-        "mpi4py": Answer({"version": "4.0", "library": "Open MPI v4.1.4"}),
-        "torch": Answer({"version": "2.13.0", "cuda": False}),
-        "horovod_torch": Answer({"controllers": ["MPI", "Gloo"], "nccl": False}),
-        "seam": Answer(),
-        "tensorflow": Answer({"version": "2.21.0"}),
-        "horovod_tensorflow": Answer({"built": True}),
-        "tensorflow_seam": Answer(),
-    },
-    programs={"mpirun": "mpirun (Open MPI) 4.1.4", "horovodrun": "0.28.1"},
-    horovod="0.28.1",
-)
+LINES = {line.what: line for line in check.LINES}
 
 
-def answering(**answers: Answer) -> check.Machine:
-    return replace(COMPLETE, answers={**COMPLETE.answers, **answers})
+def module(**answers: object) -> SimpleNamespace:
+    """A stub of a module, whose functions return these values."""
+    return SimpleNamespace(**{name: (lambda value=value: value) for name, value in answers.items()})
 
 
-def marks(machine: check.Machine) -> Mapping[str, str]:
-    return {finding.what: finding.mark for finding in check.judge(machine) if finding.mark != "ok"}
+def horovod_torch(*, mpi: bool = True, gloo: bool = True, nccl: bool = False) -> SimpleNamespace:
+    return module(mpi_built=mpi, gloo_built=gloo, nccl_built=nccl)
+
+
+def torch_with(*, cuda: bool) -> SimpleNamespace:
+    return SimpleNamespace(__version__="2.13.0", cuda=module(is_available=cuda))
 
 
 def run_check(**environment: str) -> subprocess.CompletedProcess[str]:
@@ -79,31 +70,108 @@ def test_the_command_imports_no_framework() -> None:
     assert not {"torch", "tensorflow", "horovod", "mpi4py"} & set(json.loads(done.stdout))
 
 
-def test_nothing_to_say_about_a_complete_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("horovod_sparse.kernels.available", lambda: True)
-    assert marks(COMPLETE) == {}
+def test_a_library_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(tmp_path, "mpi4py", "import time; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    found = check.ask("numpy", timeout=3.0)
+    assert found["numpy"].mark == "ok"
+    assert (found["mpi4py"].mark, found["mpi4py"].detail) == ("warn", "gave no answer within 3 s")
+
+
+def test_only_what_torch_training_needs_is_missing() -> None:
+    needed = {"numpy", "torch", "horovod", "horovod for torch", "controllers", "seam"}
+    assert {line.what for line in check.LINES if line.failed("no").mark == "missing"} == needed
 
 
 @pytest.mark.parametrize(
-    ("machine", "expected"),
+    ("what", "modules", "mark", "detail"),
     [
-        (answering(tensorflow=Answer(error="no"), horovod_tensorflow=Answer(error="no")), "warn"),
-        (answering(mpi4py=Answer(error="no")), "warn"),
-        (answering(horovod_torch=Answer({"controllers": ["Gloo"], "nccl": False})), "warn"),
-        (answering(torch=Answer({"version": "2.13.0", "cuda": True})), "warn"),
-        (replace(COMPLETE, programs={"mpirun": None, "horovodrun": None}), "warn"),
-        (replace(COMPLETE, horovod="0.27.0"), "warn"),
-        (replace(COMPLETE, horovod=None), "missing"),
-        (answering(numpy=Answer(error="no")), "missing"),
-        (answering(horovod_torch=Answer(error="no")), "missing"),
-        (answering(horovod_torch=Answer({"controllers": [], "nccl": False})), "missing"),
-        (answering(seam=Answer(error="no")), "missing"),
+        ("torch", {"torch": torch_with(cuda=False)}, "ok", "2.13.0, CPU"),
+        ("torch", {"torch": torch_with(cuda=True)}, "ok", "2.13.0, with a CUDA device"),
+        ("torch", {"torch": None}, "missing", "ModuleNotFoundError: import of torch halted; None in sys.modules"),
+        ("horovod for torch", {"horovod.torch": horovod_torch()}, "ok", "compiled"),
+        ("horovod for torch", {"horovod.torch": None}, "missing", "ModuleNotFoundError: "),
+        ("horovod for tf", {"horovod.tensorflow": None}, "warn", "ModuleNotFoundError: "),
+        ("tensorflow", {"tensorflow": None}, "warn", "ModuleNotFoundError: "),
+        ("controllers", {"horovod.torch": horovod_torch()}, "ok", "MPI, Gloo"),
+        ("controllers", {"horovod.torch": horovod_torch(gloo=False)}, "ok", "MPI"),
+        ("controllers", {"horovod.torch": horovod_torch(mpi=False)}, "warn", "Gloo, without MPI"),
+        ("controllers", {"horovod.torch": horovod_torch(mpi=False, gloo=False)}, "missing", "neither MPI nor Gloo"),
+        ("controllers", {"horovod.torch": None}, "missing", "unknown"),
+        ("GPU operations", {"horovod.torch": horovod_torch(nccl=True)}, "ok", "NCCL"),
+        (
+            "GPU operations",
+            {"horovod.torch": horovod_torch(), "torch": torch_with(cuda=True)},
+            "warn",
+            "none, but there is a CUDA device",
+        ),
+        (
+            "GPU operations",
+            {"horovod.torch": horovod_torch(), "torch": torch_with(cuda=False)},
+            "ok",
+            "none, and no CUDA device",
+        ),
+        ("GPU operations", {"horovod.torch": None}, "warn", "unknown"),
+        ("mpi4py", {"mpi4py": None}, "warn", "ModuleNotFoundError: "),
+        ("seam", {"horovod_sparse.torch": None}, "missing", "ModuleNotFoundError: "),
+        ("seam for tf", {"horovod_sparse.tensorflow": None}, "warn", "ModuleNotFoundError: "),
     ],
 )
-def test_only_what_torch_training_needs_is_missing(machine: check.Machine, expected: str) -> None:
-    found = marks(machine)
-    assert found
-    assert ("missing" in found.values()) == (expected == "missing")
+def test_libraries_are_judged(
+    monkeypatch: pytest.MonkeyPatch, what: str, modules: Mapping[str, object], mark: str, detail: str
+) -> None:
+    for name, stubbed in modules.items():
+        monkeypatch.setitem(sys.modules, name, stubbed)
+    is_judged(what, mark, detail)
+
+
+@pytest.mark.parametrize(
+    ("version", "mark", "detail"),
+    [
+        ("0.28.1", "ok", "0.28.1"),
+        ("0.28.1+local", "ok", "0.28.1+local"),
+        ("0.27.0", "warn", "0.27.0; 0.28.1 is tested"),
+        (None, "missing", "not installed"),
+    ],
+)
+def test_the_release_of_horovod_is_judged(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, mark: str, detail: str
+) -> None:
+    def installed(distribution: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(distribution)
+        return version
+
+    monkeypatch.setattr(metadata, "version", installed)
+    is_judged("horovod", mark, detail)
+
+
+@pytest.mark.parametrize("program", ["mpirun", "horovodrun"])
+@pytest.mark.parametrize(
+    ("script", "mark", "detail"),
+    [
+        ("echo one 1.2; echo two", "ok", "one 1.2"),
+        ("echo broken; exit 3", "warn", "not found or not working"),
+        ("echo", "warn", "not found or not working"),
+        (None, "warn", "not found or not working"),
+    ],
+)
+def test_launchers_are_judged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, script: str | None, mark: str, detail: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "")
+    if script is not None:
+        (tmp_path / program).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / program).chmod(0o755)
+    is_judged(program, mark, detail)
+
+
+def is_judged(what: str, mark: str, detail: str) -> None:
+    finding = LINES[what].finding()
+    assert (finding.what, finding.mark) == (what, mark)
+    assert finding.detail.startswith(detail)
+    assert bool(finding.remedy) == (mark != "ok")
 
 
 @pytest.mark.parametrize(
@@ -117,28 +185,19 @@ def test_only_what_torch_training_needs_is_missing(machine: check.Machine, expec
 )
 def test_the_kernels_in_use_are_named(monkeypatch: pytest.MonkeyPatch, said: str, mark: str, detail: str) -> None:
     monkeypatch.setenv(kernels.VARIABLE, said)
-    finding = _kernels_finding()
-    assert finding.mark == mark
-    assert finding.detail.startswith(detail)
+    is_judged("kernels", mark, detail)
 
 
 def test_kernels_that_are_not_compiled_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("horovod_sparse.kernels._native", None)
-    finding = _kernels_finding()
-    assert (finding.mark, finding.detail) == ("warn", "not compiled: framework operations are used")
+    is_judged("kernels", "warn", "not compiled: framework operations are used")
 
 
-def _kernels_finding() -> check.Finding:
-    return next(finding for finding in check.judge(COMPLETE) if finding.what == "kernels")
-
-
-def test_every_shortcoming_comes_with_its_remedy() -> None:
-    bare = check.Machine(
-        answers={name: Answer(error="not there") for name in COMPLETE.answers},
-        programs={"mpirun": None, "horovodrun": None},
-        horovod=None,
-    )
-    assert all(finding.remedy for finding in check.judge(bare) if finding.mark != "ok")
+def test_every_failed_check_comes_with_a_detail_and_a_remedy() -> None:
+    for line in check.LINES:
+        finding = line.failed("not there")
+        assert finding.remedy
+        assert finding.detail == (line.detail or "not there")
 
 
 def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,31 +205,3 @@ def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main([])
     assert ended.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
-
-
-@pytest.mark.full
-def test_bench_times_the_compressors_and_checks_what_they_select(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("horovod.torch")
-    table, options = tmp_path / "table.json", ["--kernels", "auto" if kernels.available() else "off"]
-    small = ["bench", "--sizes", "10k", "--ratios", "0.01", "--repetitions", "2", *options]
-    assert cli.main([*small, "--json", str(table)]) == 0
-    printed = capsys.readouterr().out
-    results = json.loads(table.read_text())["results"]
-    assert {"SIDCo, exponential", "TopK", "DGC", "MiCRO, 8 workers", "decompress, 4 workers"} <= {
-        result["title"] for result in results
-    }
-    for result in results:
-        assert len(result["quotients"]) == 2 and all(quotient > 0 for quotient in result["quotients"])
-        assert f"{result['title']:31}  {result['units']:.2f}".split() in [
-            line.split()[: len(result["title"].split()) + 1] for line in printed.splitlines()
-        ]
-
-
-def test_bench_holds_no_bar_under_other_conditions(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("horovod.torch")
-    with pytest.raises(SystemExit, match="--bars needs rows"):
-        cli.main(
-            ["bench", "--sizes", "10k", "--repetitions", "1", "--rows", "RandomBlock", "--bars", "--kernels", "off"]
-        )

@@ -159,14 +159,13 @@ def text_of(node: ast.expr) -> str:
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """(kind, text) of everything that the package raises or warns of with a text of its own; its tools left out."""
+    """(kind, text) of everything that the package raises or warns of with a text of its own."""
     for source in sorted((ROOT / "horovod_sparse").rglob("*.py")):
-        if source.parent.name != "bench":
-            for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-                kind = ast.unparse(node.func).removeprefix("warnings.") if isinstance(node, ast.Call) else ""
-                if kind == "warn" or kind.endswith("Error"):
-                    assert isinstance(node, ast.Call)
-                    yield kind, text_of(node.args[0])
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            kind = ast.unparse(node.func).removeprefix("warnings.") if isinstance(node, ast.Call) else ""
+            if kind == "warn" or kind.endswith("Error"):
+                assert isinstance(node, ast.Call)
+                yield kind, text_of(node.args[0])
 
 
 MESSAGES = sorted(set(messages()))

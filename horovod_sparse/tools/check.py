@@ -1,31 +1,41 @@
-"""Check whether this machine can train with sparse gradients and, if not, what to do about it. Imports no framework."""
+"""Check whether this machine can train with sparse gradients and, if not, what to do about it. Imports no framework.
+
+`LINES` lists what is checked. Libraries are imported in other processes. So a library that is broken, or crashes or hangs while
+it is imported, only gives a line of the report. `python -m horovod_sparse.tools.check PROCESS` is such a process.
+"""
 
 from __future__ import annotations
 
+import json
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from importlib import metadata
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Literal
 
 from horovod_sparse import kernels
-from horovod_sparse.tools import probes
 from horovod_sparse.tools.machine import instruction_sets
 
+Mark = Literal["ok", "missing", "warn"]
+"""The result of a check: "missing" marks what torch training cannot do without, "warn" marks other problems."""
 HOROVOD_VERSION = "0.28.1"
 _REBUILD = "build Horovod: make setup, or docker/build_horovod.sh PYTHON"
+_INSTALL_MPI = f"install libopenmpi-dev, then {_REBUILD}"
+_MARK = "horovod_sparse.check:"
+"""A line of output that begins with this holds a finding."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ``missing`` marks what torch training cannot do without; ``warn`` marks other problems."""
+    """One line of the report."""
 
-    mark: Literal["ok", "missing", "warn"]
+    mark: Mark
     what: str
     detail: str
     remedy: str = ""
@@ -37,170 +47,94 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The facts that ``judge`` judges. ``programs``: the first line of each launcher's ``--version``, or None."""
+class Line:
+    """One check, and the finding if it fails."""
 
-    answers: Mapping[str, probes.Answer]
-    programs: Mapping[str, str | None]
-    horovod: str | None
+    what: str
+    process: str
+    """Checks with the same name share a new process, and run there in order. Those with "" run in this process."""
+    find: Callable[[], str | Finding]
+    """Returns the detail of a finding that is "ok", or another finding. If it raises, the check has failed."""
+    mark: Mark
+    remedy: str
+    detail: str = ""
+    """The detail if the check fails, instead of the error."""
 
+    def finding(self) -> Finding:
+        """Run the check."""
+        try:
+            found = self.find()
+        except Exception as error:  # a broken library may raise anything
+            return self.failed(f"{type(error).__name__}: {_last_line(str(error))}")
+        return Finding("ok", self.what, found) if isinstance(found, str) else found
 
-def inspect() -> Machine:
-    """Ask every library and program at once. This takes as long as the slowest import."""
-    programs = ("mpirun", "horovodrun")
-    with ThreadPoolExecutor() as pool:
-        groups = [pool.submit(probes.ask, group) for group in probes.GROUPS]
-        lines = {name: pool.submit(_version_line, name) for name in programs}
-        return Machine(
-            answers={name: answer for group in groups for name, answer in group.result().items()},
-            programs={name: line.result() for name, line in lines.items()},
-            horovod=_installed("horovod"),
-        )
-
-
-def _version_line(program: str) -> str | None:
-    beside = Path(sys.executable).with_name(program)
-    path = str(beside) if beside.exists() else shutil.which(program)
-    if path is None:
-        return None
-    try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return next(iter(done.stdout.splitlines()), "").strip() or None
+    def failed(self, error: str) -> Finding:
+        """Return the finding if the check fails with this error."""
+        return Finding(self.mark, self.what, self.detail or error, self.remedy)
 
 
-def _installed(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _python(_: Machine) -> Finding:
+def _python() -> str | Finding:
     version = platform.python_version()
     if (3, 10) <= sys.version_info[:2] <= (3, 12):
-        return Finding("ok", "python", version)
+        return version
     return Finding("warn", "python", f"{version} is untested", "use Python 3.10 to 3.12")
 
 
-def _numpy(machine: Machine) -> Finding:
-    answer = machine.answers["numpy"]
-    if answer.works:
-        return Finding("ok", "numpy", answer.facts["version"])
-    return Finding("missing", "numpy", answer.error, "pip install numpy")
+def _version(library: str) -> str:
+    return str(import_module(library).__version__)
 
 
-def _torch(machine: Machine) -> Finding:
-    answer = machine.answers["torch"]
-    if answer.works:
-        device = "with a CUDA device" if answer.facts["cuda"] else "CPU"
-        return Finding("ok", "torch", f"{answer.facts['version']}, {device}")
-    return Finding("missing", "torch", answer.error, f"pip install torch, then {_REBUILD}")
+def _torch() -> str:
+    device = "with a CUDA device" if import_module("torch").cuda.is_available() else "CPU"
+    return f"{_version('torch')}, {device}"
 
 
-def _tensorflow(machine: Machine) -> Finding:
-    answer = machine.answers["tensorflow"]
-    if answer.works:
-        return Finding("ok", "tensorflow", answer.facts["version"])
-    return Finding(
-        "warn",
-        "tensorflow",
-        answer.error,
-        f"only for TensorFlow: pip install tensorflow-cpu, then {_REBUILD}",
-    )
+def _horovod() -> str | Finding:
+    version = metadata.version("horovod")
+    if version.split("+")[0] == HOROVOD_VERSION:
+        return version
+    return Finding("warn", "horovod", f"{version}; {HOROVOD_VERSION} is tested", _REBUILD)
 
 
-def _horovod(machine: Machine) -> Finding:
-    if machine.horovod is None:
-        return Finding("missing", "horovod", "not installed", _REBUILD)
-    if machine.horovod.split("+")[0] != HOROVOD_VERSION:
-        return Finding("warn", "horovod", f"{machine.horovod}; {HOROVOD_VERSION} is tested", _REBUILD)
-    return Finding("ok", "horovod", machine.horovod)
+def _imported(module: str, detail: str = "") -> str:
+    # Importing an adapter of this package checks the installed Horovod.
+    import_module(module)
+    return detail or f"{module} extends the installed Horovod"
 
 
-def _horovod_torch(machine: Machine) -> Finding:
-    answer = machine.answers["horovod_torch"]
-    if answer.works:
-        return Finding("ok", "horovod for torch", "compiled")
-    return Finding("missing", "horovod for torch", answer.error, _REBUILD)
-
-
-def _horovod_tensorflow(machine: Machine) -> Finding:
-    answer = machine.answers["horovod_tensorflow"]
-    if answer.works:
-        return Finding("ok", "horovod for tf", "compiled")
-    return Finding("warn", "horovod for tf", answer.error, f"only for TensorFlow: {_REBUILD}")
-
-
-def _controllers(machine: Machine) -> Finding:
-    answer = machine.answers["horovod_torch"]
-    if not answer.works:
-        return Finding("missing", "controllers", "unknown", "settle horovod for torch first")
-    found = answer.facts["controllers"]
+def _controllers() -> str | Finding:
+    hvd = import_module("horovod.torch")
+    found = [name for name, built in (("MPI", hvd.mpi_built()), ("Gloo", hvd.gloo_built())) if built]
     if not found:
-        return Finding("missing", "controllers", "neither MPI nor Gloo", f"install libopenmpi-dev, then {_REBUILD}")
+        return Finding("missing", "controllers", "neither MPI nor Gloo", _INSTALL_MPI)
     if "MPI" not in found:
-        return Finding(
-            "warn", "controllers", "Gloo, without MPI", f"for mpirun, install libopenmpi-dev, then {_REBUILD}"
-        )
-    return Finding("ok", "controllers", ", ".join(found))
+        return Finding("warn", "controllers", "Gloo, without MPI", f"for mpirun, {_INSTALL_MPI}")
+    return ", ".join(found)
 
 
-def _gpu_operations(machine: Machine) -> Finding:
-    answer = machine.answers["horovod_torch"]
-    if not answer.works:
-        return Finding("warn", "GPU operations", "unknown", "settle horovod for torch first")
-    if answer.facts["nccl"]:
-        return Finding("ok", "GPU operations", "NCCL")
-    if machine.answers["torch"].facts.get("cuda"):
+def _gpu_operations() -> str | Finding:
+    if import_module("horovod.torch").nccl_built():
+        return "NCCL"
+    if import_module("torch").cuda.is_available():
         return Finding("warn", "GPU operations", "none, but there is a CUDA device", f"HOROVOD_GPU=1: {_REBUILD}")
-    return Finding("ok", "GPU operations", "none, and no CUDA device")
+    return "none, and no CUDA device"
 
 
-def _mpirun(machine: Machine) -> Finding:
-    line = machine.programs["mpirun"]
-    if line is not None:
-        return Finding("ok", "mpirun", line)
-    return Finding("warn", "mpirun", "not found or not working", "install openmpi-bin, or start with horovodrun --gloo")
+def _program(name: str) -> str:
+    beside = Path(sys.executable).with_name(name)
+    path = str(beside) if beside.exists() else shutil.which(name) or name
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True)
+    return done.stdout.strip().splitlines()[0].strip()
 
 
-def _horovodrun(machine: Machine) -> Finding:
-    line = machine.programs["horovodrun"]
-    if line is not None:
-        return Finding("ok", "horovodrun", line)
-    return Finding("warn", "horovodrun", "not found or not working", f"{_REBUILD}, or start with mpirun")
+def _mpi4py() -> str:
+    # Asking for the version must not start MPI, which some clusters forbid outside a job.
+    import_module("mpi4py").rc.initialize = False
+    library = import_module("mpi4py.MPI").Get_library_version().split(",")[0].strip()
+    return f"{_version('mpi4py')}, {library}"
 
 
-def _mpi4py(machine: Machine) -> Finding:
-    answer = machine.answers["mpi4py"]
-    if answer.works:
-        return Finding("ok", "mpi4py", f"{answer.facts['version']}, {answer.facts['library']}")
-    return Finding("warn", "mpi4py", answer.error, "only for NumPy arrays over MPI: pip install 'mpi4py>=4'")
-
-
-def _seam(machine: Machine) -> Finding:
-    answer = machine.answers["seam"]
-    if answer.works:
-        return Finding("ok", "seam", "horovod_sparse.torch extends the installed Horovod")
-    return Finding(
-        "missing", "seam", answer.error, f"settle the lines above first; this needs Horovod {HOROVOD_VERSION}"
-    )
-
-
-def _tensorflow_seam(machine: Machine) -> Finding:
-    answer = machine.answers["tensorflow_seam"]
-    if answer.works:
-        return Finding("ok", "seam for tf", "horovod_sparse.tensorflow extends the installed Horovod")
-    return Finding(
-        "warn",
-        "seam for tf",
-        answer.error,
-        f"only for TensorFlow: settle its lines above; needs Horovod {HOROVOD_VERSION}",
-    )
-
-
-def _kernels(_: Machine) -> Finding:
+def _kernels() -> str | Finding:
     sets = f"this processor has {', '.join(instruction_sets()) or 'unknown instruction sets'}"
     unset = f"unset {kernels.VARIABLE}"
     if not kernels.compiled():
@@ -213,28 +147,72 @@ def _kernels(_: Machine) -> Finding:
         return Finding("warn", "kernels", f"turned off: framework operations are used; {sets}", unset)
     if variant != kernels.variants()[0]:
         return Finding("warn", "kernels", f"{variant}, and {kernels.variants()[0]} is faster; {sets}", unset)
-    return Finding("ok", "kernels", f"{variant}; {sets}")
+    return f"{variant}; {sets}"
 
 
-_CHECKS: tuple[Callable[[Machine], Finding], ...] = (
-    _python,
-    _numpy,
-    _torch,
-    _tensorflow,
-    _horovod,
-    _horovod_torch,
-    _horovod_tensorflow,
-    _controllers,
-    _gpu_operations,
-    _mpirun,
-    _horovodrun,
-    _mpi4py,
-    _seam,
-    _tensorflow_seam,
-    _kernels,
+_FOR_TF = "only for TensorFlow:"
+_TF_FIRST = f"{_FOR_TF} settle its lines above; needs Horovod {HOROVOD_VERSION}"
+_ALL_FIRST = f"settle the lines above first; this needs Horovod {HOROVOD_VERSION}"
+_TORCH_FIRST = "settle horovod for torch first"
+_ABSENT = "not found or not working"
+_GLOO = "install openmpi-bin, or start with horovodrun --gloo"
+# Checks that need the same slow import share a process.
+LINES = (
+    Line("python", "", _python, "warn", "use Python 3.10 to 3.12"),
+    Line("numpy", "numpy", partial(_version, "numpy"), "missing", "pip install numpy"),
+    Line("torch", "torch", _torch, "missing", f"pip install torch, then {_REBUILD}"),
+    Line(
+        "tensorflow",
+        "tf",
+        partial(_version, "tensorflow"),
+        "warn",
+        f"{_FOR_TF} pip install tensorflow-cpu, then {_REBUILD}",
+    ),
+    Line("horovod", "", _horovod, "missing", _REBUILD, "not installed"),
+    Line("horovod for torch", "torch", partial(_imported, "horovod.torch", "compiled"), "missing", _REBUILD),
+    Line("horovod for tf", "tf", partial(_imported, "horovod.tensorflow", "compiled"), "warn", f"{_FOR_TF} {_REBUILD}"),
+    Line("controllers", "torch", _controllers, "missing", _TORCH_FIRST, "unknown"),
+    Line("GPU operations", "torch", _gpu_operations, "warn", _TORCH_FIRST, "unknown"),
+    Line("mpirun", "", partial(_program, "mpirun"), "warn", _GLOO, _ABSENT),
+    Line("horovodrun", "", partial(_program, "horovodrun"), "warn", f"{_REBUILD}, or start with mpirun", _ABSENT),
+    Line("mpi4py", "numpy", _mpi4py, "warn", "only for NumPy arrays over MPI: pip install 'mpi4py>=4'"),
+    Line("seam", "torch", partial(_imported, "horovod_sparse.torch"), "missing", _ALL_FIRST),
+    Line("seam for tf", "tf", partial(_imported, "horovod_sparse.tensorflow"), "warn", _TF_FIRST),
+    Line("kernels", "", _kernels, "warn", f"unset {kernels.VARIABLE}"),
 )
 
 
-def judge(machine: Machine) -> list[Finding]:
-    """Return one finding for each thing that training needs or can use. Training with torch can run if none is ``missing``."""
-    return [check(machine) for check in _CHECKS]
+def findings() -> list[Finding]:
+    """Run all checks at once, and return one finding for each. Training with torch can run if none is ``missing``."""
+    processes = dict.fromkeys(line.process for line in LINES if line.process)
+    with ThreadPoolExecutor(len(LINES)) as pool:
+        asked = {process: pool.submit(ask, process) for process in processes}
+        here = {line.what: pool.submit(line.finding) for line in LINES if not line.process}
+        return [asked[line.process].result()[line.what] if line.process else here[line.what].result() for line in LINES]
+
+
+def ask(process: str, timeout: float = 60.0) -> dict[str, Finding]:
+    """Run the checks of a process in a new one, and wait at most `timeout` seconds. Return the findings by `what`."""
+    command = [sys.executable, "-m", "horovod_sparse.tools.check", process]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired as expired:
+        output = expired.stdout.decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
+        death = f"gave no answer within {timeout:g} s"
+    else:
+        output = done.stdout
+        death = _last_line(done.stderr) or f"ended with exit status {done.returncode}"
+    told = [json.loads(line.removeprefix(_MARK)) for line in output.splitlines() if line.startswith(_MARK)]
+    # After a crash or a hang, the checks that had not answered yet have failed.
+    failed = {line.what: line.failed(death) for line in LINES if line.process == process}
+    return failed | {finding["what"]: Finding(**finding) for finding in told}
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+if __name__ == "__main__":
+    for checked in LINES:
+        if checked.process == sys.argv[1]:
+            print("\n" + _MARK + json.dumps(asdict(checked.finding())), flush=True)

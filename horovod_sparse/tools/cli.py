@@ -10,7 +10,7 @@ from horovod_sparse.tools import bench, check
 
 
 def _check(_: argparse.Namespace) -> int:
-    findings = check.judge(check.inspect())
+    findings = check.findings()
     for finding in findings:
         print(finding)
     missing = [finding.what for finding in findings if finding.mark == "missing"]
@@ -26,7 +26,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("check", help=text, description=text).set_defaults(run=_check)
     text = "time the compressors on this machine, in units of residual.add_(gradient)"
     measured = commands.add_parser("bench", help=text, description=text)
-    bench.add_arguments(measured, sizes=(1_000_000, 25_000_000), repetitions=5, everything=False)
+    bench.add_arguments(measured, sizes=(1_000_000, 25_000_000), repetitions=5)
+    measured.add_argument("--backend", choices=bench.BACKENDS, default="torch")
+    measured.set_defaults(run=bench.run)
     return parser
 
 

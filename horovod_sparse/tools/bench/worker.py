@@ -1,27 +1,27 @@
-"""Times one worker's steps. Makes what other workers send, outside of the timed parts. Imports no framework."""
+"""One worker's steps on made-up gradients. What other workers send is made outside of the timed parts."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.compressors.base import Place
-from horovod_sparse.compressors.threshold import Threshold
+from horovod_sparse.compressors.base import BucketState
 from horovod_sparse.core.layout import Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.protocols import Collective, Reduced
+from horovod_sparse.exchange.protocols import Collective, Reduced, union
+from horovod_sparse.numpy.compiled import host_ops
+from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Array, Ops
-from horovod_sparse.tools.bench.checks import Sent
-from horovod_sparse.tools.bench.rows import DATA, Row
+from horovod_sparse.tools.bench.rows import Conditions, Row, Spent
 
-ALIGNMENT = 16
+_ALIGNMENT = 16
 """Number of elements in a cache line."""
 
 
@@ -32,165 +32,138 @@ class Backend:
     ops: Ops
     like: Array
     """Any array of the framework."""
+    join: Callable[[list[Array]], Array]
     host: Callable[[Array], NDArray[Any]]
     """Returns an array's memory."""
-    join: Callable[[list[Array]], Array]
+
+    def zeros(self, size: int) -> Array:
+        """Return zeros in memory that has been written to. The system provides memory only then."""
+        array: Array = self.ops.zeros(size, "float32", self.like)
+        self.host(array).fill(0.0)
+        return array
+
+
+def make_backend(name: str, threads: int) -> Backend:
+    """Return the back end "torch", which needs PyTorch and Horovod for it, or "numpy"."""
+    if name == "numpy":
+        return Backend(host_ops(threads), np.zeros(1, np.float32), np.concatenate, np.asarray)
+    import torch
+
+    from horovod_sparse.torch.ops import TorchOps
+
+    torch.set_num_threads(threads)
+    return Backend(TorchOps(), torch.zeros(1), torch.cat, torch.Tensor.numpy)
+
+
+Draw = Callable[[np.random.Generator, int], NDArray[Any]]
+"""Draws the entries of a gradient."""
+
+
+def laplace(rng: np.random.Generator, size: int) -> NDArray[Any]:
+    """Draw entries from the Laplace distribution."""
+    entries = rng.standard_exponential(size, np.float32)
+    entries.view(np.uint32)[...] |= rng.integers(2, size=size, dtype=np.uint32) << 31
+    return entries
 
 
 class Gradients:
     """Endless gradients of one size. Each begins at another place of a longer array, so none comes again."""
 
-    def __init__(self, backend: Backend, size: int, seed: int = 0) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, size: int, draw: Draw = laplace) -> None:
         self._size = size
-        self._room = max(size // 4, ALIGNMENT)
-        self._rng = np.random.default_rng(seed)
-        self._kept: dict[str, Array] = {}
+        self._room = max(size // 4, _ALIGNMENT)
+        self._rng = np.random.default_rng(0)
+        self._entries = backend.zeros(size + self._room)
+        backend.host(self._entries)[:] = draw(self._rng, size + self._room)
 
-    def next(self, data: str) -> Array:
-        if data not in self._kept:
-            # Use the framework's own memory, where gradients are.
-            self._kept[data] = self._backend.ops.zeros(self._size + self._room, "float32", self._backend.like)
-            self._backend.host(self._kept[data])[:] = DATA[data](self._rng, self._size + self._room)
-        start = ALIGNMENT * int(self._rng.integers(self._room // ALIGNMENT))
-        return self._kept[data][start : start + self._size]
+    def next(self) -> Array:
+        """Return a gradient, in the framework's own memory."""
+        start = _ALIGNMENT * int(self._rng.integers(self._room // _ALIGNMENT))
+        return self._entries[start : start + self._size]
 
 
 class Worker:
-    """A pipeline with one bucket of one parameter, the first of `row.world` workers."""
+    """A pipeline with one bucket of one parameter, the first of `row.world` workers.
 
-    def __init__(
-        self, backend: Backend, row: Row, ratio: float, size: int, dense: Array, *, whole: bool = False
-    ) -> None:
-        self.backend = backend
-        self.row = row
-        self._whole = whole
-        """True if the parts of a step before and after the last collective are both timed."""
-        self.ratio = ratio
-        self.size = size
-        self._dense = dense
-        """The array that the reduced gradient is written to."""
-        self.start()
+    The reduced gradient is written to `dense`, unless this is None.
+    """
 
-    def start(self) -> None:
-        """Start a new pipeline, with nothing kept from earlier steps."""
-        compressor = self.row.make(self.ratio)
-        self.pipeline = Pipeline(self.backend.ops, compressor, world=self.row.world, position=0, rank=0)
-        self.pipeline.add_buckets(
-            plan([Parameter("p", (self.size,), "float32", "cpu")], compressor), lambda name: self.backend.like
-        )
-        (self.bucket,) = self.pipeline.buckets
+    def __init__(self, backend: Backend, row: Row, conditions: Conditions, dense: Array | None = None) -> None:
+        self._backend, self._row, self._conditions, self._dense = backend, row, conditions, dense
+        self.compressor = row.make(conditions.ratio)
+        self._pipeline = Pipeline(backend.ops, self.compressor, world=row.world, position=0, rank=0)
+        layouts = plan([Parameter("p", (conditions.size,), "float32", "cpu")], self.compressor)
+        self._pipeline.add_buckets(layouts, lambda name: backend.like)
+        (self._bucket,) = self._pipeline.buckets
+        self.residual = backend.host(self._bucket.buffer)
         # The system provides memory when it is first written to. That is not part of a step.
-        self.backend.host(self.bucket.buffer).fill(0.0)
-        if self.bucket.velocity is not None:
-            self.backend.host(self.bucket.velocity).fill(0.0)
+        self.residual.fill(0.0)
         self._former: list[Array] = []
         """This worker's messages of the last steps."""
-        self._reduced: Reduced | None = None
 
-    def step(self, gradient: Array) -> float:
-        """Take a step, and return the seconds of the part that the row times.
-
-        This is the part until the last collective, and the end of the step. With `row.receives` it is the part between those,
-        and with `whole` all of it.
-        """
-        pipeline, bucket = self.pipeline, self.bucket
-        if isinstance(pipeline.compressor, Threshold):
-            self._set_threshold(pipeline.compressor, gradient)
+    def step(self, gradient: Array) -> Spent:
+        """Take a step."""
+        self._before = replace(self._bucket.state)
         begun = time.perf_counter()
-        pipeline.arrive("p", gradient)
-        request: Collective | None = pipeline.begin(bucket)
-        compress = time.perf_counter() - begun
+        self._pipeline.arrive("p", gradient)
+        request: Collective | None = self._pipeline.begin(self._bucket)
+        compress, last = time.perf_counter() - begun, 0.0
         while request is not None:
             answer = self._answer(request)
+            compress += last
             begun = time.perf_counter()
-            request = pipeline.advance(bucket, answer, 1.0, self._write)
+            request = self._pipeline.advance(self._bucket, answer, 1.0, self._write)
             last = time.perf_counter() - begun
-            compress += 0.0 if request is None else last
         begun = time.perf_counter()
-        pipeline.end_step()
-        compress += time.perf_counter() - begun
-        if self._whole:
-            return compress + last
-        return last if self.row.receives else compress
-
-    def _set_threshold(self, compressor: Threshold, gradient: Array) -> None:
-        # A fixed threshold sends more in every step until residuals are as large as the threshold, after 1/ratio steps. But
-        # the cost of sending about k entries is wanted. So a sample gives the threshold that sends about k in this step.
-        stride = max(1, self.size // 100_000)
-        sample = self.backend.host(self.bucket.buffer)[::stride] + self.backend.host(gradient)[::stride]
-        compressor.threshold = float(np.quantile(np.abs(sample), 1.0 - self.ratio))
-
-    # --- the other workers ---
-
-    def _answer(self, request: Collective) -> Array:
-        if self.row.world == 1 or request.kind == "allreduce":
-            # What others add does not change the work that is left.
-            return request.message
-        if len(request.message.shape) == 1:
-            return self.backend.join([request.message, *self._other_parts()])
-        # The others send what this worker has sent before.
-        self._former = [self.backend.ops.copy(request.message), *self._former][: self.row.world]
-        others = [self._former[min(number, len(self._former) - 1)] for number in range(1, self.row.world)]
-        return self.backend.join([request.message, *others])
-
-    def _other_parts(self) -> list[Array]:
-        """Return what the other workers of exchange `union` select from their parts, if all have this worker's gradients."""
-        compressor, bucket, ops = self.pipeline.compressor, self.bucket, self.backend.ops
-        messages = []
-        for position in range(1, self.row.world):
-            state = replace(bucket.state, place=Place(bucket.name, position, self.row.world))
-            selection = compressor.select(ops, bucket.buffer, bucket.k, bucket.capacity, state)
-            header = [bucket.checksum(), wire.float_bits(state.proposal)]
-            messages.append(ops.pack_indices(selection.indices, header, bucket.capacity))
-        return messages
+        self._pipeline.end_step()
+        return Spent(compress + time.perf_counter() - begun, last)
 
     def _write(self, slots: Sequence[Slot], reduced: Reduced) -> None:
         self._reduced = reduced
-        if self.row.receives or self._whole:
+        if self._dense is not None:
             reduced.write([(slots[0].offset, self._dense)])
 
-    # --- what came of it ---
+    def _answer(self, request: Collective) -> Array:
+        if self._row.world == 1 or request.kind == "allreduce":
+            # What others add does not change the work that is left.
+            return request.message
+        if self.compressor.exchange is union:
+            return self._backend.join([request.message, *self._other_parts(len(request.message) - wire.HEADER)])
+        # The others send what this worker has sent before.
+        self._former = [self._backend.ops.copy(request.message), *self._former][: self._row.world]
+        others = [self._former[min(number, len(self._former) - 1)] for number in range(1, self._row.world)]
+        return self._backend.join([request.message, *others])
+
+    def _other_parts(self, capacity: int) -> list[Array]:
+        """Return what the other workers of exchange `union` send, if all have this worker's gradients."""
+        messages = []
+        for position in range(1, self._row.world):
+            state = self._state_of(position)
+            indices = self._select(self._backend.ops, self._bucket.buffer, state)
+            header = [self._bucket.state.checksum(), wire.float_bits(state.proposal)]
+            messages.append(self._backend.ops.pack_indices(indices, header, capacity))
+        return messages
+
+    def _state_of(self, position: int) -> BucketState:
+        """Return a worker's state before the last step."""
+        return replace(self._before, place=replace(self._before.place, position=position))
+
+    def _select(self, ops: Ops, x: Array, state: BucketState) -> Array:
+        k = self.compressor.asked(len(x))
+        return self.compressor.select(ops, x, k, self.compressor.room(len(x), k, self._row.world), state).indices
 
     def check(self) -> None:
-        """Raise AssertionError if the last step did not select what it had to."""
-        task_k = self.pipeline.compressor.asked(self.size)
-        capacity = self.pipeline.compressor.room(self.size, task_k, self.row.world)
-        assert self._reduced is not None
+        """Raise AssertionError unless the last step sent about k entries, the same as the NumPy oracle selects."""
         entries = self._reduced.parts()[0]
-        values = self.backend.host(entries.values)
-        indices = np.arange(self.size) if entries.indices is None else self.backend.host(entries.indices)
+        x = self.residual.copy()
+        indices = np.arange(len(x)) if entries.indices is None else self._backend.host(entries.indices)
         # What was sent is no longer in the residual. Together the two are what was selected from.
-        x = self.backend.host(self.bucket.buffer).copy()
-        assert not x[indices].any(), "what was sent is still in the residual"
-        x[indices] = values
-        try:
-            self.row.check(Sent(x, indices, task_k, capacity, self.bucket.state))
-        except AssertionError as error:
-            raise AssertionError(f"{self.row.title}, {self.size} elements, ratio {self.ratio}: {error}") from error
-
-
-class Verbs:
-    """Array verbs that record how long they take."""
-
-    def __init__(self, ops: Ops) -> None:
-        self._ops = ops
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @classmethod
-    def of(cls, backend: Backend) -> tuple[Backend, Verbs]:
-        """Return a backend with such verbs, and the verbs."""
-        verbs = cls(backend.ops)
-        return replace(backend, ops=cast(Ops, verbs)), verbs
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        verb = getattr(self._ops, name)
-
-        def timed(*arguments: Any, **options: Any) -> Any:
-            begun = time.perf_counter()
-            try:
-                return verb(*arguments, **options)
-            finally:
-                self.seconds[name] += time.perf_counter() - begun
-
-        return timed
+        assert not x[indices].any(), f"{self._row.title}: what was sent is still in the residual"
+        x[indices] = self._backend.host(entries.values)
+        selecting = self._row.world if self.compressor.exchange is union else 1
+        due = np.concatenate([self._select(NumpyOps(), x, self._state_of(number)) for number in range(selecting)])
+        title = f"{self._row.title}, {self._conditions}"
+        assert np.array_equal(indices, np.sort(due)), f"{title}: sent {len(indices)} entries, {len(due)} were due"
+        k = max(self.compressor.asked(len(x)), selecting)
+        fewest, most = math.floor(0.5 * k), math.ceil(2.0 * k)
+        assert fewest <= len(indices) <= most, f"{title}: sent {len(indices)} entries, {fewest} to {most} were due"

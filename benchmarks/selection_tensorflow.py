@@ -13,7 +13,7 @@ from horovod_sparse.core.layout import Parameter, plan
 from horovod_sparse.tensorflow.exchange import Collectives
 from horovod_sparse.tensorflow.host import HostPipeline
 from horovod_sparse.tensorflow.step import Step
-from horovod_sparse.tools.bench.rows import Row
+from horovod_sparse.tools.bench.rows import Conditions, Row
 
 
 def set_threads(threads: int) -> None:
@@ -37,10 +37,10 @@ class _Alone(Collectives):
 class GraphWorker:
     """A worker whose steps run in a `tf.function`, called by itself or from within a user's `tf.function`."""
 
-    def __init__(self, row: Row, ratio: float, size: int, *, traced: bool) -> None:
-        compressor: Any = row.make(ratio)
+    def __init__(self, row: Row, conditions: Conditions, *, traced: bool) -> None:
+        compressor: Any = row.make(conditions.ratio)
         self._engine = HostPipeline(compressor, _Alone(), world=1, position=0, rank=0)
-        self._engine.add_buckets(plan([Parameter("p", (size,), "float32", "cpu")], compressor))
+        self._engine.add_buckets(plan([Parameter("p", (conditions.size,), "float32", "cpu")], compressor))
         inner = tf.function(self._reduce, autograph=False)
         # With `traced`, as in a training step that the user has made a `tf.function`.
         self._run = tf.function(lambda gradient: tf.identity(inner(gradient)), autograph=False) if traced else inner

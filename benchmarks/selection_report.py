@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from horovod_sparse import __version__
-from horovod_sparse.tools.bench.measure import Result
-from horovod_sparse.tools.bench.rows import Conditions
-from horovod_sparse.tools.machine import instruction_sets, processor
+from selection_contestants import Measured
 
-HEADER = ("row", "units", "quartiles", "GB/s", "memory", "bar")
+from horovod_sparse import __version__
+from horovod_sparse.tools.bench import measure
+from horovod_sparse.tools.machine import instruction_sets, processor
 
 
 def machine() -> dict[str, Any]:
@@ -30,50 +28,23 @@ def machine() -> dict[str, Any]:
     }
 
 
-def cells(result: Result) -> tuple[str, ...]:
-    """Return the cells of one row of the table."""
-    bar = "" if result.bar is None else f"{result.bar:g}" + ("" if result.within else " exceeded")
-    return (
-        result.title,
-        f"{result.units:.2f}",
-        f"{result.quantile(0.25):.2f}-{result.quantile(0.75):.2f}",
-        f"{result.gigabytes:.1f}",
-        "" if result.memory is None else f"{result.memory:.1%}",
-        bar,
-    )
+def _tables(results: Sequence[Measured]) -> list[tuple[str, list[Measured]]]:
+    return [(str(conditions), list(members)) for conditions, members in groupby(results, lambda r: r.conditions)]
 
 
-def title(conditions: Conditions) -> str:
-    """Return the title of one table."""
-    return (
-        f"{conditions.size:,} elements, ratio {conditions.ratio:g}, {conditions.backend}, kernels: {conditions.kernels}, "
-        f"threads: {conditions.threads}"
-    )
-
-
-def _tables(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
-    return [(title(conditions), list(members)) for conditions, members in groupby(results, lambda r: r.conditions)]
-
-
-def text(results: Sequence[Result]) -> str:
+def text(results: Sequence[Measured]) -> str:
     """Return the results as text for a terminal."""
-    lines: list[str] = []
-    for heading, members in _tables(results):
-        table = [HEADER, *map(cells, members)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines += ["", heading]
-        for name, *numbers in table:
-            padded = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
-            lines.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
-        lines += [
-            f"    {result.title}: " + ", ".join(f"{verb} {units:.2f}" for verb, units in result.verbs.items())
-            for result in members
-            if result.verbs
-        ]
+    lines = []
+    for _, members in _tables(results):
+        lines.append(measure.text(members))
+        for result in members:
+            if result.verbs:
+                verbs = ", ".join(f"{verb} {units:.2f}" for verb, units in result.verbs.items())
+                lines.append(f"    {result.title}: {verbs}")
     return "\n".join(lines)
 
 
-def markdown(results: Sequence[Result]) -> str:
+def markdown(results: Sequence[Measured]) -> str:
     """Return the results as Markdown for a page."""
     told = machine()
     versions = ", ".join(f"{name} {told[name]}" for name in ("horovod_sparse", "torch", "numpy"))
@@ -84,8 +55,9 @@ def markdown(results: Sequence[Result]) -> str:
         " that a step took beside what it began with, in parts of the residual."
     ]
     for heading, members in _tables(results):
-        lines += ["", f"{heading}:", "", _row(HEADER), "|---|" + "---:|" * (len(HEADER) - 1)]
-        lines += [_row(cells(result)) for result in members]
+        cells = [member.cells() for member in members]
+        lines += ["", f"{heading}:", "", _row(list(cells[0])), "|---|" + "---:|" * (len(cells[0]) - 1)]
+        lines += [_row(list(row.values())) for row in cells]
     return "\n".join(lines) + "\n"
 
 
@@ -93,13 +65,13 @@ def _row(columns: Sequence[str]) -> str:
     return f"| {' | '.join(columns)} |"
 
 
-def write_json(results: Sequence[Result], path: Path) -> None:
+def write_json(results: Sequence[Measured], path: Path) -> None:
     """Write everything as JSON, with each repetition."""
-    everything = {**machine(), "results": [{**asdict(r), "units": r.units, "memory": r.memory} for r in results]}
+    everything = {**machine(), "results": [result.as_json() for result in results]}
     path.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
 
 
-def draw(results: Sequence[Result], path: Path) -> None:
+def draw(results: Sequence[Measured], path: Path) -> None:
     """Draw bars of units with quartiles, and a mark at the bar that a row must keep. Needs matplotlib."""
     from matplotlib.figure import Figure
 
