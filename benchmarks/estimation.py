@@ -37,10 +37,10 @@ from horovod_sparse.core.layout import Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline, Write
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.tools import machine
-from horovod_sparse.torch.ops import TorchOps
+from horovod_sparse.torch.compiled import tensor_ops
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-OPS = TorchOps()
+OPS = tensor_ops()
 
 
 @dataclass(frozen=True)

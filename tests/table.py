@@ -33,6 +33,7 @@ class Backend:
 def _torch_backends() -> list[Backend]:
     import torch
 
+    from horovod_sparse.torch.compiled import tensor_ops
     from horovod_sparse.torch.ops import TorchOps
 
     def tensor(array: np.ndarray) -> torch.Tensor:
@@ -42,8 +43,8 @@ def _torch_backends() -> list[Backend]:
         return tensor.numpy()
 
     return [
-        Backend("torch", TorchOps(), tensor, numpy),
-        Backend("torch-operations", TorchOps(compiled=False), tensor, numpy),
+        Backend("torch", tensor_ops(), tensor, numpy),
+        Backend("torch-operations", TorchOps(), tensor, numpy),
     ]
 
 

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as npst
 from table import BACKENDS, WITH_VERBS, Backend
 
 from horovod_sparse.ops.protocol import Moving
-from horovod_sparse.torch.ops import TorchOps
+from horovod_sparse.torch.compiled import tensor_ops
 
 ORACLE = BACKENDS[0].ops
 on_every_backend = pytest.mark.parametrize("backend", WITH_VERBS, ids=str)
@@ -201,7 +201,7 @@ def test_copy_shares_nothing(backend: Backend) -> None:
 
 
 def test_bfloat16_gradients_accumulate_in_float32() -> None:
-    ops = TorchOps()
+    ops = tensor_ops()
     gradient = torch.tensor([1.0, 2.0**-8], dtype=torch.bfloat16)
     residual = ops.zeros(2, "float32", gradient)
     for _ in range(300):
@@ -225,4 +225,4 @@ def test_absorb_leaves_out_what_is_not_finite_in_the_residual(backend: Backend, 
 def test_the_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_SPARSE_KERNELS", "0")
     monkeypatch.setattr("horovod_sparse.kernels.select_above", lambda *_: pytest.fail("a kernel was called"))
-    assert TorchOps().select_above(torch.ones(3), 0.5, 3).found == 3
+    assert tensor_ops().select_above(torch.ones(3), 0.5, 3).found == 3

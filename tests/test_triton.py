@@ -426,7 +426,7 @@ def test_a_gradient_that_is_not_finite_sends_nothing(make: Any) -> None:
     assert message[0].tolist() == [NOT_FINITE, 0] and (message[1:] == torch.tensor([PADDING, 0])).all()
     np.testing.assert_array_equal(worker.residual.numpy(), before)
     assert worker.state.state_dict() == state
-    assert TorchOps(compiled=False).rows_in_use(message[:, 0], 1, 160) == [NOT_FINITE]
+    assert TorchOps().rows_in_use(message[:, 0], 1, 160) == [NOT_FINITE]
     check_choice(worker, worker.step(gradients("laplace", 160, rng)))
 
 
@@ -496,7 +496,7 @@ def test_parts_of_a_bucket_are_written_as_on_the_host(monkeypatch: pytest.Monkey
     for on_device in (False, True):
         monkeypatch.setattr(device, "add_up_on", lambda messages, found=add_up if on_device else None: found)
         parts = [(40, torch.ones(20)), (0, torch.ones(25)), (60, torch.ones(30, dtype=torch.float64))]
-        TorchOps(compiled=False).assembler(gathered, used, 3.0)(parts)
+        TorchOps().assembler(gathered, used, 3.0)(parts)
         written.append([target for _, target in parts])
     assert all(torch.equal(one, other) for one, other in zip(*written, strict=True))
     assert all(one.any() for one in written[0])

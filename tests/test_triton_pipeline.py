@@ -33,9 +33,7 @@ def _pipeline(ops: TorchOps, compressor: Compressor, **where: int) -> Pipeline:
     return Pipeline(ops, compressor, device_selector=partial(selector_for, groups=2), **where)
 
 
-TRITON = Backend(
-    "torch-triton", TorchOps(compiled=False), lambda x: torch.from_numpy(np.array(x)), lambda x: x.numpy(), _pipeline
-)
+TRITON = Backend("torch-triton", TorchOps(), lambda x: torch.from_numpy(np.array(x)), lambda x: x.numpy(), _pipeline)
 NAMES = ("topk", "sidco-exponential-robust", "sidco-gpareto-robust", "sidco-one-stage", "threshold")
 ROWS = [row for row in COMPRESSORS if row.name in NAMES]
 for_all = pytest.mark.parametrize("row", ROWS, ids=str)

@@ -13,12 +13,17 @@ from horovod_sparse.ops.protocol import Array, Ops
 MOST_COUNTS = 12
 _MOST_CANDIDATES = 5
 """The most candidates, as a multiple of k: so few are cheaper to sort than the whole array."""
+_NEAR = 1e-6
+"""The number below a float32 is nearer to it than this fraction, unless the float32 is as small as `_TINY`."""
+_TINY = 1e-30
 _LEAST_SAMPLED = 100
 """How many of the k largest entries a sample holds on average, at least: their number is then known to a tenth."""
 
 
 def below_largest(largest: float, threshold: float) -> float:
     """Return `threshold`, lowered if necessary so that at least the largest entry exceeds it, unless all entries are zero."""
+    if threshold < (1.0 - _NEAR) * largest and largest > _TINY:
+        return threshold
     # The step down is in the precision of the comparison, which is that of the entries: float32 if it holds `largest`.
     with np.errstate(over="ignore"):
         single = np.float32(largest)

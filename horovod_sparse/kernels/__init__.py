@@ -248,7 +248,9 @@ def select_above(x: Memory, threshold: float, expected: int, threads: int) -> ND
 def pick_above(indices: Any, values: Any, code: int, number: int, threshold: float) -> NDArray[np.int64]:
     """Return those of `number` indices whose values are above the threshold. All are the kernel's own types."""
     picked = np.empty(number, np.int64)
-    found = _native.lib.hs_pick_above(indices, values, code, number, threshold, pointer_of(picked, "int64_t *"))
+    found = _native.lib.hs_pick_above(
+        indices, values, code, number, threshold, _native.ffi.from_buffer("int64_t[]", picked)
+    )
     return picked[:found]
 
 
@@ -285,15 +287,20 @@ class Target(NamedTuple):
 
     address: int
     type: int
-    """The code of float32 or float64; see `target_of`."""
+    """See `wide_code_of`."""
     first: int
     """The index of the part's first entry in the buffer."""
     numel: int
 
 
+def wide_code_of(dtype: str) -> int:
+    """Return the code of the type of a residual or a reduced gradient. Raise KeyError for others."""
+    return _WIDE[dtype]
+
+
 def target_of(memory: Memory, first: int) -> Target:
     """Return the target that begins at `first` in its buffer. Raise unless a kernel can write to the memory."""
-    return Target(_target_address(memory), _WIDE[memory.dtype], first, memory.numel)
+    return Target(_target_address(memory), wide_code_of(memory.dtype), first, memory.numel)
 
 
 def assembler(messages: Memory, used: list[int], divisor: float) -> Callable[[list[Target]], None]:

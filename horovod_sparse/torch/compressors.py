@@ -10,7 +10,7 @@ from torch import Tensor
 
 from horovod_sparse import compressors
 from horovod_sparse.core.binding import BoundCompressor
-from horovod_sparse.torch.ops import TorchOps
+from horovod_sparse.torch.compiled import tensor_ops
 
 
 class TorchCompressor(BoundCompressor, HorovodCompressor):
@@ -24,7 +24,7 @@ class TorchCompressor(BoundCompressor, HorovodCompressor):
         tensors that are not floating point, sparse tensors, and tensors with NaN or infinity are returned as they are.
         """
         self.warn_dense()
-        ops = TorchOps()
+        ops = tensor_ops()
         compressible = tensor.is_floating_point() and not tensor.is_sparse and not self.leaves_dense("", tensor.numel())
         if not compressible or not ops.all_finite(tensor):
             return tensor, None

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_sparse import kernels
-from horovod_sparse.estimation.search import largest_candidates
 from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
-from horovod_sparse.kernels.tracked import HostOps, Tracked
 from horovod_sparse.ops.cached import Cached
-from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums
-from horovod_sparse.ops.protocol import Tracked as TrackedByOps
+from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
 from horovod_sparse.torch import device
 
 # 64 Ki float64 take 512 KiB, which fits into a core's second-level cache. GPUs have no cache worth chunking for.
@@ -30,14 +26,7 @@ _GPU_CHUNK = 2**26
 
 
 class TorchOps:
-    """Implements `horovod_sparse.ops.protocol.Ops` on `torch.Tensor`.
-
-    Args:
-        compiled: whether the compiled kernels, if there are any, handle tensors on the CPU.
-    """
-
-    def __init__(self, *, compiled: bool = True) -> None:
-        self._kernels = compiled and kernels.available()
+    """Implements `horovod_sparse.ops.protocol.Ops` on `torch.Tensor`."""
 
     def zeros(self, count: int, dtype: str, like: Tensor) -> Tensor:
         return torch.zeros(count, dtype=getattr(torch, dtype), device=like.device)
@@ -45,39 +34,14 @@ class TorchOps:
     def add(self, residual: Tensor, gradient: Tensor) -> None:
         residual.view(gradient.shape).add_(gradient)
 
-    def threads(self) -> int:
-        """Return the number of threads that a kernel may use."""
-        return torch.get_num_threads()
-
-    def memory(self, array: Tensor) -> kernels.Memory:
-        """Return the memory of a contiguous tensor on the CPU."""
-        return _memory(array)
-
-    def array(self, host: NDArray[Any]) -> Tensor:
-        """Return the tensor that has the memory of `host`."""
-        return torch.from_numpy(host)
-
-    def gradients(self, parts: Sequence[Part]) -> tuple[list[kernels.Gradient], object] | None:
-        """See `kernels.tracked.HostOps.gradients`."""
-        if not all(_kernels_take(gradient) for _, gradient in parts):
-            return None
-        flats = [gradient.contiguous() for _, gradient in parts]
-        return [_given(first, flat) for (first, _), flat in zip(parts, flats, strict=True)], flats
-
-    def tracked(self, x: Tensor) -> TrackedByOps:
-        if self._compiled(x) and x.is_contiguous():
-            return cast(TrackedByOps, Tracked(cast(HostOps, self), x))
-        return cast(TrackedByOps, Cached(self, x))
+    def tracked(self, x: Tensor) -> Tracked:
+        return cast(Tracked, Cached(self, x))
 
     def narrowed(self, x: Tensor, threshold: float) -> Ops:
         return Cached(self, x).narrowed(x, threshold)
 
     def accumulate(self, buffer: Tensor, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
-        given = self.gradients(gradients) if self._compiled(buffer) else None
-        if given is None:
-            return [self._accumulate(buffer, first, gradient, moving) for first, gradient in gradients]
-        how = None if moving is None else (_memory(moving.velocity), moving.momentum, moving.nesterov)
-        return kernels.accumulate(_memory(buffer), given[0], torch.get_num_threads(), how)
+        return [self._accumulate(buffer, first, gradient, moving) for first, gradient in gradients]
 
     def _accumulate(self, buffer: Tensor, first: int, gradient: Tensor, moving: Moving | None) -> int:
         part = slice(first, first + gradient.numel())
@@ -121,14 +85,7 @@ class TorchOps:
         finite = torch.isfinite(gradient)
         return torch.where(finite, gradient, 0.0), int(torch.count_nonzero(~finite))
 
-    def _compiled(self, x: Tensor) -> bool:
-        """Return whether the kernels can handle `x`: it is on the CPU, and of a type that they know."""
-        return self._kernels and x.is_cpu and x.dtype in (torch.float32, torch.float64)
-
     def measure(self, x: Tensor) -> Sums:
-        if self._compiled(x):
-            x = x.contiguous()
-            return kernels.measure(_memory(x), torch.get_num_threads())
         sums = Sums()
         for chunk in _chunks(x):
             magnitudes = chunk.abs().double()
@@ -143,9 +100,6 @@ class TorchOps:
         return sums
 
     def counts(self, x: Tensor, thresholds: list[float]) -> list[int]:
-        if self._compiled(x):
-            x = x.contiguous()
-            return kernels.counts(_memory(x), thresholds, torch.get_num_threads())
         limits = [_limit(x, threshold) for threshold in thresholds]
         found = [0] * len(limits)
         for chunk in _chunks(x):
@@ -160,16 +114,10 @@ class TorchOps:
         return array.clone()
 
     def all_finite(self, array: Tensor) -> bool:
-        if self._compiled(array):
-            array = array.contiguous()
-            return kernels.all_finite(_memory(array), torch.get_num_threads())
         # The sum is computed at memory speed, and it is not finite if any entry is not. Finite entries may overflow it too.
         return math.isfinite(array.sum().item()) or bool(torch.isfinite(array).all())
 
     def moments(self, x: Tensor, threshold: float, *, with_log: bool = False) -> Moments:
-        if self._compiled(x):
-            x = x.contiguous()
-            return kernels.moments(_memory(x), threshold, with_log, torch.get_num_threads())
         limit = _limit(x, threshold)
         count, total, squares, logs = 0, 0.0, 0.0, 0.0
         for chunk in _chunks(x):
@@ -188,21 +136,15 @@ class TorchOps:
         return Moments(count, mean, variance, logs / count if with_log else math.nan)
 
     def max_abs(self, x: Tensor) -> float:
-        if self._compiled(x):
-            return self.measure(x).largest
         if x.numel() == 0:
             return 0.0
         low, high = torch.aminmax(x)
         return max(-low.item(), high.item())
 
     def norm(self, x: Tensor) -> float:
-        if self._compiled(x):
-            return math.sqrt(self.measure(x).squares)
         return math.sqrt(math.fsum(torch.dot(wide, wide).item() for wide in (chunk.double() for chunk in _chunks(x))))
 
     def select_above(self, x: Tensor, threshold: float, capacity: int) -> Selection:
-        if self._compiled(x):
-            return self._select_compiled(x.contiguous(), threshold, capacity)
         limit = _limit(x, threshold)
         found: list[Tensor] = []
         for start, chunk in zip(range(0, x.numel(), _chunk_size(x)), _chunks(x), strict=True):
@@ -213,21 +155,7 @@ class TorchOps:
             indices = indices[self.select_largest(x[indices], capacity).indices]
         return Selection(indices, number)
 
-    def _select_compiled(self, x: Tensor, threshold: float, capacity: int) -> Selection:
-        every = kernels.select_above(_memory(x), threshold, capacity, torch.get_num_threads())
-        chosen, found = torch.from_numpy(every), every.size
-        if found > capacity:
-            chosen = chosen[self.select_largest(x[chosen], capacity).indices]
-        return Selection(chosen, found)
-
     def select_largest(self, x: Tensor, count: int) -> Selection:
-        few = largest_candidates(self, x, count) if self._compiled(x) else None
-        if few is None:
-            return self._select_largest(x, count)
-        among = self._select_largest(x[few], count)
-        return among._replace(indices=few[among.indices])
-
-    def _select_largest(self, x: Tensor, count: int) -> Selection:
         smallest, magnitudes = self.kth_largest(x, count), x.abs()
         chosen = magnitudes > smallest
         equal = _nonzero(magnitudes == smallest)
@@ -260,10 +188,6 @@ class TorchOps:
         return list(array.tolist())
 
     def take(self, x: Tensor, indices: Tensor) -> Tensor:
-        if self._compiled(x):
-            indices, values = indices.contiguous(), torch.empty(indices.numel(), dtype=torch.float32)
-            kernels.take(_memory(x), _memory(indices), _memory(values))
-            return values
         taken = x[indices]
         if x.dtype == torch.float32:
             x[indices] = 0.0
@@ -274,17 +198,9 @@ class TorchOps:
         return values
 
     def send(self, x: Tensor, indices: Tensor, capacity: int) -> Tensor:
-        if not self._compiled(x):
-            return self.pack(indices, self.take(x, indices), capacity)
-        message = torch.empty((capacity, 2), dtype=torch.int32)
-        kernels.send(_memory(x), _memory(indices.contiguous()), _memory(message))
-        return message
+        return self.pack(indices, self.take(x, indices), capacity)
 
     def pack(self, indices: Tensor, values: Tensor, capacity: int) -> Tensor:
-        if self._compiled(values):
-            message = torch.empty((capacity, 2), dtype=torch.int32)
-            kernels.pack(_memory(indices.contiguous()), _memory(values), _memory(message))
-            return message
         message = _empty_message(capacity, values.device)
         message[: indices.numel(), 0] = indices
         message[: indices.numel(), 1] = values.view(torch.int32)
@@ -296,9 +212,6 @@ class TorchOps:
         return message
 
     def rows_in_use(self, indices: Tensor, world: int, numel: int) -> list[int | None]:
-        if self._kernels and indices.device.type == "cpu":
-            first = kernels.Memory(indices.data_ptr(), _dtype(indices), indices.numel(), indices)
-            return kernels.rows_in_use(first, indices.stride(0), world, numel)
         messages = indices.view(world, -1)
         before, after, padding = messages[:, :-1], messages[:, 1:], messages[:, 1:] == PADDING
         follows = (padding | ((before >= 0) & (after > before))).all(1)
@@ -309,10 +222,6 @@ class TorchOps:
         return [None if rows == -1 else rows for rows in used.tolist()]
 
     def unpack(self, message: Tensor, used: int) -> tuple[Tensor, Tensor]:
-        if self._kernels and message.device.type == "cpu":
-            indices, values = torch.empty(used, dtype=torch.int64), torch.empty(used, dtype=torch.float32)
-            kernels.unpack(_memory(message), used, _memory(indices), _memory(values))
-            return indices, values
         return message[:used, 0].long(), message[:used, 1].contiguous().view(torch.float32)
 
     def pack_values(self, values: Tensor, length: int, tail: list[float]) -> Tensor:
@@ -324,8 +233,6 @@ class TorchOps:
 
     def _message(self, count: int, like: Tensor) -> Tensor:
         """Return memory for a message that may be as large as the residual."""
-        if self._compiled(like):
-            return torch.from_numpy(kernels.pool.lend(count, _dtype(like)))
         return like.new_empty(count)
 
     def pack_indices(self, indices: Tensor, header: list[int], capacity: int) -> Tensor:
@@ -340,9 +247,6 @@ class TorchOps:
         return list(torch.split(gathered, len(gathered) // world))
 
     def scatter_add(self, target: Tensor, indices: Tensor, values: Tensor) -> None:
-        if self._compiled(target) and self._compiled(values):
-            kernels.scatter_add(_memory(target), _memory(indices.contiguous()), _memory(values.contiguous()))
-            return
         if target.device.type == "cpu" and indices.numel():
             low, high = (int(end) for end in torch.aminmax(indices))
             if low < 0 or high >= target.numel():
@@ -350,9 +254,6 @@ class TorchOps:
         target.index_add_(0, indices, values.to(target.dtype))
 
     def assembler(self, messages: Tensor, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
-        if self._kernels and messages.is_cpu:
-            write = kernels.assembler(_memory(messages.contiguous()), used, divisor)
-            return lambda targets: write([kernels.target_of(_memory(target), first) for first, target in targets])
         add_up = device.add_up_on(messages)
         if add_up is not None:
             return lambda targets: _write_added_up(add_up, messages, len(used), divisor, targets)
@@ -393,29 +294,6 @@ def _write_added_up(
         flat = add_up(messages, world, divisor, max(first + target.numel() for first, target in parts), dtype)
         sources = [flat[first : first + target.numel()] for first, target in parts]
         torch._foreach_copy_([target for _, target in parts], sources)
-
-
-_NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64")}
-
-_CODES = {dtype: kernels.code_of(name) for dtype, name in _NAMES.items() if kernels.supports(name)}
-
-
-def _dtype(tensor: Tensor) -> str:
-    return _NAMES.get(tensor.dtype) or str(tensor.dtype)
-
-
-def _memory(tensor: Tensor) -> kernels.Memory:
-    if not tensor.is_contiguous():
-        raise ValueError("the tensor must be contiguous")
-    return kernels.Memory(tensor.data_ptr(), _dtype(tensor), tensor.numel(), tensor)
-
-
-def _kernels_take(gradient: Tensor) -> bool:
-    return gradient.is_cpu and gradient.dtype in _CODES
-
-
-def _given(first: int, gradient: Tensor) -> kernels.Gradient:
-    return kernels.Gradient(gradient.data_ptr(), _CODES[gradient.dtype], first, gradient.numel())
 
 
 def _nonzero(mask: Tensor) -> Tensor:

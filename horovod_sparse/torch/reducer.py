@@ -30,12 +30,12 @@ from horovod_sparse.core.state import check_state, empty_state, holds_anything, 
 from horovod_sparse.core.statistics import Stats
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.torch.agreement import agree, agree_on_states, check_momentum
+from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.exchange import Collectives, empty_sparse
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import Handed, first_changed, hand_over, without_sample
-from horovod_sparse.torch.ops import TorchOps
 from horovod_sparse.torch.routes import Dense, Routes, wire_dtype
 
 _TOGETHER = 2**18
@@ -88,7 +88,7 @@ class Reducer:
         self.compressor = compressor
         self.pipeline: Pipeline | None = None
         self._optimizer = optimizer
-        self._ops = TorchOps()
+        self._ops = tensor_ops()
         self._process_set = optimizer.process_set
         self._number: int | None = None
         """The optimizer's number, the same on every rank; None before the first agreement."""

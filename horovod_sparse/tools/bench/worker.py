@@ -49,10 +49,10 @@ def make_backend(name: str, threads: int) -> Backend:
         return Backend(host_ops(threads), np.zeros(1, np.float32), np.concatenate, np.asarray)
     import torch
 
-    from horovod_sparse.torch.ops import TorchOps
+    from horovod_sparse.torch.compiled import tensor_ops
 
     torch.set_num_threads(threads)
-    return Backend(TorchOps(), torch.zeros(1), torch.cat, torch.Tensor.numpy)
+    return Backend(tensor_ops(), torch.zeros(1), torch.cat, torch.Tensor.numpy)
 
 
 Draw = Callable[[np.random.Generator, int], NDArray[Any]]
