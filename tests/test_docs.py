@@ -100,6 +100,9 @@ MODULE = re.compile(r"\bhorovod_sparse(?:\.[a-z_]+)+")
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_modules_that_are_named_exist(page: Path) -> None:
     for name in MODULE.findall(page.read_text(encoding="utf-8")):
+        if name == "horovod_sparse.compressors.rms":
+            # The file that the guide tells its reader to write.
+            continue
         path = ROOT / name.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").exists(), f"{page.name} names {name}"
 
