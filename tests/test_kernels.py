@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import math
+import os
 import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -514,3 +517,37 @@ def test_a_read_only_array_is_not_written_to() -> None:
             write()
     assert (target == 1).all() and (other == 1).all()
     assert ONE.accumulate(other, [(0, target)]) == [0], "a gradient is only read"
+
+
+IN_THREADS = """
+import hashlib, os, sys
+import numpy as np
+if sys.argv[1] == "openmp":
+    import torch
+from horovod_sparse.kernels import Gradient, accumulate, code_of, measure, memory_of, select_above
+x = np.random.default_rng(0).laplace(size=2**20 + 77).astype(np.float32)
+residual, before = x.copy(), len(os.listdir("/proc/self/task"))
+accumulate(memory_of(residual), [Gradient(memory_of(x).address, code_of("float32"), 0, x.size)], 4)
+found = select_above(memory_of(residual), 3.0, 50_000, 4)
+print(len(os.listdir("/proc/self/task")) - before)
+print(hashlib.sha256(residual.tobytes() + found.tobytes()).hexdigest(), measure(memory_of(residual), 4))
+"""
+
+
+def test_threads_of_openmp_find_the_same_bits_as_threads_of_our_own() -> None:
+    """PyTorch's threads are there after the work, ours are not."""
+    pytest.importorskip("torch")
+    environment = {**os.environ, "OMP_NUM_THREADS": "4"}
+    told = {
+        kind: subprocess.run(
+            [sys.executable, "-c", IN_THREADS, kind],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout.splitlines()
+        for kind in ("own", "openmp")
+    }
+    assert (told["own"][0], told["openmp"][0]) == ("0", "3")
+    assert told["own"][1] == told["openmp"][1]

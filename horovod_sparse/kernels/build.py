@@ -17,7 +17,7 @@ ROOT = HERE.parent.parent
 
 # No contraction, so that every processor gives the same bits. No warning on passing vectors: it happens inside one file only.
 COMPILE = ["-std=c++17", "-O3", "-ffp-contract=off", "-Wno-psabi"]
-LINK = ["-pthread"]
+LINK = ["-pthread", "-ldl"]
 
 
 def declarations() -> str:

@@ -7,6 +7,8 @@
 
 #include "variants.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -71,23 +73,73 @@ int64_t parts_of(int64_t n, int threads) {
     return std::max<int64_t>(1, std::min({int64_t{threads}, n / kLeastPerThread, kMostThreads}));
 }
 
-// Calls work(part, first, end) for parts that together cover all blocks, each in its own thread. first and end number blocks.
+// The threads of an OpenMP runtime. PyTorch's wait for work on their cores for some time, and would compete with other threads.
+struct OpenMP {
+    using Body = void (*)(void*);
+    void (*run)(Body body, void* data, unsigned threads, unsigned flags) = nullptr;
+    int (*thread)() = nullptr;
+    int (*threads)() = nullptr;
+
+    // Finds a runtime that this process has loaded. These are the functions that compilers call.
+    OpenMP() {
+        for (const char* library : {"libgomp.so.1", "libiomp5.so"}) {
+            void* const handle = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
+            if (handle == nullptr) continue;
+            thread = reinterpret_cast<int (*)()>(dlsym(handle, "omp_get_thread_num"));
+            threads = reinterpret_cast<int (*)()>(dlsym(handle, "omp_get_num_threads"));
+            if (thread == nullptr || threads == nullptr) continue;
+            run = reinterpret_cast<decltype(run)>(dlsym(handle, "GOMP_parallel"));
+            if (run != nullptr) return;
+        }
+    }
+};
+
+// Calls work(part) for each part, in the threads of an OpenMP runtime.
 template <class Work>
-void in_parallel(int64_t n, int threads, const Work& work) {
-    const int64_t blocks = (n + kBlock - 1) / kBlock;
-    const int64_t parts = parts_of(n, threads);
-    const auto do_part = [&](int64_t part) { work(part, blocks * part / parts, blocks * (part + 1) / parts); };
+void run_parts(const OpenMP& openmp, int64_t parts, const Work& work) {
+    struct Data {
+        const OpenMP& openmp;
+        int64_t parts;
+        const Work& work;
+    } data{openmp, parts, work};
+    const auto body = [](void* pointer) {
+        const auto& [openmp, parts, work] = *static_cast<Data*>(pointer);
+        // There may be fewer threads than were asked for.
+        for (int64_t part = openmp.thread(); part < parts; part += openmp.threads()) work(part);
+    };
+    openmp.run(body, &data, static_cast<unsigned>(parts), 0);
+}
+
+// Calls work(part) for each part, in threads of its own.
+template <class Work>
+void run_parts(int64_t parts, const Work& work) {
     std::vector<std::thread> helpers;
     helpers.reserve(parts - 1);
     int64_t mine = 1;
     try {
-        for (; mine < parts; ++mine) helpers.emplace_back(do_part, mine);
+        for (; mine < parts; ++mine) helpers.emplace_back(work, mine);
     } catch (const std::system_error&) {
         // The system has no more threads: this thread does the remaining parts.
     }
-    for (; mine < parts; ++mine) do_part(mine);
-    do_part(0);
+    for (; mine < parts; ++mine) work(mine);
+    work(0);
     for (auto& helper : helpers) helper.join();
+}
+
+// Calls work(part, first, end) for parts that together cover all blocks, each in its own thread. first and end number blocks.
+template <class Work>
+void in_parallel(int64_t n, int threads, const Work& work) {
+    // Not before the first use: frameworks may be imported after this.
+    static const OpenMP openmp;
+    const int64_t blocks = (n + kBlock - 1) / kBlock;
+    const int64_t parts = parts_of(n, threads);
+    const auto do_part = [&](int64_t part) { work(part, blocks * part / parts, blocks * (part + 1) / parts); };
+    if (parts == 1)
+        do_part(0);
+    else if (openmp.run != nullptr)
+        run_parts(openmp, parts, do_part);
+    else
+        run_parts(parts, do_part);
 }
 
 // Calls block(part, begin, end, sums) for every block and adds up the sums in the order of the blocks.

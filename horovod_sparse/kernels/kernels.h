@@ -13,7 +13,8 @@ extern "C" {
 /* Residuals, velocities and x are float32 or float64. Gradients are of any type and are converted to the residual's type;
    entries that are not finite after that are left out. A cut is not negative, a threshold is any number; both are rounded to
    x's type. Infinities in x are treated like other numbers. NaN in x is above every threshold except NaN; sums become NaN or
-   leave it out. Threads beyond the first are started as far as the system has them. A failed allocation ends the process. */
+   leave it out. Threads are those of the OpenMP runtime that the process has, as with PyTorch, or else are started as far as
+   the system has them. A failed allocation ends the process. */
 enum { HS_FLOAT32, HS_FLOAT64, HS_BFLOAT16, HS_FLOAT16 };
 
 typedef struct {
