@@ -436,7 +436,7 @@ def test_sidco_learns_what_it_does_elsewhere(name: str) -> None:
     worker.step(gradients("laplace", 300, rng))
     assert 0.0 < worker.state.cut < math.inf, "the first search tells where to cut"
     for _ in range(4):
-        aim, stages = worker.state.aim, worker.rule._stages(worker.state)
+        aim, stages = worker.state.aim, worker.compressor.stages_of(worker.state)
         step = worker.step(gradients("laplace", 300, rng))
         assert step.numbers["estimated"]
         sums, tail = ORACLE.measure(step.before), ORACLE.moments(step.before, step.request.cut)
