@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 from typing import Any
 
 import numpy as np
 import pytest
-from driver import make_pipeline, send
+from driver import exchange, make_pipeline, send
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
-from horovod_sparse.core.state import empty_state, holds_anything, rescale_state
+from horovod_sparse.compressors import SIDCo, TopK
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.server import Server
+from horovod_sparse.core.state import empty_state, holds_anything
 
 PAIRS = list(itertools.permutations(BACKENDS, 2))
 ROWS = [row for row in COMPRESSORS if row.name in ("dgc", "sidco-gamma-robust", "micro")]
@@ -35,23 +41,100 @@ def test_another_framework_goes_on_where_one_stopped(source: Backend, target: Ba
         np.testing.assert_array_equal(got.values, expected.values)
 
 
+BACKEND = BACKENDS[0]
+SHAPES = {"p": (600,), "q": (500,)}
+
+
+def serve(compressor: Compressor, *names: str) -> Server:
+    """What adapters bind to a compressor, with buckets for some parameters."""
+    server = Server()
+    server.compressor, server.active = compressor, True
+    if names:
+        server.pipeline = make_pipeline(BACKEND, compressor, {name: SHAPES[name] for name in names})
+    return server
+
+
+def steps(compressor: Compressor, pipeline: Pipeline, first: int, last: int) -> list[Any]:
+    """What is sent of each parameter in some steps."""
+    sent = []
+    for step in range(first, last):
+        rng = np.random.default_rng(step)
+        for name, shape in SHAPES.items():
+            rate = 0.1 * 0.8**step if compressor.lr_in_residual else None
+            bucket = pipeline.arrive(name, BACKEND.array(gradients("laplace", shape[0], rng)), rate)
+            if bucket is not None:
+                sent.append(exchange(BACKEND, [pipeline], [bucket])[0])
+        pipeline.end_step()
+    return sent
+
+
+def trained(compressor: Compressor) -> Pipeline:
+    pipeline = make_pipeline(BACKEND, compressor, SHAPES)
+    steps(compressor, pipeline, 0, 3)
+    return pipeline
+
+
 RESCALED = [row for row in COMPRESSORS if row.name in ("sidco-gamma-robust", "micro", "threshold", "topk", "dgc")]
 
 
+@pytest.mark.parametrize("lr_in_residual", [False, True])
 @pytest.mark.parametrize("row", RESCALED, ids=str)
-def test_a_state_that_waits_is_rescaled_as_one_that_is_used(row: Row) -> None:
-    backend, rng = BACKENDS[0], np.random.default_rng(0)
-    one, other = (make_pipeline(backend, row.make(0.05), {"p": (600,)}) for _ in range(2))
-    for _ in range(3):
-        send(backend, one, gradients("laplace", 600, rng))
-    other.load_state_dict(rescale_state(one.state_dict(), row.make(0.05), 0.25))
+def test_a_state_that_is_deferred_is_rescaled_as_one_that_is_used(row: Row, lr_in_residual: bool) -> None:
+    make = functools.partial(row.make, 0.05, lr_in_residual=lr_in_residual)
+    one, server = trained(make()), serve(make())
+    server.load_compression_state(one.state_dict())
+    server.rescale(0.25)
     one.rescale(0.25)
-    assert repr(other.state_dict()) == repr(one.state_dict())
-    for _ in range(3):
-        gradient = gradients("laplace", 600, rng)
-        expected, got = send(backend, one, gradient), send(backend, other, gradient)
-        np.testing.assert_array_equal(got.indices, expected.indices)
-        np.testing.assert_array_equal(got.values, expected.values)
+    assert repr({**server.state_dict(), "sparse": []}) == repr({**one.state_dict(), "sparse": []})
+    other = make_pipeline(BACKEND, server.compressor, SHAPES)
+    other.load_state_dict(server.state_dict())
+    np.testing.assert_equal(steps(make(), other, 3, 6), steps(make(), one, 3, 6))
+
+
+def test_a_deferred_state_is_a_copy() -> None:
+    server, state = serve(TopK(0.1)), trained(TopK(0.1)).state_dict()
+    kept = copy.deepcopy(state)
+    server.load_compression_state(state)
+    state["residuals"]["p"][:] = 7.0
+    server.state_dict()["residuals"]["q"][:] = 7.0
+    server.rescale(2.0)
+    for name in SHAPES:
+        np.testing.assert_array_equal(server.state_dict()["residuals"][name], 2.0 * kept["residuals"][name])
+    server.reset()
+    assert server.state_dict() == empty_state()
+
+
+def test_what_belongs_to_no_bucket_yet_is_deferred() -> None:
+    state = trained(SIDCo(0.05)).state_dict()
+    server = serve(SIDCo(0.05), "p")
+    server._load(state, {"p"})
+    assert server.pipeline is not None and server.deferred is not None
+    assert server.pipeline.state_dict()["residuals"].keys() == {"p"} and server.deferred["residuals"].keys() == {"q"}
+    np.testing.assert_equal(server.state_dict(), {**state, "sparse": []})
+    server.rescale(4.0)
+    for name in SHAPES:
+        np.testing.assert_array_equal(server.state_dict()["residuals"][name], 4.0 * state["residuals"][name])
+    server.reset()
+    assert server.deferred is None and not server.state_dict()["residuals"]["p"].any()
+
+
+@pytest.mark.parametrize("names", ["pq", "q", ""])
+def test_a_state_that_is_refused_changes_nothing(names: str) -> None:
+    state = trained(SIDCo(0.05)).state_dict()
+    server = serve(SIDCo(0.05), "p")
+    server._load(state, {"p"})
+    before = server.state_dict()
+    with pytest.raises(ValueError, match="residuals must be those of this model's compressed parameters"):
+        server._load(trained(SIDCo(0.05)).state_dict(), names)
+    np.testing.assert_equal(server.state_dict(), before)
+
+
+def test_there_is_nothing_to_discard_before_the_first_step() -> None:
+    server = serve(TopK(0.1, discardable=True))
+    with pytest.raises(RuntimeError, match="there is no step to discard: nothing was reduced yet"):
+        server.discard_step()
+    server.active = False
+    server.discard_step()
 
 
 def test_a_state_holds_something_if_there_is_one_array() -> None:

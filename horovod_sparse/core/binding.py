@@ -6,41 +6,15 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import check_parts
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.ops.protocol import Array, Ops
 
 _FORCE = "HOROVOD_SPARSE_FORCE"
-
-
-class Server(Protocol):
-    """What an adapter binds to a compressor: the reducer of one optimizer or tape."""
-
-    def stats(self) -> Stats:
-        """See `BoundCompressor.stats`."""
-
-    @property
-    def residual_bytes(self) -> int:
-        """See `BoundCompressor.residual_bytes`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `BoundCompressor.state_dict`."""
-
-    def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        """Load the state now or, before the first step, when the buckets are made."""
-
-    def rescale(self, factor: float) -> None:
-        """Multiply all residuals and velocities by `factor`."""
-
-    def reset(self) -> None:
-        """Forget residuals, adaptive state and statistics."""
-
-    def discard_step(self) -> None:
-        """See `BoundCompressor.discard_step`."""
 
 
 class BoundCompressor(Compressor):
@@ -151,11 +125,6 @@ def check_factor(factor: float) -> None:
     """Raise ValueError unless residuals can be multiplied by `factor`."""
     if not (isinstance(factor, (int, float)) and 0.0 < factor < math.inf):
         raise ValueError(f"factor must be a finite number > 0, got {factor!r}")
-
-
-def stats_of(pipeline: Pipeline | None) -> Stats:
-    """Return the statistics of a pipeline, which may not exist yet."""
-    return NO_STATS if pipeline is None else pipeline.stats()
 
 
 def compresses(workers: int) -> bool:

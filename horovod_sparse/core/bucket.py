@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -238,6 +239,16 @@ class Bucket:
             self.tally = self.tally.with_step(self.counts)
             self.truncated_steps = self.truncated_steps + 1 if self.counts.overflow else 0
         self._close()
+
+    def warn_truncated(self) -> None:
+        """Warn that the message has had too little room for many steps."""
+        last = self.tally.last
+        warnings.warn(
+            f"horovod_sparse: rank {self.rank}: for {self.truncated_steps} steps more entries of bucket {self.name!r} "
+            f"qualified than its message has room for (in the last step {last.sent + last.overflow:.0f}, room for "
+            f"{last.sent:.0f}); the rest waits in the residual. Raise capacity (now {self.compressor.capacity:g}) or ratio",
+            stacklevel=2,
+        )
 
     def _commit(self) -> None:
         """Keep what is left: what was taken has been sent."""

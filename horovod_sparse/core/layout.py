@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.exchange import protocols, wire
 
 
 class Parameter(NamedTuple):
@@ -96,3 +97,11 @@ def _layout(members: list[Parameter]) -> Layout:
         slots.append(Slot(parameter.name, offset, parameter.numel, parameter.shape))
         offset += parameter.numel
     return Layout(tuple(slots), members[0].residual_dtype)
+
+
+def check_limits(layouts: Iterable[Layout], compressor: Compressor, world: int) -> None:
+    """Raise ValueError when a bucket is too large for its messages."""
+    for layout in layouts:
+        gathers = compressor.exchange is not protocols.shared_indices
+        most = compressor.most_room(layout.numel, world) if gathers else 0
+        wire.check_limits(layout.name, layout.numel, most, world)

@@ -6,21 +6,19 @@ provides the memory that the reduced gradients are written to. Imports no framew
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from horovod_sparse.compressors.base import Compressor, Place
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.dense import DenseParameters
-from horovod_sparse.core.layout import Layout, Slot
-from horovod_sparse.core.preparation import Preparation
+from horovod_sparse.core.layout import Layout, Slot, check_limits
+from horovod_sparse.core.preparation import Arrived, Preparation
 from horovod_sparse.core.residuals import Residuals
 from horovod_sparse.core.selector import DeviceSelectorFor, Gradient, no_device
-from horovod_sparse.core.state import VERSION, check_state
-from horovod_sparse.core.statistics import Stats, StepStats
-from horovod_sparse.exchange import protocols, wire
-from horovod_sparse.exchange.protocols import Collective, Reduced
+from horovod_sparse.core.state import Kept, check_discardable, check_state
+from horovod_sparse.core.statistics import Stats, combined
+from horovod_sparse.exchange.protocols import Collective, Reduced, Sent
 from horovod_sparse.ops.protocol import Array, Ops
 
 _LASTING = 100
@@ -28,16 +26,6 @@ _LASTING = 100
 
 Write = Callable[[Sequence[Slot], Reduced], None]
 """Writes the reduced gradient to where the adapter wants it."""
-
-
-class Arrived(NamedTuple):
-    """A parameter's gradient in a step."""
-
-    name: str
-    gradient: Array | None
-    """None if the parameter has no gradient in this step."""
-    learning_rate: float | None = None
-    """Learning rate of the step, for `lr_in_residual`."""
 
 
 class Pipeline:
@@ -76,6 +64,7 @@ class Pipeline:
         self.buckets: list[Bucket] = []
         self.dense = DenseParameters(ops, compressor, self.velocities)
         self.preparation = Preparation(ops, compressor, world, averages=averages)
+        self._kept = Kept(self.residuals, self.velocities, self.preparation, self.buckets)
         self.dense_bytes_sent = 0.0
         self._bucket_of: dict[str, Bucket] = {}
         self._not_finite: list[str] = []
@@ -103,12 +92,10 @@ class Pipeline:
         """Register the parameters that the adapter reduces dense. Those of one layout are reduced together."""
         self.dense.add(layouts, like)
 
-    def rebind(self, bucket: Bucket, buffer: Array, velocity: Array | None) -> None:
-        """Use other memory for a bucket's residual and velocity from now on. Call it between two steps."""
-        self.residuals.rebind(bucket.name, buffer)
-        if velocity is not None:
-            self.velocities.rebind(bucket.name, velocity)
-        bucket.rebind(buffer, velocity)
+    @property
+    def nbytes(self) -> int:
+        """Memory that the residuals take, in bytes."""
+        return self.residuals.nbytes
 
     def bucket_of(self, name: str) -> Bucket:
         """Return the bucket that a parameter is in."""
@@ -191,7 +178,7 @@ class Pipeline:
         try:
             return bucket.advance(result)
         except StopIteration as end:
-            sent: protocols.Sent = end.value
+            sent: Sent = end.value
         own = bucket.conclude(sent)
         self._not_finite[:0] = [f"parameter {name!r}" for name in own]
         if sent is None and not own:
@@ -228,22 +215,13 @@ class Pipeline:
         for bucket in self._ended:
             bucket.end(succeeded=not found)
             if bucket.truncated_steps >= _LASTING and not self._warned:
-                self._warn_truncated(bucket)
+                self._warned = True
+                bucket.warn_truncated()
         if found and self.compressor.not_finite == "raise":
             raise FloatingPointError(
                 f"rank {self.rank}: the gradient of {found[0]} holds NaN or infinity, or overflows its residual; it was kept "
                 "out of the residual. Lower the learning rate, or with dynamic loss scaling use not_finite='propagate'"
             )
-
-    def _warn_truncated(self, bucket: Bucket) -> None:
-        self._warned = True
-        last = bucket.tally.last
-        warnings.warn(
-            f"horovod_sparse: rank {self.rank}: for {bucket.truncated_steps} steps more entries of bucket {bucket.name!r} "
-            f"qualified than its message has room for (in the last step {last.sent + last.overflow:.0f}, room for "
-            f"{last.sent:.0f}); the rest waits in the residual. Raise capacity (now {self.compressor.capacity:g}) or ratio",
-            stacklevel=2,
-        )
 
     # --- steps that are given up ---
 
@@ -286,77 +264,30 @@ class Pipeline:
 
     def stats(self) -> Stats:
         """Return counts and bytes per bucket and in total, of the last step and on average. They are computed now."""
-        pairs = [
-            bucket.tally.stats(bucket.name, bucket.layout.numel, self.ops.norm(bucket.buffer))
-            for bucket in self.buckets
-        ]
-        steps = max((bucket.tally.steps for bucket in self.buckets), default=0)
-        return Stats(
-            steps,
-            StepStats(tuple(last for last, _ in pairs), self.dense_bytes_sent),
-            StepStats(tuple(mean for _, mean in pairs), self.dense_bytes_sent),
-        )
+        buckets = [(one.name, one.numel, one.tally, self.ops.norm(one.buffer)) for one in self.buckets]
+        return combined(buckets, self.dense_bytes_sent)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.
-
-        Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it.
-        """
-        return {
-            "version": VERSION,
-            "residuals": self.residuals.state_dict(),
-            "velocities": self.velocities.state_dict(),
-            "learning_rates": dict(self.preparation.learning_rates),
-            "adaptive": {name: bucket.state.state_dict() for name, bucket in self._bucket_of.items()},
-        }
+        """See `Kept.state_dict`."""
+        return self._kept.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, strictly for the same model. The buckets may differ."""
         check_state(state, self.compressor, self.residuals.shapes, self.velocities.shapes)
         self._begin_afresh()
-        self.residuals.load_state_dict(state["residuals"])
-        self.velocities.load_state_dict(state["velocities"])
-        self.preparation.learning_rates = dict(state["learning_rates"])
-        for bucket in self.buckets:
-            bucket.forget()
-            bucket.state.load_state_dict(state["adaptive"][bucket.name])
+        self._kept.load(state)
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals and velocities by `factor`. Earlier steps can no longer be discarded: they used another unit."""
         self._ended = []
-        self.residuals.rescale(factor)
-        self.velocities.rescale(factor)
-        for bucket in self.buckets:
-            bucket.forget()
-            bucket.state.rescale(factor)
+        self._kept.rescale(factor)
 
     def reset(self) -> None:
         """Start afresh: residuals are zero, adaptive state and statistics are as before the first step."""
         self._begin_afresh()
-        self.residuals.reset()
-        self.velocities.reset()
-        self.preparation.learning_rates = {}
-        for bucket in self.buckets:
-            bucket.reset()
+        self._kept.reset()
 
     def _begin_afresh(self) -> None:
         """Give up the step that has begun, and forget the last one, so that none can be discarded."""
         self.abort()
         self._ended = []
-
-
-def check_discardable(compressor: Compressor) -> None:
-    """Raise RuntimeError unless `discard_step` can be called."""
-    if not compressor.discardable:
-        raise RuntimeError(
-            f"discardable must be True in the compression to discard a step, got False; make it "
-            f"{type(compressor).__name__}(..., discardable=True), which keeps a copy of the residuals"
-        )
-
-
-def check_limits(layouts: Sequence[Layout], compressor: Compressor, world: int) -> None:
-    """Raise ValueError when a bucket is too large for its messages."""
-    for layout in layouts:
-        gathers = compressor.exchange is not protocols.shared_indices
-        most = compressor.most_room(layout.numel, world) if gathers else 0
-        wire.check_limits(layout.name, layout.numel, most, world)

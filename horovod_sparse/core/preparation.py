@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from horovod_sparse.compressors import momentum
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.ops.protocol import Array, Ops
+
+
+class Arrived(NamedTuple):
+    """A parameter's gradient in a step."""
+
+    name: str
+    gradient: Array | None
+    """None if the parameter has no gradient in this step."""
+    learning_rate: float | None = None
+    """Learning rate of the step, for `lr_in_residual`."""
 
 
 class Preparation:

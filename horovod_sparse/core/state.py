@@ -6,12 +6,16 @@ A state is checked as a whole before any part of it is loaded: an error in it wo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.preparation import Preparation
+from horovod_sparse.core.residuals import Residuals
 
 VERSION = 3
 PARTS = ("residuals", "velocities", "learning_rates", "adaptive")
@@ -30,6 +34,37 @@ def empty_state() -> dict[str, Any]:
 def holds_anything(state: Mapping[str, Any]) -> bool:
     """Return whether a state holds anything of any parameter: there can be velocities without residuals."""
     return bool(state["residuals"] or state["velocities"])
+
+
+def names_in(state: Mapping[str, Any]) -> set[str]:
+    """Return the names of all parameters in a state. Those that are reduced dense have only velocities."""
+    return {name for part in PARTS for name in state[part]}
+
+
+def part_of(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the part of a state that belongs to some parameters."""
+    kept = {part: {name: value for name, value in state[part].items() if name in names} for part in PARTS}
+    return {**state, **kept}
+
+
+def merged(state: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `state` with the entries of `other` added or replaced."""
+    return {**state, **{part: {**state[part], **other[part]} for part in PARTS}}
+
+
+def kept_shapes(shapes: Shapes, compressor: Compressor) -> tuple[Shapes, Shapes]:
+    """Return the shapes of the residuals and of the velocities that are kept for parameters of these shapes."""
+    residuals = {name: shape for name, shape in shapes.items() if not compressor.leaves_dense(name, math.prod(shape))}
+    return residuals, {} if compressor.momentum_correction is None else shapes
+
+
+def check_discardable(compressor: Compressor) -> None:
+    """Raise RuntimeError unless `discard_step` can be called."""
+    if not compressor.discardable:
+        raise RuntimeError(
+            f"discardable must be True in the compression to discard a step, got False; make it "
+            f"{type(compressor).__name__}(..., discardable=True), which keeps a copy of the residuals"
+        )
 
 
 def check_parts(state: Any, compressor: Compressor) -> None:
@@ -128,3 +163,51 @@ def _check_shapes(what: str, arrays: Mapping[str, Any], shapes: Shapes, remedy: 
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of one optimizer's parameters. The pipeline works on the same objects, and calls this between two steps."""
+
+    residuals: Residuals
+    velocities: Residuals
+    preparation: Preparation
+    buckets: list[Bucket]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.
+
+        Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it.
+        """
+        return {
+            "version": VERSION,
+            "residuals": self.residuals.state_dict(),
+            "velocities": self.velocities.state_dict(),
+            "learning_rates": dict(self.preparation.learning_rates),
+            "adaptive": {name: bucket.state.state_dict() for bucket in self.buckets for name in bucket.slots},
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that has been checked."""
+        self.residuals.load_state_dict(state["residuals"])
+        self.velocities.load_state_dict(state["velocities"])
+        self.preparation.learning_rates = dict(state["learning_rates"])
+        for bucket in self.buckets:
+            bucket.forget()
+            bucket.state.load_state_dict(state["adaptive"][bucket.name])
+
+    def rescale(self, factor: float) -> None:
+        """Multiply residuals, velocities and what is in their unit by `factor`."""
+        self.residuals.rescale(factor)
+        self.velocities.rescale(factor)
+        for bucket in self.buckets:
+            bucket.forget()
+            bucket.state.rescale(factor)
+
+    def reset(self) -> None:
+        """Return to what was kept before the first step; forget the statistics, too."""
+        self.residuals.reset()
+        self.velocities.reset()
+        self.preparation.learning_rates = {}
+        for bucket in self.buckets:
+            bucket.reset()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -90,10 +90,6 @@ class Counts(NamedTuple):
     stages: float = 0
     bytes_each_way: float = 0
 
-    def combine(self, function: Callable[[float, float], float], other: Counts) -> Counts:
-        """Combine two counts field by field."""
-        return Counts(*map(function, self, other))
-
 
 class Tally(NamedTuple):
     """The last step and the running sums of one bucket, over the steps in which something was selected."""
@@ -104,13 +100,20 @@ class Tally(NamedTuple):
 
     def with_step(self, counts: Counts) -> Tally:
         """Return the tally with one more step. Steps given up because of a gradient that is not finite are left out."""
-        return Tally(self.steps + 1, counts, self.sums.combine(operator.add, counts))
+        return Tally(self.steps + 1, counts, Counts(*map(operator.add, self.sums, counts)))
 
     def stats(self, name: str, numel: int, residual_norm: float) -> tuple[BucketStats, BucketStats]:
         """Return the statistics of the last step and the mean over all steps."""
         number = max(self.steps, 1)
-        mean = self.sums.combine(lambda total, _: total / number, self.sums)
+        mean = Counts(*(total / number for total in self.sums))
         return _bucket_stats(name, numel, self.last, residual_norm), _bucket_stats(name, numel, mean, math.nan)
+
+
+def combined(tallies: Sequence[tuple[str, int, Tally, float]], dense_bytes_sent: float) -> Stats:
+    """Return the statistics of all buckets. Each is given as name, number of entries, tally and residual norm."""
+    pairs = [tally.stats(name, numel, residual_norm) for name, numel, tally, residual_norm in tallies]
+    last, mean = (StepStats(tuple(pair[which] for pair in pairs), dense_bytes_sent) for which in (0, 1))
+    return Stats(max((tally.steps for _, _, tally, _ in tallies), default=0), last, mean)
 
 
 def _bucket_stats(name: str, numel: int, counts: Counts, residual_norm: float) -> BucketStats:

@@ -14,7 +14,7 @@ from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.core.binding import check_factor
 from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.core.state import check_state
+from horovod_sparse.core.state import check_state, kept_shapes
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.exchange.protocols import Collective, Reduced
@@ -170,9 +170,7 @@ class SparseAllreduce:
         types = {name: compressor.residual_dtype or str(_wide(g.dtype)) for name, g in gradients.items()}
         dense = {name for name, gradient in gradients.items() if compressor.leaves_dense(name, gradient.size)}
         if state is not None:
-            every = {name: gradient.shape for name, gradient in gradients.items()}
-            compressed = {name: shape for name, shape in every.items() if name not in dense}
-            check_state(state, compressor, compressed, every if compressor.momentum_correction is not None else {})
+            check_state(state, compressor, *kept_shapes({name: g.shape for name, g in gradients.items()}, compressor))
         self._shapes, self._dense = _shapes(gradients), dense
         self.pipeline.dense_bytes_sent = sum(
             allreduce_bytes(gradients[name].size * _wide(gradients[name].dtype).itemsize, self._world) for name in dense

@@ -14,7 +14,8 @@ from horovod.tensorflow.compression import Compressor as HorovodCompressor
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.base import check_boolean
-from horovod_sparse.core.binding import BoundCompressor, Server
+from horovod_sparse.core.binding import BoundCompressor
+from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import ARRAYS, check_parts, empty_state
 from horovod_sparse.tensorflow.host import HostPipeline
 

@@ -20,7 +20,8 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Layout, Slot
-from horovod_sparse.core.pipeline import Arrived, Pipeline, Write
+from horovod_sparse.core.pipeline import Pipeline, Write
+from horovod_sparse.core.preparation import Arrived
 from horovod_sparse.exchange.protocols import ROUNDS, Exchange, Reduced, Round, dense
 from horovod_sparse.kernels.pool import BufferPool
 from horovod_sparse.numpy.compiled import host_ops
@@ -59,11 +60,6 @@ class HostPipeline(Pipeline):
         """The residual and velocity of each bucket, flat. Their memory belongs to this pipeline: copy what you read."""
         return [variable for memory in self._memory.values() for variable in memory]
 
-    @property
-    def nbytes(self) -> int:
-        """Memory that the residuals take, in bytes."""
-        return self.residuals.nbytes
-
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array] = lambda name: None) -> None:
         generation = len(self.buckets)
         super().add_buckets(layouts, like)
@@ -83,8 +79,12 @@ class HostPipeline(Pipeline):
     def _read(self, bucket: Bucket) -> list[Tensor]:
         return [variable.read_value() for variable in self._memory[bucket.name]]
 
-    def _use(self, bucket: Bucket, *memory: NDArray[Any]) -> None:
-        self.rebind(bucket, memory[0], memory[1] if len(memory) > 1 else None)
+    def _use(self, bucket: Bucket, buffer: NDArray[Any], velocity: NDArray[Any] | None = None) -> None:
+        """Use other memory for a bucket's residual and velocity from now on."""
+        self.residuals.rebind(bucket.name, buffer)
+        if velocity is not None:
+            self.velocities.rebind(bucket.name, velocity)
+        bucket.rebind(buffer, velocity)
 
     # --- what the engines of TensorFlow differ in ---
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_sparse.core.state import PARTS
+from horovod_sparse.core.state import PARTS, names_in
 
 Variable = Any
 
@@ -66,8 +66,7 @@ def renamed(state: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]
     "dense/kernel". So one of the two names may end in the other.
     """
     names = list(names)
-    # Parameters that are reduced dense have only velocities.
-    olds = {old for part in PARTS for old in state[part]}
+    olds = names_in(state)
     new: dict[str, str] = {}
     for name in names:
         found = [old for old in olds if old == name] or [

@@ -7,10 +7,9 @@ ranks compare their settings then, so that a difference raises on all of them in
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,10 +17,9 @@ from horovod.tensorflow import mpi_ops
 
 from horovod_sparse.core.agreement import check_arguments, check_sparse, compare
 from horovod_sparse.core.binding import compresses
-from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
-from horovod_sparse.core.pipeline import check_limits
-from horovod_sparse.core.state import PARTS, check_state, empty_state, holds_anything, rescale_state
-from horovod_sparse.core.statistics import NO_STATS, Stats
+from horovod_sparse.core.layout import Layout, Parameter, Slot, check_limits, plan
+from horovod_sparse.core.server import Server
+from horovod_sparse.core.state import check_state, kept_shapes, merged, names_in, part_of
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
@@ -39,7 +37,7 @@ Variable = Any
 _agreed: Counter[tuple[int, ...]] = Counter()
 
 
-class Reducer:
+class Reducer(Server):
     """Reduces lists of gradients.
 
     Args:
@@ -48,6 +46,9 @@ class Reducer:
         shared: True if it serves one tape after the other, False if it serves one optimizer.
     """
 
+    compressor: TensorflowCompressor
+    pipeline: HostPipeline | None = None
+
     def __init__(self, compressor: TensorflowCompressor, reduction: Reduction, *, shared: bool) -> None:
         self.reduction = reduction
         self.shared = shared
@@ -55,7 +56,6 @@ class Reducer:
         """Returns the optimizer's settings by name, which must also be equal on all ranks."""
         self.compressor = compressor
         self.names = Names()
-        self.engine: HostPipeline | None = None
         self._process_set = reduction.process_set
         self._collectives = Collectives(self._process_set)
         self._agreements = 0
@@ -65,8 +65,7 @@ class Reducer:
         self._bucket_of: dict[str, Layout] = {}
         """Variable name -> its bucket."""
         self._dense: set[str] = set()
-        self._sparse: list[str] = []
-        self._pending_state: Mapping[str, Any] | None = None
+        self.sparse: list[str] = []
         # The gradients of embeddings have a different number of rows in every step.
         self._function = tf.function(self._reduce, autograph=False, reduce_retracing=True)
         # AutoGraph would rewrite everything that is called from there, though nothing there needs rewriting.
@@ -125,12 +124,12 @@ class Reducer:
         self, plan: int, names: tuple[str, ...], frozen: frozenset[str], gradients: list[Any], rate: Tensor
     ) -> list[Any]:
         """Build the operations. They are traced again when a new `plan` has buckets for more variables."""
-        if self.engine is None:
+        if self.pipeline is None:
             # No variable has had a gradient yet.
             return gradients
         given = {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
-        others = {name: self._gather_slices(name, given.get(name)) for name in names if name in self._sparse}
-        reduced = self.engine.reduce(
+        others = {name: self._gather_slices(name, given.get(name)) for name in names if name in self.sparse}
+        reduced = self.pipeline.reduce(
             Step(
                 buckets=self._taking_part(names),
                 gradients={name: gradient for name, gradient in given.items() if name in self._bucket_of},
@@ -157,7 +156,7 @@ class Reducer:
             gradient = tf.IndexedSlices(tf.zeros((0, *shape[1:]), dtype), tf.zeros(0, tf.int64))
         elif not isinstance(gradient, tf.IndexedSlices):
             gradient = tf.IndexedSlices(gradient, tf.range(shape[0], dtype=tf.int64))
-        number = self._sparse.index(name)
+        number = self.sparse.index(name)
         given = gradient.values, tf.cast(gradient.indices, tf.int64)
         values, indices = (
             self._collectives.allgather(self._collectives.exchanged_in_every_step(part), f"sparse.{number}.{kind}")
@@ -198,26 +197,26 @@ class Reducer:
         sparse = [name for name, gradient in new.items() if isinstance(gradient, tf.IndexedSlices)]
         try:
             planned, layouts = self._plan(new, sparse, self.reduction.group_numbers(variables, self.names), devices)
-            state, rest = self._state_of(planned, layouts)
+            deferred = self._deferred_for([*planned, *layouts])
         except Exception as error:
             # Every kind of error is caught: a damaged state raises others than ValueError.
             self._agree(new, sparse, f"{type(error).__name__}: {error}")
             raise
         self._agree(new, sparse, "")
-        engine = self.engine = self.engine or self._make_engine()
-        engine.add_buckets(planned, devices.__getitem__)
-        engine.add_dense(layouts, devices.__getitem__)
+        pipeline = self.pipeline = self.pipeline or self._make_pipeline()
+        pipeline.add_buckets(planned, devices.__getitem__)
+        pipeline.add_dense(layouts, devices.__getitem__)
         self._bucket_of.update((slot.name, layout) for layout in planned for slot in layout.slots)
-        self._sparse.extend(sparse)
+        self.sparse.extend(sparse)
         self._dense.update(layout.name for layout in layouts)
         self._dtypes.update((name, gradient.dtype) for name, gradient in new.items())
         for layout in layouts:
             size = layout.numel * wire_dtype(self._dtypes[layout.name]).size
-            engine.dense_bytes_sent += allreduce_bytes(size, self._process_set.size())
-        if state is not None:
-            engine.adopt_memory()
-            engine.load_state_dict(_merged(engine.state_dict(), state))
-        self._pending_state = rest
+            pipeline.dense_bytes_sent += allreduce_bytes(size, self._process_set.size())
+        if deferred is not None:
+            pipeline.adopt_memory()
+            kept = pipeline.state_dict()
+            self._load(merged(kept, deferred), names_in(kept))
 
     def _plan(
         self, new: Mapping[str, Any], sparse: Sequence[str], groups: Mapping[str, int], devices: Mapping[str, str]
@@ -243,23 +242,17 @@ class Reducer:
         check_limits(planned, self.compressor, self._process_set.size())
         return planned, layouts
 
-    def _state_of(
-        self, planned: Sequence[Layout], dense: Sequence[Layout]
-    ) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
-        """Return the part of a state loaded before that is for new variables, checked, and the part that waits for others."""
-        if self._pending_state is None:
-            return None, None
-        residuals = {slot.name: slot.shape for layout in planned for slot in layout.slots}
-        velocities = {**residuals, **{layout.name: layout.slots[0].shape for layout in dense}}
-        if self.compressor.momentum_correction is None:
-            velocities = {}
-        pending = renamed(self._pending_state, {**residuals, **velocities})
-        state = _part(pending, {*residuals, *velocities})
-        check_state(state, self.compressor, residuals, velocities)
-        rest = _part(pending, {name for kind in PARTS for name in pending[kind]} - {*residuals, *velocities})
-        return state, rest if holds_anything(rest) else None
+    def _deferred_for(self, layouts: Sequence[Layout]) -> Mapping[str, Any] | None:
+        """Return the deferred state by the names that variables have now, after a check of the part for new variables."""
+        if self.deferred is None:
+            return None
+        shapes = {slot.name: slot.shape for layout in layouts for slot in layout.slots}
+        residuals, velocities = kept_shapes(shapes, self.compressor)
+        deferred = renamed(self.deferred, {**residuals, **velocities})
+        check_state(part_of(deferred, {*residuals, *velocities}), self.compressor, residuals, velocities)
+        return deferred
 
-    def _make_engine(self) -> HostPipeline:
+    def _make_pipeline(self) -> HostPipeline:
         return self.compressor.engine_class(
             self.compressor,
             self._collectives,
@@ -291,61 +284,19 @@ class Reducer:
         self._agreements += 1
         check_sparse(sparse, self.compressor, sparse_as_dense=self.reduction.sparse_as_dense, rank=mpi_ops.rank())
 
-    # --- statistics and state: see `BoundCompressor` ---
+    # --- statistics and state: see `Server` ---
 
-    def stats(self) -> Stats:
-        if self.engine is None:
-            return NO_STATS
-        self.engine.adopt_memory()
-        return self.engine.stats()
-
-    @property
-    def residual_bytes(self) -> int:
-        return 0 if self.engine is None else self.engine.nbytes
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the engine's state, the names of embeddings, and the state of variables that have had no gradient yet."""
-        state = empty_state()
-        if self.engine is not None:
-            self.engine.adopt_memory()
-            state = {**self.engine.state_dict(), "sparse": sorted(self._sparse)}
-        return state if self._pending_state is None else _merged(state, copy.deepcopy(self._pending_state))
+    def between_steps(self) -> HostPipeline | None:
+        """Return the pipeline, with the memory that its variables have now."""
+        if self.pipeline is not None:
+            self.pipeline.adopt_memory()
+        return self.pipeline
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
         """Load the state of the variables that have been planned, and keep the rest until its variables are."""
-        if self.engine is None:
-            self._pending_state = copy.deepcopy(dict(state)) if holds_anything(state) else None
-            return
         here = {*self._bucket_of, *self._dense}
         corrected = self.compressor.momentum_correction is not None
-        known = renamed(state, here if corrected else self._bucket_of)
-        self.engine.adopt_memory()
-        self.engine.load_state_dict(_part(known, here))
-        rest = _part(known, {name for kind in PARTS for name in known[kind]} - here)
-        self._pending_state = copy.deepcopy(rest) if holds_anything(rest) else None
-
-    def rescale(self, factor: float) -> None:
-        if self._pending_state is not None:
-            self._pending_state = rescale_state(self._pending_state, self.compressor, factor)
-        if self.engine is not None:
-            self.engine.adopt_memory()
-            self.engine.rescale(factor)
-
-    def reset(self) -> None:
-        self._pending_state = None
-        if self.engine is not None:
-            self.engine.adopt_memory()
-            self.engine.reset()
-
-    def discard_step(self) -> None:
-        """See `BoundCompressor.discard_step`."""
-        if not self.active:
-            # No step leaves anything to discard.
-            return
-        if self.engine is None:
-            raise RuntimeError("there is no step to discard: nothing was reduced yet")
-        self.engine.adopt_memory()
-        self.engine.discard_step()
+        self._load(renamed(state, here if corrected else self._bucket_of), here)
 
 
 def reducer_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared: bool) -> Reducer:
@@ -360,14 +311,3 @@ def reducer_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared
         return Reducer(compressor, reduction, shared=shared)
     bound.reduction.check_same(reduction)
     return bound
-
-
-def _part(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return the part of a state that belongs to some variables."""
-    kept = {kind: {name: value for name, value in state[kind].items() if name in names} for kind in PARTS}
-    return {**state, **kept}
-
-
-def _merged(state: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `state` with the entries of `other` added or replaced."""
-    return {**state, **{kind: {**state[kind], **other[kind]} for kind in PARTS}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from horovod.torch import mpi_ops
@@ -116,13 +116,13 @@ def _refuse_complex(new: Mapping[Tensor, str]) -> None:
             )
 
 
-def agree_on_states(problem: str, process_set: Any) -> None:
-    """Raise ValueError on every rank if any rank has loaded a state that does not fit. Blocks.
-
-    Args:
-        problem: what is wrong with this rank's state; "" if nothing is.
-        process_set: the optimizer's process set.
-    """
+def agree_on_states(check: Callable[[], None], process_set: Any) -> None:
+    """Raise ValueError on every rank if any rank has loaded a state for which `check` raises it. Blocks."""
+    problem = ""
+    try:
+        check()
+    except ValueError as error:
+        problem = str(error)
     everyone = gather_json({"problem": problem}, f"{agreement_name(process_set)}.state", process_set)
     compare({"problem": problem}, everyone, mpi_ops.rank())
     if problem:

@@ -12,22 +12,20 @@ Some steps are held back, and reduced as a whole in `synchronize`:
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from horovod_sparse.core.binding import compresses, stats_of
+from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Slot
-from horovod_sparse.core.pipeline import Arrived, Pipeline, check_discardable
-from horovod_sparse.core.state import check_state, empty_state, holds_anything, rescale_state
-from horovod_sparse.core.statistics import Stats
+from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.preparation import Arrived
+from horovod_sparse.core.server import Server
+from horovod_sparse.core.state import check_discardable, check_state, empty_state, holds_anything, kept_shapes
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.torch.agreement import agree, agree_on_states, check_momentum
 from horovod_sparse.torch.compiled import tensor_ops
@@ -35,47 +33,12 @@ from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.exchange import Collectives, empty_sparse
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
-from horovod_sparse.torch.handover import Handed, first_changed, hand_over, without_sample
+from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
 from horovod_sparse.torch.routes import Dense, Routes, wire_dtype
-
-_TOGETHER = 2**18
-"""Bytes of gradients that are taken together; a processor's cache holds as many."""
-
-Wait = Callable[[], Tensor]
-"""A function that waits for a collective and returns its result."""
+from horovod_sparse.torch.step import Step, Wait
 
 
-@dataclass
-class _Waiting:
-    """Gradients of a bucket that will be taken together."""
-
-    arrived: list[Arrived] = field(default_factory=list)
-    nbytes: int = 0
-
-
-@dataclass
-class _Step:
-    """What this rank has done in a step so far."""
-
-    handed: dict[Tensor, Handed] = field(default_factory=dict)
-    """The gradients that backward has handed over, by parameter."""
-    begun: bool = False
-    """True once gradients are being taken: they are in residuals, or on their way."""
-    taken: set[Tensor] = field(default_factory=set)
-    """Parameters that have been taken, with a gradient or without one."""
-    waiting: dict[str, _Waiting] = field(default_factory=dict)
-    """The gradients that wait to be taken together, by bucket."""
-    exchanges: dict[str, Wait] = field(default_factory=dict)
-    """The functions that wait for the first collective, by bucket."""
-    arrived: Counter[str] = field(default_factory=Counter)
-    """How many of the parameters that are reduced dense together have been taken, by the name of their `Dense`."""
-    dense: list[tuple[Dense, Tensor, Wait]] = field(default_factory=list)
-    sparse: dict[Tensor, Wait] = field(default_factory=dict)
-    learning_rates: dict[Tensor, float] = field(default_factory=dict)
-    """The learning rates by parameter, looked up when first needed."""
-
-
-class Reducer:
+class Reducer(Server):
     """Reduces the gradients of one `hvd.DistributedOptimizer`.
 
     Args:
@@ -83,10 +46,11 @@ class Reducer:
         compressor: the optimizer's `compression`, already checked by `check_arguments` and `check_momentum`.
     """
 
+    compressor: TorchCompressor
+
     def __init__(self, optimizer: Any, compressor: TorchCompressor) -> None:
         compressor.bind(self)
         self.compressor = compressor
-        self.pipeline: Pipeline | None = None
         self._optimizer = optimizer
         self._ops = tensor_ops()
         self._process_set = optimizer.process_set
@@ -94,10 +58,9 @@ class Reducer:
         """The optimizer's number, the same on every rank; None before the first agreement."""
         self._collectives = Collectives(optimizer.op, optimizer.gradient_predivide_factor, self._process_set)
         self._routes = Routes(optimizer, compressor)
-        self._step = _Step()
+        self._step = Step()
         self._frozen: set[Tensor] = set()
         """Parameters that are not trained at the moment. They keep no residual and no velocity."""
-        self._pending_state: Mapping[str, Any] | None = None
         self.active = self._activate()
 
     def _activate(self) -> bool:
@@ -180,40 +143,17 @@ class Reducer:
             assert gradient is not None
             step.sparse[parameter] = self._collectives.start("sparse", gradient, self._name(routes.names[parameter]))
         else:
-            name = routes.names[parameter]
-            self._collect(
-                pipeline,
-                pipeline.bucket_of(name),
-                Arrived(name, gradient_of(parameter), self._learning_rate(parameter)),
-            )
-
-    def _collect(self, pipeline: Pipeline, bucket: Bucket, arrived: Arrived) -> None:
-        """Give the pipeline a bucket's gradients: large ones at once, while they are in the caches, small ones together."""
-        waiting = self._step.waiting.get(bucket.name)
-        if waiting is None:
-            waiting = self._step.waiting[bucket.name] = _Waiting()
-        waiting.arrived.append(arrived)
-        if arrived.gradient is not None:
-            waiting.nbytes += arrived.gradient.nbytes
-        if waiting.nbytes < _TOGETHER and len(waiting.arrived) < len(bucket.missing):
-            return
-        del self._step.waiting[bucket.name]
-        if pipeline.arrive_together(bucket, waiting.arrived) is not None:
-            self._step.exchanges[bucket.name] = self._start(bucket, pipeline.begin(bucket))
+            name, groups = routes.names[parameter], self._optimizer.param_groups
+            rate = step.learning_rate(parameter, groups) if self.compressor.lr_in_residual else None
+            bucket = pipeline.bucket_of(name)
+            gradients = step.collect(bucket, Arrived(name, gradient_of(parameter), rate))
+            if gradients and pipeline.arrive_together(bucket, gradients) is not None:
+                step.exchanges[bucket.name] = self._start(bucket, pipeline.begin(bucket))
 
     def _start(self, bucket: Bucket, collective: Collective) -> Wait:
         return self._collectives.start(
             collective.kind, collective.message, self._name(f"{bucket.name}.{bucket.rounds}")
         )
-
-    def _learning_rate(self, parameter: Tensor) -> float | None:
-        if not self.compressor.lr_in_residual:
-            return None
-        rates = self._step.learning_rates
-        if not rates:
-            groups = self._optimizer.param_groups
-            rates.update((member, float(group["lr"])) for group in groups for member in group["params"])
-        return rates[parameter]
 
     def _dense_message(self, together: Dense, pipeline: Pipeline) -> Tensor:
         """Return the gradients, one after the other. A large one stays in its own memory if possible, and is reduced there."""
@@ -245,7 +185,7 @@ class Reducer:
             except BaseException:
                 self._give_up_step()
                 raise
-        self._step = _Step()
+        self._step = Step()
         self._collectives.end_step()
         self._restore_hooks()
         optimizer._synchronized = True
@@ -284,10 +224,10 @@ class Reducer:
         the residuals, or are being reduced in their own memory. They are removed from `.grad`, so that none is taken twice.
         Gradients that waited to be taken together stay in `.grad`.
         """
-        step, self._step = self._step, _Step()
+        step, self._step = self._step, Step()
         if step.begun:
             self._collectives.given_up = True
-        waiting = {arrived.name for together in step.waiting.values() for arrived in together.arrived}
+        waiting = step.waiting
         for parameter in step.taken:
             if parameter.requires_grad and self._routes.names[parameter] not in waiting:
                 parameter.grad = None
@@ -368,9 +308,10 @@ class Reducer:
 
     def _extend_routes(self) -> None:
         new = self._routes.without_route()
-        known = (self._pending_state or {}).get("sparse", ())
-        agreement = agree(self._optimizer, self.compressor, new, known, self._number)
-        agree_on_states(self._problem_with_state(agreement.sparse), self._process_set)
+        deferred = self.deferred or empty_state()
+        agreement = agree(self._optimizer, self.compressor, new, deferred.get("sparse", ()), self._number)
+        left_out = () if self._optimizer.sparse_as_dense else agreement.sparse
+        agree_on_states(lambda: self._check(deferred, left_out), self._process_set)
         agreement.conclude()
         self._number = agreement.number
         if self.pipeline is None:
@@ -384,62 +325,26 @@ class Reducer:
                 device_selector=on_gpu,
             )
         self._routes.extend(new, agreement.sparse, self.pipeline)
-        if self._pending_state is not None:
-            self.pipeline.load_state_dict(self._pending_state)
-            self._pending_state = None
+        self.sparse = [self._routes.names[parameter] for parameter in self._routes.sparse]
+        if self.deferred is not None:
+            super().load_compression_state(self.deferred)
 
-    def _problem_with_state(self, sparse: Collection[str]) -> str:
-        """Return why the pending state cannot be loaded, now that it is known which gradients are sparse; "" if it can."""
-        if self._pending_state is None:
-            return ""
-        left_out = () if self._optimizer.sparse_as_dense else sparse
-        try:
-            check_state(self._pending_state, self.compressor, *self._routes.expected_shapes(left_out))
-        except ValueError as error:
-            return str(error)
-        return ""
+    def _check(self, state: Mapping[str, Any], sparse: Collection[str]) -> None:
+        """Raise ValueError unless a state fits the parameters. Those named in `sparse` have none."""
+        if holds_anything(state):
+            check_state(state, self.compressor, *kept_shapes(self._routes.shapes(sparse), self.compressor))
 
-    # --- statistics and state: see `BoundCompressor` ---
-
-    def stats(self) -> Stats:
-        return stats_of(self.pipeline)
-
-    @property
-    def residual_bytes(self) -> int:
-        return 0 if self.pipeline is None else self.pipeline.residuals.nbytes
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the pipeline's state, and the names of the parameters with sparse gradients, which have no state."""
-        if self._pending_state is not None:
-            return copy.deepcopy(dict(self._pending_state))
-        if self.pipeline is None:
-            return empty_state()
-        sparse = sorted(self._routes.names[parameter] for parameter in self._routes.sparse)
-        return {**self.pipeline.state_dict(), "sparse": sparse}
+    # --- statistics and state: see `Server` ---
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        """Load the state now. Before the first step, load it when the buckets are made."""
-        if self.pipeline is not None:
-            self.pipeline.load_state_dict(state)
-        else:
-            if self.active and holds_anything(state):
-                # Find a wrong state when it is loaded, not in the middle of the first step.
-                check_state(state, self.compressor, *self._routes.expected_shapes(state.get("sparse", ())))
-            self._pending_state = copy.deepcopy(dict(state)) if holds_anything(state) else None
+        if self.pipeline is None and self.active:
+            # Find a wrong state when it is loaded, not in the middle of the first step.
+            self._check(state, state.get("sparse", ()))
+        super().load_compression_state(state)
         self._begin_afresh()
 
-    def rescale(self, factor: float) -> None:
-        """Multiply all residuals, all velocities and what is kept in their unit by `factor`."""
-        if self._pending_state is not None:
-            self._pending_state = rescale_state(self._pending_state, self.compressor, factor)
-        if self.pipeline is not None:
-            self.pipeline.rescale(factor)
-
     def reset(self) -> None:
-        """Forget residuals, adaptive state and statistics."""
-        self._pending_state = None
-        if self.pipeline is not None:
-            self.pipeline.reset()
+        super().reset()
         self._begin_afresh()
 
     def _begin_afresh(self) -> None:
@@ -451,12 +356,8 @@ class Reducer:
     def discard_step(self) -> None:
         """See `BoundCompressor.discard_step`. A step whose gradients were only handed over has changed nothing yet."""
         check_discardable(self.compressor)
-        if not self.active:
-            return
         open_step = bool(self._step.handed)
-        if self.pipeline is not None and (self._step.begun or not open_step):
-            self.pipeline.discard_step()
-        elif not open_step:
-            raise RuntimeError("there is no step to discard: nothing was reduced yet")
+        if self._step.begun or not open_step:
+            super().discard_step()
         if open_step:
             self._give_up_step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,6 @@ from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.torch.compressors import TorchCompressor
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,18 +134,14 @@ class Routes:
         parameters = list(members.values())
         return Dense(Layout(tuple(slots), self._compressor.residual_dtype_of(parameters[0])), parameters)
 
-    def expected_shapes(self, sparse: Collection[str]) -> tuple[Shapes, Shapes]:
-        """Return the shapes of future residuals and velocities if the parameters named in `sparse` have sparse gradients."""
+    def shapes(self, sparse: Collection[str]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all parameters that will have a route, except those named in `sparse`."""
         optimizer = self._optimizer
-        shapes = {
+        return {
             name: tuple(parameter.shape)
             for parameter, name in optimizer._parameter_names.items()
             if parameter in optimizer._requires_update and name not in sparse
         }
-        residuals = {
-            name: shape for name, shape in shapes.items() if not self._compressor.leaves_dense(name, math.prod(shape))
-        }
-        return residuals, shapes if self._compressor.momentum_correction is not None else {}
 
 
 def wire_dtype(tensor: Tensor) -> torch.dtype:

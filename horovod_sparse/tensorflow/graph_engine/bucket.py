@@ -51,6 +51,10 @@ class GraphBucket:
         )
         return Tally(int(tally[1, 0]), last, sums)
 
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of the residual."""
+        return float(np.linalg.norm(numpy(self.residual).astype(np.float64)))
+
     def adaptive(self) -> dict[str, object]:
         """Return the adaptive state as the buckets of `Pipeline` do."""
         before: dict[str, Any] = self.state.state_dict()

@@ -19,10 +19,9 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_sparse.compressors.base import Compressor, Place
-from horovod_sparse.core.layout import Layout
-from horovod_sparse.core.pipeline import check_limits
+from horovod_sparse.core.layout import Layout, check_limits
 from horovod_sparse.core.state import VERSION, check_state
-from horovod_sparse.core.statistics import Stats, StepStats
+from horovod_sparse.core.statistics import Stats, combined
 from horovod_sparse.exchange import wire
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.graph_engine import selectors
@@ -327,17 +326,11 @@ class GraphPipeline:
 
     def stats(self) -> Stats:
         """Compute counts and bytes per bucket and in total, for the last step and on average."""
-        pairs, most, stages = [], 0, getattr(self.compressor, "stages", 0)
-        for bucket in self.buckets:
-            tally = bucket.totals(stages, self._world)
-            most = max(most, tally.steps)
-            residual = numpy(bucket.residual).astype(np.float64)
-            pairs.append(tally.stats(bucket.name, bucket.layout.numel, float(np.linalg.norm(residual))))
-        return Stats(
-            most,
-            StepStats(tuple(last for last, _ in pairs), self.dense_bytes_sent),
-            StepStats(tuple(mean for _, mean in pairs), self.dense_bytes_sent),
-        )
+        stages = getattr(self.compressor, "stages", 0)
+        buckets = [
+            (one.name, one.layout.numel, one.totals(stages, self._world), one.residual_norm()) for one in self.buckets
+        ]
+        return combined(buckets, self.dense_bytes_sent)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as `Pipeline` does: NumPy arrays and plain values by parameter name."""

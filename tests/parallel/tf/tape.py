@@ -148,7 +148,7 @@ def groups_are_buckets(as_list: bool) -> None:
     function = graph_reducer(compression, weights, groups=groups)
     for step in range(3):
         function(tensors(gradients_of(step)))
-    buckets = [{slot.name for slot in bucket.layout.slots} for bucket in compression.server.engine.buckets]
+    buckets = [{slot.name for slot in bucket.layout.slots} for bucket in compression.server.pipeline.buckets]
     expected = [{"first", "third"}, {"second"}] if as_list else [{"first", "second"}, {"third"}]
     assert sorted(map(sorted, buckets)) == sorted(map(sorted, expected)), buckets
 
@@ -542,7 +542,7 @@ def variables_can_be_assigned_between_steps() -> None:
     compression, weights = TopK(0.05, granularity="model"), variables(SHAPES)
     function = graph_reducer(compression, weights)
     function(tensors(gradients_of(0)))
-    residual = compression.server.engine.variables[0]
+    residual = compression.server.pipeline.variables[0]
     assert residual.name.startswith("horovod_sparse/")
     residual.assign(tf.fill(residual.shape, 2.0))
     kept = compression.state_dict()["residuals"]
@@ -556,11 +556,11 @@ def variables_can_be_assigned_between_steps() -> None:
 def rescale_and_reset_reach_the_variables() -> None:
     compression, weights = TopK(0.05, granularity="model"), variables(SHAPES)
     reduce(compression, weights, gradients_of(0))
-    before = compression.server.engine.variables[0].numpy().copy()
+    before = compression.server.pipeline.variables[0].numpy().copy()
     compression.rescale(0.5)
-    np.testing.assert_array_equal(compression.server.engine.variables[0].numpy(), before * 0.5)
+    np.testing.assert_array_equal(compression.server.pipeline.variables[0].numpy(), before * 0.5)
     compression.reset()
-    assert not compression.server.engine.variables[0].numpy().any()
+    assert not compression.server.pipeline.variables[0].numpy().any()
     assert compression.stats().steps == 0
 
 
@@ -631,7 +631,7 @@ def what_is_not_needed_is_freed() -> None:
     function = graph_reducer(compression, weights)
     function(tensors(gradients_of(0)))
     reduce(compression, weights, gradients_of(1))
-    engine = weakref.ref(compression.server.engine)
+    engine = weakref.ref(compression.server.pipeline)
     assert engine() is not None
     del compression, function
     gc.collect()

@@ -1,0 +1,82 @@
+"""What serves a compressor: the statistics and the state of one optimizer or tape. Imports no framework."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.state import empty_state, holds_anything, merged, names_in, part_of, rescale_state
+from horovod_sparse.core.statistics import NO_STATS, Stats
+
+
+class Server:
+    """The base of the reducers that adapters bind to compressors; the methods are those of `BoundCompressor`.
+
+    A state can be loaded before its parameters have buckets. Then it is deferred: kept until they have.
+    """
+
+    compressor: Compressor
+    active: bool
+    """Whether anything is compressed."""
+    pipeline: Pipeline | None = None
+    """None until the first parameters have buckets."""
+    deferred: Mapping[str, Any] | None = None
+    """A copy of the state of parameters that have no buckets yet; None if there is nothing in it."""
+    sparse: Collection[str] = ()
+    """The names of the parameters with sparse gradients, which have no state."""
+
+    def between_steps(self) -> Pipeline | None:
+        """Return the pipeline, ready to be used between two steps."""
+        return self.pipeline
+
+    def stats(self) -> Stats:
+        pipeline = self.between_steps()
+        return NO_STATS if pipeline is None else pipeline.stats()
+
+    @property
+    def residual_bytes(self) -> int:
+        return 0 if self.pipeline is None else self.pipeline.nbytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the pipeline's state, what is deferred, and the names of the parameters with sparse gradients."""
+        deferred, pipeline = copy.deepcopy(dict(self.deferred or empty_state())), self.between_steps()
+        if pipeline is None:
+            return deferred
+        return merged({**pipeline.state_dict(), "sparse": sorted(self.sparse)}, deferred)
+
+    def load_compression_state(self, state: Mapping[str, Any]) -> None:
+        """Load a state that `check_parts` accepts, in place of the old one. Nothing is changed if it is refused."""
+        self._load(state, names_in(state))
+
+    def _load(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        """Load the part of a state that belongs to `names`, and defer the rest. Without a pipeline, everything is deferred."""
+        pipeline = self.between_steps()
+        if pipeline is not None:
+            pipeline.load_state_dict(part_of(state, names))
+            state = part_of(state, names_in(state).difference(names))
+        self.deferred = copy.deepcopy(dict(state)) if holds_anything(state) else None
+
+    def rescale(self, factor: float) -> None:
+        if self.deferred is not None:
+            self.deferred = rescale_state(self.deferred, self.compressor, factor)
+        pipeline = self.between_steps()
+        if pipeline is not None:
+            pipeline.rescale(factor)
+
+    def reset(self) -> None:
+        self.deferred = None
+        pipeline = self.between_steps()
+        if pipeline is not None:
+            pipeline.reset()
+
+    def discard_step(self) -> None:
+        if not self.active:
+            # No step leaves anything to discard.
+            return
+        pipeline = self.between_steps()
+        if pipeline is None:
+            raise RuntimeError("there is no step to discard: nothing was reduced yet")
+        pipeline.discard_step()

@@ -1,0 +1,71 @@
+"""What a rank has done in a step so far, and the gradients that it takes together. Never imports Horovod."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.preparation import Arrived
+from horovod_sparse.torch.handover import Handed
+from horovod_sparse.torch.routes import Dense
+
+_TOGETHER = 2**18
+"""Bytes of gradients that are taken together; a processor's cache holds as many."""
+
+Wait = Callable[[], Tensor]
+"""A function that waits for a collective and returns its result."""
+
+
+@dataclass
+class _Waiting:
+    """Gradients of a bucket that will be taken together."""
+
+    arrived: list[Arrived] = field(default_factory=list)
+    nbytes: int = 0
+
+
+@dataclass
+class Step:
+    """What this rank has done in a step so far."""
+
+    handed: dict[Tensor, Handed] = field(default_factory=dict)
+    """The gradients that backward has handed over, by parameter."""
+    begun: bool = False
+    """True once gradients are being taken: they are in residuals, or on their way."""
+    taken: set[Tensor] = field(default_factory=set)
+    """Parameters that have been taken, with a gradient or without one."""
+    exchanges: dict[str, Wait] = field(default_factory=dict)
+    """The functions that wait for the first collective, by bucket."""
+    arrived: Counter[str] = field(default_factory=Counter)
+    """How many of the parameters that are reduced dense together have been taken, by the name of their `Dense`."""
+    dense: list[tuple[Dense, Tensor, Wait]] = field(default_factory=list)
+    sparse: dict[Tensor, Wait] = field(default_factory=dict)
+    _waiting: defaultdict[str, _Waiting] = field(default_factory=lambda: defaultdict(_Waiting))
+    """The gradients that wait to be taken together, by bucket."""
+    _learning_rates: dict[Tensor, float] = field(default_factory=dict)
+
+    def collect(self, bucket: Bucket, arrived: Arrived) -> list[Arrived]:
+        """Return a bucket's gradients to take now: large ones at once, while they are in the caches, small ones together."""
+        waiting = self._waiting[bucket.name]
+        waiting.arrived.append(arrived)
+        if arrived.gradient is not None:
+            waiting.nbytes += arrived.gradient.nbytes
+        if waiting.nbytes < _TOGETHER and len(waiting.arrived) < len(bucket.missing):
+            return []
+        return self._waiting.pop(bucket.name).arrived
+
+    @property
+    def waiting(self) -> set[str]:
+        """The names of the parameters whose gradients wait to be taken together with others."""
+        return {arrived.name for waiting in self._waiting.values() for arrived in waiting.arrived}
+
+    def learning_rate(self, parameter: Tensor, groups: Iterable[Mapping[str, Any]]) -> float:
+        """Return a parameter's learning rate. All are looked up when the first one is needed."""
+        if not self._learning_rates:
+            self._learning_rates.update((member, float(group["lr"])) for group in groups for member in group["params"])
+        return self._learning_rates[parameter]

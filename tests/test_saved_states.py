@@ -1,0 +1,101 @@
+"""States that release 0.1.0 saved go on in today's code, bit for bit.
+
+The files in tests/data were written by the code of commit 42d39bf, without compiled kernels:
+
+    git worktree add ../old 42d39bf
+    mkdir tests/data
+    PYTHONPATH=../old .venv/bin/python tests/test_saved_states.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from horovod_sparse.numpy import DGC, MiCRO, SIDCo, SparseAllreduce
+
+DATA = Path(__file__).parent / "data"
+COMPRESSORS: dict[str, Callable[[], Any]] = {
+    "sidco": lambda: SIDCo(0.05),
+    "dgc": lambda: DGC(0.05),
+    "micro": lambda: MiCRO(0.05, lr_in_residual=True),
+}
+"""With controllers, with velocities also of a dense parameter, and with learning rates."""
+SHAPES = {"weight": (20, 15), "kernel": (270,), "bias": (7,)}
+ARRAYS = ("residuals", "velocities")
+SAVED_AT, STEPS = 6, 9
+
+Named = dict[str, np.ndarray]
+
+
+def learning_rate(step: int) -> float:
+    return 0.1 * 0.8**step
+
+
+def load(name: str) -> tuple[dict[str, Any], dict[int, Named], dict[int, Named]]:
+    """The state, and the gradients and the results of the steps after it."""
+    state = json.loads((DATA / f"state_0.1.0_{name}.json").read_text())
+    state |= {part: {} for part in ARRAYS}
+    gradients, reduced = ({step: {} for step in range(SAVED_AT, STEPS)} for _ in range(2))
+    parts: dict[str, Named] = {part: state[part] for part in ARRAYS}
+    parts |= {f"gradients {step}": gradients[step] for step in gradients}
+    parts |= {f"reduced {step}": reduced[step] for step in reduced}
+    with np.load(DATA / f"state_0.1.0_{name}.npz", allow_pickle=False) as file:
+        for key, array in file.items():
+            part, parameter = key.split("/")
+            parts[part][parameter] = array
+    return state, gradients, reduced
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_a_state_of_release_0_1_0_goes_on_bit_for_bit(name: str) -> None:
+    state, gradients, expected = load(name)
+    reduce = SparseAllreduce(None, COMPRESSORS[name]())
+    reduce.load_state_dict(state, gradients[SAVED_AT])
+    for step, given in gradients.items():
+        got = reduce(given, learning_rate=learning_rate(step))
+        assert got.keys() == expected[step].keys() == SHAPES.keys()
+        for parameter, array in expected[step].items():
+            np.testing.assert_array_equal(got[parameter], array, err_msg=f"{parameter} in step {step}")
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_the_state_makes_a_difference(name: str) -> None:
+    """A state that is not loaded, or only in part, does not pass the test above."""
+    state, gradients, expected = load(name)
+    fresh = SparseAllreduce(None, COMPRESSORS[name]())
+    got = fresh(gradients[SAVED_AT], learning_rate=learning_rate(SAVED_AT))
+    assert any((got[parameter] != array).any() for parameter, array in expected[SAVED_AT].items())
+    assert all(state[part] for part in ("residuals", "adaptive"))
+    assert bool(state["velocities"]) == (name == "dgc") and bool(state["learning_rates"]) == (name == "micro")
+
+
+def write() -> None:
+    """Write the files with the code that is imported."""
+    for name, make in COMPRESSORS.items():
+        rng = np.random.default_rng(0)
+        reduce = SparseAllreduce(None, make())
+        arrays: Named = {}
+        for step in range(STEPS):
+            if step == SAVED_AT:
+                state = reduce.state_dict()
+                plain = {part: kept for part, kept in state.items() if part not in ARRAYS}
+                (DATA / f"state_0.1.0_{name}.json").write_text(json.dumps(plain, indent=1) + "\n")
+                arrays |= {
+                    f"{part}/{parameter}": state[part][parameter] for part in ARRAYS for parameter in state[part]
+                }
+            given = {parameter: rng.laplace(size=shape).astype(np.float32) for parameter, shape in SHAPES.items()}
+            reduced = reduce(given, learning_rate=learning_rate(step))
+            if step >= SAVED_AT:
+                arrays |= {f"gradients {step}/{parameter}": array for parameter, array in given.items()}
+                arrays |= {f"reduced {step}/{parameter}": array for parameter, array in reduced.items()}
+        np.savez_compressed(DATA / f"state_0.1.0_{name}.npz", **arrays)
+
+
+if __name__ == "__main__":
+    write()
