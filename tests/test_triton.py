@@ -30,9 +30,10 @@ from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
-from horovod_sparse.kernels.gpu import kernels
+from horovod_sparse.kernels.gpu import threshold
 from horovod_sparse.kernels.gpu.bucket import DeviceBucket, add_up
 from horovod_sparse.kernels.gpu.rules import Request, rule_of
+from horovod_sparse.kernels.gpu.tiles import RUN, SUMS
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Moving
 from horovod_sparse.torch import device
@@ -111,8 +112,8 @@ class Step:
 
 def sums_of(bucket: DeviceBucket) -> dict[str, float]:
     """What `absorb` has left, added up over the tiles."""
-    rows = bucket._partials.numpy().reshape(kernels.PARTIALS, -1)
-    named = dict(zip(kernels.NUMBERS, rows, strict=False))
+    rows = bucket._partials.numpy().reshape(len(SUMS), -1)
+    named = dict(zip(SUMS, rows, strict=True))
     return {name: row.max(initial=0.0) if name == "largest" else row.sum() for name, row in named.items()}
 
 
@@ -176,7 +177,7 @@ def check_absorb(
     above = np.flatnonzero(np.abs(expected) > residual.dtype.type(floor))
     for tile in range(-(-residual.size // BLOCK)):
         inside = above[(above >= tile * BLOCK) & (above < (tile + 1) * BLOCK)]
-        runs = np.unique(inside // kernels.RUN) * kernels.RUN + 3
+        runs = np.unique(inside // RUN) * RUN + 3
         assert bucket._found[1 + tile] == runs.size
         slots = bucket._slots.view(-1, bucket._slots_each)[1 + tile][: runs.size].numpy()
         np.testing.assert_array_equal(slots, runs[: bucket._slots_each])
@@ -247,8 +248,8 @@ def _fits(moments, out, SIZE: tl.constexpr):
     lanes = tl.arange(0, SIZE)
     mean, variance = tl.load(moments + lanes), tl.load(moments + SIZE + lanes)
     ratio = tl.load(moments + 2 * SIZE + lanes)
-    tl.store(out + lanes, kernels.exponential(mean, ratio))
-    tl.store(out + SIZE + lanes, kernels.generalized_pareto(mean, variance, ratio))
+    tl.store(out + lanes, threshold.exponential(mean, ratio))
+    tl.store(out + SIZE + lanes, threshold.generalized_pareto(mean, variance, ratio))
 
 
 POSITIVE = st.floats(1e-30, 1e30)
@@ -377,7 +378,7 @@ def test_all_candidates_in_few_tiles_are_read_again() -> None:
     gradient[:64] = np.arange(64, 0, -1)
     for _ in range(3):
         check_choice(worker, worker.step(gradient))
-    assert int(worker.bucket._found[0]) == 64 // kernels.RUN > worker.bucket._slots_each
+    assert int(worker.bucket._found[0]) == 64 // RUN > worker.bucket._slots_each
 
 
 def test_candidates_that_are_too_few_by_some_are_not_enough() -> None:

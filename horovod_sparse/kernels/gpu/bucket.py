@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -15,8 +14,11 @@ from torch import Tensor
 from horovod_sparse.compressors.base import BucketState
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.exchange import wire
-from horovod_sparse.kernels.gpu import kernels
-from horovod_sparse.kernels.gpu.rules import Rule
+from horovod_sparse.kernels.gpu.message import scatter, write
+from horovod_sparse.kernels.gpu.rules import Request, Rule
+from horovod_sparse.kernels.gpu.search import WORDS, count, histogram
+from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
+from horovod_sparse.kernels.gpu.tiles import MOST_BLOCK, NUMBERS, RUN, SUMS, absorb
 
 BLOCK = 4096
 CHUNK = 1024
@@ -53,7 +55,7 @@ class DeviceBucket:
         buffer: the bucket's residual, float32 or float64, flat and contiguous. It belongs to the caller and is changed here.
         sizes: the number of entries of each parameter, > 0, in the order of the bucket.
         ratio: approximately the fraction of the entries that will be sent.
-        block: the number of entries of a tile, a power of two, at most `kernels.MOST_BLOCK`.
+        block: the number of entries of a tile, a power of two, at most `tiles.MOST_BLOCK`.
         chunk: the number of entries that the later kernels look at in one go, a power of two, at most `block`.
         groups: the most programs that are launched of each later kernel, a power of two.
     """
@@ -69,10 +71,9 @@ class DeviceBucket:
         chunk: int = CHUNK,
         groups: int = GROUPS,
     ) -> None:
-        assert kernels.RUN <= chunk <= block <= kernels.MOST_BLOCK
+        assert RUN <= chunk <= block <= MOST_BLOCK
         self.rule = rule
         self.buffer = buffer
-        self._block, self._chunk = block, chunk
         assert min(sizes) > 0 and sum(sizes) == buffer.numel() <= wire.MAX_BUCKET
         self._parts: dict[int, _Part] = {}
         """The parameters, keyed by the index of their first entry."""
@@ -88,8 +89,8 @@ class DeviceBucket:
         self._slots_each = min(max(_LEAST_SLOTS, spread), max(block // _MOST_SLOTS, 1))
         self._tiles_each = triton.next_power_of_2(-(-self._tiles // groups))
         self._groups = -(-self._tiles // self._tiles_each)
+        self._shape = {"BLOCK": block, "SLOTS": self._slots_each, "TILES": self._tiles_each, "CHUNK": chunk}
         self._widths = _WIDTHS[buffer.dtype]
-        self._shifts = list(itertools.accumulate(reversed(self._widths), initial=0))[-2::-1]
 
         def zeros(count: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(count, dtype=dtype, device=buffer.device)
@@ -97,13 +98,15 @@ class DeviceBucket:
         self._starts = torch.tensor([*starts, buffer.numel()], dtype=torch.int64).to(buffer.device)
         self._found = zeros(self._tiles, torch.int32)
         self._slots = zeros(self._tiles * self._slots_each, torch.int32)
-        self._partials = zeros(self._tiles * kernels.PARTIALS, torch.float64)
+        self._entries = (buffer, self._starts, self._found, self._slots, self._tiles)
+        """What every kernel after `fit` reads."""
+        self._partials = zeros(self._tiles * len(SUMS), torch.float64)
         self._above, self._equal = zeros(self._groups, torch.int32), zeros(self._groups, torch.int32)
-        self._histograms = zeros(len(self._widths) * kernels.MOST_BINS, torch.int32)
-        self._words = zeros(kernels.WORDS, torch.int64)
-        self._numbers = zeros(len(kernels.NUMBERS), torch.float64)
+        self._histograms = zeros(len(self._widths) * MOST_BINS, torch.int32)
+        self._words = zeros(WORDS, torch.int64)
+        self._numbers = zeros(len(NUMBERS), torch.float64)
         on_gpu = buffer.device.type == "cuda"
-        self._host = torch.zeros(len(kernels.NUMBERS), dtype=torch.float64, pin_memory=on_gpu)
+        self._host = torch.zeros(len(NUMBERS), dtype=torch.float64, pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None
         self._limit = math.inf
         """The magnitude that the last step compared entries with."""
@@ -133,7 +136,7 @@ class DeviceBucket:
         flat = x if gradient is None else gradient.contiguous()
         assert flat.numel() == x.numel()
         with _device_of(self.buffer):
-            kernels.absorb[(part.tiles,)](
+            absorb[(part.tiles,)](
                 x,
                 flat,
                 moving,
@@ -146,7 +149,7 @@ class DeviceBucket:
                 self._partials,
                 self._found,
                 self._slots,
-                BLOCK=self._block,
+                BLOCK=self._shape["BLOCK"],
                 SLOTS=self._slots_each,
                 HAS_GRADIENT=gradient is not None,
                 MOMENTUM=None if correction is None else correction.momentum,
@@ -159,79 +162,89 @@ class DeviceBucket:
     def select(self, state: BucketState, k: int, capacity: int) -> Tensor:
         request = self.rule.request(state, k)
         message = torch.empty((capacity, 2), dtype=torch.int32, device=self.buffer.device)
-        entries = (self.buffer, self._starts, self._found, self._slots, self._tiles)
-        shape = {"BLOCK": self._block, "SLOTS": self._slots_each, "TILES": self._tiles_each, "CHUNK": self._chunk}
-        grid, groups = (self._groups,), triton.next_power_of_2(self._groups)
-        rounds = len(self._widths)
         with _device_of(self.buffer):
-            kernels.fit[(1,)](
-                self.buffer,
-                self._partials,
-                self._tiles,
-                k,
-                request.aim,
-                request.cut,
-                request.most_tail,
-                self.rule.floor(state, self._limit),
-                self._histograms,
-                self._numbers,
-                self._words,
-                ROUNDS=rounds,
-                RULE=request.rule,
-                CHUNK=kernels.MOST_BINS,
-                num_warps=8,
-            )
-            counted = (*entries, self._above, self._equal, self._histograms, self._numbers, self._words)
+            self._fit(request, self.rule.floor(state, self._limit), k)
             if request.rule != "largest":
-                kernels.count[grid](*counted, LAST=-1, WIDTH=0, **shape)
-            for number, (width, shift) in enumerate(zip(self._widths, self._shifts, strict=True)):
-                kernels.histogram[grid](
-                    *entries,
-                    self._above,
-                    self._groups,
-                    k,
-                    capacity,
-                    *request.trust,
-                    request.cut_exponent,
-                    self._histograms,
-                    self._numbers,
-                    self._words,
-                    ROUND=number,
-                    SHIFT=shift,
-                    WIDTH=width,
-                    BEFORE=self._widths[number - 1],
-                    GROUPS=groups,
-                    **shape,
-                )
-            kernels.count[grid](*counted, LAST=rounds - 1, WIDTH=self._widths[-1], **shape)
-            kernels.write[grid](
-                *entries,
-                self._above,
-                self._equal,
-                self._groups,
-                capacity,
-                message,
-                self._numbers,
-                self._words,
-                GROUPS=groups,
-                **shape,
-            )
+                self._count(-1, 0)
+            self._search(request, k, capacity)
+            self._count(len(self._widths) - 1, self._widths[-1])
+            self._write(message)
             self._host.copy_(self._numbers, non_blocking=True)
             if self._copied is not None:
                 self._copied.record()
         return message
 
+    def _fit(self, request: Request, floor: float, k: int) -> None:
+        fit[(1,)](
+            self.buffer,
+            self._partials,
+            self._tiles,
+            k,
+            request.aim,
+            request.cut,
+            request.most_tail,
+            floor,
+            self._histograms,
+            self._numbers,
+            self._words,
+            ROUNDS=len(self._widths),
+            RULE=request.rule,
+            CHUNK=MOST_BINS,
+            num_warps=8,
+        )
+
+    def _count(self, last: int, width: int) -> None:
+        counts = (self._above, self._equal, self._histograms, self._words)
+        count[(self._groups,)](*self._entries, *counts, LAST=last, WIDTH=width, **self._shape)
+
+    def _search(self, request: Request, k: int, capacity: int) -> None:
+        shift = sum(self._widths)
+        for number, width in enumerate(self._widths):
+            shift -= width
+            histogram[(self._groups,)](
+                *self._entries,
+                self._above,
+                self._groups,
+                k,
+                capacity,
+                *request.trust,
+                request.cut_exponent,
+                self._histograms,
+                self._numbers,
+                self._words,
+                ROUND=number,
+                SHIFT=shift,
+                WIDTH=width,
+                BEFORE=self._widths[number - 1],
+                GROUPS=triton.next_power_of_2(self._groups),
+                **self._shape,
+            )
+
+    def _write(self, message: Tensor) -> None:
+        write[(self._groups,)](
+            *self._entries,
+            self._above,
+            self._equal,
+            self._groups,
+            len(message),
+            message,
+            self._numbers,
+            self._words,
+            GROUPS=triton.next_power_of_2(self._groups),
+            **self._shape,
+        )
+
     def finish(self, state: BucketState, k: int) -> dict[str, float]:
         if self._copied is not None:
             self._copied.synchronize()
-        numbers = dict(zip(kernels.NUMBERS, self._host.tolist(), strict=True))
+        numbers = dict(zip(NUMBERS, self._host.tolist(), strict=True))
         if numbers["not_finite"] == 0:
             self.rule.learn(state, k, numbers)
             self._limit = numbers["limit"]
         return numbers
 
     def not_finite(self) -> list[int]:
-        row = self._partials.view(kernels.PARTIALS, -1)[kernels.NUMBERS.index("not_finite")].cpu()
+        row = self._partials.view(len(SUMS), -1)[NUMBERS.index("not_finite")].cpu()
         parts = self._parts.items()
         return [o for o, part in parts if row[part.first_tile : part.first_tile + part.tiles].any()]
 
@@ -250,5 +263,5 @@ def add_up(messages: Tensor, world: int, divisor: float, numel: int, dtype: torc
     rows = len(messages) // world
     with _device_of(target):
         for message in messages.split(rows):
-            kernels.scatter[(-(-rows // CHUNK),)](message, rows, divisor, target, numel, CHUNK=CHUNK)
+            scatter[(-(-rows // CHUNK),)](message, rows, divisor, target, numel, CHUNK=CHUNK)
     return target

@@ -49,7 +49,7 @@ class Rule(Protocol):
         """Return the magnitude that candidates exceed, after a step that compared with `limit` (infinity: before the first)."""
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
-        """Learn from the numbers of a step (see `kernels.NUMBERS`). Called only if all its gradients were finite."""
+        """Learn from the numbers of a step (see `tiles.NUMBERS`). Called only if all its gradients were finite."""
 
 
 class Largest:

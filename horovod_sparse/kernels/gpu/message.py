@@ -1,0 +1,105 @@
+"""The kernels that write a message of pairs, and add up what has arrived. Imports triton, and constants."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from horovod_sparse.exchange import wire
+from horovod_sparse.kernels.gpu.floats import LARGEST_FLOAT32, bits_of, clip, value_of
+from horovod_sparse.kernels.gpu.search import LIMIT, MOST_EQUAL, WHOLE, chunk_of, counts_of, steps_of
+from horovod_sparse.kernels.gpu.tiles import LIMIT_VALUE, NOT_FINITE, SENT
+
+_WIRE_NOT_FINITE = tl.constexpr(wire.NOT_FINITE)
+_WIRE_PADDING = tl.constexpr(wire.PADDING)
+
+
+@triton.jit
+def _store_rows(message, row, index, value, used):
+    tl.store(message + row * 2, index, used)
+    tl.store(message + row * 2 + 1, value.to(tl.int32, bitcast=True), used)
+
+
+@triton.jit
+def _as_sent(x):
+    """Return entries as float32, and what is left of them in the residual."""
+    if x.dtype == tl.float32:
+        return x, tl.zeros_like(x)
+    else:
+        value = clip(x, LARGEST_FLOAT32).to(tl.float32)
+        return value, x - value.to(tl.float64)
+
+
+@triton.jit
+def _pad(message, group, groups, sent, capacity, bad, CHUNK: tl.constexpr):
+    """Fill this program's share of the rows, where nothing is sent in them."""
+    rows = (capacity + groups - 1) // groups
+    for start in range(0, rows, CHUNK):
+        number = start + tl.arange(0, CHUNK)
+        row = group * rows + number
+        unused = (number < rows) & (row >= sent) & (row < capacity)
+        index = tl.where(bad & (row == 0), _WIRE_NOT_FINITE, _WIRE_PADDING)
+        _store_rows(message, row, index, tl.zeros([CHUNK], tl.int32), unused)
+
+
+@triton.jit(do_not_specialize=["tiles", "groups", "capacity"])
+def write(
+    residual,
+    starts,
+    found,
+    slots,
+    tiles: tl.int64,
+    group_above,
+    group_equal,
+    groups: tl.int64,
+    capacity: tl.int64,
+    message,
+    numbers,
+    words,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TILES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Write the message of pairs, and subtract from the residual what is in the message."""
+    group = tl.program_id(0)
+    limit = tl.load(words + LIMIT)
+    most_equal = tl.load(words + MOST_EQUAL)
+    all_above, above = counts_of(group_above, group, groups, GROUPS)
+    all_equal, equal = counts_of(group_equal, group, groups, GROUPS)
+    sent = tl.minimum(all_above + tl.minimum(all_equal, most_equal), capacity)
+
+    first, steps, sparse = steps_of(group, tiles, tl.load(words + WHOLE), found, BLOCK, SLOTS, TILES, CHUNK)
+    for step in range(0, steps):
+        indices, valid, x = chunk_of(
+            step, sparse, first, residual, tiles, starts, found, slots, BLOCK, SLOTS, TILES, CHUNK
+        )
+        is_above = (valid & (bits_of(x) > limit)).to(tl.int32)
+        is_equal = (valid & (bits_of(x) == limit)).to(tl.int32)
+        equal_before = equal + tl.cumsum(is_equal, 0) - is_equal
+        row = above + tl.cumsum(is_above, 0) - is_above + tl.minimum(equal_before, most_equal)
+        chosen = ((is_above > 0) | ((is_equal > 0) & (equal_before < most_equal))) & (row < capacity)
+        value, kept = _as_sent(x)
+        _store_rows(message, row, indices.to(tl.int32), value, chosen)
+        tl.store(residual + indices, kept, chosen)
+        above += tl.sum(is_above, 0)
+        equal += tl.sum(is_equal, 0)
+
+    _pad(message, group, groups, sent, capacity, tl.load(numbers + NOT_FINITE).to(tl.int32) > 0, CHUNK)
+    if group == 0:
+        tl.store(numbers + SENT, sent.to(tl.float64))
+        tl.store(numbers + LIMIT_VALUE, value_of(limit, residual))
+
+
+@triton.jit(do_not_specialize=["rows", "numel"])
+def scatter(message, rows: tl.int64, divisor: tl.float64, target, numel: tl.int64, CHUNK: tl.constexpr):
+    """Add the entries of one rank's message that are within a dense target to it, divided by `divisor`."""
+    row = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    inside = row < rows
+    index = tl.load(message + row * 2, inside, other=_WIRE_PADDING)
+    value = tl.load(message + row * 2 + 1, inside, other=0).to(tl.float32, bitcast=True)
+    value = tl.div_rn(value, tl.zeros_like(value) + tl.full((), divisor, tl.float64).to(tl.float32))
+    used = (index >= 0) & (index < numel)
+    before = tl.load(target + index, used, other=0.0)
+    tl.store(target + index, before + value.to(before.dtype), used)

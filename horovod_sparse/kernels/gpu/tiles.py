@@ -1,0 +1,170 @@
+"""The kernel that takes in gradients tile by tile, and the numbers that a step leaves. Imports triton, and constants."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from horovod_sparse.kernels.gpu.floats import clip, largest_of
+
+RUN = 4
+"""Number of entries of a run, which a thread loads at once."""
+MOST_BLOCK = 2**14
+"""The most entries of a tile, so that two counts of a tile fit into an int32."""
+
+SUMS = ("count", "largest", "tail_count", "tail_total", "tail_squares", "not_finite", "candidates")
+"""The sums over a tile and over the bucket (as in `Sums`). "candidates" is the number of entries above the floor."""
+COUNT, LARGEST, TAIL_COUNT, TAIL_TOTAL, TAIL_SQUARES, NOT_FINITE, CANDIDATES = map(tl.constexpr, range(len(SUMS)))
+
+NUMBERS = (*SUMS, "estimated", "found", "sent", "exact", "limit", "low")
+"""The numbers that a step reports, as float64, in this order.
+
+The sums over the bucket come first. "estimated" is whether a fit gave the threshold, and "found" how many entries qualified.
+"sent" is how many entries are sent. "exact" is whether an exact search gave the limit. "limit" is the magnitude that entries
+were compared with in the end. "low" is a magnitude that about as many entries exceed as the next cut should leave (0: unknown).
+"""
+ESTIMATED, FOUND, SENT, EXACT, LIMIT_VALUE, LOW = map(tl.constexpr, range(len(SUMS), len(NUMBERS)))
+
+_RUN = tl.constexpr(RUN)
+
+
+@triton.jit
+def _add_to_velocity(x, g, velocity, inside, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr):
+    """Add the gradient, if there is one, to the velocity, and store that. Return what the residual becomes."""
+    v = tl.load(velocity, inside, other=0.0)
+    if NESTEROV:
+        if g is not None:
+            v += g
+            x += g
+        v *= MOMENTUM
+    else:
+        v *= MOMENTUM
+        if g is not None:
+            v += g
+    tl.store(velocity, clip(v, largest_of(v)), inside)
+    return x + v
+
+
+@triton.jit
+def _store_candidates(candidate, index, found, slots, SLOTS: tl.constexpr):
+    """Store the number of runs that hold a candidate, and the first indices of as many of them as there are slots."""
+    upto = tl.cumsum(candidate, 0)
+    tl.store(slots + (upto - 1), index, (candidate > 0) & (upto <= SLOTS))
+    tl.store(found, tl.sum(candidate, 0))
+
+
+@triton.jit
+def _count_two(first, second):
+    """Count two things of a tile's entries, each of them 0 or 1 for an entry. One number holds both counts."""
+    counts = tl.sum(first + second * 65536, 0)
+    return counts & 65535, counts >> 16
+
+
+@triton.jit
+def _store_sum(partials, ROW: tl.constexpr, tiles, tile, number):
+    tl.store(partials + ROW * tiles + tile, number.to(tl.float64))
+
+
+@triton.jit
+def _store_moments(magnitude, largest, cut, partials, tiles, tile):
+    """Store a tile's count and largest magnitude, and the moments of what its entries exceed the cut by."""
+    bound = tl.full((), cut, tl.float64).to(magnitude.dtype)
+    count, tail_count = _count_two(tl.where(magnitude > 0.0, 1, 0), tl.where(magnitude > bound, 1, 0))
+    _store_sum(partials, COUNT, tiles, tile, count)
+    _store_sum(partials, TAIL_COUNT, tiles, tile, tail_count)
+    _store_sum(partials, LARGEST, tiles, tile, largest)
+    # The excess is zero for entries that are not above the cut. If the cut is infinite, that is all of them.
+    bound = tl.minimum(bound, largest_of(bound))
+    excess = tl.maximum(magnitude, bound).to(tl.float64) - bound.to(tl.float64)
+    _store_sum(partials, TAIL_TOTAL, tiles, tile, tl.sum(excess, 0))
+    _store_sum(partials, TAIL_SQUARES, tiles, tile, tl.sum(excess * excess, 0))
+
+
+@triton.jit(do_not_specialize=["offset", "first_tile", "tiles"])
+def absorb(
+    residual,
+    gradient,
+    velocity,
+    offset: tl.int64,
+    numel: tl.int64,
+    first_tile: tl.int64,
+    tiles: tl.int64,
+    cut: tl.float64,
+    floor: tl.float64,
+    partials,
+    found,
+    slots,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    MEASURES: tl.constexpr,
+):
+    """Add one parameter's gradient (with MOMENTUM, its velocity) to its residual, and store each tile's sums and candidates.
+
+    `residual`, `gradient` and `velocity` point to the parameter's first entry, which is entry `offset` of the bucket. Entries
+    of the gradient that are not finite add nothing. Sums that overflow stay at the largest number. Both are counted.
+    """
+    tile = first_tile + tl.program_id(0)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    lanes = tl.arange(0, BLOCK)
+    inside = lanes < tl.minimum(numel - start, BLOCK).to(tl.int32)
+    x = tl.load(residual + start + lanes, inside, other=0.0)
+    g, not_finite = None, tl.zeros([BLOCK], tl.int32)
+    if HAS_GRADIENT:
+        g = tl.load(gradient + start + lanes, inside, other=0.0).to(x.dtype)
+        finite = tl.abs(g) < float("inf")
+        g, not_finite = tl.where(finite, g, 0.0), tl.where(finite, 0, 1)
+    if MOMENTUM is not None:
+        x = _add_to_velocity(x, g, velocity + start + lanes, inside, MOMENTUM, NESTEROV)
+    elif HAS_GRADIENT:
+        x += g
+    not_finite = tl.where(tl.abs(x) < float("inf"), not_finite, 1)
+    x = clip(x, largest_of(x))
+    tl.store(residual + start + lanes, x, inside)
+
+    magnitude = tl.abs(x)
+    bound = tl.full((), floor, tl.float64).to(x.dtype)
+    peaks = tl.max(tl.reshape(magnitude, [BLOCK // _RUN, _RUN]), 1)
+    index = (offset + start).to(tl.int32) + tl.arange(0, BLOCK // _RUN) * _RUN
+    _store_candidates(tl.where(peaks > bound, 1, 0), index, found + tile, slots + tile * SLOTS, SLOTS)
+    candidates, bad = _count_two(tl.where(magnitude > bound, 1, 0), not_finite)
+    _store_sum(partials, CANDIDATES, tiles, tile, candidates)
+    _store_sum(partials, NOT_FINITE, tiles, tile, bad)
+    if MEASURES:
+        _store_moments(magnitude, tl.max(peaks, 0), cut, partials, tiles, tile)
+
+
+@triton.jit
+def _load_sums(partials, ROW: tl.constexpr, tiles, tile):
+    return tl.load(partials + ROW * tiles + tile, tile < tiles, other=0.0)
+
+
+@triton.jit
+def add_up(partials, tiles, numbers, MEASURED: tl.constexpr, CHUNK: tl.constexpr):
+    """Add up the sums of all tiles, store the result in `numbers`, and return it in the order of `SUMS`."""
+    zeros = tl.zeros([CHUNK], tl.float64)
+    count, largest, tail_count, tail_total, tail_squares = zeros, zeros, zeros, zeros, zeros
+    not_finite, candidates = zeros, zeros
+    for start in range(0, tiles, CHUNK):
+        tile = start + tl.arange(0, CHUNK)
+        candidates += _load_sums(partials, CANDIDATES, tiles, tile)
+        not_finite += _load_sums(partials, NOT_FINITE, tiles, tile)
+        if MEASURED:
+            count += _load_sums(partials, COUNT, tiles, tile)
+            largest = tl.maximum(largest, _load_sums(partials, LARGEST, tiles, tile))
+            tail_count += _load_sums(partials, TAIL_COUNT, tiles, tile)
+            tail_total += _load_sums(partials, TAIL_TOTAL, tiles, tile)
+            tail_squares += _load_sums(partials, TAIL_SQUARES, tiles, tile)
+    all_count, all_largest, all_tail = tl.sum(count, 0), tl.max(largest, 0), tl.sum(tail_count, 0)
+    all_total, all_squares = tl.sum(tail_total, 0), tl.sum(tail_squares, 0)
+    all_not_finite, all_candidates = tl.sum(not_finite, 0), tl.sum(candidates, 0)
+    tl.store(numbers + COUNT, all_count)
+    tl.store(numbers + LARGEST, all_largest)
+    tl.store(numbers + TAIL_COUNT, all_tail)
+    tl.store(numbers + TAIL_TOTAL, all_total)
+    tl.store(numbers + TAIL_SQUARES, all_squares)
+    tl.store(numbers + NOT_FINITE, all_not_finite)
+    tl.store(numbers + CANDIDATES, all_candidates)
+    return all_count, all_largest, all_tail, all_total, all_squares, all_not_finite, all_candidates
