@@ -78,7 +78,7 @@ def achieved(task: Callable[[], tuple[nn.Module, float, Iterator[Tensor]]], comp
         next(losses).backward()
         optimizer.step()
         total = compression.stats().last.total
-        quotients.append(total.count / total.asked)
+        quotients.append(total.count / total.target)
     return quotients
 
 

@@ -136,7 +136,7 @@ class Trial:
         if row.wants_threshold:
             settings["threshold"] = OPS.kth_largest(first, min(k + 1, len(first)))
         compressor = row.make(ratio, **settings)
-        self.k, self.room = compressor.asked(len(first)), compressor.capacity
+        self.k, self.room = compressor.target_count(len(first)), compressor.slack
         layouts = plan([Parameter("p", tuple(first.shape), "float32", "cpu")], compressor)
         self.pipelines = [Pipeline(OPS, compressor, world=workers, position=p, rank=p) for p in range(workers)]
         for pipeline in self.pipelines:

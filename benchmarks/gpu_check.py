@@ -163,15 +163,15 @@ class Worker:
         self.compressor, self.sizes = compressor, sizes
         self.residual = torch.zeros(numel, dtype=dtype, device=device.torch)
         self.state = compressor.new_state()
-        self.k = compressor.asked(numel)
-        self.capacity = compressor.room(numel, self.k, WORLD)
+        self.k = compressor.target_count(numel)
+        self.capacity = compressor.message_capacity(numel, self.k, WORLD)
         self.bucket = DeviceBucket(rule, self.residual, sizes, self.k / numel, **shape)
 
     def launch(self, gradient: Tensor) -> Tensor:
         """From the gradient to the message; waits for nothing."""
         offset = 0
         for part in gradient.split(self.sizes):
-            self.bucket.absorb(offset, part, self.state, self.k)
+            self.bucket.accumulate(offset, part, self.state, self.k)
             offset += part.numel()
         return self.bucket.select(self.state, self.k, self.capacity)
 
@@ -327,7 +327,7 @@ def measure(device: Device, numel: int, ratio: float, repetitions: int) -> Itera
                 [("SIDCo-P, " + kind, SIDCo(ratio, distribution="gpareto"), BAR)],
                 [("TopK, warm", TopK(ratio), BAR)],
                 [("TopK, cold", TopK(ratio), None)],
-                [("Threshold", Threshold(-math.log(ratio), ratio=ratio, capacity=2.0), None)],
+                [("Threshold", Threshold(-math.log(ratio), ratio=ratio, slack=2.0), None)],
             ]
         rows = [step_row(device, *one, gradient) for group in groups for one in group]
         if number == 0:

@@ -37,7 +37,7 @@ def measure(conditions: Conditions, cases: Sequence[Case], arguments: argparse.N
 
         set_threads(conditions.threads)
     rows = Rows(backend, conditions)
-    contestants = list(rows.contestants(cases, verbs=arguments.verbs))
+    contestants = list(rows.contestants(cases, operations=arguments.operations))
     repetitions = tqdm(range(arguments.repetitions), str(conditions), leave=False, disable=None)
     pairs = [(contestant.result, contestant.run) for contestant in contestants]
     take_turns(pairs, unit(backend, rows.gradients["Laplace"], conditions.size), repetitions)
@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     text = f"any of {', '.join(variants)}"
     add("--kernels", nargs="+", choices=variants, default=["auto"], metavar="VARIANT", help=text)
     add("--memory", action="store_true", help="measure each row's memory too, in a process of its own")
-    add("--verbs", action="store_true", help="say where the time goes; in the whole step, also what is not timed")
+    add("--operations", action="store_true", help="say where the time goes; in the whole step, also what is not timed")
     add("--bars", action="store_true", help="exit with status 1 if a row takes longer than it may")
     add("--markdown", action="store_true", help="print Markdown")
     add("--json", type=Path, metavar="FILE")
@@ -105,7 +105,7 @@ def main() -> int:
     missing = set(arguments.kernels).difference(here)
     if missing:
         raise SystemExit(f"--kernels must be among {', '.join(here)} on this machine, got {', '.join(missing)}")
-    cases = [case for case in CASES if bench.asked(case.title, arguments)]
+    cases = [case for case in CASES if bench.target_count(case.title, arguments)]
     results = []
     for variant in arguments.kernels:
         with kernels_set(variant):

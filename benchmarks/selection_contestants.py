@@ -28,8 +28,8 @@ class Measured(Result):
     """The measurements of one contestant, with more than its times."""
 
     bar: float | None = None
-    verbs: dict[str, float] = field(default_factory=dict)
-    """Units per step spent in each array verb, if verbs were timed."""
+    operations: dict[str, float] = field(default_factory=dict)
+    """Units per step spent in each array operation, if operations were timed."""
     memory: float | None = None
     """Peak memory of a step beyond residual, gradient and reduced gradient, as a fraction of the residual."""
 
@@ -67,23 +67,23 @@ class Rows:
         self.conditions = conditions
         self.gradients = {data: Gradients(backend, conditions.size, draw) for data, draw in DATA.items()}
 
-    def contestants(self, cases: Sequence[Case], *, verbs: bool) -> Iterator[Contestant]:
+    def contestants(self, cases: Sequence[Case], *, operations: bool) -> Iterator[Contestant]:
         """Yield the contestants of a back end, ready to be timed."""
         for case in tqdm(cases, "warming up", leave=False, disable=None):
             yield from (
-                self._in_tensorflow(case) if self.conditions.backend == "tensorflow" else [self._case(case, verbs)]
+                self._in_tensorflow(case) if self.conditions.backend == "tensorflow" else [self._case(case, operations)]
             )
         if self.conditions.backend == "torch":
             yield from map(self._comparison, *zip(*comparisons(self.conditions).items(), strict=True))
 
-    def _case(self, case: Case, verbs: bool) -> Contestant:
-        clock = Verbs(self.backend.ops)
-        backend = replace(self.backend, ops=cast(Ops, clock)) if verbs else self.backend
+    def _case(self, case: Case, operations: bool) -> Contestant:
+        clock = Operations(self.backend.ops)
+        backend = replace(self.backend, ops=cast(Ops, clock)) if operations else self.backend
         stepper = Stepper(case, backend, self.conditions, self.gradients[case.data])
         result = Measured(case.title, self.conditions, bar=case.bar(self.conditions))
 
         def finish() -> None:
-            result.verbs = clock.units(result) if verbs else {}
+            result.operations = clock.units(result) if operations else {}
             stepper.worker.check()
 
         stepper.warm_up()
@@ -161,27 +161,27 @@ class Stepper:
         compressor.threshold = float(np.quantile(np.abs(sample), 1.0 - self._conditions.ratio))
 
 
-class Verbs:
-    """Array verbs that record how long they take."""
+class Operations:
+    """Array operations that record how long they take."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
         self.seconds: dict[str, float] = defaultdict(float)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        verb = getattr(self._ops, name)
+        operation = getattr(self._ops, name)
 
         def timed(*arguments: Any, **options: Any) -> Any:
             begun = time.perf_counter()
             try:
-                return verb(*arguments, **options)
+                return operation(*arguments, **options)
             finally:
                 self.seconds[name] += time.perf_counter() - begun
 
         return timed
 
     def units(self, result: Result) -> dict[str, float]:
-        """Return the units per step of each verb, the slowest first."""
+        """Return the units per step of each operation, the slowest first."""
         steps = max(1, ELEMENTS // result.conditions.size)
         total = sum(result.seconds) * (steps + (steps > 1))
         slowest = sorted(self.seconds.items(), key=lambda item: -item[1])

@@ -38,9 +38,9 @@ def text(results: Sequence[Measured]) -> str:
     for _, members in _tables(results):
         lines.append(measure.text(members))
         for result in members:
-            if result.verbs:
-                verbs = ", ".join(f"{verb} {units:.2f}" for verb, units in result.verbs.items())
-                lines.append(f"    {result.title}: {verbs}")
+            if result.operations:
+                operations = ", ".join(f"{operation} {units:.2f}" for operation, units in result.operations.items())
+                lines.append(f"    {result.title}: {operations}")
     return "\n".join(lines)
 
 

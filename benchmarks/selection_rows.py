@@ -54,7 +54,7 @@ class Case:
 
 def _threshold(ratio: float) -> Compressor:
     # This is the first threshold. A new one is set before every step, so that about k entries are above it.
-    return Threshold(-math.log(ratio), ratio=ratio, capacity=2.0)
+    return Threshold(-math.log(ratio), ratio=ratio, slack=2.0)
 
 
 _ROW = {row.title: row for row in ROWS}

@@ -84,9 +84,9 @@ def check(contender: Contender) -> None:
         raise RuntimeError(f"{contender.name}: {error}") from error
     if hasattr(contender.compression, "stats"):
         total = contender.compression.stats().mean.total
-        if not 0.5 * total.asked <= total.count <= 1.5 * total.asked:
+        if not 0.5 * total.target <= total.count <= 1.5 * total.target:
             raise RuntimeError(
-                f"{contender.name} sent {total.count:.0f} entries per step, {total.asked:.0f} were asked for"
+                f"{contender.name} sent {total.count:.0f} entries per step, {total.target:.0f} were asked for"
             )
 
 

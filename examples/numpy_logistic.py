@@ -170,7 +170,7 @@ def main() -> None:
         "\n| method | entries sent per step and worker | objective above the optimum | times dense SGD's |\n|---|---|---|---|"
     )
     for method in done:
-        sent = size if method.compression is None else method.compression.asked(size)
+        sent = size if method.compression is None else method.compression.target_count(size)
         last = method.distances[-1]
         times = last / done[0].distances[-1] if math.isfinite(last) else math.inf
         print(f"| {method.name} | {sent} | {last:.2e} | {times:.2f} |")

@@ -60,7 +60,7 @@ def step(compressor: Any, dtype: torch.dtype, gradient: torch.dtype | None, mome
     state = compressor.new_state()
     given = None if gradient is None else torch.zeros(size, dtype=gradient)
     correction = MomentumCorrection() if momentum else None
-    bucket.absorb(0, given, state, k, velocity=velocity, correction=correction)
+    bucket.accumulate(0, given, state, k, velocity=velocity, correction=correction)
     message = bucket.select(state, k, 50)
     add_up(message, 1, 2.0, size, dtype)
 

@@ -40,7 +40,7 @@ CORE = (
     ),
     *("selectors", "sidco", "controllers", "state", "wire"),
 )
-"""Tests that need none of the frameworks, and run over the array verbs of those that are there."""
+"""Tests that need none of the frameworks, and run over the array operations of those that are there."""
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,8 @@ BACKENDS = [
 ]
 
 
-WITH_VERBS = [backend for backend in BACKENDS if backend.pipeline is Pipeline]
-"""Those with array verbs of their own."""
+WITH_OPERATIONS = [backend for backend in BACKENDS if backend.pipeline is Pipeline]
+"""Those with array operations of their own."""
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,21 @@ import inspect
 import math
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.dgc import DGC
+from horovod_sparse.compressors.gaussiank import GaussianK
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.noop import NoOp
+from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.core.statistics import Counts, Tally
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,8 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ),
     ({"clip_norm": 0.0}, "clip_norm must be a finite norm > 0, got 0.0"),
     ({"clip_norm": "1"}, "clip_norm must be a finite norm > 0, got '1'"),
-    ({"capacity": 0.9}, "capacity must be a finite multiple of k, >= 1, got 0.9"),
-    ({"capacity": math.inf}, "capacity must be a finite multiple of k, >= 1, got inf"),
+    ({"slack": 0.9}, "slack must be a finite multiple of k, >= 1, got 0.9"),
+    ({"slack": math.inf}, "slack must be a finite multiple of k, >= 1, got inf"),
     ({"clip_scope": "bucket"}, "clip_scope must be one of 'layer', 'model', got 'bucket'"),
     ({"discardable": "no"}, "discardable must be True or False, got 'no'"),
     ({"not_finite": "ignore"}, "not_finite must be one of 'raise', 'propagate', got 'ignore'"),
@@ -107,7 +111,7 @@ def test_everything_after_ratio_is_keyword_only(cls: type[Compressor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "capacity", "numel", "asked", "room"),
+    ("ratio", "slack", "numel", "target", "capacity"),
     [
         (0.001, 1.25, 1, 1, 1),
         (0.001, 1.25, 10_000, 10, 13),
@@ -117,13 +121,13 @@ def test_everything_after_ratio_is_keyword_only(cls: type[Compressor]) -> None:
         (3 / 65, 1.0, 65, 3, 3),
     ],
 )
-def test_k_and_room(ratio: float, capacity: float, numel: int, asked: int, room: int) -> None:
-    compressor = TopK(ratio, capacity=capacity)
-    assert (compressor.asked(numel), compressor.room(numel, asked, 1)) == (asked, room)
+def test_k_and_capacity(ratio: float, slack: float, numel: int, target: int, capacity: int) -> None:
+    compressor = TopK(ratio, slack=slack)
+    assert (compressor.target_count(numel), compressor.message_capacity(numel, target, 1)) == (target, capacity)
 
 
 def test_repr_can_be_read_back() -> None:
-    compressor = SIDCo(0.01, distribution="gamma", capacity=2)
+    compressor = SIDCo(0.01, distribution="gamma", slack=2)
     assert repr(eval(repr(compressor), {"SIDCo": SIDCo})) == repr(compressor)
 
 
@@ -134,3 +138,37 @@ def test_what_is_off_by_default_and_what_is_on() -> None:
     assert not any(settings[name] for name in off)
     assert (settings["residual"], settings["clip_scope"], settings["not_finite"]) == (True, "layer", "raise")
     assert DGC(0.1).momentum_correction == MomentumCorrection(0.9, nesterov=False, masking=True)
+
+
+# --- former names ---
+
+
+def test_the_former_name_of_slack_works_and_says_so() -> None:
+    for make in (
+        TopK,
+        partial(SIDCo, adapt="paper"),
+        partial(GaussianK, refine="paper"),
+        partial(RedSync, method="bisect"),
+    ):
+        with pytest.warns(FutureWarning, match="the argument capacity is called slack now"):
+            assert make(0.1, capacity=3.0).slack == 3.0
+        assert make(0.1, slack=3.0).slack == 3.0
+    with pytest.warns(FutureWarning, match="asked is called target_count now"):
+        assert TopK(0.1).asked(100) == 10
+
+
+def test_former_names_that_a_compressor_overrides_work_and_say_so() -> None:
+    with pytest.warns(FutureWarning, match="default_capacity of Old is called default_slack now"):
+
+        class Old(TopK):
+            default_capacity = 3.0
+
+    assert Old(0.1).message_capacity(1000, 100, 1) == 300
+
+
+def test_the_former_names_of_statistics_work_and_say_so() -> None:
+    total = Tally().with_step(Counts(target=5, truncated=2)).stats("p", 10, 0.0)[0]
+    with pytest.warns(FutureWarning, match="asked is called target now"):
+        assert total.asked == total.target == 5
+    with pytest.warns(FutureWarning, match="overflow is called truncated now"):
+        assert total.overflow == total.truncated == 2

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from table import WITH_VERBS, Backend
+from table import WITH_OPERATIONS, Backend
 
 from horovod_sparse.core.averaging import WeightedAverage
 
 
-@pytest.mark.parametrize("backend", WITH_VERBS, ids=str)
+@pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
 @pytest.mark.parametrize("shift", [1.0, 3.7, 200.0])
 def test_streaming_equals_the_whole_sum(backend: Backend, shift: float) -> None:
     rng = np.random.default_rng(0)

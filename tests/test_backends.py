@@ -84,7 +84,7 @@ def observe(backend: Backend, row: Row, case: Case) -> Seen:
         ]
         seen += [(f"adaptive[{name!r}] saved by rank {rank}", it) for name, it in state["adaptive"].items()]
         total = pipeline.stats().last.total
-        seen.append((f"statistics of rank {rank}", (total.asked, total.count, total.overflow, total.bytes_sent)))
+        seen.append((f"statistics of rank {rank}", (total.target, total.count, total.truncated, total.bytes_sent)))
     return seen
 
 
@@ -149,7 +149,7 @@ def _kinds(row: Row) -> Iterator[Case]:
             yield alone([gradients(kind, 5000, rng) for _ in range(8)], ratio=ratio)
             for scale in (-(2.0**-40), 2.0**40):
                 yield alone([gradients(kind, 3000, rng) * np.float32(scale) for _ in range(2)], ratio=ratio)
-    # More than the kernels and the verbs take at once.
+    # More than the kernels and the operations take at once.
     yield alone([gradients("laplace", 70_001, rng) for _ in range(4)], ratio=row.ratios[-1])
 
 
@@ -201,7 +201,7 @@ def _saved(row: Row) -> Iterator[Case]:
 
 def _settings(row: Row) -> Iterator[Case]:
     rng = np.random.default_rng(1)
-    for settings in ({"residual": False}, {"lr_in_residual": True}, {"capacity": 1.0}):
+    for settings in ({"residual": False}, {"lr_in_residual": True}, {"slack": 1.0}):
         if row.momentum and settings.get("residual") is False:
             continue
         rates = (0.1, 0.1, 0.01, 0.0, 0.05, 0.05)

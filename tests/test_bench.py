@@ -58,7 +58,7 @@ class LeavesAll(NumpyOps):
         (TOPK, LosesOne(), "TopK, 10,000 elements, .* sent 99 entries, 100 were due"),
         (TOPK, LeavesAll(), "TopK: what was sent is still in the residual"),
         (
-            Row("all", lambda ratio: Threshold(0.0, ratio=ratio, capacity=100.0)),
+            Row("all", lambda ratio: Threshold(0.0, ratio=ratio, slack=100.0)),
             None,
             "sent 10000 entries, 50 to 200 were due",
         ),
@@ -125,7 +125,7 @@ def test_the_benchmark_writes_down_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table, variant = tmp_path / "table.json", "auto" if kernels.available() else "off"
-    assert run_selection(monkeypatch, "--json", str(table), "--verbs", "--kernels", variant) == 0
+    assert run_selection(monkeypatch, "--json", str(table), "--operations", "--kernels", variant) == 0
     printed = capsys.readouterr().out
     results = json.loads(table.read_text())["results"]
     expected = {"SIDCo, exponential", "SIDCo, gamma, heavy tails", "TopK, first step", "Threshold", "NoOp", "DGC"}
@@ -137,7 +137,7 @@ def test_the_benchmark_writes_down_everything(
             line.split()[: len(result["title"].split()) + 1] for line in printed.splitlines()
         ]
         compares = result["title"].startswith(("torch.topk", "SIDCo in plain", "fp16"))
-        assert bool(result["verbs"]) != compares
+        assert bool(result["operations"]) != compares
 
 
 def test_the_benchmark_holds_no_bar_under_other_conditions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,14 +129,14 @@ def test_in_most_steps_the_residual_is_read_once(
     pipeline = make_pipeline(backend, compressor(0.01), {"p": (numel,)})
     rng, passes = np.random.default_rng(0), []
     same = gradients("student", numel, rng)
-    for verb in ("moments", "counts", "select_above", "select_largest", "measure"):
-        real = getattr(backend.ops, verb)
+    for operation in ("moments", "counts", "select_above", "select_largest", "measure"):
+        real = getattr(backend.ops, operation)
 
         def spy(x: Any, *arguments: Any, real: Any = real, **named: Any) -> Any:
             passes.append(len(x) == numel)
             return real(x, *arguments, **named)
 
-        monkeypatch.setattr(backend.ops, verb, spy)
+        monkeypatch.setattr(backend.ops, operation, spy)
     read = []
     for _ in range(25):
         passes.clear()

@@ -131,7 +131,7 @@ def test_one_function_alone_imports_the_experimental_engine() -> None:
 
 
 def test_adapters_never_import_each_other() -> None:
-    """But for the array verbs in NumPy, which are TensorFlow's path on the CPU."""
+    """But for the array operations in NumPy, which are TensorFlow's path on the CPU."""
     adapters = ("numpy", "torch", "tensorflow")
     for adapter in adapters:
         allowed = ("horovod_sparse.numpy.ops", "horovod_sparse.numpy.compiled") if adapter == "tensorflow" else ()

@@ -100,7 +100,7 @@ def assert_sums(got: Sums, expected: Sums) -> None:
 NOTHING = Hints()
 
 
-class Absorbed(NamedTuple):
+class Taken(NamedTuple):
     """What came of a gradient."""
 
     not_finite: int
@@ -108,20 +108,20 @@ class Absorbed(NamedTuple):
     above: Above | None = None
 
 
-def absorb(
+def accumulate(
     ops: CompiledOps,
     residual: np.ndarray,
     gradient: np.ndarray,
     hints: Hints = NOTHING,
     moving: Moving | None = None,
-) -> Absorbed:
+) -> Taken:
     tracked = Tracked(ops, residual)
     tracked.begin(hints)
     (not_finite,) = tracked.take_in([(0, gradient)], moving)
-    return Absorbed(not_finite, tracked.sums, tracked.above)
+    return Taken(not_finite, tracked.sums, tracked.above)
 
 
-def assert_found(got: Absorbed, x: np.ndarray, hints: Hints) -> None:
+def assert_found(got: Taken, x: np.ndarray, hints: Hints) -> None:
     """What was found out about x on the way is what its own passes find."""
     assert (got.sums is not None) == hints.sums
     if got.sums is not None:
@@ -140,39 +140,39 @@ HINTS += [Hints(0.5, room) for room in (0, 1, 5, 100, 2000)]
 HINTS = [hints._replace(sums=number % 2 == 0) for number, hints in enumerate(HINTS)]
 
 
-def assert_absorbed(ops: CompiledOps, residual: np.ndarray, gradient: np.ndarray, hints: Hints) -> Absorbed:
+def assert_accumulated(ops: CompiledOps, residual: np.ndarray, gradient: np.ndarray, hints: Hints) -> Taken:
     mine, expected = residual.copy(), residual.copy()
-    absorbed = absorb(ops, mine, gradient, hints)
-    assert [absorbed.not_finite] == ORACLE.accumulate(expected, [(0, gradient)])
+    taken = accumulate(ops, mine, gradient, hints)
+    assert [taken.not_finite] == ORACLE.accumulate(expected, [(0, gradient)])
     assert_same(mine, expected)
-    assert_found(absorbed, mine, hints)
-    return absorbed
+    assert_found(taken, mine, hints)
+    return taken
 
 
 @of_either_width
 @pytest.mark.parametrize("gradient_type", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("size", SIZES)
-def test_absorb(size: int, dtype: type, gradient_type: type) -> None:
+def test_accumulate(size: int, dtype: type, gradient_type: type) -> None:
     gradient = sample(size, gradient_type, 1, infinite=True, nan=True)
     for hints in HINTS:
         residual = sample(size, dtype)
-        absorbed = assert_absorbed(ONE, residual, gradient, hints)
+        taken = assert_accumulated(ONE, residual, gradient, hints)
         ONE.accumulate(residual, [(0, gradient)])
         # One thread has all the room there is.
         (found,) = ORACLE.counts(residual, [hints.cut])
         wanted_of_these = hints.cut < math.inf and min(hints.room, size) > 0
-        assert (absorbed.above is not None) == (wanted_of_these and found <= hints.room)
+        assert (taken.above is not None) == (wanted_of_these and found <= hints.room)
 
 
 @of_either_width
 @pytest.mark.parametrize("gradient_type", [np.float16, np.float32, np.float64])
-def test_absorb_in_several_threads(dtype: type, gradient_type: type) -> None:
+def test_accumulate_in_several_threads(dtype: type, gradient_type: type) -> None:
     gradient = sample(LARGE, gradient_type, 1, infinite=True, nan=True)
     found = set()
     for threads in THREADS:
-        absorbed = assert_absorbed(CompiledOps(threads), sample(LARGE, dtype), gradient, Hints(0.7, LARGE))
-        assert absorbed.above is not None
-        found.add(repr((absorbed.sums, absorbed.not_finite)))
+        taken = assert_accumulated(CompiledOps(threads), sample(LARGE, dtype), gradient, Hints(0.7, LARGE))
+        assert taken.above is not None
+        found.add(repr((taken.sums, taken.not_finite)))
     assert len(found) == 1, "the same bits with any number of threads"
 
 
@@ -182,8 +182,8 @@ def test_what_is_above_the_cut_is_kept_where_it_has_room(dtype: type) -> None:
     x, rest = np.zeros(LARGE, dtype), np.zeros(LARGE, dtype)
     x[:1000] = 1.0
     for threads, room, kept in ((1, 1000, True), (1, 999, False), (3, 2000, False), (3, 3000, True)):
-        absorbed = absorb(CompiledOps(threads), rest.copy(), x, Hints(0.5, room))
-        assert (absorbed.above is not None) == kept, (threads, room)
+        taken = accumulate(CompiledOps(threads), rest.copy(), x, Hints(0.5, room))
+        assert (taken.above is not None) == kept, (threads, room)
 
 
 @of_either_width
@@ -194,21 +194,21 @@ def test_a_thread_stays_within_its_share_of_the_room(dtype: type, number: int) -
     x, half = np.zeros(numel, dtype), numel // 2
     x[half - 40 - number : half - 40] = x[half : half + share] = 1.0
     residual = np.zeros(numel, dtype)
-    absorbed = assert_absorbed(CompiledOps(2), residual, x, Hints(0.5, 2 * share))
-    assert absorbed.above is not None
+    taken = assert_accumulated(CompiledOps(2), residual, x, Hints(0.5, 2 * share))
+    assert taken.above is not None
 
 
 @of_either_width
 def test_memory_that_is_lent_is_used_again_only_when_nobody_reads_it(dtype: type) -> None:
     x = sample(5000, dtype)
-    first = absorb(ONE, x.copy(), x, Hints(0.7, 5000)).above
+    first = accumulate(ONE, x.copy(), x, Hints(0.7, 5000)).above
     assert first is not None
     # A view of what was found keeps it from being lent again.
     indices, values = first.indices[:7], first.values[:7]
     expected = indices.copy(), values.copy()
     del first
     for _ in range(3):
-        absorb(ONE, x.copy(), -3 * x, Hints(0.1, 5000))
+        accumulate(ONE, x.copy(), -3 * x, Hints(0.1, 5000))
     assert_same(indices, expected[0])
     assert_same(values, expected[1])
 
@@ -217,7 +217,7 @@ def test_memory_that_is_lent_is_used_again_only_when_nobody_reads_it(dtype: type
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("gradient_type", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 4097, LARGE])
-def test_absorb_velocity(size: int, dtype: type, gradient_type: type, nesterov: bool) -> None:
+def test_accumulate_velocity(size: int, dtype: type, gradient_type: type, nesterov: bool) -> None:
     found = set()
     expected = sample(size, dtype), sample(size, dtype, 1)
     gradient = sample(size, gradient_type, 2, infinite=True, nan=True)
@@ -226,17 +226,17 @@ def test_absorb_velocity(size: int, dtype: type, gradient_type: type, nesterov: 
     (not_finite,) = ORACLE.accumulate(expected[0], [(0, gradient)], moving=moving)
     for threads in THREADS if size == LARGE else (1,):
         residual, velocity = sample(size, dtype), sample(size, dtype, 1)
-        absorbed = absorb(CompiledOps(threads), residual, gradient, hints, Moving(velocity, 0.9, nesterov))
+        taken = accumulate(CompiledOps(threads), residual, gradient, hints, Moving(velocity, 0.9, nesterov))
         assert_same(velocity, expected[1])
         assert_same(residual, expected[0])
-        assert absorbed.not_finite == not_finite
+        assert taken.not_finite == not_finite
         with np.errstate(over="ignore"):
             overflowed = not_finite > np.count_nonzero(~np.isfinite(gradient.astype(dtype)))
         if overflowed:
-            assert absorbed == Absorbed(not_finite)
+            assert taken == Taken(not_finite)
         else:
-            assert_found(absorbed, residual, hints)
-        found.add(repr(absorbed.sums))
+            assert_found(taken, residual, hints)
+        found.add(repr(taken.sums))
     assert len(found) == 1
 
 
@@ -252,10 +252,10 @@ def test_nothing_is_told_of_a_pass_that_overflowed(size: int, dtype: type) -> No
                 residual, gradient = np.ones(size, dtype), np.zeros(size, dtype)
                 residual[position] = gradient[position] = sign * largest
                 velocity, expected = np.zeros(size, dtype), residual.copy()
-                assert absorb(ops, residual, gradient, Hints(0.5, size)) == Absorbed(1)
+                assert accumulate(ops, residual, gradient, Hints(0.5, size)) == Taken(1)
                 assert_same(residual, expected)
-                absorbed = absorb(ops, residual, gradient, Hints(0.5, size), Moving(velocity, 0.5, nesterov=False))
-                assert absorbed == Absorbed(1)
+                taken = accumulate(ops, residual, gradient, Hints(0.5, size), Moving(velocity, 0.5, nesterov=False))
+                assert taken == Taken(1)
                 assert_same(residual, expected)
 
 
@@ -382,7 +382,7 @@ def test_any_array(dtype: type, data: st.DataObject) -> None:
     assert_sums(ONE.measure(x), ORACLE.measure(x))
     residual = np.nan_to_num(sample(x.size, dtype))
     room = data.draw(st.integers(0, x.size + 1))
-    assert_absorbed(ONE, residual, x, Hints(cut, room))
+    assert_accumulated(ONE, residual, x, Hints(cut, room))
 
 
 @of_either_width
@@ -473,10 +473,10 @@ def test_arrays_that_do_not_lie_as_the_kernels_want_it() -> None:
     misaligned = np.frombuffer(b"\0" + x.tobytes(), np.uint8)[1:].view(np.float32)
     assert not misaligned.flags.aligned
     for gradient in (x[::2], x[:2502:][::-1][:2501], misaligned[:2501]):
-        assert_absorbed(ONE, np.zeros(2501, np.float32), gradient, NOTHING)
+        assert_accumulated(ONE, np.zeros(2501, np.float32), gradient, NOTHING)
     for unknown in (x[:2501].astype(">f4"), np.arange(2501)):
         residual = np.zeros(2501, np.float32)
-        assert absorb(ONE, residual, unknown, Hints(0.5, 2501)) == Absorbed(0)
+        assert accumulate(ONE, residual, unknown, Hints(0.5, 2501)) == Taken(0)
         np.testing.assert_array_equal(residual, unknown.astype(np.float32))
 
 

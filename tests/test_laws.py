@@ -47,7 +47,7 @@ def check_step(row: Row, pipeline: Pipeline, after: np.ndarray, sent: Sent) -> N
     sent_type = before.dtype if compressor.exchange is protocols.dense else np.dtype(np.float32)
     assert (indices.dtype, values.dtype) == (np.int64, sent_type)
     assert (np.diff(indices) > 0).all(), "indices must be unique and ascending"
-    assert indices.size <= compressor.room(before.size, compressor.asked(before.size), 1)
+    assert indices.size <= compressor.message_capacity(before.size, compressor.target_count(before.size), 1)
     restored = after.copy()
     restored[indices] += values
     np.testing.assert_array_equal(restored, before, strict=True, err_msg="sent + kept must be gradient + old residual")
@@ -272,7 +272,7 @@ def test_achieved_count_with_error_feedback(backend: Backend, row: Row) -> None:
     for ratio in row.ratios:
         pipeline, _ = one_bucket(backend, row, size, ratio)
         counts = [send(backend, pipeline, gradients("laplace", size, rng)).indices.size for _ in range(60)]
-        achieved = np.mean(counts[20:]) / pipeline.compressor.asked(size)
+        achieved = np.mean(counts[20:]) / pipeline.compressor.target_count(size)
         assert row.band[0] <= achieved <= row.band[1], f"ratio {ratio}: achieved/asked is {achieved:.3f}"
 
 
@@ -294,7 +294,7 @@ def test_every_compressor_follows_a_schedule(backend: Backend, row: Row) -> None
         restored[sent.indices] += sent.values
         np.testing.assert_array_equal(restored, sent.before)
         counts.append(sent.indices.size)
-    capacity = pipeline.compressor.capacity
+    capacity = pipeline.compressor.slack
     assert counts[:2] == [size, size]
     for first, end, k in ((2, 7, 1600), (7, 12, 800), (12, 60, 400)):
         assert max(counts[first:end]) <= np.ceil(capacity * k)

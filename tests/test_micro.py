@@ -189,7 +189,7 @@ def test_with_more_workers_than_k_the_threshold_stays_finite(scaling: str) -> No
 
 
 def test_room_is_a_workers_share() -> None:
-    assert MiCRO(0.1).room(1000, 100, 4) == 50
-    assert MiCRO(0.1, capacity=1.5).room(1000, 100, 4) == 38
-    assert MiCRO(1.0).room(1000, 1000, 4) == 250, "not more than the part"
-    assert MiCRO(0.001).room(10, 1, 4) == 1
+    assert MiCRO(0.1).message_capacity(1000, 100, 4) == 50
+    assert MiCRO(0.1, slack=1.5).message_capacity(1000, 100, 4) == 38
+    assert MiCRO(1.0).message_capacity(1000, 1000, 4) == 250, "not more than the part"
+    assert MiCRO(0.001).message_capacity(10, 1, 4) == 1

@@ -1,4 +1,4 @@
-"""Every verb of every backend in lockstep with the NumPy oracle, and the oracle against plain definitions."""
+"""Every operation of every backend in lockstep with the NumPy oracle, and the oracle against plain definitions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from table import BACKENDS, WITH_VERBS, Backend
+from table import BACKENDS, WITH_OPERATIONS, Backend
 
 from horovod_sparse.ops.protocol import Moving
 from horovod_sparse.torch.compiled import tensor_ops
 
 ORACLE = BACKENDS[0].ops
-on_every_backend = pytest.mark.parametrize("backend", WITH_VERBS, ids=str)
+on_every_backend = pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
 FINITE = st.floats(-(2.0**100), 2.0**100, width=32)
 ARRAYS = npst.arrays(
     st.sampled_from((np.float32, np.float64)), st.integers(0, 200), elements=st.one_of(FINITE, st.integers(-3, 3))

@@ -181,7 +181,7 @@ def test_steps_that_fail_are_not_counted(backend: Backend) -> None:
 
 def test_truncation_that_lasts_is_said_once() -> None:
     backend = BACKENDS[0]
-    pipeline = make_pipeline(backend, Threshold(0.1, ratio=0.01, capacity=1.0), {"p": (1000,)})
+    pipeline = make_pipeline(backend, Threshold(0.1, ratio=0.01, slack=1.0), {"p": (1000,)})
     rng = np.random.default_rng(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -246,7 +246,7 @@ def test_memory_is_one_residual(backend: Backend) -> None:
 
 @on_every_backend
 def test_statistics_are_true(backend: Backend) -> None:
-    compressor = TopK(0.1, granularity="layer", capacity=1.5)
+    compressor = TopK(0.1, granularity="layer", slack=1.5)
     pipelines = [make_pipeline(backend, compressor, SHAPES, world=4, position=rank) for rank in range(4)]
     pipeline = pipelines[2]
     counts: dict[str, list[int]] = {name: [] for name in SHAPES}
@@ -328,16 +328,16 @@ def test_rescaling(backend: Backend) -> None:
 @on_every_backend
 def test_overflow_is_counted_and_stays_in_the_residual(backend: Backend) -> None:
     """A one-stage fit of a light tail overestimates; the room ends at k."""
-    compressor = SIDCo(0.01, stages=1, distribution="gpareto", capacity=1.0)
+    compressor = SIDCo(0.01, stages=1, distribution="gpareto", slack=1.0)
     pipeline = make_pipeline(backend, compressor, {"p": (100_000,)})
     bucket = pipeline.buckets[0]
     gradient = gradients("gaussian", 100_000, np.random.default_rng(0))
     sent = send(backend, pipeline, gradient).indices
     total = pipeline.stats().last.total
-    assert total.count == sent.size == 1000 and total.overflow > 100
+    assert total.count == sent.size == 1000 and total.truncated > 100
     above = np.count_nonzero(np.abs(gradient) > np.float32(total.threshold))
-    assert total.overflow == above - 1000
-    assert np.count_nonzero(np.abs(backend.numpy(bucket.buffer)) > np.float32(total.threshold)) == total.overflow
+    assert total.truncated == above - 1000
+    assert np.count_nonzero(np.abs(backend.numpy(bucket.buffer)) > np.float32(total.threshold)) == total.truncated
 
 
 def one(backend: Backend) -> Any:

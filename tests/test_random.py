@@ -31,7 +31,7 @@ every_kind = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 
 def draw(compressor: Compressor, size: int, step: int, *, bucket: str = "b", position: int = 0) -> np.ndarray:
     state = BucketState(Place(bucket, position, 4), step=step)
-    k = compressor.asked(size)
+    k = compressor.target_count(size)
     chosen: np.ndarray = compressor.select(OPS, np.zeros(size, np.float32), k, k, state).indices
     return chosen
 
@@ -44,7 +44,7 @@ def test_every_entry_has_the_same_chance(make: Any) -> None:
     counts = np.zeros(size)
     for step in range(steps):
         counts[draw(compressor, size, step)] += 1
-    expected = steps * compressor.asked(size) / size
+    expected = steps * compressor.target_count(size) / size
     # Neighbours go together in blocks: only every 10th entry is independent of the others.
     for first in range(10):
         observed = counts[first:100:10]
@@ -60,7 +60,7 @@ def test_k_entries_without_repetition(make: Any) -> None:
             compressor = make(ratio)
             for step in range(5):
                 chosen = draw(compressor, size, step)
-                assert chosen.size == compressor.asked(size)
+                assert chosen.size == compressor.target_count(size)
                 assert (np.diff(chosen) > 0).all() and chosen[0] >= 0 and chosen[-1] < size
 
 

@@ -84,7 +84,7 @@ def test_every_adapter_has_every_compressor(adapter: str, cls: type[Compressor])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_compressors_can_be_copied(adapter: str, make: MakeCompression) -> None:
-    compression = make(import_module(f"horovod_sparse.{adapter}"), capacity=3.0)
+    compression = make(import_module(f"horovod_sparse.{adapter}"), slack=3.0)
     for other in (copy.deepcopy(compression), pickle.loads(pickle.dumps(compression))):
         assert type(other) is type(compression) and repr(other) == repr(compression)
 

@@ -65,7 +65,7 @@ def test_redsync_bisect_selects_from_k_to_2k(kind: str, ratio: float) -> None:
     k = min(int(ratio * 50_000), np.count_nonzero(x))
     compressor = RedSync(ratio, method="bisect")
     ops = CountingOps()
-    selection = compressor.select(ops, x, k, compressor.room(50_000, k, 1), compressor.new_state())
+    selection = compressor.select(ops, x, k, compressor.message_capacity(50_000, k, 1), compressor.new_state())
     assert k <= selection.indices.size <= 2 * k
     if kind == "laplace":
         assert selection.found <= 2 * k, "nothing is cut off where the data have such a threshold"
@@ -87,8 +87,8 @@ def test_redsync_sends_what_there_is_if_that_is_less_than_k(method: Any) -> None
 def test_redsync_probes_are_bounded(method: Any, name: str) -> None:
     x = DEGENERATE[name]
     ops, compressor = CountingOps(), RedSync(0.1, method=method)
-    k = compressor.asked(x.size)
-    compressor.select(ops, x, k, compressor.room(x.size, k, 1), compressor.new_state())
+    k = compressor.target_count(x.size)
+    compressor.select(ops, x, k, compressor.message_capacity(x.size, k, 1), compressor.new_state())
     assert ops.passes <= 12
 
 
@@ -171,7 +171,7 @@ def test_gaussian_data_need_one_count(ratio: float, refine: Any) -> None:
     size = 400_000
     x = np.random.default_rng(4).normal(size=size).astype(np.float32)
     ops, compressor = CountingOps(), GaussianK(ratio, refine=refine)
-    k = compressor.asked(size)
+    k = compressor.target_count(size)
     selection = compressor.select(ops, x, k, size, compressor.new_state())
     assert abs(selection.found / k - 1) < 4 / math.sqrt(k)
     assert ops.passes <= 3
@@ -206,12 +206,12 @@ def sent_by_the_authors(u: np.ndarray, k: int) -> tuple[np.ndarray, float]:
 def test_paper_sends_what_the_authors_loop_counted_last(kind: str, ratio: float, feedback: bool) -> None:
     size, rng = 10_000, np.random.default_rng(6)
     compressor = GaussianK(ratio, refine="paper")
-    k, residual = compressor.asked(size), np.zeros(size, np.float32)
+    k, residual = compressor.target_count(size), np.zeros(size, np.float32)
     state, ops = compressor.new_state(), CountingOps()
     for step in range(1, 26):
         residual = residual * feedback + gradients(kind, size, rng)
         expected, eta = sent_by_the_authors(residual, k)
-        selection = compressor.select(ops, residual, k, compressor.room(size, k, 1), state)
+        selection = compressor.select(ops, residual, k, compressor.message_capacity(size, k, 1), state)
         np.testing.assert_array_equal(selection.indices, expected)
         assert state.threshold == pytest.approx(eta, rel=1e-9)
         assert ops.passes <= 3 * step, "one to measure, two to count"
@@ -222,11 +222,11 @@ def test_paper_sends_what_the_authors_loop_counted_last(kind: str, ratio: float,
 def test_paper_with_feedback_sends_as_much_as_the_authors_loop(ratio: float, expected: float) -> None:
     size, rng = 100_000, np.random.default_rng(10)
     compressor = GaussianK(ratio, refine="paper")
-    k, residual, state = compressor.asked(size), np.zeros(size, np.float32), compressor.new_state()
+    k, residual, state = compressor.target_count(size), np.zeros(size, np.float32), compressor.new_state()
     counts = []
     for _ in range(300):
         residual += gradients("laplace", size, rng)
-        indices = compressor.select(OPS, residual, k, compressor.room(size, k, 1), state).indices
+        indices = compressor.select(OPS, residual, k, compressor.message_capacity(size, k, 1), state).indices
         counts.append(indices.size / k)
         residual[indices] = 0
     assert np.mean(counts[60:]) == pytest.approx(expected, rel=0.05)
@@ -238,7 +238,7 @@ def test_bisection_converges_on_every_kind(kind: str, ratio: float) -> None:
     """One shot, any tail: within the tolerance of the search."""
     x = gradients(kind, 100_000, np.random.default_rng(7))
     compressor = GaussianK(ratio)
-    k = compressor.asked(x.size)
+    k = compressor.target_count(x.size)
     selection = compressor.select(OPS, x, k, x.size, compressor.new_state())
     assert abs(selection.found / k - 1) <= 0.1
 
@@ -272,10 +272,10 @@ def test_the_default_room_keeps_the_residual_within_the_threshold(kind: str) -> 
     """With the default ratio and the threshold that so many entries of a gradient exceed."""
     size, rng = 10_000, np.random.default_rng(11)
     compressor = Threshold(float(np.quantile(np.abs(gradients(kind, 200_000, rng)), 0.99)))
-    k, state, residual = compressor.asked(size), compressor.new_state(), np.zeros(size, np.float32)
+    k, state, residual = compressor.target_count(size), compressor.new_state(), np.zeros(size, np.float32)
     for step in range(400):
         residual += gradients(kind, size, rng)
-        selection = compressor.select(OPS, residual, k, compressor.room(size, k, 1), state)
+        selection = compressor.select(OPS, residual, k, compressor.message_capacity(size, k, 1), state)
         assert selection.found == selection.indices.size, step
         residual[selection.indices] = 0
         assert np.abs(residual).max() <= compressor.threshold, step
@@ -320,11 +320,11 @@ def test_without_squares_about_as_many_qualify_as_ever(row: Row, scale: float) -
     size, rng = 500, np.random.default_rng(12)
     for ratio in row.ratios:
         compressor, residual = row.make(ratio), np.zeros(size)
-        k, state = compressor.asked(size), compressor.new_state()
+        k, state = compressor.target_count(size), compressor.new_state()
         found = []
         for _ in range(12):
             residual += rng.laplace(size=size) * scale
-            selection = compressor.select(OPS, residual, k, compressor.room(size, k, 1), state)
+            selection = compressor.select(OPS, residual, k, compressor.message_capacity(size, k, 1), state)
             found.append(selection.found)
             residual[selection.indices] = 0
         assert min(found) >= 1 and np.mean(found) <= 2 * row.band[1] * k + 2

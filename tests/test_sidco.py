@@ -22,7 +22,7 @@ SIZE = 1_000_000
 def estimate(x: np.ndarray, ratio: float, stages: int, distribution: str, adapt: str = "guarded") -> float:
     """The fitted threshold alone, before any safeguard."""
     compressor = SIDCo(ratio, stages=stages, distribution=distribution, adapt=adapt)
-    return compressor._all_stages(OPS, x, OPS.measure(x), compressor.asked(x.size), stages)[0]
+    return compressor._all_stages(OPS, x, OPS.measure(x), compressor.target_count(x.size), stages)[0]
 
 
 @pytest.fixture(scope="module")
@@ -123,14 +123,14 @@ def test_paper_is_the_published_estimator(kind: str, distribution: Any, feedback
     size, rng = 10_000, np.random.default_rng(10)
     for ratio, most in ((0.1, 4), (0.01, 7)):
         compressor = SIDCo(ratio, distribution=distribution, adapt="paper")
-        k = compressor.asked(size)
+        k = compressor.target_count(size)
         state, residual = compressor.new_state(), np.zeros(size, np.float32)
         stages, window = 1, []
         for _ in range(25):
             residual = residual * feedback + gradients(kind, size, rng)
             magnitudes = np.abs(residual[residual != 0]).astype(np.float64)
             expected = published_threshold(magnitudes, k / magnitudes.size, stages, distribution)
-            selection = compressor.select(OPS, residual, k, compressor.room(size, k, 1), state)
+            selection = compressor.select(OPS, residual, k, compressor.message_capacity(size, k, 1), state)
             assert state.stages == stages
             # One entry is sent, the largest, where all are below the threshold.
             assert state.threshold == pytest.approx(min(expected, magnitudes.max()), rel=1e-5)
@@ -148,7 +148,7 @@ def test_heavy_tails_pin_the_published_rule_to_one_stage() -> None:
     state, counts = compressor.new_state(), []
     for _ in range(30):
         x = gradients("pareto", size, rng)
-        counts.append(compressor.select(OPS, x, 100, compressor.room(size, 100, 1), state).indices.size)
+        counts.append(compressor.select(OPS, x, 100, compressor.message_capacity(size, 100, 1), state).indices.size)
     assert state.controller.stages == 1
     assert np.mean(counts) / 100 == pytest.approx(10.1, abs=0.3)
 
@@ -204,13 +204,13 @@ def test_no_kind_of_data_floods_or_starves(kind: str, distribution: str) -> None
     """The safeguard holds every single step, raw and with feedback, also with one fixed stage."""
     rng = np.random.default_rng(5)
     for stages in (1, "auto"):
-        compressor = SIDCo(0.01, distribution=distribution, stages=stages, capacity=4.0)
+        compressor = SIDCo(0.01, distribution=distribution, stages=stages, slack=4.0)
         state = compressor.new_state()
-        k = compressor.asked(20_000)
+        k = compressor.target_count(20_000)
         residual = np.zeros(20_000, np.float32)
         for _ in range(40):
             residual += gradients(kind, 20_000, rng)
-            selection = compressor.select(OPS, residual, k, compressor.room(20_000, k, 1), state)
+            selection = compressor.select(OPS, residual, k, compressor.message_capacity(20_000, k, 1), state)
             assert k / 2 <= selection.found <= 2 * k
             residual[selection.indices] = 0
 

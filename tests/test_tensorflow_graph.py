@@ -78,7 +78,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "model": {"granularity": "model"},
     "no-residual": {"residual": False},
     "float64": {"residual_dtype": "float64"},
-    "capacity": {"capacity": 3.0},
+    "capacity": {"slack": 3.0},
     "exclude": {"exclude": ["*c"]},
     "clip": {"clip_norm": 0.7},
     "momentum": {"momentum_correction": MomentumCorrection(0.9), "exclude": ["*c"]},
@@ -335,13 +335,11 @@ def test_a_stage_that_leaves_no_more_than_k_entries_is_the_last(name: str) -> No
 
 
 def test_what_has_no_room_waits() -> None:
-    graph, host = pair(
-        lambda ratio, **options: Threshold(0.5, ratio=ratio, **options), {"p": (100,)}, 0.05, capacity=2.0
-    )
+    graph, host = pair(lambda ratio, **options: Threshold(0.5, ratio=ratio, **options), {"p": (100,)}, 0.05, slack=2.0)
     gradient = np.arange(100, dtype=np.float32)
     sent = same_step(graph, host, {"p": gradient})["p"]
     assert np.flatnonzero(sent).tolist() == list(range(90, 100))
-    assert graph.engine.stats().last.total.overflow == 89
+    assert graph.engine.stats().last.total.truncated == 89
 
 
 # --- state ---

@@ -84,7 +84,7 @@ def test_a_compressor_without_an_optimizer() -> None:
 
 
 def test_copies_have_the_settings_and_serve_nobody() -> None:
-    compression = SIDCo(0.1, distribution="gamma", capacity=3.0)
+    compression = SIDCo(0.1, distribution="gamma", slack=3.0)
     compression.bind(object())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"already serves another.*copy.deepcopy"):
         compression.bind(object())  # type: ignore[arg-type]

@@ -73,24 +73,24 @@ class Worker:
         rule = rule_of(compressor)
         assert rule is not None
         self.rule = rule
-        ratio = compressor.asked(sum(sizes)) / sum(sizes)
+        ratio = compressor.target_count(sum(sizes)) / sum(sizes)
         self.bucket = DeviceBucket(rule, self.residual, sizes, ratio, block=block, chunk=chunk, groups=GROUPS)
-        self.k = compressor.asked(sum(sizes))
-        self.capacity = compressor.room(sum(sizes), self.k, 1)
+        self.k = compressor.target_count(sum(sizes))
+        self.capacity = compressor.message_capacity(sum(sizes), self.k, 1)
 
-    def absorb(self, gradient: np.ndarray) -> np.ndarray:
+    def accumulate(self, gradient: np.ndarray) -> np.ndarray:
         """Take in a gradient of all parameters; what is selected from, as the oracle has it."""
         expected = self.residual.numpy().copy()
         ORACLE.accumulate(expected, [(0, gradient)])
         offsets = np.cumsum([0, *self.sizes])
         for offset, end in itertools.pairwise(offsets.tolist()):
-            self.bucket.absorb(offset, torch.from_numpy(gradient[offset:end].copy()), self.state, self.k)
+            self.bucket.accumulate(offset, torch.from_numpy(gradient[offset:end].copy()), self.state, self.k)
         np.testing.assert_array_equal(self.residual.numpy(), expected)
         return expected
 
     def step(self, gradient: np.ndarray) -> Step:
         """One step, and what always holds."""
-        before, request = self.absorb(gradient), self.rule.request(self.state, self.k)
+        before, request = self.accumulate(gradient), self.rule.request(self.state, self.k)
         message = self.bucket.select(self.state, self.k, self.capacity).numpy()
         numbers = self.bucket.finish(self.state, self.k)
         self.state.step += 1
@@ -111,7 +111,7 @@ class Step:
 
 
 def sums_of(bucket: DeviceBucket) -> dict[str, float]:
-    """What `absorb` has left, added up over the tiles."""
+    """What `accumulate` has left, added up over the tiles."""
     rows = bucket._partials.numpy().reshape(len(SUMS), -1)
     named = dict(zip(SUMS, rows, strict=True))
     return {name: row.max(initial=0.0) if name == "largest" else row.sum() for name, row in named.items()}
@@ -128,7 +128,7 @@ def assert_sums(got: dict[str, float], x: np.ndarray, cut: float, floor: float, 
     assert got["tail_squares"] == pytest.approx(excesses @ excesses, rel=1e-12)
 
 
-# --- absorb ---
+# --- accumulate ---
 
 
 class Measuring:
@@ -146,7 +146,7 @@ class Measuring:
         return self._floor
 
 
-def check_absorb(
+def check_accumulate(
     residual: np.ndarray,
     gradient: torch.Tensor | None,
     cut: float,
@@ -168,7 +168,7 @@ def check_absorb(
         velocity = velocity.copy()
         how = Moving(velocity, correction.momentum, correction.nesterov)
         (not_finite,) = ORACLE.accumulate(expected, [(0, given)], moving=how)
-    bucket.absorb(3, gradient, None, 1, velocity=moving, correction=correction)
+    bucket.accumulate(3, gradient, None, 1, velocity=moving, correction=correction)
     np.testing.assert_array_equal(buffer.numpy(), np.concatenate([around[0], expected, around[2]]))
     if moving is not None:
         np.testing.assert_array_equal(moving.numpy()[3:-2], velocity)
@@ -192,38 +192,38 @@ def sample(size: int, dtype: Any, seed: int, *, bad: bool = False) -> np.ndarray
 
 @of_either_width
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 131])
-def test_absorb(size: int, dtype: type) -> None:
+def test_accumulate(size: int, dtype: type) -> None:
     for cut, floor in ((0.0, 0.5), (0.7, math.inf), (math.inf, 1e-45), (1e300, 2.0)):
-        check_absorb(sample(size, dtype, 0), torch.from_numpy(sample(size, np.float32, 1, bad=True)), cut, floor)
+        check_accumulate(sample(size, dtype, 0), torch.from_numpy(sample(size, np.float32, 1, bad=True)), cut, floor)
 
 
 @of_either_width
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64])
-def test_absorb_takes_gradients_of_every_type(dtype: type, kind: torch.dtype) -> None:
+def test_accumulate_takes_gradients_of_every_type(dtype: type, kind: torch.dtype) -> None:
     gradient = torch.from_numpy(sample(70, np.float64, 1, bad=True)).to(kind)
-    check_absorb(sample(70, dtype, 0), gradient, 0.5, 1.0)
+    check_accumulate(sample(70, dtype, 0), gradient, 0.5, 1.0)
 
 
 @of_either_width
-def test_absorb_without_a_gradient_measures(dtype: type) -> None:
+def test_accumulate_without_a_gradient_measures(dtype: type) -> None:
     residual = sample(70, dtype, 0)
-    check_absorb(residual, None, 0.5, 1.0)
-    check_absorb(residual, None, 0.5, 1.0, residual[::-1].copy(), MomentumCorrection(0.9))
+    check_accumulate(residual, None, 0.5, 1.0)
+    check_accumulate(residual, None, 0.5, 1.0, residual[::-1].copy(), MomentumCorrection(0.9))
 
 
 @of_either_width
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_absorb_with_momentum(dtype: type, nesterov: bool) -> None:
+def test_accumulate_with_momentum(dtype: type, nesterov: bool) -> None:
     gradient = torch.from_numpy(sample(70, np.float32, 1, bad=True))
-    check_absorb(
+    check_accumulate(
         sample(70, dtype, 0), gradient, 0.5, 1.0, sample(70, dtype, 2), MomentumCorrection(0.9, nesterov=nesterov)
     )
 
 
-def test_absorb_follows_strides() -> None:
+def test_accumulate_follows_strides() -> None:
     gradient = torch.from_numpy(sample(70, np.float32, 1)).view(7, 10)
     buffer, expected = torch.zeros(70), gradient.t().contiguous().view(-1)
-    DeviceBucket(Measuring(1.0, 1.0), buffer, [70], 0.1, block=BLOCK, chunk=CHUNK).absorb(0, gradient.t(), None, 1)
+    DeviceBucket(Measuring(1.0, 1.0), buffer, [70], 0.1, block=BLOCK, chunk=CHUNK).accumulate(0, gradient.t(), None, 1)
     np.testing.assert_array_equal(buffer.numpy(), expected.numpy())
 
 
@@ -232,12 +232,12 @@ ANY = st.floats(width=32)
 
 @given(data=st.data())
 @settings(max_examples=settings.default.max_examples // 4)
-def test_absorb_whatever_the_gradient(data: st.DataObject) -> None:
+def test_accumulate_whatever_the_gradient(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 80))
     finite = st.floats(-(2.0**100), 2.0**100, width=32)
     residual = data.draw(npst.arrays(np.float32, size, elements=finite))
     gradient = data.draw(npst.arrays(np.float32, size, elements=st.one_of(finite, ANY)))
-    check_absorb(residual, torch.from_numpy(gradient), data.draw(st.sampled_from([0.0, 1.0, math.inf])), 1.5)
+    check_accumulate(residual, torch.from_numpy(gradient), data.draw(st.sampled_from([0.0, 1.0, math.inf])), 1.5)
 
 
 # --- the scalar algebra ---
@@ -421,7 +421,7 @@ def test_a_gradient_that_is_not_finite_sends_nothing(make: Any) -> None:
     worker.step(gradients("laplace", 160, rng))
     state, gradient = worker.state.state_dict(), gradients("laplace", 160, rng)
     gradient[[7, 130]] = np.nan, -np.inf
-    before = worker.absorb(gradient)
+    before = worker.accumulate(gradient)
     message = worker.bucket.select(worker.state, worker.k, worker.capacity)
     assert worker.bucket.finish(worker.state, worker.k)["not_finite"] == 2
     assert message[0].tolist() == [NOT_FINITE, 0] and (message[1:] == torch.tensor([PADDING, 0])).all()
@@ -463,7 +463,7 @@ def test_sums_that_overflow_stay_at_the_largest_number(dtype: type, correction: 
     residual, gradient, velocity = np.ones(150, dtype), np.zeros(150, dtype), np.zeros(150, dtype)
     residual[[5, 70]] = gradient[[5, 70]] = largest, -largest
     velocity[[5, 149]] = gradient[149] = largest
-    check_absorb(residual, torch.from_numpy(gradient), 0.5, 0.7, velocity, correction)
+    check_accumulate(residual, torch.from_numpy(gradient), 0.5, 0.7, velocity, correction)
 
 
 # --- receive ---
@@ -538,7 +538,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     done = run(Path(__file__).with_name("compile_triton.py"), 90, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     names = {line.split()[0] for line in done.stdout.splitlines()}
-    assert names == {"absorb", "fit", "count", "histogram", "write", "scatter"}
+    assert names == {"accumulate", "fit", "count", "histogram", "write", "scatter"}
 
 
 GPU_CHECK = Path(__file__).parent.parent / "benchmarks" / "gpu_check.py"

@@ -88,7 +88,7 @@ def test_a_saved_state_continues_identically(row: Row) -> None:
             again = laws.send(TRITON, resumed, gradient)
             np.testing.assert_array_equal(again.indices, sent.indices)
             np.testing.assert_array_equal(again.values, sent.values)
-    capacity = original.compressor.capacity
+    capacity = original.compressor.slack
     for first, end, k in ((0, 4, 120), (4, 8, 60), (8, 12, 30)):
         assert max(counts[first:end]) <= np.ceil(capacity * k)
 
@@ -151,7 +151,7 @@ def test_it_reduces_what_numpy_does(make: Any, options: dict[str, Any]) -> None:
                 for name, array in expected.state_dict()[kept].items():
                     np.testing.assert_array_equal(got.state_dict()[kept][name].numpy(), array)
             for one, other in zip(expected.stats().last.buckets, got.stats().last.buckets, strict=True):
-                assert (other.count, other.overflow, other.asked) == (one.count, one.overflow, one.asked)
+                assert (other.count, other.truncated, other.target) == (one.count, one.truncated, one.target)
 
 
 def test_the_error_names_every_parameter_of_this_rank_first() -> None:

@@ -6,6 +6,7 @@ import fnmatch
 import json
 import math
 import sys
+import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -52,6 +53,7 @@ class Settings(TypedDict, total=False):
     momentum_correction: MomentumCorrection | None
     clip_norm: float | None
     clip_scope: ClipScope
+    slack: float | None
     capacity: float | None
     not_finite: NotFinite
     discardable: bool
@@ -177,8 +179,9 @@ class Compressor(ABC):
             would cut off exactly what had waited in the residual.)
         clip_scope: the gradient that has this norm: "layer", every parameter's by itself; "model", that of all parameters
             together, as with `torch.nn.utils.clip_grad_norm_`. With "model" nothing is exchanged before backward has ended.
-        capacity: room of the message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit
-            stays in the residual.
+        slack: capacity of a message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit stays in the
+            residual.
+        capacity: the former name of `slack`.
         not_finite: what a NaN or infinity in a gradient does. "raise": every rank raises FloatingPointError when the step
             is reduced, and the rank with that gradient names the parameter. "propagate": no rank raises, and the bucket's
             reduced gradient becomes NaN on every rank, which is what `torch.amp.GradScaler` needs to skip the step
@@ -191,7 +194,8 @@ class Compressor(ABC):
         ValueError, TypeError: the message names the argument, its value and what was expected.
     """
 
-    default_capacity: float = 1.0
+    default_slack: float = 1.0
+    """Capacity of a message as a multiple of k, unless the user says otherwise."""
     needs_sums: bool = False
     """Whether `select` calls `ops.measure`. If so, its sums are computed while gradients are accumulated."""
 
@@ -210,6 +214,7 @@ class Compressor(ABC):
         momentum_correction: MomentumCorrection | None = None,
         clip_norm: float | None = None,
         clip_scope: ClipScope = "layer",
+        slack: float | None = None,
         capacity: float | None = None,
         not_finite: NotFinite = "raise",
         discardable: bool = False,
@@ -226,7 +231,10 @@ class Compressor(ABC):
         self.momentum_correction = momentum_correction
         self.clip_norm = clip_norm
         self.clip_scope: ClipScope = clip_scope
-        self.capacity = self.default_capacity if capacity is None else capacity
+        if capacity is not None:
+            warnings.warn("the argument capacity is called slack now", FutureWarning, stacklevel=2)
+            slack = capacity
+        self.slack = self.default_slack if slack is None else slack
         self.not_finite: NotFinite = not_finite
         self.discardable = discardable
         for name, check in _CHECKS.items():
@@ -234,20 +242,27 @@ class Compressor(ABC):
         if momentum_correction is not None and not residual:
             raise ValueError("residual must be True with momentum_correction, got False: velocities are kept in it")
         self.ratio = ratio if isinstance(ratio, Schedule) else float(ratio)
-        self.capacity = float(self.capacity)
+        self.slack = float(self.slack)
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        for former, name in _FORMER.items():
+            if former in vars(cls):
+                warnings.warn(f"{former} of {cls.__name__} is called {name} now", FutureWarning, stacklevel=2)
+                setattr(cls, name, vars(cls)[former])
 
     @abstractmethod
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         """Choose about k entries, at most `capacity`, of the accumulated gradient `x`, which must not be changed.
 
-        `x` is flat, finite and not empty. 1 <= k <= capacity <= len(x); where `room` divides the entries among the workers,
-        this holds for all workers together. `state` is this bucket's own.
+        `x` is flat, finite and not empty. 1 <= k <= capacity <= len(x); where `message_capacity` divides the entries among
+        the workers, this holds for all workers together. `state` is this bucket's own.
         """
 
     @property
     def exchange(self) -> Exchange:
         """How the selections of all ranks become one gradient."""
-        return protocols.pairs
+        return protocols.sparse_allgather
 
     @property
     def holds_back(self) -> bool:
@@ -266,21 +281,26 @@ class Compressor(ABC):
         """Return the ratio of a step; schedules count from the end of the dense steps."""
         return self.ratio.ratio(max(step - self.dense_steps, 0)) if isinstance(self.ratio, Schedule) else self.ratio
 
-    def asked(self, numel: int, ratio: float | None = None) -> int:
+    def target_count(self, numel: int, ratio: float | None = None) -> int:
         """Return k = max(1, floor(ratio * numel)); `ratio` is the final ratio by default."""
         if ratio is None:
             ratio = self.ratio.final if isinstance(self.ratio, Schedule) else self.ratio
         # Round first: 0.29 * 100 is 28.999999999999996, but 29 is meant.
         return max(1, math.floor(round(ratio * numel, 6)))
 
-    def room(self, numel: int, k: int, world: int) -> int:
-        """Return the room of one rank's message in entries, for a bucket of `numel`: ceil(capacity * k), at most numel."""
-        return min(numel, math.ceil(self.capacity * k))
+    def asked(self, numel: int, ratio: float | None = None) -> int:
+        """Return `target_count`, of which this is the former name."""
+        warnings.warn("asked is called target_count now", FutureWarning, stacklevel=2)
+        return self.target_count(numel, ratio)
 
-    def most_room(self, numel: int, world: int) -> int:
-        """Return the largest `room` of any step."""
+    def message_capacity(self, numel: int, k: int, world: int) -> int:
+        """Return the capacity of one rank's message in entries, for a bucket of `numel`: ceil(slack * k), at most numel."""
+        return min(numel, math.ceil(self.slack * k))
+
+    def most_capacity(self, numel: int, world: int) -> int:
+        """Return the largest `message_capacity` of any step."""
         highest = self.ratio.highest if isinstance(self.ratio, Schedule) else self.ratio
-        return self.room(numel, self.asked(numel, highest), world)
+        return self.message_capacity(numel, self.target_count(numel, highest), world)
 
     def leaves_dense(self, name: str, numel: int) -> bool:
         """Return whether a parameter goes through the framework's own dense allreduce."""
@@ -332,6 +352,12 @@ def as_number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
 
 
+def set_slack(settings: Settings, slack: float) -> None:
+    """Set the slack, unless the user has set it."""
+    if settings.get("slack") is None and settings.get("capacity") is None:
+        settings["slack"] = slack
+
+
 def check_fraction(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a number in (0, 1]."""
     check_number(name, value, "in (0, 1]", 0.0 < as_number(value) <= 1.0)
@@ -359,9 +385,12 @@ def _check_norm(name: str, value: object) -> None:
     check_number(name, value, "a finite norm > 0", value is None or 0.0 < as_number(value) < math.inf)
 
 
-def _check_capacity(name: str, value: object) -> None:
+def _check_slack(name: str, value: object) -> None:
     check_number(name, value, "a finite multiple of k, >= 1", 1.0 <= as_number(value) < math.inf)
 
+
+_FORMER = {"default_capacity": "default_slack", "room": "message_capacity", "asked": "target_count"}
+"""Names that compressors may override, by their former names."""
 
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "ratio": _check_ratio,
@@ -376,7 +405,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "momentum_correction": _check_momentum,
     "clip_norm": _check_norm,
     "clip_scope": partial(check_choice, choices=get_args(ClipScope)),
-    "capacity": _check_capacity,
+    "slack": _check_slack,
     "not_finite": partial(check_choice, choices=get_args(NotFinite)),
     "discardable": check_boolean,
 }

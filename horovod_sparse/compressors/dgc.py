@@ -40,10 +40,10 @@ class DGC(Compressor):
         sample_ratio: fraction of the entries that is sampled, in (0, 1]; at least 2/delta entries are sampled.
         warmup_steps: steps over which the ratio decreases from 0.25 in geometric stairs, >= 0; needs a constant ratio.
         seed: seed of the sample's random start, an int >= 0.
-        others: those of `Compressor` except `momentum_correction`. Message room is 1.3 k unless `capacity` says otherwise.
+        others: those of `Compressor` except `momentum_correction`. Message capacity is 1.3 k unless `slack` says otherwise.
     """
 
-    default_capacity = _TOO_MANY
+    default_slack = _TOO_MANY
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class RandomCompressor(Compressor):
 
     @property
     def exchange(self) -> Exchange:
-        return protocols.shared_indices if self.shared else protocols.pairs
+        return protocols.shared_indices if self.shared else protocols.sparse_allgather
 
     def draws(self, state: BucketState) -> np.random.Generator:
         """Return the random generator of this bucket's step."""

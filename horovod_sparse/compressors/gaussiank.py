@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place, Settings, check_choice
+from horovod_sparse.compressors.base import (
+    ALONE,
+    POSITIVE,
+    BucketState,
+    Compressor,
+    Place,
+    Settings,
+    check_choice,
+    set_slack,
+)
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.algebra import FLOATS, Algebra
@@ -47,11 +56,11 @@ class GaussianK(Compressor):
         refine: "paper": eta is corrected at most twice. It is halved if fewer than 2k/3 entries exceed it, and multiplied by
             1.5 if more than 4k/3 do. On tails that are not normal the count ends far from k. "bisect": a bracketing search
             until the count is within 10 % of k, which starts where the last step's search ended.
-        others: those of `Compressor`. Unless `capacity` says otherwise, message room is 4k/3 with "bisect". With "paper" it
+        others: those of `Compressor`. Unless `slack` says otherwise, message capacity is 4k/3 with "bisect". With "paper" it
             is 48 k, so that it does not hide what is selected.
     """
 
-    default_capacity = TOO_MANY
+    default_slack = TOO_MANY
     needs_sums = True
 
     def __init__(
@@ -62,8 +71,8 @@ class GaussianK(Compressor):
         **settings: Unpack[Settings],
     ) -> None:
         check_choice("refine", refine, ("paper", "bisect"))
-        if refine == "paper" and settings.get("capacity") is None:
-            settings["capacity"] = _PAPER_ROOM
+        if refine == "paper":
+            set_slack(settings, _PAPER_ROOM)
         super().__init__(ratio, **settings)
         self.refine: Literal["paper", "bisect"] = refine
 

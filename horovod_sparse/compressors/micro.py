@@ -52,11 +52,11 @@ class MiCRO(Compressor):
             "paper": within 10 % of k the threshold only moves up, which ends at about 0.94 k. Outside of this band it moves by
             only 0.5 % per step, so it is too low while residuals grow, in the first hundreds of steps. On Laplace gradients
             up to 12 k entries exceed it at ratio 0.01, and up to 63 k at 0.001.
-        others: those of `Compressor`. A rank's message has room for 2k/P entries unless `capacity` says otherwise. That hides
+        others: those of `Compressor`. A rank's message has room for 2k/P entries unless `slack` says otherwise. That hides
             how the paper's rule begins: the threshold moves in the same way, but at most 2k entries are sent.
     """
 
-    default_capacity = 2.0
+    default_slack = 2.0
 
     def __init__(
         self, ratio: float | Schedule, *, scaling: Scaling = "two_sided", **settings: Unpack[Settings]
@@ -72,9 +72,9 @@ class MiCRO(Compressor):
     def new_state(self, place: Place = ALONE) -> MiCROState:
         return MiCROState(place)
 
-    def room(self, numel: int, k: int, world: int) -> int:
-        """Return the room of one rank's message in entries: its share of capacity * k, at least 1, at most the largest part."""
-        return min(math.ceil(numel / world), math.ceil(self.capacity * k / world))
+    def message_capacity(self, numel: int, k: int, world: int) -> int:
+        """Return the room of one rank's message in entries: its share of slack * k, at least 1, at most the largest part."""
+        return min(math.ceil(numel / world), math.ceil(self.slack * k / world))
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, MiCROState)

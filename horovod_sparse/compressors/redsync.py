@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_choice
+from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_choice, set_slack
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.ops.protocol import Array, Ops, Selection
@@ -30,7 +30,7 @@ class RedSync(Compressor):
     Args:
         ratio: fraction of entries to send, in (0, 1], or a schedule.
         method: "trim" or "bisect". The count of "bisect" lies anywhere from k to 2k.
-        others: those of `Compressor`. Message room is k with "trim" and 2k with "bisect" unless `capacity` says otherwise.
+        others: those of `Compressor`. Message capacity is k with "trim" and 2k with "bisect" unless `slack` says otherwise.
     """
 
     needs_sums = True
@@ -43,8 +43,8 @@ class RedSync(Compressor):
         **settings: Unpack[Settings],
     ) -> None:
         check_choice("method", method, ("trim", "bisect"))
-        if method == "bisect" and settings.get("capacity") is None:
-            settings["capacity"] = 2.0
+        if method == "bisect":
+            set_slack(settings, 2.0)
         super().__init__(ratio, **settings)
         self.method: Literal["trim", "bisect"] = method
 

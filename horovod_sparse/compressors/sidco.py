@@ -7,7 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place, Settings, check_choice
+from horovod_sparse.compressors.base import (
+    ALONE,
+    POSITIVE,
+    BucketState,
+    Compressor,
+    Place,
+    Settings,
+    check_choice,
+    set_slack,
+)
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.algebra import FLOATS, Algebra
@@ -96,11 +105,11 @@ class SIDCo(Compressor):
             paper's closed form. "guarded": the paper's r and rule for M, with the safeguards above. "robust": each later stage
             computes its aim from the entries that are left, and M may also move against the paper's direction, which is wrong
             for heavy tails.
-        others: those of `Compressor`. Unless `capacity` says otherwise, message room is 1.25 k. With adapt="paper" it is 24 k,
+        others: those of `Compressor`. Unless `slack` says otherwise, message capacity is 1.25 k. With adapt="paper" it is 24 k,
             so that it does not hide what is selected.
     """
 
-    default_capacity = 1.25
+    default_slack = 1.25
     needs_sums = True
 
     def __init__(
@@ -113,8 +122,8 @@ class SIDCo(Compressor):
         **settings: Unpack[Settings],
     ) -> None:
         check_choice("adapt", adapt, ("paper", "guarded", "robust"))
-        if adapt == "paper" and settings.get("capacity") is None:
-            settings["capacity"] = _PAPER_ROOM
+        if adapt == "paper":
+            set_slack(settings, _PAPER_ROOM)
         super().__init__(ratio, **settings)
         check_choice("distribution", distribution, ("exponential", "gamma", "gpareto"))
         if stages != "auto" and (isinstance(stages, bool) or not isinstance(stages, int) or not 1 <= stages <= 64):
@@ -194,9 +203,9 @@ class SIDCo(Compressor):
         return ops.moments(x, state.cut)
 
     def _all_stages(self, ops: Ops, x: Array, sums: Sums, k: int, stages: int) -> tuple[float, float, Ops]:
-        """Return the threshold fitted to all non-zero entries stage by stage, the cut of the last stage, and verbs.
+        """Return the threshold fitted to all non-zero entries stage by stage, the cut of the last stage, and operations.
 
-        There must be more than k non-zero entries (k < sums.count). With several stages, the verbs know what is above
+        There must be more than k non-zero entries (k < sums.count). With several stages, the operations know what is above
         the first stage's threshold. With adapt="robust", a stage that leaves no more than k entries is the last, because a
         ratio above 1 would extrapolate below the data: the `nearer` of its threshold and the one before is the result.
         """

@@ -57,12 +57,12 @@ class Threshold(Compressor):
             loss scaling and with the batch's averaging, and the count changes too. `suggested_threshold` gives a value to
             start with. Where the residual is rescaled (`lr_in_residual`, `rescale`) the threshold follows it.
         ratio: sets the size of the message and the asked count in statistics, in (0, 1], or a schedule; nothing else depends
-            on it. If more entries exceed the threshold than fit, the largest are sent and the rest count as overflow.
-        others: those of `Compressor`. Message room is 16 ratio * numel unless `capacity` says otherwise. With `ratio=0.01` this
-            is enough for a threshold that one entry of a gradient in a hundred exceeds.
+            on it. If more entries exceed the threshold than fit, the largest are sent and the rest count as truncated.
+        others: those of `Compressor`. Message capacity is 16 ratio * numel unless `slack` says otherwise. With `ratio=0.01`
+            this is enough for a threshold that one entry of a gradient in a hundred exceeds.
     """
 
-    default_capacity = 16.0
+    default_slack = 16.0
 
     def __init__(self, threshold: float, *, ratio: float | Schedule = 0.01, **settings: Unpack[Settings]) -> None:
         super().__init__(ratio, **settings)

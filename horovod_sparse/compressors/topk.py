@@ -36,7 +36,7 @@ class TopK(Compressor):
 
     @property
     def exchange(self) -> Exchange:
-        return protocols.union if self.union else protocols.pairs
+        return protocols.union if self.union else protocols.sparse_allgather
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         selection = ops.select_largest(x, k)

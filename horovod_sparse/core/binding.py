@@ -52,12 +52,12 @@ class BoundCompressor(Compressor):
 
     def choose_alone(self, ops: Ops, x: Array) -> Array:
         """Return the indices of the entries of `x` to send outside of any bucket; `x` is flat, finite and not empty."""
-        k = self.asked(len(x))
+        k = self.target_count(len(x))
         state = self.new_state()
         # Random choices differ from call to call.
         state.step = self._calls
         self._calls += 1
-        return self.select(ops, x, k, self.room(len(x), k, 1), state).indices
+        return self.select(ops, x, k, self.message_capacity(len(x), k, 1), state).indices
 
     def warn_dense(self) -> None:
         """Warn that Horovod allreduces what `compress` returns. Python shows a warning once per place, so it appears once."""

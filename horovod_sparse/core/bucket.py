@@ -117,7 +117,7 @@ class Bucket:
         self._in_dense_steps = self.state.step < self.compressor.dense_steps
         self.selector: Selector = self._host if self.device is None or self._in_dense_steps else self.device
         self.selector.begin()
-        self.k = self.compressor.asked(self.numel, self.compressor.ratio_at(self.state.step))
+        self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
 
     def accumulate(self, gradients: Sequence[Gradient]) -> None:
         """Take gradients of this step into the residual."""
@@ -142,9 +142,9 @@ class Bucket:
     def begin(self) -> Collective:
         """Begin the exchange of a bucket that is complete: select, and return the first collective."""
         self.missing = set(self.slots)
-        self.capacity = self.compressor.room(self.numel, self.k, self.world)
+        self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
         exchange = protocols.dense if self._in_dense_steps else self.compressor.exchange
-        self._asked = self.numel if exchange is protocols.dense else self.k
+        self._target = self.numel if exchange is protocols.dense else self.k
         self.exchange = exchange(self)
         return self._counted(next(self.exchange))
 
@@ -225,7 +225,7 @@ class Bucket:
         if sent is not None:
             count, truncated, _ = self.outcome
             state = self.state
-            self.counts = Counts(self._asked, count, truncated, state.threshold, state.stages, self.bytes_sent)
+            self.counts = Counts(self._target, count, truncated, state.threshold, state.stages, self.bytes_sent)
         offsets: Sequence[int] = self._host.not_finite if self.selector is self._host else self.outcome.not_finite
         return [slot.name for slot in self.layout.slots if slot.offset in offsets] if offsets else []
 
@@ -237,7 +237,7 @@ class Bucket:
             self._restore()
         if succeeded and self.counts is not None:
             self.tally = self.tally.with_step(self.counts)
-            self.truncated_steps = self.truncated_steps + 1 if self.counts.overflow else 0
+            self.truncated_steps = self.truncated_steps + 1 if self.counts.truncated else 0
         self._close()
 
     def warn_truncated(self) -> None:
@@ -245,8 +245,8 @@ class Bucket:
         last = self.tally.last
         warnings.warn(
             f"horovod_sparse: rank {self.rank}: for {self.truncated_steps} steps more entries of bucket {self.name!r} "
-            f"qualified than its message has room for (in the last step {last.sent + last.overflow:.0f}, room for "
-            f"{last.sent:.0f}); the rest waits in the residual. Raise capacity (now {self.compressor.capacity:g}) or ratio",
+            f"qualified than its message has room for (in the last step {last.sent + last.truncated:.0f}, room for "
+            f"{last.sent:.0f}); the rest waits in the residual. Raise slack (now {self.compressor.slack:g}) or ratio",
             stacklevel=2,
         )
 

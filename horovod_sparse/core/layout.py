@@ -103,5 +103,5 @@ def check_limits(layouts: Iterable[Layout], compressor: Compressor, world: int) 
     """Raise ValueError when a bucket is too large for its messages."""
     for layout in layouts:
         gathers = compressor.exchange is not protocols.shared_indices
-        most = compressor.most_room(layout.numel, world) if gathers else 0
+        most = compressor.most_capacity(layout.numel, world) if gathers else 0
         wire.check_limits(layout.name, layout.numel, most, world)

@@ -16,7 +16,7 @@ class Residuals:
     """Flat residual buffers with named slices.
 
     Args:
-        ops: the framework's verbs.
+        ops: the framework's operations.
     """
 
     def __init__(self, ops: Ops) -> None:

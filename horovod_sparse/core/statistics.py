@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,15 +20,15 @@ class BucketStats:
     name: str
     numel: float
     """Number of entries to select from."""
-    asked: float
-    """k, the number of entries asked for."""
+    target: float
+    """k, the number of entries to select."""
     count: float
     """Entries whose values this worker sent. If indices are gathered first, these are all that any worker selected."""
     threshold: float
     """Magnitude above which entries were sent; NaN if there is no threshold."""
     stages: float
     """Number of fitting stages; 0 if there are none."""
-    overflow: float
+    truncated: float
     """Entries that qualified but found no room in the message; they stayed in the residual."""
     bytes_sent: float
     """Bytes that this worker put on the network, in a ring; padding included."""
@@ -39,6 +40,18 @@ class BucketStats:
     def ratio(self) -> float:
         """Entries sent / entries selected from."""
         return self.count / self.numel if self.numel else math.nan
+
+    @property
+    def asked(self) -> float:
+        """The former name of `target`."""
+        warnings.warn("asked is called target now", FutureWarning, stacklevel=2)
+        return self.target
+
+    @property
+    def overflow(self) -> float:
+        """The former name of `truncated`."""
+        warnings.warn("overflow is called truncated now", FutureWarning, stacklevel=2)
+        return self.truncated
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class StepStats:
         def total(field: str) -> float:
             return math.fsum(getattr(bucket, field) for bucket in self.buckets)
 
-        summed = ("numel", "asked", "count", "overflow", "bytes_sent", "bytes_received")
+        summed = ("numel", "target", "count", "truncated", "bytes_sent", "bytes_received")
         number = max(len(self.buckets), 1)
         return BucketStats(
             name="total",
@@ -83,9 +96,9 @@ NO_STATS = Stats(0, StepStats((), 0.0), StepStats((), 0.0))
 class Counts(NamedTuple):
     """What is known of one bucket after one step, or sums of such numbers over steps."""
 
-    asked: float = 0
+    target: float = 0
     sent: float = 0
-    overflow: float = 0
+    truncated: float = 0
     threshold: float = 0.0
     stages: float = 0
     bytes_each_way: float = 0
@@ -120,11 +133,11 @@ def _bucket_stats(name: str, numel: int, counts: Counts, residual_norm: float) -
     return BucketStats(
         name=name,
         numel=numel,
-        asked=counts.asked,
+        target=counts.target,
         count=counts.sent,
         threshold=counts.threshold,
         stages=counts.stages,
-        overflow=counts.overflow,
+        truncated=counts.truncated,
         bytes_sent=counts.bytes_each_way,
         bytes_received=counts.bytes_each_way,
         residual_norm=residual_norm,

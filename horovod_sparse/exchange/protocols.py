@@ -103,7 +103,7 @@ Exchange = Callable[[Sender], Generator[Collective, Any, Sent]]
 """A generator function that returns what all ranks sent, or None if a rank's gradient was not finite."""
 
 
-def pairs(bucket: Sender) -> Generator[Collective, Any, Sent]:
+def sparse_allgather(bucket: Sender) -> Generator[Collective, Any, Sent]:
     """Exchange every rank's own entries, by one allgather of (index, value) pairs (`wire`, message 1)."""
     message = bucket.message()
     gathered = yield Collective("allgather", message)
@@ -171,7 +171,7 @@ class Round(NamedTuple):
 
 
 ROUNDS: dict[Exchange, tuple[Round, ...]] = {
-    pairs: (Round("allgather", "int32"),),
+    sparse_allgather: (Round("allgather", "int32"),),
     shared_indices: (Round("allreduce", "float32"),),
     dense: (Round("allreduce", None),),
     union: (Round("allgather", "int32"), Round("allreduce", "float32")),
@@ -226,7 +226,7 @@ class Reduced:
     """What all ranks sent of a bucket. `write` adds it up, divided by `divisor`.
 
     Args:
-        ops: the framework's verbs.
+        ops: the framework's operations.
         sent: what the exchange returned.
         divisor: what the sum is divided by.
     """

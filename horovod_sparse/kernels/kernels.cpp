@@ -1,4 +1,4 @@
-// The array verbs that read or write whole residuals, at the speed of the memory. This file includes no header of Python,
+// The array operations that read or write whole residuals, at the speed of the memory. This file includes no header of Python,
 // PyTorch or TensorFlow, so that one build serves them all. Every function has its twin in horovod_sparse/numpy/ops.py.
 //
 // Sums are float64, in chains and blocks whose order is fixed: they have the same bits on every run, on every processor, with

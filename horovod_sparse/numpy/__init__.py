@@ -1,6 +1,6 @@
 """NumPy adapter: the compressors on arrays, over an mpi4py communicator, for people without a deep-learning framework.
 
-The other frameworks are tested against its array verbs. It does not import MPI: the communicator is passed in.
+The other frameworks are tested against its array operations. It does not import MPI: the communicator is passed in.
 """
 
 from horovod_sparse import compressors as _compressors

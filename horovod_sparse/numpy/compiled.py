@@ -1,4 +1,4 @@
-"""The array verbs with compiled kernels, on the memory of NumPy arrays. Verbs without a kernel are those of NumPy."""
+"""The array operations with compiled kernels, on the memory of NumPy arrays. Operations without a kernel are those of NumPy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Array = NDArray[Any]
 
 
 def host_ops(threads: int | None = None) -> NumpyOps:
-    """Return the array verbs for arrays on the CPU: compiled ones if there are any.
+    """Return the array operations for arrays on the CPU: compiled ones if there are any.
 
     Args:
         threads: the number of threads that kernels may use; None for the value of OMP_NUM_THREADS, or else one.
@@ -37,7 +37,7 @@ class CompiledOps(NumpyOps):
     """Implements `horovod_sparse.ops.protocol.Ops` on `numpy.ndarray`. Selects the same entries as `NumpyOps`.
 
     Args:
-        threads: the number of threads that one verb may use.
+        threads: the number of threads that one operation may use.
     """
 
     def __init__(self, threads: int) -> None:

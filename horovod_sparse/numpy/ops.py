@@ -1,4 +1,4 @@
-"""The array verbs in NumPy: the oracle. Written for clarity. Imports no framework except NumPy."""
+"""The array operations in NumPy: the oracle. Written for clarity. Imports no framework except NumPy."""
 
 from __future__ import annotations
 

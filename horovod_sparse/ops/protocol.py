@@ -1,4 +1,4 @@
-"""The array verbs that a framework supplies; everything else is written once on top of them. Imports no framework.
+"""The array operations that a framework supplies; everything else is written once on top of them. Imports no framework.
 
 All arrays are flat (one-dimensional) and contiguous unless said otherwise. A *residual* is float32 or float64.
 The NumPy implementation (`horovod_sparse.numpy.ops`) is the oracle: every other one selects the same entries.
@@ -88,7 +88,7 @@ class Selection(NamedTuple):
 
 
 class Ops(Protocol):
-    """The verbs. Thresholds are compared strictly: an entry is above t when |x_i| > t, so zeros are never above."""
+    """The operations. Thresholds are compared strictly: an entry is above t when |x_i| > t, so zeros are never above."""
 
     def zeros(self, count: int, dtype: str, like: Array) -> Array:
         """A residual of `count` zeros of `dtype` ("float32" or "float64") on the device of `like`."""

@@ -1,4 +1,4 @@
-"""The array verbs with compiled kernels, on tensors on the CPU. All other tensors are left to PyTorch's operations."""
+"""The array operations with compiled kernels, on tensors on the CPU. All other tensors are left to PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from horovod_sparse.torch.ops import TorchOps
 
 
 def tensor_ops() -> TorchOps:
-    """Return the array verbs for tensors: with compiled kernels if there are any."""
+    """Return the array operations for tensors: with compiled kernels if there are any."""
     return CompiledTorchOps() if kernels.available() else TorchOps()
 
 
@@ -47,7 +47,7 @@ class CompiledTorchOps(TorchOps):
         flats = [gradient.contiguous() for _, gradient in parts]
         return [_given(first, flat) for (first, _), flat in zip(parts, flats, strict=True)], flats
 
-    # --- verbs ---
+    # --- operations ---
 
     def tracked(self, x: Tensor) -> TrackedByOps:
         if _is_compiled(x) and x.is_contiguous():

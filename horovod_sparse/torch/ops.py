@@ -1,4 +1,4 @@
-"""The array verbs as PyTorch operations, for any device. Imports torch, never Horovod.
+"""The array operations as PyTorch operations, for any device. Imports torch, never Horovod.
 
 Statistics run over chunks that stay in the processor's cache: a pass costs about one read of the memory, and no temporary
 is as large as the tensor. The results are Python numbers. On a GPU each of them costs one host synchronisation.

@@ -77,7 +77,7 @@ def nothing_is_lost(make: MakeCompression, granularity: str, dtype: torch.dtype)
             assert (
                 1
                 <= sent
-                <= hvd.size() * compression.capacity * 0.011 * sum(parameters[name].numel() for name in COMPRESSED)
+                <= hvd.size() * compression.slack * 0.011 * sum(parameters[name].numel() for name in COMPRESSED)
             )
         old = new
 

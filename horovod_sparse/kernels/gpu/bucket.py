@@ -18,7 +18,7 @@ from horovod_sparse.kernels.gpu.message import scatter, write
 from horovod_sparse.kernels.gpu.rules import Request, Rule
 from horovod_sparse.kernels.gpu.search import WORDS, count, histogram
 from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
-from horovod_sparse.kernels.gpu.tiles import MOST_BLOCK, NUMBERS, RUN, SUMS, absorb
+from horovod_sparse.kernels.gpu.tiles import MOST_BLOCK, NUMBERS, RUN, SUMS, accumulate
 
 BLOCK = 4096
 CHUNK = 1024
@@ -120,7 +120,7 @@ class DeviceBucket:
     def forget(self) -> None:
         self._limit = math.inf
 
-    def absorb(
+    def accumulate(
         self,
         offset: int,
         gradient: Tensor | None,
@@ -136,7 +136,7 @@ class DeviceBucket:
         flat = x if gradient is None else gradient.contiguous()
         assert flat.numel() == x.numel()
         with _device_of(self.buffer):
-            absorb[(part.tiles,)](
+            accumulate[(part.tiles,)](
                 x,
                 flat,
                 moving,

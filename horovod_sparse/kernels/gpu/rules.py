@@ -132,7 +132,7 @@ def _scale(state: BucketState) -> float:
 
 def rule_of(compressor: Compressor) -> Rule | None:
     """Return how a compressor selects on the device, or None if it does not."""
-    if compressor.exchange is not protocols.pairs or compressor.clip_norm is not None:
+    if compressor.exchange is not protocols.sparse_allgather or compressor.clip_norm is not None:
         return None
     select = type(compressor).select
     if select is topk.TopK.select:

@@ -33,7 +33,9 @@ class DeviceSelector:
 
     def accumulate(self, gradients: Sequence[Gradient], state: BucketState, k: int) -> None:
         for slot, gradient in gradients:
-            self.bucket.absorb(slot.offset, gradient, state, k, velocity=self._velocity, correction=self._correction)
+            self.bucket.accumulate(
+                slot.offset, gradient, state, k, velocity=self._velocity, correction=self._correction
+            )
 
     def message(self, state: BucketState, k: int, capacity: int) -> Tensor:
         return self.bucket.select(state, k, capacity)
@@ -55,6 +57,6 @@ def selector_for(
     rule = rule_of(compressor)
     if rule is None:
         return None
-    ratio = compressor.asked(layout.numel) / layout.numel
+    ratio = compressor.target_count(layout.numel) / layout.numel
     bucket = DeviceBucket(rule, buffer, [slot.numel for slot in layout.slots], ratio, **shape)
     return DeviceSelector(bucket, velocity, compressor.momentum_correction)

@@ -81,7 +81,7 @@ def _store_moments(magnitude, largest, cut, partials, tiles, tile):
 
 
 @triton.jit(do_not_specialize=["offset", "first_tile", "tiles"])
-def absorb(
+def accumulate(
     residual,
     gradient,
     velocity,

@@ -119,7 +119,7 @@ class GraphPipeline:
         self.buckets.extend(self._make_bucket(layout, device(layout.name)) for layout in layouts)
 
     def _make_bucket(self, layout: Layout, device: str | None) -> GraphBucket:
-        k = self.compressor.asked(layout.numel)
+        k = self.compressor.target_count(layout.numel)
         state = self.compressor.new_state(Place(layout.name, self._position, self._world))
 
         def number(name: str, value: Any) -> Variable:
@@ -134,7 +134,7 @@ class GraphPipeline:
         return GraphBucket(
             layout,
             k,
-            self.compressor.room(layout.numel, k, self._world),
+            self.compressor.message_capacity(layout.numel, k, self._world),
             residual,
             velocity,
             state,

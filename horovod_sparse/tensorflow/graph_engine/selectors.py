@@ -54,7 +54,12 @@ def check(compressor: Compressor) -> None:
     no_inverse = "TensorFlow has no inverse of the incomplete gamma function that follows SciPy's"
     rows = (
         ("compression", type(compressor).select not in _SELECTS, "its selection is Python code", f"use one of {names}"),
-        ("union", compressor.exchange is not protocols.pairs, "the graph exchanges pairs only", "use union=False"),
+        (
+            "union",
+            compressor.exchange is not protocols.sparse_allgather,
+            "the graph exchanges pairs only",
+            "use union=False",
+        ),
         ("ratio", isinstance(compressor.ratio, Schedule), "a graph's messages have one shape for good", "use a number"),
         ("dense_steps", compressor.dense_steps > 0, "a graph reduces every step alike", "use dense_steps=0"),
         ("discardable", compressor.discardable, "the graph keeps no copy of a step", "use discardable=False"),
@@ -87,17 +92,17 @@ def chosen(compressor: BoundCompressor, tensor: Tensor, dtype: str) -> Tensor:
             f"tensor must have a known shape with graph=True, got {tensor.shape}; use tf.ensure_shape, or graph=False"
         )
     numel, state = tensor.shape.num_elements(), compressor.new_state()
-    k, saved = compressor.asked(numel), {name: scalar(getattr(state, name)) for name in state.saved}
+    k, saved = compressor.target_count(numel), {name: scalar(getattr(state, name)) for name in state.saved}
 
     def some() -> Tensor:
         flat = tf.reshape(tf.cast(tensor, dtype), [-1])
-        indices = select(compressor, flat, k, compressor.room(numel, k, 1), saved).indices
+        indices = select(compressor, flat, k, compressor.message_capacity(numel, k, 1), saved).indices
         return tf.reshape(tf.scatter_nd(indices[:, None], tf.ones_like(indices), [numel]) > 0, tensor.shape)
 
     return tf.cond(tf.reduce_all(tf.math.is_finite(tensor)), some, lambda: tf.ones(tensor.shape, tf.bool))
 
 
-# --- verbs, as in `horovod_sparse.ops.protocol` ---
+# --- operations, as in `horovod_sparse.ops.protocol` ---
 
 
 def moments(x: Tensor, threshold: Tensor) -> Moments:

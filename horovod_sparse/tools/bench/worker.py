@@ -149,8 +149,10 @@ class Worker:
         return replace(self._before, place=replace(self._before.place, position=position))
 
     def _select(self, ops: Ops, x: Array, state: BucketState) -> Array:
-        k = self.compressor.asked(len(x))
-        return self.compressor.select(ops, x, k, self.compressor.room(len(x), k, self._row.world), state).indices
+        k = self.compressor.target_count(len(x))
+        return self.compressor.select(
+            ops, x, k, self.compressor.message_capacity(len(x), k, self._row.world), state
+        ).indices
 
     def check(self) -> None:
         """Raise AssertionError unless the last step sent about k entries, the same as the NumPy oracle selects."""
@@ -164,6 +166,6 @@ class Worker:
         due = np.concatenate([self._select(NumpyOps(), x, self._state_of(number)) for number in range(selecting)])
         title = f"{self._row.title}, {self._conditions}"
         assert np.array_equal(indices, np.sort(due)), f"{title}: sent {len(indices)} entries, {len(due)} were due"
-        k = max(self.compressor.asked(len(x)), selecting)
+        k = max(self.compressor.target_count(len(x)), selecting)
         fewest, most = math.floor(0.5 * k), math.ceil(2.0 * k)
         assert fewest <= len(indices) <= most, f"{title}: sent {len(indices)} entries, {fewest} to {most} were due"
