@@ -105,7 +105,7 @@ def main() -> int:
     missing = set(arguments.kernels).difference(here)
     if missing:
         raise SystemExit(f"--kernels must be among {', '.join(here)} on this machine, got {', '.join(missing)}")
-    cases = [case for case in CASES if bench.target_count(case.title, arguments)]
+    cases = [case for case in CASES if bench.asked(case.title, arguments)]
     results = []
     for variant in arguments.kernels:
         with kernels_set(variant):

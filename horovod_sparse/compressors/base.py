@@ -6,7 +6,6 @@ import fnmatch
 import json
 import math
 import sys
-import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,6 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, TypedDict, get_args
 
+from horovod_sparse.compressors.checks import (
+    as_number,
+    check_boolean,
+    check_choice,
+    check_fraction,
+    check_integer,
+    check_number,
+    warn_former,
+)
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.exchange import protocols
@@ -232,7 +240,7 @@ class Compressor(ABC):
         self.clip_norm = clip_norm
         self.clip_scope: ClipScope = clip_scope
         if capacity is not None:
-            warnings.warn("the argument capacity is called slack now", FutureWarning, stacklevel=2)
+            warn_former("the argument capacity", "slack")
             slack = capacity
         self.slack = self.default_slack if slack is None else slack
         self.not_finite: NotFinite = not_finite
@@ -248,7 +256,7 @@ class Compressor(ABC):
         super().__init_subclass__(**arguments)
         for former, name in _FORMER.items():
             if former in vars(cls):
-                warnings.warn(f"{former} of {cls.__name__} is called {name} now", FutureWarning, stacklevel=2)
+                warn_former(f"{former} of {cls.__name__}", name)
                 setattr(cls, name, vars(cls)[former])
 
     @abstractmethod
@@ -290,7 +298,7 @@ class Compressor(ABC):
 
     def asked(self, numel: int, ratio: float | None = None) -> int:
         """Return `target_count`, of which this is the former name."""
-        warnings.warn("asked is called target_count now", FutureWarning, stacklevel=2)
+        warn_former("asked", "target_count")
         return self.target_count(numel, ratio)
 
     def message_capacity(self, numel: int, k: int, world: int) -> int:
@@ -321,46 +329,10 @@ def _types(state: Mapping[str, Any]) -> dict[str, type]:
     return {name: type(value) for name, value in state.items()}
 
 
-def check_number(name: str, value: object, expected: str, holds: bool) -> None:
-    """Raise ValueError unless the condition on a number holds."""
-    if not holds:
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-
-
-def check_integer(name: str, value: object, least: int) -> None:
-    """Raise unless `value` is an int of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int >= {least}, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be >= {least}, got {value!r}")
-
-
-def check_boolean(name: str, value: object) -> None:
-    """Raise unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-
-
-def check_choice(name: str, value: object, choices: Collection[object]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
-def as_number(value: object) -> float:
-    """Return the value as a float, or NaN if it is not a number. NaN fails every range check."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-
-
 def set_slack(settings: Settings, slack: float) -> None:
     """Set the slack, unless the user has set it."""
     if settings.get("slack") is None and settings.get("capacity") is None:
         settings["slack"] = slack
-
-
-def check_fraction(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a number in (0, 1]."""
-    check_number(name, value, "in (0, 1]", 0.0 < as_number(value) <= 1.0)
 
 
 def _check_ratio(name: str, value: object) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_fraction, check_integer
+from horovod_sparse.compressors.base import BucketState, Compressor, Settings
+from horovod_sparse.compressors.checks import check_fraction, check_integer
 from horovod_sparse.compressors.draws import generator
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.schedules import Schedule, warmup

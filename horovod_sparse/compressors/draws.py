@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_boolean, check_integer
+from horovod_sparse.compressors.base import BucketState, Compressor, Settings
+from horovod_sparse.compressors.checks import check_boolean, check_integer
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.exchange import protocols
 from horovod_sparse.exchange.protocols import Exchange

@@ -7,16 +7,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from horovod_sparse.compressors.base import (
-    ALONE,
-    POSITIVE,
-    BucketState,
-    Compressor,
-    Place,
-    Settings,
-    check_choice,
-    set_slack,
-)
+from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place, Settings, set_slack
+from horovod_sparse.compressors.checks import check_choice
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.algebra import FLOATS, Algebra

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place, Settings, check_choice
+from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place, Settings
+from horovod_sparse.compressors.checks import check_choice
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation.controllers import MOST_EXCESS, Scaling, ThresholdController
 from horovod_sparse.exchange import protocols

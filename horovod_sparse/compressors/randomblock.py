@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from horovod_sparse.compressors.base import BucketState, Settings, check_integer
+from horovod_sparse.compressors.base import BucketState, Settings
+from horovod_sparse.compressors.checks import check_integer
 from horovod_sparse.compressors.draws import RandomCompressor
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.ops.protocol import Array, Ops, Selection

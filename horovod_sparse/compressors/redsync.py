@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_choice, set_slack
+from horovod_sparse.compressors.base import BucketState, Compressor, Settings, set_slack
+from horovod_sparse.compressors.checks import check_choice
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.ops.protocol import Array, Ops, Selection

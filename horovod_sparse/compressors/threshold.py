@@ -7,16 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from horovod_sparse.compressors.base import (
-    ALONE,
-    POSITIVE,
-    BucketState,
-    Compressor,
-    Place,
-    Settings,
-    as_number,
-    check_number,
-)
+from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place, Settings
+from horovod_sparse.compressors.checks import as_number, check_number
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 

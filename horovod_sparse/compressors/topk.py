@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from horovod_sparse.compressors.base import BucketState, Compressor, Settings, check_boolean
+from horovod_sparse.compressors.base import BucketState, Compressor, Settings
+from horovod_sparse.compressors.checks import check_boolean
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.exchange import protocols
 from horovod_sparse.exchange.protocols import Exchange

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import operator
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from horovod_sparse.compressors.checks import warn_former
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ class BucketStats:
     @property
     def asked(self) -> float:
         """The former name of `target`."""
-        warnings.warn("asked is called target now", FutureWarning, stacklevel=2)
+        warn_former("asked", "target")
         return self.target
 
     @property
     def overflow(self) -> float:
         """The former name of `truncated`."""
-        warnings.warn("overflow is called truncated now", FutureWarning, stacklevel=2)
+        warn_former("overflow", "truncated")
         return self.truncated
 
 

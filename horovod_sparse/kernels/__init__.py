@@ -228,7 +228,7 @@ def counts_of(pointer: Any, code: int, numel: int, thresholds: list[float], thre
 
 def all_finite(x: Memory, threads: int) -> bool:
     """Return whether all entries are finite."""
-    return bool(_native.lib.hs_all_finite(*_any(x), x.numel, threads))
+    return bool(_native.lib.hs_all_finite(*_wide(x, _TYPES), x.numel, threads))
 
 
 def select_above(x: Memory, threshold: float, expected: int, threads: int) -> NDArray[np.int64]:
@@ -361,8 +361,8 @@ def unpack(message: Memory, used: int, indices: Memory, values: Memory) -> None:
     )
 
 
-def _wide(memory: Memory) -> tuple[Any, int]:
-    return _native.ffi.cast("void *", memory.address), _WIDE[memory.dtype]
+def _wide(memory: Memory, types: dict[str, int] = _WIDE) -> tuple[Any, int]:
+    return _native.ffi.cast("void *", memory.address), types[memory.dtype]
 
 
 def pointer_of(array: NDArray[Any], kind: str = "void *") -> Any:
@@ -380,10 +380,6 @@ def _target_address(memory: Memory) -> int:
     if not memory.writable:
         raise ValueError(f"the array that a kernel writes to must be writable, got a read-only one of {memory.numel}")
     return memory.address
-
-
-def _any(memory: Memory) -> tuple[Any, int]:
-    return _native.ffi.cast("void *", memory.address), _TYPES[memory.dtype]
 
 
 def _indices(memory: Memory) -> Any:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from horovod.tensorflow.compression import Compressor as HorovodCompressor
 
 from horovod_sparse import compressors
-from horovod_sparse.compressors.base import check_boolean
+from horovod_sparse.compressors.checks import check_boolean
 from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import ARRAYS, check_parts, empty_state
