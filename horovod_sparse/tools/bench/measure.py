@@ -98,11 +98,16 @@ def take_turns(contestants: Sequence[tuple[Result, Run]], unit: Run, repetitions
 
     gc.disable()
     for _ in repetitions:
+        before: float | None = None
         for result, run in contestants:
             # The processor is shared, so its speed changes. The unit is timed just before and just after the contestant.
-            before, spent, after = (seconds(timed, result.conditions.size) for timed in (unit, run, unit))
+            # It is timed once between two contestants: a second time in a row it would be faster.
+            size = result.conditions.size
+            before = before or seconds(unit, size)
+            spent, after = seconds(run, size), seconds(unit, size)
             result.quotients.append(2.0 * spent / (before + after))
             result.seconds.append(spent)
+            before = after
         gc.collect()
     gc.enable()
 
