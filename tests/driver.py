@@ -60,7 +60,7 @@ def exchange(
 
     def writer(result: Reduced) -> Any:
         def write(slots: Sequence[Slot], reduced: protocols.Reduced) -> None:
-            if not reduced.finite:
+            if not reduced.parts():
                 result.update((slot.name, None) for slot in slots)
                 return
             # What adapters do with it.

@@ -14,6 +14,7 @@ import pytest
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.gaussiank import GaussianK
+from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.noop import NoOp
 from horovod_sparse.compressors.redsync import RedSync
@@ -164,6 +165,23 @@ def test_former_names_that_a_compressor_overrides_work_and_say_so() -> None:
             default_capacity = 3.0
 
     assert Old(0.1).message_capacity(1000, 100, 1) == 300
+
+
+def test_former_methods_work_and_name_the_line_that_uses_them(recwarn: pytest.WarningsRecorder) -> None:
+    class Older(TopK):
+        def asked(self, numel: int, ratio: float | None = None) -> int:
+            return 2 * super().asked(numel, ratio)
+
+        def room(self, numel: int, k: int, world: int) -> int:
+            return super().room(numel, k, world) + 1
+
+    assert Older(0.1).target_count(100) == 20
+    assert Older(0.1).message_capacity(100, 20, 1) == 21
+    assert MiCRO(0.1, slack=1.5).room(1000, 100, 4) == 38
+    assert TopK(0.1).capacity == 1.0
+    TopK(0.1, capacity=1.5)
+    assert len(recwarn) == 7
+    assert {warning.filename for warning in recwarn} == {__file__}
 
 
 def test_the_former_names_of_statistics_work_and_say_so() -> None:

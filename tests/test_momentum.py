@@ -284,6 +284,7 @@ def test_a_controller_starts_again_where_rates_change_differently(backend: Backe
         started_again = bucket.state.state_dict()["current"] == 0.0
         assert started_again == (rates == (0.01, 0.01) and before > 0.0)
         assert bucket.state.step == pipeline.stats().steps
+        assert not math.isnan(pipeline.stats().mean.total.threshold)
 
 
 @on_every_backend

@@ -372,3 +372,14 @@ def test_a_foreign_message_is_refused(backend: Backend) -> None:
     what = "rank 3: the message of worker 0 for bucket 'head' is damaged: row 0 has index 1777 after none"
     with pytest.raises(RuntimeError, match=what):
         pipeline.advance(bucket, message, 1.0, lambda slot, parts: None)
+
+
+@on_every_backend
+def test_the_first_gradient_that_is_not_finite_is_named(backend: Backend) -> None:
+    pipeline = make_pipeline(backend, TopK(0.1, granularity="layer"), {"p": (300,), "q": (300,)})
+    bad = backend.array(np.full(300, np.nan, np.float32))
+    for bucket in [pipeline.arrive(name, bad) for name in ("p", "q")]:
+        assert bucket is not None
+        exchange(backend, [pipeline], [bucket])
+    with pytest.raises(FloatingPointError, match="the gradient of parameter 'p' holds NaN"):
+        pipeline.end_step()

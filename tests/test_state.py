@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from driver import exchange, make_pipeline, send
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
 from horovod_sparse.compressors import SIDCo, TopK
-from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import empty_state, holds_anything
@@ -142,3 +143,25 @@ def test_a_state_holds_something_if_there_is_one_array() -> None:
     for part in ("residuals", "velocities"):
         assert holds_anything({**empty_state(), part: array})
     assert not holds_anything(empty_state())
+
+
+@dataclass
+class Remembering(BucketState):
+    """A state with a list, as the guide allows, and with an object."""
+
+    saved: ClassVar[tuple[str, ...]] = ("window",)
+    window: list[int] = field(default_factory=list)
+    others: dict[str, list[int]] = field(default_factory=dict)
+
+
+def test_copies_of_a_state_share_nothing_with_it() -> None:
+    state = Remembering(window=[1], others={"a": [1]})
+    snapshot, saved, loaded = state.snapshot(), state.state_dict(), Remembering()
+    loaded.load_state_dict(saved)
+    for one in (state, loaded):
+        one.window.append(2)
+    state.others["a"].append(2)
+    assert saved == {"step": 0, "window": [1]}
+    assert (state.window, loaded.window) == ([1, 2], [1, 2])
+    state.restore(snapshot)
+    assert (state.window, state.others) == ([1], {"a": [1]})

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import json
 import math
 import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, TypedDict, get_args
 
 from horovod_sparse.compressors.checks import (
-    as_number,
     check_boolean,
     check_choice,
-    check_fraction,
     check_integer,
-    check_number,
+    check_momentum,
+    check_norm,
+    check_patterns,
+    check_ratio,
+    check_slack,
     warn_former,
 )
 from horovod_sparse.compressors.momentum import MomentumCorrection
@@ -111,7 +114,7 @@ class BucketState:
 
     def state_dict(self) -> dict[str, object]:
         """Return everything that the next selection depends on, as plain numbers, strings and lists."""
-        return {name: getattr(self, name) for name in ("step", *self.saved)}
+        return {name: _own(getattr(self, name)) for name in ("step", *self.saved)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned. Raise ValueError for anything else, and then change nothing."""
@@ -129,11 +132,11 @@ class BucketState:
     def adopt(self, state: Mapping[str, Any]) -> None:
         """Take over the values of a state that has been checked."""
         for name in ("step", *self.saved):
-            setattr(self, name, state[name])
+            setattr(self, name, _own(state[name]))
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all fields, for `restore`."""
-        return dict(vars(self))
+        """Return copies of all fields, for `restore`."""
+        return {name: _own(value) for name, value in vars(self).items()}
 
     def restore(self, fields: Mapping[str, Any]) -> None:
         """Go back to when `fields` were returned by `snapshot`; once, because they belong to this object then."""
@@ -154,6 +157,11 @@ class BucketState:
     def checksum(self) -> int:
         """Return a 31-bit checksum that tells different states apart."""
         return zlib.crc32(json.dumps(self.state_dict()).encode()) >> 1
+
+
+def _own(value: Any) -> Any:
+    """Return a copy of a field's value; the value itself if it cannot change."""
+    return value if isinstance(value, (int, float, str, Place)) else copy.deepcopy(value)
 
 
 class Compressor(ABC):
@@ -255,7 +263,7 @@ class Compressor(ABC):
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         for former, name in _FORMER.items():
-            if former in vars(cls):
+            if former in vars(cls) and name not in vars(cls):
                 warn_former(f"{former} of {cls.__name__}", name)
                 setattr(cls, name, vars(cls)[former])
 
@@ -297,9 +305,25 @@ class Compressor(ABC):
         return max(1, math.floor(round(ratio * numel, 6)))
 
     def asked(self, numel: int, ratio: float | None = None) -> int:
-        """Return `target_count`, of which this is the former name."""
+        """The former name of `target_count`."""
         warn_former("asked", "target_count")
-        return self.target_count(numel, ratio)
+        return int(self._current("target_count", "asked")(numel, ratio))
+
+    def room(self, numel: int, k: int, world: int) -> int:
+        """The former name of `message_capacity`."""
+        warn_former("room", "message_capacity")
+        return int(self._current("message_capacity", "room")(numel, k, world))
+
+    @property
+    def capacity(self) -> float:
+        """The former name of `slack`."""
+        warn_former("the attribute capacity", "slack")
+        return self.slack
+
+    def _current(self, name: str, former: str) -> Callable[..., Any]:
+        """Return the method `name`; that of this class if a subclass overrides it by its former name, and calls `super()`."""
+        method: Callable[..., Any] = getattr(self, name)
+        return partial(getattr(Compressor, name), self) if method.__name__ == former else method
 
     def message_capacity(self, numel: int, k: int, world: int) -> int:
         """Return the capacity of one rank's message in entries, for a bucket of `numel`: ceil(slack * k), at most numel."""
@@ -335,49 +359,23 @@ def set_slack(settings: Settings, slack: float) -> None:
         settings["slack"] = slack
 
 
-def _check_ratio(name: str, value: object) -> None:
-    if isinstance(value, Schedule):
-        check_fraction(f"{name}.highest", value.highest)
-        check_fraction(f"{name}.final", value.final)
-    else:
-        check_fraction(name, value)
-
-
-def _check_patterns(name: str, value: Collection[object]) -> None:
-    if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in value):
-        raise TypeError(f"{name} must be a list of patterns such as ['*.bias'], got {value!r}")
-
-
-def _check_momentum(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, MomentumCorrection):
-        raise TypeError(f"{name} must be a MomentumCorrection or None, got {value!r}")
-
-
-def _check_norm(name: str, value: object) -> None:
-    check_number(name, value, "a finite norm > 0", value is None or 0.0 < as_number(value) < math.inf)
-
-
-def _check_slack(name: str, value: object) -> None:
-    check_number(name, value, "a finite multiple of k, >= 1", 1.0 <= as_number(value) < math.inf)
-
-
 _FORMER = {"default_capacity": "default_slack", "room": "message_capacity", "asked": "target_count"}
 """Names that compressors may override, by their former names."""
 
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
-    "ratio": _check_ratio,
+    "ratio": check_ratio,
     "granularity": partial(check_choice, choices=get_args(Granularity)),
     "bucket_bytes": partial(check_integer, least=1),
     "min_numel": partial(check_integer, least=0),
-    "exclude": _check_patterns,
+    "exclude": check_patterns,
     "dense_steps": partial(check_integer, least=0),
     "residual": check_boolean,
     "residual_dtype": partial(check_choice, choices=(None, "float32", "float64")),
     "lr_in_residual": check_boolean,
-    "momentum_correction": _check_momentum,
-    "clip_norm": _check_norm,
+    "momentum_correction": check_momentum,
+    "clip_norm": check_norm,
     "clip_scope": partial(check_choice, choices=get_args(ClipScope)),
-    "slack": _check_slack,
+    "slack": check_slack,
     "not_finite": partial(check_choice, choices=get_args(NotFinite)),
     "discardable": check_boolean,
 }

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Collection
+
+from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.schedules import Schedule
 
 
 def check_number(name: str, value: object, expected: str, holds: bool) -> None:
@@ -40,9 +44,44 @@ def as_number(value: object) -> float:
 
 def warn_former(former: str, name: str) -> None:
     """Warn the caller of a public function that it uses a former name."""
-    warnings.warn(f"horovod_sparse: {former} is called {name} now", FutureWarning, stacklevel=3)
+    frame, level = sys._getframe(1), 2
+    # Python itself makes subclasses in `abc`.
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(("horovod_sparse.", "abc")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"horovod_sparse: {former} is called {name} now", FutureWarning, stacklevel=level)
 
 
 def check_fraction(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a number in (0, 1]."""
     check_number(name, value, "in (0, 1]", 0.0 < as_number(value) <= 1.0)
+
+
+def check_ratio(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a ratio, or a schedule of ratios."""
+    if isinstance(value, Schedule):
+        check_fraction(f"{name}.highest", value.highest)
+        check_fraction(f"{name}.final", value.final)
+    else:
+        check_fraction(name, value)
+
+
+def check_patterns(name: str, value: Collection[object]) -> None:
+    """Raise TypeError unless `value` is a list of patterns."""
+    if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in value):
+        raise TypeError(f"{name} must be a list of patterns such as ['*.bias'], got {value!r}")
+
+
+def check_momentum(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is a momentum correction or None."""
+    if value is not None and not isinstance(value, MomentumCorrection):
+        raise TypeError(f"{name} must be a MomentumCorrection or None, got {value!r}")
+
+
+def check_norm(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a finite norm > 0 or None."""
+    check_number(name, value, "a finite norm > 0", value is None or 0.0 < as_number(value) < math.inf)
+
+
+def check_slack(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a multiple of k that leaves room for k entries."""
+    check_number(name, value, "a finite multiple of k, >= 1", 1.0 <= as_number(value) < math.inf)

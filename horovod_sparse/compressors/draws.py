@@ -60,7 +60,7 @@ class RandomCompressor(Compressor):
             gradient is as sparse as one worker's share. False: each worker draws its own entries, and sends pairs by
             allgather.
         seed: seed of the draws, an int >= 0, the same on all ranks. No other random generator is touched.
-        others: those of `Compressor`. Message room is exactly k.
+        others: those of `Compressor`. Message capacity is exactly k.
     """
 
     def __init__(

@@ -24,8 +24,8 @@ TOO_FEW, TOO_MANY = 2.0 / 3.0, 4.0 / 3.0
 LOWER, RAISE = 0.5, 1.5
 TOLERANCE = 0.1
 RECENTRE = 0.05
-_PAPER_ROOM = 48.0
-"""Room of a message, as a multiple of k. The largest count that was measured is 41 k, on the data of docs/estimation.md."""
+_PAPER_SLACK = 48.0
+"""Capacity of a message, as a multiple of k. The largest count that was measured is 41 k, on the data of docs/estimation.md."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class GaussianK(Compressor):
     ) -> None:
         check_choice("refine", refine, ("paper", "bisect"))
         if refine == "paper":
-            set_slack(settings, _PAPER_ROOM)
+            set_slack(settings, _PAPER_SLACK)
         super().__init__(ratio, **settings)
         self.refine: Literal["paper", "bisect"] = refine
 

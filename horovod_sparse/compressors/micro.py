@@ -74,7 +74,7 @@ class MiCRO(Compressor):
         return MiCROState(place)
 
     def message_capacity(self, numel: int, k: int, world: int) -> int:
-        """Return the room of one rank's message in entries: its share of slack * k, at least 1, at most the largest part."""
+        """Return the capacity of one rank's message in entries: its share of slack * k, at most the largest part."""
         return min(math.ceil(numel / world), math.ceil(self.slack * k / world))
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:

@@ -29,8 +29,8 @@ _FIRST_STAGES = 3
 
 Under error feedback fewer stages starve the bucket, because they underestimate a truncated bulk's tail.
 """
-_PAPER_ROOM = 24.0
-"""Room of a message, as a multiple of k. The largest count that was measured is 20 k, on the data of docs/estimation.md."""
+_PAPER_SLACK = 24.0
+"""Capacity of a message, as a multiple of k. The largest count that was measured is 20 k, on the data of docs/estimation.md."""
 TRUSTED = 2.0
 """An estimate is replaced if it selects more than `TRUSTED` k entries, or fewer than k / `TRUSTED`."""
 SEARCH_TOLERANCE = 0.1
@@ -58,9 +58,6 @@ class SIDCoState(BucketState):
 
     def state_dict(self) -> dict[str, object]:
         return super().state_dict() | self.controller.state_dict()
-
-    def snapshot(self) -> dict[str, Any]:
-        return super().snapshot() | {"controller": self.controller.copy()}
 
     def adopt(self, state: Mapping[str, Any]) -> None:
         # The controller checks its part of the state, and may refuse it: then nothing else must have changed.
@@ -115,7 +112,7 @@ class SIDCo(Compressor):
     ) -> None:
         check_choice("adapt", adapt, ("paper", "guarded", "robust"))
         if adapt == "paper":
-            set_slack(settings, _PAPER_ROOM)
+            set_slack(settings, _PAPER_SLACK)
         super().__init__(ratio, **settings)
         check_choice("distribution", distribution, ("exponential", "gamma", "gpareto"))
         if stages != "auto" and (isinstance(stages, bool) or not isinstance(stages, int) or not 1 <= stages <= 64):

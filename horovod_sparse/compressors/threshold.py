@@ -48,7 +48,7 @@ class Threshold(Compressor):
         threshold: a magnitude, finite, >= 0. It has the unit of the gradient. So its meaning changes with the model, with
             loss scaling and with the batch's averaging, and the count changes too. `suggested_threshold` gives a value to
             start with. Where the residual is rescaled (`lr_in_residual`, `rescale`) the threshold follows it.
-        ratio: sets the size of the message and the asked count in statistics, in (0, 1], or a schedule; nothing else depends
+        ratio: sets the size of the message and the target count in statistics, in (0, 1], or a schedule; nothing else depends
             on it. If more entries exceed the threshold than fit, the largest are sent and the rest count as truncated.
         others: those of `Compressor`. Message capacity is 16 ratio * numel unless `slack` says otherwise. With `ratio=0.01`
             this is enough for a threshold that one entry of a gradient in a hundred exceeds.

@@ -27,7 +27,7 @@ class TopK(Compressor):
         union: False: each rank sends its own entries, as pairs. True: the ranks' indices are gathered, all ranks' values at
             their union are summed by allreduce, and all residuals become zero there. This gives exact averages, at the cost
             of sending up to k entries per worker (gradient build-up).
-        others: those of `Compressor`. Message room is exactly k unless `capacity` says otherwise.
+        others: those of `Compressor`. Message capacity is exactly k unless `slack` says otherwise.
     """
 
     def __init__(self, ratio: float | Schedule, *, union: bool = False, **settings: Unpack[Settings]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.core.layout import Layout, Slot
-from horovod_sparse.core.selector import DeviceSelectorFor, Gradient, HostSelector, Outcome, Selector
+from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector, SlotGradient
 from horovod_sparse.core.statistics import Counts, Tally
 from horovod_sparse.exchange import cost, protocols
 from horovod_sparse.exchange.protocols import Collective, Entries, Sent
@@ -105,7 +105,7 @@ class Bucket:
 
     # --- gradients in ---
 
-    def open(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step, when its first gradient arrives."""
         self.in_step = True
         self.factor, self.mixed_factors = None, False
@@ -119,7 +119,7 @@ class Bucket:
         self.selector.begin()
         self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
 
-    def accumulate(self, gradients: Sequence[Gradient]) -> None:
+    def accumulate(self, gradients: Sequence[SlotGradient]) -> None:
         """Take gradients of this step into the residual."""
         self.selector.accumulate(gradients, self.state, self.k)
 
@@ -139,7 +139,7 @@ class Bucket:
         if self.device is not None:
             self.device.forget()
 
-    def begin(self) -> Collective:
+    def begin_exchange(self) -> Collective:
         """Begin the exchange of a bucket that is complete: select, and return the first collective."""
         self.missing = set(self.slots)
         self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
@@ -158,7 +158,7 @@ class Bucket:
     def message(self) -> Array:
         """Select, and return the message of pairs with what was selected."""
         self._message = self.selector.message(self.state, self.k, self.capacity)
-        self.take_nothing()
+        self.drop_rest()
         return self._message
 
     def finish(self) -> None:
@@ -173,7 +173,7 @@ class Bucket:
         """Take the values at `indices` out of the residual and return them."""
         values = self.ops.take(self.buffer, indices)
         self._taken = Entries(indices, values)
-        self.take_nothing()
+        self.drop_rest()
         return values
 
     def take_all(self) -> Array:
@@ -181,7 +181,7 @@ class Bucket:
         self._taken = Entries(None, self.buffer)
         return self.buffer
 
-    def take_nothing(self) -> None:
+    def drop_rest(self) -> None:
         """Zero the buffer if `residual` is False. Then nothing is kept, not even from a step that fails."""
         if not self.compressor.residual:
             self.buffer[:] = 0
@@ -219,13 +219,13 @@ class Bucket:
     def conclude(self, sent: Sent) -> list[str]:
         """End the exchange. Return the parameters whose gradients on this rank were not finite."""
         self.exchange = None
-        self.state.step += 1
-        if self.mixed_factors:
-            self.start_again()
+        state = self.state
         if sent is not None:
             count, truncated, _ = self.outcome
-            state = self.state
             self.counts = Counts(self._target, count, truncated, state.threshold, state.stages, self.bytes_sent)
+        state.step += 1
+        if self.mixed_factors:
+            self.start_again()
         offsets: Sequence[int] = self._host.not_finite if self.selector is self._host else self.outcome.not_finite
         return [slot.name for slot in self.layout.slots if slot.offset in offsets] if offsets else []
 
@@ -267,7 +267,7 @@ class Bucket:
         taken = self._entries()
         if taken is not None and taken.indices is not None and self.compressor.residual:
             self.ops.scatter_add(self.buffer, taken.indices, taken.values)
-        self.take_nothing()
+        self.drop_rest()
 
     def _entries(self) -> Entries | None:
         """Return what was taken in this step, if anything was."""

@@ -15,7 +15,7 @@ from horovod_sparse.core.dense import DenseParameters
 from horovod_sparse.core.layout import Layout, Slot, check_limits
 from horovod_sparse.core.preparation import Arrived, Preparation
 from horovod_sparse.core.residuals import Residuals
-from horovod_sparse.core.selector import DeviceSelectorFor, Gradient, no_device
+from horovod_sparse.core.selector import DeviceSelectorFor, SlotGradient, no_device
 from horovod_sparse.core.state import Kept, check_discardable, check_state
 from horovod_sparse.core.statistics import Stats, combined
 from horovod_sparse.exchange.protocols import Collective, Reduced, Sent
@@ -68,7 +68,8 @@ class Pipeline:
         self.dense_bytes_sent = 0.0
         self._bucket_of: dict[str, Bucket] = {}
         self._not_finite: list[str] = []
-        """What held NaN or infinity in this step, with this rank's gradients first."""
+        """What held NaN or infinity in this step: gradients of this rank in buckets. The next list holds what others found."""
+        self._not_finite_elsewhere: list[str] = []
         self._open: list[Bucket] = []
         """Buckets that a gradient of this step has reached."""
         self._ended: list[Bucket] = []
@@ -130,7 +131,7 @@ class Pipeline:
         The gradients' memory is free afterwards. NaN and infinity are kept out of the residual. A sum that would overflow the
         residual stays at the largest number of its type. In both cases the bucket's exchange returns None on every rank.
         """
-        gradients: list[Gradient] = []
+        gradients: list[SlotGradient] = []
         for name, gradient, learning_rate in arrived:
             if name not in bucket.missing:
                 raise RuntimeError(f"the gradient of {name!r} arrived twice in one step")
@@ -151,7 +152,7 @@ class Pipeline:
             self.preparation.remember()
             self.dense.forget_before()
         self._open.append(bucket)
-        bucket.open()
+        bucket.begin_step()
 
     def _keep_unit(self, bucket: Bucket, name: str, learning_rate: float | None) -> bool:
         """Keep a residual in units of the update. Return whether the gradient counts: not if the learning rate is 0."""
@@ -166,7 +167,7 @@ class Pipeline:
 
     def begin(self, bucket: Bucket) -> Collective:
         """Select from a complete bucket; return its exchange's first collective. What is not selected stays in the residual."""
-        return bucket.begin()
+        return bucket.begin_exchange()
 
     def advance(self, bucket: Bucket, result: Array, divisor: float, write: Write) -> Collective | None:
         """Continue with the result of a bucket's collective. Return the next collective, or None at the end.
@@ -180,15 +181,15 @@ class Pipeline:
         except StopIteration as end:
             sent: Sent = end.value
         own = bucket.conclude(sent)
-        self._not_finite[:0] = [f"parameter {name!r}" for name in own]
+        self._not_finite += [f"parameter {name!r}" for name in own]
         if sent is None and not own:
-            self._not_finite.append(f"some parameter in bucket {bucket.name!r} of another rank")
+            self._not_finite_elsewhere.append(f"some parameter in bucket {bucket.name!r} of another rank")
         write(bucket.layout.slots, Reduced(self.ops, sent, divisor))
         return None
 
     def note_not_finite(self, name: str) -> None:
         """Let the step fail, because the reduced gradient of a parameter is not finite."""
-        self._not_finite.append(f"parameter {name!r}")
+        self._not_finite_elsewhere.append(f"parameter {name!r}")
 
     def check_reduced(self, name: str, reduced: Array) -> None:
         """Let the step fail if a reduced gradient that did not come through a bucket is not finite."""
@@ -210,7 +211,8 @@ class Pipeline:
         sent returns to the residuals. They are finite and also hold the step's finite gradients; momentum has moved on. A
         failed step raises FloatingPointError on every rank, unless `not_finite="propagate"`. Training can go on.
         """
-        found, self._not_finite = self._not_finite, []
+        found = self._not_finite + self._not_finite_elsewhere
+        self._forget_step()
         self._ended, self._open = self._open, []
         for bucket in self._ended:
             bucket.end(succeeded=not found)
@@ -225,6 +227,10 @@ class Pipeline:
 
     # --- steps that are given up ---
 
+    def _forget_step(self) -> None:
+        self._not_finite, self._not_finite_elsewhere = [], []
+        self.preparation.end()
+
     def abort(self) -> None:
         """Give up the step that has begun, if there is one, so that the next can begin after an exception.
 
@@ -232,7 +238,7 @@ class Pipeline:
         its whole gradient if that had arrived. With `discardable`, everything is as before the step.
         """
         given_up, self._open = self._open, []
-        self._not_finite.clear()
+        self._forget_step()
         self._bring_back(given_up)
 
     def discard_step(self) -> None:

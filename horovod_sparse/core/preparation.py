@@ -44,6 +44,10 @@ class Preparation:
         """Begin a step. If the compressor holds gradients back, these are all gradients of this rank."""
         self._factor = momentum.clip_factor(self._ops, gradients, self._limit) if self._holds_back else None
 
+    def end(self) -> None:
+        """End a step: its clipping factor is that of no other."""
+        self._factor = None
+
     def clipped(self, gradient: Array, dtype: str) -> Array:
         """Return this rank's gradient of a parameter. With `clip_norm` it has type `dtype` and is scaled down if necessary."""
         if self._norm is None:
@@ -55,7 +59,10 @@ class Preparation:
         return momentum.scaled(self._ops, gradient, self._factor, dtype)
 
     def change_of_unit(self, name: str, learning_rate: float | None) -> float | None:
-        """Return the factor that keeps a parameter's residual in units of the update. None: the gradient adds nothing."""
+        """Record a parameter's learning rate. Return the factor that brings its residual to the new unit of the update.
+
+        If the rate is 0, return None and record nothing: the gradient adds nothing.
+        """
         if learning_rate is None:
             raise ValueError("learning_rate must be given with lr_in_residual=True, got None")
         if learning_rate == 0.0:

@@ -13,7 +13,7 @@ from horovod_sparse.ops.protocol import Array, Hints, Moving, Ops, Part, Selecti
 _FEW = 4
 """If more than one entry in `_FEW` exceeds the cut, none are noted: that would cost more memory and time than it saves."""
 
-Gradient = tuple[Slot, Array | None]
+SlotGradient = tuple[Slot, Array | None]
 """A parameter's place in its bucket, and its gradient; None if the parameter has no gradient in this step."""
 
 
@@ -31,14 +31,15 @@ class Outcome(NamedTuple):
 class Selector(Protocol):
     """Takes gradients into one bucket and gives a message out.
 
-    In a step `accumulate` is called for all parameters, a few at a time, then `message`; neither waits for a device.
-    `finish` may wait. It is called when the collective has been started. `state` and `k` are those of the bucket's step.
+    In a step `accumulate` is called for all parameters, a few at a time, then `message`. On a bucket's own device neither makes
+    the host wait. `finish` may wait. It is called when the collective has been started. `state` and `k` are those of the
+    bucket's step.
     """
 
     def begin(self) -> None:
         """Begin a step."""
 
-    def accumulate(self, gradients: Sequence[Gradient], state: BucketState, k: int) -> None:
+    def accumulate(self, gradients: Sequence[SlotGradient], state: BucketState, k: int) -> None:
         """Add gradients to the residual, through the velocity if there is one, as `Ops.accumulate` does."""
 
     def message(self, state: BucketState, k: int, capacity: int) -> Array:
@@ -83,7 +84,7 @@ class HostSelector:
     def begin(self) -> None:
         self._hinted, self.not_finite = False, []
 
-    def accumulate(self, gradients: Sequence[Gradient], state: BucketState, k: int) -> None:
+    def accumulate(self, gradients: Sequence[SlotGradient], state: BucketState, k: int) -> None:
         if not self._hinted:
             # Not earlier: the state may be rescaled between the beginning of the step and the first gradient.
             self._hinted = True

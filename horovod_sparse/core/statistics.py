@@ -1,4 +1,4 @@
-"""The numbers behind `compression.stats()`: what was asked for, and what was sent.
+"""The numbers behind `compression.stats()`: what was the target, and what was sent.
 
 A step only adds a few Python numbers that are known anyway; everything else is computed when somebody asks.
 """

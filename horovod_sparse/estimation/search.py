@@ -14,7 +14,7 @@ MOST_COUNTS = 12
 _MOST_CANDIDATES = 5
 """The most candidates, as a multiple of k: so few are cheaper to sort than the whole array."""
 _NEAR = 1e-6
-"""The number below a float32 is nearer to it than this fraction, unless the float32 is as small as `_TINY`."""
+"""Above `_TINY`, neighbouring float32 differ by less than this fraction."""
 _TINY = 1e-30
 _LEAST_SAMPLED = 100
 """How many of the k largest entries a sample holds on average, at least: their number is then known to a tenth."""

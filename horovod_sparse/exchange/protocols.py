@@ -48,7 +48,7 @@ Sent = Entries | Messages | None
 
 
 class Sender(Protocol):
-    """One bucket of this rank in one step, as an exchange sees it. `take...` and `message` take entries out of the residual."""
+    """One bucket of this rank in one step, as an exchange sees it. `take` and `message` take entries out of the residual."""
 
     ops: Ops
     capacity: int
@@ -83,8 +83,8 @@ class Sender(Protocol):
     def take_all(self) -> Array:
         """Return all values: the bucket's own memory, which becomes zero when the step succeeds."""
 
-    def take_nothing(self) -> None:
-        """Do what has to be done when nothing is taken."""
+    def drop_rest(self) -> None:
+        """Set the residual to zero if it is not kept from step to step."""
 
     def sent(self, count: int, truncated: int = 0) -> None:
         """Record how many entries are sent, and how many had no room."""
@@ -148,7 +148,7 @@ def union(bucket: Sender) -> Generator[Collective, Any, Sent]:
     messages = ops.split(gathered, bucket.world)
     headers = [[int(number) for number in ops.numbers(message[: wire.HEADER])] for message in messages]
     if any(checksum == wire.NOT_FINITE for checksum, _ in headers):
-        bucket.take_nothing()
+        bucket.drop_rest()
         return None
     if len({checksum for checksum, _ in headers}) > 1:
         raise _disagreement(bucket)
@@ -246,11 +246,6 @@ class Reduced:
             self._messages = sent
         if self._messages is not None:
             self._assemble = ops.assembler(*self._messages, divisor)
-
-    @property
-    def finite(self) -> bool:
-        """Whether all ranks' gradients were finite."""
-        return self._sum is not None or self._messages is not None
 
     def parts(self) -> list[Entries]:
         """Return what is added up, part by part and not divided. It is made on each call."""

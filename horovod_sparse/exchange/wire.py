@@ -45,7 +45,7 @@ LARGEST = 3.4028234663852886e38
 """The largest float32."""
 HEADER = 2
 """How many numbers come before the indices in message 3."""
-_DIGEST_BITS = 16
+_CHECKSUM_BITS = 16
 
 # Indices are int32, and Horovod's counts of gathered elements are C ints.
 MAX_BUCKET = 2**31 - 1
@@ -63,13 +63,13 @@ def check_limits(bucket: str, numel: int, capacity: int, world: int) -> None:
     if gathered > MAX_GATHERED:
         raise ValueError(
             f"bucket {bucket!r} gathers {gathered} int32 from {world} workers, expected at most {MAX_GATHERED} "
-            "(Horovod counts in C ints); lower ratio, capacity or bucket_bytes"
+            "(Horovod counts in C ints); lower ratio, slack or bucket_bytes"
         )
 
 
 def tail(finite: bool, checksum: int) -> list[float]:
     """Return the numbers that follow the values of a rank in message 2."""
-    return [0.0 if finite else 1.0, *(float(checksum >> bit & 1) for bit in range(_DIGEST_BITS))]
+    return [0.0 if finite else 1.0, *(float(checksum >> bit & 1) for bit in range(_CHECKSUM_BITS))]
 
 
 def float_bits(number: float) -> int:

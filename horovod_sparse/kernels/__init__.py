@@ -31,8 +31,9 @@ except ImportError:
 pool = BufferPool()
 """Lends the memory for messages, and for entries that are noted while gradients are taken in."""
 _SPARE = 16
-_WIDE = {"float32": 0, "float64": 1}
-_TYPES = {**_WIDE, "bfloat16": 2, "float16": 3}
+WIDE = {"float32": 0, "float64": 1}
+"""Codes of the types of residuals and reduced gradients."""
+_TYPES = {**WIDE, "bfloat16": 2, "float16": 3}
 _NAMES = {np.dtype(name): name for name in ("float16", "float32", "float64", "int32", "int64")}
 _MOST_THRESHOLDS = 16
 VARIABLE = "HOROVOD_SPARSE_KERNELS"
@@ -57,6 +58,11 @@ def available() -> bool:
         return False
     _native.lib.hs_choose((variants()[0] if asked == "auto" else asked).encode())
     return True
+
+
+def share_threads() -> bool:
+    """Use the threads of the framework's OpenMP runtime (`hs_share_threads`); return whether there is one."""
+    return bool(_native.lib.hs_share_threads())
 
 
 def variant() -> str:
@@ -287,20 +293,15 @@ class Target(NamedTuple):
 
     address: int
     type: int
-    """See `wide_code_of`."""
+    """One of `WIDE`."""
     first: int
     """The index of the part's first entry in the buffer."""
     numel: int
 
 
-def wide_code_of(dtype: str) -> int:
-    """Return the code of the type of a residual or a reduced gradient. Raise KeyError for others."""
-    return _WIDE[dtype]
-
-
 def target_of(memory: Memory, first: int) -> Target:
     """Return the target that begins at `first` in its buffer. Raise unless a kernel can write to the memory."""
-    return Target(_target_address(memory), wide_code_of(memory.dtype), first, memory.numel)
+    return Target(_target_address(memory), WIDE[memory.dtype], first, memory.numel)
 
 
 def assembler(messages: Memory, used: list[int], divisor: float) -> Callable[[list[Target]], None]:
@@ -361,7 +362,7 @@ def unpack(message: Memory, used: int, indices: Memory, values: Memory) -> None:
     )
 
 
-def _wide(memory: Memory, types: dict[str, int] = _WIDE) -> tuple[Any, int]:
+def _wide(memory: Memory, types: dict[str, int] = WIDE) -> tuple[Any, int]:
     return _native.ffi.cast("void *", memory.address), types[memory.dtype]
 
 

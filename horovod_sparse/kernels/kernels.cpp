@@ -8,6 +8,7 @@
 #include "variants.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
@@ -73,14 +74,12 @@ int64_t parts_of(int64_t n, int threads) {
     return std::max<int64_t>(1, std::min({int64_t{threads}, n / kLeastPerThread, kMostThreads}));
 }
 
-// The threads of an OpenMP runtime. PyTorch's wait for work on their cores for some time, and would compete with other threads.
+// An OpenMP runtime that the process has loaded, by the functions that compilers call.
 struct OpenMP {
-    using Body = void (*)(void*);
-    void (*run)(Body body, void* data, unsigned threads, unsigned flags) = nullptr;
+    void (*run)(void (*body)(void*), void* data, unsigned threads, unsigned flags) = nullptr;
     int (*thread)() = nullptr;
     int (*threads)() = nullptr;
 
-    // Finds a runtime that this process has loaded. These are the functions that compilers call.
     OpenMP() {
         for (const char* library : {"libgomp.so.1", "libiomp5.so"}) {
             void* const handle = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
@@ -94,6 +93,11 @@ struct OpenMP {
     }
 };
 
+// The runtime whose threads are used; null if threads of our own are.
+std::atomic<const OpenMP*> shared{nullptr};
+// A process that was forked has none of the runtime's threads, and would wait for them forever.
+std::atomic<bool> forked{false};
+
 // Calls work(part) for each part, in the threads of an OpenMP runtime.
 template <class Work>
 void run_parts(const OpenMP& openmp, int64_t parts, const Work& work) {
@@ -104,10 +108,11 @@ void run_parts(const OpenMP& openmp, int64_t parts, const Work& work) {
     } data{openmp, parts, work};
     const auto body = [](void* pointer) {
         const auto& [openmp, parts, work] = *static_cast<Data*>(pointer);
-        // There may be fewer threads than were asked for.
+        // There may be fewer threads than parts.
         for (int64_t part = openmp.thread(); part < parts; part += openmp.threads()) work(part);
     };
-    openmp.run(body, &data, static_cast<unsigned>(parts), 0);
+    // All threads of the pool, not one for each part: the runtime would end those that are left over, and start them again.
+    openmp.run(body, &data, 0, 0);
 }
 
 // Calls work(part) for each part, in threads of its own.
@@ -126,18 +131,17 @@ void run_parts(int64_t parts, const Work& work) {
     for (auto& helper : helpers) helper.join();
 }
 
-// Calls work(part, first, end) for parts that together cover all blocks, each in its own thread. first and end number blocks.
+// Calls work(part, first, end) for parts that together cover all blocks and may run at the same time. first and end number blocks.
 template <class Work>
 void in_parallel(int64_t n, int threads, const Work& work) {
-    // Not before the first use: frameworks may be imported after this.
-    static const OpenMP openmp;
     const int64_t blocks = (n + kBlock - 1) / kBlock;
     const int64_t parts = parts_of(n, threads);
     const auto do_part = [&](int64_t part) { work(part, blocks * part / parts, blocks * (part + 1) / parts); };
+    const OpenMP* const openmp = shared.load();
     if (parts == 1)
         do_part(0);
-    else if (openmp.run != nullptr)
-        run_parts(openmp, parts, do_part);
+    else if (openmp != nullptr)
+        run_parts(*openmp, parts, do_part);
     else
         run_parts(parts, do_part);
 }
@@ -532,6 +536,17 @@ int hs_choose(const char* name) {
         return 1;
     }
     return 0;
+}
+
+int hs_share_threads(void) {
+    static const OpenMP openmp;
+    static const int handler = pthread_atfork(nullptr, nullptr, [] {
+        shared.store(nullptr);
+        forked.store(true);
+    });
+    if (openmp.run == nullptr || handler != 0 || forked.load()) return 0;
+    shared.store(&openmp);
+    return 1;
 }
 
 int64_t hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_gradient* gradients, int64_t number,

@@ -13,8 +13,7 @@ extern "C" {
 /* Residuals, velocities and x are float32 or float64. Gradients are of any type and are converted to the residual's type;
    entries that are not finite after that are left out. A cut is not negative, a threshold is any number; both are rounded to
    x's type. Infinities in x are treated like other numbers. NaN in x is above every threshold except NaN; sums become NaN or
-   leave it out. Threads are those of the OpenMP runtime that the process has, as with PyTorch, or else are started as far as
-   the system has them. A failed allocation ends the process. */
+   leave it out. Threads beyond the first are started as far as the system has them. A failed allocation ends the process. */
 enum { HS_FLOAT32, HS_FLOAT64, HS_BFLOAT16, HS_FLOAT16 };
 
 typedef struct {
@@ -58,6 +57,9 @@ typedef struct {
 const char* hs_variant(int number);
 /* Makes all functions below use a variant. Changes nothing and returns 0 if no variant of this name runs here. */
 int hs_choose(const char* name);
+/* Makes all functions below use the threads of the OpenMP runtime that the process has loaded. Idle threads of such a runtime
+   spin for a while; threads of our own would compete with them. Returns 0 if there is none, or in a forked process. */
+int hs_share_threads(void);
 /* Takes the gradients, in this order, into their parts of residual and velocity. Without velocity: residual += gradient.
    With velocity: velocity = momentum velocity + gradient, residual += velocity. With Nesterov's momentum:
    velocity = momentum (velocity + gradient), residual += velocity + gradient. Sums that leave the range of the type stay at its

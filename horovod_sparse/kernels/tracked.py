@@ -15,6 +15,8 @@ from horovod_sparse.kernels import Gradient, Memory
 from horovod_sparse.ops.cached import Above
 from horovod_sparse.ops.protocol import Array, Hints, Moments, Moving, Ops, Part, Selection, Sums
 
+_KEPT = 2**12
+"""Memory for at most this many entries is kept from step to step: borrowing it takes longer than using it."""
 _MOST_INDICES = 2**31
 """The number of indices that int32 can hold."""
 
@@ -35,7 +37,7 @@ class HostOps(Ops, Protocol):
         """Return the framework's array that has the memory of `host`."""
 
 
-class Tracked:
+class TrackedMemory:
     """Implements `ops.protocol.Tracked` for one contiguous array on the CPU.
 
     While the array takes in gradients, its sums are computed and its entries above a cut are copied. Questions that these
@@ -105,6 +107,9 @@ class Tracked:
     def forget(self) -> None:
         self._notes = None
         self._groups = []
+        if self._room > _KEPT:
+            # All buckets use the same memory, one after the other.
+            self._make_room(0)
 
     # --- what was noted ---
 
@@ -115,7 +120,10 @@ class Tracked:
 
     @property
     def above(self) -> Above | None:
-        """All entries above the cut, in this object's memory; None in the cases of `sums`, and if there was no room."""
+        """All entries above the cut, in this object's memory.
+
+        None if some part has taken in nothing, if a sum left the range of the type, or if there was no room.
+        """
         notes = self._notes
         if not (self._complete() and notes.complete and notes.room):
             return None
@@ -130,6 +138,8 @@ class Tracked:
     def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
         if not self._exceeding(x, threshold):
             return self._ops.moments(x, threshold, with_log=with_log)
+        # The order decides how sums are rounded.
+        self._put_in_order()
         of_these = self._at_values, self._code, self._notes.found
         return kernels.moments_of(*of_these, threshold, with_log, self._ops.threads())
 

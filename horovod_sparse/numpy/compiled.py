@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from horovod_sparse import kernels
 from horovod_sparse.estimation.search import largest_candidates
 from horovod_sparse.kernels import memory_of, name_of
-from horovod_sparse.kernels.tracked import HostOps, Tracked
+from horovod_sparse.kernels.tracked import HostOps, TrackedMemory
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.ops.protocol import Moments, Moving, Part, Selection, Sums
-from horovod_sparse.ops.protocol import Tracked as TrackedByOps
+from horovod_sparse.ops.protocol import Moments, Moving, Part, Selection, Sums, Tracked
 
 Array = NDArray[Any]
 
@@ -62,9 +61,9 @@ class CompiledOps(NumpyOps):
             return None
         return [_given(first, flat) for (first, _), flat in zip(parts, flats, strict=True)], flats
 
-    def tracked(self, x: Array) -> TrackedByOps:
+    def tracked(self, x: Array) -> Tracked:
         if x.flags.c_contiguous and x.flags.aligned and x.flags.writeable:
-            return cast(TrackedByOps, Tracked(cast(HostOps, self), x))
+            return cast(Tracked, TrackedMemory(cast(HostOps, self), x))
         return super().tracked(x)
 
     def accumulate(self, buffer: Array, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:

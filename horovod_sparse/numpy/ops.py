@@ -119,9 +119,6 @@ class NumpyOps:
         merged = np.unique(np.concatenate(parts)).astype(np.int64)
         return merged[merged >= 0]
 
-    def concatenate(self, arrays: list[Array]) -> Array:
-        return np.concatenate(arrays)
-
     def numbers(self, array: Array) -> list[float]:
         return list(array.tolist())
 

@@ -19,9 +19,7 @@ class Above(NamedTuple):
 
 
 class Cached:
-    """Implements `Tracked` on the operations of a framework, for arrays that no kernel handles.
-
-    It remembers entries only if it is told to (`narrowed`).
+    """Implements `Tracked` on the operations of a framework alone. It remembers entries only if it is told to (`narrowed`).
 
     Args:
         ops: the framework's operations.

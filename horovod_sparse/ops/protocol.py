@@ -149,9 +149,6 @@ class Ops(Protocol):
     def union(self, parts: list[Array]) -> Array:
         """Return all indices (int64, ascending, unique) that are in any of the arrays `parts`; negative ones are padding."""
 
-    def concatenate(self, arrays: list[Array]) -> Array:
-        """Join the arrays, one after the other."""
-
     def numbers(self, array: Array) -> list[float]:
         """Return the exact entries of a short array as Python numbers."""
 
@@ -218,4 +215,4 @@ class Tracked(Ops, Protocol):
         """Do as `Ops.accumulate`, for the array."""
 
     def forget(self) -> None:
-        """Forget what was seen, because the array has changed or no question about it follows."""
+        """Forget what was seen, because the array has changed, or because nothing more will be asked."""

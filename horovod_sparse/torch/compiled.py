@@ -12,15 +12,17 @@ from torch import Tensor
 
 from horovod_sparse import kernels
 from horovod_sparse.estimation.search import largest_candidates
-from horovod_sparse.kernels.tracked import HostOps, Tracked
-from horovod_sparse.ops.protocol import Moments, Moving, Part, Selection, Sums
-from horovod_sparse.ops.protocol import Tracked as TrackedByOps
+from horovod_sparse.kernels.tracked import HostOps, TrackedMemory
+from horovod_sparse.ops.protocol import Moments, Moving, Part, Selection, Sums, Tracked
 from horovod_sparse.torch.ops import TorchOps
 
 
 def tensor_ops() -> TorchOps:
     """Return the array operations for tensors: with compiled kernels if there are any."""
-    return CompiledTorchOps() if kernels.available() else TorchOps()
+    if not kernels.available():
+        return TorchOps()
+    kernels.share_threads()
+    return CompiledTorchOps()
 
 
 class CompiledTorchOps(TorchOps):
@@ -49,9 +51,9 @@ class CompiledTorchOps(TorchOps):
 
     # --- operations ---
 
-    def tracked(self, x: Tensor) -> TrackedByOps:
+    def tracked(self, x: Tensor) -> Tracked:
         if _is_compiled(x) and x.is_contiguous():
-            return cast(TrackedByOps, Tracked(cast(HostOps, self), x))
+            return cast(Tracked, TrackedMemory(cast(HostOps, self), x))
         return super().tracked(x)
 
     def accumulate(self, buffer: Tensor, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
@@ -179,7 +181,7 @@ def _flat(tensor: Tensor) -> kernels.Memory:
 def _target(first: int, part: Tensor) -> kernels.Target:
     if not part.is_contiguous():
         raise ValueError("the tensor must be contiguous")
-    return kernels.Target(part.data_ptr(), kernels.wide_code_of(_dtype(part)), first, part.numel())
+    return kernels.Target(part.data_ptr(), kernels.WIDE[_dtype(part)], first, part.numel())
 
 
 def _given(first: int, gradient: Tensor) -> kernels.Gradient:

@@ -181,9 +181,6 @@ class TorchOps:
         first[1:] &= merged[1:] != merged[:-1]
         return merged[first].long()
 
-    def concatenate(self, arrays: list[Tensor]) -> Tensor:
-        return torch.cat(arrays)
-
     def numbers(self, array: Tensor) -> list[float]:
         return list(array.tolist())
 

@@ -1,7 +1,7 @@
 """Reduces the gradients of a wrapped optimizer whose compression is one of ours.
 
 There is one `Reducer` per optimizer. Hooks give it gradients while backward goes on, and never wait for another rank (on a
-GPU, buckets that have no selector do wait for the device). `synchronize` waits, once.
+GPU, buckets that the host selects from do wait for the device). `synchronize` waits, once.
 Some steps are held back, and reduced as a whole in `synchronize`:
 
 - The first step. The ranks compare their settings before it: a difference raises on all of them instead of hanging, and all

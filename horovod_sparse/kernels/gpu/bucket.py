@@ -118,6 +118,7 @@ class DeviceBucket:
         return sum(array.nbytes for array in (*arrays, self._words, self._numbers))
 
     def forget(self) -> None:
+        """Forget what was seen in earlier steps, because the residual or the state was changed from outside."""
         self._limit = math.inf
 
     def accumulate(
@@ -160,6 +161,7 @@ class DeviceBucket:
             )
 
     def select(self, state: BucketState, k: int, capacity: int) -> Tensor:
+        """Return the message of pairs, which the device is making. Its entries are no longer in the residual then."""
         request = self.rule.request(state, k)
         message = torch.empty((capacity, 2), dtype=torch.int32, device=self.buffer.device)
         with _device_of(self.buffer):
@@ -235,6 +237,11 @@ class DeviceBucket:
         )
 
     def finish(self, state: BucketState, k: int) -> dict[str, float]:
+        """Wait, let the state learn from the step, and return the numbers of the step by name (`tiles.NUMBERS`).
+
+        Among them are "found" (how many entries qualified), "sent" (how many are in the message) and "not_finite" (how many of
+        the gradients' entries were left out). If any were left out, nothing was sent or learned.
+        """
         if self._copied is not None:
             self._copied.synchronize()
         numbers = dict(zip(NUMBERS, self._host.tolist(), strict=True))
@@ -244,6 +251,7 @@ class DeviceBucket:
         return numbers
 
     def not_finite(self) -> list[int]:
+        """Return the offsets of the parameters whose gradients in this step held NaN or infinity. It may wait."""
         row = self._partials.view(len(SUMS), -1)[NUMBERS.index("not_finite")].cpu()
         parts = self._parts.items()
         return [o for o, part in parts if row[part.first_tile : part.first_tile + part.tiles].any()]

@@ -9,7 +9,7 @@ from torch import Tensor
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.core.layout import Layout
-from horovod_sparse.core.selector import Gradient, Outcome
+from horovod_sparse.core.selector import Outcome, SlotGradient
 from horovod_sparse.kernels.gpu.bucket import DeviceBucket
 from horovod_sparse.kernels.gpu.rules import rule_of
 
@@ -31,7 +31,7 @@ class DeviceSelector:
     def begin(self) -> None:
         return
 
-    def accumulate(self, gradients: Sequence[Gradient], state: BucketState, k: int) -> None:
+    def accumulate(self, gradients: Sequence[SlotGradient], state: BucketState, k: int) -> None:
         for slot, gradient in gradients:
             self.bucket.accumulate(
                 slot.offset, gradient, state, k, velocity=self._velocity, correction=self._correction
