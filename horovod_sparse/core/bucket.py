@@ -148,36 +148,30 @@ class Bucket:
         self.exchange = exchange(self)
         return self._counted(next(self.exchange))
 
-    # --- as the exchange sees it ---
+    # --- as the exchange sees it: `protocols.Sender` ---
 
     @property
     def finite(self) -> bool:
-        """Whether all of this rank's gradients are finite; the host must select."""
         return self._host.finite
 
     def message(self) -> Array:
-        """Select, and return the message of pairs with what was selected."""
         self._message = self.selector.message(self.state, self.k, self.capacity)
         self.drop_rest()
         return self._message
 
     def finish(self) -> None:
-        """Wait for the selection that `message` has begun, and learn from it."""
         self.outcome = self.selector.finish(self.state, self.k, self.capacity)
 
     def select(self) -> Selection:
-        """Return the selection. Nothing is taken."""
         return self._host.select(self.state, self.k, self.capacity)
 
     def take(self, indices: Array) -> Array:
-        """Take the values at `indices` out of the residual and return them."""
         values = self.ops.take(self.buffer, indices)
         self._taken = Entries(indices, values)
         self.drop_rest()
         return values
 
     def take_all(self) -> Array:
-        """Return all values: the buffer itself, which becomes zero when the step succeeds."""
         self._taken = Entries(None, self.buffer)
         return self.buffer
 
@@ -187,19 +181,15 @@ class Bucket:
             self.buffer[:] = 0
 
     def sent(self, count: int, truncated: int = 0) -> None:
-        """Record how many entries are sent, and how many had no room."""
         self.outcome = Outcome(count, truncated)
 
     def checksum(self) -> int:
-        """Return 31 bits that must be equal on all ranks, so that they can send values without indices."""
         return self.state.checksum() ^ self.state.fingerprint
 
     def proposal(self) -> float:
-        """Return a number of this rank that all ranks get to know."""
         return self.state.proposal
 
     def observe(self, count: int, proposed: list[float]) -> None:
-        """Take in how many entries all ranks sent together and what they proposed."""
         self.compressor.observe(self.state, count, self.k, proposed)
 
     # --- results ---

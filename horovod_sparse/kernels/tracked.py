@@ -61,22 +61,22 @@ class TrackedMemory:
         """For each group of gradients: how many entries above the cut there were before it, and the gradients."""
         self._in_order = False
         """Whether the entries above the cut have the order of the array. The parts may have come in another one."""
-        self._room = 0
-        self._values: NDArray[Any] = np.empty(0, self._memory.dtype)
-        self._indices: NDArray[Any] = np.empty(0, np.int32)
-        self._at_values, self._at_indices = (
-            kernels.pointer_of(self._values),
-            kernels.pointer_of(self._indices, "int32_t *"),
-        )
+        self._give_back()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
     def _make_room(self, room: int) -> None:
         """Provide memory for at least `room` entries. Memory that is not written to costs nothing."""
-        self._room = 1 << max(room - 1, 0).bit_length()
-        self._values = kernels.pool.lend(self._room, self._memory.dtype)
-        self._indices = kernels.pool.lend(self._room, "int32")
+        room = 1 << (room - 1).bit_length()
+        self._hold(kernels.pool.lend(room, self._memory.dtype), kernels.pool.lend(room, "int32"))
+
+    def _give_back(self) -> None:
+        self._hold(np.empty(0, self._memory.dtype), np.empty(0, np.int32))
+
+    def _hold(self, values: NDArray[Any], indices: NDArray[Any]) -> None:
+        """Use this memory for entries that are noted, and for their indices."""
+        self._values, self._indices = values, indices
         self._at_values = kernels.pointer_of(self._values)
         self._at_indices = kernels.pointer_of(self._indices, "int32_t *")
 
@@ -85,7 +85,7 @@ class TrackedMemory:
     def begin(self, hints: Hints) -> None:
         numel = self._memory.numel
         room = min(hints.room, numel) if hints.cut < math.inf and numel <= _MOST_INDICES else 0
-        if room > self._room:
+        if room > len(self._values):
             self._make_room(room)
         self._notes = kernels.new_notes(hints.cut, room, self._at_indices, self._at_values, hints.sums)
         self._seen, self._groups, self._in_order = 0, [], False
@@ -107,9 +107,9 @@ class TrackedMemory:
     def forget(self) -> None:
         self._notes = None
         self._groups = []
-        if self._room > _KEPT:
+        if len(self._values) > _KEPT:
             # All buckets use the same memory, one after the other.
-            self._make_room(0)
+            self._give_back()
 
     # --- what was noted ---
 

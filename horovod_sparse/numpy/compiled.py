@@ -42,24 +42,24 @@ class CompiledOps(NumpyOps):
     def __init__(self, threads: int) -> None:
         self._threads = threads
 
+    # --- what `kernels.tracked.HostOps` needs ---
+
     def threads(self) -> int:
-        """Return the number of threads that a kernel may use."""
         return self._threads
 
     def memory(self, array: Array) -> kernels.Memory:
-        """Return the memory of a contiguous array."""
         return memory_of(array)
 
     def array(self, host: Array) -> Array:
-        """Return the array."""
         return host
 
     def gradients(self, parts: Sequence[Part]) -> tuple[list[kernels.Gradient], object] | None:
-        """See `kernels.tracked.HostOps.gradients`."""
         flats = [_contiguous(gradient) for _, gradient in parts]
         if not all(kernels.supports(name_of(flat.dtype)) for flat in flats):
             return None
         return [_given(first, flat) for (first, _), flat in zip(parts, flats, strict=True)], flats
+
+    # --- operations ---
 
     def tracked(self, x: Array) -> Tracked:
         if x.flags.c_contiguous and x.flags.aligned and x.flags.writeable:

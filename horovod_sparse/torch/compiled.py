@@ -31,19 +31,15 @@ class CompiledTorchOps(TorchOps):
     # --- what `kernels.tracked.HostOps` needs ---
 
     def threads(self) -> int:
-        """Return the number of threads that a kernel may use."""
         return torch.get_num_threads()
 
     def memory(self, array: Tensor) -> kernels.Memory:
-        """Return the memory of a contiguous tensor on the CPU."""
         return _memory(array)
 
     def array(self, host: NDArray[Any]) -> Tensor:
-        """Return the tensor that has the memory of `host`."""
         return torch.from_numpy(host)
 
     def gradients(self, parts: Sequence[Part]) -> tuple[list[kernels.Gradient], object] | None:
-        """See `kernels.tracked.HostOps.gradients`."""
         if not all(gradient.is_cpu and gradient.dtype in _CODES for _, gradient in parts):
             return None
         flats = [gradient.contiguous() for _, gradient in parts]

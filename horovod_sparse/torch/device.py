@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,16 +20,17 @@ AddUp = Callable[[Tensor, int, float, int, torch.dtype], Tensor]
 """See `kernels.gpu.bucket.add_up`."""
 
 
-def has_kernels(tensor: Tensor) -> bool:
-    """Return whether there are kernels for the device of a tensor: an NVIDIA GPU, and Triton is installed."""
-    if tensor.device.type != "cuda" or torch.version.cuda is None or not gpu.available():
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Return whether there are kernels for a device: it is an NVIDIA GPU, and Triton is installed."""
+    if device.type != "cuda" or torch.version.cuda is None or not gpu.available():
         return False
-    return torch.cuda.get_device_capability(tensor.device) >= _LEAST_CAPABILITY
+    return torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
 def on_gpu(compressor: Compressor, layout: Layout, buffer: Tensor, velocity: Tensor | None) -> Selector | None:
     """Return a selector for a bucket on a GPU with kernels, if the compressor can do without the host."""
-    if not has_kernels(buffer):
+    if not has_kernels(buffer.device):
         return None
     from horovod_sparse.kernels.gpu.selector import selector_for
 
@@ -37,7 +39,7 @@ def on_gpu(compressor: Compressor, layout: Layout, buffer: Tensor, velocity: Ten
 
 def add_up_on(messages: Tensor) -> AddUp | None:
     """Return what adds up messages on their device; None if PyTorch's operations do."""
-    if not has_kernels(messages):
+    if not has_kernels(messages.device):
         return None
     from horovod_sparse.kernels.gpu.bucket import add_up
 
