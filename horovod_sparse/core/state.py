@@ -6,7 +6,7 @@ A state is checked as a whole before any part of it is loaded: an error in it wo
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,21 @@ def part_of(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
 def merged(state: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Return `state` with the entries of `other` added or replaced."""
     return {**state, **{part: {**state[part], **other[part]} for part in PARTS}}
+
+
+def joined(states: Sequence[Mapping[str, Any]], *, zero: bool) -> dict[str, Any]:
+    """Return the state of a worker that continues several others: the sums of their arrays, and the rest from the first.
+
+    With `zero`, return the state of a new worker: the first one's, with zeros in its arrays. The first one's arrays change.
+    """
+    first, *others = states
+    for part in ARRAYS:
+        for name, array in first[part].items():
+            if zero:
+                array *= 0
+            for other in others:
+                array += other[part][name]
+    return dict(first)
 
 
 def kept_shapes(shapes: Shapes, compressor: Compressor) -> tuple[Shapes, Shapes]:

@@ -13,6 +13,9 @@ from horovod_sparse.compressors.schedules import warmup as warmup
 from horovod_sparse.compressors.threshold import suggested_threshold as suggested_threshold
 from horovod_sparse.core.averaging import WeightedAverage as WeightedAverage
 from horovod_sparse.torch import seam
+from horovod_sparse.torch.checkpoint import Checkpoint as Checkpoint
+from horovod_sparse.torch.checkpoint import load_checkpoint as load_checkpoint
+from horovod_sparse.torch.checkpoint import save_checkpoint as save_checkpoint
 from horovod_sparse.torch.compressors import *
 
 seam.install()

@@ -1,0 +1,134 @@
+"""Scenarios: checkpoints of a whole training. What is loaded continues bit for bit; what does not fit raises on every rank."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from horovod_sparse.torch import SIDCo, TopK, load_checkpoint, save_checkpoint
+
+from .common import BUCKET_BYTES, COMPRESSORS, MakeCompression, assert_identical, digest, everyone, raised
+from .scenario import EVERYWHERE, MPI_2, scenario
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder that all ranks see, and that is removed when all have left it."""
+    made = tempfile.TemporaryDirectory() if hvd.rank() == 0 else None
+    try:
+        yield Path(everyone(made.name if made else "")[0])
+        hvd.barrier()
+    finally:
+        if made:
+            made.cleanup()
+
+
+class Training:
+    """A training in which everything that can be kept from step to step matters."""
+
+    def __init__(self, compression: Any) -> None:
+        torch.manual_seed(1)
+        layers = [nn.Linear(32, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 64), nn.ReLU()]
+        self.model = nn.Sequential(*layers, nn.Linear(64, 10))
+        adam = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        self.compression = compression
+        self.optimizer = hvd.DistributedOptimizer(adam, self.model.named_parameters(), compression=compression)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        self.data = torch.Generator().manual_seed(hvd.rank())
+        # Dropout draws from the global generator; what is added to the inputs, from those of NumPy and Python.
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(100 + hvd.rank())
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        names = ("model", "optimizer", "scheduler", "data")
+        return {name: getattr(self, name) for name in names}
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            inputs = torch.randn(16, 32, generator=self.data) + random.random() + float(np.random.normal())
+            labels = torch.randint(0, 10, (16,), generator=self.data)
+            self.optimizer.zero_grad()
+            F.cross_entropy(self.model(inputs), labels).backward()
+            self.optimizer.step()
+            self.scheduler.step()
+
+    def digest(self) -> str:
+        residuals = self.compression.state_dict()["residuals"]
+        return digest([*self.model.state_dict().values(), *(residuals[name] for name in sorted(residuals))])
+
+
+@scenario(*EVERYWHERE, cases={name: (make,) for name, make in COMPRESSORS.items()})
+def checkpoint_continues_bit_for_bit(make: MakeCompression) -> None:
+    with shared_folder() as folder:
+        first = Training(make(bucket_bytes=BUCKET_BYTES))
+        assert load_checkpoint(folder, **first.objects).step == 0
+        first.train(5)
+        save_checkpoint(folder, 5, **first.objects, epoch=2)
+        first.train(5)
+
+        second = Training(make(bucket_bytes=BUCKET_BYTES))
+        second.train(2)
+        found = load_checkpoint(folder, **second.objects)
+        assert (found.step, found.values) == (5, {"epoch": 2})
+        second.train(5)
+        assert second.digest() == first.digest()
+        assert_identical(first.model)
+
+
+@scenario(MPI_2)
+def checkpoint_keeps_what_belongs_to_one_rank() -> None:
+    """Running means, data generators and values of every rank come back on that rank."""
+    with shared_folder() as folder:
+        first = Training(TopK(0.01))
+        first.train(3)
+        save_checkpoint(folder, 3, **first.objects, rank=hvd.rank())
+        means = {name: buffer.clone() for name, buffer in first.model.named_buffers()}
+        assert len(set(everyone(digest(means.values())))) == hvd.size(), "the scenario tests nothing"
+        second = Training(TopK(0.01))
+        assert load_checkpoint(folder, **second.objects).values == {"rank": hvd.rank()}
+        assert all(torch.equal(buffer, means[name]) for name, buffer in second.model.named_buffers())
+        assert torch.equal(second.data.get_state(), first.data.get_state())
+
+
+@scenario(MPI_2)
+def checkpoint_that_does_not_fit_raises_on_every_rank() -> None:
+    with shared_folder() as folder:
+        first = Training(TopK(0.01))
+        first.train(2)
+        save_checkpoint(folder, 2, **first.objects)
+        message = raised(RuntimeError, lambda: load_checkpoint(folder, model=first.model, other=first.model))
+        assert "['other'] were not saved" in message
+        message = raised(RuntimeError, lambda: load_checkpoint(folder, model=nn.Linear(2, 2)))
+        assert "rank 0: the checkpoint of step 2 does not fit" in message and "rank 1" in message
+        # Only one rank has another model.
+        model = first.model if hvd.rank() == 0 else nn.Linear(2, 2)
+        message = raised(RuntimeError, lambda: load_checkpoint(folder, model=model))
+        assert message.startswith("rank 1: the checkpoint of step 2 does not fit")
+        first.train(2)
+        assert_identical(first.model)
+
+
+@scenario(MPI_2)
+def damaged_checkpoint_is_skipped_or_refused() -> None:
+    with shared_folder() as folder:
+        first = Training(SIDCo(0.01))
+        for step in (2, 4):
+            first.train(2)
+            save_checkpoint(folder, step, **first.objects)
+        if hvd.rank() == 0:
+            (folder / "step-000000004" / "rank-00001").write_bytes(b"damaged")
+        hvd.barrier()
+        message = raised(RuntimeError, lambda: load_checkpoint(folder, damaged="raise", **first.objects))
+        assert message.startswith("rank 1:") and "step-000000004 is damaged" in message
+        assert load_checkpoint(folder, **first.objects).step == 2
