@@ -1,0 +1,95 @@
+"""A training that saves checkpoints, resumes by itself, and may kill itself at a random moment.
+
+python -m parallel.killed FOLDER STEPS [SECONDS]
+
+With SECONDS, one rank gets SIGKILL so long after it began to train. At the end every rank prints a digest of everything that
+it keeps.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor
+
+from horovod_sparse.torch import DGC, MiCRO, SIDCo, load_checkpoint, save_checkpoint
+
+from .checkpoints import Training
+from .common import BUCKET_BYTES, digest
+
+EVERY = 4
+"""Steps from one checkpoint to the next."""
+
+
+class Trainings:
+    """Three trainings at once, so that one checkpoint holds several models and optimizers."""
+
+    def __init__(self) -> None:
+        self.parts = {
+            "sidco": Training(SIDCo(0.01, bucket_bytes=BUCKET_BYTES)),
+            "micro": Training(MiCRO(0.01, bucket_bytes=BUCKET_BYTES)),
+            "dgc": Training(DGC(0.01, bucket_bytes=BUCKET_BYTES)),
+        }
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        return {f"{part}_{name}": one for part, made in self.parts.items() for name, one in made.objects.items()}
+
+    def train(self) -> None:
+        for training in self.parts.values():
+            training.train(1)
+
+    def residuals(self) -> dict[str, Tensor]:
+        """All residuals and velocities of this rank."""
+        states = {part: training.compression.state_dict() for part, training in self.parts.items()}
+        return {
+            f"{part}.{kind}.{name}": array
+            for part, state in states.items()
+            for kind in ("residuals", "velocities")
+            for name, array in sorted(state[kind].items())
+        }
+
+
+def report(what: str, residuals: dict[str, Tensor]) -> None:
+    """Print, once, two numbers for each residual's sum over all ranks."""
+    for name, residual in residuals.items():
+        total = hvd.allreduce(residual.double(), op=hvd.Sum, name=name)
+        if hvd.rank() == 0:
+            print(f"{what} {name} {float(total.sum()):.6f} {float(total.norm()):.6f}", flush=True)
+
+
+def kill_later(seconds: float) -> None:
+    """Kill a random one of the ranks."""
+    moment = random.Random(seconds)
+    if moment.randrange(hvd.size()) == hvd.rank():
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def main(folder: Path, steps: int, seconds: float | None) -> None:
+    trainings = Trainings()
+    start = load_checkpoint(folder, **trainings.objects).step
+    print(f"rank {hvd.rank()} of {hvd.size()} begins at step {start}", flush=True)
+    report("loaded", trainings.residuals())
+    if seconds is not None:
+        kill_later(seconds)
+    for step in range(start, steps):
+        if step % EVERY == 0:
+            save_checkpoint(folder, step, keep=2, **trainings.objects)
+        trainings.train()
+    kept = [one for training in trainings.parts.values() for one in training.model.state_dict().values()]
+    print(f"rank {hvd.rank()} ended with {digest([*kept, *trainings.residuals().values()])}", flush=True)
+    report("kept", trainings.residuals())
+
+
+if __name__ == "__main__":
+    hvd.init()
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]) if len(sys.argv) > 3 else None)

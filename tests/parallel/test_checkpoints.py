@@ -1,0 +1,67 @@
+"""Checkpoints of jobs that are killed, and that go on with another number of workers."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from .launch import Ended, Launch
+from .scenario import GLOO_2, MPI_2, MPI_4
+
+pytestmark = [pytest.mark.parallel, pytest.mark.full]
+
+LIMIT = 120.0
+"""Seconds; an idle machine needs a tenth."""
+KILLS = 20
+
+
+def _found(pattern: str, ended: Ended) -> list[str]:
+    return sorted(set(re.findall(pattern, ended.output)))
+
+
+def _train(launch: Launch, folder: Path, *arguments: object) -> Ended:
+    return launch.run("-m", "parallel.killed", str(folder), *map(str, arguments), limit=LIMIT)
+
+
+@pytest.mark.parametrize(("launch", "kills"), [(MPI_2, KILLS), (GLOO_2, 3)], ids=str)
+def test_a_job_that_is_killed_ends_as_if_it_had_not_been(launch: Launch, kills: int, tmp_path: Path) -> None:
+    steps = 400
+    whole = _train(launch, tmp_path / "whole", steps)
+    assert whole.code == 0, str(whole)
+    ends = _found(r"rank \d ended with \w+", whole)
+    assert len(ends) == launch.ranks
+
+    moments = random.Random(7)
+    starts = []
+    for _ in range(kills):
+        killed = _train(launch, tmp_path / "killed", steps, moments.uniform(0.0, 0.6))
+        assert killed.code not in (0, None), str(killed)
+        (start,) = _found(r"begins at step (\d+)", killed)
+        starts.append(int(start))
+    last = _train(launch, tmp_path / "killed", steps)
+    assert last.code == 0, str(last)
+    (start,) = _found(r"begins at step (\d+)", last)
+    assert starts == sorted(starts) and 0 < int(start) < steps, [*starts, start]
+    assert _found(r"rank \d ended with \w+", last) == ends
+
+
+@pytest.mark.parametrize("launch", [MPI_4, Launch("mpirun", 1), Launch("mpirun", 3)], ids=str)
+def test_another_number_of_workers_keeps_the_sum_of_the_residuals(launch: Launch, tmp_path: Path) -> None:
+    saved = _train(MPI_2, tmp_path, 9)
+    assert saved.code == 0, str(saved)
+    # The last checkpoint is that of step 8: train to there, to know its sums.
+    at_eight = _train(MPI_2, tmp_path / "again", 8)
+    other = launch.run(
+        "-m", "parallel.killed", str(tmp_path), "12", limit=LIMIT, environment={"HOROVOD_SPARSE_FORCE": "1"}
+    )
+    assert other.code == 0, str(other)
+    assert f"2 workers saved the checkpoint of step 8, {launch.ranks} continue" in other.output
+    kept = dict(re.findall(r"kept (\S+) (.*)", at_eight.output))
+    loaded = dict(re.findall(r"loaded (\S+) (.*)", other.output))
+    assert kept.keys() == loaded.keys() and len(kept) > 10
+    for name, sums in kept.items():
+        expected, got = ([float(one) for one in text.split()] for text in (sums, loaded[name]))
+        assert got == pytest.approx(expected, abs=1e-4), name
