@@ -16,7 +16,7 @@ from horovod_sparse.core.layout import Layout, Slot, check_limits
 from horovod_sparse.core.preparation import Arrived, Preparation
 from horovod_sparse.core.residuals import Residuals
 from horovod_sparse.core.selector import DeviceSelectorFor, SlotGradient, no_device
-from horovod_sparse.core.state import Kept, check_discardable, check_state
+from horovod_sparse.core.state import VERSION, check_discardable, check_state
 from horovod_sparse.core.statistics import Stats, combined
 from horovod_sparse.exchange.protocols import Collective, Reduced, Sent
 from horovod_sparse.ops.protocol import Array, Ops
@@ -26,6 +26,10 @@ _LASTING = 100
 
 Write = Callable[[Sequence[Slot], Reduced], None]
 """Writes the reduced gradient to where the adapter wants it."""
+Wait = Callable[[], Array]
+"""Waits for a collective that was started, and returns its result."""
+UnderWay = tuple[Bucket, Wait]
+Start = Callable[[Bucket, Collective], Wait]
 
 
 class Pipeline:
@@ -38,7 +42,7 @@ class Pipeline:
         position: index of this worker among them, in [0, world).
         rank: this worker's global rank, for error messages.
         averages: True if the reduced gradient is the workers' mean, False if it is their sum; `clip_norm` depends on it.
-        device_selector: returns what selects on a bucket's device, or None.
+        device_selector: makes what selects on a bucket's device.
     """
 
     def __init__(
@@ -64,7 +68,6 @@ class Pipeline:
         self.buckets: list[Bucket] = []
         self.dense = DenseParameters(ops, compressor, self.velocities)
         self.preparation = Preparation(ops, compressor, world, averages=averages)
-        self._kept = Kept(self.residuals, self.velocities, self.preparation, self.buckets)
         self.dense_bytes_sent = 0.0
         self._bucket_of: dict[str, Bucket] = {}
         self._not_finite: list[str] = []
@@ -187,14 +190,20 @@ class Pipeline:
         write(bucket.layout.slots, Reduced(self.ops, sent, divisor))
         return None
 
+    def complete(self, under_way: Sequence[UnderWay], divisor: float, write: Write, start: Start) -> None:
+        """Advance exchanges to their ends. `start` starts a bucket's next collective."""
+        while under_way:
+            # Every bucket's next collective is started before the first of them is waited for.
+            following = []
+            for bucket, result in under_way:
+                collective = self.advance(bucket, result(), divisor, write)
+                if collective is not None:
+                    following.append((bucket, start(bucket, collective)))
+            under_way = following
+
     def note_not_finite(self, name: str) -> None:
         """Let the step fail, because the reduced gradient of a parameter is not finite."""
         self._not_finite_elsewhere.append(f"parameter {name!r}")
-
-    def check_reduced(self, name: str, reduced: Array) -> None:
-        """Let the step fail if a reduced gradient that did not come through a bucket is not finite."""
-        if not self.ops.all_finite(reduced):
-            self.note_not_finite(name)
 
     def finish_dense(self, name: str, reduced: Array) -> None:
         """Apply momentum, in place, to a reduced gradient that did not come through a bucket.
@@ -274,24 +283,46 @@ class Pipeline:
         return combined(buckets, self.dense_bytes_sent)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Kept.state_dict`."""
-        return self._kept.state_dict()
+        """Return residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.
+
+        Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it.
+        """
+        return {
+            "version": VERSION,
+            "residuals": self.residuals.state_dict(),
+            "velocities": self.velocities.state_dict(),
+            "learning_rates": dict(self.preparation.learning_rates),
+            "adaptive": {name: bucket.state.state_dict() for bucket in self.buckets for name in bucket.slots},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, strictly for the same model. The buckets may differ."""
         check_state(state, self.compressor, self.residuals.shapes, self.velocities.shapes)
         self._begin_afresh()
-        self._kept.load(state)
+        self.residuals.load_state_dict(state["residuals"])
+        self.velocities.load_state_dict(state["velocities"])
+        self.preparation.learning_rates = dict(state["learning_rates"])
+        for bucket in self.buckets:
+            bucket.forget()
+            bucket.state.load_state_dict(state["adaptive"][bucket.name])
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals and velocities by `factor`. Earlier steps can no longer be discarded: they used another unit."""
         self._ended = []
-        self._kept.rescale(factor)
+        self.residuals.rescale(factor)
+        self.velocities.rescale(factor)
+        for bucket in self.buckets:
+            bucket.forget()
+            bucket.state.rescale(factor)
 
     def reset(self) -> None:
         """Start afresh: residuals are zero, adaptive state and statistics are as before the first step."""
         self._begin_afresh()
-        self._kept.reset()
+        self.residuals.reset()
+        self.velocities.reset()
+        self.preparation.learning_rates = {}
+        for bucket in self.buckets:
+            bucket.reset()
 
     def _begin_afresh(self) -> None:
         """Give up the step that has begun, and forget the last one, so that none can be discarded."""

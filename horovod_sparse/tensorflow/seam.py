@@ -22,7 +22,8 @@ import horovod
 import horovod._keras as horovod_keras
 import horovod.tensorflow as horovod_tensorflow
 
-from horovod_sparse.tensorflow.compressors import TensorflowCompressor, refuse_class
+from horovod_sparse.core.binding import refuse_class
+from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
 from horovod_sparse.tensorflow.reduction import Reduction

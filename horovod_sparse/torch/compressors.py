@@ -34,14 +34,6 @@ class TorchCompressor(BoundCompressor, HorovodCompressor):
         # Differentiable, as Horovod's own compressors are.
         return torch.zeros_like(flat).scatter(0, chosen, flat[chosen]).view(tensor.shape), None
 
-    def decompress(self, tensor: Tensor, ctx: None) -> Tensor:
-        """Return the tensor as it is."""
-        return tensor
-
-    def residual_dtype_of(self, tensor: Tensor) -> str:
-        """Return the residual's dtype for gradients like `tensor`."""
-        return self.residual_dtype or ("float64" if tensor.dtype == torch.float64 else "float32")
-
 
 class DGC(TorchCompressor, compressors.DGC): ...
 

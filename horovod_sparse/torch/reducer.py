@@ -22,7 +22,7 @@ from torch import Tensor
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Slot
-from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.pipeline import Pipeline, Wait
 from horovod_sparse.core.preparation import Arrived
 from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import check_discardable, check_state, empty_state, holds_anything, kept_shapes
@@ -35,7 +35,7 @@ from horovod_sparse.torch.exchange import Collectives, empty_sparse
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
 from horovod_sparse.torch.routes import Dense, Routes, wire_dtype
-from horovod_sparse.torch.step import Step, Wait
+from horovod_sparse.torch.step import Step
 
 
 class Reducer(Server):
@@ -270,21 +270,15 @@ class Reducer(Server):
         divisor = float(pipeline.world) if self._optimizer.op == mpi_ops.Average else 1.0
         # The order is the same on every rank, so that all have started the same collectives if one of the exchanges raises.
         under_way = [(bucket, self._step.exchanges[bucket.name]) for bucket in pipeline.buckets]
-        while under_way:
-            # Start every bucket's next collective before waiting for the first of them.
-            following = []
-            for bucket, result in under_way:
-                collective = pipeline.advance(bucket, result(), divisor, self._write)
-                if collective is not None:
-                    following.append((bucket, self._start(bucket, collective)))
-            under_way = following
+        pipeline.complete(under_way, divisor, self._write, self._start)
         for together, message, wait in self._step.dense:
             wait()
             pipeline.finish_dense(together.name, message)
             self._write_dense(together, message)
         for parameter, wait in self._step.sparse.items():
             reduced = wait()
-            pipeline.check_reduced(self._routes.names[parameter], reduced._values())
+            if not self._ops.all_finite(reduced._values()):
+                pipeline.note_not_finite(self._routes.names[parameter])
             if parameter.requires_grad:
                 parameter.grad = reduced
 

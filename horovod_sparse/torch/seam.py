@@ -19,6 +19,7 @@ from horovod.torch import mpi_ops
 from horovod.torch import optimizer as horovod_optimizer
 
 from horovod_sparse.core.agreement import check_arguments
+from horovod_sparse.core.binding import refuse_class
 from horovod_sparse.torch.agreement import check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.reducer import Reducer
@@ -125,32 +126,29 @@ def _init(stock: Method) -> Method:
             arguments.arguments[name] for name in ("params", "compression", "op", "groups")
         )
         # Check before stock Horovod registers its hooks, which would outlive a refused optimizer.
-        _refuse_class(compression)
-        if isinstance(compression, TorchCompressor):
-            _check_arguments(op, groups, compression)
+        is_ours = _is_ours(compression, op, groups)
+        if is_ours:
             check_momentum(params, compression)
             compression.check_free()
         stock(self, *args, **kwargs)
-        if isinstance(compression, TorchCompressor):
+        if is_ours:
             self._sparse_reducer = Reducer(self, compression)
 
     return extended
 
 
-def _check_arguments(op: Any, groups: Any, compression: TorchCompressor) -> None:
+def _is_ours(compression: Any, op: Any, groups: Any) -> bool:
+    """Return whether a compression is one of ours. Raise if it is, but cannot be used with the other arguments."""
+    refuse_class(compression)
+    if not isinstance(compression, TorchCompressor):
+        return False
     check_arguments(op, mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum, groups, compression)
-
-
-def _refuse_class(compression: Any) -> None:
-    if isinstance(compression, type) and issubclass(compression, TorchCompressor):
-        raise TypeError(f"compression must be an instance, such as {compression.__name__}(...), got the class itself")
+    return True
 
 
 def _refuse_adasum(stock: Method) -> Method:
     def extended(self: Any, params: Any, named_parameters: Any, compression: Any, *args: Any, **kwargs: Any) -> None:
-        _refuse_class(compression)
-        if isinstance(compression, TorchCompressor):
-            _check_arguments(mpi_ops.Adasum, None, compression)
+        _is_ours(compression, mpi_ops.Adasum, None)
         stock(self, params, named_parameters, compression, *args, **kwargs)
 
     return extended

@@ -17,7 +17,8 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from horovod_sparse.core.agreement import check_momentum
-from horovod_sparse.tensorflow.compressors import TensorflowCompressor, refuse_class
+from horovod_sparse.core.binding import refuse_class
+from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.memory import unwatched
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
