@@ -35,15 +35,7 @@ class Before:
 class Bucket:
     """One bucket on this rank. It is the `protocols.Sender` of its exchange.
 
-    Args:
-        ops: the framework's operations.
-        compressor: settings and algorithm.
-        layout: the bucket's parameters.
-        place: the bucket among all, and this worker among the workers.
-        rank: this worker's global rank.
-        buffer: the residual; during a step also the gradients that have arrived. It belongs to the pipeline.
-        velocity: the velocity, with momentum correction; else None.
-        device_selector: returns what selects on the bucket's device, or None.
+    `buffer` is the residual, and during a step also the gradients that have arrived. Both arrays belong to the pipeline.
     """
 
     def __init__(

@@ -11,13 +11,7 @@ from horovod_sparse.ops.protocol import Array, Ops
 
 
 class DenseParameters:
-    """The dense parameters of one optimizer.
-
-    Args:
-        ops: the framework's operations.
-        compressor: the settings.
-        velocities: the velocities of all parameters, with momentum correction.
-    """
+    """The dense parameters of one optimizer. With momentum correction, their velocities are kept among all others."""
 
     def __init__(self, ops: Ops, compressor: Compressor, velocities: Residuals) -> None:
         self._ops = ops

@@ -21,14 +21,7 @@ class Arrived(NamedTuple):
 
 
 class Preparation:
-    """Prepares the gradients of one optimizer.
-
-    Args:
-        ops: the framework's operations.
-        compressor: the settings.
-        world: the number of workers.
-        averages: True if the reduced gradient is the workers' mean, False if it is their sum; `clip_norm` depends on it.
-    """
+    """Prepares the gradients of one optimizer."""
 
     def __init__(self, ops: Ops, compressor: Compressor, world: int, *, averages: bool) -> None:
         self._ops = ops

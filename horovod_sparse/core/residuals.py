@@ -13,11 +13,7 @@ from horovod_sparse.ops.protocol import Array, Ops
 
 
 class Residuals:
-    """Flat residual buffers with named slices.
-
-    Args:
-        ops: the framework's operations.
-    """
+    """Flat residual buffers with named slices."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops

@@ -63,11 +63,7 @@ def no_device(compressor: Compressor, layout: Layout, buffer: Array, velocity: A
 class HostSelector:
     """Selects by the operations of the framework, as the compressor's `select` says. The arrays may be on any device.
 
-    Args:
-        ops: the framework's operations.
-        compressor: the algorithm.
-        buffer: the residual of the bucket. It belongs to the caller and is changed here, and so is the velocity.
-        velocity: the velocity, with momentum correction; else None.
+    The residual and the velocity belong to the caller, and are changed here.
     """
 
     def __init__(self, ops: Ops, compressor: Compressor, buffer: Array, velocity: Array | None) -> None:

@@ -38,13 +38,7 @@ _agreed: Counter[tuple[int, ...]] = Counter()
 
 
 class Reducer(Server):
-    """Reduces lists of gradients.
-
-    Args:
-        compressor: the `compression` that was given to Horovod; it is bound to this reducer.
-        reduction: how gradients are reduced.
-        shared: True if it serves one tape after the other, False if it serves one optimizer.
-    """
+    """Reduces lists of gradients. If `shared`, it serves one tape after the other, else one optimizer."""
 
     compressor: TensorflowCompressor
     pipeline: HostPipeline | None = None

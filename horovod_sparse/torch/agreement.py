@@ -51,14 +51,10 @@ def agree(
     known_sparse: Collection[str],
     number: int | None,
 ) -> Agreement:
-    """Compare settings and parameters with the other ranks of the optimizer's process set. Blocks.
+    """Compare settings and the `new` parameters with the other ranks of the optimizer's process set. Blocks.
 
-    Args:
-        optimizer: the wrapped optimizer.
-        compressor: the optimizer's compressor.
-        new: the parameters that are about to be planned, with their names.
-        known_sparse: names of parameters that this rank knows to have sparse gradients.
-        number: the optimizer's number; None before its first agreement.
+    `known_sparse` names parameters that this rank knows to have sparse gradients. `number` is that of the optimizer, or None
+    before its first agreement.
 
     Raises:
         ValueError: on every rank that differs from another one; the message has both values.

@@ -39,12 +39,7 @@ from horovod_sparse.torch.step import Step
 
 
 class Reducer(Server):
-    """Reduces the gradients of one `hvd.DistributedOptimizer`.
-
-    Args:
-        optimizer: the wrapped optimizer, fully constructed.
-        compressor: the optimizer's `compression`, already checked by `check_arguments` and `check_momentum`.
-    """
+    """Reduces the gradients of one `hvd.DistributedOptimizer`, whose arguments the seam has checked."""
 
     compressor: TorchCompressor
 

@@ -29,12 +29,7 @@ class Dense:
 
 
 class Routes:
-    """The routes of the parameters of one `hvd.DistributedOptimizer`; more parameters can join later.
-
-    Args:
-        optimizer: the wrapped optimizer.
-        compressor: the optimizer's compressor.
-    """
+    """The routes of the parameters of one `hvd.DistributedOptimizer`; more parameters can join later."""
 
     def __init__(self, optimizer: Any, compressor: TorchCompressor) -> None:
         self._optimizer = optimizer
