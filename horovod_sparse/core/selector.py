@@ -84,7 +84,8 @@ class HostSelector:
         if not self._hinted:
             # Not earlier: the state may be rescaled between the beginning of the step and the first gradient.
             self._hinted = True
-            self._tracked.begin(self._hints(state))
+            selects, room = state.step >= self._compressor.dense_steps, min(state.room, len(self._buffer) // _FEW)
+            self._tracked.begin(Hints(state.cut, room, self._compressor.needs_sums) if selects else Hints())
         correction, velocity, moving = self._compressor.momentum_correction, self._velocity, None
         parts: list[Part] = [(slot.offset, gradient) for slot, gradient in gradients if gradient is not None]
         if correction is not None and velocity is not None:
@@ -98,11 +99,6 @@ class HostSelector:
             bad = self._tracked.take_in(parts, moving)
             if any(bad):
                 self.not_finite += [offset for (offset, _), number in zip(parts, bad, strict=True) if number]
-
-    def _hints(self, state: BucketState) -> Hints:
-        if state.step < self._compressor.dense_steps:
-            return Hints()
-        return Hints(state.cut, min(state.room, len(self._buffer) // _FEW), self._compressor.needs_sums)
 
     @property
     def finite(self) -> bool:

@@ -70,9 +70,6 @@ class HostPipeline(Pipeline):
         """Use the memory that the bucket's variables have now."""
         self._use(bucket, *map(memory_of, self._memory[bucket.name]))
 
-    def _read(self, bucket: Bucket) -> list[Tensor]:
-        return [variable.read_value() for variable in self._memory[bucket.name]]
-
     def _use(self, bucket: Bucket, buffer: NDArray[Any], velocity: NDArray[Any] | None = None) -> None:
         """Use other memory for a bucket's residual and velocity from now on."""
         self.residuals.rebind(bucket.name, buffer)
@@ -183,10 +180,11 @@ class HostPipeline(Pipeline):
         slots = bucket.layout.slots
         names = [slot.name for slot in slots if slot.name in step.gradients]
         frozen = [slot.name for slot in slots if slot.name in step.frozen]
+        memory = [variable.read_value() for variable in self._memory[bucket.name]]
         return self._call(
             self._take_in,
-            (bucket.name, names, frozen, len(self._memory[bucket.name])),
-            [*self._read(bucket), step.rate, *(step.gradients[name] for name in names)],
+            (bucket.name, names, frozen, len(memory)),
+            [*memory, step.rate, *(step.gradients[name] for name in names)],
             first.dtype or bucket.layout.residual_dtype,
         )
 

@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Literal
 
 from horovod_sparse import kernels
-from horovod_sparse.tools.machine import instruction_sets
 
 Mark = Literal["ok", "missing", "warn"]
 """The result: "missing" marks what torch training cannot do without, "warn" marks other problems."""
 HOROVOD_VERSION = "0.28.1"
 _REBUILD = "build Horovod: make setup, or docker/build_horovod.sh PYTHON"
 _INSTALL_MPI = f"install libopenmpi-dev, then {_REBUILD}"
+_SETS = ("sse4_2", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "asimd", "sve", "sve2")
+"""The instruction sets that tell a processor's generation."""
 _MARK = "horovod_sparse.check:"
 """A line of output that begins with this holds a finding."""
 
@@ -130,6 +131,22 @@ def _mpi4py() -> str:
     import_module("mpi4py").rc.initialize = False
     library = import_module("mpi4py.MPI").Get_library_version().split(",")[0].strip()
     return f"{_version('mpi4py')}, {library}"
+
+
+def cpu_info(name: str) -> str:
+    """Return what Linux says under this name of the first processor; an empty string if nothing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), "")
+
+
+def instruction_sets() -> list[str]:
+    """Return the names in `_SETS` that this processor has."""
+    # AArch64 lists them under "Features".
+    flags = (cpu_info("flags") or cpu_info("Features")).split()
+    return [name for name in _SETS if name in flags]
 
 
 def _kernels() -> str | Finding:

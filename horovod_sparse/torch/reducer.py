@@ -56,15 +56,10 @@ class Reducer(Server):
         self._step = Step()
         self._frozen: set[Tensor] = set()
         """Parameters that are not trained at the moment. They keep no residual and no velocity."""
-        self.active = self._activate()
-
-    def _activate(self) -> bool:
-        if not self._process_set.included() or not compresses(self._process_set.size()):
-            return False
-        if mpi_ops.size() == 1:
+        self.active = self._process_set.included() and compresses(self._process_set.size())
+        if self.active and mpi_ops.size() == 1:
             # Stock Horovod registers no hooks for a single worker.
-            self._optimizer._register_hooks()
-        return True
+            optimizer._register_hooks()
 
     def _name(self, what: str) -> str:
         """Return the full name of a collective."""
@@ -269,7 +264,8 @@ class Reducer(Server):
         for together, message, wait in self._step.dense:
             wait()
             pipeline.finish_dense(together.name, message)
-            self._write_dense(together, message)
+            parts = torch.split(message.view(-1), [slot.numel for slot in together.layout.slots])
+            write_dense_parts(together.parameters, parts, self._routes.sparse_as_dense)
         for parameter, wait in self._step.sparse.items():
             reduced = wait()
             if not self._ops.all_finite(reduced._values()):
@@ -280,10 +276,6 @@ class Reducer(Server):
     def _write(self, slots: Sequence[Slot], reduced: Reduced) -> None:
         parameters = [self._routes.compressed[slot.name] for slot in slots]
         write_reduced(slots, parameters, reduced, self._routes.sparse_as_dense)
-
-    def _write_dense(self, together: Dense, reduced: Tensor) -> None:
-        parts = torch.split(reduced.view(-1), [slot.numel for slot in together.layout.slots])
-        write_dense_parts(together.parameters, parts, self._routes.sparse_as_dense)
 
     def parameters_added(self) -> None:
         """Take in a group of parameters that was added to the optimizer."""
