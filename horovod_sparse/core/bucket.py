@@ -76,7 +76,6 @@ class Bucket:
         self._close()
 
     def _close(self) -> None:
-        """Forget the current step."""
         self.in_step = False
         self.missing = set(self.slots)
         """Parameters whose gradient has not arrived in this step."""
@@ -112,7 +111,6 @@ class Bucket:
         self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
 
     def accumulate(self, gradients: Sequence[SlotGradient]) -> None:
-        """Take gradients of this step into the residual."""
         self.selector.accumulate(gradients, self.state, self.k)
 
     def change_unit(self, factor: float) -> None:
@@ -223,7 +221,6 @@ class Bucket:
         self._close()
 
     def warn_truncated(self) -> None:
-        """Warn that the message has had too little room for many steps."""
         last = self.tally.last
         warnings.warn(
             f"horovod_sparse: rank {self.rank}: for {self.truncated_steps} steps more entries of bucket {self.name!r} "

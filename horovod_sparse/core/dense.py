@@ -24,7 +24,6 @@ class DenseParameters:
         """The velocities before this step or the last one."""
 
     def add(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
-        """Add parameters; see `Pipeline.add_dense`."""
         for layout in layouts:
             self._layouts[layout.name] = layout
             if self._correction is not None:
@@ -51,7 +50,6 @@ class DenseParameters:
         self._before.clear()
 
     def bring_back(self) -> None:
-        """Go back to the velocities before the step."""
         for name, velocity in self._before.items():
             self._ops.assign(self._velocities.buffer(name), velocity)
         self._before.clear()

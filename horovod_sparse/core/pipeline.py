@@ -98,11 +98,9 @@ class Pipeline:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the residuals take, in bytes."""
         return self.residuals.nbytes
 
     def bucket_of(self, name: str) -> Bucket:
-        """Return the bucket that a parameter is in."""
         return self._bucket_of[name]
 
     def drop(self, name: str) -> None:

@@ -69,5 +69,4 @@ class Preparation:
         self._rates_before = dict(self.learning_rates)
 
     def bring_back(self) -> None:
-        """Go back to the learning rates that were remembered."""
         self.learning_rates = dict(self._rates_before)

@@ -62,7 +62,6 @@ class Reducer(Server):
             optimizer._register_hooks()
 
     def _name(self, what: str) -> str:
-        """Return the full name of a collective."""
         return f"horovod_sparse.{self._process_set.process_set_id}.{self._number}.{what}"
 
     # --- gradients in: called from hooks, never waits for another rank ---

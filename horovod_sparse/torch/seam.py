@@ -113,7 +113,7 @@ def _reducer(optimizer: Any) -> Reducer | None:
     return reducer
 
 
-# Each of these functions takes the stock method and returns its extension.
+# Each of these takes the stock method and returns its extension.
 
 
 def _init(stock: Method) -> Method:
@@ -165,68 +165,6 @@ def _allreduce_grad_async(stock: Method) -> Method:
     return extended
 
 
-def _grouped_allreduce_grad_async(stock: Method) -> Method:
-    def extended(self: Any, ps: Any) -> Any:
-        reducer = _reducer(self)
-        if reducer is None:
-            return stock(self, ps)
-        for p in ps:
-            reducer.submit(p)
-        return _UNDER_WAY
-
-    return extended
-
-
-def _synchronize(stock: Method) -> Method:
-    def extended(self: Any) -> None:
-        reducer = _reducer(self)
-        if reducer is None:
-            stock(self)
-        else:
-            reducer.synchronize()
-
-    return extended
-
-
-def _step(stock: Method) -> Method:
-    def extended(self: Any, closure: Any = None) -> Any:
-        if closure is None or _reducer(self) is None:
-            return stock(self, closure)
-
-        def reduced_closure() -> Any:
-            loss = closure()
-            if self._should_synchronize:
-                self.synchronize()
-            return loss
-
-        try:
-            return super(self.__class__, self).step(reduced_closure)
-        finally:
-            self._synchronized = False
-
-    return extended
-
-
-def _zero_grad(stock: Method) -> Method:
-    def extended(self: Any, *args: Any, **kwargs: Any) -> None:
-        reducer = _reducer(self)
-        if reducer is None:
-            # Stock Horovod takes no argument. If it gets one, it raises its own error.
-            stock(self, *args, **kwargs)
-        elif self._handles:
-            reducer.check_not_left_out()
-            raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(): the gradients are being reduced. Call it before loss.backward()"
-            )
-        else:
-            super(self.__class__, self).zero_grad(*args, **kwargs)
-            # If a step was left out after synchronize(), the next one must still be reduced.
-            self._synchronized = False
-
-    return extended
-
-
 def _add_param_group(stock: None) -> Method:
     def extended(self: Any, param_group: dict[str, Any]) -> None:
         super(self.__class__, self).add_param_group(param_group)
@@ -237,17 +175,70 @@ def _add_param_group(stock: None) -> Method:
     return extended
 
 
-def _load_state_dict(stock: Method) -> Method:
-    def extended(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _reducer(self) is not None and self._handles:
-            # Collectives that are under way must finish before the handles are dropped.
-            self.synchronize()
-        stock(self, *args, **kwargs)
-        reducer = _reducer(self)
-        if reducer is not None:
-            reducer.settings_changed()
+def _if_ours(own: Callable[..., Any]) -> Callable[[Method], Method]:
+    """Return what makes the extension: `own(self, reducer, stock, ...)` if there is a reducer, else the stock method."""
 
-    return extended
+    def extend(stock: Method) -> Method:
+        def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
+            reducer = _reducer(self)
+            if reducer is None:
+                return stock(self, *args, **kwargs)
+            return own(self, reducer, stock, *args, **kwargs)
+
+        return extended
+
+    return extend
+
+
+@_if_ours
+def _grouped_allreduce_grad_async(self: Any, reducer: Reducer, stock: Method, ps: Any) -> Any:
+    for p in ps:
+        reducer.submit(p)
+    return _UNDER_WAY
+
+
+@_if_ours
+def _synchronize(self: Any, reducer: Reducer, stock: Method) -> None:
+    reducer.synchronize()
+
+
+@_if_ours
+def _step(self: Any, reducer: Reducer, stock: Method, closure: Any = None) -> Any:
+    if closure is None:
+        return stock(self)
+
+    def reduced_closure() -> Any:
+        loss = closure()
+        if self._should_synchronize:
+            self.synchronize()
+        return loss
+
+    try:
+        return super(self.__class__, self).step(reduced_closure)
+    finally:
+        self._synchronized = False
+
+
+@_if_ours
+def _zero_grad(self: Any, reducer: Reducer, stock: Method, *args: Any, **kwargs: Any) -> None:
+    if self._handles:
+        reducer.check_not_left_out()
+        raise AssertionError(
+            "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+            "optimizer.synchronize(): the gradients are being reduced. Call it before loss.backward()"
+        )
+    super(self.__class__, self).zero_grad(*args, **kwargs)
+    # If a step was left out after synchronize(), the next one must still be reduced.
+    self._synchronized = False
+
+
+@_if_ours
+def _load_state_dict(self: Any, reducer: Reducer, stock: Method, *args: Any, **kwargs: Any) -> None:
+    if self._handles:
+        # Collectives that are under way must finish before the handles are dropped.
+        self.synchronize()
+    stock(self, *args, **kwargs)
+    reducer.settings_changed()
 
 
 _EXTENSIONS: dict[str, Callable[[Any], Method]] = {
