@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import estimation_report as report
+import machine
 import numpy as np
 import torch
 from estimation_data import KINDS, RECORDED, stream
@@ -36,7 +37,6 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.layout import Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline, Write
 from horovod_sparse.exchange.protocols import Collective, Reduced
-from horovod_sparse.tools import machine
 from horovod_sparse.torch.compiled import tensor_ops
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

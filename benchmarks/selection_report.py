@@ -10,11 +10,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from machine import processor
 from selection_contestants import Measured
 
 from horovod_sparse import __version__
 from horovod_sparse.tools.bench import measure
-from horovod_sparse.tools.machine import instruction_sets, processor
+from horovod_sparse.tools.check import instruction_sets
 
 
 def machine() -> dict[str, Any]:

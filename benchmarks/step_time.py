@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import machine
 import torch
 from step_contenders import ALONE, CONTENDERS, DENSE, MODELS, Task
 from torch import nn
 from tqdm import tqdm
 
 import horovod_sparse.torch as hvd
-from horovod_sparse.tools import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import common

@@ -19,12 +19,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import machine
 import torch
 from step_contenders import ALONE, MODELS
 from step_time import SETTLING, Contender, make, parse
 
 import horovod_sparse.torch as hvd
-from horovod_sparse.tools import machine
 from horovod_sparse.torch import reducer as reducers
 
 PARTS = {

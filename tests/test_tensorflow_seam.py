@@ -30,7 +30,7 @@ def stock() -> Iterator[None]:
 
 
 def _functions() -> list[Any]:
-    return [getattr(owner, name) for name, (owner, _) in seam._CONTRACT.items()]
+    return [getattr(owner, name) for name, (owner, *_) in seam._EXTENSIONS.items()]
 
 
 @pytest.mark.usefixtures("stock")
@@ -39,11 +39,11 @@ def test_installed_horovod_fulfils_the_contract() -> None:
 
 
 @pytest.mark.usefixtures("stock")
-@pytest.mark.parametrize("name", seam._CONTRACT)
+@pytest.mark.parametrize("name", seam._EXTENSIONS)
 def test_nothing_is_replaced_when_the_contract_is_broken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def other(self: Any, something: Any) -> None: ...
 
-    owner = seam._CONTRACT[name][0]
+    owner = seam._EXTENSIONS[name][0]
     monkeypatch.setattr(owner, name, other)
     before = _functions()
     with pytest.raises(

@@ -78,11 +78,7 @@ def check_sparse(found: Iterable[str], c: Compressor, *, sparse_as_dense: bool, 
 def check_momentum(c: Compressor, momentum: object, betas: object, remedy: str) -> None:
     """Refuse to apply momentum twice: by the compressor before the selection, and by the optimizer after the reduction.
 
-    Args:
-        c: the compressor.
-        momentum: the momentum of the optimizer.
-        betas: the betas of an optimizer that averages gradients, which causes a warning; None for other optimizers.
-        remedy: how to make an optimizer without momentum.
+    `betas` are those of an optimizer that averages gradients, which causes a warning. `remedy` makes one without momentum.
     """
     correction = c.momentum_correction
     if correction is None:

@@ -67,6 +67,14 @@ class BoundCompressor(Compressor):
             stacklevel=1,
         )
 
+    def decompress(self, tensor: Array, ctx: None) -> Array:
+        """Return the tensor as it is."""
+        return tensor
+
+    def residual_dtype_of(self, tensor: Array) -> str:
+        """Return the residual's dtype for gradients like `tensor`."""
+        return self.residual_dtype or ("float64" if "float64" in str(tensor.dtype) else "float32")
+
     def stats(self) -> Stats:
         """Return counts, bytes and residual norms per bucket and in total, of the last step and on average; computed now."""
         return NO_STATS if self._server is None else self._server.stats()
@@ -119,6 +127,12 @@ class BoundCompressor(Compressor):
     def __getstate__(self) -> dict[str, Any]:
         # A copy has the settings but not the residuals, because it is for another optimizer.
         return {name: value for name, value in vars(self).items() if name != "_server"}
+
+
+def refuse_class(compression: object) -> None:
+    """Raise TypeError if `compression` is a compressor's class instead of an instance."""
+    if isinstance(compression, type) and issubclass(compression, BoundCompressor):
+        raise TypeError(f"compression must be an instance, such as {compression.__name__}(...), got the class itself")
 
 
 def check_factor(factor: float) -> None:

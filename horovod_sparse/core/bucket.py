@@ -35,15 +35,7 @@ class Before:
 class Bucket:
     """One bucket on this rank. It is the `protocols.Sender` of its exchange.
 
-    Args:
-        ops: the framework's operations.
-        compressor: settings and algorithm.
-        layout: the bucket's parameters.
-        place: the bucket among all, and this worker among the workers.
-        rank: this worker's global rank.
-        buffer: the residual; during a step also the gradients that have arrived. It belongs to the pipeline.
-        velocity: the velocity, with momentum correction; else None.
-        device_selector: returns what selects on the bucket's device, or None.
+    `buffer` is the residual, and during a step also the gradients that have arrived. Both arrays belong to the pipeline.
     """
 
     def __init__(
@@ -84,7 +76,6 @@ class Bucket:
         self._close()
 
     def _close(self) -> None:
-        """Forget the current step."""
         self.in_step = False
         self.missing = set(self.slots)
         """Parameters whose gradient has not arrived in this step."""
@@ -120,7 +111,6 @@ class Bucket:
         self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
 
     def accumulate(self, gradients: Sequence[SlotGradient]) -> None:
-        """Take gradients of this step into the residual."""
         self.selector.accumulate(gradients, self.state, self.k)
 
     def change_unit(self, factor: float) -> None:
@@ -231,7 +221,6 @@ class Bucket:
         self._close()
 
     def warn_truncated(self) -> None:
-        """Warn that the message has had too little room for many steps."""
         last = self.tally.last
         warnings.warn(
             f"horovod_sparse: rank {self.rank}: for {self.truncated_steps} steps more entries of bucket {self.name!r} "

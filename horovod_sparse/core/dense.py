@@ -11,13 +11,7 @@ from horovod_sparse.ops.protocol import Array, Ops
 
 
 class DenseParameters:
-    """The dense parameters of one optimizer.
-
-    Args:
-        ops: the framework's operations.
-        compressor: the settings.
-        velocities: the velocities of all parameters, with momentum correction.
-    """
+    """The dense parameters of one optimizer. With momentum correction, their velocities are kept among all others."""
 
     def __init__(self, ops: Ops, compressor: Compressor, velocities: Residuals) -> None:
         self._ops = ops
@@ -30,14 +24,16 @@ class DenseParameters:
         """The velocities before this step or the last one."""
 
     def add(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
-        """Add parameters; see `Pipeline.add_dense`."""
         for layout in layouts:
             self._layouts[layout.name] = layout
             if self._correction is not None:
                 self._velocities.allocate(layout, like(layout.name))
 
-    def finish(self, name: str, reduced: Array) -> list[str]:
-        """Apply momentum in place; see `Pipeline.finish_dense`. Return the parameters that are not finite: then do nothing."""
+    def finish(self, name: str, reduced: Array, scale: float) -> list[str]:
+        """Apply momentum in place; see `Pipeline.finish_dense`. Return the parameters that are not finite: then do nothing.
+
+        Velocities are kept without the loss scale, by which `reduced` is multiplied.
+        """
         if not self._ops.all_finite(reduced):
             flat, slots = reduced.reshape(-1), self._layouts[name].slots
             parts = {slot.name: flat[slot.offset : slot.offset + slot.numel] for slot in slots}
@@ -48,7 +44,11 @@ class DenseParameters:
                 self._before[name] = self._ops.copy(velocity)
             corrected = self._ops.copy(velocity)
             corrected[:] = 0
+            if scale != 1.0:
+                reduced /= scale
             self._correction.accumulate(self._ops, corrected, velocity, reduced)
+            if scale != 1.0:
+                corrected *= scale
             reduced[...] = corrected.reshape(reduced.shape)
         return []
 
@@ -57,7 +57,6 @@ class DenseParameters:
         self._before.clear()
 
     def bring_back(self) -> None:
-        """Go back to the velocities before the step."""
         for name, velocity in self._before.items():
             self._ops.assign(self._velocities.buffer(name), velocity)
         self._before.clear()

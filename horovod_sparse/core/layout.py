@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,10 +25,7 @@ class Parameter(NamedTuple):
 
     @property
     def numel(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
 
 class Slot(NamedTuple):
@@ -46,6 +44,16 @@ class Layout:
     slots: tuple[Slot, ...]
     residual_dtype: str
 
+    @classmethod
+    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], residual_dtype: str) -> Layout:
+        """Lay out parameters, given by name and shape."""
+        slots: list[Slot] = []
+        offset = 0
+        for name, shape in shapes:
+            slots.append(Slot(name, offset, math.prod(shape), shape))
+            offset += slots[-1].numel
+        return cls(tuple(slots), residual_dtype)
+
     @property
     def name(self) -> str:
         """The first parameter's name, which is unique to this bucket."""
@@ -63,7 +71,8 @@ def plan(parameters: Sequence[Parameter], compressor: Compressor) -> list[Layout
     Buckets are filled from the last parameter to the first, the order in which backward produces gradients, so that
     a bucket is complete as early as possible.
     """
-    return [_layout(members) for members in _members(list(reversed(parameters)), compressor)]
+    buckets = _members(list(reversed(parameters)), compressor)
+    return [Layout.of([(p.name, p.shape) for p in members], members[0].residual_dtype) for members in buckets]
 
 
 def _members(parameters: Iterable[Parameter], compressor: Compressor) -> list[list[Parameter]]:
@@ -88,15 +97,6 @@ def _fits(numel: int, parameter: Parameter, compressor: Compressor) -> bool:
         return False
     itemsize = 8 if parameter.residual_dtype == "float64" else 4
     return itemsize * (numel + parameter.numel) <= compressor.bucket_bytes
-
-
-def _layout(members: list[Parameter]) -> Layout:
-    slots: list[Slot] = []
-    offset = 0
-    for parameter in members:
-        slots.append(Slot(parameter.name, offset, parameter.numel, parameter.shape))
-        offset += parameter.numel
-    return Layout(tuple(slots), members[0].residual_dtype)
 
 
 def check_limits(layouts: Iterable[Layout], compressor: Compressor, world: int) -> None:

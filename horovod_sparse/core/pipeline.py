@@ -16,7 +16,7 @@ from horovod_sparse.core.layout import Layout, Slot, check_limits
 from horovod_sparse.core.preparation import Arrived, Preparation
 from horovod_sparse.core.residuals import Residuals
 from horovod_sparse.core.selector import DeviceSelectorFor, SlotGradient, no_device
-from horovod_sparse.core.state import Kept, check_discardable, check_state
+from horovod_sparse.core.state import VERSION, check_discardable, check_state
 from horovod_sparse.core.statistics import Stats, combined
 from horovod_sparse.exchange.protocols import Collective, Reduced, Sent
 from horovod_sparse.ops.protocol import Array, Ops
@@ -26,6 +26,10 @@ _LASTING = 100
 
 Write = Callable[[Sequence[Slot], Reduced], None]
 """Writes the reduced gradient to where the adapter wants it."""
+Wait = Callable[[], Array]
+"""Waits for a collective that was started, and returns its result."""
+UnderWay = tuple[Bucket, Wait]
+Start = Callable[[Bucket, Collective], Wait]
 
 
 class Pipeline:
@@ -38,7 +42,7 @@ class Pipeline:
         position: index of this worker among them, in [0, world).
         rank: this worker's global rank, for error messages.
         averages: True if the reduced gradient is the workers' mean, False if it is their sum; `clip_norm` depends on it.
-        device_selector: returns what selects on a bucket's device, or None.
+        device_selector: makes what selects on a bucket's device.
     """
 
     def __init__(
@@ -64,7 +68,6 @@ class Pipeline:
         self.buckets: list[Bucket] = []
         self.dense = DenseParameters(ops, compressor, self.velocities)
         self.preparation = Preparation(ops, compressor, world, averages=averages)
-        self._kept = Kept(self.residuals, self.velocities, self.preparation, self.buckets)
         self.dense_bytes_sent = 0.0
         self._bucket_of: dict[str, Bucket] = {}
         self._not_finite: list[str] = []
@@ -75,6 +78,8 @@ class Pipeline:
         self._ended: list[Bucket] = []
         """Buckets of the last step, if it can be discarded."""
         self._warned = False
+        self._has_scaler = False
+        """Whether a loss scaler leaves out the update of a step that fails."""
 
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Add buckets. `like(name)` returns an array on the device where the parameter's bucket will be kept."""
@@ -95,11 +100,9 @@ class Pipeline:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the residuals take, in bytes."""
         return self.residuals.nbytes
 
     def bucket_of(self, name: str) -> Bucket:
-        """Return the bucket that a parameter is in."""
         return self._bucket_of[name]
 
     def drop(self, name: str) -> None:
@@ -112,14 +115,16 @@ class Pipeline:
 
     # --- a step: from gradients to messages, from messages to reduced gradients ---
 
-    def start_step(self, gradients: Iterable[Array] = ()) -> None:
+    def start_step(self, gradients: Iterable[Array] = (), scale: float | None = None) -> None:
         """Begin a step, before its first gradient arrives. A step that has not ended is given up (`abort`).
 
         If the compressor's `holds_back` is True, `gradients` are all gradients of this rank, including those that are reduced
-        dense.
+        dense. With a loss scaler, `scale` is its scale: gradients arrive multiplied by it, and so are the reduced ones.
+        Residuals are kept without it.
         """
         self.abort()
-        self.preparation.begin(gradients)
+        self._has_scaler = scale is not None
+        self.preparation.begin(gradients, 1.0 if scale is None else scale)
 
     def arrive(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> Bucket | None:
         """Do as `arrive_together`, for one parameter."""
@@ -141,7 +146,7 @@ class Pipeline:
             if self.compressor.lr_in_residual and not self._keep_unit(bucket, name, learning_rate):
                 gradient = None
             if gradient is not None:
-                gradient = self.preparation.clipped(gradient, bucket.layout.residual_dtype)
+                gradient = self.preparation.prepared(gradient, bucket.layout.residual_dtype)
             gradients.append((bucket.slots[name], gradient))
         bucket.accumulate(gradients)
         return None if bucket.missing else bucket
@@ -187,21 +192,27 @@ class Pipeline:
         write(bucket.layout.slots, Reduced(self.ops, sent, divisor))
         return None
 
+    def complete(self, under_way: Sequence[UnderWay], divisor: float, write: Write, start: Start) -> None:
+        """Advance exchanges to their ends. `start` starts a bucket's next collective."""
+        while under_way:
+            # Every bucket's next collective is started before the first of them is waited for.
+            following = []
+            for bucket, result in under_way:
+                collective = self.advance(bucket, result(), divisor, write)
+                if collective is not None:
+                    following.append((bucket, start(bucket, collective)))
+            under_way = following
+
     def note_not_finite(self, name: str) -> None:
         """Let the step fail, because the reduced gradient of a parameter is not finite."""
         self._not_finite_elsewhere.append(f"parameter {name!r}")
-
-    def check_reduced(self, name: str, reduced: Array) -> None:
-        """Let the step fail if a reduced gradient that did not come through a bucket is not finite."""
-        if not self.ops.all_finite(reduced):
-            self.note_not_finite(name)
 
     def finish_dense(self, name: str, reduced: Array) -> None:
         """Apply momentum, in place, to a reduced gradient that did not come through a bucket.
 
         If several parameters are reduced together, `name` is the first one's, and their gradients lie one after the other.
         """
-        for bad in self.dense.finish(name, reduced):
+        for bad in self.dense.finish(name, reduced, self.preparation.scale):
             self.note_not_finite(bad)
 
     def end_step(self) -> None:
@@ -210,6 +221,7 @@ class Pipeline:
         It fails if some rank's gradient held NaN or infinity, or overflowed a residual. Then what every bucket had
         sent returns to the residuals. They are finite and also hold the step's finite gradients; momentum has moved on. A
         failed step raises FloatingPointError on every rank, unless `not_finite="propagate"`. Training can go on.
+        With a loss scaler, which leaves out the update, the failed step is discarded instead.
         """
         found = self._not_finite + self._not_finite_elsewhere
         self._forget_step()
@@ -219,10 +231,12 @@ class Pipeline:
             if bucket.truncated_steps >= _LASTING and not self._warned:
                 self._warned = True
                 bucket.warn_truncated()
-        if found and self.compressor.not_finite == "raise":
+        if found and self._has_scaler:
+            self._discard_last()
+        elif found and self.compressor.not_finite == "raise":
             raise FloatingPointError(
                 f"rank {self.rank}: the gradient of {found[0]} holds NaN or infinity, or overflows its residual; it was kept "
-                "out of the residual. Lower the learning rate, or with dynamic loss scaling use not_finite='propagate'"
+                "out of the residual. Lower the learning rate, or set not_finite='propagate'"
             )
 
     # --- steps that are given up ---
@@ -239,7 +253,8 @@ class Pipeline:
         """
         given_up, self._open = self._open, []
         self._forget_step()
-        self._bring_back(given_up)
+        if given_up:
+            self._bring_back(given_up)
 
     def discard_step(self) -> None:
         """Throw away the step that has begun or, between two steps, the last one. Everything is then as before that step.
@@ -253,6 +268,9 @@ class Pipeline:
             return
         if not self._ended:
             raise RuntimeError("there is no step to discard; discard a step once, after it and before the next one")
+        self._discard_last()
+
+    def _discard_last(self) -> None:
         ended, self._ended = self._ended, []
         self._bring_back(ended)
 
@@ -262,7 +280,7 @@ class Pipeline:
                 bucket.give_up()
             else:
                 bucket.bring_back()
-        if self.compressor.discardable and buckets:
+        if self.compressor.discardable:
             self.preparation.bring_back()
             self.dense.bring_back()
 
@@ -274,24 +292,46 @@ class Pipeline:
         return combined(buckets, self.dense_bytes_sent)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Kept.state_dict`."""
-        return self._kept.state_dict()
+        """Return residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.
+
+        Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it.
+        """
+        return {
+            "version": VERSION,
+            "residuals": self.residuals.state_dict(),
+            "velocities": self.velocities.state_dict(),
+            "learning_rates": dict(self.preparation.learning_rates),
+            "adaptive": {name: bucket.state.state_dict() for bucket in self.buckets for name in bucket.slots},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, strictly for the same model. The buckets may differ."""
         check_state(state, self.compressor, self.residuals.shapes, self.velocities.shapes)
         self._begin_afresh()
-        self._kept.load(state)
+        self.residuals.load_state_dict(state["residuals"])
+        self.velocities.load_state_dict(state["velocities"])
+        self.preparation.learning_rates = dict(state["learning_rates"])
+        for bucket in self.buckets:
+            bucket.forget()
+            bucket.state.load_state_dict(state["adaptive"][bucket.name])
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals and velocities by `factor`. Earlier steps can no longer be discarded: they used another unit."""
         self._ended = []
-        self._kept.rescale(factor)
+        self.residuals.rescale(factor)
+        self.velocities.rescale(factor)
+        for bucket in self.buckets:
+            bucket.forget()
+            bucket.state.rescale(factor)
 
     def reset(self) -> None:
         """Start afresh: residuals are zero, adaptive state and statistics are as before the first step."""
         self._begin_afresh()
-        self._kept.reset()
+        self.residuals.reset()
+        self.velocities.reset()
+        self.preparation.learning_rates = {}
+        for bucket in self.buckets:
+            bucket.reset()
 
     def _begin_afresh(self) -> None:
         """Give up the step that has begun, and forget the last one, so that none can be discarded."""

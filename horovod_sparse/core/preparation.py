@@ -1,4 +1,4 @@
-"""What happens to a gradient before it is added to the residual: clipping, and the residual's unit. Imports no framework."""
+"""What happens to a gradient before it is added to the residual: clipping, and its unit. Imports no framework."""
 
 from __future__ import annotations
 
@@ -21,28 +21,24 @@ class Arrived(NamedTuple):
 
 
 class Preparation:
-    """Prepares the gradients of one optimizer.
-
-    Args:
-        ops: the framework's operations.
-        compressor: the settings.
-        world: the number of workers.
-        averages: True if the reduced gradient is the workers' mean, False if it is their sum; `clip_norm` depends on it.
-    """
+    """Prepares the gradients of one optimizer."""
 
     def __init__(self, ops: Ops, compressor: Compressor, world: int, *, averages: bool) -> None:
         self._ops = ops
         self._norm, self._holds_back = compressor.clip_norm, compressor.holds_back
         self._limit = 0.0 if self._norm is None else momentum.clip_limit(self._norm, world, averages=averages)
+        self.scale = 1.0
+        """The loss scale of this step: gradients arrive multiplied by it."""
         self._factor: float | None = None
         """The factor by which this step's gradients are clipped, with `clip_scope="model"`."""
         self.learning_rates: dict[str, float] = {}
         """The last learning rate of each parameter that is not zero, with `lr_in_residual`."""
         self._rates_before: dict[str, float] = {}
 
-    def begin(self, gradients: Iterable[Array]) -> None:
+    def begin(self, gradients: Iterable[Array], scale: float) -> None:
         """Begin a step. If the compressor holds gradients back, these are all gradients of this rank."""
-        self._factor = momentum.clip_factor(self._ops, gradients, self._limit) if self._holds_back else None
+        self.scale = scale
+        self._factor = momentum.clip_factor(self._ops, gradients, self._limit * scale) if self._holds_back else None
 
     def end(self) -> None:
         """End a step: its clipping factor is that of no other."""
@@ -53,10 +49,15 @@ class Preparation:
         if self._norm is None:
             return gradient
         if not self._holds_back:
-            return momentum.clip(self._ops, gradient, self._limit, dtype)
+            return momentum.clip(self._ops, gradient, self._limit * self.scale, dtype)
         if self._factor is None:
             raise RuntimeError("start_step must be given all gradients with clip_scope='model'; this is a defect")
         return momentum.scaled(self._ops, gradient, self._factor, dtype)
+
+    def prepared(self, gradient: Array, dtype: str) -> Array:
+        """Return what is added to the residual: the gradient, clipped and divided by the loss scale."""
+        clipped = self.clipped(gradient, dtype)
+        return clipped if self.scale == 1.0 else momentum.scaled(self._ops, clipped, 1.0 / self.scale, dtype)
 
     def change_of_unit(self, name: str, learning_rate: float | None) -> float | None:
         """Record a parameter's learning rate. Return the factor that brings its residual to the new unit of the update.
@@ -76,5 +77,4 @@ class Preparation:
         self._rates_before = dict(self.learning_rates)
 
     def bring_back(self) -> None:
-        """Go back to the learning rates that were remembered."""
         self.learning_rates = dict(self._rates_before)

@@ -13,11 +13,7 @@ from horovod_sparse.ops.protocol import Array, Ops
 
 
 class Residuals:
-    """Flat residual buffers with named slices.
-
-    Args:
-        ops: the framework's operations.
-    """
+    """Flat residual buffers with named slices."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
@@ -39,7 +35,6 @@ class Residuals:
         self._buffers[bucket] = buffer
 
     def buffer(self, bucket: str) -> Array:
-        """Return the whole buffer of a bucket."""
         return self._buffers[bucket]
 
     def view(self, name: str) -> Array:
@@ -54,16 +49,13 @@ class Residuals:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the buffers take, in bytes."""
         return sum(int(buffer.nbytes) for buffer in self._buffers.values())
 
     def reset(self) -> None:
-        """Set all residuals to zero."""
         for buffer in self._buffers.values():
             buffer[:] = 0
 
     def rescale(self, factor: float) -> None:
-        """Multiply all residuals by `factor`."""
         for buffer in self._buffers.values():
             buffer *= factor
 

@@ -63,11 +63,7 @@ def no_device(compressor: Compressor, layout: Layout, buffer: Array, velocity: A
 class HostSelector:
     """Selects by the operations of the framework, as the compressor's `select` says. The arrays may be on any device.
 
-    Args:
-        ops: the framework's operations.
-        compressor: the algorithm.
-        buffer: the residual of the bucket. It belongs to the caller and is changed here, and so is the velocity.
-        velocity: the velocity, with momentum correction; else None.
+    The residual and the velocity belong to the caller, and are changed here.
     """
 
     def __init__(self, ops: Ops, compressor: Compressor, buffer: Array, velocity: Array | None) -> None:
@@ -88,7 +84,8 @@ class HostSelector:
         if not self._hinted:
             # Not earlier: the state may be rescaled between the beginning of the step and the first gradient.
             self._hinted = True
-            self._tracked.begin(self._hints(state))
+            selects, room = state.step >= self._compressor.dense_steps, min(state.room, len(self._buffer) // _FEW)
+            self._tracked.begin(Hints(state.cut, room, self._compressor.needs_sums) if selects else Hints())
         correction, velocity, moving = self._compressor.momentum_correction, self._velocity, None
         parts: list[Part] = [(slot.offset, gradient) for slot, gradient in gradients if gradient is not None]
         if correction is not None and velocity is not None:
@@ -102,11 +99,6 @@ class HostSelector:
             bad = self._tracked.take_in(parts, moving)
             if any(bad):
                 self.not_finite += [offset for (offset, _), number in zip(parts, bad, strict=True) if number]
-
-    def _hints(self, state: BucketState) -> Hints:
-        if state.step < self._compressor.dense_steps:
-            return Hints()
-        return Hints(state.cut, min(state.room, len(self._buffer) // _FEW), self._compressor.needs_sums)
 
     @property
     def finite(self) -> bool:

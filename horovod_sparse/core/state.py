@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.bucket import Bucket
-from horovod_sparse.core.preparation import Preparation
-from horovod_sparse.core.residuals import Residuals
 
 VERSION = 3
 PARTS = ("residuals", "velocities", "learning_rates", "adaptive")
@@ -178,51 +174,3 @@ def _check_shapes(what: str, arrays: Mapping[str, Any], shapes: Shapes, remedy: 
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What is kept of one optimizer's parameters. The pipeline works on the same objects, and calls this between two steps."""
-
-    residuals: Residuals
-    velocities: Residuals
-    preparation: Preparation
-    buckets: list[Bucket]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.
-
-        Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it.
-        """
-        return {
-            "version": VERSION,
-            "residuals": self.residuals.state_dict(),
-            "velocities": self.velocities.state_dict(),
-            "learning_rates": dict(self.preparation.learning_rates),
-            "adaptive": {name: bucket.state.state_dict() for bucket in self.buckets for name in bucket.slots},
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that has been checked."""
-        self.residuals.load_state_dict(state["residuals"])
-        self.velocities.load_state_dict(state["velocities"])
-        self.preparation.learning_rates = dict(state["learning_rates"])
-        for bucket in self.buckets:
-            bucket.forget()
-            bucket.state.load_state_dict(state["adaptive"][bucket.name])
-
-    def rescale(self, factor: float) -> None:
-        """Multiply residuals, velocities and what is in their unit by `factor`."""
-        self.residuals.rescale(factor)
-        self.velocities.rescale(factor)
-        for bucket in self.buckets:
-            bucket.forget()
-            bucket.state.rescale(factor)
-
-    def reset(self) -> None:
-        """Return to what was kept before the first step; forget the statistics, too."""
-        self.residuals.reset()
-        self.velocities.reset()
-        self.preparation.learning_rates = {}
-        for bucket in self.buckets:
-            bucket.reset()

@@ -104,6 +104,20 @@ class Counts(NamedTuple):
     stages: float = 0
     bytes_each_way: float = 0
 
+    def stats(self, name: str, numel: int, residual_norm: float) -> BucketStats:
+        return BucketStats(
+            name=name,
+            numel=numel,
+            target=self.target,
+            count=self.sent,
+            threshold=self.threshold,
+            stages=self.stages,
+            truncated=self.truncated,
+            bytes_sent=self.bytes_each_way,
+            bytes_received=self.bytes_each_way,
+            residual_norm=residual_norm,
+        )
+
 
 class Tally(NamedTuple):
     """The last step and the running sums of one bucket, over the steps in which something was selected."""
@@ -116,30 +130,13 @@ class Tally(NamedTuple):
         """Return the tally with one more step. Steps given up because of a gradient that is not finite are left out."""
         return Tally(self.steps + 1, counts, Counts(*map(operator.add, self.sums, counts)))
 
-    def stats(self, name: str, numel: int, residual_norm: float) -> tuple[BucketStats, BucketStats]:
-        """Return the statistics of the last step and the mean over all steps."""
-        number = max(self.steps, 1)
-        mean = Counts(*(total / number for total in self.sums))
-        return _bucket_stats(name, numel, self.last, residual_norm), _bucket_stats(name, numel, mean, math.nan)
+    def mean(self) -> Counts:
+        return Counts(*(total / max(self.steps, 1) for total in self.sums))
 
 
 def combined(tallies: Sequence[tuple[str, int, Tally, float]], dense_bytes_sent: float) -> Stats:
     """Return the statistics of all buckets. Each is given as name, number of entries, tally and residual norm."""
-    pairs = [tally.stats(name, numel, residual_norm) for name, numel, tally, residual_norm in tallies]
-    last, mean = (StepStats(tuple(pair[which] for pair in pairs), dense_bytes_sent) for which in (0, 1))
-    return Stats(max((tally.steps for _, _, tally, _ in tallies), default=0), last, mean)
-
-
-def _bucket_stats(name: str, numel: int, counts: Counts, residual_norm: float) -> BucketStats:
-    return BucketStats(
-        name=name,
-        numel=numel,
-        target=counts.target,
-        count=counts.sent,
-        threshold=counts.threshold,
-        stages=counts.stages,
-        truncated=counts.truncated,
-        bytes_sent=counts.bytes_each_way,
-        bytes_received=counts.bytes_each_way,
-        residual_norm=residual_norm,
-    )
+    last = tuple(tally.last.stats(name, numel, norm) for name, numel, tally, norm in tallies)
+    mean = tuple(tally.mean().stats(name, numel, math.nan) for name, numel, tally, _ in tallies)
+    steps = max((tally.steps for _, _, tally, _ in tallies), default=0)
+    return Stats(steps, StepStats(last, dense_bytes_sent), StepStats(mean, dense_bytes_sent))

@@ -94,7 +94,7 @@ class StageController:
         """Continue from what `state_dict` returned. Raise ValueError for anything else."""
         keys = ("stages", "window", "windows_seen", "errors")
         stages, window, seen, errors = (cast(Any, state.get(key)) for key in keys)
-        if not (_is_stages(stages) and _is_window(window) and _is_count(seen) and _are_errors(errors)):
+        if not (_is_int(stages, 1, MOST_STAGES) and _is_window(window) and _is_int(seen) and _are_errors(errors)):
             raise ValueError(
                 f"adaptive state must have stages in [1, {MOST_STAGES}], a window of at most {PERIOD - 1} numbers >= 0, "
                 f"windows_seen >= 0 and errors, got {state}; another algorithm saved it, or it is damaged"
@@ -105,12 +105,8 @@ class StageController:
         self._errors = {int(m): (float(error), int(measured)) for m, error, measured in errors}
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_stages(value: object) -> bool:
-    return type(value) is int and 1 <= value <= MOST_STAGES
+def _is_int(value: object, least: int = 0, most: float = math.inf) -> bool:
+    return type(value) is int and least <= value <= most
 
 
 def _is_number(value: object) -> bool:
@@ -126,9 +122,9 @@ def _are_errors(value: object) -> bool:
     return isinstance(value, list) and all(
         isinstance(one, (list, tuple))
         and len(one) == 3
-        and _is_stages(one[0])
+        and _is_int(one[0], 1, MOST_STAGES)
         and _is_number(one[1])
-        and _is_count(one[2])
+        and _is_int(one[2])
         for one in value
     )
 

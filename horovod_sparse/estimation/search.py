@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -83,20 +82,14 @@ def error_of(count: float, k: int, m: Algebra = FLOATS) -> float:
 def largest_candidates(ops: Ops, x: Array, k: int) -> Array | None:
     """Return indices of a few entries that include the k largest, found by a sample of `x`; None if it finds no such few."""
     most = min(_MOST_CANDIDATES * k, len(x) // 4)
-    if k >= most:
+    stride = k // _LEAST_SAMPLED
+    if k >= most or stride <= 1:
         return None
-    for threshold in _sampled(ops, x, k):
+    sample = x[:: stride | 1]
+    for wanted in (1.5, 3.0):
+        threshold = ops.kth_largest(sample, min(len(sample), math.ceil(wanted * k * len(sample) / len(x))))
         if threshold > 0.0:
             selection = ops.select_above(x, threshold, most)
             if k <= selection.found <= most:
                 return selection.indices
     return None
-
-
-def _sampled(ops: Ops, x: Array, k: int) -> Iterator[float]:
-    """Yield thresholds that about 1.5 k and 3 k entries exceed, estimated from a sample in strides."""
-    stride = max(1, k // _LEAST_SAMPLED)
-    if stride > 1:
-        sample = x[:: stride | 1]
-        for wanted in (1.5, 3.0):
-            yield ops.kth_largest(sample, min(len(sample), math.ceil(wanted * k * len(sample) / len(x))))

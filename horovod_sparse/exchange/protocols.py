@@ -223,13 +223,7 @@ def _disagreement(bucket: Sender) -> RuntimeError:
 
 
 class Reduced:
-    """What all ranks sent of a bucket. `write` adds it up, divided by `divisor`.
-
-    Args:
-        ops: the framework's operations.
-        sent: what the exchange returned.
-        divisor: what the sum is divided by.
-    """
+    """What all ranks sent of a bucket. `write` adds it up, divided by `divisor`."""
 
     def __init__(self, ops: Ops, sent: Sent, divisor: float) -> None:
         self._ops = ops

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.core.binding import check_factor
 from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
-from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.pipeline import Pipeline, Wait
 from horovod_sparse.core.state import check_state, kept_shapes
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.exchange.cost import allreduce_bytes
@@ -21,7 +21,6 @@ from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.numpy.compiled import host_ops
 
 Array = NDArray[Any]
-Wait = Callable[[], Array]
 
 
 class _Started(NamedTuple):
@@ -94,7 +93,8 @@ class SparseAllreduce:
         return reduced
 
     def _step(self, gradients: Mapping[str, Array], learning_rate: float | None) -> dict[str, Array]:
-        self._forget_completed()
+        # Release the memory of the collectives of aborted steps that MPI has completed.
+        self._under_way = [started for started in self._under_way if not started.request.Test()]
         self._check_steps()
         self.pipeline.start_step(gradients.values())
         reduced = {name: np.zeros(shape, dtype) for name, (shape, dtype) in self._shapes.items()}
@@ -105,11 +105,11 @@ class SparseAllreduce:
             if name in self._dense:
                 wide = _wide(gradients[name].dtype)
                 clipped = self.pipeline.preparation.clipped(gradients[name].astype(wide), str(wide))
-                waits[name] = self._start(Collective("allreduce", clipped), name)
+                waits[name] = self._start(Collective("allreduce", clipped))
             else:
                 bucket = self.pipeline.arrive(name, gradients[name], learning_rate)
                 if bucket is not None:
-                    under_way.append((bucket, self._start(self.pipeline.begin(bucket), bucket.name)))
+                    under_way.append((bucket, self._start(self.pipeline.begin(bucket))))
         self._finish(under_way, reduced)
         for name, wait in waits.items():
             mean = wait() / self._divisor
@@ -128,16 +128,9 @@ class SparseAllreduce:
             for slot in slots:
                 reduced[slot.name][...] = wide[slot.name].reshape(slot.shape)
 
-        while under_way:
-            # Every bucket's next collective is started before the first of these is waited for.
-            following = []
-            for bucket, wait in under_way:
-                collective = self.pipeline.advance(bucket, wait(), self._divisor, write)
-                if collective is not None:
-                    following.append((bucket, self._start(collective, bucket.name)))
-            under_way = following
+        self.pipeline.complete(under_way, self._divisor, write, lambda bucket, collective: self._start(collective))
 
-    def _start(self, collective: Collective, name: str) -> Wait:
+    def _start(self, collective: Collective) -> Wait:
         message = np.ascontiguousarray(collective.message)
         if self._comm is None:
             return lambda: message
@@ -155,10 +148,6 @@ class SparseAllreduce:
 
         return wait
 
-    def _forget_completed(self) -> None:
-        """Release the memory of the collectives of aborted steps that MPI has completed."""
-        self._under_way = [started for started in self._under_way if not started.request.Test()]
-
     def _plan(self, gradients: Mapping[str, Array], state: Mapping[str, Any] | None = None) -> None:
         """Fix names, shapes and types. Raise ValueError first if `state`, which will be loaded, does not fit them."""
         compressor = self.pipeline.compressor
@@ -166,7 +155,6 @@ class SparseAllreduce:
             if gradient.dtype.kind != "f":
                 raise TypeError(f"gradients[{name!r}] must be floating point, got {gradient.dtype}")
         self._agree(gradients)
-        slots = {name: Slot(name, 0, gradient.size, gradient.shape) for name, gradient in gradients.items()}
         types = {name: compressor.residual_dtype or str(_wide(g.dtype)) for name, g in gradients.items()}
         dense = {name for name, gradient in gradients.items() if compressor.leaves_dense(name, gradient.size)}
         if state is not None:
@@ -179,14 +167,13 @@ class SparseAllreduce:
             Parameter(name, g.shape, types[name], "cpu") for name, g in gradients.items() if name not in dense
         ]
         self.pipeline.add_buckets(plan(parameters, compressor), gradients.__getitem__)
-        self.pipeline.add_dense(
-            [Layout((slots[name],), types[name]) for name in gradients if name in dense], gradients.__getitem__
-        )
+        layouts = [Layout.of([(name, g.shape)], types[name]) for name, g in gradients.items() if name in dense]
+        self.pipeline.add_dense(layouts, gradients.__getitem__)
 
     def _agree(self, gradients: Mapping[str, Array]) -> None:
         mine = repr(self.pipeline.compressor), [(n, g.shape, str(g.dtype)) for n, g in gradients.items()], self._divisor
         digest = np.frombuffer(hashlib.sha256(repr(mine).encode()).digest(), np.uint8)
-        everyone = self._start(Collective("allgather", digest), "agreement")().reshape(self._world, -1)
+        everyone = self._start(Collective("allgather", digest))().reshape(self._world, -1)
         for rank, theirs in enumerate(everyone):
             if theirs.tobytes() != everyone[0].tobytes():
                 raise ValueError(
@@ -199,7 +186,7 @@ class SparseAllreduce:
         compressor = self.pipeline.compressor
         if self.pipeline.buckets and (isinstance(compressor.ratio, Schedule) or compressor.dense_steps):
             mine = np.array([self.pipeline.buckets[0].state.step])
-            steps = self._start(Collective("allgather", mine), "step")().tolist()
+            steps = self._start(Collective("allgather", mine))().tolist()
             if len(set(steps)) > 1:
                 raise RuntimeError(
                     f"rank {self._rank}: the workers are in different steps of the schedule, {steps}; load the state on every "

@@ -86,14 +86,6 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
         # This is differentiable, as Horovod's own compressors are.
         return tf.where(chosen, tensor, tf.zeros_like(tensor)), None
 
-    def decompress(self, tensor: Tensor, ctx: None) -> Tensor:
-        """Return the tensor unchanged."""
-        return tensor
-
-    def residual_dtype_of(self, tensor: Tensor) -> str:
-        """Return the residual's dtype for gradients like `tensor`."""
-        return self.residual_dtype or ("float64" if tensor.dtype == np.float64 else "float32")
-
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() if self._server is not None else copy.deepcopy(self._pending or empty_state())
 
@@ -120,12 +112,6 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
             ValueError: the bytes are damaged, or hold a state that cannot be loaded; nothing is changed then.
         """
         self.load_state_dict(_unpacked(string_value))
-
-
-def refuse_class(compression: Any) -> None:
-    """Raise TypeError if `compression` is a compressor's class instead of an instance."""
-    if isinstance(compression, type) and issubclass(compression, TensorflowCompressor):
-        raise TypeError(f"compression must be an instance, such as {compression.__name__}(...), got the class itself")
 
 
 def _unpacked(packed: bytes) -> dict[str, Any]:

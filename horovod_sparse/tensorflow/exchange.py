@@ -20,11 +20,7 @@ def wire_dtype(dtype: Any) -> Any:
 
 
 class Collectives:
-    """The collectives of one reducer.
-
-    Args:
-        process_set: the workers that exchange.
-    """
+    """The collectives of one reducer."""
 
     number: int
     """The reducer's number: the same on all ranks, and unique. It is known once the ranks have agreed for the first time."""
@@ -46,8 +42,7 @@ class Collectives:
         return self._allgather(message, f"{self.number}.{name}")
 
     def _allgather(self, message: Tensor, name: str) -> Tensor:
-        name = self._full(name)
-        return mpi_ops.allgather(message, name=name, ignore_name_scope=True, process_set=self._process_set)
+        return mpi_ops.allgather(message, name=self._full(name), ignore_name_scope=True, process_set=self._process_set)
 
     def _full(self, name: str) -> str:
         # No slashes: Horovod would cut the name there.

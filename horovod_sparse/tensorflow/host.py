@@ -35,13 +35,7 @@ Variable = Any
 
 
 class HostPipeline(Pipeline):
-    """A pipeline that is called from a graph.
-
-    Args:
-        compressor: the settings and the algorithm.
-        collectives: Horovod's collectives.
-        worker: world, position, rank and averages, as for `Pipeline`.
-    """
+    """A pipeline that is called from a graph. `worker` stands for world, position, rank and averages."""
 
     def __init__(self, compressor: Compressor, collectives: Collectives, **worker: Any) -> None:
         super().__init__(host_ops(_threads()), compressor, **worker)
@@ -75,9 +69,6 @@ class HostPipeline(Pipeline):
     def _adopt(self, bucket: Bucket) -> None:
         """Use the memory that the bucket's variables have now."""
         self._use(bucket, *map(memory_of, self._memory[bucket.name]))
-
-    def _read(self, bucket: Bucket) -> list[Tensor]:
-        return [variable.read_value() for variable in self._memory[bucket.name]]
 
     def _use(self, bucket: Bucket, buffer: NDArray[Any], velocity: NDArray[Any] | None = None) -> None:
         """Use other memory for a bucket's residual and velocity from now on."""
@@ -189,10 +180,11 @@ class HostPipeline(Pipeline):
         slots = bucket.layout.slots
         names = [slot.name for slot in slots if slot.name in step.gradients]
         frozen = [slot.name for slot in slots if slot.name in step.frozen]
+        memory = [variable.read_value() for variable in self._memory[bucket.name]]
         return self._call(
             self._take_in,
-            (bucket.name, names, frozen, len(self._memory[bucket.name])),
-            [*self._read(bucket), step.rate, *(step.gradients[name] for name in names)],
+            (bucket.name, names, frozen, len(memory)),
+            [*memory, step.rate, *(step.gradients[name] for name in names)],
             first.dtype or bucket.layout.residual_dtype,
         )
 
@@ -212,7 +204,7 @@ class HostPipeline(Pipeline):
         finished: dict[str, Tensor] = {}
         for pack, tensor in zip(packs, reduced, strict=True):
             flat = self._call(self._finish_pack, (pack,), [tensor], tensor.dtype)
-            finished |= pack.split(tf.cast(tf.ensure_shape(flat, [pack.numel]), pack.dtype))
+            finished |= pack.split(tf.cast(tf.ensure_shape(flat, [sum(pack.sizes)]), pack.dtype))
         return finished
 
     def _packed(self, step: Step, pack: Pack) -> Tensor:
@@ -221,13 +213,26 @@ class HostPipeline(Pipeline):
         if self.compressor.clip_norm is None:
             return tf.cast(pack.join(gradients), wire_dtype(pack.dtype))
         dtype = "float64" if pack.dtype == tf.float64 else "float32"
-        clipped = tf.ensure_shape(self._call(self._clip, (dtype,), gradients, dtype), [pack.numel])
+        clipped = tf.ensure_shape(self._call(self._clip, (dtype,), gradients, dtype), [sum(pack.sizes)])
         return tf.cast(clipped, wire_dtype(pack.dtype))
 
     @staticmethod
     def _call(method: Callable[..., Any], known: tuple[Any, ...], inputs: Sequence[Tensor], types: Any) -> Any:
-        """Return an operation that calls a method with the arguments known now, followed by the operation's inputs."""
-        return tf.numpy_function(_Weak(method, known), inputs, types)
+        """Return an operation that calls a method with the arguments known now, followed by the operation's inputs.
+
+        TensorFlow keeps alive every function that a graph calls, so the operation holds only a weak reference to the pipeline.
+        """
+        weak = weakref.WeakMethod(method)
+
+        def call(*inputs: Any) -> Any:
+            method = weak()
+            if method is None:
+                raise RuntimeError(
+                    "the compression that a function was traced with is gone; keep it as long as the function, outside of it"
+                )
+            return method(*known, *inputs)
+
+        return tf.numpy_function(call, inputs, types)
 
     # --- called from the graph ---
 
@@ -263,10 +268,8 @@ class HostPipeline(Pipeline):
 
     def _write_out(self, name: str, divisor: float, types: list[Any], result: NDArray[Any]) -> list[NDArray[Any]]:
         bucket = self._bucket_of[name]
-        if (
-            bucket.exchange is not None
-            and self.advance(bucket, result, divisor, self._keep_reduced(bucket)) is not None
-        ):
+        following = bucket.exchange and self.advance(bucket, result, divisor, self._keep_reduced(bucket))
+        if following is not None:
             raise RuntimeError(f"the exchange of bucket {name!r} has more rounds than its graph; this is a defect")
         flat = self._reduced.pop(name)
         return [
@@ -292,10 +295,8 @@ class HostPipeline(Pipeline):
         if self.compressor.momentum_correction is None and self.ops.all_finite(flat):
             # Checking thousands of small parameters one by one would take longer.
             return flat
-        end = 0
-        for part in pack.parts:
-            start, end = end, end + part.numel
-            self.finish_dense(part.name, flat[start:end])
+        for name, part in zip(pack.names, np.split(flat, np.cumsum(pack.sizes[:-1])), strict=True):
+            self.finish_dense(name, part)
         return flat
 
     def _end(self, names: list[str], *finite: np.bool_) -> np.bool_:
@@ -322,27 +323,6 @@ def _threads() -> int:
     said = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
     wanted = int(said) if said.isdigit() else 0
     return int(tf.config.threading.get_intra_op_parallelism_threads()) or wanted or os.cpu_count() or 1
-
-
-class _Weak:
-    """Calls a method without keeping its object alive. TensorFlow keeps alive every function that a graph calls.
-
-    Args:
-        method: a bound method of the object.
-        known: the first arguments of the method.
-    """
-
-    def __init__(self, method: Callable[..., Any], known: tuple[Any, ...]) -> None:
-        self._method = weakref.WeakMethod(method)
-        self._known = known
-
-    def __call__(self, *inputs: Any) -> Any:
-        method = self._method()
-        if method is None:
-            raise RuntimeError(
-                "the compression that a function was traced with is gone; keep it as long as the function, outside of it"
-            )
-        return method(*self._known, *inputs)
 
 
 def _list(tensors: Any) -> list[Tensor]:

@@ -29,7 +29,6 @@ class Names:
         return [self._name(variable) for variable in variables]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the variable with this name."""
         return self._shapes[name]
 
     def frozen(self, names: Iterable[str]) -> frozenset[str]:

@@ -17,7 +17,7 @@ from horovod.tensorflow import mpi_ops
 
 from horovod_sparse.core.agreement import check_arguments, check_sparse, compare
 from horovod_sparse.core.binding import compresses
-from horovod_sparse.core.layout import Layout, Parameter, Slot, check_limits, plan
+from horovod_sparse.core.layout import Layout, Parameter, check_limits, plan
 from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import check_state, kept_shapes, merged, names_in, part_of
 from horovod_sparse.exchange.cost import allreduce_bytes
@@ -38,13 +38,7 @@ _agreed: Counter[tuple[int, ...]] = Counter()
 
 
 class Reducer(Server):
-    """Reduces lists of gradients.
-
-    Args:
-        compressor: the `compression` that was given to Horovod; it is bound to this reducer.
-        reduction: how gradients are reduced.
-        shared: True if it serves one tape after the other, False if it serves one optimizer.
-    """
+    """Reduces lists of gradients. If `shared`, it serves one tape after the other, else one optimizer."""
 
     compressor: TensorflowCompressor
     pipeline: HostPipeline | None = None
@@ -234,7 +228,7 @@ class Reducer(Server):
             shape = self.names.shape(name)
             residual = self.compressor.residual_dtype_of(gradient)
             if self.compressor.leaves_dense(name, math.prod(shape)):
-                layouts.append(Layout((Slot(name, 0, math.prod(shape), shape),), residual))
+                layouts.append(Layout.of([(name, shape)], residual))
             else:
                 kind = self.compressor.engine_class.device_of(devices[name])
                 parameters.append(Parameter(name, shape, residual, kind, groups.get(name)))

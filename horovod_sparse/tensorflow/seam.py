@@ -22,13 +22,15 @@ import horovod
 import horovod._keras as horovod_keras
 import horovod.tensorflow as horovod_tensorflow
 
-from horovod_sparse.tensorflow.compressors import TensorflowCompressor, refuse_class
+from horovod_sparse.core.binding import refuse_class
+from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
 from horovod_sparse.tensorflow.reduction import Reduction
 
 Function = Callable[..., Any]
 
+_GRADIENT_PARAMETERS = ("self", "target", "sources", "output_gradients", "use_generic_names")
 _MAKE_PARAMETERS = (
     "name", "device_dense", "device_sparse", "compression", "sparse_as_dense", "op", "gradient_predivide_factor", "groups",
     "process_set",
@@ -38,19 +40,6 @@ _OPTIMIZER_PARAMETERS = (
     "gradient_predivide_factor", "op", "backward_passes_per_step", "average_aggregated_gradients", "groups", "process_set",
     "scale_local_gradients",
 )  # fmt: skip
-_CONTRACT = {
-    "_make_allreduce_grads_fn": (horovod_tensorflow, _MAKE_PARAMETERS),
-    "gradient": (
-        horovod_tensorflow._DistributedGradientTape,
-        ("self", "target", "sources", "output_gradients", "use_generic_names"),
-    ),
-    "register_local_source": (horovod_tensorflow._DistributedGradientTape, ("self", "source")),
-    "get_local_and_global_gradients": (
-        horovod_tensorflow._DistributedGradientTape,
-        ("self", "target", "sources", "output_gradients", "use_generic_names"),
-    ),
-    "create_distributed_optimizer": (horovod_keras, _OPTIMIZER_PARAMETERS),
-}
 
 _replaced: list[tuple[Any, str, Any]] = []
 """(module or class, name, stock function) of every function that is replaced now."""
@@ -59,7 +48,7 @@ _replaced: list[tuple[Any, str, Any]] = []
 def check_contract() -> None:
     """Raise ImportError if the functions do not take the parameters that the replacements rely on."""
     problems = []
-    for name, (owner, expected) in _CONTRACT.items():
+    for name, (owner, expected, _) in _EXTENSIONS.items():
         function = getattr(owner, name, None)
         found = tuple(inspect.signature(function).parameters) if function is not None else None
         if found != expected:
@@ -76,17 +65,10 @@ def install() -> None:
     if _replaced:
         return
     check_contract()
-    replacements = {
-        "_make_allreduce_grads_fn": _make_allreduce_grads_fn,
-        "gradient": _gradient,
-        "register_local_source": _register_local_source,
-        "get_local_and_global_gradients": _get_local_and_global_gradients,
-        "create_distributed_optimizer": _create_distributed_optimizer,
-    }
-    for name, (owner, _) in _CONTRACT.items():
+    for name, (owner, _, extend) in _EXTENSIONS.items():
         stock = getattr(owner, name)
         _replaced.append((owner, name, stock))
-        setattr(owner, name, functools.wraps(stock)(replacements[name](stock)))
+        setattr(owner, name, functools.wraps(stock)(extend(stock)))
 
 
 def uninstall() -> None:
@@ -114,19 +96,20 @@ def _make_allreduce_grads_fn(stock: Function) -> Function:
     return extended
 
 
+def _named(tape: Any, sources: Sequence[Any]) -> list[Any]:
+    """Return the `tf.Variable`s of sources. Name the sources before, while they still have their paths."""
+    if isinstance(tape._allreduce_grads, Reducer):
+        tape._allreduce_grads.names.of(sources)
+    return [plain(source) for source in sources]
+
+
 def _gradient(stock: Function) -> Function:
-    def extended(
-        self: Any, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
-    ) -> Any:
-        is_ours, is_single = isinstance(self._allreduce_grads, Reducer), not isinstance(sources, (list, tuple))
-        if is_single and not is_ours:
-            return stock(self, target, sources, output_gradients, use_generic_names)
-        many = [sources] if is_single else list(sources)
-        if is_ours:
-            # Name the sources while they still have their paths.
-            self._allreduce_grads.names.of(many)
-        reduced = stock(self, target, [plain(source) for source in many], output_gradients, use_generic_names)
-        return reduced[0] if is_single else reduced
+    def extended(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(sources, (list, tuple)):
+            return stock(self, target, _named(self, sources), *args, **kwargs)
+        if not isinstance(self._allreduce_grads, Reducer):
+            return stock(self, target, sources, *args, **kwargs)
+        return stock(self, target, _named(self, [sources]), *args, **kwargs)[0]
 
     return extended
 
@@ -139,12 +122,8 @@ def _register_local_source(stock: Function) -> Function:
 
 
 def _get_local_and_global_gradients(stock: Function) -> Function:
-    def extended(
-        self: Any, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
-    ) -> Any:
-        if isinstance(self._allreduce_grads, Reducer):
-            self._allreduce_grads.names.of(sources)
-        return stock(self, target, [plain(source) for source in sources], output_gradients, use_generic_names)
+    def extended(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(self, target, _named(self, sources), *args, **kwargs)
 
     return extended
 
@@ -189,3 +168,14 @@ def _legacy(stock: Function, args: Sequence[Any], kwargs: Mapping[str, Any], arg
     if isinstance(compression.server, Reducer):
         compression.server.settings = functools.partial(settings_of, optimizer, compression, *passes)
     return distributed
+
+
+_TAPE = horovod_tensorflow._DistributedGradientTape
+_EXTENSIONS = {
+    "_make_allreduce_grads_fn": (horovod_tensorflow, _MAKE_PARAMETERS, _make_allreduce_grads_fn),
+    "gradient": (_TAPE, _GRADIENT_PARAMETERS, _gradient),
+    "register_local_source": (_TAPE, ("self", "source"), _register_local_source),
+    "get_local_and_global_gradients": (_TAPE, _GRADIENT_PARAMETERS, _get_local_and_global_gradients),
+    "create_distributed_optimizer": (horovod_keras, _OPTIMIZER_PARAMETERS, _create_distributed_optimizer),
+}
+"""Name -> module or class, the parameters that the extension relies on, and what makes it."""

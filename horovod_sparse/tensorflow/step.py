@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,29 +18,21 @@ _PACK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Part:
-    """A parameter in a pack."""
-
-    name: str
-    shape: tuple[int, ...]
-    numel: int
-
-
-@dataclass(frozen=True)
 class Pack:
     """Parameters that are reduced dense in one message: one collective per small parameter would take longer than its data."""
 
     dtype: Any
     """The dtype of their gradients."""
-    parts: list[Part]
+    shapes: dict[str, tuple[int, ...]]
+    """The parameters' shapes by name."""
 
     @property
     def names(self) -> list[str]:
-        return [part.name for part in self.parts]
+        return list(self.shapes)
 
     @property
-    def numel(self) -> int:
-        return sum(part.numel for part in self.parts)
+    def sizes(self) -> list[int]:
+        return [math.prod(shape) for shape in self.shapes.values()]
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the parts' tensors, flattened and concatenated."""
@@ -47,8 +40,8 @@ class Pack:
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the tensor of each part, in its shape, by name."""
-        pieces = tf.split(flat, [part.numel for part in self.parts])
-        return {part.name: tf.reshape(piece, part.shape) for part, piece in zip(self.parts, pieces, strict=True)}
+        pieces = zip(self.shapes.items(), tf.split(flat, self.sizes), strict=True)
+        return {name: tf.reshape(piece, shape) for (name, shape), piece in pieces}
 
 
 @dataclass(frozen=True)
@@ -80,10 +73,8 @@ class Step:
         """Return the parameters that are reduced dense, grouped by message."""
         packs: list[Pack] = []
         for name, gradient in self.dense.items():
-            part = Part(name, tuple(gradient.shape), gradient.shape.num_elements())
-            last = packs[-1] if packs else None
-            if last and last.dtype == gradient.dtype and last.numel + part.numel <= _PACK_BYTES // gradient.dtype.size:
-                last.parts.append(part)
-            else:
-                packs.append(Pack(gradient.dtype, [part]))
+            room = _PACK_BYTES // gradient.dtype.size - gradient.shape.num_elements()
+            if not packs or packs[-1].dtype != gradient.dtype or sum(packs[-1].sizes) > room:
+                packs.append(Pack(gradient.dtype, {}))
+            packs[-1].shapes[name] = tuple(gradient.shape)
         return packs

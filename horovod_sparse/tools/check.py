@@ -1,7 +1,7 @@
 """Check whether this machine can train with sparse gradients and, if not, what to do about it. Imports no framework.
 
-`LINES` lists what is checked. Libraries are imported in other processes. So a library that is broken, or crashes or hangs while
-it is imported, only gives a line of the report. `python -m horovod_sparse.tools.check PROCESS` is such a process.
+The checks run in other processes, as `python -m horovod_sparse.tools.check PROCESS`. So a library that is broken, or crashes
+or hangs while it is imported, only gives a line of the report.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections import ChainMap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -20,13 +21,14 @@ from pathlib import Path
 from typing import Literal
 
 from horovod_sparse import kernels
-from horovod_sparse.tools.machine import instruction_sets
 
 Mark = Literal["ok", "missing", "warn"]
-"""The result of a check: "missing" marks what torch training cannot do without, "warn" marks other problems."""
+"""The result: "missing" marks what torch training cannot do without, "warn" marks other problems."""
 HOROVOD_VERSION = "0.28.1"
 _REBUILD = "build Horovod: make setup, or docker/build_horovod.sh PYTHON"
 _INSTALL_MPI = f"install libopenmpi-dev, then {_REBUILD}"
+_SETS = ("sse4_2", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "asimd", "sve", "sve2")
+"""The instruction sets that tell a processor's generation."""
 _MARK = "horovod_sparse.check:"
 """A line of output that begins with this holds a finding."""
 
@@ -41,7 +43,6 @@ class Finding:
     remedy: str = ""
 
     def __str__(self) -> str:
-        """Return the line as it is printed."""
         advice = f" -> {self.remedy}" if self.remedy else ""
         return f"{self.mark:<8} {self.what:<20} {self.detail}{advice}"
 
@@ -52,7 +53,7 @@ class Line:
 
     what: str
     process: str
-    """Checks with the same name share a new process, and run there in order. Those with "" run in this process."""
+    """Checks with the same name share a process, and run there in order: so a slow import is made once."""
     find: Callable[[], str | Finding]
     """Returns the detail of a finding that is "ok", or another finding. If it raises, the check has failed."""
     mark: Mark
@@ -61,7 +62,6 @@ class Line:
     """The detail if the check fails, instead of the error."""
 
     def finding(self) -> Finding:
-        """Run the check."""
         try:
             found = self.find()
         except Exception as error:  # a broken library may raise anything
@@ -69,7 +69,6 @@ class Line:
         return Finding("ok", self.what, found) if isinstance(found, str) else found
 
     def failed(self, error: str) -> Finding:
-        """Return the finding if the check fails with this error."""
         return Finding(self.mark, self.what, self.detail or error, self.remedy)
 
 
@@ -85,8 +84,8 @@ def _version(library: str) -> str:
 
 
 def _torch() -> str:
-    device = "with a CUDA device" if import_module("torch").cuda.is_available() else "CPU"
-    return f"{_version('torch')}, {device}"
+    torch = import_module("torch")
+    return f"{torch.__version__}, {'with a CUDA device' if torch.cuda.is_available() else 'CPU'}"
 
 
 def _horovod() -> str | Finding:
@@ -134,6 +133,22 @@ def _mpi4py() -> str:
     return f"{_version('mpi4py')}, {library}"
 
 
+def cpu_info(name: str) -> str:
+    """Return what Linux says under this name of the first processor; an empty string if nothing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), "")
+
+
+def instruction_sets() -> list[str]:
+    """Return the names in `_SETS` that this processor has."""
+    # AArch64 lists them under "Features".
+    flags = (cpu_info("flags") or cpu_info("Features")).split()
+    return [name for name in _SETS if name in flags]
+
+
 def _kernels() -> str | Finding:
     sets = f"this processor has {', '.join(instruction_sets()) or 'unknown instruction sets'}"
     unset = f"unset {kernels.VARIABLE}"
@@ -151,48 +166,41 @@ def _kernels() -> str | Finding:
 
 
 _FOR_TF = "only for TensorFlow:"
+_TF_INSTALL = f"{_FOR_TF} pip install tensorflow-cpu, then {_REBUILD}"
 _TF_FIRST = f"{_FOR_TF} settle its lines above; needs Horovod {HOROVOD_VERSION}"
 _ALL_FIRST = f"settle the lines above first; this needs Horovod {HOROVOD_VERSION}"
 _TORCH_FIRST = "settle horovod for torch first"
 _ABSENT = "not found or not working"
 _GLOO = "install openmpi-bin, or start with horovodrun --gloo"
-# Checks that need the same slow import share a process.
 LINES = (
-    Line("python", "", _python, "warn", "use Python 3.10 to 3.12"),
+    Line("python", "host", _python, "warn", "use Python 3.10 to 3.12"),
     Line("numpy", "numpy", partial(_version, "numpy"), "missing", "pip install numpy"),
     Line("torch", "torch", _torch, "missing", f"pip install torch, then {_REBUILD}"),
-    Line(
-        "tensorflow",
-        "tf",
-        partial(_version, "tensorflow"),
-        "warn",
-        f"{_FOR_TF} pip install tensorflow-cpu, then {_REBUILD}",
-    ),
-    Line("horovod", "", _horovod, "missing", _REBUILD, "not installed"),
+    Line("tensorflow", "tf", partial(_version, "tensorflow"), "warn", _TF_INSTALL),
+    Line("horovod", "host", _horovod, "missing", _REBUILD, "not installed"),
     Line("horovod for torch", "torch", partial(_imported, "horovod.torch", "compiled"), "missing", _REBUILD),
     Line("horovod for tf", "tf", partial(_imported, "horovod.tensorflow", "compiled"), "warn", f"{_FOR_TF} {_REBUILD}"),
     Line("controllers", "torch", _controllers, "missing", _TORCH_FIRST, "unknown"),
     Line("GPU operations", "torch", _gpu_operations, "warn", _TORCH_FIRST, "unknown"),
-    Line("mpirun", "", partial(_program, "mpirun"), "warn", _GLOO, _ABSENT),
-    Line("horovodrun", "", partial(_program, "horovodrun"), "warn", f"{_REBUILD}, or start with mpirun", _ABSENT),
+    Line("mpirun", "host", partial(_program, "mpirun"), "warn", _GLOO, _ABSENT),
+    Line("horovodrun", "host", partial(_program, "horovodrun"), "warn", f"{_REBUILD}, or start with mpirun", _ABSENT),
     Line("mpi4py", "numpy", _mpi4py, "warn", "only for NumPy arrays over MPI: pip install 'mpi4py>=4'"),
     Line("seam", "torch", partial(_imported, "horovod_sparse.torch"), "missing", _ALL_FIRST),
     Line("seam for tf", "tf", partial(_imported, "horovod_sparse.tensorflow"), "warn", _TF_FIRST),
-    Line("kernels", "", _kernels, "warn", f"unset {kernels.VARIABLE}"),
+    Line("kernels", "host", _kernels, "warn", f"unset {kernels.VARIABLE}"),
 )
 
 
 def findings() -> list[Finding]:
-    """Run all checks at once, and return one finding for each. Training with torch can run if none is ``missing``."""
-    processes = dict.fromkeys(line.process for line in LINES if line.process)
-    with ThreadPoolExecutor(len(LINES)) as pool:
-        asked = {process: pool.submit(ask, process) for process in processes}
-        here = {line.what: pool.submit(line.finding) for line in LINES if not line.process}
-        return [asked[line.process].result()[line.what] if line.process else here[line.what].result() for line in LINES]
+    """Run all checks, and return one finding for each. Training with torch can run if none is ``missing``."""
+    processes = dict.fromkeys(line.process for line in LINES)
+    with ThreadPoolExecutor(len(processes)) as pool:
+        found = ChainMap(*pool.map(ask, processes))
+    return [found[line.what] for line in LINES]
 
 
 def ask(process: str, timeout: float = 60.0) -> dict[str, Finding]:
-    """Run the checks of a process in a new one, and wait at most `timeout` seconds. Return the findings by `what`."""
+    """Run the checks that share a process, and wait at most `timeout` seconds. Return the findings by `what`."""
     command = [sys.executable, "-m", "horovod_sparse.tools.check", process]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)

@@ -51,14 +51,10 @@ def agree(
     known_sparse: Collection[str],
     number: int | None,
 ) -> Agreement:
-    """Compare settings and parameters with the other ranks of the optimizer's process set. Blocks.
+    """Compare settings and the `new` parameters with the other ranks of the optimizer's process set. Blocks.
 
-    Args:
-        optimizer: the wrapped optimizer.
-        compressor: the optimizer's compressor.
-        new: the parameters that are about to be planned, with their names.
-        known_sparse: names of parameters that this rank knows to have sparse gradients.
-        number: the optimizer's number; None before its first agreement.
+    `known_sparse` names parameters that this rank knows to have sparse gradients. `number` is that of the optimizer, or None
+    before its first agreement.
 
     Raises:
         ValueError: on every rank that differs from another one; the message has both values.
@@ -76,7 +72,12 @@ def agree(
     # that is compared does.
     everyone = gather_json([mine, sparse, _agreed[key]], agreement_name(process_set), process_set)
     compare(mine, [theirs for theirs, _, _ in everyone], mpi_ops.rank())
-    _refuse_complex(new)
+    for parameter, name in new.items():
+        if parameter.is_complex():
+            raise TypeError(
+                f"parameter {name!r} must be real, got {parameter.dtype}, which Horovod cannot reduce; make the real view the "
+                "parameter (torch.view_as_real), and use torch.view_as_complex of it in the model"
+            )
     found = {name for _, names, _ in everyone for name in names}
     check_sparse(found, compressor, sparse_as_dense=optimizer.sparse_as_dense, rank=mpi_ops.rank())
     return Agreement(max(agreed for _, _, agreed in everyone) if number is None else number, found, key)
@@ -105,15 +106,6 @@ def _describe(
         description["lr"] = [str(float(group["lr"])) for group in groups]
         description["momentum"] = [str(group.get("momentum")) for group in groups]
     return description
-
-
-def _refuse_complex(new: Mapping[Tensor, str]) -> None:
-    for parameter, name in new.items():
-        if parameter.is_complex():
-            raise TypeError(
-                f"parameter {name!r} must be real, got {parameter.dtype}, which Horovod cannot reduce; make the real view the "
-                "parameter (torch.view_as_real), and use torch.view_as_complex of it in the model"
-            )
 
 
 def agree_on_states(check: Callable[[], None], process_set: Any) -> None:

@@ -11,7 +11,7 @@ import random
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -169,7 +169,7 @@ def _buffers(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _random_state() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state(legacy=True)
+    name, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],

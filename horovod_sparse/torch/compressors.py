@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from horovod.torch.compression import Compressor as HorovodCompressor
@@ -34,13 +34,20 @@ class TorchCompressor(BoundCompressor, HorovodCompressor):
         # Differentiable, as Horovod's own compressors are.
         return torch.zeros_like(flat).scatter(0, chosen, flat[chosen]).view(tensor.shape), None
 
-    def decompress(self, tensor: Tensor, ctx: None) -> Tensor:
-        """Return the tensor as it is."""
-        return tensor
+    def scale_with(self, scaler: torch.amp.GradScaler) -> None:
+        """Follow a loss scaler: residuals are kept without its scale, and all ranks leave out the same steps.
 
-    def residual_dtype_of(self, tensor: Tensor) -> str:
-        """Return the residual's dtype for gradients like `tensor`."""
-        return self.residual_dtype or ("float64" if tensor.dtype == torch.float64 else "float32")
+        The usual form then works: `scaler.scale(loss).backward()`, `scaler.step(optimizer)`, `scaler.update()`, with
+        `scaler.unscale_(optimizer)` before the step if reduced gradients are clipped. If any rank's gradient overflows, all
+        ranks skip the update, and residuals, velocities and thresholds are as before the step. This needs a copy of the
+        residuals: `discardable` becomes True. The first `scaler.step(optimizer)` calls this by itself if nothing was reduced
+        before it.
+
+        Raises:
+            RuntimeError: the compressor serves no optimizer yet, or its first step is over.
+        """
+        server: Any = self._bound()
+        server.scale_with(scaler)
 
 
 class DGC(TorchCompressor, compressors.DGC): ...

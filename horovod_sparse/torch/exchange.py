@@ -26,13 +26,7 @@ class _Started:
 
 
 class Collectives:
-    """The collectives of one optimizer, and which of them are under way.
-
-    Args:
-        op: Horovod's operation for gradients.
-        predivide: splits the averaging as `gradient_predivide_factor` does.
-        process_set: the workers that take part.
-    """
+    """The collectives of one optimizer, and which of them are under way. `predivide` is `gradient_predivide_factor`."""
 
     def __init__(self, op: Any, predivide: float, process_set: Any) -> None:
         self._op = op

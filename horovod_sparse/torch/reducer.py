@@ -22,7 +22,7 @@ from torch import Tensor
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Slot
-from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.pipeline import Pipeline, Wait
 from horovod_sparse.core.preparation import Arrived
 from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import check_discardable, check_state, empty_state, holds_anything, kept_shapes
@@ -35,16 +35,16 @@ from horovod_sparse.torch.exchange import Collectives, empty_sparse
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
 from horovod_sparse.torch.routes import Dense, Routes, wire_dtype
-from horovod_sparse.torch.step import Step, Wait
+from horovod_sparse.torch.step import Step
+
+_WITH_SCALER = (
+    "With torch.amp.GradScaler, call compression.scale_with(scaler) before the first step, so that all ranks leave out the "
+    "same steps"
+)
 
 
 class Reducer(Server):
-    """Reduces the gradients of one `hvd.DistributedOptimizer`.
-
-    Args:
-        optimizer: the wrapped optimizer, fully constructed.
-        compressor: the optimizer's `compression`, already checked by `check_arguments` and `check_momentum`.
-    """
+    """Reduces the gradients of one `hvd.DistributedOptimizer`, whose arguments the seam has checked."""
 
     compressor: TorchCompressor
 
@@ -61,19 +61,41 @@ class Reducer(Server):
         self._step = Step()
         self._frozen: set[Tensor] = set()
         """Parameters that are not trained at the moment. They keep no residual and no velocity."""
-        self.active = self._activate()
-
-    def _activate(self) -> bool:
-        if not self._process_set.included() or not compresses(self._process_set.size()):
-            return False
-        if mpi_ops.size() == 1:
+        self._scaler: torch.amp.GradScaler | None = None
+        self.active = self._process_set.included() and compresses(self._process_set.size())
+        if self.active and mpi_ops.size() == 1:
             # Stock Horovod registers no hooks for a single worker.
-            self._optimizer._register_hooks()
-        return True
+            optimizer._register_hooks()
 
     def _name(self, what: str) -> str:
-        """Return the full name of a collective."""
         return f"horovod_sparse.{self._process_set.process_set_id}.{self._number}.{what}"
+
+    # --- loss scaling ---
+
+    def scale_with(self, scaler: torch.amp.GradScaler) -> None:
+        """See `TorchCompressor.scale_with`."""
+        if self._scaler is scaler:
+            return
+        if self.pipeline is not None or self._scaler is not None:
+            raise RuntimeError(
+                "scale_with must be called once, before the first step, because residuals are kept without the loss scale; "
+                "make a new optimizer, or scale by hand: see docs/pytorch.md"
+            )
+        self.compressor.discardable = True
+        self._scaler = scaler
+
+    def is_scaled_by(self, scaler: torch.amp.GradScaler) -> bool:
+        """Return whether a scaler is this optimizer's. The first that is about to unscale is, if nothing was reduced yet."""
+        if self.pipeline is None and self._scaler is None and not self._optimizer._synchronized:
+            self.scale_with(scaler)
+        return self._scaler is scaler
+
+    def rescale(self, factor: float) -> None:
+        if self._scaler is not None:
+            raise RuntimeError(
+                "rescale must not be called with scale_with(scaler): residuals are kept without the loss scale"
+            )
+        super().rescale(factor)
 
     # --- gradients in: called from hooks, never waits for another rank ---
 
@@ -108,7 +130,8 @@ class Reducer(Server):
         self._step.begun = True
         assert self.pipeline is not None
         self._drop_frozen(self.pipeline)
-        self.pipeline.start_step(self._gradients())
+        scaler = self._scaler
+        self.pipeline.start_step(self._gradients(), None if scaler is None else float(scaler.get_scale()))
 
     def _drop_frozen(self, pipeline: Pipeline) -> None:
         frozen = {parameter for parameter in self._routes.names if not parameter.requires_grad}
@@ -246,8 +269,8 @@ class Reducer(Server):
         raise RuntimeError(
             f"rank {mpi_ops.rank()}: the gradient of parameter {name!r} was changed after backward "
             "had handed it over, and the change would be lost. Change reduced gradients: call "
-            "optimizer.synchronize(), change them (with torch.amp.GradScaler: scaler.unscale_(optimizer)), and step with "
-            "optimizer.skip_synchronize(); or local ones, with parameter.register_hook()"
+            "optimizer.synchronize(), change them, and step with optimizer.skip_synchronize(); or local ones, with "
+            f"parameter.register_hook(). {_WITH_SCALER}"
         )
 
     def check_not_left_out(self) -> None:
@@ -261,40 +284,29 @@ class Reducer(Server):
                 self._give_up_step()
                 raise RuntimeError(
                     f"rank {mpi_ops.rank()}: optimizer.step() was left out after loss.backward(), and the gradient of "
-                    f"parameter {name!r} holds NaN or infinity: other ranks may have stepped. With torch.amp.GradScaler call "
-                    "optimizer.synchronize(), then scaler.unscale_(optimizer), and scaler.step(optimizer) within "
-                    "optimizer.skip_synchronize(), so that all ranks leave out the same steps"
+                    f"parameter {name!r} holds NaN or infinity: other ranks may have stepped. {_WITH_SCALER}"
                 )
 
     def _finish(self, pipeline: Pipeline) -> None:
-        divisor = float(pipeline.world) if self._optimizer.op == mpi_ops.Average else 1.0
+        divisor = (float(pipeline.world) if self._optimizer.op == mpi_ops.Average else 1.0) / pipeline.preparation.scale
         # The order is the same on every rank, so that all have started the same collectives if one of the exchanges raises.
         under_way = [(bucket, self._step.exchanges[bucket.name]) for bucket in pipeline.buckets]
-        while under_way:
-            # Start every bucket's next collective before waiting for the first of them.
-            following = []
-            for bucket, result in under_way:
-                collective = pipeline.advance(bucket, result(), divisor, self._write)
-                if collective is not None:
-                    following.append((bucket, self._start(bucket, collective)))
-            under_way = following
+        pipeline.complete(under_way, divisor, self._write, self._start)
         for together, message, wait in self._step.dense:
             wait()
             pipeline.finish_dense(together.name, message)
-            self._write_dense(together, message)
+            parts = torch.split(message.view(-1), [slot.numel for slot in together.layout.slots])
+            write_dense_parts(together.parameters, parts, self._routes.sparse_as_dense)
         for parameter, wait in self._step.sparse.items():
             reduced = wait()
-            pipeline.check_reduced(self._routes.names[parameter], reduced._values())
+            if not self._ops.all_finite(reduced._values()):
+                pipeline.note_not_finite(self._routes.names[parameter])
             if parameter.requires_grad:
                 parameter.grad = reduced
 
     def _write(self, slots: Sequence[Slot], reduced: Reduced) -> None:
         parameters = [self._routes.compressed[slot.name] for slot in slots]
         write_reduced(slots, parameters, reduced, self._routes.sparse_as_dense)
-
-    def _write_dense(self, together: Dense, reduced: Tensor) -> None:
-        parts = torch.split(reduced.view(-1), [slot.numel for slot in together.layout.slots])
-        write_dense_parts(together.parameters, parts, self._routes.sparse_as_dense)
 
     def parameters_added(self) -> None:
         """Take in a group of parameters that was added to the optimizer."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
+from horovod_sparse.core.layout import Layout, Parameter, plan
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.torch.compressors import TorchCompressor
@@ -29,12 +29,7 @@ class Dense:
 
 
 class Routes:
-    """The routes of the parameters of one `hvd.DistributedOptimizer`; more parameters can join later.
-
-    Args:
-        optimizer: the wrapped optimizer.
-        compressor: the optimizer's compressor.
-    """
+    """The routes of the parameters of one `hvd.DistributedOptimizer`; more parameters can join later."""
 
     def __init__(self, optimizer: Any, compressor: TorchCompressor) -> None:
         self._optimizer = optimizer
@@ -124,15 +119,12 @@ class Routes:
             small = parameter.numel() < self._compressor.min_numel
             key = (parameter.dtype, parameter.device) if small else name
             groups.setdefault(key, {})[name] = parameter
-        return [self._dense(members) for members in groups.values()]
-
-    def _dense(self, members: dict[str, Tensor]) -> Dense:
-        slots, offset = [], 0
-        for name, parameter in members.items():
-            slots.append(Slot(name, offset, parameter.numel(), tuple(parameter.shape)))
-            offset += parameter.numel()
-        parameters = list(members.values())
-        return Dense(Layout(tuple(slots), self._compressor.residual_dtype_of(parameters[0])), parameters)
+        together = []
+        for members in groups.values():
+            parameters = list(members.values())
+            shapes = [(name, tuple(parameter.shape)) for name, parameter in members.items()]
+            together.append(Dense(Layout.of(shapes, self._compressor.residual_dtype_of(parameters[0])), parameters))
+        return together
 
     def shapes(self, sparse: Collection[str]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all parameters that will have a route, except those named in `sparse`."""

@@ -1,4 +1,4 @@
-"""The one seam to stock Horovod: `_DistributedOptimizer`'s methods, extended in place.
+"""The one seam to stock Horovod: `_DistributedOptimizer`'s methods, extended in place, and those of PyTorch's `GradScaler`.
 
 `hvd.DistributedOptimizer` copies the methods of `horovod.torch.optimizer._DistributedOptimizer` into a new class at each
 call, so extending them once reaches every later optimizer, however it was imported. Without one of our compressors
@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod
+import torch
 from horovod.torch import mpi_ops
 from horovod.torch import optimizer as horovod_optimizer
 
 from horovod_sparse.core.agreement import check_arguments
+from horovod_sparse.core.binding import refuse_class
 from horovod_sparse.torch.agreement import check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.reducer import Reducer
@@ -82,6 +84,8 @@ def install() -> None:
     for name, extend in _EXTENSIONS.items():
         _replace(horovod_optimizer._DistributedOptimizer, name, extend)
     _replace(horovod_optimizer._DistributedAdasumOptimizer, "__init__", _refuse_adasum)
+    _replace(torch.amp.GradScaler, "unscale_", _unscale)
+    _replace(torch.amp.GradScaler, "step", _scaler_step)
 
 
 def uninstall() -> None:
@@ -112,7 +116,7 @@ def _reducer(optimizer: Any) -> Reducer | None:
     return reducer
 
 
-# Each of these functions takes the stock method and returns its extension.
+# Each of these takes the stock method and returns its extension.
 
 
 def _init(stock: Method) -> Method:
@@ -125,32 +129,29 @@ def _init(stock: Method) -> Method:
             arguments.arguments[name] for name in ("params", "compression", "op", "groups")
         )
         # Check before stock Horovod registers its hooks, which would outlive a refused optimizer.
-        _refuse_class(compression)
-        if isinstance(compression, TorchCompressor):
-            _check_arguments(op, groups, compression)
+        is_ours = _is_ours(compression, op, groups)
+        if is_ours:
             check_momentum(params, compression)
             compression.check_free()
         stock(self, *args, **kwargs)
-        if isinstance(compression, TorchCompressor):
+        if is_ours:
             self._sparse_reducer = Reducer(self, compression)
 
     return extended
 
 
-def _check_arguments(op: Any, groups: Any, compression: TorchCompressor) -> None:
+def _is_ours(compression: Any, op: Any, groups: Any) -> bool:
+    """Return whether a compression is one of ours. Raise if it is, but cannot be used with the other arguments."""
+    refuse_class(compression)
+    if not isinstance(compression, TorchCompressor):
+        return False
     check_arguments(op, mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum, groups, compression)
-
-
-def _refuse_class(compression: Any) -> None:
-    if isinstance(compression, type) and issubclass(compression, TorchCompressor):
-        raise TypeError(f"compression must be an instance, such as {compression.__name__}(...), got the class itself")
+    return True
 
 
 def _refuse_adasum(stock: Method) -> Method:
     def extended(self: Any, params: Any, named_parameters: Any, compression: Any, *args: Any, **kwargs: Any) -> None:
-        _refuse_class(compression)
-        if isinstance(compression, TorchCompressor):
-            _check_arguments(mpi_ops.Adasum, None, compression)
+        _is_ours(compression, mpi_ops.Adasum, None)
         stock(self, params, named_parameters, compression, *args, **kwargs)
 
     return extended
@@ -167,68 +168,6 @@ def _allreduce_grad_async(stock: Method) -> Method:
     return extended
 
 
-def _grouped_allreduce_grad_async(stock: Method) -> Method:
-    def extended(self: Any, ps: Any) -> Any:
-        reducer = _reducer(self)
-        if reducer is None:
-            return stock(self, ps)
-        for p in ps:
-            reducer.submit(p)
-        return _UNDER_WAY
-
-    return extended
-
-
-def _synchronize(stock: Method) -> Method:
-    def extended(self: Any) -> None:
-        reducer = _reducer(self)
-        if reducer is None:
-            stock(self)
-        else:
-            reducer.synchronize()
-
-    return extended
-
-
-def _step(stock: Method) -> Method:
-    def extended(self: Any, closure: Any = None) -> Any:
-        if closure is None or _reducer(self) is None:
-            return stock(self, closure)
-
-        def reduced_closure() -> Any:
-            loss = closure()
-            if self._should_synchronize:
-                self.synchronize()
-            return loss
-
-        try:
-            return super(self.__class__, self).step(reduced_closure)
-        finally:
-            self._synchronized = False
-
-    return extended
-
-
-def _zero_grad(stock: Method) -> Method:
-    def extended(self: Any, *args: Any, **kwargs: Any) -> None:
-        reducer = _reducer(self)
-        if reducer is None:
-            # Stock Horovod takes no argument. If it gets one, it raises its own error.
-            stock(self, *args, **kwargs)
-        elif self._handles:
-            reducer.check_not_left_out()
-            raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(): the gradients are being reduced. Call it before loss.backward()"
-            )
-        else:
-            super(self.__class__, self).zero_grad(*args, **kwargs)
-            # If a step was left out after synchronize(), the next one must still be reduced.
-            self._synchronized = False
-
-    return extended
-
-
 def _add_param_group(stock: None) -> Method:
     def extended(self: Any, param_group: dict[str, Any]) -> None:
         super(self.__class__, self).add_param_group(param_group)
@@ -239,17 +178,96 @@ def _add_param_group(stock: None) -> Method:
     return extended
 
 
-def _load_state_dict(stock: Method) -> Method:
-    def extended(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _reducer(self) is not None and self._handles:
-            # Collectives that are under way must finish before the handles are dropped.
+def _if_ours(own: Callable[..., Any]) -> Callable[[Method], Method]:
+    """Return what makes the extension: `own(self, reducer, stock, ...)` if there is a reducer, else the stock method."""
+
+    def extend(stock: Method) -> Method:
+        def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
+            reducer = _reducer(self)
+            if reducer is None:
+                return stock(self, *args, **kwargs)
+            return own(self, reducer, stock, *args, **kwargs)
+
+        return extended
+
+    return extend
+
+
+@_if_ours
+def _grouped_allreduce_grad_async(self: Any, reducer: Reducer, stock: Method, ps: Any) -> Any:
+    for p in ps:
+        reducer.submit(p)
+    return _UNDER_WAY
+
+
+@_if_ours
+def _synchronize(self: Any, reducer: Reducer, stock: Method) -> None:
+    reducer.synchronize()
+
+
+@_if_ours
+def _step(self: Any, reducer: Reducer, stock: Method, closure: Any = None) -> Any:
+    if closure is None:
+        return stock(self)
+
+    def reduced_closure() -> Any:
+        loss = closure()
+        if self._should_synchronize:
             self.synchronize()
-        stock(self, *args, **kwargs)
-        reducer = _reducer(self)
-        if reducer is not None:
-            reducer.settings_changed()
+        return loss
+
+    try:
+        return super(self.__class__, self).step(reduced_closure)
+    finally:
+        self._synchronized = False
+
+
+@_if_ours
+def _zero_grad(self: Any, reducer: Reducer, stock: Method, *args: Any, **kwargs: Any) -> None:
+    if self._handles:
+        reducer.check_not_left_out()
+        raise AssertionError(
+            "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+            "optimizer.synchronize(): the gradients are being reduced. Call it before loss.backward()"
+        )
+    super(self.__class__, self).zero_grad(*args, **kwargs)
+    # If a step was left out after synchronize(), the next one must still be reduced.
+    self._synchronized = False
+
+
+@_if_ours
+def _load_state_dict(self: Any, reducer: Reducer, stock: Method, *args: Any, **kwargs: Any) -> None:
+    if self._handles:
+        # Collectives that are under way must finish before the handles are dropped.
+        self.synchronize()
+    stock(self, *args, **kwargs)
+    reducer.settings_changed()
+
+
+def _unscale(stock: Method) -> Method:
+    def extended(self: Any, optimizer: Any) -> None:
+        if _is_scaled(self, optimizer):
+            optimizer.synchronize()
+        stock(self, optimizer)
 
     return extended
+
+
+def _scaler_step(stock: Method) -> Method:
+    def extended(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_scaled(self, optimizer):
+            return stock(self, optimizer, *args, **kwargs)
+        # The scaler decides by the reduced gradients, which are the same on every rank, whether the step is skipped.
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            return stock(self, optimizer, *args, **kwargs)
+
+    return extended
+
+
+def _is_scaled(scaler: Any, optimizer: Any) -> bool:
+    reducer = _reducer(optimizer)
+    return reducer is not None and scaler.is_enabled() and reducer.is_scaled_by(scaler)
 
 
 _EXTENSIONS: dict[str, Callable[[Any], Method]] = {

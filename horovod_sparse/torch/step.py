@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.pipeline import Wait
 from horovod_sparse.core.preparation import Arrived
 from horovod_sparse.torch.handover import Handed
 from horovod_sparse.torch.routes import Dense
 
 _TOGETHER = 2**18
 """Bytes of gradients that are taken together; a processor's cache holds as many."""
-
-Wait = Callable[[], Tensor]
-"""A function that waits for a collective and returns its result."""
 
 
 @dataclass

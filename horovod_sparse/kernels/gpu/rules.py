@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from horovod_sparse.compressors import sidco, threshold, topk
 from horovod_sparse.compressors.base import BucketState, Compressor
@@ -36,43 +35,30 @@ class Request:
     """The next cut leaves the fraction FIRST_RATIO * (k/count/FIRST_RATIO)^this of the `count` entries that are not zero."""
 
 
-class Rule(Protocol):
-    """How one compressor uses the kernels."""
+class Rule:
+    """How one compressor uses the kernels. This is the rule of TopK."""
 
-    measures: bool
+    measures = False
     """True if the rule needs the sums."""
 
     def request(self, state: BucketState, k: int) -> Request:
         """Return what to do in the next step. It does not change from the first gradient to the selection."""
-
-    def floor(self, state: BucketState, limit: float) -> float:
-        """Return the magnitude that candidates exceed, after a step that compared with `limit` (infinity: before the first)."""
-
-    def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
-        """Learn from the numbers of a step (see `tiles.NUMBERS`). Called only if all its gradients were finite."""
-
-
-class Largest:
-    """The rule of TopK."""
-
-    measures = False
-
-    def request(self, state: BucketState, k: int) -> Request:
         return Request("largest")
 
     def floor(self, state: BucketState, limit: float) -> float:
+        """Return the magnitude that candidates exceed, after a step that compared with `limit` (infinity: before the first)."""
         return LOWER * limit
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
+        """Learn from the numbers of a step (see `tiles.NUMBERS`). Called only if all its gradients were finite."""
         return
 
 
 @dataclass(frozen=True)
-class Above:
+class Above(Rule):
     """The rule of Threshold."""
 
     threshold: float
-    measures = False
 
     def request(self, state: BucketState, k: int) -> Request:
         return Request("above")
@@ -85,7 +71,7 @@ class Above:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class Fitted(Rule):
     """The rule of SIDCo with a distribution whose fit is a formula."""
 
     compressor: SIDCo
@@ -101,9 +87,6 @@ class Fitted:
             return Request(self.compressor.distribution, aim, 0.0, 1.0, trust)
         exponent = (stages - 2) / (stages - 1)
         return Request(self.compressor.distribution, aim, state.cut, sidco.MOST_TAIL, trust, exponent)
-
-    def floor(self, state: BucketState, limit: float) -> float:
-        return LOWER * limit
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
         assert isinstance(state, SIDCoState)
@@ -136,7 +119,7 @@ def rule_of(compressor: Compressor) -> Rule | None:
         return None
     select = type(compressor).select
     if select is topk.TopK.select:
-        return Largest()
+        return Rule()
     if isinstance(compressor, threshold.Threshold) and select is threshold.Threshold.select:
         return Above(compressor.threshold)
     if isinstance(compressor, SIDCo) and select is SIDCo.select:

@@ -15,13 +15,7 @@ from horovod_sparse.kernels.gpu.rules import rule_of
 
 
 class DeviceSelector:
-    """A `core.selector.Selector` that never makes the host wait before `finish`.
-
-    Args:
-        bucket: launches the kernels.
-        velocity: the velocity of the whole bucket, with momentum correction; else None. It is changed here.
-        correction: the momentum; None if there is none.
-    """
+    """A `core.selector.Selector` that never makes the host wait before `finish`. It changes the bucket's velocity."""
 
     def __init__(self, bucket: DeviceBucket, velocity: Tensor | None, correction: MomentumCorrection | None) -> None:
         self.bucket = bucket

@@ -17,7 +17,8 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from horovod_sparse.core.agreement import check_momentum
-from horovod_sparse.tensorflow.compressors import TensorflowCompressor, refuse_class
+from horovod_sparse.core.binding import refuse_class
+from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.memory import unwatched
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
@@ -90,16 +91,7 @@ def make(
 
 
 class DistributedApply:
-    """Replaces the `apply` of one optimizer: it reduces the gradients and passes them to the original `apply`.
-
-    Args:
-        optimizer: the plain optimizer.
-        reduce: makes gradients the same on all ranks.
-        passes: `backward_passes_per_step`.
-        average_passes: `average_aggregated_gradients`.
-        sparse_as_dense: whether `tf.IndexedSlices` become dense tensors.
-        local_divisor: what the gradients of local variables are divided by.
-    """
+    """Replaces the `apply` of one optimizer: it reduces the gradients and passes them to the original `apply`."""
 
     def __init__(
         self,
@@ -117,6 +109,7 @@ class DistributedApply:
         self._accumulator = _Accumulator(passes, sparse_as_dense) if passes > 1 else None
         self._passes_divisor = passes if average_passes else 1
         self._local_divisor = local_divisor
+        """What the gradients of local variables are divided by."""
         self._local: set[Any] = set()
         self._checked = False
 
@@ -204,12 +197,9 @@ def _loss_scale(optimizer: Any) -> Any:
 
 
 class _Dense:
-    """Stock Horovod's reduction.
+    """Stock Horovod's reduction, with the other arguments of `horovod.tensorflow._make_allreduce_grads_fn`.
 
-    Args:
-        groups: as for `hvd.DistributedOptimizer`; variables may be Keras variables.
-        process_set: the workers that reduce; on other workers gradients stay unchanged.
-        arguments: those of `horovod.tensorflow._make_allreduce_grads_fn`.
+    Variables in `groups` may be Keras variables. On workers outside of the process set, gradients stay unchanged.
     """
 
     def __init__(self, groups: Any, process_set: Any, *, name: str, **arguments: Any) -> None:
@@ -249,12 +239,7 @@ class _Dense:
 
 
 class _Accumulator:
-    """Sums of gradients over several backward passes, in variables that are not among the optimizer's.
-
-    Args:
-        passes: how many passes make a step.
-        sparse_as_dense: whether `tf.IndexedSlices` are summed as dense tensors; otherwise they are refused.
-    """
+    """Sums of gradients over several backward passes, in variables that are not among the optimizer's."""
 
     def __init__(self, passes: int, sparse_as_dense: bool) -> None:
         self._passes = passes

@@ -30,7 +30,6 @@ class Result:
     seconds: list[float] = field(default_factory=list)
 
     def quantile(self, part: float) -> float:
-        """Return a quantile of the time in units."""
         return float(np.quantile(self.quotients, part))
 
     @property

@@ -41,7 +41,6 @@ class Row:
     """Number of steps before the first that is timed. Thresholds have settled by then."""
 
     def part(self, spent: Spent) -> float:
-        """Return the seconds of the part."""
         return spent.write if self.receives else spent.compress
 
 
@@ -70,6 +69,5 @@ class Conditions:
     """The variant of the kernels, or "off"."""
 
     def __str__(self) -> str:
-        """Return the title of a table."""
         where = f"{self.backend}, kernels: {self.kernels}, threads: {self.threads}"
         return f"{self.size:,} elements, ratio {self.ratio:g}, {where}"

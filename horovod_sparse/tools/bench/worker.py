@@ -102,7 +102,6 @@ class Worker:
         """This worker's messages of the last steps."""
 
     def step(self, gradient: Array) -> Spent:
-        """Take a step."""
         self._before = replace(self._bucket.state)
         begun = time.perf_counter()
         self._pipeline.arrive("p", gradient)

@@ -1,0 +1,20 @@
+"""The properties of this machine that timings depend on. Imports no framework."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+from horovod_sparse import kernels
+from horovod_sparse.tools.check import cpu_info, instruction_sets
+
+
+def processor() -> str:
+    """The name that the processor reports."""
+    return cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def describe() -> str:
+    """The processor, its instruction sets, its cores, and the variant of the kernels that is used."""
+    sets = ", ".join(instruction_sets()) or "instruction sets unknown"
+    return f"{processor()} ({sets}), {os.cpu_count()} cores, kernels: {kernels.variant()}"

@@ -1,0 +1,197 @@
+"""Scenarios: mixed precision. A loss scale changes nothing, and a step that overflows leaves no trace, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from horovod_sparse.torch import DGC, MiCRO, SIDCo, Threshold, TopK
+
+from .common import (
+    BUCKET_BYTES,
+    COMPRESSORS,
+    MakeCompression,
+    assert_identical,
+    batch,
+    digest,
+    everyone,
+    loss_of,
+    raised,
+    small_model,
+    train,
+    wrap,
+)
+from .scenario import EVERYWHERE, MPI_2, PAIR, scenario
+
+_KINDS: dict[str, MakeCompression] = {
+    **{name: COMPRESSORS[name] for name in ("SIDCo", "TopK", "RandomK", "MiCRO", "NoOp")},
+    "DGC": lambda **settings: DGC(0.02, **settings),
+    "Threshold": lambda **settings: Threshold(0.05, **settings),
+    "clipped": lambda **settings: TopK(0.02, clip_norm=0.5, **settings),
+    "clipped_as_a_whole": lambda **settings: TopK(0.02, clip_norm=0.5, clip_scope="model", **settings),
+    "in_units_of_the_update": lambda **settings: SIDCo(0.02, lr_in_residual=True, **settings),
+}
+
+
+def _kept(compression: Any) -> str:
+    state = compression.state_dict()
+    arrays = [array for part in ("residuals", "velocities") for _, array in sorted(state[part].items())]
+    return digest(arrays) + str(sorted(state["adaptive"].items())) + str(sorted(state["learning_rates"].items()))
+
+
+def _train_scaled(model: nn.Module, optimizer: Any, scaler: Any, steps: Iterable[int]) -> None:
+    """The usual form."""
+    for step in steps:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@scenario(*EVERYWHERE, cases={name: (make,) for name, make in _KINDS.items()})
+def scaled_training_is_training(make: MakeCompression) -> None:
+    """Bit by bit, because powers of two are exact; nothing else has to be written for it."""
+    results = []
+    for scaled in (False, True):
+        model, compression = small_model(), make(bucket_bytes=BUCKET_BYTES)
+        optimizer = wrap(model, compression, momentum=0.0)
+        if scaled:
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7, growth_interval=2)
+            _train_scaled(model, optimizer, scaler, range(7))
+            assert scaler.get_scale() == 2.0**10
+        else:
+            train(model, optimizer, range(7))
+        results.append((digest(model.parameters()), _kept(compression)))
+    assert results[0] == results[1]
+
+
+class _Overflowing(nn.Sequential):
+    """The gradient of the first layer is infinite when it is told so; the other layers' gradients are as always."""
+
+    overflows = False
+
+
+def _overflowing() -> _Overflowing:
+    model = _Overflowing(*small_model())
+    model[0].weight.register_hook(lambda gradient: gradient * float("inf") if model.overflows else gradient)
+    return model
+
+
+@scenario(*EVERYWHERE, cases={name: (make,) for name, make in _KINDS.items()})
+def overflow_leaves_no_trace(make: MakeCompression) -> None:
+    """Training with steps that overflow on one rank is training without those steps, bit by bit."""
+    results = []
+    for scaled in (False, True):
+        model, compression = _overflowing(), make(bucket_bytes=BUCKET_BYTES)
+        optimizer = wrap(model, compression, momentum=0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7, growth_interval=100)
+        for step in range(8):
+            overflows = step in (0, 3, 4)
+            if not scaled and not overflows:
+                train(model, optimizer, [step])
+            elif scaled:
+                model.overflows = overflows and hvd.rank() == 1
+                before = digest(model.parameters())
+                _train_scaled(model, optimizer, scaler, [step])
+                assert (digest(model.parameters()) == before) == overflows
+        if scaled:
+            assert everyone(scaler.get_scale()) == [2.0**4] * hvd.size()
+        assert_identical(model)
+        results.append((digest(model.parameters()), _kept(compression)))
+    assert results[0] == results[1]
+
+
+@scenario(*PAIR)
+def reduced_gradients_are_unscaled_and_clipped_before_the_step() -> None:
+    results = []
+    for scaled in (False, True):
+        model = small_model()
+        optimizer = wrap(model, SIDCo(0.02), momentum=0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
+        for step in range(5):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step)).backward()
+            if scaled:
+                scaler.unscale_(optimizer)
+            else:
+                optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            if scaled:
+                scaler.step(optimizer)
+            else:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            scaler.update()
+        results.append(digest(model.parameters()))
+    assert results[0] == results[1]
+
+
+@scenario(MPI_2)
+def several_optimizers_share_a_scaler() -> None:
+    """Each leaves out its own steps. An optimizer that unscales in its own kernel works, too."""
+    models = [_overflowing(), _overflowing()]
+    compressions = [SIDCo(0.02), TopK(0.02)]
+    optimizers = [
+        hvd.DistributedOptimizer(
+            torch.optim.Adam(model.parameters(), lr=1e-3, fused=True), model.named_parameters(), compression=compression
+        )
+        for model, compression in zip(models, compressions, strict=True)
+    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for compression in compressions:
+        compression.scale_with(scaler)
+    for step in range(6):
+        models[1].overflows = step == 3 and hvd.rank() == 0
+        before = [digest(model.parameters()) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step)).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        moved = [digest(model.parameters()) != old for model, old in zip(models, before, strict=True)]
+        assert moved == [True, step != 3]
+        for model in models:
+            assert_identical(model)
+    assert scaler.get_scale() == 4.0
+
+
+@scenario(*PAIR)
+def autocast_in_bfloat16_needs_nothing() -> None:
+    model = small_model()
+    compression = SIDCo(0.05)
+    optimizer = wrap(model, compression, lr=0.3)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        inputs, labels = batch(0, hvd.rank())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert_identical(model)
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(array.dtype == torch.float32 for array in compression.state_dict()["residuals"].values())
+
+
+@scenario(MPI_2)
+def misuse_of_a_scaler_is_refused() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    assert "serves no optimizer yet" in raised(RuntimeError, lambda: MiCRO(0.01).scale_with(scaler))
+    model, compression = small_model(), MiCRO(0.01)
+    optimizer = wrap(model, compression)
+    compression.scale_with(scaler)
+    compression.scale_with(scaler)
+    other = torch.amp.GradScaler("cpu")
+    assert "scale_with must be called once" in raised(RuntimeError, lambda: compression.scale_with(other))
+    assert "rescale must not be called" in raised(RuntimeError, lambda: compression.rescale(2.0))
+    _train_scaled(model, optimizer, scaler, range(2))
+    late_model, late = small_model(), MiCRO(0.01)
+    train(late_model, wrap(late_model, late), range(1))
+    assert "before the first step" in raised(RuntimeError, lambda: late.scale_with(scaler))
