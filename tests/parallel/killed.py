@@ -1,9 +1,9 @@
 """A training that saves checkpoints, resumes by itself, and may kill itself at a random moment.
 
-python -m parallel.killed FOLDER STEPS [SECONDS]
+python -m parallel.killed FOLDER STEPS [SEED]
 
-With SECONDS, one rank gets SIGKILL so long after it began to train. At the end every rank prints a digest of everything that
-it keeps.
+With SEED, one rank gets SIGKILL at a random moment of one of its first steps. At the end every rank prints a digest of
+everything that it keeps.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ from horovod_sparse.torch import DGC, MiCRO, SIDCo, load_checkpoint, save_checkp
 from .checkpoints import Training
 from .common import BUCKET_BYTES, digest
 
-EVERY = 4
+EVERY = 2
 """Steps from one checkpoint to the next."""
+FIRST = 6
+"""The kill begins in one of so many steps."""
+LONGEST = 0.1
+"""Seconds from there to the signal, at most; a step with its checkpoint takes about as long."""
 
 
 class Trainings:
@@ -67,20 +71,23 @@ def report(what: str, residuals: dict[str, Tensor]) -> None:
 
 
 def kill_later(seconds: float) -> None:
-    """Kill a random one of the ranks."""
-    moment = random.Random(seconds)
-    if moment.randrange(hvd.size()) == hvd.rank():
-        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
-def main(folder: Path, steps: int, seconds: float | None) -> None:
+def main(folder: Path, steps: int, seed: int | None) -> None:
     trainings = Trainings()
     start = load_checkpoint(folder, **trainings.objects).step
     print(f"rank {hvd.rank()} of {hvd.size()} begins at step {start}", flush=True)
     report("loaded", trainings.residuals())
-    if seconds is not None:
-        kill_later(seconds)
+    chosen = random.Random(seed)
+    victim, moment, seconds = (
+        chosen.randrange(hvd.size()),
+        start + chosen.randrange(FIRST),
+        chosen.uniform(0.0, LONGEST),
+    )
     for step in range(start, steps):
+        if seed is not None and hvd.rank() == victim and step == moment:
+            kill_later(seconds)
         if step % EVERY == 0:
             save_checkpoint(folder, step, keep=2, **trainings.objects)
         trainings.train()
@@ -92,4 +99,4 @@ def main(folder: Path, steps: int, seconds: float | None) -> None:
 if __name__ == "__main__":
     hvd.init()
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]) if len(sys.argv) > 3 else None)
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None)
