@@ -203,7 +203,7 @@ def test_joined_states_keep_the_sum() -> None:
         return {
             "version": 3,
             "residuals": {name: generator.standard_normal(4) for name in "ab"},
-            "velocities": {"a": generator.standard_normal(4)},
+            "velocities": {"a": generator.standard_normal(4), "dense": np.ones(4)},
             "learning_rates": {},
             "adaptive": {name: {"step": 7, "threshold": float(seed)} for name in "ab"},
             "sparse": [],
@@ -213,7 +213,9 @@ def test_joined_states_keep_the_sum() -> None:
     for part, names in (("residuals", "ab"), ("velocities", "a")):
         for name in names:
             np.testing.assert_array_equal(made[part][name], sum(state(seed)[part][name] for seed in (1, 2, 3)))
+    np.testing.assert_array_equal(made["velocities"]["dense"], np.ones(4), "it is the same on every rank")
     assert made["adaptive"] == state(1)["adaptive"]
     new = joined([state(1)], zero=True)
-    assert not any(array.any() for part in ("residuals", "velocities") for array in new[part].values())
+    assert not any(array.any() for array in [*new["residuals"].values(), new["velocities"]["a"]])
+    np.testing.assert_array_equal(new["velocities"]["dense"], np.ones(4))
     assert new["adaptive"] == state(1)["adaptive"]

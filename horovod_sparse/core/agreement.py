@@ -43,11 +43,6 @@ def _entry(values: list[str], number: int) -> str:
 
 def check_arguments(op: object, average: object, total: object, adasum: object, groups: object, c: Compressor) -> None:
     """Refuse what a sparse exchange cannot honour; `average`, `total` and `adasum` are Horovod's operations."""
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
-        raise RuntimeError(
-            "horovod_sparse does not follow an elastic job, in which workers come and go; start the job with a fixed "
-            "number of workers, or use hvd.Compression.none"
-        )
     if op == adasum:
         raise ValueError(
             "op must be hvd.Average or hvd.Sum with a sparsifier, got hvd.Adasum: Adasum weighs whole gradients by the "
@@ -62,6 +57,20 @@ def check_arguments(op: object, average: object, total: object, adasum: object, 
         raise ValueError(
             f"groups= makes every group one bucket, but compression has granularity={c.granularity!r}; "
             "use granularity='bucket', or leave groups= out"
+        )
+
+
+def is_elastic() -> bool:
+    """Return whether `horovodrun` has started an elastic job, in which workers come and go."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def refuse_elastic() -> None:
+    """Raise RuntimeError in an elastic job."""
+    if is_elastic():
+        raise RuntimeError(
+            "horovod_sparse does not follow an elastic job, in which workers come and go; start the job with a fixed "
+            "number of workers, or use hvd.Compression.none"
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.agreement import is_elastic
 from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import check_parts
 from horovod_sparse.core.statistics import NO_STATS, Stats
@@ -142,8 +143,8 @@ def check_factor(factor: float) -> None:
 
 
 def compresses(workers: int) -> bool:
-    """Return whether this many workers compress: several do; one alone does only if forced to, and otherwise is warned."""
-    if workers > 1 or os.environ.get(_FORCE) == "1":
+    """Return whether this many workers compress: several do. One alone does if forced or in an elastic job; else it warns."""
+    if workers > 1 or is_elastic() or os.environ.get(_FORCE) == "1":
         return True
     warnings.warn(
         f"horovod_sparse: there is one worker, so nothing is compressed (set {_FORCE}=1 to compress all the same)",

@@ -6,7 +6,7 @@ A state is checked as a whole before any part of it is loaded: an error in it wo
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,16 +51,50 @@ def merged(state: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]
 def joined(states: Sequence[Mapping[str, Any]], *, zero: bool) -> dict[str, Any]:
     """Return the state of a worker that continues several others: the sums of their arrays, and the rest from the first.
 
-    With `zero`, return the state of a new worker: the first one's, with zeros in its arrays. The first one's arrays change.
+    With `zero`, return the state of a new worker: the first one's, with zeros in its arrays. The first one's arrays change, but
+    not the velocities of parameters that are reduced dense, which are the same on every rank.
     """
     first, *others = states
     for part in ARRAYS:
-        for name, array in first[part].items():
+        for name in first[part].keys() - replicated(first["residuals"], first["velocities"]):
             if zero:
-                array *= 0
+                first[part][name] *= 0
             for other in others:
-                array += other[part][name]
+                first[part][name] += other[part][name]
     return dict(first)
+
+
+def replicated(residuals: Collection[str], velocities: Collection[str]) -> list[str]:
+    """Return the names of the parameters that have a velocity and no residual: it is the same on every rank."""
+    return sorted(set(velocities).difference(residuals))
+
+
+def aligned(
+    state: Mapping[str, Any],
+    first: Mapping[str, Any],
+    residuals: Shapes,
+    velocities: Shapes,
+    zeros: Callable[[tuple[int, ...]], Any],
+) -> dict[str, Any]:
+    """Return the state of a worker of an elastic job, brought to the step of the first worker.
+
+    Args:
+        state: what the worker has kept. Its arrays may change.
+        first: adaptive state and learning rates of the first worker.
+        residuals: the shapes of the residuals in a state.
+        velocities: the shapes of the velocities.
+        zeros: makes an array of zeros.
+    """
+    if not holds_anything(state):
+        arrays = ({name: zeros(shape) for name, shape in shapes.items()} for shapes in (residuals, velocities))
+        return {**empty_state(), **dict(zip(ARRAYS, arrays, strict=True)), **first}
+    steps = {name: adaptive["step"] for name, adaptive in first["adaptive"].items()}
+    if steps == {name: adaptive["step"] for name, adaptive in state["adaptive"].items()}:
+        return dict(state)
+    # This worker has committed a step that the first one has not, or the other way round. Residuals keep their own unit.
+    for name, rate in state["learning_rates"].items():
+        state["residuals"][name] *= rate / first["learning_rates"].get(name, rate)
+    return {**state, **first}
 
 
 def kept_shapes(shapes: Shapes, compressor: Compressor) -> tuple[Shapes, Shapes]:

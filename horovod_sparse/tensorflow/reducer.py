@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.core.agreement import check_arguments, check_sparse, compare
+from horovod_sparse.core.agreement import check_arguments, check_sparse, compare, refuse_elastic
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Layout, Parameter, check_limits, plan
 from horovod_sparse.core.server import Server
@@ -298,6 +298,7 @@ def reducer_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared
 
     One compressor serves one optimizer or, if `shared`, tapes that all reduce in the same way.
     """
+    refuse_elastic()
     check_arguments(reduction.op, mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum, reduction.groups, compressor)
     bound = compressor.server
     if not (shared and isinstance(bound, Reducer) and bound.shared):

@@ -12,6 +12,7 @@ Some steps are held back, and reduced as a whole in `synchronize`:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
 
+from horovod_sparse.core.agreement import is_elastic
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Slot
@@ -31,6 +33,7 @@ from horovod_sparse.torch.agreement import agree, agree_on_states, check_momentu
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
+from horovod_sparse.torch.elastic import WorkersBefore
 from horovod_sparse.torch.exchange import Collectives, empty_sparse
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
@@ -54,18 +57,33 @@ class Reducer(Server):
         self._optimizer = optimizer
         self._ops = tensor_ops()
         self._process_set = optimizer.process_set
-        self._number: int | None = None
-        """The optimizer's number, the same on every rank; None before the first agreement."""
-        self._collectives = Collectives(optimizer.op, optimizer.gradient_predivide_factor, self._process_set)
-        self._routes = Routes(optimizer, compressor)
+        self._forget_workers()
         self._step = Step()
         self._frozen: set[Tensor] = set()
         """Parameters that are not trained at the moment. They keep no residual and no velocity."""
+        self.workers_before = WorkersBefore()
         self._scaler: torch.amp.GradScaler | None = None
         self.active = self._process_set.included() and compresses(self._process_set.size())
-        if self.active and mpi_ops.size() == 1:
+        if self.active and mpi_ops.size() == 1 and not is_elastic():
             # Stock Horovod registers no hooks for a single worker.
             optimizer._register_hooks()
+
+    def _forget_workers(self) -> None:
+        """Forget all that was agreed on with other workers, and everything that depends on their number."""
+        optimizer = self._optimizer
+        self._number: int | None = None
+        """The optimizer's number, the same on every rank; None before the first agreement."""
+        self._collectives = Collectives(optimizer.op, optimizer.gradient_predivide_factor, self._process_set)
+        self._routes = Routes(optimizer, self.compressor)
+        self.pipeline = None
+
+    def begin_again(self, state: Mapping[str, Any] | None) -> None:
+        """Continue with `state` when the workers of an elastic job have changed. Never waits for other ranks."""
+        if self._step.handed or self._step.begun:
+            self._give_up_step()
+        self._forget_workers()
+        self._frozen.clear()
+        self.deferred = copy.deepcopy(dict(state)) if state is not None and holds_anything(state) else None
 
     def _name(self, what: str) -> str:
         return f"horovod_sparse.{self._process_set.process_set_id}.{self._number}.{what}"
@@ -323,6 +341,10 @@ class Reducer(Server):
         deferred = self.deferred or empty_state()
         agreement = agree(self._optimizer, self.compressor, new, deferred.get("sparse", ()), self._number)
         left_out = () if self._optimizer.sparse_as_dense else agreement.sparse
+        if is_elastic() and self.pipeline is None:
+            shapes = kept_shapes(self._routes.shapes(left_out), self.compressor)
+            self.deferred = self.workers_before.align(self.deferred, *shapes)
+            deferred = self.deferred or deferred
         agree_on_states(lambda: self._check(deferred, left_out), self._process_set)
         agreement.conclude()
         self._number = agreement.number

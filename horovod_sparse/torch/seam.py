@@ -18,11 +18,13 @@ import horovod
 import torch
 from horovod.torch import mpi_ops
 from horovod.torch import optimizer as horovod_optimizer
+from horovod.torch.elastic.state import TorchState, get_handler_registry, set_handler_registry
 
 from horovod_sparse.core.agreement import check_arguments
 from horovod_sparse.core.binding import refuse_class
 from horovod_sparse.torch.agreement import check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
+from horovod_sparse.torch.elastic import SparseStateHandler
 from horovod_sparse.torch.reducer import Reducer
 
 _SIGNATURES = {
@@ -84,12 +86,16 @@ def install() -> None:
     for name, extend in _EXTENSIONS.items():
         _replace(horovod_optimizer._DistributedOptimizer, name, extend)
     _replace(horovod_optimizer._DistributedAdasumOptimizer, "__init__", _refuse_adasum)
+    _replace(TorchState, "commit", _commit)
+    _replace(TorchState, "reset", _reset)
+    set_handler_registry([(torch.optim.Optimizer, SparseStateHandler), *get_handler_registry()])
     _replace(torch.amp.GradScaler, "unscale_", _unscale)
     _replace(torch.amp.GradScaler, "step", _scaler_step)
 
 
 def uninstall() -> None:
     """Put stock Horovod's methods back. Existing optimizers keep the methods that they have."""
+    set_handler_registry([entry for entry in get_handler_registry() if entry[1] is not SparseStateHandler])
     while _replaced:
         cls, name, stock = _replaced.pop()
         if stock is None:
@@ -242,6 +248,29 @@ def _load_state_dict(self: Any, reducer: Reducer, stock: Method, *args: Any, **k
         self.synchronize()
     stock(self, *args, **kwargs)
     reducer.settings_changed()
+
+
+def _handlers(state: Any) -> list[SparseStateHandler]:
+    return [handler for handler in state._handlers.values() if isinstance(handler, SparseStateHandler)]
+
+
+def _commit(stock: None) -> Method:
+    def extended(self: Any) -> None:
+        self.save()
+        for handler in _handlers(self):
+            handler.commit()
+        self.check_host_updates()
+
+    return extended
+
+
+def _reset(stock: None) -> Method:
+    def extended(self: Any) -> None:
+        super(TorchState, self).reset()
+        for handler in _handlers(self):
+            handler.reset()
+
+    return extended
 
 
 def _unscale(stock: Method) -> Method:

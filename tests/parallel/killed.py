@@ -52,13 +52,14 @@ class Trainings:
             training.train(1)
 
     def residuals(self) -> dict[str, Tensor]:
-        """All residuals and velocities of this rank."""
+        """All residuals and velocities of this rank, but not velocities that are the same on every rank."""
         states = {part: training.compression.state_dict() for part, training in self.parts.items()}
         return {
             f"{part}.{kind}.{name}": array
             for part, state in states.items()
             for kind in ("residuals", "velocities")
             for name, array in sorted(state[kind].items())
+            if name in state["residuals"]
         }
 
 

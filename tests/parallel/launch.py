@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -58,7 +58,7 @@ class Launch:
     """A launcher and a number of ranks; 0 starts one plain process without any launcher."""
 
     launcher: str
-    """"mpirun", "horovodrun" or "plain"."""
+    """"mpirun", "horovodrun", "elastic" (horovodrun with options of its own) or "plain"."""
     ranks: int = 1
     framework: str = "torch"
     """Whose scenarios are run; every process has one framework only, since each brings a Horovod of its own."""
@@ -72,17 +72,21 @@ class Launch:
         sets = "-sets" if self.process_sets and other else ""
         return f"{other}{self.launcher}-{self.ranks}{sets}"
 
-    def _command(self) -> list[str]:
+    def _command(self, options: Sequence[str]) -> list[str]:
         if self.launcher == "plain":
             return []
+        if self.launcher == "elastic":
+            return [str(Path(sys.executable).with_name("horovodrun")), "--gloo", *options]
         if self.launcher == "horovodrun":
             return [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", str(self.ranks)]
         command = [shutil.which("mpirun") or "mpirun", "-np", str(self.ranks), "--oversubscribe"]
         command += ["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
         return [*command, "--allow-run-as-root"] if os.geteuid() == 0 else command
 
-    def run(self, *arguments: str, limit: float, environment: Mapping[str, str] | None = None) -> Ended:
-        """Run `python arguments...` on every rank, for at most `limit` seconds."""
+    def run(
+        self, *arguments: str, limit: float, environment: Mapping[str, str] | None = None, options: Sequence[str] = ()
+    ) -> Ended:
+        """Run `python arguments...` on every rank, for at most `limit` seconds. `options` are those of an elastic launch."""
         env = clean_environment()
         env |= {
             "PYTHONPATH": os.pathsep.join([str(TESTS), str(REPOSITORY)]),
@@ -99,7 +103,7 @@ class Launch:
         env |= environment or {}
         with tempfile.TemporaryFile("w+", errors="replace") as output:
             process = subprocess.Popen(
-                [*self._command(), sys.executable, *arguments],
+                [*self._command(options), sys.executable, *arguments],
                 cwd=REPOSITORY,
                 env=env,
                 stdin=subprocess.DEVNULL,
