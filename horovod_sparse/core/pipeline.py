@@ -11,7 +11,6 @@ from typing import Any
 
 from horovod_sparse.compressors.base import Compressor, Place
 from horovod_sparse.core.bucket import Bucket
-from horovod_sparse.core.dense import DenseParameters
 from horovod_sparse.core.layout import Layout, Slot, check_limits
 from horovod_sparse.core.preparation import Arrived, Preparation
 from horovod_sparse.core.residuals import Residuals
@@ -42,7 +41,7 @@ class Pipeline:
         position: index of this worker among them, in [0, world).
         rank: this worker's global rank, for error messages.
         averages: True if the reduced gradient is the workers' mean, False if it is their sum; `clip_norm` depends on it.
-        device_selector: makes what selects on a bucket's device.
+        device_selector: see `DeviceSelectorFor`.
     """
 
     def __init__(
@@ -66,10 +65,13 @@ class Pipeline:
         self.velocities = Residuals(ops)
         """With momentum correction: velocities of the parameters in buckets and of those that are reduced dense."""
         self.buckets: list[Bucket] = []
-        self.dense = DenseParameters(ops, compressor, self.velocities)
+        self._dense: dict[str, Layout] = {}
+        """Parameters that are reduced dense, those that are reduced together by the name of the first."""
+        self._dense_before: dict[str, Array] = {}
+        """Their velocities before this step or the last one, with `discardable`."""
         self.preparation = Preparation(ops, compressor, world, averages=averages)
         self.dense_bytes_sent = 0.0
-        self._bucket_of: dict[str, Bucket] = {}
+        self.bucket_of: dict[str, Bucket] = {}
         self._not_finite: list[str] = []
         """What held NaN or infinity in this step: gradients of this rank in buckets. The next list holds what others found."""
         self._not_finite_elsewhere: list[str] = []
@@ -90,24 +92,24 @@ class Pipeline:
             selector = self._device_selector
             bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector)
             self.buckets.append(bucket)
-            self._bucket_of.update(dict.fromkeys(bucket.slots, bucket))
+            self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
 
     def add_dense(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Register the parameters that the adapter reduces dense. Those of one layout are reduced together."""
-        self.dense.add(layouts, like)
+        for layout in layouts:
+            self._dense[layout.name] = layout
+            if self.compressor.momentum_correction is not None:
+                self.velocities.allocate(layout, like(layout.name))
 
     @property
     def nbytes(self) -> int:
         return self.residuals.nbytes
 
-    def bucket_of(self, name: str) -> Bucket:
-        return self._bucket_of[name]
-
     def drop(self, name: str) -> None:
         """Forget what is kept of a parameter that is no longer trained. Call it between steps, or before it arrives."""
-        if name in self._bucket_of:
+        if name in self.bucket_of:
             self.residuals.view(name)[:] = 0
-            self._bucket_of[name].forget()
+            self.bucket_of[name].forget()
         if self.compressor.momentum_correction is not None:
             self.velocities.view(name)[:] = 0
 
@@ -124,7 +126,7 @@ class Pipeline:
 
     def arrive(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> Bucket | None:
         """Do as `arrive_together`, for one parameter."""
-        return self.arrive_together(self._bucket_of[name], [Arrived(name, gradient, learning_rate)])
+        return self.arrive_together(self.bucket_of[name], [Arrived(name, gradient, learning_rate)])
 
     def arrive_together(self, bucket: Bucket, arrived: Iterable[Arrived]) -> Bucket | None:
         """Add gradients of a bucket to its residual. Return the bucket if it is complete, else None.
@@ -151,7 +153,7 @@ class Pipeline:
         """Add a bucket to the step when its first gradient arrives."""
         if self.compressor.discardable and not self._open:
             self.preparation.remember()
-            self.dense.forget_before()
+            self._dense_before.clear()
         self._open.append(bucket)
         bucket.begin_step()
 
@@ -208,8 +210,21 @@ class Pipeline:
 
         If several parameters are reduced together, `name` is the first one's, and their gradients lie one after the other.
         """
-        for bad in self.dense.finish(name, reduced):
-            self.note_not_finite(bad)
+        if not self.ops.all_finite(reduced):
+            flat = reduced.reshape(-1)
+            for slot in self._dense[name].slots:
+                if not self.ops.all_finite(flat[slot.offset : slot.offset + slot.numel]):
+                    self.note_not_finite(slot.name)
+            return
+        correction = self.compressor.momentum_correction
+        if correction is not None:
+            velocity = self.velocities.buffer(name)
+            if self.compressor.discardable:
+                self._dense_before[name] = self.ops.copy(velocity)
+            corrected = self.ops.copy(velocity)
+            corrected[:] = 0
+            correction.accumulate(self.ops, corrected, velocity, reduced)
+            reduced[...] = corrected.reshape(reduced.shape)
 
     def end_step(self) -> None:
         """End a step after all reduced gradients are there. It succeeds on every rank or fails on every rank.
@@ -271,7 +286,9 @@ class Pipeline:
                 bucket.bring_back()
         if self.compressor.discardable and buckets:
             self.preparation.bring_back()
-            self.dense.bring_back()
+            for name, velocity in self._dense_before.items():
+                self.ops.assign(self.velocities.buffer(name), velocity)
+            self._dense_before.clear()
 
     # --- statistics and state ---
 
