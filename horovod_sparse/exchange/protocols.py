@@ -51,18 +51,13 @@ class Sender(Protocol):
     """One bucket of this rank in one step, as an exchange sees it. `take` and `message` take entries out of the residual."""
 
     ops: Ops
+    name: str
+    numel: int
+    """Number of entries of the bucket."""
     capacity: int
     """Rows of this rank's message."""
     world: int
     rank: int
-
-    @property
-    def name(self) -> str:
-        """The bucket's name, for error messages."""
-
-    @property
-    def numel(self) -> int:
-        """Number of entries of the bucket."""
 
     @property
     def finite(self) -> bool:
