@@ -142,7 +142,7 @@ class Bucket:
 
     @property
     def finite(self) -> bool:
-        return self._host.finite
+        return not self._host.not_finite
 
     def message(self) -> Array:
         self._message = self.selector.message(self.state, self.k, self.capacity)
