@@ -66,7 +66,7 @@ class Pipeline:
         """With momentum correction: velocities of the parameters in buckets and of those that are reduced dense."""
         self.buckets: list[Bucket] = []
         self._dense: dict[str, Layout] = {}
-        """Parameters that are reduced dense, those that are reduced together by the name of the first."""
+        """Parameters that are reduced dense. Those that are reduced together are listed under the name of the first."""
         self._dense_before: dict[str, Array] = {}
         """Their velocities before this step or the last one, with `discardable`."""
         self.preparation = Preparation(ops, compressor, world, averages=averages)

@@ -268,8 +268,8 @@ class HostPipeline(Pipeline):
 
     def _write_out(self, name: str, divisor: float, types: list[Any], result: NDArray[Any]) -> list[NDArray[Any]]:
         bucket = self.bucket_of[name]
-        following = bucket.exchange and self.advance(bucket, result, divisor, self._keep_reduced(bucket))
-        if following is not None:
+        exchanging = bucket.exchange is not None
+        if exchanging and self.advance(bucket, result, divisor, self._keep_reduced(bucket)) is not None:
             raise RuntimeError(f"the exchange of bucket {name!r} has more rounds than its graph; this is a defect")
         flat = self._reduced.pop(name)
         return [
