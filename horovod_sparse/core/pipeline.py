@@ -280,10 +280,7 @@ class Pipeline:
 
     def _bring_back(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
-            if bucket.in_step:
-                bucket.give_up()
-            else:
-                bucket.bring_back()
+            bucket.bring_back()
         if self.compressor.discardable and buckets:
             self.preparation.bring_back()
             for name, velocity in self._dense_before.items():
