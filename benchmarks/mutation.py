@@ -39,7 +39,6 @@ TESTS = {
     "core/bucket": "pipeline giving_up laws momentum numpy_allreduce",
     "core/selector": "pipeline giving_up laws momentum cached",
     "core/preparation": "momentum pipeline giving_up laws",
-    "core/dense": "momentum pipeline giving_up numpy_allreduce laws",
     "core/state": "pipeline state giving_up numpy_allreduce momentum laws",
     "exchange/protocols": "wire pipeline giving_up laws momentum random micro",
     "exchange/wire": "wire ops pipeline laws",

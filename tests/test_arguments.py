@@ -21,7 +21,7 @@ from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.core.statistics import Counts, Tally
+from horovod_sparse.core.statistics import Counts
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def test_former_methods_work_and_name_the_line_that_uses_them(recwarn: pytest.Wa
 
 
 def test_the_former_names_of_statistics_work_and_say_so() -> None:
-    total = Tally().with_step(Counts(target=5, truncated=2)).stats("p", 10, 0.0)[0]
+    total = Counts(target=5, truncated=2).stats("p", 10, 0.0)
     with pytest.warns(FutureWarning, match="asked is called target now"):
         assert total.asked == total.target == 5
     with pytest.warns(FutureWarning, match="overflow is called truncated now"):

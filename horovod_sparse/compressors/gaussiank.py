@@ -56,11 +56,7 @@ class GaussianK(Compressor):
     needs_sums = True
 
     def __init__(
-        self,
-        ratio: float | Schedule,
-        *,
-        refine: Literal["paper", "bisect"] = "bisect",
-        **settings: Unpack[Settings],
+        self, ratio: float | Schedule, *, refine: Literal["paper", "bisect"] = "bisect", **settings: Unpack[Settings]
     ) -> None:
         check_choice("refine", refine, ("paper", "bisect"))
         if refine == "paper":
@@ -83,12 +79,11 @@ class GaussianK(Compressor):
             state.expect(state.threshold, k)
             return ops.select_above(x, state.threshold, capacity)
         start = fitted * state.factor
+        selection = None
         # The point where the last search ended is mostly right. Then no count is needed before the selection.
         if 0.0 < start < sums.largest:
             state.threshold = below_largest(sums.largest, start)
             selection = ops.select_above(x, state.threshold, capacity)
-        else:
-            selection = None
         if selection is None or abs(selection.found - k) > TOLERANCE * k:
             threshold = search_threshold(ops, x, k, TOLERANCE, not_zero=sums.count, largest=sums.largest, start=start)
             state.factor = threshold / fitted if threshold > 0.0 < fitted else 1.0

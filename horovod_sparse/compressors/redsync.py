@@ -37,11 +37,7 @@ class RedSync(Compressor):
     needs_sums = True
 
     def __init__(
-        self,
-        ratio: float | Schedule,
-        *,
-        method: Literal["trim", "bisect"] = "trim",
-        **settings: Unpack[Settings],
+        self, ratio: float | Schedule, *, method: Literal["trim", "bisect"] = "trim", **settings: Unpack[Settings]
     ) -> None:
         check_choice("method", method, ("trim", "bisect"))
         if method == "bisect":

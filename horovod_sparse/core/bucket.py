@@ -142,7 +142,7 @@ class Bucket:
 
     @property
     def finite(self) -> bool:
-        return self._host.finite
+        return not self._host.not_finite
 
     def message(self) -> Array:
         self._message = self.selector.message(self.state, self.k, self.capacity)
@@ -257,14 +257,14 @@ class Bucket:
 
     # --- steps that are given up ---
 
-    def give_up(self) -> None:
-        """End the step at whatever point it has reached: see `Pipeline.abort`."""
-        self._restore()
-        self._close()
-        self.bring_back()
-
     def bring_back(self) -> None:
-        """Go back to before the step. Without `discardable`, the arrays stay as they are and the rest is fitted to them."""
+        """Go back to before the step, which may have reached any point or have ended.
+
+        Without `discardable`, the arrays stay as they are and the rest is fitted to them.
+        """
+        if self.in_step:
+            self._restore()
+            self._close()
         before, self.before = self.before, None
         assert before is not None
         self.forget()

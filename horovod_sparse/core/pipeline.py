@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from horovod_sparse.compressors.base import Compressor, Place
 from horovod_sparse.core.bucket import Bucket
-from horovod_sparse.core.dense import DenseParameters
-from horovod_sparse.core.layout import Layout, Slot, check_limits
-from horovod_sparse.core.preparation import Arrived, Preparation
-from horovod_sparse.core.residuals import Residuals
-from horovod_sparse.core.selector import DeviceSelectorFor, SlotGradient, no_device
-from horovod_sparse.core.state import VERSION, check_discardable, check_state
-from horovod_sparse.core.statistics import Stats, combined
+from horovod_sparse.core.kept import Kept
+from horovod_sparse.core.layout import Slot
+from horovod_sparse.core.preparation import Arrived
+from horovod_sparse.core.selector import SlotGradient
+from horovod_sparse.core.state import check_discardable, check_state
 from horovod_sparse.exchange.protocols import Collective, Reduced, Sent
-from horovod_sparse.ops.protocol import Array, Ops
+from horovod_sparse.ops.protocol import Array
 
 _LASTING = 100
 """Number of consecutive steps with a truncated message after which a warning is issued."""
@@ -32,44 +29,11 @@ UnderWay = tuple[Bucket, Wait]
 Start = Callable[[Bucket, Collective], Wait]
 
 
-class Pipeline:
-    """Residuals, selection and reduction for the parameters of one optimizer.
+class Pipeline(Kept):
+    """Selection and reduction for the parameters of one optimizer. See `Kept` for its arguments."""
 
-    Args:
-        ops: the framework's operations.
-        compressor: settings and algorithm.
-        world: number of workers that exchange.
-        position: index of this worker among them, in [0, world).
-        rank: this worker's global rank, for error messages.
-        averages: True if the reduced gradient is the workers' mean, False if it is their sum; `clip_norm` depends on it.
-        device_selector: makes what selects on a bucket's device.
-    """
-
-    def __init__(
-        self,
-        ops: Ops,
-        compressor: Compressor,
-        *,
-        world: int,
-        position: int,
-        rank: int,
-        averages: bool = True,
-        device_selector: DeviceSelectorFor = no_device,
-    ) -> None:
-        self.ops = ops
-        self.compressor = compressor
-        self.world = world
-        self.position = position
-        self.rank = rank
-        self._device_selector = device_selector
-        self.residuals = Residuals(ops)
-        self.velocities = Residuals(ops)
-        """With momentum correction: velocities of the parameters in buckets and of those that are reduced dense."""
-        self.buckets: list[Bucket] = []
-        self.dense = DenseParameters(ops, compressor, self.velocities)
-        self.preparation = Preparation(ops, compressor, world, averages=averages)
-        self.dense_bytes_sent = 0.0
-        self._bucket_of: dict[str, Bucket] = {}
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._not_finite: list[str] = []
         """What held NaN or infinity in this step: gradients of this rank in buckets. The next list holds what others found."""
         self._not_finite_elsewhere: list[str] = []
@@ -80,38 +44,6 @@ class Pipeline:
         self._warned = False
         self._has_scaler = False
         """Whether a loss scaler leaves out the update of a step that fails."""
-
-    def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
-        """Add buckets. `like(name)` returns an array on the device where the parameter's bucket will be kept."""
-        check_limits(layouts, self.compressor, self.world)
-        for layout in layouts:
-            buffer = self.residuals.allocate(layout, like(layout.name))
-            corrected = self.compressor.momentum_correction is not None
-            velocity = self.velocities.allocate(layout, like(layout.name)) if corrected else None
-            place = Place(layout.name, self.position, self.world)
-            selector = self._device_selector
-            bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector)
-            self.buckets.append(bucket)
-            self._bucket_of.update(dict.fromkeys(bucket.slots, bucket))
-
-    def add_dense(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
-        """Register the parameters that the adapter reduces dense. Those of one layout are reduced together."""
-        self.dense.add(layouts, like)
-
-    @property
-    def nbytes(self) -> int:
-        return self.residuals.nbytes
-
-    def bucket_of(self, name: str) -> Bucket:
-        return self._bucket_of[name]
-
-    def drop(self, name: str) -> None:
-        """Forget what is kept of a parameter that is no longer trained. Call it between steps, or before it arrives."""
-        if name in self._bucket_of:
-            self.residuals.view(name)[:] = 0
-            self._bucket_of[name].forget()
-        if self.compressor.momentum_correction is not None:
-            self.velocities.view(name)[:] = 0
 
     # --- a step: from gradients to messages, from messages to reduced gradients ---
 
@@ -128,7 +60,7 @@ class Pipeline:
 
     def arrive(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> Bucket | None:
         """Do as `arrive_together`, for one parameter."""
-        return self.arrive_together(self._bucket_of[name], [Arrived(name, gradient, learning_rate)])
+        return self.arrive_together(self.bucket_of[name], [Arrived(name, gradient, learning_rate)])
 
     def arrive_together(self, bucket: Bucket, arrived: Iterable[Arrived]) -> Bucket | None:
         """Add gradients of a bucket to its residual. Return the bucket if it is complete, else None.
@@ -155,7 +87,7 @@ class Pipeline:
         """Add a bucket to the step when its first gradient arrives."""
         if self.compressor.discardable and not self._open:
             self.preparation.remember()
-            self.dense.forget_before()
+            self._dense_before.clear()
         self._open.append(bucket)
         bucket.begin_step()
 
@@ -212,8 +144,13 @@ class Pipeline:
 
         If several parameters are reduced together, `name` is the first one's, and their gradients lie one after the other.
         """
-        for bad in self.dense.finish(name, reduced, self.preparation.scale):
-            self.note_not_finite(bad)
+        if not self.ops.all_finite(reduced):
+            flat = reduced.reshape(-1)
+            for slot in self._dense[name].slots:
+                if not self.ops.all_finite(flat[slot.offset : slot.offset + slot.numel]):
+                    self.note_not_finite(slot.name)
+            return
+        self._correct_dense(name, reduced)
 
     def end_step(self) -> None:
         """End a step after all reduced gradients are there. It succeeds on every rank or fails on every rank.
@@ -274,66 +211,21 @@ class Pipeline:
         ended, self._ended = self._ended, []
         self._bring_back(ended)
 
-    def _bring_back(self, buckets: list[Bucket]) -> None:
-        for bucket in buckets:
-            if bucket.in_step:
-                bucket.give_up()
-            else:
-                bucket.bring_back()
-        if self.compressor.discardable:
-            self.preparation.bring_back()
-            self.dense.bring_back()
-
-    # --- statistics and state ---
-
-    def stats(self) -> Stats:
-        """Return counts and bytes per bucket and in total, of the last step and on average. They are computed now."""
-        buckets = [(one.name, one.numel, one.tally, self.ops.norm(one.buffer)) for one in self.buckets]
-        return combined(buckets, self.dense_bytes_sent)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.
-
-        Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it.
-        """
-        return {
-            "version": VERSION,
-            "residuals": self.residuals.state_dict(),
-            "velocities": self.velocities.state_dict(),
-            "learning_rates": dict(self.preparation.learning_rates),
-            "adaptive": {name: bucket.state.state_dict() for bucket in self.buckets for name in bucket.slots},
-        }
+    # --- state: a step that has begun is given up, and the last one can no longer be discarded ---
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, strictly for the same model. The buckets may differ."""
         check_state(state, self.compressor, self.residuals.shapes, self.velocities.shapes)
         self._begin_afresh()
-        self.residuals.load_state_dict(state["residuals"])
-        self.velocities.load_state_dict(state["velocities"])
-        self.preparation.learning_rates = dict(state["learning_rates"])
-        for bucket in self.buckets:
-            bucket.forget()
-            bucket.state.load_state_dict(state["adaptive"][bucket.name])
+        super().load_state_dict(state)
 
     def rescale(self, factor: float) -> None:
-        """Multiply residuals and velocities by `factor`. Earlier steps can no longer be discarded: they used another unit."""
         self._ended = []
-        self.residuals.rescale(factor)
-        self.velocities.rescale(factor)
-        for bucket in self.buckets:
-            bucket.forget()
-            bucket.state.rescale(factor)
+        super().rescale(factor)
 
     def reset(self) -> None:
-        """Start afresh: residuals are zero, adaptive state and statistics are as before the first step."""
         self._begin_afresh()
-        self.residuals.reset()
-        self.velocities.reset()
-        self.preparation.learning_rates = {}
-        for bucket in self.buckets:
-            bucket.reset()
+        super().reset()
 
     def _begin_afresh(self) -> None:
-        """Give up the step that has begun, and forget the last one, so that none can be discarded."""
         self.abort()
         self._ended = []

@@ -100,11 +100,6 @@ class HostSelector:
             if any(bad):
                 self.not_finite += [offset for (offset, _), number in zip(parts, bad, strict=True) if number]
 
-    @property
-    def finite(self) -> bool:
-        """Whether all gradients of this step are finite."""
-        return not self.not_finite
-
     def select(self, state: BucketState, k: int, capacity: int) -> Selection:
         """Return what the compressor selects from the residual."""
         selection = self._compressor.select(self._tracked, self._buffer, k, capacity, state)

@@ -51,18 +51,13 @@ class Sender(Protocol):
     """One bucket of this rank in one step, as an exchange sees it. `take` and `message` take entries out of the residual."""
 
     ops: Ops
+    name: str
+    numel: int
+    """Number of entries of the bucket."""
     capacity: int
     """Rows of this rank's message."""
     world: int
     rank: int
-
-    @property
-    def name(self) -> str:
-        """The bucket's name, for error messages."""
-
-    @property
-    def numel(self) -> int:
-        """Number of entries of the bucket."""
 
     @property
     def finite(self) -> bool:
@@ -152,9 +147,11 @@ def union(bucket: Sender) -> Generator[Collective, Any, Sent]:
         return None
     if len({checksum for checksum, _ in headers}) > 1:
         raise _disagreement(bucket)
-    for sender, message in enumerate(messages):
-        _check_indices(bucket, message[wire.HEADER :], sender)
-    indices = ops.union([message[wire.HEADER :] for message in messages])
+    parts = [message[wire.HEADER :] for message in messages]
+    for sender, part in enumerate(parts):
+        if ops.rows_in_use(part, 1, bucket.numel)[0] in (None, wire.NOT_FINITE):
+            raise _damage(bucket, part, sender)
+    indices = ops.union(parts)
     bucket.sent(len(indices), selection.found - len(selection.indices))
     bucket.observe(len(indices), [wire.float_of(bits) for _, bits in headers])
     room = min(bucket.capacity * bucket.world, bucket.numel)
@@ -197,13 +194,6 @@ def _check_length(bucket: Sender, gathered: Array, message: Array) -> None:
     """Raise unless all messages are as long as this rank's. With a schedule, their room depends on the step."""
     if gathered.shape[0] != bucket.world * message.shape[0]:
         raise _disagreement(bucket)
-
-
-def _check_indices(bucket: Sender, indices: Array, sender: int) -> None:
-    """Raise unless the indices that a worker sent are as `wire` requires."""
-    (used,) = bucket.ops.rows_in_use(indices, 1, bucket.numel)
-    if used is None or used == wire.NOT_FINITE:
-        raise _damage(bucket, indices, sender)
 
 
 def _damage(bucket: Sender, indices: Array, sender: int) -> RuntimeError:

@@ -10,11 +10,7 @@ import horovod.tensorflow as _stock
 from horovod.tensorflow import *
 
 # Type checkers export only names that are imported as themselves, or by a star.
-from horovod_sparse.compressors.momentum import MomentumCorrection as MomentumCorrection
-from horovod_sparse.compressors.schedules import Schedule as Schedule
-from horovod_sparse.compressors.schedules import warmup as warmup
-from horovod_sparse.compressors.threshold import suggested_threshold as suggested_threshold
-from horovod_sparse.core.averaging import WeightedAverage as WeightedAverage
+from horovod_sparse.core.public import *
 from horovod_sparse.tensorflow import seam
 from horovod_sparse.tensorflow.compressors import *
 from horovod_sparse.tensorflow.wrappers import DistributedOptimizer as DistributedOptimizer

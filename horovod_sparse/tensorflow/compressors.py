@@ -64,7 +64,6 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
         return {name: value for name, value in super().__getstate__().items() if name != "_pending"}
 
     def bind(self, server: Server) -> None:
-        """Bind this compressor to the reducer of the optimizer or tape that it is given to; a second one is refused."""
         super().bind(server)
         if self._pending is not None:
             server.load_compression_state(self._pending)

@@ -116,7 +116,7 @@ class HostPipeline(Pipeline):
     def reduce(self, step: Step) -> dict[str, Tensor]:
         """Build the operations that reduce one step's gradients, and return the reduced gradients by name."""
         with tf.device("CPU:0"):
-            buckets = [self._bucket_of[layout.name] for layout in step.buckets]
+            buckets = [self.bucket_of[layout.name] for layout in step.buckets]
             with tf.control_dependencies([self._start(step)]):
                 compressed = [tensor for made in self._together(buckets) for tensor in self._exchange_all(step, made)]
                 finished = self._reduce_dense(step)
@@ -241,12 +241,12 @@ class HostPipeline(Pipeline):
         return np.True_
 
     def _is_dense(self, name: str) -> np.bool_:
-        return np.bool_(self._bucket_of[name].state.step < self.compressor.dense_steps)
+        return np.bool_(self.bucket_of[name].state.step < self.compressor.dense_steps)
 
     def _take_in(
         self, name: str, names: list[str], frozen: list[str], parts: int, *inputs: NDArray[Any]
     ) -> NDArray[Any]:
-        bucket = self._bucket_of[name]
+        bucket = self.bucket_of[name]
         self._use(bucket, *inputs[:parts])
         rate = float(inputs[parts])
         gradients = dict(zip(names, inputs[parts + 1 :], strict=True))
@@ -259,7 +259,7 @@ class HostPipeline(Pipeline):
         return np.ascontiguousarray(self.begin(bucket).message)
 
     def _advance(self, name: str, divisor: float, dtype: str, result: NDArray[Any]) -> NDArray[Any]:
-        bucket = self._bucket_of[name]
+        bucket = self.bucket_of[name]
         collective = self.advance(bucket, result, divisor, self._keep_reduced(bucket))
         if collective is None:
             # The exchange has ended early on all ranks, so the graph's next collective has nothing to carry.
@@ -267,9 +267,9 @@ class HostPipeline(Pipeline):
         return np.ascontiguousarray(collective.message)
 
     def _write_out(self, name: str, divisor: float, types: list[Any], result: NDArray[Any]) -> list[NDArray[Any]]:
-        bucket = self._bucket_of[name]
-        following = bucket.exchange and self.advance(bucket, result, divisor, self._keep_reduced(bucket))
-        if following is not None:
+        bucket = self.bucket_of[name]
+        exchanging = bucket.exchange is not None
+        if exchanging and self.advance(bucket, result, divisor, self._keep_reduced(bucket)) is not None:
             raise RuntimeError(f"the exchange of bucket {name!r} has more rounds than its graph; this is a defect")
         flat = self._reduced.pop(name)
         return [

@@ -80,12 +80,7 @@ class Reducer(Server):
         """Return the reduced gradients, in the same order. None stays None, unless the variable had a gradient before.
 
         None also stays None for a Keras variable that is not trainable any more; its residual and velocity are dropped then.
-
-        Args:
-            gradients: dense tensors, `tf.IndexedSlices` or None.
-            variables: the variable of each gradient: `tf.Variable`s or Keras variables.
-            use_generic_names: ignored: here the names of collectives never depend on those of tensors.
-            learning_rate: the learning rate of this step; `lr_in_residual` needs it.
+        `use_generic_names` is ignored: here the names of collectives never depend on those of tensors.
 
         Raises:
             ValueError: some variables of a bucket are missing, or the ranks differ.

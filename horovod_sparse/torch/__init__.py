@@ -6,12 +6,7 @@ Importing it extends stock Horovod's optimizer (see `seam`), so ``import horovod
 import horovod.torch as _stock
 from horovod.torch import *
 
-# Type checkers export only names that are imported as themselves, or by a star.
-from horovod_sparse.compressors.momentum import MomentumCorrection as MomentumCorrection
-from horovod_sparse.compressors.schedules import Schedule as Schedule
-from horovod_sparse.compressors.schedules import warmup as warmup
-from horovod_sparse.compressors.threshold import suggested_threshold as suggested_threshold
-from horovod_sparse.core.averaging import WeightedAverage as WeightedAverage
+from horovod_sparse.core.public import *
 from horovod_sparse.torch import seam
 from horovod_sparse.torch.checkpoint import Checkpoint as Checkpoint
 from horovod_sparse.torch.checkpoint import load_checkpoint as load_checkpoint

@@ -186,7 +186,7 @@ class Reducer(Server):
         else:
             name, groups = routes.names[parameter], self._optimizer.param_groups
             rate = step.learning_rate(parameter, groups) if self.compressor.lr_in_residual else None
-            bucket = pipeline.bucket_of(name)
+            bucket = pipeline.bucket_of[name]
             gradients = step.collect(bucket, Arrived(name, gradient_of(parameter), rate))
             if gradients and pipeline.arrive_together(bucket, gradients) is not None:
                 step.exchanges[bucket.name] = self._start(bucket, pipeline.begin(bucket))

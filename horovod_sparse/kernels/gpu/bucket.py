@@ -51,8 +51,8 @@ class DeviceBucket:
     """Launches the kernels for one bucket.
 
     Args:
-        rule: what the compressor asks for (`rules.rule_of`).
-        buffer: the bucket's residual, float32 or float64, flat and contiguous. It belongs to the caller and is changed here.
+        rule: what the compressor asks for.
+        buffer: the residual, float32 or float64, flat and contiguous. It belongs to the caller and is changed here.
         sizes: the number of entries of each parameter, > 0, in the order of the bucket.
         ratio: approximately the fraction of the entries that will be sent.
         block: the number of entries of a tile, a power of two, at most `tiles.MOST_BLOCK`.

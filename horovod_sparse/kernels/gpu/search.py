@@ -24,14 +24,7 @@ _FIRST_RATIO = tl.constexpr(FIRST_RATIO)
 
 @triton.jit
 def steps_of(
-    group,
-    tiles,
-    whole,
-    found,
-    BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    TILES: tl.constexpr,
-    CHUNK: tl.constexpr,
+    group, tiles, whole, found, BLOCK: tl.constexpr, SLOTS: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr
 ):
     """Return a group's first tile, how many of its chunks to look at, and whether they are made of the runs with candidates."""
     first = group.to(tl.int64) * TILES

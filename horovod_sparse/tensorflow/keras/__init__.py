@@ -8,11 +8,7 @@ import horovod.tensorflow.keras as _stock
 from horovod.tensorflow.keras import *
 
 # Type checkers export only names that are imported as themselves, or by a star.
-from horovod_sparse.compressors.momentum import MomentumCorrection as MomentumCorrection
-from horovod_sparse.compressors.schedules import Schedule as Schedule
-from horovod_sparse.compressors.schedules import warmup as warmup
-from horovod_sparse.compressors.threshold import suggested_threshold as suggested_threshold
-from horovod_sparse.core.averaging import WeightedAverage as WeightedAverage
+from horovod_sparse.core.public import *
 from horovod_sparse.tensorflow.compressors import *
 
 # This also binds `callbacks` to our module; the star import has bound it to Horovod's.

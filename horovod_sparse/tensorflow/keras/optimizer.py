@@ -77,13 +77,13 @@ def make(
             device_sparse=device_sparse,
             compression=compression,
         )
+    passes, workers = backward_passes_per_step, reduction.process_set
     distributed = DistributedApply(
         optimizer,
         reduce,
-        passes=backward_passes_per_step,
-        average_passes=average_aggregated_gradients,
-        sparse_as_dense=reduction.sparse_as_dense,
-        local_divisor=reduction.process_set.size() if scale_local_gradients and reduction.process_set.included() else 1,
+        accumulator=_Accumulator(passes, reduction.sparse_as_dense) if passes > 1 else None,
+        passes_divisor=passes if average_aggregated_gradients else 1,
+        local_divisor=workers.size() if scale_local_gradients and workers.included() else 1,
     )
     optimizer.apply = distributed
     optimizer.register_local_var = distributed.register_local_var
@@ -94,20 +94,13 @@ class DistributedApply:
     """Replaces the `apply` of one optimizer: it reduces the gradients and passes them to the original `apply`."""
 
     def __init__(
-        self,
-        optimizer: Any,
-        reduce: Reduce,
-        *,
-        passes: int,
-        average_passes: bool,
-        sparse_as_dense: bool,
-        local_divisor: int,
+        self, optimizer: Any, reduce: Reduce, accumulator: _Accumulator | None, passes_divisor: int, local_divisor: int
     ) -> None:
         self._optimizer = optimizer
         self._apply = optimizer.apply
         self._reduce = reduce
-        self._accumulator = _Accumulator(passes, sparse_as_dense) if passes > 1 else None
-        self._passes_divisor = passes if average_passes else 1
+        self._accumulator = accumulator
+        self._passes_divisor = passes_divisor
         self._local_divisor = local_divisor
         """What the gradients of local variables are divided by."""
         self._local: set[Any] = set()
@@ -206,21 +199,12 @@ class _Dense:
         self._process_set = process_set
         # Horovod finds the members of groups by name, but Keras variables share a few names ("kernel:0"). So each group has
         # its own function, which is told that everything it gets is one group. A last function is for variables in no group.
-        self._group_of = {
-            plain(member).ref(): number
-            for number, group in enumerate(groups if isinstance(groups, list) else [])
-            for member in group
-        }
-        numbers: list[Any] = [1] * len(groups) if isinstance(groups, list) else []
-        self._functions = [
-            horovod_tensorflow._make_allreduce_grads_fn(
-                name=f"{name}_{number}" if numbers else name,
-                groups=number_of_groups,
-                process_set=process_set,
-                **arguments,
-            )
-            for number, number_of_groups in enumerate([*numbers, None if numbers else groups])
-        ]
+        lists = groups if isinstance(groups, list) else []
+        self._group_of = {plain(member).ref(): number for number, group in enumerate(lists) for member in group}
+        named: list[tuple[str, Any]] = [(f"{name}_{number}", 1) for number in range(len(lists))]
+        named.append((f"{name}_{len(lists)}", None) if lists else (name, groups))
+        function = functools.partial(horovod_tensorflow._make_allreduce_grads_fn, process_set=process_set, **arguments)
+        self._functions = [function(name=one, groups=number_of_groups) for one, number_of_groups in named]
 
     def __call__(self, gradients: list[Any], variables: list[Variable]) -> list[Any]:
         if not self._process_set.included():

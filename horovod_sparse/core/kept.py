@@ -1,0 +1,161 @@
+"""What is kept of one optimizer's parameters from step to step: residuals, velocities, adaptive state. Imports no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from horovod_sparse.compressors.base import Compressor, Place
+from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.layout import Layout, check_limits
+from horovod_sparse.core.preparation import Preparation
+from horovod_sparse.core.residuals import Residuals
+from horovod_sparse.core.selector import DeviceSelectorFor, no_device
+from horovod_sparse.core.state import VERSION
+from horovod_sparse.core.statistics import Stats, combined
+from horovod_sparse.ops.protocol import Array, Ops
+
+
+class Kept:
+    """The parameters of one optimizer, between two steps.
+
+    Args:
+        ops: the framework's operations.
+        compressor: settings and algorithm.
+        world: number of workers that exchange.
+        position: index of this worker among them, in [0, world).
+        rank: this worker's global rank, for error messages.
+        averages: True if the reduced gradient is the workers' mean, False if it is their sum; `clip_norm` depends on it.
+        device_selector: see `DeviceSelectorFor`.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        compressor: Compressor,
+        *,
+        world: int,
+        position: int,
+        rank: int,
+        averages: bool = True,
+        device_selector: DeviceSelectorFor = no_device,
+    ) -> None:
+        self.ops = ops
+        self.compressor = compressor
+        self.world = world
+        self.position = position
+        self.rank = rank
+        self._device_selector = device_selector
+        self.residuals = Residuals(ops)
+        self.velocities = Residuals(ops)
+        """With momentum correction: velocities of the parameters in buckets and of those that are reduced dense."""
+        self.buckets: list[Bucket] = []
+        self._dense: dict[str, Layout] = {}
+        """Parameters that are reduced dense. Those that are reduced together are listed under the name of the first."""
+        self._dense_before: dict[str, Array] = {}
+        """Their velocities before this step or the last one, with `discardable`."""
+        self.preparation = Preparation(ops, compressor, world, averages=averages)
+        self.dense_bytes_sent = 0.0
+        self.bucket_of: dict[str, Bucket] = {}
+
+    def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
+        """Add buckets. `like(name)` returns an array on the device where the parameter's bucket will be kept."""
+        check_limits(layouts, self.compressor, self.world)
+        for layout in layouts:
+            buffer = self.residuals.allocate(layout, like(layout.name))
+            corrected = self.compressor.momentum_correction is not None
+            velocity = self.velocities.allocate(layout, like(layout.name)) if corrected else None
+            place = Place(layout.name, self.position, self.world)
+            selector = self._device_selector
+            bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector)
+            self.buckets.append(bucket)
+            self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
+
+    def add_dense(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
+        """Register the parameters that the adapter reduces dense. Those of one layout are reduced together."""
+        for layout in layouts:
+            self._dense[layout.name] = layout
+            if self.compressor.momentum_correction is not None:
+                self.velocities.allocate(layout, like(layout.name))
+
+    @property
+    def nbytes(self) -> int:
+        return self.residuals.nbytes
+
+    def drop(self, name: str) -> None:
+        """Forget what is kept of a parameter that is no longer trained. Call it between steps, or before it arrives."""
+        if name in self.bucket_of:
+            self.residuals.view(name)[:] = 0
+            self.bucket_of[name].forget()
+        if self.compressor.momentum_correction is not None:
+            self.velocities.view(name)[:] = 0
+
+    def _correct_dense(self, name: str, reduced: Array) -> None:
+        """Apply momentum, in place, to the gradients of the parameters that are reduced together. They have the loss scale."""
+        correction, scale = self.compressor.momentum_correction, self.preparation.scale
+        if correction is None:
+            return
+        velocity = self.velocities.buffer(name)
+        if self.compressor.discardable:
+            self._dense_before[name] = self.ops.copy(velocity)
+        corrected = self.ops.copy(velocity)
+        corrected[:] = 0
+        if scale != 1.0:
+            reduced /= scale
+        correction.accumulate(self.ops, corrected, velocity, reduced)
+        if scale != 1.0:
+            corrected *= scale
+        reduced[...] = corrected.reshape(reduced.shape)
+
+    def _bring_back(self, buckets: Sequence[Bucket]) -> None:
+        """Go back to before a step that has reached these buckets."""
+        for bucket in buckets:
+            bucket.bring_back()
+        if self.compressor.discardable:
+            self.preparation.bring_back()
+            for name, velocity in self._dense_before.items():
+                self.ops.assign(self.velocities.buffer(name), velocity)
+            self._dense_before.clear()
+
+    def stats(self) -> Stats:
+        """Return counts and bytes per bucket and in total, of the last step and on average. They are computed now."""
+        buckets = [(one.name, one.numel, one.tally, self.ops.norm(one.buffer)) for one in self.buckets]
+        return combined(buckets, self.dense_bytes_sent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.
+
+        Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it.
+        """
+        return {
+            "version": VERSION,
+            "residuals": self.residuals.state_dict(),
+            "velocities": self.velocities.state_dict(),
+            "learning_rates": dict(self.preparation.learning_rates),
+            "adaptive": {name: bucket.state.state_dict() for bucket in self.buckets for name in bucket.slots},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned, and `check_state` has accepted. The buckets may differ."""
+        self.residuals.load_state_dict(state["residuals"])
+        self.velocities.load_state_dict(state["velocities"])
+        self.preparation.learning_rates = dict(state["learning_rates"])
+        for bucket in self.buckets:
+            bucket.forget()
+            bucket.state.load_state_dict(state["adaptive"][bucket.name])
+
+    def rescale(self, factor: float) -> None:
+        """Multiply residuals and velocities by `factor`. Earlier steps can no longer be discarded: they used another unit."""
+        self.residuals.rescale(factor)
+        self.velocities.rescale(factor)
+        for bucket in self.buckets:
+            bucket.forget()
+            bucket.state.rescale(factor)
+
+    def reset(self) -> None:
+        """Start afresh: residuals are zero, adaptive state and statistics are as before the first step."""
+        self.residuals.reset()
+        self.velocities.reset()
+        self.preparation.learning_rates = {}
+        for bucket in self.buckets:
+            bucket.reset()

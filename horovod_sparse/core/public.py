@@ -1,0 +1,8 @@
+"""What every adapter offers beside the compressors. Imports no framework."""
+
+from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.schedules import Schedule, warmup
+from horovod_sparse.compressors.threshold import suggested_threshold
+from horovod_sparse.core.averaging import WeightedAverage
+
+__all__ = ["MomentumCorrection", "Schedule", "WeightedAverage", "suggested_threshold", "warmup"]
