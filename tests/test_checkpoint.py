@@ -156,7 +156,7 @@ def test_damage_is_seen_on_every_rank(tmp_path: Path, name: str, damage: Callabl
     errors = load(tmp_path, damaged="raise")
     assert all(isinstance(error, RuntimeError) and "step-000000002 is damaged" in str(error) for error in errors)
     assert len(set(map(str, errors))) == 1
-    with pytest.warns(UserWarning, match="step-000000002 is damaged.*an older checkpoint is used"):
+    with pytest.warns(UserWarning, match="step-000000002 is damaged.*an older one is used"):
         assert load(tmp_path) == expected(1, 2, 2)
 
 

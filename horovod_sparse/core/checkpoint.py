@@ -43,7 +43,8 @@ class Workers(NamedTuple):
         """Raise RuntimeError on every rank if any rank has a problem. An empty text is none."""
         found = [(rank, text) for rank, text in enumerate(self.gather(problem)) if text]
         if found:
-            raise RuntimeError("; ".join(f"rank {rank}: {text}" for rank, text in found))
+            everything = "; ".join(f"rank {rank}: {text}" for rank, text in found)
+            raise RuntimeError(f"the checkpoint failed: {everything}")
 
 
 class Loaded(NamedTuple):
@@ -138,7 +139,7 @@ def load(folder: Path, workers: Workers, damaged: Damaged) -> Loaded | None:
             if damaged == "raise":
                 raise
             if workers.rank == 0:
-                warnings.warn(f"horovod_sparse: {error}; an older checkpoint is used", stacklevel=1)
+                warnings.warn(f"horovod_sparse: {error}; an older one is used", stacklevel=1)
             continue
         assert loaded is not None
         return loaded
@@ -163,7 +164,7 @@ def _read(path: Path, step: int, workers: Workers) -> Loaded:
         raise ValueError(f"its version must be {VERSION}, got {manifest['version']!r}; another release saved it")
     world = int(manifest["world"])
     if manifest["step"] != step or manifest["files"].keys() != {SHARED, *map(rank_file, range(world))}:
-        raise ValueError(f"{MANIFEST} is not that of {world} ranks in step {step}")
+        raise ValueError(f"manifest.json is not that of {world} ranks in step {step}")
     # A new rank has no residual, but needs to know what else the ranks keep.
     ranks = continued_by(workers.rank, workers.size, world) or [workers.rank % world]
     shared, *own = (_verified(path / name, manifest["files"][name]) for name in (SHARED, *map(rank_file, ranks)))

@@ -114,7 +114,7 @@ def checkpoint_that_does_not_fit_raises_on_every_rank() -> None:
         # Only one rank has another model.
         model = first.model if hvd.rank() == 0 else nn.Linear(2, 2)
         message = raised(RuntimeError, lambda: load_checkpoint(folder, model=model))
-        assert message.startswith("rank 1: the checkpoint of step 2 does not fit")
+        assert message.startswith("the checkpoint failed: rank 1: the checkpoint of step 2 does not fit")
         first.train(2)
         assert_identical(first.model)
 
@@ -130,5 +130,5 @@ def damaged_checkpoint_is_skipped_or_refused() -> None:
             (folder / "step-000000004" / "rank-00001").write_bytes(b"damaged")
         hvd.barrier()
         message = raised(RuntimeError, lambda: load_checkpoint(folder, damaged="raise", **first.objects))
-        assert message.startswith("rank 1:") and "step-000000004 is damaged" in message
+        assert message.startswith("the checkpoint failed: rank 1:") and "step-000000004 is damaged" in message
         assert load_checkpoint(folder, **first.objects).step == 2
