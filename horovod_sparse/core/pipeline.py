@@ -106,7 +106,6 @@ class Pipeline:
         """Forget what is kept of a parameter that is no longer trained. Call it between steps, or before it arrives."""
         if name in self._bucket_of:
             self.residuals.view(name)[:] = 0
-            self._bucket_of[name].forget()
         if self.compressor.momentum_correction is not None:
             self.velocities.view(name)[:] = 0
 
