@@ -9,6 +9,7 @@ import interpreted  # noqa: F401  This module is skipped without Triton.
 import numpy as np
 import pytest
 import test_laws as laws
+import test_pipeline
 import torch
 from driver import dense_sum, exchange, make_pipeline
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
@@ -65,6 +66,10 @@ def test_without_residual_a_step_that_failed_leaves_nothing() -> None:
 
 def test_everything_dense_at_first() -> None:
     laws.test_what_was_sent_returns_when_another_rank_is_not_finite(TRITON, ROWS[0], 1)
+
+
+def test_what_a_parameter_has_kept_is_dropped() -> None:
+    test_pipeline.test_what_a_parameter_has_kept_is_dropped(TRITON)
 
 
 @pytest.mark.full

@@ -131,7 +131,6 @@ class Bucket:
 
     def begin_exchange(self) -> Collective:
         """Begin the exchange of a bucket that is complete: select, and return the first collective."""
-        self.missing = set(self.slots)
         self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
         exchange = protocols.dense if self._in_dense_steps else self.compressor.exchange
         self._target = self.numel if exchange is protocols.dense else self.k

@@ -86,7 +86,6 @@ class Kept:
         """Forget what is kept of a parameter that is no longer trained. Call it between steps, or before it arrives."""
         if name in self.bucket_of:
             self.residuals.view(name)[:] = 0
-            self.bucket_of[name].forget()
         if self.compressor.momentum_correction is not None:
             self.velocities.view(name)[:] = 0
 

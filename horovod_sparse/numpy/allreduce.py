@@ -182,7 +182,11 @@ class SparseAllreduce:
                 )
 
     def _check_steps(self) -> None:
-        """Raise RuntimeError if the workers' steps differ: a schedule makes messages of other sizes, which MPI would cut."""
+        """Raise RuntimeError if the workers' steps differ: a schedule makes messages of other sizes, which MPI would cut.
+
+        This is asked in every step, also after the schedule has ended. A worker cannot know whether another has loaded a state
+        of an earlier step since the last call, and the messages cannot tell it, because their sizes would already differ.
+        """
         compressor = self.pipeline.compressor
         if self.pipeline.buckets and (isinstance(compressor.ratio, Schedule) or compressor.dense_steps):
             mine = np.array([self.pipeline.buckets[0].state.step])
