@@ -218,3 +218,24 @@ def test_a_residual_that_overflows_stays_finite_and_fails_the_step(backend: Back
     steps = {step for step, _ in raised}
     assert len(raised) == 2 * len(steps), "every rank raises in the same steps"
     assert "rank 0: the gradient of parameter 'p' holds NaN or infinity, or overflows its residual" in raised[0][1]
+
+
+def test_a_rescaled_residual_stays_finite(backend: Backend) -> None:
+    pipeline = make_pipeline(backend, TopK(0.01), {"p": (300,)})
+    send(backend, pipeline, np.linspace(-3e38, 3e38, 300, dtype=np.float32))
+    before = backend.numpy(pipeline.residuals.view("p")).copy()
+    pipeline.rescale(4.0)
+    largest = np.finfo(np.float32).max
+    expected = np.clip(before.astype(np.float64) * 4.0, -largest, largest).astype(np.float32)
+    np.testing.assert_array_equal(backend.numpy(pipeline.residuals.view("p")), expected)
+    pipeline.load_state_dict(pipeline.state_dict())
+
+
+def test_a_residual_in_another_unit_stays_finite_without_a_gradient(backend: Backend) -> None:
+    pipeline = make_pipeline(backend, TopK(0.01, lr_in_residual=True), {"p": (300,)})
+    for gradient, rate in ((np.linspace(-3e38, 3e38, 300, dtype=np.float32), 1.0), (None, 0.1)):
+        bucket = pipeline.arrive("p", None if gradient is None else backend.array(gradient), rate)
+        assert bucket is not None
+        exchange(backend, [pipeline], [bucket])
+        pipeline.end_step()
+        assert np.isfinite(backend.numpy(bucket.buffer)).all()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.residuals import Residuals
-from horovod_sparse.ops.protocol import Array, Ops
+from horovod_sparse.ops.protocol import Array, Moving, Ops
 
 
 class DenseParameters:
@@ -37,20 +37,27 @@ class DenseParameters:
                 self._velocities.allocate(layout, like(layout.name))
 
     def finish(self, name: str, reduced: Array) -> list[str]:
-        """Apply momentum in place; see `Pipeline.finish_dense`. Return the parameters that are not finite: then do nothing."""
-        if not self._ops.all_finite(reduced):
-            flat, slots = reduced.reshape(-1), self._layouts[name].slots
-            parts = {slot.name: flat[slot.offset : slot.offset + slot.numel] for slot in slots}
-            return [part for part, entries in parts.items() if not self._ops.all_finite(entries)]
-        if self._correction is not None:
+        """Apply momentum in place; see `Pipeline.finish_dense`. Return the parameters that are not finite, or overflow.
+
+        If the reduced gradient is not finite, nothing is changed. A velocity that overflows stays at the largest number.
+        """
+        finite = self._ops.all_finite(reduced)
+        if finite and self._correction is None:
+            return []
+        flat, slots = reduced.reshape(-1), self._layouts[name].slots
+        parts = [(slot.offset, flat[slot.offset : slot.offset + slot.numel]) for slot in slots]
+        if not finite or self._correction is None:
+            good = [self._ops.all_finite(part) for _, part in parts]
+        else:
             velocity = self._velocities.buffer(name)
             if self._discardable:
                 self._before[name] = self._ops.copy(velocity)
             corrected = self._ops.copy(velocity)
             corrected[:] = 0
-            self._correction.accumulate(self._ops, corrected, velocity, reduced)
+            moving = Moving(velocity, self._correction.momentum, self._correction.nesterov)
+            good = [not overflowed for overflowed in self._ops.accumulate(corrected, parts, moving)]
             reduced[...] = corrected.reshape(reduced.shape)
-        return []
+        return [slot.name for slot, is_good in zip(slots, good, strict=True) if not is_good]
 
     def forget_before(self) -> None:
         """Forget the velocities before the last step, because another step begins."""

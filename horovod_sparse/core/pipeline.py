@@ -14,7 +14,7 @@ from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.dense import DenseParameters
 from horovod_sparse.core.layout import Layout, Slot, check_limits
 from horovod_sparse.core.preparation import Arrived, Preparation
-from horovod_sparse.core.residuals import Residuals
+from horovod_sparse.core.residuals import Residuals, multiply
 from horovod_sparse.core.selector import DeviceSelectorFor, SlotGradient, no_device
 from horovod_sparse.core.state import Kept, check_discardable, check_state
 from horovod_sparse.core.statistics import Stats, combined
@@ -138,8 +138,8 @@ class Pipeline:
             if not bucket.in_step:
                 self._enter(bucket)
             bucket.missing.discard(name)
-            if self.compressor.lr_in_residual and not self._keep_unit(bucket, name, learning_rate):
-                gradient = None
+            if self.compressor.lr_in_residual:
+                gradient = self._keep_unit(bucket, name, gradient, learning_rate)
             if gradient is not None:
                 gradient = self.preparation.clipped(gradient, bucket.layout.residual_dtype)
             gradients.append((bucket.slots[name], gradient))
@@ -154,16 +154,22 @@ class Pipeline:
         self._open.append(bucket)
         bucket.begin_step()
 
-    def _keep_unit(self, bucket: Bucket, name: str, learning_rate: float | None) -> bool:
-        """Keep a residual in units of the update. Return whether the gradient counts: not if the learning rate is 0."""
+    def _keep_unit(
+        self, bucket: Bucket, name: str, gradient: Array | None, learning_rate: float | None
+    ) -> Array | None:
+        """Keep a residual in units of the update. Return the gradient if it counts: not if the learning rate is 0."""
         factor = self.preparation.change_of_unit(name, learning_rate)
         if factor is None:
-            return False
+            return None
         if factor != 1.0:
             residual = self.residuals.view(name)
-            residual *= factor
+            if gradient is None:
+                multiply(residual, factor)
+            else:
+                # Adding the gradient notices what leaves the range.
+                residual *= factor
         bucket.change_unit(factor)
-        return True
+        return gradient
 
     def begin(self, bucket: Bucket) -> Collective:
         """Select from a complete bucket; return its exchange's first collective. What is not selected stays in the residual."""
