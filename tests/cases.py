@@ -79,6 +79,8 @@ MOST_PASSES = 3
 MOST_SCALE = {"float16": 2.0**4, "float32": 2.0**20, "float64": 2.0**20}
 
 seeds = st.integers(0, 2**16)
+steps = st.lists(seeds, max_size=3)
+"""The seeds of ordinary steps."""
 worlds = st.integers(1, 3)
 places = st.tuples(st.integers(0, 2), st.sampled_from(NAMES))
 """A rank, which is that of no worker in a smaller world, and a parameter."""

@@ -9,6 +9,7 @@ import pytest
 from driver import collective, exchange, make_pipeline, send
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
+from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.pipeline import Pipeline
 
@@ -239,3 +240,30 @@ def test_a_residual_in_another_unit_stays_finite_without_a_gradient(backend: Bac
         exchange(backend, [pipeline], [bucket])
         pipeline.end_step()
         assert np.isfinite(backend.numpy(bucket.buffer)).all()
+
+
+def test_ranks_that_give_up_at_different_points_agree_on_thresholds(backend: Backend) -> None:
+    """The learning rate changes in the step that is given up: some residuals of a rank had changed their unit, others not."""
+    compressor = MiCRO(0.1, lr_in_residual=True, granularity="model")
+    pipelines = [make_pipeline(backend, compressor, SHAPES, world=WORLD, position=rank) for rank in range(WORLD)]
+    rng = np.random.default_rng(5)
+    before: list[Any] = []
+    for rate, given_up in ((1.0, False), (1.0, False), (0.3, True), (0.3, False), (0.1, False), (0.1, False)):
+        before = [pipeline.state_dict() for pipeline in pipelines] if given_up else before
+        for rank, (pipeline, mine) in enumerate(zip(pipelines, given(rng), strict=True)):
+            pipeline.start_step()
+            for name in list(mine)[: rank + 1 if given_up else None]:
+                pipeline.arrive(name, backend.array(np.zeros_like(mine[name]) if given_up else mine[name]), rate)
+        if not given_up:
+            exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
+        for pipeline, old in zip(pipelines, before or pipelines, strict=True):
+            if not given_up:
+                pipeline.end_step()
+                continue
+            pipeline.abort()
+            state = pipeline.state_dict()
+            assert state["adaptive"] == old["adaptive"] and state["learning_rates"] == old["learning_rates"]
+            for name in SHAPES:
+                np.testing.assert_allclose(
+                    backend.numpy(state["residuals"][name]), backend.numpy(old["residuals"][name]), rtol=1e-6
+                )

@@ -31,6 +31,7 @@ from cases import (
     places,
     seeds,
     size_of,
+    steps,
     worlds,
 )
 from driver import Reduced, dense_sum
@@ -77,8 +78,8 @@ class Settled(NamedTuple):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 class Machine(RuleBasedStateMachine):
-    @initialize(case=cases(), world=worlds, granularity=st.sampled_from(GRANULARITIES), wild=st.booleans())
-    def begin(self, case: Case, world: int, granularity: str, wild: bool) -> None:
+    @initialize(case=cases(), world=worlds, granularity=st.sampled_from(GRANULARITIES), wild=st.booleans(), first=steps)
+    def begin(self, case: Case, world: int, granularity: str, wild: bool, first: list[int]) -> None:
         self.case, self.wild = case, wild
         self.pools = kernels.pool, LendingPool()
         kernels.pool = self.pools[1]
@@ -92,6 +93,13 @@ class Machine(RuleBasedStateMachine):
         """What the backward passes since the last reduction have added up on every rank."""
         self.passes = 0
         self.start(World(case, world, granularity))
+        self.go_on(first)
+
+    def go_on(self, seeds: list[int]) -> None:
+        """Take some ordinary steps."""
+        for seed in seeds:
+            self.add_pass(seed, "laplace", [], None)
+            self.reduce(self.step_of(seed, together=seed % 2 == 0, eager=seed % 3 == 0))
 
     def start(self, world: World) -> None:
         """Use workers that hold nothing yet."""
@@ -271,6 +279,7 @@ class Machine(RuleBasedStateMachine):
         exchanged=st.integers(0, len(SHAPES)),
         begun=st.booleans(),
         together=st.booleans(),
+        then=steps,
     )
     def step_given_up(
         self,
@@ -281,6 +290,7 @@ class Machine(RuleBasedStateMachine):
         exchanged: int,
         begun: bool,
         together: bool,
+        then: list[int],
     ) -> None:
         self.add_pass(seed, kind, missing, None)
         step = self.step_of(seed, together=together, eager=False)
@@ -293,13 +303,15 @@ class Machine(RuleBasedStateMachine):
             self.expected = before.expected
         else:
             self.take_in(step, reached)
-        if all(mine.rates == old.rates for mine, old in zip(self.expected, before.expected, strict=True)):
-            assert self.adaptive() == before.adaptive, "nothing is learned from a step that is given up"
+            for mine, old in zip(self.expected, before.expected, strict=True):
+                mine.give_up(old.rates)
+        assert self.adaptive() == before.adaptive, "nothing is learned from a step that is given up"
         self.before = None
+        self.go_on(then)
 
     @precondition(lambda self: self.before is not None and self.main.compressor.discardable)
-    @rule()
-    def discard_step(self) -> None:
+    @rule(then=steps)
+    def discard_step(self, then: list[int]) -> None:
         assert self.before is not None
         for world in self.all:
             for pipeline in world.pipelines:
@@ -307,6 +319,7 @@ class Machine(RuleBasedStateMachine):
         assert self.adaptive() == self.before.adaptive
         self.go_back(self.before)
         self.before = None
+        self.go_on(then)
 
     # --- states ---
 
@@ -315,8 +328,8 @@ class Machine(RuleBasedStateMachine):
         states = self.main.state_dicts()
         self.saved = states, copy.deepcopy(states), self.settled()
 
-    @rule(granularity=st.none() | st.sampled_from(GRANULARITIES), world=st.none() | worlds)
-    def restore(self, granularity: str | None, world: int | None) -> None:
+    @rule(granularity=st.none() | st.sampled_from(GRANULARITIES), world=st.none() | worlds, then=steps)
+    def restore(self, granularity: str | None, world: int | None, then: list[int]) -> None:
         """Go on from what was saved, or from now: the workers in use, and fresh ones; perhaps others than saved it."""
         states, copies, settled = self.saved or (self.main.state_dicts(), None, self.settled())
         assert copies is None or repr(states) == repr(copies), "a saved state is a copy"
@@ -333,30 +346,33 @@ class Machine(RuleBasedStateMachine):
         self.expected = [copy.deepcopy(self.expected[rank % len(states)]) for rank in range(self.main.world)]
         # A state has no statistics.
         self.history = history
+        self.go_on(then)
 
-    @rule()
-    def reset(self) -> None:
+    @rule(then=steps)
+    def reset(self, then: list[int]) -> None:
         """Workers that are reset go on like fresh ones."""
         for pipeline in self.main.pipelines:
             pipeline.reset()
         self.start(self.main)
         self.twin, self.before = World(self.case, self.main.world, self.main.granularity, self.main.scale), None
         assert self.adaptive() == [state["adaptive"] for state in self.twin.state_dicts()]
+        self.go_on(then)
 
     # --- units ---
 
-    @rule(factor=st.sampled_from((2.0, 0.5, 3.0, 2.0**-10, 65536.0)))
-    def rescale(self, factor: float) -> None:
+    @rule(factor=st.sampled_from((2.0, 0.5, 3.0, 2.0**-10, 65536.0)), then=steps)
+    def rescale(self, factor: float, then: list[int]) -> None:
         for world in self.all:
             for pipeline in world.pipelines:
                 pipeline.rescale(factor)
         for expected in self.expected:
             expected.rescale(factor)
         self.before = None
+        self.go_on(then)
 
     @precondition(lambda self: not self.wild)
-    @rule(factor=st.sampled_from((2.0, 0.5, 2.0**10, 2.0**-10)))
-    def scale_of_loss(self, factor: float) -> None:
+    @rule(factor=st.sampled_from((2.0, 0.5, 2.0**10, 2.0**-10)), then=steps)
+    def scale_of_loss(self, factor: float, then: list[int]) -> None:
         """The twin's loss is scaled by a power of two from now on, and its residuals are rescaled once."""
         twin = self.twin or self.main.continued()
         most = MOST_SCALE[self.case.dtype]
@@ -365,14 +381,18 @@ class Machine(RuleBasedStateMachine):
             for pipeline in twin.pipelines:
                 pipeline.rescale(factor)
             self.twin, self.before = twin, None
+        self.go_on(then)
 
-    @rule(names=st.lists(st.sampled_from(NAMES), max_size=2), rate=st.sampled_from((0.5, 0.05, 0.3, 1.0, 0.0)))
-    def learning_rate(self, names: list[str], rate: float) -> None:
+    @rule(
+        names=st.lists(st.sampled_from(NAMES), max_size=2), rate=st.sampled_from((0.5, 0.05, 0.3, 1.0, 0.0)), then=steps
+    )
+    def learning_rate(self, names: list[str], rate: float, then: list[int]) -> None:
         """Of some parameters; of all if none is named."""
         self.rates.update(dict.fromkeys(names or NAMES, rate))
+        self.go_on(then)
 
-    @rule(name=st.sampled_from(NAMES[:-1]))
-    def freeze(self, name: str) -> None:
+    @rule(name=st.sampled_from(NAMES[:-1]), then=steps)
+    def freeze(self, name: str, then: list[int]) -> None:
         for world in self.all:
             for pipeline in world.pipelines:
                 pipeline.drop(name)
@@ -381,6 +401,7 @@ class Machine(RuleBasedStateMachine):
             if expected.velocities:
                 expected.velocities[name][:] = 0
         self.before = None
+        self.go_on(then)
 
     # --- what holds after every rule ---
 
@@ -453,4 +474,4 @@ def check_replicas(result: list[Reduced]) -> None:
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=7 * settings.default.max_examples, stateful_step_count=12)
+TestMachine.settings = settings(max_examples=7 * settings.default.max_examples, stateful_step_count=10)

@@ -65,6 +65,14 @@ class Expected:
         _keep_finite(velocity)
         return moved
 
+    def give_up(self, before: dict[str, float]) -> None:
+        """Bring the residuals back to the units of before the step, where there were any."""
+        for name, rate in self.rates.items():
+            if name in before and before[name] != rate:
+                self.residuals[name] *= rate / before[name]
+                _keep_finite(self.residuals[name])
+        self.rates.update(before)
+
     def dense(self, reduced: Array) -> Array:
         """Apply momentum to the reduced gradient of the dense parameter, which is finite."""
         if self.compressor.momentum_correction is None:

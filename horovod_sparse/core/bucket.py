@@ -275,7 +275,7 @@ class Bucket:
         self.bring_back()
 
     def bring_back(self) -> None:
-        """Go back to before the step. Without `discardable`, the arrays stay as they are and the rest is fitted to them."""
+        """Go back to before the step. Without `discardable`, the arrays stay as they are."""
         before, self.before = self.before, None
         assert before is not None
         self.forget()
@@ -285,10 +285,6 @@ class Bucket:
             self.ops.assign(self.buffer, before.residual)
             if self.velocity is not None:
                 self.ops.assign(self.velocity, before.velocity)
-        elif self.mixed_factors:
-            self.start_again()
-        elif self.factor is not None and self.factor != 1.0:
-            self.state.rescale(self.factor)
 
     def start_again(self) -> None:
         """Restart the algorithm within the same step, because nothing that it knew of the residual holds."""

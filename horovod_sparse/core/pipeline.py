@@ -148,7 +148,7 @@ class Pipeline:
 
     def _enter(self, bucket: Bucket) -> None:
         """Add a bucket to the step when its first gradient arrives."""
-        if self.compressor.discardable and not self._open:
+        if not self._open:
             self.preparation.remember()
             self.dense.forget_before()
         self._open.append(bucket)
@@ -263,13 +263,19 @@ class Pipeline:
         self._bring_back(ended)
 
     def _bring_back(self, buckets: list[Bucket]) -> None:
+        discardable = self.compressor.discardable
         for bucket in buckets:
-            if bucket.in_step:
-                bucket.give_up()
-            else:
+            if not bucket.in_step:
                 bucket.bring_back()
-        if self.compressor.discardable and buckets:
-            self.preparation.bring_back()
+                continue
+            bucket.give_up()
+            for name in () if discardable else bucket.slots:
+                # Ranks may have come to different points of the step, and must have the same thresholds again.
+                factor = self.preparation.back_to_unit(name)
+                if factor != 1.0:
+                    multiply(self.residuals.view(name), factor)
+        if buckets:
+            self.preparation.bring_back(gradients_too=discardable)
             self.dense.bring_back()
 
     # --- statistics and state ---
