@@ -78,13 +78,22 @@ class Settled(NamedTuple):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 class Machine(RuleBasedStateMachine):
-    @initialize(case=cases(), world=worlds, granularity=st.sampled_from(GRANULARITIES), wild=st.booleans(), first=steps)
-    def begin(self, case: Case, world: int, granularity: str, wild: bool, first: list[int]) -> None:
+    @initialize(
+        case=cases(),
+        world=worlds,
+        granularity=st.sampled_from(GRANULARITIES),
+        wild=st.booleans(),
+        first=steps,
+        scale=st.sampled_from((1.0, 0.5, 4.0)),
+    )
+    def begin(self, case: Case, world: int, granularity: str, wild: bool, first: list[int], scale: float) -> None:
         self.case, self.wild = case, wild
         self.pools = kernels.pool, LendingPool()
         kernels.pool = self.pools[1]
         self.rates = dict.fromkeys(NAMES, 0.5)
         self.twin: World | None = None
+        self.scale = 1.0 if wild else scale
+        """The scale of the twin's loss."""
         self.before: Settled | None = None
         """What was known before the last step, if it can be discarded."""
         self.saved: tuple[list[Any], list[Any], Settled] | None = None
@@ -94,6 +103,16 @@ class Machine(RuleBasedStateMachine):
         self.passes = 0
         self.start(World(case, world, granularity))
         self.go_on(first)
+        self.make_twin(self.main.state_dicts())
+
+    def make_twin(self, states: list[Any] | None) -> None:
+        """Make fresh workers that are like those in use, which have these states; None if they hold nothing."""
+        self.twin, self.before = World(self.case, self.main.world, self.main.granularity), None
+        if states is not None:
+            self.twin.load(states)
+        assert self.adaptive() == [state["adaptive"] for state in self.twin.state_dicts()]
+        if self.scale != 1.0:
+            self.twin.change_scale(self.scale)
 
     def go_on(self, seeds: list[int]) -> None:
         """Take some ordinary steps."""
@@ -338,10 +357,9 @@ class Machine(RuleBasedStateMachine):
             self.main.load(states)
         else:
             others = len(states) if world is None else world
-            self.main, history = World(self.case, others, granularity or self.main.granularity, self.main.scale), []
+            self.main, history = World(self.case, others, granularity or self.main.granularity), []
             self.main.load(states)
-        self.twin, self.before = World(self.case, self.main.world, self.main.granularity, self.main.scale), None
-        self.twin.load(states)
+        self.make_twin(states)
         self.go_back(settled)
         self.expected = [copy.deepcopy(self.expected[rank % len(states)]) for rank in range(self.main.world)]
         # A state has no statistics.
@@ -354,8 +372,7 @@ class Machine(RuleBasedStateMachine):
         for pipeline in self.main.pipelines:
             pipeline.reset()
         self.start(self.main)
-        self.twin, self.before = World(self.case, self.main.world, self.main.granularity, self.main.scale), None
-        assert self.adaptive() == [state["adaptive"] for state in self.twin.state_dicts()]
+        self.make_twin(None)
         self.go_on(then)
 
     # --- units ---
@@ -374,13 +391,10 @@ class Machine(RuleBasedStateMachine):
     @rule(factor=st.sampled_from((2.0, 0.5, 2.0**10, 2.0**-10)), then=steps)
     def scale_of_loss(self, factor: float, then: list[int]) -> None:
         """The twin's loss is scaled by a power of two from now on, and its residuals are rescaled once."""
-        twin = self.twin or self.main.continued()
         most = MOST_SCALE[self.case.dtype]
-        if 1.0 / most <= twin.scale * factor <= most:
-            twin.scale *= factor
-            for pipeline in twin.pipelines:
-                pipeline.rescale(factor)
-            self.twin, self.before = twin, None
+        if 1.0 / most <= self.scale * factor <= most:
+            self.scale *= factor
+            self.make_twin(self.main.state_dicts())
         self.go_on(then)
 
     @rule(
@@ -407,7 +421,7 @@ class Machine(RuleBasedStateMachine):
 
     def compare_results(self, mine: Any, theirs: Any, dense: list[np.ndarray], others: list[np.ndarray]) -> None:
         assert self.twin is not None
-        factor = self.twin.scale / self.main.scale
+        factor = self.scale
         for one, other in zip(mine, theirs, strict=True):
             for name, parts in one[0].items():
                 assert (parts is None) == (other[0][name] is None)
@@ -447,7 +461,7 @@ class Machine(RuleBasedStateMachine):
     def the_twin_is_alike(self) -> None:
         if self.twin is None:
             return
-        factor = self.twin.scale / self.main.scale
+        factor = self.scale
         for mine, theirs in zip(self.main.state_dicts(), self.twin.state_dicts(), strict=True):
             for part in ("residuals", "velocities"):
                 for name, array in mine[part].items():
@@ -474,4 +488,5 @@ def check_replicas(result: list[Reduced]) -> None:
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=7 * settings.default.max_examples, stateful_step_count=10)
+examples = 2000 if settings.get_current_profile_name() == "full" else 80
+TestMachine.settings = settings(max_examples=examples, stateful_step_count=10)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,8 +102,8 @@ def _keep_finite(array: Array) -> bool:
 class World:
     """The workers. `scale` is what their gradients are multiplied by."""
 
-    def __init__(self, case: Case, world: int, granularity: str, scale: float = 1.0) -> None:
-        self.case, self.world, self.granularity, self.scale = case, world, granularity, scale
+    def __init__(self, case: Case, world: int, granularity: str) -> None:
+        self.case, self.world, self.granularity, self.scale = case, world, granularity, 1.0
         self.compressor = case.compressor(granularity)
         self.divisor = float(world) if case.averages else 1.0
         self.pipelines = [self._pipeline(position) for position in range(world)]
@@ -231,8 +230,8 @@ class World:
         for rank, pipeline in enumerate(self.pipelines):
             pipeline.load_state_dict(states[rank % len(states)])
 
-    def continued(self) -> World:
-        """A fresh world that goes on where this one is."""
-        world = World(self.case, self.world, self.granularity, self.scale)
-        world.load(copy.deepcopy(self.state_dicts()))
-        return world
+    def change_scale(self, factor: float) -> None:
+        """Let the loss be `factor` times as large from now on."""
+        self.scale *= factor
+        for pipeline in self.pipelines:
+            pipeline.rescale(factor)
