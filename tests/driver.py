@@ -63,8 +63,9 @@ def exchange(
             if not reduced.parts():
                 result.update((slot.name, None) for slot in slots)
                 return
-            # What adapters do with it.
-            targets = [backend.ops.copy(backend.array(np.full(slot.numel, np.nan, np.float32))) for slot in slots]
+            # What adapters do with it. A float64 gradient's sum is float64 if everything was sent.
+            dtype = backend.numpy(reduced.parts()[0].values).dtype
+            targets = [backend.ops.copy(backend.array(np.full(slot.numel, np.nan, dtype))) for slot in slots]
             reduced.write([(slot.offset, target) for slot, target in zip(slots, targets, strict=True)])
             for slot, target in zip(slots, targets, strict=True):
                 result[slot.name] = [_share(backend, slot, *entries, divisor) for entries in reduced.parts()]
@@ -115,7 +116,7 @@ def send(backend: Backend, pipeline: Pipeline, gradient: np.ndarray) -> Sent:
 def dense_sum(parts: list[tuple[np.ndarray, np.ndarray]] | None, size: int) -> np.ndarray:
     """The reduced gradient of a parameter."""
     assert parts is not None
-    total = np.zeros(size, np.float32)
+    total = np.zeros(size, parts[0][1].dtype)
     for indices, values in parts:
         np.add.at(total, indices, values)
     return total

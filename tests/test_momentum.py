@@ -16,6 +16,7 @@ from horovod_sparse.compressors.noop import NoOp
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.core.layout import Layout, Slot
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 
@@ -320,3 +321,41 @@ def test_the_residual_follows_the_learning_rate(backend: Backend) -> None:
 def test_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         MomentumCorrection(**arguments)
+
+
+@on_every_backend
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_without_a_gradient_that_overflows_fails_the_step(backend: Backend, nesterov: bool) -> None:
+    correction = MomentumCorrection(0.9, nesterov, masking=False)
+    pipeline = make_pipeline(backend, TopK(0.01, momentum_correction=correction), {"p": (300,)})
+    bucket, raised = pipeline.buckets[0], 0
+    for gradient in (np.linspace(-2e38, 2e38, 300, dtype=np.float32), None, None):
+        pipeline.arrive("p", None if gradient is None else backend.array(gradient))
+        exchange(backend, [pipeline], [bucket])
+        try:
+            pipeline.end_step()
+        except FloatingPointError:
+            raised += 1
+        assert np.isfinite(backend.numpy(bucket.buffer)).all()
+    assert raised
+
+
+@on_every_backend
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_dense_velocity_that_overflows_stays_finite_and_fails_the_step(backend: Backend, nesterov: bool) -> None:
+    pipeline = make_pipeline(backend, TopK(0.1, momentum_correction=MomentumCorrection(0.9, nesterov)), {})
+    slots = (Slot("bias", 0, 5, (5,)), Slot("scale", 5, 5, (5,)))
+    pipeline.add_dense([Layout(slots, "float32")], lambda name: backend.array(np.zeros(1, np.float32)))
+    for step in range(3):
+        reduced = backend.ops.copy(backend.array(np.array([3e38] * 5 + [1.0] * 5, np.float32)))
+        pipeline.finish_dense("bias", reduced)
+        if step == 0 and not nesterov:
+            pipeline.end_step()
+        else:
+            with pytest.raises(
+                FloatingPointError, match="the gradient of parameter 'bias' holds NaN or infinity, or overf"
+            ):
+                pipeline.end_step()
+        velocities = backend.numpy(pipeline.velocities.buffer("bias"))
+        assert np.isfinite(velocities).all() and np.isfinite(backend.numpy(reduced)).all()
+    np.testing.assert_allclose(velocities[5:], 0.9 * (0.9 * 1.9 + 1.0) if nesterov else 2.71, rtol=1e-6)

@@ -37,19 +37,6 @@ class MomentumCorrection:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
-    def accumulate(self, ops: Ops, residual: Array, velocity: Array, gradient: Array | None) -> None:
-        """Take a gradient (None: zero) into velocity and residual, in place; the gradient is not changed."""
-        if self.nesterov:
-            if gradient is not None:
-                ops.add(velocity, gradient)
-                ops.add(residual, gradient)
-            velocity *= self.momentum
-        else:
-            velocity *= self.momentum
-            if gradient is not None:
-                ops.add(velocity, gradient)
-        ops.add(residual, velocity)
-
 
 def clip_limit(clip_norm: float, world: int, *, averages: bool) -> float:
     """Return the norm to clip one worker's gradient to: `clip_norm sqrt(world)`, or `clip_norm / sqrt(world)` for a sum.

@@ -259,7 +259,7 @@ class Bucket:
     def bring_back(self) -> None:
         """Go back to before the step, which may have reached any point or have ended.
 
-        Without `discardable`, the arrays stay as they are and the rest is fitted to them.
+        Without `discardable`, the arrays stay as they are.
         """
         if self.in_step:
             self._restore()
@@ -273,10 +273,6 @@ class Bucket:
             self.ops.assign(self.buffer, before.residual)
             if self.velocity is not None:
                 self.ops.assign(self.velocity, before.velocity)
-        elif self.mixed_factors:
-            self.start_again()
-        elif self.factor is not None and self.factor != 1.0:
-            self.state.rescale(self.factor)
 
     def start_again(self) -> None:
         """Restart the algorithm within the same step, because nothing that it knew of the residual holds."""

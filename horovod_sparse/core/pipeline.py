@@ -13,6 +13,7 @@ from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.kept import Kept
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.preparation import Arrived
+from horovod_sparse.core.residuals import multiply
 from horovod_sparse.core.selector import SlotGradient
 from horovod_sparse.core.state import check_discardable, check_state
 from horovod_sparse.exchange.protocols import Collective, Reduced, Sent
@@ -75,8 +76,8 @@ class Pipeline(Kept):
             if not bucket.in_step:
                 self._enter(bucket)
             bucket.missing.discard(name)
-            if self.compressor.lr_in_residual and not self._keep_unit(bucket, name, learning_rate):
-                gradient = None
+            if self.compressor.lr_in_residual:
+                gradient = self._keep_unit(bucket, name, gradient, learning_rate)
             if gradient is not None:
                 gradient = self.preparation.prepared(gradient, bucket.layout.residual_dtype)
             gradients.append((bucket.slots[name], gradient))
@@ -85,22 +86,28 @@ class Pipeline(Kept):
 
     def _enter(self, bucket: Bucket) -> None:
         """Add a bucket to the step when its first gradient arrives."""
-        if self.compressor.discardable and not self._open:
+        if not self._open:
             self.preparation.remember()
             self._dense_before.clear()
         self._open.append(bucket)
         bucket.begin_step()
 
-    def _keep_unit(self, bucket: Bucket, name: str, learning_rate: float | None) -> bool:
-        """Keep a residual in units of the update. Return whether the gradient counts: not if the learning rate is 0."""
+    def _keep_unit(
+        self, bucket: Bucket, name: str, gradient: Array | None, learning_rate: float | None
+    ) -> Array | None:
+        """Keep a residual in units of the update. Return the gradient if it counts: not if the learning rate is 0."""
         factor = self.preparation.change_of_unit(name, learning_rate)
         if factor is None:
-            return False
+            return None
         if factor != 1.0:
             residual = self.residuals.view(name)
-            residual *= factor
+            if gradient is None:
+                multiply(residual, factor)
+            else:
+                # Adding the gradient notices what leaves the range.
+                residual *= factor
         bucket.change_unit(factor)
-        return True
+        return gradient
 
     def begin(self, bucket: Bucket) -> Collective:
         """Select from a complete bucket; return its exchange's first collective. What is not selected stays in the residual."""
@@ -144,13 +151,8 @@ class Pipeline(Kept):
 
         If several parameters are reduced together, `name` is the first one's, and their gradients lie one after the other.
         """
-        if not self.ops.all_finite(reduced):
-            flat = reduced.reshape(-1)
-            for slot in self._dense[name].slots:
-                if not self.ops.all_finite(flat[slot.offset : slot.offset + slot.numel]):
-                    self.note_not_finite(slot.name)
-            return
-        self._correct_dense(name, reduced)
+        for bad in self._correct_dense(name, reduced):
+            self.note_not_finite(bad)
 
     def end_step(self) -> None:
         """End a step after all reduced gradients are there. It succeeds on every rank or fails on every rank.

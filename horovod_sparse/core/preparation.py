@@ -76,5 +76,11 @@ class Preparation:
         """Remember the learning rates, in case the step that begins is given up."""
         self._rates_before = dict(self.learning_rates)
 
-    def bring_back(self) -> None:
-        self.learning_rates = dict(self._rates_before)
+    def back_to_unit(self, name: str) -> float:
+        """Return the factor that brings a parameter's residual back to the unit that was remembered, if it had one."""
+        rate = self.learning_rates.get(name)
+        return 1.0 if rate is None else rate / self._rates_before.get(name, rate)
+
+    def bring_back(self, *, gradients_too: bool) -> None:
+        """Go back to the learning rates that were remembered. A gradient that was first of its parameter stays in its unit."""
+        self.learning_rates = {**({} if gradients_too else self.learning_rates), **self._rates_before}

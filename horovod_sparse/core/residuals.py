@@ -5,11 +5,17 @@ It owns the buffers. Nothing here is broadcast: every rank keeps its own residua
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from horovod_sparse.core.layout import Layout, Slot
+from horovod_sparse.exchange.wire import LARGEST
 from horovod_sparse.ops.protocol import Array, Ops
+
+_LARGEST = {"float32": LARGEST, "float64": sys.float_info.max}
 
 
 class Residuals:
@@ -57,7 +63,7 @@ class Residuals:
 
     def rescale(self, factor: float) -> None:
         for buffer in self._buffers.values():
-            buffer *= factor
+            multiply(buffer, factor)
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of the residuals by parameter name, in the parameters' shapes."""
@@ -67,3 +73,12 @@ class Residuals:
         """Copy the residuals from `state`, which holds exactly the parameters of `shapes`."""
         for name in self._slots:
             self._ops.assign(self.view(name), state[name])
+
+
+def multiply(array: Array, factor: float) -> None:
+    """Multiply a residual by `factor` > 0, in place. What leaves the range of its type stays at the type's largest number."""
+    with np.errstate(over="ignore"):
+        array *= factor
+    largest = _LARGEST.get(str(array.dtype).removeprefix("torch."))
+    if factor > 1.0 and largest is not None:
+        array[...] = array.clip(-largest, largest)

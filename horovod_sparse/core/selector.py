@@ -90,15 +90,19 @@ class HostSelector:
         parts: list[Part] = [(slot.offset, gradient) for slot, gradient in gradients if gradient is not None]
         if correction is not None and velocity is not None:
             moving = Moving(velocity, correction.momentum, correction.nesterov)
-            for slot in (slot for slot, gradient in gradients if gradient is None):
-                part = slice(slot.offset, slot.offset + slot.numel)
-                correction.accumulate(self._ops, self._buffer[part], velocity[part], None)
+            # The velocity goes on without a gradient.
+            parts += [(slot.offset, self._zeros(slot)) for slot, gradient in gradients if gradient is None]
         if parts:
             # Entries are noted in this order, which should be that of the buffer.
             parts.sort(key=itemgetter(0))
             bad = self._tracked.take_in(parts, moving)
             if any(bad):
                 self.not_finite += [offset for (offset, _), number in zip(parts, bad, strict=True) if number]
+
+    def _zeros(self, slot: Slot) -> Array:
+        zeros = self._ops.copy(self._buffer[slot.offset : slot.offset + slot.numel])
+        zeros[:] = 0
+        return zeros
 
     def select(self, state: BucketState, k: int, capacity: int) -> Selection:
         """Return what the compressor selects from the residual."""

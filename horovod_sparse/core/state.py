@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.residuals import multiply
 
 VERSION = 3
 PARTS = ("residuals", "velocities", "learning_rates", "adaptive")
@@ -174,7 +175,7 @@ def rescale_state(state: Mapping[str, Any], compressor: Compressor, factor: floa
     """Return the state with its residuals and velocities multiplied by `factor`; the arrays of `state` change in place."""
     for part in ARRAYS:
         for array in state[part].values():
-            array *= factor
+            multiply(array, factor)
     adaptive = {}
     for name, saved in state["adaptive"].items():
         bucket = compressor.new_state()
