@@ -141,7 +141,7 @@ class World:
             gradient = self.scaled(step.gradients[rank][name])
             arrived.append(Arrived(name, gradient, step.rates[name] if self.compressor.lr_in_residual else None))
         if step.together and arrived:
-            pipeline.arrive_together(pipeline.bucket_of(names[0]), arrived)
+            pipeline.arrive_together(pipeline.bucket_of[names[0]], arrived)
         else:
             for one in arrived:
                 pipeline.arrive(*one)
