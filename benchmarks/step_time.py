@@ -34,7 +34,7 @@ import horovod_sparse.torch as hvd
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import common
 
-SETTLING = 20
+SETTLING = 40
 """Rounds that are neither timed nor counted: residuals and thresholds grow, and Horovod learns the messages."""
 
 

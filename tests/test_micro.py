@@ -91,22 +91,6 @@ def test_mean_count_from_any_scale(scale: float, ratio: float) -> None:
     assert np.mean(counts[200:]) == pytest.approx(ratio * size, rel=0.03)
 
 
-@pytest.mark.parametrize(("constant", "settling", "most"), [(0.0, slice(20, 32), 1.25), (1.0, slice(32, 100), 1.1)])
-def test_the_threshold_keeps_up_with_growing_residuals_and_does_not_swing(
-    constant: float, settling: slice, most: float
-) -> None:
-    """With normal gradients the threshold becomes five times as large; with a part that is constant, ever larger."""
-    world, size = 2, 50_000
-    pipelines = workers(MiCRO(0.01), size, world)
-    rng = np.random.default_rng(9)
-    part = constant * rng.standard_normal(size, dtype=np.float32)
-    counts = [step(pipelines, lambda: part + rng.standard_normal(size, dtype=np.float32)).size for _ in range(200)]
-    relative = np.array(counts) / (0.01 * size)
-    assert np.mean(relative[settling]) < most
-    low, high = np.percentile(relative[100:], (5, 95))
-    assert 0.75 < low < high < 1.25
-
-
 def test_paper_scaling_never_lowers_the_threshold_within_the_band() -> None:
     for x, factor in ((1.5, 1.005), (1.05, 1.00125), (0.95, 1.00125), (0.8, 0.995), (10.0, 1.005), (0.0, 0.995)):
         controller = ThresholdController("paper", 2.0)
@@ -118,7 +102,7 @@ def test_two_sided_scaling() -> None:
     for x, with_excess in ((1.0, 1.0), (1.05, 1.055), (0.95, 0.945), (1.5, 1.55), (3.0, 3.2), (9.0, 4.0), (0.0, 0.25)):
         controller = ThresholdController("two_sided", 2.0)
         controller.observe(round(1000 * x), 1000)
-        assert controller.threshold == pytest.approx(2.0 * with_excess ** (0.03 if x > 1.0 else 0.02)), x
+        assert controller.threshold == pytest.approx(2.0 * with_excess**0.02), x
 
 
 def test_steps_to_a_threshold_ten_times_as_large() -> None:

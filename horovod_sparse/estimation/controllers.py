@@ -133,7 +133,7 @@ Scaling = Literal["two_sided", "paper"]
 
 _FINE, _COARSE = 0.00125, 0.005
 _BAND = 1.1
-_RISES, _FALLS = 0.03, 0.02
+_GAIN = 0.02
 _MOST_RATIO = 4.0
 _REPAID = 0.1
 """Fraction of the excess that each step tries to compensate."""
@@ -147,11 +147,9 @@ class ThresholdController:
     `scaling="paper"` multiplies the threshold by 1.005 if x > 1.1, by 1.00125 if 1/1.1 < x <= 1.1, and by 0.995 below. Within
     the band it only rises.
 
-    `scaling="two_sided"` multiplies it by `x^0.03` if x > 1, else by `x^0.02`. Here x is `count/k + 0.1 excess`, within
-    [1/4, 4]. The excess is the sum of count/k - 1 over the steps, within [-5, 5]. Without the excess, the count would stay
-    above k for as long as the residual grows, since the threshold that is needed grows with it. The threshold rises faster
-    than it falls, because residuals grow from zero at the beginning of every run. With a larger first exponent it would swing
-    when a part of the gradients is constant, with a larger second one it overshoots when gradients become smaller at once.
+    `scaling="two_sided"` multiplies it by `x^0.02`, where x is `count/k + 0.1 excess`, within [1/4, 4]. The excess is the sum
+    of count/k - 1 over the steps, within [-5, 5]. Without the excess, the count would stay above k for as long as the residual
+    grows, since the threshold that is needed grows with it. A larger exponent overshoots when gradients become smaller at once.
     """
 
     scaling: Scaling
@@ -166,4 +164,4 @@ class ThresholdController:
             return
         self.excess = min(max(self.excess + x - 1.0, -MOST_EXCESS), MOST_EXCESS)
         x += _REPAID * self.excess
-        self.threshold *= min(max(x, 1.0 / _MOST_RATIO), _MOST_RATIO) ** (_RISES if x > 1.0 else _FALLS)
+        self.threshold *= min(max(x, 1.0 / _MOST_RATIO), _MOST_RATIO) ** _GAIN
