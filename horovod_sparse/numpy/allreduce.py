@@ -178,7 +178,7 @@ class SparseAllreduce:
         parameters = [
             Parameter(name, g.shape, types[name], "cpu") for name, g in gradients.items() if name not in dense
         ]
-        self.pipeline.add_buckets(plan(parameters, compressor), gradients.__getitem__)
+        self.pipeline.add_buckets(plan(parameters, compressor, self._world), gradients.__getitem__)
         self.pipeline.add_dense(
             [Layout((slots[name],), types[name]) for name in gradients if name in dense], gradients.__getitem__
         )
