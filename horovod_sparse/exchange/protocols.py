@@ -112,7 +112,7 @@ def sparse_allgather(bucket: Sender) -> Generator[Collective, Any, Sent]:
     gathered = yield Collective("allgather", message)
     # A device may have made the message while the host went on.
     bucket.finish()
-    _check_result(bucket, gathered, (bucket.world * len(message), 2), message.dtype)
+    _check_result(bucket, gathered, (bucket.world * bucket.capacity, 2), message.dtype)
     used = rows_of(bucket, gathered, bucket.world)
     return None if used is None else Messages(gathered, used)
 
@@ -152,7 +152,7 @@ def union(bucket: Sender) -> Generator[Collective, Any, Sent]:
     header = [bucket.checksum() if bucket.finite else wire.NOT_FINITE, wire.float_bits(bucket.proposal())]
     message = ops.pack_indices(selection.indices, header, bucket.capacity)
     gathered = yield Collective("allgather", message)
-    _check_result(bucket, gathered, (bucket.world * len(message),), message.dtype)
+    _check_result(bucket, gathered, (bucket.world * (wire.HEADER + bucket.capacity),), message.dtype)
     messages = ops.split(gathered, bucket.world)
     headers = [_header(ops.numbers(message[: wire.HEADER])) for message in messages]
     if any(checksum == wire.NOT_FINITE for checksum, _ in headers):
