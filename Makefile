@@ -25,7 +25,7 @@ test-all: test ## the same, then all other tests: about half an hour on 2 cores
 	$(in_process) -m "(full or hypothesis) and not parallel" --hypothesis-profile full
 	$(launches) -m "full and parallel"
 
-sanitize: setup ## test the compiled kernels with the address and undefined behaviour sanitizers
+sanitize: setup ## test the compiled kernels, also with a million damaged messages, with the sanitizers; about 8 minutes
 	$(bin)/python tests/sanitize.py
 
 aarch64: setup ## test the compiled kernels for AArch64 in an emulator; Debian, as root

@@ -1,6 +1,6 @@
-"""The tests of the kernels on a build that reports what memory and arithmetic must not do: make sanitize.
+"""The tests of the kernels, and a million damaged messages, on a build that reports what memory and arithmetic must not do.
 
-python tests/sanitize.py [ARGUMENTS OF PYTEST]
+make sanitize, or: python tests/sanitize.py [ARGUMENTS OF PYTEST]
 """
 
 from __future__ import annotations
@@ -60,7 +60,13 @@ def test(arguments: list[str]) -> int:
     spec.loader.exec_module(sys.modules[MODULE])
     # A report goes to standard error and ends the process: pytest must not keep it to itself.
     tests = [str(ROOT / "tests" / f"test_{name}.py") for name in ("kernels", "variants")]
-    return pytest.main([*tests, "-q", "-s", *arguments])
+    failed = pytest.main([*tests, "-q", "-s", *arguments])
+    if not failed:
+        from fuzz_messages import report
+        from table import WITH_OPERATIONS
+
+        report(WITH_OPERATIONS, 10**6, seed=0)
+    return failed
 
 
 if __name__ == "__main__":

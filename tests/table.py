@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -63,6 +64,9 @@ def _tensorflow_backends() -> list[Backend]:
     return [Backend("tensorflow", NumpyOps(), memory_of_tensor, np.asarray, host_pipeline)]
 
 
+SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
+"""Whether `sanitize.py` runs this. TensorFlow cannot be imported then."""
+
 ORACLE = Backend("numpy", NumpyOps(), np.array, np.asarray)
 """Held to all laws; the others are held to it."""
 
@@ -71,7 +75,7 @@ BACKENDS = [
     Backend("numpy-compiled", host_ops(2), np.array, np.asarray),
     # Those frameworks that are installed: the package is to work with one alone, and with none.
     *(_torch_backends() if find_spec("torch") else []),
-    *(_tensorflow_backends() if find_spec("tensorflow") else []),
+    *(_tensorflow_backends() if find_spec("tensorflow") and not SANITIZED else []),
 ]
 
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+from driver import exchange, make_pipeline
 from hypothesis import given
 from hypothesis import strategies as st
+from table import ORACLE
 
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.micro import MiCRO
+from horovod_sparse.compressors.noop import NoOp
+from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.core.layout import Parameter, plan
+from horovod_sparse.core.layout import Parameter, check_limits, plan
+from horovod_sparse.exchange import wire
 
 PARAMETERS = st.lists(
     st.tuples(
@@ -49,3 +58,69 @@ def test_buckets_fill_from_the_last_parameter() -> None:
     parameters = [Parameter(name, (10,), "float32", "cpu") for name in "abcde"]
     layouts = plan(parameters, TopK(0.1, bucket_bytes=80))
     assert [[slot.name for slot in layout.slots] for layout in layouts] == [["e", "d"], ["c", "b"], ["a"]]
+
+
+# --- limits: small ones stand for those of 2^31 ---
+
+
+@pytest.mark.parametrize("group", [None, 0])
+def test_what_exceeds_the_largest_bucket_becomes_several(monkeypatch: pytest.MonkeyPatch, group: int | None) -> None:
+    monkeypatch.setattr(wire, "MAX_BUCKET", 25)
+    parameters = [
+        Parameter(name, (size,), "float32", "cpu", group) for name, size in zip("abcd", (10, 15, 1, 25), strict=True)
+    ]
+    compressor = TopK(0.1, granularity="bucket" if group == 0 else "model", min_numel=0)
+    layouts = plan(parameters, compressor, 4)
+    assert [[slot.name for slot in layout.slots] for layout in layouts] == [["d"], ["c", "b"], ["a"]]
+    check_limits(layouts, compressor, 4)
+
+
+@pytest.mark.parametrize(("world", "buckets"), [(1, 1), (2, 2), (4, 4)])
+@pytest.mark.parametrize("make", [TopK, lambda ratio, **s: TopK(ratio, union=True, **s)], ids=["pairs", "union"])
+def test_what_gathers_too_much_becomes_several(
+    monkeypatch: pytest.MonkeyPatch, make: type[TopK], world: int, buckets: int
+) -> None:
+    monkeypatch.setattr(wire, "MAX_GATHERED", 2 * 40)
+    compressor = make(0.5, granularity="model", min_numel=0)
+    parameters = [Parameter(name, (20,), "float32", "cpu") for name in "abcd"]
+    layouts = plan(parameters, compressor, world)
+    assert len(layouts) == buckets
+    check_limits(layouts, compressor, world)
+
+
+@pytest.mark.parametrize("compressor", [NoOp(granularity="model"), RandomK(0.5, granularity="model")], ids=repr)
+def test_what_gathers_nothing_is_not_split(monkeypatch: pytest.MonkeyPatch, compressor: Compressor) -> None:
+    monkeypatch.setattr(wire, "MAX_GATHERED", 10)
+    layouts = plan([Parameter(name, (20,), "float32", "cpu") for name in "ab"], compressor, 4)
+    assert len(layouts) == 1
+    check_limits(layouts, compressor, 4)
+
+
+def test_a_parameter_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_BUCKET", 25)
+    parameters = [Parameter("a", (26,), "float32", "cpu"), Parameter("b", (5,), "float32", "cpu")]
+    with pytest.raises(ValueError, match=r"bucket 'a' has 26 elements, expected at most 25 .* split it into several"):
+        check_limits(plan(parameters, TopK(0.1, granularity="model")), TopK(0.1), 2)
+    monkeypatch.setattr(wire, "MAX_GATHERED", 20)
+    with pytest.raises(ValueError, match=r"bucket 'b' gathers 24 int32 from 4 workers, .* lower ratio"):
+        check_limits(plan(parameters[1:], TopK(0.6)), TopK(0.6), 4)
+
+
+@pytest.mark.parametrize("make", [TopK, MiCRO, RandomK])
+def test_a_split_bucket_is_exchanged_as_several_are(monkeypatch: pytest.MonkeyPatch, make: type[Compressor]) -> None:
+    monkeypatch.setattr(wire, "MAX_BUCKET", 25)
+    shapes = {"a": (3, 5), "b": (10,), "c": (25,)}
+    compressor = make(1.0, granularity="model", min_numel=0)
+    workers = [make_pipeline(ORACLE, compressor, shapes, world=2, position=position) for position in range(2)]
+    assert [[slot.name for slot in bucket.layout.slots] for bucket in workers[0].buckets] == [["c"], ["b", "a"]]
+    for worker in workers:
+        worker.start_step()
+        for name, shape in shapes.items():
+            worker.arrive(name, np.ones(shape, np.float32))
+    for buckets in zip(*(worker.buckets for worker in workers), strict=True):
+        for reduced in exchange(ORACLE, workers, buckets):
+            for parts in reduced.values():
+                assert parts is not None and all((values != 0).all() for _, values in parts)
+    for worker in workers:
+        worker.end_step()
+        assert make is MiCRO or all(worker.residuals.view(name).sum() == 0 for name in shapes)

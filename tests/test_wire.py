@@ -160,8 +160,11 @@ def test_an_index_of_a_union_cannot_say_that_a_gradient_is_not_finite(backend: B
 
 
 def test_limits() -> None:
-    wire.check_limits("b", 2**31 - 1, 10, 4)
-    with pytest.raises(ValueError, match="bucket 'b' has 2147483648 elements, expected at most 2147483647"):
-        wire.check_limits("b", 2**31, 10, 4)
-    with pytest.raises(ValueError, match="gathers 2147483648 int32 from 64 workers"):
-        wire.check_limits("b", 2**30, 2**24, 64)
+    # All values of a bucket and the 17 numbers after them are one message, whose elements are counted in C ints.
+    assert wire.MAX_BUCKET + len(wire.tail(True, 0)) == 2**31 - 1
+    assert wire.excess(wire.MAX_BUCKET, 10, 4) is None
+    what = wire.excess(wire.MAX_BUCKET + 1, 10, 4)
+    assert what == "has 2147483631 elements, expected at most 2147483630 (Horovod counts in C ints)"
+    assert wire.excess(2**30, 2**24 - 1, 64) is None
+    what = wire.excess(2**30, 2**24, 64)
+    assert what == "gathers 2147483648 int32 from 64 workers, expected at most 2147483647 (Horovod counts in C ints)"

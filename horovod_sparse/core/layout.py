@@ -65,23 +65,24 @@ class Layout:
         return last.offset + last.numel
 
 
-def plan(parameters: Sequence[Parameter], compressor: Compressor) -> list[Layout]:
-    """Pack `parameters`, given in the order of the model, into buckets.
+def plan(parameters: Sequence[Parameter], compressor: Compressor, world: int = 1) -> list[Layout]:
+    """Pack `parameters`, given in the order of the model, into buckets for so many workers.
 
     Buckets are filled from the last parameter to the first, the order in which backward produces gradients, so that
-    a bucket is complete as early as possible.
+    a bucket is complete as early as possible. Whatever would be too large for its messages (`wire.excess`) becomes several
+    buckets.
     """
-    buckets = _members(list(reversed(parameters)), compressor)
+    buckets = _members(list(reversed(parameters)), compressor, world)
     return [Layout.of([(p.name, p.shape) for p in members], members[0].residual_dtype) for members in buckets]
 
 
-def _members(parameters: Iterable[Parameter], compressor: Compressor) -> list[list[Parameter]]:
+def _members(parameters: Iterable[Parameter], compressor: Compressor, world: int) -> list[list[Parameter]]:
     buckets: list[list[Parameter]] = []
     open_buckets: dict[Hashable, tuple[list[Parameter], int]] = {}
     for parameter in parameters:
         key = (parameter.kind, parameter.residual_dtype, parameter.group)
         members, numel = open_buckets.get(key, ([], 0))
-        if not members or not _fits(numel, parameter, compressor):
+        if not members or not _fits(numel, parameter, compressor, world):
             members, numel = [], 0
             buckets.append(members)
         members.append(parameter)
@@ -89,8 +90,10 @@ def _members(parameters: Iterable[Parameter], compressor: Compressor) -> list[li
     return buckets
 
 
-def _fits(numel: int, parameter: Parameter, compressor: Compressor) -> bool:
+def _fits(numel: int, parameter: Parameter, compressor: Compressor, world: int) -> bool:
     """Return whether a parameter may join a bucket that has `numel` elements."""
+    if _excess(numel + parameter.numel, compressor, world) is not None:
+        return False
     if parameter.group is not None or compressor.granularity == "model":
         return True
     if compressor.granularity == "layer":
@@ -102,6 +105,16 @@ def _fits(numel: int, parameter: Parameter, compressor: Compressor) -> bool:
 def check_limits(layouts: Iterable[Layout], compressor: Compressor, world: int) -> None:
     """Raise ValueError when a bucket is too large for its messages."""
     for layout in layouts:
-        gathers = compressor.exchange is not protocols.shared_indices
-        most = compressor.most_capacity(layout.numel, world) if gathers else 0
-        wire.check_limits(layout.name, layout.numel, most, world)
+        what = _excess(layout.numel, compressor, world)
+        if what is not None:
+            raise ValueError(
+                f"bucket {layout.name!r} {what}. One parameter is too large: split it into several parameters, lower ratio "
+                "or slack if it gathers too much, or exclude it"
+            )
+
+
+def _excess(numel: int, compressor: Compressor, world: int) -> str | None:
+    """Return what is too much in a bucket of `numel` (`wire.excess`)."""
+    rounds = protocols.ROUNDS.get(compressor.exchange)
+    gathers = rounds is None or any(one.kind == "allgather" for one in rounds)
+    return wire.excess(numel, compressor.most_capacity(numel, world) if gathers else 0, world)

@@ -17,6 +17,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 from horovod_sparse.exchange import wire
 from horovod_sparse.ops.protocol import Array, Ops, Part, Selection
 
+_LOOKED_AT = 2**16
+"""Number of indices of a damaged message that are looked at together."""
+
 
 class Collective(NamedTuple):
     """What an exchange asks the adapter for."""
@@ -104,7 +107,7 @@ def sparse_allgather(bucket: Sender) -> Generator[Collective, Any, Sent]:
     gathered = yield Collective("allgather", message)
     # A device may have made the message while the host went on.
     bucket.finish()
-    _check_length(bucket, gathered, message)
+    _check_result(bucket, gathered, (bucket.world * bucket.capacity, 2), message.dtype)
     used = rows_of(bucket, gathered, bucket.world)
     return None if used is None else Messages(gathered, used)
 
@@ -125,10 +128,15 @@ def _sum(bucket: Sender, indices: Array | None, values: Array, length: int) -> G
     bucket.sent(len(values))
     tail = wire.tail(bucket.finite, bucket.checksum())
     total = yield Collective("allreduce", bucket.ops.pack_values(values, length, tail))
+    _check_result(bucket, total, (length + len(tail),), values.dtype)
     bad, *bits = bucket.ops.numbers(total[length:])
     # `bits` holds the sum of each bit of the checksum over the ranks.
     if any(bit not in (0.0, float(bucket.world)) for bit in bits):
         raise _disagreement(bucket)
+    if not 0 <= bad <= bucket.world or bad % 1:
+        raise _damaged(
+            bucket, "sum of the messages", f"{bad} of {bucket.world} workers say that their gradients are not finite"
+        )
     return None if bad else Entries(indices, total[: len(values)])
 
 
@@ -139,23 +147,24 @@ def union(bucket: Sender) -> Generator[Collective, Any, Sent]:
     header = [bucket.checksum() if bucket.finite else wire.NOT_FINITE, wire.float_bits(bucket.proposal())]
     message = ops.pack_indices(selection.indices, header, bucket.capacity)
     gathered = yield Collective("allgather", message)
-    _check_length(bucket, gathered, message)
+    _check_result(bucket, gathered, (bucket.world * (wire.HEADER + bucket.capacity),), message.dtype)
     messages = ops.split(gathered, bucket.world)
-    headers = [[int(number) for number in ops.numbers(message[: wire.HEADER])] for message in messages]
+    headers = [_header(ops.numbers(message[: wire.HEADER])) for message in messages]
     if any(checksum == wire.NOT_FINITE for checksum, _ in headers):
         bucket.drop_rest()
         return None
-    if len({checksum for checksum, _ in headers}) > 1:
-        raise _disagreement(bucket)
+    _check_headers(bucket, headers)
     parts = [message[wire.HEADER :] for message in messages]
     for sender, part in enumerate(parts):
         if ops.rows_in_use(part, 1, bucket.numel)[0] in (None, wire.NOT_FINITE):
-            raise _damage(bucket, part, sender)
+            raise _damaged_indices(bucket, part, sender)
     indices = ops.union(parts)
     bucket.sent(len(indices), selection.found - len(selection.indices))
-    bucket.observe(len(indices), [wire.float_of(bits) for _, bits in headers])
+    bucket.observe(len(indices), [proposed for _, proposed in headers])
     room = min(bucket.capacity * bucket.world, bucket.numel)
-    total = yield Collective("allreduce", ops.pack_values(bucket.take(indices), room, []))
+    values = bucket.take(indices)
+    total = yield Collective("allreduce", ops.pack_values(values, room, []))
+    _check_result(bucket, total, (room,), values.dtype)
     return Entries(indices, total[: len(indices)])
 
 
@@ -185,21 +194,43 @@ def rows_of(bucket: Sender, messages: Array, world: int) -> list[int] | None:
     rows: list[int] = []
     for sender, number in enumerate(bucket.ops.rows_in_use(indices, world, bucket.numel)):
         if number is None:
-            raise _damage(bucket, bucket.ops.split(indices, world)[sender], sender)
+            raise _damaged_indices(bucket, bucket.ops.split(indices, world)[sender], sender)
         rows.append(number)
     return None if wire.NOT_FINITE in rows else rows
 
 
-def _check_length(bucket: Sender, gathered: Array, message: Array) -> None:
-    """Raise unless all messages are as long as this rank's. With a schedule, their room depends on the step."""
-    if gathered.shape[0] != bucket.world * message.shape[0]:
+def _check_result(bucket: Sender, result: Array, shape: tuple[int, ...], dtype: object) -> None:
+    """Raise unless a collective's result is what messages like this rank's give. With a schedule, that depends on the step."""
+    if result.shape != shape or result.dtype != dtype:
         raise _disagreement(bucket)
 
 
-def _damage(bucket: Sender, indices: Array, sender: int) -> RuntimeError:
-    what = wire.flaw([int(index) for index in bucket.ops.numbers(indices)], bucket.numel)
+def _header(numbers: Sequence[float]) -> tuple[int, float]:
+    """Return the checksum and the proposed number in the header of a message of indices."""
+    checksum, bits = numbers
+    return int(checksum), wire.float_of(int(bits))
+
+
+def _check_headers(bucket: Sender, headers: Sequence[tuple[int, float]]) -> None:
+    """Raise unless all ranks have sent the same checksum, and each has proposed a finite number."""
+    for sender, header in enumerate(headers):
+        what = wire.header_flaw(*header)
+        if what is not None:
+            raise _damaged(bucket, f"message of worker {sender}", what)
+    if len({checksum for checksum, _ in headers}) > 1:
+        raise _disagreement(bucket)
+
+
+def _damaged_indices(bucket: Sender, indices: Array, sender: int) -> RuntimeError:
+    # The first flaw is enough: a whole message as Python's numbers takes many times its memory.
+    parts = (indices[start : start + _LOOKED_AT] for start in range(0, len(indices), _LOOKED_AT))
+    what = wire.flaw((int(index) for part in parts for index in bucket.ops.numbers(part)), bucket.numel)
+    return _damaged(bucket, f"message of worker {sender}", what)
+
+
+def _damaged(bucket: Sender, which: str, what: str | None) -> RuntimeError:
     return RuntimeError(
-        f"rank {bucket.rank}: the message of worker {sender} for bucket {bucket.name!r} is damaged: {what}. The "
+        f"rank {bucket.rank}: the {which} for bucket {bucket.name!r} is damaged: {what}. The "
         "ranks run different models or different versions of horovod_sparse"
     )
 

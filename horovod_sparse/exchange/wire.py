@@ -29,15 +29,18 @@ the second message after indices, `(min(world * capacity, bucket size),)`.
 
 Gathered messages stand one after the other, in rank order.
 
-A receiver checks the indices before it adds anything (`flaw`). It raises an error if they are in any other order: two rows of
-the same entry, rows in use after padding, an index outside of the bucket or a negative number without a meaning. If the first
-row of message 1 or the header of message 3 holds -2, the receiver does not read the rest of that message.
+A receiver checks what it got before it adds anything: the length and the type together, the indices (`flaw`), the header of
+message 3 (`header_flaw`) and the numbers that follow the values of message 2. It raises an error if indices are in any other
+order: two rows of the same entry, rows in use after padding, an index outside of the bucket or a negative number without a
+meaning. If the first row of message 1 or the header of message 3 holds -2, the receiver does not read the rest of that message.
+All ranks have received the same bytes, so all of them raise the same error.
 """
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 PADDING = -1
 NOT_FINITE = -2
@@ -47,24 +50,24 @@ HEADER = 2
 """How many numbers come before the indices in message 3."""
 _CHECKSUM_BITS = 16
 
-# Indices are int32, and Horovod's counts of gathered elements are C ints.
-MAX_BUCKET = 2**31 - 1
+# Horovod counts elements in C ints. All of a bucket's values and the tail are one message. Indices are int32.
 MAX_GATHERED = 2**31 - 1
+MAX_BUCKET = 2**31 - 1 - (1 + _CHECKSUM_BITS)
 
 
-def check_limits(bucket: str, numel: int, capacity: int, world: int) -> None:
-    """Raise ValueError when a bucket does not fit into the format or into Horovod's allgather."""
+def excess(numel: int, capacity: int, world: int) -> str | None:
+    """Return what is too much for the format or for Horovod's collectives in a bucket of `numel`; None if nothing is.
+
+    `capacity` is the largest one of a message that is gathered, in entries; 0 if none is.
+    """
     if numel > MAX_BUCKET:
-        raise ValueError(
-            f"bucket {bucket!r} has {numel} elements, expected at most {MAX_BUCKET} (indices are int32); "
-            "use granularity='bucket' or split the parameter"
-        )
+        return f"has {numel} elements, expected at most {MAX_BUCKET} (Horovod counts in C ints)"
     gathered = 2 * capacity * world
     if gathered > MAX_GATHERED:
-        raise ValueError(
-            f"bucket {bucket!r} gathers {gathered} int32 from {world} workers, expected at most {MAX_GATHERED} "
-            "(Horovod counts in C ints); lower ratio, slack or bucket_bytes"
+        return (
+            f"gathers {gathered} int32 from {world} workers, expected at most {MAX_GATHERED} (Horovod counts in C ints)"
         )
+    return None
 
 
 def tail(finite: bool, checksum: int) -> list[float]:
@@ -84,7 +87,14 @@ def float_of(bits: int) -> float:
     return number
 
 
-def flaw(indices: Sequence[int], numel: int) -> str | None:
+def header_flaw(checksum: int, proposed: float) -> str | None:
+    """Return what is wrong with the header of a message of indices; None if nothing."""
+    if checksum < 0:
+        return f"its header begins with {checksum}, expected a checksum >= 0"
+    return None if math.isfinite(proposed) else f"its header proposes {proposed}, expected a finite number"
+
+
+def flaw(indices: Iterable[int], numel: int) -> str | None:
     """Return what is wrong with the indices of a message (rows in use and padding) for a bucket of `numel`; None if nothing."""
     before = PADDING
     for row, index in enumerate(indices):

@@ -312,13 +312,14 @@ def assembler(messages: Memory, used: list[int], divisor: float) -> Callable[[li
     capacity = messages.numel // (2 * world)
     if not all(0 <= rows <= capacity for rows in used):
         raise ValueError(f"used must be within [0, {capacity}], got {used}")
-    pointer, rows = _native.ffi.cast("int32_t *", messages.address), _native.ffi.new("int64_t[]", used)
-    owner = messages.owner
+    rows = _native.ffi.new("int64_t[]", used)
 
     def assemble(targets: list[Target]) -> None:
         of_these = _native.ffi.new("hs_target[]", targets)
+        # Made here, so that the messages live as long as this function.
+        pointer = _native.ffi.cast("int32_t *", messages.address)
         if not _native.lib.hs_assemble(of_these, len(targets), pointer, capacity, world, rows, divisor):
-            raise IndexError(f"indices must be ascending, got {owner}")
+            raise IndexError(f"indices must be ascending in each of {world} messages")
 
     return assemble
 

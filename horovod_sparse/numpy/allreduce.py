@@ -166,7 +166,7 @@ class SparseAllreduce:
         parameters = [
             Parameter(name, g.shape, types[name], "cpu") for name, g in gradients.items() if name not in dense
         ]
-        self.pipeline.add_buckets(plan(parameters, compressor), gradients.__getitem__)
+        self.pipeline.add_buckets(plan(parameters, compressor, self._world), gradients.__getitem__)
         layouts = [Layout.of([(name, g.shape)], types[name]) for name, g in gradients.items() if name in dense]
         self.pipeline.add_dense(layouts, gradients.__getitem__)
 

@@ -177,7 +177,7 @@ class NumpyOps:
         parts = [self.unpack(message, rows) for message, rows in zip(split, used, strict=True)]
         for indices, _ in parts:
             if (indices[1:] <= indices[:-1]).any():
-                raise IndexError(f"indices must be ascending, got {indices.tolist()}")
+                raise IndexError(f"indices must be ascending in each of {len(used)} messages")
 
         def assemble(targets: Sequence[Part]) -> None:
             for first, target in targets:

@@ -87,7 +87,8 @@ class Routes:
                 self.sparse_as_dense.add(parameter)
             chosen = dense if self._compressor.leaves_dense(name, parameter.numel()) else compressed
             chosen[name] = parameter
-        pipeline.add_buckets(plan(self._describe(compressed), self._compressor), compressed.__getitem__)
+        layouts = plan(self._describe(compressed), self._compressor, pipeline.world)
+        pipeline.add_buckets(layouts, compressed.__getitem__)
         together = self._reduced_together(dense)
         pipeline.add_dense([one.layout for one in together], dense.__getitem__)
         pipeline.dense_bytes_sent += sum(

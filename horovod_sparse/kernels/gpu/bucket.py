@@ -267,8 +267,11 @@ def add_up(messages: Tensor, world: int, divisor: float, numel: int, dtype: torc
         numel: the number of entries of the result.
         dtype: float32 or float64, the type of the result.
     """
+    rows, over = divmod(len(messages), world)
+    if over:
+        # A message that ends early would be read beyond its end.
+        raise ValueError(f"messages must have {world} equal parts, got {len(messages)} rows")
     target = torch.zeros(numel, dtype=dtype, device=messages.device)
-    rows = len(messages) // world
     with _device_of(target):
         for message in messages.split(rows):
             scatter[(-(-rows // CHUNK),)](message, rows, divisor, target, numel, CHUNK=CHUNK)

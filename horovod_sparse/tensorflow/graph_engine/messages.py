@@ -28,12 +28,15 @@ def receive(bucket: GraphBucket, gathered: Tensor, divisor: Tensor, *, world: in
     rows = tf.bitcast(gathered, tf.float32)
     numbers = tf.bitcast(rows[:, 0], tf.int32)
     # Do not reshape to (world, capacity, 2): TensorFlow's optimizer would move the reshape before the length check.
-    checks = [_check_length(bucket, gathered, world, rank), *_check_indices(bucket, numbers, world, rank)]
-    with tf.control_dependencies(checks):
-        numbers = tf.identity(numbers)
+    # One check follows the other, so that every rank raises the same error.
+    for check in (_check_length, _check_indices):
+        with tf.control_dependencies([check(bucket, numbers, world, rank)]):
+            numbers = tf.identity(numbers)
     finite = tf.reduce_all(numbers != wire.NOT_FINITE)
-    # Padding is added to an extra last entry, so that no shape depends on data.
-    indices = tf.cast(tf.where(numbers >= 0, numbers, numel), tf.int64)[:, None]
+    # Padding is added to an extra last entry, so that no shape depends on data. So is what follows in a message that says that
+    # a gradient is not finite: its indices have not been checked.
+    inside = (numbers >= 0) & (numbers < numel)
+    indices = tf.cast(tf.where(inside, numbers, numel), tf.int64)[:, None]
     values = tf.cast(rows[:, 1] / divisor, dtype)
     flat = tf.zeros([numel + 1], dtype)
     for start in range(0, world * bucket.capacity, bucket.capacity):
@@ -42,8 +45,8 @@ def receive(bucket: GraphBucket, gathered: Tensor, divisor: Tensor, *, world: in
     return tf.where(finite, flat[:numel], tf.constant(math.nan, dtype)), finite
 
 
-def _check_length(bucket: GraphBucket, gathered: Tensor, world: int, rank: int) -> Any:
-    expected, rows = world * bucket.capacity, tf.shape(gathered)[0]
+def _check_length(bucket: GraphBucket, numbers: Tensor, world: int, rank: int) -> Any:
+    expected, rows = world * bucket.capacity, tf.shape(numbers)[0]
     message = (
         f"rank {rank}: the messages for bucket {bucket.name} must have {expected} rows together; the ranks "
         "run different models, settings or versions of horovod_sparse; got"
@@ -51,19 +54,25 @@ def _check_length(bucket: GraphBucket, gathered: Tensor, world: int, rank: int) 
     return tf.debugging.Assert(tf.equal(rows, expected), [message, rows])
 
 
-def _check_indices(bucket: GraphBucket, numbers: Tensor, world: int, rank: int) -> list[Any]:
+def _check_indices(bucket: GraphBucket, numbers: Tensor, world: int, rank: int) -> Any:
     """Assert that each worker's indices pass `wire.flaw`, or that its first row says its gradient is not finite."""
-    checks = []
-    for sender in range(world):
-        part = numbers[sender * bucket.capacity : (sender + 1) * bucket.capacity]
-        before, after = part[:-1], part[1:]
-        follows = tf.reduce_all((after == wire.PADDING) | ((before >= 0) & (after > before)))
-        in_range = tf.reduce_all(part < bucket.layout.numel) & tf.reduce_all(part[:1] >= wire.PADDING)
-        not_finite = tf.reduce_any(part[:1] == wire.NOT_FINITE)
-        message = (
-            f"rank {rank}: the message of worker {sender} for bucket {bucket.name} is damaged: expected indices that "
-            f"ascend within [0, {bucket.layout.numel}), then padding (-1). The ranks run different models or different "
-            "versions of horovod_sparse; got"
-        )
-        checks.append(tf.debugging.Assert(not_finite | (follows & in_range), [message, part]))
-    return checks
+    numel, capacity = bucket.layout.numel, bucket.capacity
+    parts = [numbers[sender * capacity : (sender + 1) * capacity] for sender in range(world)]
+    right = tf.stack([_in_order(part, numel) for part in parts])
+    sender = tf.reduce_min(tf.where(right, world, tf.range(world)))
+    message = [
+        f"rank {rank}: the message of worker ",
+        tf.as_string(sender),
+        f" for bucket {bucket.name} is damaged: expected indices that ascend within [0, {numel}), then padding (-1). The ranks "
+        "run different models or different versions of horovod_sparse; got",
+    ]
+    damaged = numbers[sender * capacity : (sender + 1) * capacity]
+    return tf.debugging.Assert(tf.reduce_all(right), [tf.strings.join(message), damaged])
+
+
+def _in_order(part: Tensor, numel: int) -> Tensor:
+    """Return whether one worker's indices are as they should be."""
+    before, after = part[:-1], part[1:]
+    follows = tf.reduce_all((after == wire.PADDING) | ((before >= 0) & (after > before)))
+    in_range = tf.reduce_all(part < numel) & tf.reduce_all(part[:1] >= wire.PADDING)
+    return tf.reduce_any(part[:1] == wire.NOT_FINITE) | (follows & in_range)

@@ -1,0 +1,207 @@
+"""Damaged messages for the receiving side of every backend: each is refused with one error, or decoded within bounds.
+
+python tests/fuzz_messages.py [--messages 1000000] [--seed 0] [--backends numpy torch]
+
+Messages that real compressors have made (`receivers`) are changed (`damage`), and given to the receiving code. Every
+backend receives as another rank. It must come to the outcome that the specification asks for (`wire`), with the same error to
+the last letter or with the same sums, and it must write nothing beyond the memory it was given.
+
+Some messages go the whole way: through the exchange, together with those of other workers. There the first damaged
+message hides the others. So all others are judged one by one, many in a call, and those that are right are added up together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+from damage import change_gathered, change_indices, change_pairs, change_values
+from receivers import CASES, WORLD, Receiver, Recorded, record
+from table import WITH_OPERATIONS, Backend
+
+from horovod_sparse.exchange import protocols, wire
+
+TOGETHER = 64
+"""Number of messages that are judged in one call."""
+QUICK = ("numpy-compiled", "torch")
+"""The backends with kernels. They judge all messages, the others those of every eighth call."""
+
+
+def expected(recorded: Recorded, results: Sequence[np.ndarray]) -> str | None:
+    """Return what the error must contain, by the specification; "" for none, None if a gradient was not finite."""
+    first, disagree = results[0], "the ranks disagree on the state of bucket 'p2'"
+    gathers = recorded.exchange in (protocols.sparse_allgather, protocols.union)
+    like, many = recorded.messages[0], WORLD if gathers else 1
+    if first.dtype != like.dtype or first.shape != (many * len(like), *like.shape[1:]):
+        return disagree
+    if not gathers:
+        flag, *bits = first[-17:].tolist()
+        if any(bit not in (0, WORLD) for bit in bits):
+            return disagree
+        return None if flag in range(1, WORLD + 1) else "" if flag == 0 else "sum of the messages"
+    messages = np.split(first, WORLD)
+    if recorded.exchange is protocols.sparse_allgather:
+        return _expected_of([message[:, 0].tolist() for message in messages], recorded.numel, finite=False)
+    headers = [(message[0].item(), message[1:2].view(np.float32).item()) for message in messages]
+    if any(checksum == wire.NOT_FINITE for checksum, _ in headers):
+        return None
+    for sender, header in enumerate(headers):
+        if header[0] < 0 or not np.isfinite(header[1]):
+            return f"the message of worker {sender} for bucket 'p2' is damaged: its header"
+    if len({checksum for checksum, _ in headers}) > 1:
+        return disagree
+    what = _expected_of([message[2:].tolist() for message in messages], recorded.numel, finite=True)
+    room = min(recorded.numel, recorded.capacity * WORLD)
+    return what or ("" if results[1].shape == (room,) and results[1].dtype == np.float32 else disagree)
+
+
+def _expected_of(indices: list[list[int]], numel: int, *, finite: bool) -> str | None:
+    for sender, of_one in enumerate(indices):
+        what = wire.flaw(of_one, numel)
+        if what is not None and (finite or of_one[0] != wire.NOT_FINITE):
+            return f"the message of worker {sender} for bucket 'p2' is damaged: {what}"
+    return None if not finite and any(of_one[0] == wire.NOT_FINITE for of_one in indices) else ""
+
+
+def damaged(recorded: Recorded, random: Random) -> tuple[list[np.ndarray], int]:
+    """Return the results of the collectives, changed, and the number of messages that were changed."""
+    if recorded.exchange in (protocols.shared_indices, protocols.dense):
+        total = np.sum(recorded.messages, axis=0, dtype=recorded.messages[0].dtype)
+        return [change_values(total, WORLD, 17, random)], 1
+    pairs = recorded.exchange is protocols.sparse_allgather
+    messages = [message.copy() for message in recorded.messages]
+    changed = random.sample(range(WORLD), random.randint(1, WORLD))
+    change = change_pairs if pairs else change_indices
+    for sender in changed:
+        for _ in range(random.choice((1, 1, 1, 2, 4))):
+            change(messages, sender, recorded.numel, random)
+    gathered = np.concatenate(messages)
+    if random.random() < 0.05:
+        gathered = change_gathered(gathered, random)
+    if pairs:
+        return [gathered], len(changed)
+    room = min(recorded.numel, recorded.capacity * WORLD)
+    total = np.array([random.gauss(0, 1) for _ in range(room)], np.float32)
+    return [gathered, change_values(total, WORLD, 0, random)], len(changed)
+
+
+def check(receivers: Sequence[Receiver], results: list[np.ndarray], random: Random) -> str:
+    """Give the results to all receivers. Return what became of them: refused, decoded or not finite."""
+    recorded = receivers[0].recorded
+    right = expected(recorded, results)
+    outcomes = [receiver.receive(results) for receiver in receivers]
+    for outcome in outcomes:
+        if right is None:
+            assert outcome is None, (right, outcome)
+        elif right:
+            assert isinstance(outcome, str) and right in outcome and outcome == outcomes[0], (right, outcome)
+        else:
+            assert isinstance(outcome, np.ndarray), (right, outcome)
+            assert _same(outcome, outcomes[0]), (outcome, outcomes[0])
+    return "not finite" if right is None else "refused" if right else "decoded"
+
+
+def judge(receivers: Sequence[Receiver], random: Random) -> Counter[str]:
+    """Change many messages and have each of them judged. Return what became of them."""
+    recorded = receivers[0].recorded
+    pairs = recorded.exchange is protocols.sparse_allgather
+    change, first = (change_pairs, 0) if pairs else (change_indices, wire.HEADER)
+    messages = [random.choice(recorded.messages).copy() for _ in range(TOGETHER)]
+    for sender in range(TOGETHER):
+        change(messages, sender, recorded.numel, random)
+    every = np.stack(messages)[:, first:]
+    verdicts = [_rows(indices, recorded.numel) for indices in (every[:, :, 0] if pairs else every).tolist()]
+    used = [max(rows or 0, 0) for rows in verdicts]
+    anything = [random.randint(0, every.shape[1]) for _ in verdicts]
+    first_made: np.ndarray | None = None
+    for receiver in receivers:
+        got = receiver.rows_in_use(every)
+        assert got == verdicts, (got, verdicts)
+        if pairs:
+            receiver.assemble(every, anything)
+            made = receiver.assemble(every, used)
+        else:
+            made = receiver.union(every[np.array(used) > 0])
+        first_made = made if first_made is None else first_made
+        assert _same(made, first_made), (made, first_made)
+    return Counter("refused" if rows is None else "not finite" if rows < 0 else "decoded" for rows in verdicts)
+
+
+def _rows(indices: list[int], numel: int) -> int | None:
+    """Return `Ops.rows_in_use` of one message, by the specification."""
+    if indices[0] == wire.NOT_FINITE:
+        return wire.NOT_FINITE
+    return None if wire.flaw(indices, numel) else sum(index >= 0 for index in indices)
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.tobytes() == other.tobytes() or np.array_equal(one, other, equal_nan=True)
+
+
+def fuzz(name: str, backends: Sequence[Backend], messages: int, seed: int, whole: float = 0.05) -> Counter[str]:
+    """Fuzz one of `CASES`. Return how many messages were changed, and what became of them or of their collectives.
+
+    Args:
+        whole: the share of the messages that go through exchanges; all do that hold values only.
+    """
+    recorded, random = record(CASES[name]), Random(f"{name} {seed}")
+    receivers = [Receiver(backend, recorded, number % WORLD) for number, backend in enumerate(backends)]
+    quick = [receiver for receiver in receivers if receiver.backend.name in QUICK]
+    alone = recorded.exchange in (protocols.sparse_allgather, protocols.union)
+    counts: Counter[str] = Counter()
+    calls = 0
+    while counts["messages"] < messages:
+        try:
+            with np.errstate(all="ignore"):
+                if alone and counts["exchanged"] > whole * counts["messages"]:
+                    calls += 1
+                    counts += judge(receivers if calls % 8 == 1 or not quick else quick, random)
+                    counts["messages"] += TOGETHER
+                    continue
+                results, changed = damaged(recorded, random)
+                counts[f"{check(receivers, results, random)}, exchanged"] += 1
+        except Exception as error:
+            error.add_note(f"case {name!r}, seed {seed}, after {counts['messages']} messages")
+            raise
+        counts["exchanged"] += changed
+        counts["messages"] += changed
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--messages", type=int, default=10**6, help="number of messages that are changed")
+    parser.add_argument("--seed", type=int, default=0)
+    names = [backend.name for backend in WITH_OPERATIONS]
+    parser.add_argument("--backends", nargs="+", choices=names, default=names)
+    arguments = parser.parse_args()
+    backends = [backend for backend in WITH_OPERATIONS if backend.name in arguments.backends]
+    report(backends, arguments.messages, arguments.seed)
+
+
+def report(backends: Sequence[Backend], messages: int, seed: int) -> None:
+    """Fuzz all cases, and print what became of the messages."""
+    total: Counter[str] = Counter()
+    begin = time.perf_counter()
+    for name in CASES:
+        # Messages of values have few numbers that can be wrong.
+        values = name.startswith(("values", "dense"))
+        counts = fuzz(name, backends, messages // (100 if values else 8), seed)
+        total += counts
+        print(f"{name:20} {dict(sorted(counts.items()))}", flush=True)
+    seconds = time.perf_counter() - begin
+    print(
+        f"{total['messages']} damaged messages in {seconds:.0f} s, {total['messages'] / seconds:.0f} per second. One by one, "
+        f"{total['refused']} were refused, {total['decoded']} decoded and {total['not finite']} not finite. The other "
+        f"{total['exchanged']} went through exchanges: {total['refused, exchanged']} of those were refused, "
+        f"{total['decoded, exchanged']} decoded and {total['not finite, exchanged']} not finite. The outcome was the same with "
+        f"{', '.join(backend.name for backend in backends)}, and nothing was written beyond its memory."
+    )
+
+
+if __name__ == "__main__":
+    main()

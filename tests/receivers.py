@@ -1,0 +1,217 @@
+"""What workers have sent, recorded from real compressors, and the receiving side of a backend with guarded memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from driver import collective, exchange, make_pipeline
+from table import ORACLE, Backend
+
+from horovod_sparse import compressors
+from horovod_sparse.compressors.base import Compressor, Place
+from horovod_sparse.exchange.protocols import Exchange, Reduced
+from horovod_sparse.ops.protocol import Selection
+
+WORLD = 4
+GUARD = 64
+"""Elements around every array that is written to. They must not change."""
+SENTINEL = -12345.0
+CASES: dict[str, Compressor] = {
+    "pairs": compressors.TopK(0.2, slack=1.3),
+    "pairs, full": compressors.TopK(0.3),
+    "pairs, one row": compressors.TopK(0.01),
+    "pairs, estimated": compressors.SIDCo(0.2),
+    "pairs, float64": compressors.TopK(0.2, slack=1.3, residual_dtype="float64"),
+    "pairs, drawn": compressors.RandomK(0.2, shared=False),
+    "indices": compressors.MiCRO(0.2),
+    "indices, of all": compressors.TopK(0.2, slack=1.3, union=True),
+    "values": compressors.RandomK(0.2),
+    "values, blocks": compressors.RandomBlock(0.2),
+    "dense": compressors.NoOp(),
+    "dense, float64": compressors.NoOp(residual_dtype="float64"),
+}
+SIZES = (23, 1, 40)
+"""Of the parameters of the bucket."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the workers have sent in one step, and what each was about to do next."""
+
+    compressor: Compressor
+    exchange: Exchange
+    numel: int
+    k: int
+    capacity: int
+    dtype: str
+    buffers: list[np.ndarray]
+    """Each worker's residual before the selection."""
+    selected: list[np.ndarray]
+    messages: list[np.ndarray]
+    checksums: list[int]
+    proposals: list[float]
+
+
+def record(compressor: Compressor) -> Recorded:
+    """Let workers make a step, and the messages of the next."""
+    rng = np.random.default_rng(5)
+    shapes = {f"p{number}": (size,) for number, size in enumerate(SIZES)}
+    compressor.min_numel, compressor.granularity = 0, "model"
+    dtype = compressor.residual_dtype or "float32"
+    pipelines = [
+        make_pipeline(ORACLE, compressor, shapes, world=WORLD, position=position, dtype=dtype)
+        for position in range(WORLD)
+    ]
+    buckets = [pipeline.buckets[0] for pipeline in pipelines]
+    for step in range(2):
+        for pipeline in pipelines:
+            pipeline.start_step()
+            for name, shape in shapes.items():
+                pipeline.arrive(name, rng.laplace(size=shape).astype(dtype))
+        if step == 0:
+            exchange(ORACLE, pipelines, buckets)
+            for pipeline in pipelines:
+                pipeline.end_step()
+    buffers = [bucket.buffer.copy() for bucket in buckets]
+    selected = [bucket.select().indices for bucket in buckets]
+    asked = [pipeline.begin(bucket) for pipeline, bucket in zip(pipelines, buckets, strict=True)]
+    collective(ORACLE, asked)
+    return Recorded(
+        compressor,
+        compressor.exchange,
+        buckets[0].numel,
+        buckets[0].k,
+        buckets[0].capacity,
+        dtype,
+        buffers,
+        selected,
+        [one.message for one in asked],
+        [bucket.checksum() for bucket in buckets],
+        [bucket.proposal() for bucket in buckets],
+    )
+
+
+class Replay:
+    """A `protocols.Sender` that sends again what one worker has sent."""
+
+    name = "p2"
+    world = WORLD
+    finite = True
+
+    def __init__(self, recorded: Recorded, backend: Backend, rank: int) -> None:
+        self.ops, self.rank = backend.ops, rank
+        self.numel, self.capacity = recorded.numel, recorded.capacity
+        self._recorded = recorded
+        self._buffer = backend.array(recorded.buffers[rank])
+        self._selected = backend.array(recorded.selected[rank])
+        self._message = backend.array(recorded.messages[rank])
+
+    def message(self) -> Any:
+        return self._message
+
+    def finish(self) -> None: ...
+
+    def select(self) -> Selection:
+        return Selection(self._selected, len(self._selected))
+
+    def take(self, indices: Any) -> Any:
+        return self.ops.take(self.ops.copy(self._buffer), indices)
+
+    def take_all(self) -> Any:
+        return self._buffer
+
+    def drop_rest(self) -> None: ...
+
+    def sent(self, count: int, truncated: int = 0) -> None:
+        assert 0 <= count <= self.numel
+
+    def checksum(self) -> int:
+        return self._recorded.checksums[self.rank]
+
+    def proposal(self) -> float:
+        return self._recorded.proposals[self.rank]
+
+    def observe(self, count: int, proposed: list[float]) -> None:
+        """Let the algorithm learn. What it has learned must be something that can be saved and loaded."""
+        compressor = self._recorded.compressor
+        state = compressor.new_state(Place(self.name, self.rank, WORLD))
+        compressor.observe(state, count, self._recorded.k, proposed)
+        state.load_state_dict(state.state_dict())
+
+
+class Receiver:
+    """One backend on one rank, with guarded memory for the reduced gradients.
+
+    Args:
+        backend: the backend.
+        recorded: what was sent.
+        rank: the rank as which it receives.
+    """
+
+    def __init__(self, backend: Backend, recorded: Recorded, rank: int) -> None:
+        self.backend, self.recorded = backend, recorded
+        self._sender = Replay(recorded, backend, rank)
+        ends = np.cumsum([size + GUARD for size in SIZES]).tolist()
+        self._pristine = np.full(ends[-1] + GUARD, SENTINEL, recorded.dtype)
+        self._memory = backend.array(self._pristine)
+        self._host = backend.numpy(self._memory)
+        self._places = [slice(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
+        self.inside = np.concatenate([np.arange(place.start, place.stop) for place in self._places])
+        """The places of the bucket's entries in the memory."""
+        firsts = np.cumsum([0, *SIZES]).tolist()
+        self._parts = [(first, self._memory[place]) for first, place in zip(firsts, self._places, strict=False)]
+        self._untouched = self._pristine.tobytes()
+
+    def receive(self, results: Sequence[np.ndarray]) -> str | np.ndarray | None:
+        """Return the error, or the sums as they are in memory, guards included; None if a gradient was not finite."""
+        following = self.recorded.exchange(self._sender)
+        next(following)
+        try:
+            for result in results:
+                following.send(self.backend.array(result))
+        except StopIteration as end:
+            sent = end.value
+        except RuntimeError as error:
+            assert self._host.tobytes() == self._untouched, "something was written before the error"
+            return re.sub(r"^rank \d: ", "", str(error))
+        if sent is not None:
+            Reduced(self.backend.ops, sent, float(WORLD)).write(self._parts)
+        return None if sent is None else self._written()
+
+    def rows_in_use(self, messages: np.ndarray) -> list[int | None]:
+        """Return what the backend says of the indices of many messages, which may be pairs."""
+        flat = self.backend.array(
+            messages.reshape(-1, messages.shape[-1]) if messages.ndim == 3 else messages.reshape(-1)
+        )
+        indices = flat[:, 0] if messages.ndim == 3 else flat
+        return list(self.backend.ops.rows_in_use(indices, len(messages), self.recorded.numel))
+
+    def assemble(self, messages: np.ndarray, used: list[int]) -> np.ndarray:
+        """Return the sums of the used rows of messages of pairs as they are in memory, guards included.
+
+        Nobody need have checked the messages: if they are refused, nothing is written.
+        """
+        gathered = self.backend.array(messages.reshape(-1, 2))
+        try:
+            self.backend.ops.assembler(gathered, used, float(WORLD))(self._parts)
+        except IndexError:
+            assert self._host.tobytes() == self._untouched, "something was written before the error"
+        return self._written()
+
+    def union(self, messages: Sequence[np.ndarray]) -> np.ndarray:
+        """Return all indices in messages of indices, where this rank can take its values."""
+        indices = self.backend.ops.union([self.backend.array(message) for message in messages])
+        assert len(self._sender.take(indices)) == len(indices)
+        return self.backend.numpy(indices)
+
+    def _written(self) -> np.ndarray:
+        """Return a copy of the memory, and forget what was written. The guards must be as before."""
+        written = self._host.copy()
+        for place in self._places:
+            self._host[place] = SENTINEL
+        assert self._host.tobytes() == self._untouched, "something was written beyond the parts"
+        return written

@@ -1,0 +1,128 @@
+"""The fuzzer of messages, with few messages and with every backend; `sanitize.py` gives a million to the kernels."""
+
+from __future__ import annotations
+
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fuzz_messages import damaged, expected, fuzz
+from receivers import CASES, GUARD, SENTINEL, WORLD, Receiver, record
+from table import ORACLE, WITH_OPERATIONS
+
+from horovod_sparse.core.layout import Layout, Slot
+from horovod_sparse.exchange import protocols, wire
+
+PAIRS = [name for name in CASES if name.startswith("pairs")]
+
+
+@pytest.mark.parametrize("messages", [400, pytest.param(20_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", CASES)
+def test_damaged_messages_have_one_outcome_everywhere(name: str, messages: int) -> None:
+    counts = fuzz(name, WITH_OPERATIONS, messages, seed=1, whole=0.5)
+    for what in ("decoded", "refused", "not finite"):
+        assert counts[f"{what}, exchanged"] > 0, counts
+
+
+def test_the_fuzzer_notices_what_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocols, "_check_result", lambda *arguments: None)
+    for name in ("pairs", "indices", "values"):
+        with pytest.raises(Exception, match=r".") as raised:
+            fuzz(name, [ORACLE], 2000, seed=1, whole=1.0)
+        assert f"case {name!r}, seed 1" in raised.value.__notes__[0]
+
+
+def test_the_fuzzer_notices_what_is_written_beyond_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assembler = type(ORACLE.ops).assembler
+
+    def broken(self: Any, messages: Any, used: list[int], divisor: float) -> Any:
+        write = assembler(self, messages, used, divisor)
+
+        def assemble(targets: Any) -> None:
+            write(targets)
+            memory = targets[0][1].base
+            if memory is not None:
+                memory[-1] = 0
+
+        return assemble
+
+    monkeypatch.setattr(type(ORACLE.ops), "assembler", broken)
+    with pytest.raises(AssertionError, match="beyond the parts"):
+        fuzz("pairs", [ORACLE], 200, seed=1, whole=1.0)
+
+
+@pytest.mark.parametrize("name", PAIRS[:1] + [pytest.param(name, marks=pytest.mark.full) for name in PAIRS[1:]])
+def test_tensorflow_refuses_and_decodes_the_same(name: str) -> None:
+    tf = pytest.importorskip("tensorflow")
+    pytest.importorskip("horovod.tensorflow", reason="Horovod was built without TensorFlow", exc_type=ImportError)
+    from horovod_sparse.tensorflow.graph_engine.messages import receive
+
+    recorded, random = record(CASES[name]), Random(name)
+    oracle = Receiver(ORACLE, recorded, 0)
+    layout = Layout((Slot("p2", 0, recorded.numel, (recorded.numel,)),), recorded.dtype)
+    bucket: Any = SimpleNamespace(layout=layout, name="p2", capacity=recorded.capacity)
+    function = tf.function(
+        lambda gathered: receive(bucket, gathered, tf.constant(float(WORLD)), world=WORLD, rank=0),
+        input_signature=[tf.TensorSpec([None, 2], tf.int32)],
+    )
+    for _ in range(300):
+        (gathered, *_), _ = damaged(recorded, random)
+        if gathered.shape[1:] != (2,) or gathered.dtype != np.int32:
+            # TensorFlow itself knows the type and the number of columns.
+            continue
+        right = expected(recorded, [gathered])
+        if right:
+            what = right.split(" for bucket")[0] if "worker" in right else "rows together"
+            with pytest.raises(tf.errors.InvalidArgumentError, match=what):
+                function(tf.constant(gathered))
+            continue
+        flat, finite = (tensor.numpy() for tensor in function(tf.constant(gathered)))
+        with np.errstate(all="ignore"):
+            written = oracle.receive([gathered])
+        assert finite == (right is not None) == (written is not None)
+        if isinstance(written, np.ndarray):
+            np.testing.assert_array_equal(flat, written[oracle.inside])
+
+
+@pytest.mark.parametrize("numel", [64, pytest.param(7, marks=pytest.mark.full)])
+def test_triton_writes_within_bounds_whatever_the_indices_are(numel: int) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    import torch
+
+    from horovod_sparse.kernels.gpu.bucket import add_up
+    from horovod_sparse.kernels.gpu.message import scatter
+
+    recorded, random = record(CASES["pairs"]), Random(numel)
+    memory = torch.full((numel + 2 * GUARD,), SENTINEL)
+    target = memory[GUARD : GUARD + numel]
+    for _ in range(60):
+        (gathered, *_), _ = damaged(recorded, random)
+        if gathered.shape[1:] != (2,) or gathered.dtype != np.int32:
+            continue
+        messages = torch.from_numpy(gathered)
+        target.zero_()
+        scatter[(-(-len(messages) // 16),)](messages, len(messages), float(WORLD), target, numel, CHUNK=16)
+        assert (memory[:GUARD] == SENTINEL).all() and (memory[GUARD + numel :] == SENTINEL).all()
+        untouched = set(range(numel)) - set(gathered[:, 0].tolist())
+        assert (target[sorted(untouched)] == 0).all()
+        if len(gathered) % WORLD:
+            with pytest.raises(ValueError, match="equal parts"):
+                add_up(messages, WORLD, 1.0, numel, torch.float32)
+
+
+def test_a_long_damaged_message_is_read_only_up_to_its_first_flaw() -> None:
+    seen = []
+
+    class Counting(type(ORACLE.ops)):  # type: ignore[misc]
+        def numbers(self, array: Any) -> list[float]:
+            seen.append(len(array))
+            return list(super().numbers(array))
+
+    indices = np.full(2**20, wire.PADDING, np.int32)
+    indices[2**16 + 3] = 5
+    bucket: Any = SimpleNamespace(ops=Counting(), name="p", numel=10, rank=0)
+    with pytest.raises(RuntimeError, match="row 65539 has index 5 after padding"):
+        protocols.rows_of(bucket, np.stack([indices, indices], axis=1), 1)
+    assert seen == [2**16, 2**16]
