@@ -58,7 +58,7 @@ def test_bytes(backend: Backend) -> None:
 def test_not_finite_bytes(backend: Backend) -> None:
     message = backend.ops.pack_not_finite(backend.array(np.zeros(3, np.float32)), 2)
     assert backend.numpy(message).tobytes() == bytes.fromhex("feffffff 00000000 ffffffff 00000000")
-    assert backend.ops.rows_in_use(message[:, 0], 1, 100) == [wire.NOT_FINITE]
+    assert backend.ops.rows_in_use(message, 1, 100) == [wire.NOT_FINITE]
     assert [part.shape[0] for part in backend.ops.unpack(message, 0)] == [0, 0]
 
 
@@ -69,7 +69,7 @@ def test_round_trip(backend: Backend, data: st.DataObject) -> None:
     indices = np.sort(data.draw(st.permutations(range(40)))[: values.size]).astype(np.int64)
     room = values.size + data.draw(st.integers(0, 5))
     message = backend.ops.pack(backend.array(indices), backend.array(values), max(room, 1))
-    (used,) = backend.ops.rows_in_use(message[:, 0], 1, 40)
+    (used,) = backend.ops.rows_in_use(message, 1, 40)
     assert used == values.size
     got_indices, got_values = backend.ops.unpack(message, used)
     np.testing.assert_array_equal(backend.numpy(got_indices), indices, strict=True)
@@ -95,7 +95,7 @@ def test_one_order_of_indices_is_right(backend: Backend, indices: list[int], wha
     right = np.array([[1, 7], [4, 7], [-1, 0], [-1, 0]], np.int32)[: len(indices)]
     not_finite = np.array([[-2, 0], [4, 7], [4, 7], [-1, 0]], np.int32)[: len(indices)]
     messages = backend.array(np.concatenate([right, message, not_finite]))
-    used = backend.ops.rows_in_use(messages[:, 0], 3, 8)
+    used = backend.ops.rows_in_use(messages, 3, 8)
     assert used == [min(2, len(indices)), expected, wire.NOT_FINITE]
 
 

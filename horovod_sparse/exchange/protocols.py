@@ -184,11 +184,10 @@ ROUNDS: dict[Exchange, tuple[Round, ...]] = {
 
 def rows_of(bucket: Sender, messages: Array, world: int) -> list[int] | None:
     """Return how many rows of each message of pairs are in use, or None if a worker's gradient was not finite."""
-    indices = messages[:, 0]
     rows: list[int] = []
-    for sender, number in enumerate(bucket.ops.rows_in_use(indices, world, bucket.numel)):
+    for sender, number in enumerate(bucket.ops.rows_in_use(messages, world, bucket.numel)):
         if number is None:
-            raise _damage(bucket, bucket.ops.split(indices, world)[sender], sender)
+            raise _damage(bucket, bucket.ops.split(messages, world)[sender][:, 0], sender)
         rows.append(number)
     return None if wire.NOT_FINITE in rows else rows
 

@@ -164,11 +164,11 @@ class Ops(Protocol):
     def pack_not_finite(self, x: Array, capacity: int) -> Array:
         """Return the message that says that this rank's gradient holds NaN or infinity, on the device of `x`."""
 
-    def rows_in_use(self, indices: Array, world: int, numel: int) -> list[int | None]:
+    def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
         """Return, for each of `world` messages, how many indices come before its padding; None if `wire.flaw` finds a flaw.
 
-        `indices` are the indices of all messages (int32, of any stride), for a bucket of `numel` entries. For a message of
-        `pack_not_finite`, the number is -2 (`wire.NOT_FINITE`). This waits for a device once.
+        The messages stand one after the other: pairs, of shape (rows, 2), or indices alone. They are int32, for a bucket of
+        `numel` entries. If the first index is -2 (`wire.NOT_FINITE`), so is the number. This waits for a device once.
         """
 
     def unpack(self, message: Array, used: int) -> tuple[Array, Array]:

@@ -25,7 +25,7 @@ _CPU_CHUNK = 2**16
 _GPU_CHUNK = 2**26
 
 
-class TorchOps:
+class TorchOps(Ops):
     """Implements `horovod_sparse.ops.protocol.Ops` on `torch.Tensor`."""
 
     def zeros(self, count: int, dtype: str, like: Tensor) -> Tensor:
@@ -208,13 +208,13 @@ class TorchOps:
         message[0, 0] = NOT_FINITE
         return message
 
-    def rows_in_use(self, indices: Tensor, world: int, numel: int) -> list[int | None]:
-        messages = indices.view(world, -1)
-        before, after, padding = messages[:, :-1], messages[:, 1:], messages[:, 1:] == PADDING
+    def rows_in_use(self, messages: Tensor, world: int, numel: int) -> list[int | None]:
+        indices = (messages if messages.dim() == 1 else messages[:, 0]).view(world, -1)
+        before, after, padding = indices[:, :-1], indices[:, 1:], indices[:, 1:] == PADDING
         follows = (padding | ((before >= 0) & (after > before))).all(1)
-        in_range = (messages[:, 0] >= PADDING) & (messages.amax(1) < numel)
-        used = torch.where(follows & in_range, (messages >= 0).sum(1), -1)
-        used = torch.where(messages[:, 0] == NOT_FINITE, NOT_FINITE, used)
+        in_range = (indices[:, 0] >= PADDING) & (indices.amax(1) < numel)
+        used = torch.where(follows & in_range, (indices >= 0).sum(1), -1)
+        used = torch.where(indices[:, 0] == NOT_FINITE, NOT_FINITE, used)
         # The host waits for the device once.
         return [None if rows == -1 else rows for rows in used.tolist()]
 
@@ -222,15 +222,11 @@ class TorchOps:
         return message[:used, 0].long(), message[:used, 1].contiguous().view(torch.float32)
 
     def pack_values(self, values: Tensor, length: int, tail: list[float]) -> Tensor:
-        message = self._message(length + len(tail), values)
+        message = values.new_empty(length + len(tail))
         message[: values.numel()] = values
         message[values.numel() : length] = 0
         message[length:] = values.new_tensor(tail)
         return message
-
-    def _message(self, count: int, like: Tensor) -> Tensor:
-        """Return memory for a message that may be as large as the residual."""
-        return like.new_empty(count)
 
     def pack_indices(self, indices: Tensor, header: list[int], capacity: int) -> Tensor:
         message = torch.full((len(header) + capacity,), PADDING, dtype=torch.int32, device=indices.device)
