@@ -346,7 +346,7 @@ def test_measure_in_several_threads(dtype: type) -> None:
     assert_moments(x, 0.7)
     many = [CompiledOps(threads) for threads in THREADS]
     assert len({repr((ops.moments(x, 0.7, with_log=True), ops.measure(x))) for ops in many}) == 1
-    assert (ONE.max_abs(x), ONE.norm(x)) == pytest.approx((ORACLE.max_abs(x), ORACLE.norm(x)), rel=1e-12)
+    assert ONE.norm(x) == pytest.approx(ORACLE.norm(x), rel=1e-12)
 
 
 @of_either_width
@@ -422,22 +422,11 @@ def test_take(size: int, dtype: type) -> None:
     x = sample(size + 10, dtype, infinite=True)
     x[:5] = np.array([1e300, -1e300, 1 + 2.0**-30, 3.4028235e38, -3.5e38]).astype(dtype)
     expected = x.copy()
-    indices = np.random.default_rng(0).permutation(x.size)[:size]
+    # Every second one: not contiguous.
+    indices = np.random.default_rng(0).permutation(x.size)[: 2 * size : 2]
     values = ONE.take(x, indices)
     assert_same(values, ORACLE.take(expected, indices))
     assert_same(x, expected)
-
-
-@of_either_width
-@pytest.mark.parametrize("values_type", [np.float32, np.float64])
-def test_scatter_add(dtype: type, values_type: type) -> None:
-    target = sample(100, dtype)
-    expected = target.copy()
-    # Every second one: not contiguous.
-    indices, values = np.random.default_rng(0).permutation(100)[::2], sample(100, values_type, 1)[::2]
-    ONE.scatter_add(target, indices, values)
-    ORACLE.scatter_add(expected, indices, values)
-    assert_same(target, expected)
 
 
 @of_either_width
@@ -445,9 +434,9 @@ def test_scatter_add(dtype: type, values_type: type) -> None:
 def test_indices_out_of_range_change_nothing(dtype: type, outside: int) -> None:
     target = np.ones(3, dtype)
     with pytest.raises(IndexError, match=r"indices must be in \[0, 3\)"):
-        ONE.scatter_add(target, np.array([0, outside]), np.ones(2, np.float32))
-    with pytest.raises(IndexError, match=r"indices must be in \[0, 3\)"):
         ONE.take(target, np.array([0, outside]))
+    with pytest.raises(IndexError, match=r"indices must be in \[0, 3\)"):
+        ONE.send(target, np.array([0, outside]), 2)
     assert target.tolist() == [1, 1, 1]
 
 
@@ -492,8 +481,6 @@ def test_what_would_reach_beyond_an_array_is_refused() -> None:
         ONE.accumulate(long, [(0, long)], moving=Moving(short, 0.9, nesterov=False))
     with pytest.raises(ValueError, match="must be contiguous, aligned and writable, got one of 3"):
         ONE.accumulate(np.zeros(6, np.float32)[::2], [(0, short)])
-    with pytest.raises(ValueError, match="values must be 2, got 3"):
-        ONE.scatter_add(long, np.array([0, 1]), short)
     with pytest.raises(ValueError, match="indices must be of int64, got int32"):
         ONE.take(long, np.array([0, 1], np.int32))
     message = ONE.pack(np.array([0]), np.ones(1, np.float32), 1)
@@ -510,8 +497,6 @@ def test_what_would_reach_beyond_an_array_is_refused() -> None:
         ONE.unpack(message, 2)
     with pytest.raises(ValueError, match="messages must be of int32, got int64"):
         ONE.unpack(message.astype(np.int64), 1)
-    with pytest.raises(KeyError):
-        ONE.scatter_add(long, np.array([0]), np.zeros(1, np.float16))
 
 
 def test_a_read_only_array_is_not_written_to() -> None:
@@ -522,7 +507,7 @@ def test_a_read_only_array_is_not_written_to() -> None:
         lambda: ONE.accumulate(target, [(0, other)], moving=Moving(other, 0.9, nesterov=False)),
         lambda: ONE.accumulate(other, [(0, other)], moving=Moving(target, 0.9, nesterov=False)),
         lambda: ONE.take(target, some),
-        lambda: ONE.scatter_add(target, some, values),
+        lambda: ONE.send(target, some, 2),
         lambda: ONE.assembler(ONE.pack(some, values, 2), [2], 1.0)([(0, target)]),
     ):
         with pytest.raises(ValueError, match="must be contiguous, aligned and writable, got one of 3"):

@@ -56,7 +56,11 @@ def test_bytes(backend: Backend) -> None:
 
 @on_every_backend
 def test_not_finite_bytes(backend: Backend) -> None:
-    message = backend.ops.pack_not_finite(backend.array(np.zeros(3, np.float32)), 2)
+    pipeline = make_pipeline(backend, TopK(0.5, min_numel=0, slack=1.0), {"p": (4,)})
+    pipeline.start_step()
+    bucket = pipeline.arrive("p", backend.array(np.array([1.0, np.nan, 2.0, 3.0], np.float32)))
+    assert bucket is not None
+    message = pipeline.begin(bucket).message
     assert backend.numpy(message).tobytes() == bytes.fromhex("feffffff 00000000 ffffffff 00000000")
     assert backend.ops.rows_in_use(message, 1, 100) == [wire.NOT_FINITE]
     assert [part.shape[0] for part in backend.ops.unpack(message, 0)] == [0, 0]
@@ -79,10 +83,10 @@ def test_round_trip(backend: Backend, data: st.DataObject) -> None:
 @on_every_backend
 def test_gathered_messages_split_in_rank_order(backend: Backend) -> None:
     gathered = backend.array(np.arange(24, dtype=np.int32).reshape(12, 2))
-    parts = backend.ops.split(gathered, 3)
+    parts = wire.split(gathered, 3)
     np.testing.assert_array_equal([backend.numpy(part)[0, 0] for part in parts], [0, 8, 16])
     with pytest.raises(ValueError, match="equal"):
-        backend.ops.split(gathered, 5)
+        wire.split(gathered, 5)
 
 
 @pytest.mark.parametrize(("indices", "what"), DAMAGED.values(), ids=DAMAGED)

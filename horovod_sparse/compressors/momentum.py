@@ -37,18 +37,18 @@ class MomentumCorrection:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
-    def accumulate(self, ops: Ops, residual: Array, velocity: Array, gradient: Array | None) -> None:
-        """Take a gradient (None: zero) into velocity and residual, in place; the gradient is not changed."""
+    def accumulate(self, residual: Array, velocity: Array, gradient: Array | None) -> None:
+        """Take a gradient (flat; None: zero) into velocity and residual, in place; the gradient is not changed."""
         if self.nesterov:
             if gradient is not None:
-                ops.add(velocity, gradient)
-                ops.add(residual, gradient)
+                velocity += gradient
+                residual += gradient
             velocity *= self.momentum
         else:
             velocity *= self.momentum
             if gradient is not None:
-                ops.add(velocity, gradient)
-        ops.add(residual, velocity)
+                velocity += gradient
+        residual += velocity
 
 
 def clip_limit(clip_norm: float, world: int, *, averages: bool) -> float:
@@ -103,7 +103,7 @@ def _finite_norm(ops: Ops, flat: Array, dtype: str) -> float:
     # NaN and infinity stay in the gradient, so that they are noticed. They must not decide how other entries are scaled.
     finite = ops.zeros(len(flat), dtype, flat)
     ops.accumulate(finite, [(0, flat)])
-    largest = ops.max_abs(finite)
+    largest = ops.measure(finite).largest
     if largest > 0.0:
         # The squares of very large entries leave the range of float64.
         finite /= largest

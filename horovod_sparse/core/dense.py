@@ -48,7 +48,7 @@ class DenseParameters:
                 self._before[name] = self._ops.copy(velocity)
             corrected = self._ops.copy(velocity)
             corrected[:] = 0
-            self._correction.accumulate(self._ops, corrected, velocity, reduced)
+            self._correction.accumulate(corrected, velocity, reduced.reshape(-1))
             reduced[...] = corrected.reshape(reduced.shape)
         return []
 

@@ -130,7 +130,7 @@ def _sum(bucket: Sender, indices: Array | None, values: Array, length: int) -> G
     bucket.sent(len(values))
     tail = wire.tail(bucket.finite, bucket.checksum())
     total = yield Collective("allreduce", bucket.ops.pack_values(values, length, tail))
-    bad, *bits = bucket.ops.numbers(total[length:])
+    bad, *bits = total[length:].tolist()
     # `bits` holds the sum of each bit of the checksum over the ranks.
     if any(bit not in (0.0, float(bucket.world)) for bit in bits):
         raise _disagreement(bucket)
@@ -145,8 +145,8 @@ def union(bucket: Sender) -> Generator[Collective, Any, Sent]:
     message = ops.pack_indices(selection.indices, header, bucket.capacity)
     gathered = yield Collective("allgather", message)
     _check_length(bucket, gathered, message)
-    messages = ops.split(gathered, bucket.world)
-    headers = [[int(number) for number in ops.numbers(message[: wire.HEADER])] for message in messages]
+    messages = wire.split(gathered, bucket.world)
+    headers = [message[: wire.HEADER].tolist() for message in messages]
     if any(checksum == wire.NOT_FINITE for checksum, _ in headers):
         bucket.drop_rest()
         return None
@@ -187,7 +187,7 @@ def rows_of(bucket: Sender, messages: Array, world: int) -> list[int] | None:
     rows: list[int] = []
     for sender, number in enumerate(bucket.ops.rows_in_use(messages, world, bucket.numel)):
         if number is None:
-            raise _damage(bucket, bucket.ops.split(messages, world)[sender][:, 0], sender)
+            raise _damage(bucket, wire.split(messages, world)[sender][:, 0], sender)
         rows.append(number)
     return None if wire.NOT_FINITE in rows else rows
 
@@ -206,7 +206,7 @@ def _check_indices(bucket: Sender, indices: Array, sender: int) -> None:
 
 
 def _damage(bucket: Sender, indices: Array, sender: int) -> RuntimeError:
-    what = wire.flaw([int(index) for index in bucket.ops.numbers(indices)], bucket.numel)
+    what = wire.flaw(indices.tolist(), bucket.numel)
     return RuntimeError(
         f"rank {bucket.rank}: the message of worker {sender} for bucket {bucket.name!r} is damaged: {what}. The "
         "ranks run different models or different versions of horovod_sparse"
@@ -250,8 +250,8 @@ class Reduced:
         """Return what is added up, part by part and not divided. It is made on each call."""
         if self._messages is None:
             return [] if self._sum is None else [Entries(None, self._sum)]
-        split = self._ops.split(self._messages.gathered, len(self._messages.used))
-        pairs = zip(split, self._messages.used, strict=True)
+        gathered, used = self._messages
+        pairs = zip(wire.split(gathered, len(used)), used, strict=True)
         return [Entries(*self._ops.unpack(message, rows)) for message, rows in pairs]
 
     def write(self, parts: Sequence[Part]) -> None:

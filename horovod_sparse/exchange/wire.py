@@ -39,6 +39,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+from horovod_sparse.ops.protocol import Array
+
 PADDING = -1
 NOT_FINITE = -2
 LARGEST = 3.4028234663852886e38
@@ -65,6 +67,14 @@ def check_limits(bucket: str, numel: int, capacity: int, world: int) -> None:
             f"bucket {bucket!r} gathers {gathered} int32 from {world} workers, expected at most {MAX_GATHERED} "
             "(Horovod counts in C ints); lower ratio, slack or bucket_bytes"
         )
+
+
+def split(gathered: Array, world: int) -> list[Array]:
+    """Return the messages of all ranks, in rank order. Raise ValueError unless the array has `world` equal parts."""
+    if len(gathered) % world:
+        raise ValueError(f"gathered must have {world} equal parts, got {len(gathered)} rows")
+    rows = len(gathered) // world
+    return [gathered[sender * rows : (sender + 1) * rows] for sender in range(world)]
 
 
 def tail(finite: bool, checksum: int) -> list[float]:
