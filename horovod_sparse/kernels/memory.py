@@ -44,15 +44,16 @@ class Memory(NamedTuple):
 
     def write(self) -> Block:
         """Return the same for an array that they write to. Raise ValueError if they cannot."""
-        self.check_writable()
+        if not self.writable:
+            raise self.refusal()
         return self.pointer(), self.type, self.numel
 
-    def check_writable(self) -> None:
-        if not self.writable:
-            raise ValueError(
-                f"the array that a kernel writes to must be contiguous, aligned and writable, got one of {self.numel} "
-                "elements that is not"
-            )
+    def refusal(self) -> ValueError:
+        """Return the error for an array that a kernel is to write to and cannot."""
+        return ValueError(
+            f"the array that a kernel writes to must be contiguous, aligned and writable, got one of {self.numel} elements "
+            "that is not"
+        )
 
 
 @cache

@@ -166,19 +166,21 @@ class KernelOps(HostOps):
             raise ValueError(f"used must be within [0, {capacity}], got {used}")
 
         def assemble(targets: Sequence[Part]) -> None:
-            of_these = ffi.new("hs_target[]", [self._target(*part) for part in targets])
-            if not lib.hs_assemble(of_these, len(targets), pointer, capacity, world, rows, divisor):
+            of_these = []
+            for first, part in targets:
+                place = self.memory(part)
+                if place is None or place.type > FLOAT64:
+                    raise ValueError(f"a part must be of float32 or float64 in the host's memory, got {part.dtype}")
+                address, number, numel, _, writable = place
+                if not writable:
+                    raise place.refusal()
+                of_these.append((address, number, first, numel))
+            if not lib.hs_assemble(
+                ffi.new("hs_target[]", of_these), len(of_these), pointer, capacity, world, rows, divisor
+            ):
                 raise IndexError(f"indices must be ascending, got {at.owner}")
 
         return assemble
-
-    def _target(self, first: int, part: Array) -> tuple[int, int, int, int]:
-        """Return an `hs_target`."""
-        at = self.memory(part)
-        if at is None or at.type > FLOAT64:
-            raise ValueError(f"a part must be of float32 or float64 in the host's memory, got {part.dtype}")
-        at.check_writable()
-        return at.address, at.type, first, at.numel
 
 
 def _of_type(number: int, name: str, at: Memory | None) -> Memory:

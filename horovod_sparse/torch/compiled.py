@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_sparse import kernels
-from horovod_sparse.kernels.memory import Memory, type_of
+from horovod_sparse.kernels.memory import TYPES, Memory
 from horovod_sparse.kernels.ops import KernelOps
 from horovod_sparse.torch.ops import TorchOps
 
@@ -22,6 +22,9 @@ def tensor_ops() -> TorchOps:
     return CompiledTorchOps()
 
 
+_NUMBERS = {getattr(torch, name): number for number, name in enumerate(TYPES)}
+
+
 class CompiledTorchOps(KernelOps, TorchOps):
     """Implements `horovod_sparse.ops.protocol.Ops` on `torch.Tensor`. Selects the same entries as `TorchOps`."""
 
@@ -29,11 +32,13 @@ class CompiledTorchOps(KernelOps, TorchOps):
         return torch.get_num_threads()
 
     def memory(self, array: Tensor) -> Memory | None:
-        number = type_of(array.dtype)
+        number = _NUMBERS.get(array.dtype)
         if number is None or not array.is_cpu:
             return None
-        flat = array.contiguous()
-        return Memory(flat.data_ptr(), number, flat.numel(), flat, flat is array)
+        if array.is_contiguous():
+            return Memory(array.data_ptr(), number, array.numel(), array, True)
+        array = array.contiguous()
+        return Memory(array.data_ptr(), number, array.numel(), array, False)
 
     def array(self, host: NDArray[Any]) -> Tensor:
         return torch.from_numpy(host)
