@@ -88,7 +88,7 @@ def test_select_largest(backend: Backend, x: np.ndarray, data: st.DataObject) ->
 @on_every_backend
 @given(x=ARRAYS)
 def test_norms(backend: Backend, x: np.ndarray) -> None:
-    assert backend.ops.max_abs(backend.array(x)) == max(map(abs, x.tolist()), default=0.0)
+    assert backend.ops.measure(backend.array(x)).largest == max(map(abs, x.tolist()), default=0.0)
     assert backend.ops.norm(backend.array(x)) == pytest.approx(math.sqrt(math.fsum(float(v) ** 2 for v in x)))
 
 
@@ -113,8 +113,8 @@ def test_accumulate_and_assign(backend: Backend, dtype: type, transposed: bool) 
     if transposed:
         given, gradient = given.T, gradient.T
     residual = backend.ops.zeros(30, "float32", given)
-    backend.ops.add(residual, given)
-    backend.ops.add(residual, given)
+    for _ in range(2):
+        assert backend.ops.accumulate(residual, [(0, given)]) == [0]
     expected = gradient.astype(np.float32).reshape(-1)
     np.testing.assert_allclose(backend.numpy(residual), 2 * expected, rtol=1e-6)
     backend.ops.assign(residual, given)
@@ -131,18 +131,6 @@ def test_all_finite(backend: Backend) -> None:
         array[2, 3] = bad
         assert not backend.ops.all_finite(backend.array(array))
     assert not backend.ops.all_finite(backend.array(np.array([np.inf, -np.inf], np.float32)))
-
-
-@on_every_backend
-def test_scatter_add(backend: Backend) -> None:
-    target = backend.array(np.ones(6, np.float32))
-    backend.ops.scatter_add(target, backend.array(np.array([1, 4])), backend.array(np.array([2.0, -1.0], np.float32)))
-    np.testing.assert_array_equal(backend.numpy(target), [1, 3, 1, 1, 0, 1])
-    for outside in (6, -7):
-        with pytest.raises(IndexError):
-            backend.ops.scatter_add(
-                target, backend.array(np.array([outside])), backend.array(np.array([1.0], np.float32))
-            )
 
 
 def gathered(backend: Backend, entries: list[tuple[np.ndarray, np.ndarray]]) -> tuple[Any, list[int]]:
@@ -194,6 +182,14 @@ def test_a_target_takes_its_own_entries_out_of_messages(backend: Backend, dtype:
 
 
 @on_every_backend
+@given(parts=st.lists(st.lists(st.integers(-1, 20), max_size=9).map(sorted), min_size=1, max_size=4))
+def test_union(backend: Backend, parts: list[list[int]]) -> None:
+    union = backend.ops.union([backend.array(np.array(part, np.int32)) for part in parts])
+    expected = sorted({index for part in parts for index in part if index >= 0})
+    np.testing.assert_array_equal(backend.numpy(union), np.array(expected, np.int64), strict=True)
+
+
+@on_every_backend
 def test_copy_shares_nothing(backend: Backend) -> None:
     x = backend.array(np.zeros(3, np.float32))
     backend.ops.copy(x)[:] = 1
@@ -205,7 +201,7 @@ def test_bfloat16_gradients_accumulate_in_float32() -> None:
     gradient = torch.tensor([1.0, 2.0**-8], dtype=torch.bfloat16)
     residual = ops.zeros(2, "float32", gradient)
     for _ in range(300):
-        ops.add(residual, gradient)
+        ops.accumulate(residual, [(0, gradient)])
     assert residual.tolist() == [300.0, 300 * 2.0**-8]
 
 
@@ -224,5 +220,7 @@ def test_accumulate_leaves_out_what_is_not_finite_in_the_residual(backend: Backe
 
 def test_the_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_SPARSE_KERNELS", "0")
-    monkeypatch.setattr("horovod_sparse.kernels.select_above", lambda *_: pytest.fail("a kernel was called"))
+    monkeypatch.setattr(
+        "horovod_sparse.kernels.ops.KernelOps.select_above", lambda *_: pytest.fail("a kernel was called")
+    )
     assert tensor_ops().select_above(torch.ones(3), 0.5, 3).found == 3

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from horovod_sparse import kernels
-from horovod_sparse.kernels.tracked import TrackedMemory
 from horovod_sparse.numpy.compiled import CompiledOps, host_ops
 from horovod_sparse.ops.protocol import Hints, Moving
 
@@ -17,7 +16,7 @@ def everything_found(x: np.ndarray, threads: int) -> str:
     """What the kernels find in an array, with all bits of it."""
     ops = CompiledOps(threads)
     residual, velocity = np.zeros_like(x), np.zeros_like(x)
-    tracked, noted = TrackedMemory(ops, residual), []
+    tracked, noted = ops.tracked(residual), []
     for moving in (None, Moving(velocity, 0.9, nesterov=True)):
         tracked.begin(Hints(0.7, x.size, sums=True))
         tracked.take_in([(0, x)], moving)

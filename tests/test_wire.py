@@ -56,9 +56,13 @@ def test_bytes(backend: Backend) -> None:
 
 @on_every_backend
 def test_not_finite_bytes(backend: Backend) -> None:
-    message = backend.ops.pack_not_finite(backend.array(np.zeros(3, np.float32)), 2)
+    pipeline = make_pipeline(backend, TopK(0.5, min_numel=0, slack=1.0), {"p": (4,)})
+    pipeline.start_step()
+    bucket = pipeline.arrive("p", backend.array(np.array([1.0, np.nan, 2.0, 3.0], np.float32)))
+    assert bucket is not None
+    message = pipeline.begin(bucket).message
     assert backend.numpy(message).tobytes() == bytes.fromhex("feffffff 00000000 ffffffff 00000000")
-    assert backend.ops.rows_in_use(message[:, 0], 1, 100) == [wire.NOT_FINITE]
+    assert backend.ops.rows_in_use(message, 1, 100) == [wire.NOT_FINITE]
     assert [part.shape[0] for part in backend.ops.unpack(message, 0)] == [0, 0]
 
 
@@ -69,7 +73,7 @@ def test_round_trip(backend: Backend, data: st.DataObject) -> None:
     indices = np.sort(data.draw(st.permutations(range(40)))[: values.size]).astype(np.int64)
     room = values.size + data.draw(st.integers(0, 5))
     message = backend.ops.pack(backend.array(indices), backend.array(values), max(room, 1))
-    (used,) = backend.ops.rows_in_use(message[:, 0], 1, 40)
+    (used,) = backend.ops.rows_in_use(message, 1, 40)
     assert used == values.size
     got_indices, got_values = backend.ops.unpack(message, used)
     np.testing.assert_array_equal(backend.numpy(got_indices), indices, strict=True)
@@ -79,10 +83,10 @@ def test_round_trip(backend: Backend, data: st.DataObject) -> None:
 @on_every_backend
 def test_gathered_messages_split_in_rank_order(backend: Backend) -> None:
     gathered = backend.array(np.arange(24, dtype=np.int32).reshape(12, 2))
-    parts = backend.ops.split(gathered, 3)
+    parts = wire.split(gathered, 3)
     np.testing.assert_array_equal([backend.numpy(part)[0, 0] for part in parts], [0, 8, 16])
     with pytest.raises(ValueError, match="equal"):
-        backend.ops.split(gathered, 5)
+        wire.split(gathered, 5)
 
 
 @pytest.mark.parametrize(("indices", "what"), DAMAGED.values(), ids=DAMAGED)
@@ -95,7 +99,7 @@ def test_one_order_of_indices_is_right(backend: Backend, indices: list[int], wha
     right = np.array([[1, 7], [4, 7], [-1, 0], [-1, 0]], np.int32)[: len(indices)]
     not_finite = np.array([[-2, 0], [4, 7], [4, 7], [-1, 0]], np.int32)[: len(indices)]
     messages = backend.array(np.concatenate([right, message, not_finite]))
-    used = backend.ops.rows_in_use(messages[:, 0], 3, 8)
+    used = backend.ops.rows_in_use(messages, 3, 8)
     assert used == [min(2, len(indices)), expected, wire.NOT_FINITE]
 
 

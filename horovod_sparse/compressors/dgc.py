@@ -85,7 +85,7 @@ class DGC(Compressor):
             threshold *= _TOO_FEW
             selection = ops.select_above(x, threshold, capacity)
         if selection.found == 0:
-            threshold = below_largest(ops.max_abs(x), threshold)
+            threshold = below_largest(ops.measure(x).largest, threshold)
             selection = ops.select_above(x, threshold, capacity)
         state.threshold = threshold
         if selection.found <= _TOO_MANY * k:

@@ -90,7 +90,7 @@ def _finite_norm(ops: Ops, flat: Array, dtype: str) -> float:
     # NaN and infinity stay in the gradient, so that they are noticed. They must not decide how other entries are scaled.
     finite = ops.zeros(len(flat), dtype, flat)
     ops.accumulate(finite, [(0, flat)])
-    largest = ops.max_abs(finite)
+    largest = ops.measure(finite).largest
     if largest > 0.0:
         # The squares of very large entries leave the range of float64.
         finite /= largest

@@ -14,6 +14,7 @@ from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.algebra import FLOATS, Algebra
 from horovod_sparse.estimation.controllers import StageController, most_stages
 from horovod_sparse.estimation.search import below_largest, search_threshold
+from horovod_sparse.ops.cached import narrow
 from horovod_sparse.ops.protocol import Array, Moments, Ops, Selection, Sums
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ class SIDCo(Compressor):
             return self._first_fit(whole, ratio), cut, ops
         threshold = self._first_fit(whole, FIRST_RATIO)
         # Later stages and the selection need to look only at the entries that the first stage left.
-        narrowed = ops.narrowed(x, threshold)
+        narrowed = narrow(ops, x, threshold)
         step_ratio = (ratio / FIRST_RATIO) ** (1.0 / (stages - 1))
         previous, before = 0.0, whole.count
         for remaining in range(stages - 1, 0, -1):

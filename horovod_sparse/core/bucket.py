@@ -244,7 +244,7 @@ class Bucket:
         """Return what was taken to the residual, because the step has failed on some rank."""
         taken = self._entries()
         if taken is not None and taken.indices is not None and self.compressor.residual:
-            self.ops.scatter_add(self.buffer, taken.indices, taken.values)
+            self.buffer[taken.indices] += taken.values
         self.drop_rest()
 
     def _entries(self) -> Entries | None:

@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.core.layout import Layout, Slot
+from horovod_sparse.exchange import wire
 from horovod_sparse.ops.protocol import Array, Hints, Moving, Ops, Part, Selection
 
 _FEW = 4
@@ -113,7 +116,9 @@ class HostSelector:
     def message(self, state: BucketState, k: int, capacity: int) -> Array:
         if self.not_finite:
             self._sent = self._truncated = 0
-            return self._ops.pack_not_finite(self._buffer, capacity)
+            message = self._ops.send(self._buffer, self._ops.indices(np.empty(0, np.int64), self._buffer), capacity)
+            message[0, 0] = wire.NOT_FINITE
+            return message
         indices, found, _ = self.select(state, k, capacity)
         self._sent = len(indices)
         self._truncated = found - self._sent

@@ -129,7 +129,7 @@ def _sum(bucket: Sender, indices: Array | None, values: Array, length: int) -> G
     tail = wire.tail(bucket.finite, bucket.checksum())
     total = yield Collective("allreduce", bucket.ops.pack_values(values, length, tail))
     _check_result(bucket, total, (length + len(tail),), values.dtype)
-    bad, *bits = bucket.ops.numbers(total[length:])
+    bad, *bits = total[length:].tolist()
     # `bits` holds the sum of each bit of the checksum over the ranks.
     if any(bit not in (0.0, float(bucket.world)) for bit in bits):
         raise _disagreement(bucket)
@@ -148,8 +148,8 @@ def union(bucket: Sender) -> Generator[Collective, Any, Sent]:
     message = ops.pack_indices(selection.indices, header, bucket.capacity)
     gathered = yield Collective("allgather", message)
     _check_result(bucket, gathered, (bucket.world * (wire.HEADER + bucket.capacity),), message.dtype)
-    messages = ops.split(gathered, bucket.world)
-    headers = [_header(ops.numbers(message[: wire.HEADER])) for message in messages]
+    messages = wire.split(gathered, bucket.world)
+    headers = [_header(message[: wire.HEADER].tolist()) for message in messages]
     if any(checksum == wire.NOT_FINITE for checksum, _ in headers):
         bucket.drop_rest()
         return None
@@ -190,11 +190,10 @@ ROUNDS: dict[Exchange, tuple[Round, ...]] = {
 
 def rows_of(bucket: Sender, messages: Array, world: int) -> list[int] | None:
     """Return how many rows of each message of pairs are in use, or None if a worker's gradient was not finite."""
-    indices = messages[:, 0]
     rows: list[int] = []
-    for sender, number in enumerate(bucket.ops.rows_in_use(indices, world, bucket.numel)):
+    for sender, number in enumerate(bucket.ops.rows_in_use(messages, world, bucket.numel)):
         if number is None:
-            raise _damaged_indices(bucket, bucket.ops.split(indices, world)[sender], sender)
+            raise _damaged_indices(bucket, wire.split(messages, world)[sender][:, 0], sender)
         rows.append(number)
     return None if wire.NOT_FINITE in rows else rows
 
@@ -224,7 +223,7 @@ def _check_headers(bucket: Sender, headers: Sequence[tuple[int, float]]) -> None
 def _damaged_indices(bucket: Sender, indices: Array, sender: int) -> RuntimeError:
     # The first flaw is enough: a whole message as Python's numbers takes many times its memory.
     parts = (indices[start : start + _LOOKED_AT] for start in range(0, len(indices), _LOOKED_AT))
-    what = wire.flaw((int(index) for part in parts for index in bucket.ops.numbers(part)), bucket.numel)
+    what = wire.flaw((int(index) for part in parts for index in part.tolist()), bucket.numel)
     return _damaged(bucket, f"message of worker {sender}", what)
 
 
@@ -266,8 +265,8 @@ class Reduced:
         """Return what is added up, part by part and not divided. It is made on each call."""
         if self._messages is None:
             return [] if self._sum is None else [Entries(None, self._sum)]
-        split = self._ops.split(self._messages.gathered, len(self._messages.used))
-        pairs = zip(split, self._messages.used, strict=True)
+        gathered, used = self._messages
+        pairs = zip(wire.split(gathered, len(used)), used, strict=True)
         return [Entries(*self._ops.unpack(message, rows)) for message, rows in pairs]
 
     def write(self, parts: Sequence[Part]) -> None:

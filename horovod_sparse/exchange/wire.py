@@ -42,6 +42,8 @@ import math
 import struct
 from collections.abc import Iterable
 
+from horovod_sparse.ops.protocol import Array
+
 PADDING = -1
 NOT_FINITE = -2
 LARGEST = 3.4028234663852886e38
@@ -68,6 +70,14 @@ def excess(numel: int, capacity: int, world: int) -> str | None:
             f"gathers {gathered} int32 from {world} workers, expected at most {MAX_GATHERED} (Horovod counts in C ints)"
         )
     return None
+
+
+def split(gathered: Array, world: int) -> list[Array]:
+    """Return the messages of all ranks, in rank order. Raise ValueError unless the array has `world` equal parts."""
+    if len(gathered) % world:
+        raise ValueError(f"gathered must have {world} equal parts, got {len(gathered)} rows")
+    rows = len(gathered) // world
+    return [gathered[sender * rows : (sender + 1) * rows] for sender in range(world)]
 
 
 def tail(finite: bool, checksum: int) -> list[float]:

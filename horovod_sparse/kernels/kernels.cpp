@@ -397,11 +397,6 @@ void send(T* x, const int64_t* indices, int64_t count, int64_t capacity, int32_t
     write_padding(message, count, capacity);
 }
 
-template <class T, class V>
-void scatter_add(T* target, const int64_t* indices, const V* values, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) target[indices[i]] += static_cast<T>(values[i]);
-}
-
 // The rows of a message of pairs that are in use.
 struct Pairs {
     const int32_t* rows;
@@ -621,20 +616,6 @@ int64_t hs_pick_above(const int32_t* indices, const void* values, int type, int6
                       int64_t* picked) {
     if (type == HS_FLOAT32) return pick_above(indices, static_cast<const float*>(values), count, threshold, picked);
     return pick_above(indices, static_cast<const double*>(values), count, threshold, picked);
-}
-
-int hs_scatter_add(void* target, int type, int64_t n, const int64_t* indices, const void* values, int values_type,
-                   int64_t count) {
-    if (!in_range(indices, count, n)) return 0;
-    const auto* floats = static_cast<const float*>(values);
-    const auto* doubles = static_cast<const double*>(values);
-    if (type == HS_FLOAT32)
-        values_type == HS_FLOAT32 ? scatter_add(static_cast<float*>(target), indices, floats, count)
-                                  : scatter_add(static_cast<float*>(target), indices, doubles, count);
-    else
-        values_type == HS_FLOAT32 ? scatter_add(static_cast<double*>(target), indices, floats, count)
-                                  : scatter_add(static_cast<double*>(target), indices, doubles, count);
-    return 1;
 }
 
 int hs_assemble(const hs_target* targets, int64_t number, const int32_t* messages, int64_t capacity, int64_t world,

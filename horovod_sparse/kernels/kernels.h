@@ -85,9 +85,6 @@ int hs_send(void* x, int type, int64_t n, const int64_t* indices, int64_t count,
 /* Writes those of `count` indices whose values are above the threshold, and returns their number. `picked` has room for all. */
 int64_t hs_pick_above(const int32_t* indices, const void* values, int type, int64_t count, double threshold,
                       int64_t* picked);
-/* target[indices] += values. Changes nothing and returns 0 if an index is outside [0, n). */
-int hs_scatter_add(void* target, int type, int64_t n, const int64_t* indices, const void* values, int values_type,
-                   int64_t count);
 /* Writes to each target the sum of those entries of `world` messages of pairs whose indices are in [first, first + n); its
    own indices count from `first`. Entries are divided by `divisor`, then added in the messages' order. The target is zero
    where no message has an entry. The first used[w] of the `capacity` rows of message number w are in use. Changes nothing and

@@ -5,36 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse import kernels
-from horovod_sparse.kernels import Gradient, Memory
+from horovod_sparse.kernels import ffi, lib, memory, pool
+from horovod_sparse.kernels.memory import TYPES, Block, HostOps, Memory
 from horovod_sparse.ops.cached import Above
-from horovod_sparse.ops.protocol import Array, Hints, Moments, Moving, Ops, Part, Selection, Sums
+from horovod_sparse.ops.protocol import Array, Hints, Moments, Moving, Part, Selection, Sums
 
 _KEPT = 2**12
 """Memory for at most this many entries is kept from step to step: borrowing it takes longer than using it."""
 _MOST_INDICES = 2**31
 """The number of indices that int32 can hold."""
-
-
-class HostOps(Ops, Protocol):
-    """What a framework adds to its operations so that kernels work on its arrays."""
-
-    def threads(self) -> int:
-        """Return the number of threads that a kernel may use."""
-
-    def memory(self, array: Array) -> Memory:
-        """Return the memory of a contiguous array."""
-
-    def gradients(self, parts: Sequence[Part]) -> tuple[list[Gradient], object] | None:
-        """Return the gradients as kernels take them, and what keeps their memory alive; None if kernels do not take them."""
-
-    def array(self, host: NDArray[Any]) -> Array:
-        """Return the framework's array that has the memory of `host`."""
 
 
 class TrackedMemory:
@@ -46,13 +30,14 @@ class TrackedMemory:
     Args:
         ops: the framework's operations.
         x: the array, float32 or float64. It belongs to the caller.
+        at: its memory.
     """
 
-    def __init__(self, ops: HostOps, x: Array) -> None:
+    def __init__(self, ops: HostOps, x: Array, at: Memory) -> None:
         self._ops = ops
         self._x = x
-        self._memory = ops.memory(x)
-        self._pointer, self._code = kernels.writable(self._memory)
+        self._residual = at.write()
+        _, self._type, self._numel = self._residual
         self._notes: Any = None
         """The `hs_notes` of this step; None outside of a step, or if nothing is known."""
         self._seen = 0
@@ -69,39 +54,37 @@ class TrackedMemory:
     def _make_room(self, room: int) -> None:
         """Provide memory for at least `room` entries. Memory that is not written to costs nothing."""
         room = 1 << (room - 1).bit_length()
-        self._hold(kernels.pool.lend(room, self._memory.dtype), kernels.pool.lend(room, "int32"))
+        self._hold(pool.lend(room, TYPES[self._type]), pool.lend(room, "int32"))
 
     def _give_back(self) -> None:
-        self._hold(np.empty(0, self._memory.dtype), np.empty(0, np.int32))
+        self._hold(np.empty(0, TYPES[self._type]), np.empty(0, np.int32))
 
     def _hold(self, values: NDArray[Any], indices: NDArray[Any]) -> None:
         """Use this memory for entries that are noted, and for their indices."""
         self._values, self._indices = values, indices
-        self._at_values = kernels.pointer_of(self._values)
-        self._at_indices = kernels.pointer_of(self._indices, "int32_t *")
+        self._at_values, self._at_indices = ffi.from_buffer("void *", values), ffi.from_buffer("int32_t *", indices)
 
     # --- gradients in ---
 
     def begin(self, hints: Hints) -> None:
-        numel = self._memory.numel
-        room = min(hints.room, numel) if hints.cut < math.inf and numel <= _MOST_INDICES else 0
+        room = min(hints.room, self._numel) if hints.cut < math.inf and self._numel <= _MOST_INDICES else 0
         if room > len(self._values):
             self._make_room(room)
-        self._notes = kernels.new_notes(hints.cut, room, self._at_indices, self._at_values, hints.sums)
+        nothing = (0, 0.0, 0.0, 0.0, 0.0)
+        noted = (hints.cut, room, self._at_indices, self._at_values, hints.sums, nothing, 0, 1, 1)
+        self._notes = ffi.new("hs_notes *", noted)
         self._seen, self._groups, self._in_order = 0, [], False
 
     def take_in(self, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
-        given = self._ops.gradients(gradients)
+        given = memory.gradients_of(self._ops, gradients)
         if given is None:
             self.forget()
             return self._ops.accumulate(self._x, gradients, moving)
         notes, before = self._notes, 0 if self._notes is None else self._notes.found
-        parts = kernels.new_gradients(given[0])
-        how = None if moving is None else (self._ops.memory(moving.velocity), moving.momentum, moving.nesterov)
-        bad = kernels.take_in(self._pointer, self._code, self._memory, parts, self._ops.threads(), how, notes)
+        bad = memory.take_in(self._ops, self._residual, given, moving, notes)
         if notes is not None:
-            self._seen += sum([gradient[3] for gradient in given[0]])
-            self._groups.append((before, parts))
+            self._seen += given.numel
+            self._groups.append((before, given.parts))
         return bad
 
     def forget(self) -> None:
@@ -116,7 +99,7 @@ class TrackedMemory:
     @property
     def sums(self) -> Sums | None:
         """The sums of the whole array; None if they were not wanted, or if some part has taken in nothing."""
-        return kernels.sums_of(self._notes.sums) if self._complete() and self._notes.with_sums else None
+        return memory.sums_of(self._notes.sums) if self._complete() and self._notes.with_sums else None
 
     @property
     def above(self) -> Above | None:
@@ -140,20 +123,20 @@ class TrackedMemory:
             return self._ops.moments(x, threshold, with_log=with_log)
         # The order decides how sums are rounded.
         self._put_in_order()
-        of_these = self._at_values, self._code, self._notes.found
-        return kernels.moments_of(*of_these, threshold, with_log, self._ops.threads())
+        return memory.moments(self._noted(), threshold, with_log, self._ops.threads())
 
     def counts(self, x: Array, thresholds: list[float]) -> list[int]:
         if not self._exceeding(x, min(thresholds)):
             return self._ops.counts(x, thresholds)
-        return kernels.counts_of(self._at_values, self._code, self._notes.found, thresholds, self._ops.threads())
+        return memory.counts(self._noted(), thresholds, self._ops.threads())
 
     def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
         if not self._exceeding(x, threshold):
             return self._ops.select_above(x, threshold, capacity)
         self._put_in_order()
-        number = self._notes.found
-        picked = kernels.pick_above(self._at_indices, self._at_values, self._code, number, threshold)
+        picked = np.empty(self._notes.found, np.int64)
+        pointer = ffi.from_buffer("int64_t *", picked)
+        picked = picked[: lib.hs_pick_above(self._at_indices, *self._noted(), threshold, pointer)]
         if len(picked) > capacity:
             return self.select_largest(x, capacity)._replace(found=len(picked), smallest=math.nan)
         return Selection(self._ops.array(picked), len(picked))
@@ -179,7 +162,11 @@ class TrackedMemory:
 
     def _complete(self) -> bool:
         """Return whether every part of the array has taken in a gradient, and no sum has left the range of the type."""
-        return self._notes is not None and self._seen == self._memory.numel and bool(self._notes.valid)
+        return self._notes is not None and self._seen == self._numel and bool(self._notes.valid)
+
+    def _noted(self) -> Block:
+        """Return the entries that were noted, as kernels take them."""
+        return self._at_values, self._type, self._notes.found
 
     def _exceeding(self, x: Array, threshold: float) -> bool:
         """Return whether all entries of x above the threshold were noted."""

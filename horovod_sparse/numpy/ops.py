@@ -8,21 +8,18 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
+from horovod_sparse.exchange.wire import NOT_FINITE, PADDING, split
 from horovod_sparse.ops.cached import Cached
 from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
 
 Array = NDArray[Any]
 
 
-class NumpyOps:
+class NumpyOps(Ops):
     """Implements `horovod_sparse.ops.protocol.Ops` on `numpy.ndarray`."""
 
     def zeros(self, count: int, dtype: str, like: Array) -> Array:
         return np.zeros(count, dtype=dtype)
-
-    def add(self, residual: Array, gradient: Array) -> None:
-        residual += gradient.reshape(-1)
 
     def tracked(self, x: Array) -> Tracked:
         return cast(Tracked, Cached(self, x))
@@ -84,9 +81,6 @@ class NumpyOps:
         with np.errstate(over="ignore", invalid="ignore"):
             return Moments(excesses.size, float(excesses.mean()), float(excesses.var()), mean_log)
 
-    def max_abs(self, x: Array) -> float:
-        return float(np.abs(x).max(initial=0.0))
-
     def norm(self, x: Array) -> float:
         with np.errstate(over="ignore"):
             return float(np.linalg.norm(x.astype(np.float64)))
@@ -109,18 +103,15 @@ class NumpyOps:
     def kth_largest(self, x: Array, count: int) -> float:
         return float(np.partition(np.abs(x), x.size - count)[x.size - count])
 
-    def narrowed(self, x: Array, threshold: float) -> Ops:
-        return Cached(self, x).narrowed(x, threshold)
-
     def indices(self, host: Array, like: Array) -> Array:
         return host
 
     def union(self, parts: list[Array]) -> Array:
-        merged = np.unique(np.concatenate(parts)).astype(np.int64)
-        return merged[merged >= 0]
-
-    def numbers(self, array: Array) -> list[float]:
-        return list(array.tolist())
+        # np.unique takes many times longer.
+        merged = np.sort(np.concatenate(parts))
+        first = merged >= 0
+        first[1:] &= merged[1:] != merged[:-1]
+        return merged[first].astype(np.int64)
 
     def take(self, x: Array, indices: Array) -> Array:
         largest = np.finfo(np.float32).max
@@ -139,42 +130,24 @@ class NumpyOps:
         message[: indices.size, 1] = values.view(np.int32)
         return message
 
-    def pack_not_finite(self, x: Array, capacity: int) -> Array:
-        message = np.zeros((capacity, 2), dtype=np.int32)
-        message[:, 0] = PADDING
-        message[0, 0] = NOT_FINITE
-        return message
-
-    def rows_in_use(self, indices: Array, world: int, numel: int) -> list[int | None]:
+    def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
+        indices = messages if messages.ndim == 1 else messages[:, 0]
         return [_rows_in_use(message, numel) for message in np.split(indices, world)]
 
     def unpack(self, message: Array, used: int) -> tuple[Array, Array]:
         return message[:used, 0].astype(np.int64), np.ascontiguousarray(message[:used, 1]).view(np.float32)
 
     def pack_values(self, values: Array, length: int, tail: list[float]) -> Array:
-        message = self._message(length + len(tail), values.dtype)
+        message = np.empty(length + len(tail), values.dtype)
         message[: values.size], message[values.size : length], message[length:] = values, 0.0, tail
         return message
-
-    def _message(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """Return memory for a message that may be as large as the residual."""
-        return np.empty(count, dtype)
 
     def pack_indices(self, indices: Array, header: list[int], capacity: int) -> Array:
         padding = np.full(capacity - indices.size, PADDING)
         return np.concatenate((header, indices, padding)).astype(np.int32)
 
-    def split(self, gathered: Array, world: int) -> list[Array]:
-        return np.split(gathered, world)
-
-    def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
-        if indices.size and not (indices.min() >= 0 and indices.max() < target.size):
-            raise IndexError(f"indices must be in [0, {target.size}), got {indices.min()}..{indices.max()}")
-        target[indices] += values.astype(target.dtype)
-
     def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
-        split = self.split(messages, len(used))
-        parts = [self.unpack(message, rows) for message, rows in zip(split, used, strict=True)]
+        parts = [self.unpack(message, rows) for message, rows in zip(split(messages, len(used)), used, strict=True)]
         for indices, _ in parts:
             if (indices[1:] <= indices[:-1]).any():
                 raise IndexError(f"indices must be ascending in each of {len(used)} messages")
@@ -184,7 +157,7 @@ class NumpyOps:
                 target[:] = 0
                 for indices, values in parts:
                     inside = slice(*np.searchsorted(indices, (first, first + target.size)))
-                    self.scatter_add(target, indices[inside] - first, values[inside] / np.float32(divisor))
+                    target[indices[inside] - first] += values[inside] / np.float32(divisor)
 
         return assemble
 

@@ -19,7 +19,7 @@ class Above(NamedTuple):
 
 
 class Cached:
-    """Implements `Tracked` on the operations of a framework alone. It remembers entries only if it is told to (`narrowed`).
+    """Implements `Tracked` on the operations of a framework alone. It remembers the entries that it was told.
 
     Args:
         ops: the framework's operations.
@@ -43,10 +43,6 @@ class Cached:
 
     def forget(self) -> None:
         self._above = None
-
-    def narrowed(self, x: Array, threshold: float) -> Ops:
-        indices = self._ops.select_above(x, threshold, len(x)).indices
-        return cast(Ops, Cached(self._ops, x, Above(threshold, indices, x[indices])))
 
     def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
         return self._ops.moments(self._exceeding(x, threshold), threshold, with_log=with_log)
@@ -79,3 +75,9 @@ class Cached:
             return selection
         assert self._above is not None
         return selection._replace(indices=self._above.indices[selection.indices])
+
+
+def narrow(ops: Ops, x: Array, threshold: float) -> Ops:
+    """Return operations that know the entries of `x` above `threshold` >= 0. They hold as long as `x` does not change."""
+    indices = ops.select_above(x, threshold, len(x)).indices
+    return cast(Ops, Cached(ops, x, Above(threshold, indices, x[indices])))

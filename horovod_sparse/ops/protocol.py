@@ -93,25 +93,22 @@ class Ops(Protocol):
     def zeros(self, count: int, dtype: str, like: Array) -> Array:
         """A residual of `count` zeros of `dtype` ("float32" or "float64") on the device of `like`."""
 
-    def add(self, residual: Array, gradient: Array) -> None:
-        """Add `gradient` to `residual`, in place. `gradient` has any shape, float type and strides, and is not changed."""
-
     def tracked(self, x: Array) -> Tracked:
         """Return these operations for the array of a bucket, which remember what they have seen of it."""
 
     def accumulate(self, buffer: Array, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
-        """Take gradients into their parts of a buffer, in place.
+        """Add gradients to their parts of a buffer, in place. They have any shape, float type and strides, and are not changed.
 
-        This does the same as `add`, with two exceptions. Entries that are not finite in the buffer's type add nothing.
-        Sums that leave the range of that type stay at its largest number. Return how many entries of each gradient are such
-        exceptions. Raise ValueError if a gradient reaches beyond the buffer.
+        Entries that are not finite in the buffer's type add nothing. Sums that leave the range of that type stay at its
+        largest number. Return how many entries of each gradient are such exceptions. Raise ValueError if a gradient reaches
+        beyond the buffer.
         """
 
     def measure(self, x: Array) -> Sums:
         """Return the sums of x, accumulated in float64."""
 
     def assign(self, residual: Array, gradient: Array) -> None:
-        """Copy `gradient` into `residual`. `gradient` is as in `add`, or an array of another framework on the host."""
+        """Copy `gradient` into `residual`. `gradient` is as in `accumulate`, or an array of another framework on the host."""
 
     def copy(self, array: Array) -> Array:
         """A copy that shares no memory with `array`, of the same shape."""
@@ -125,9 +122,6 @@ class Ops(Protocol):
     def counts(self, x: Array, thresholds: list[float]) -> list[int]:
         """Count the entries above each threshold."""
 
-    def max_abs(self, x: Array) -> float:
-        """The largest magnitude; 0 for an empty array."""
-
     def norm(self, x: Array) -> float:
         """The Euclidean norm, accumulated in float64."""
 
@@ -140,17 +134,11 @@ class Ops(Protocol):
     def kth_largest(self, x: Array, count: int) -> float:
         """Return the smallest of the `count` largest magnitudes. 1 <= count <= len(x)."""
 
-    def narrowed(self, x: Array, threshold: float) -> Ops:
-        """Return operations that know the entries of `x` above `threshold` >= 0. They hold as long as `x` does not change."""
-
     def indices(self, host: Any, like: Array) -> Array:
         """Return the indices `host`, a NumPy array of int64, as an array on the device of `like`."""
 
     def union(self, parts: list[Array]) -> Array:
         """Return all indices (int64, ascending, unique) that are in any of the arrays `parts`; negative ones are padding."""
-
-    def numbers(self, array: Array) -> list[float]:
-        """Return the exact entries of a short array as Python numbers."""
 
     def take(self, x: Array, indices: Array) -> Array:
         """Return x[indices] rounded to float32 and subtract it from x, so that sent + kept is x exactly."""
@@ -161,14 +149,11 @@ class Ops(Protocol):
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         """Return the message of pairs (see `horovod_sparse.exchange.wire`): int32, shape (capacity, 2)."""
 
-    def pack_not_finite(self, x: Array, capacity: int) -> Array:
-        """Return the message that says that this rank's gradient holds NaN or infinity, on the device of `x`."""
-
-    def rows_in_use(self, indices: Array, world: int, numel: int) -> list[int | None]:
+    def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
         """Return, for each of `world` messages, how many indices come before its padding; None if `wire.flaw` finds a flaw.
 
-        `indices` are the indices of all messages (int32, of any stride), for a bucket of `numel` entries. For a message of
-        `pack_not_finite`, the number is -2 (`wire.NOT_FINITE`). This waits for a device once.
+        The messages stand one after the other: pairs, of shape (rows, 2), or indices alone. They are int32, for a bucket of
+        `numel` entries. If the first index is -2 (`wire.NOT_FINITE`), so is the number. This waits for a device once.
         """
 
     def unpack(self, message: Array, used: int) -> tuple[Array, Array]:
@@ -179,18 +164,6 @@ class Ops(Protocol):
 
     def pack_indices(self, indices: Array, header: list[int], capacity: int) -> Array:
         """Return an int32 array: the numbers of `header`, then the indices, padded up to `capacity`."""
-
-    def split(self, gathered: Array, world: int) -> list[Array]:
-        """Split a gathered array into the messages of all ranks, in rank order.
-
-        Raise ValueError unless the array has `world` equal parts.
-        """
-
-    def scatter_add(self, target: Array, indices: Array, values: Array) -> None:
-        """Add `values` to target[indices], in place. Indices are unique.
-
-        On the host, raise IndexError, before any change, if an index is out of range.
-        """
 
     def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
         """Return a function that sets parts of a bucket to the sum of the messages' entries there.

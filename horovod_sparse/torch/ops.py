@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
+from horovod_sparse.exchange.wire import NOT_FINITE, PADDING, split
 from horovod_sparse.ops.cached import Cached
 from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
 from horovod_sparse.torch import device
@@ -25,20 +25,14 @@ _CPU_CHUNK = 2**16
 _GPU_CHUNK = 2**26
 
 
-class TorchOps:
+class TorchOps(Ops):
     """Implements `horovod_sparse.ops.protocol.Ops` on `torch.Tensor`."""
 
     def zeros(self, count: int, dtype: str, like: Tensor) -> Tensor:
         return torch.zeros(count, dtype=getattr(torch, dtype), device=like.device)
 
-    def add(self, residual: Tensor, gradient: Tensor) -> None:
-        residual.view(gradient.shape).add_(gradient)
-
     def tracked(self, x: Tensor) -> Tracked:
         return cast(Tracked, Cached(self, x))
-
-    def narrowed(self, x: Tensor, threshold: float) -> Ops:
-        return Cached(self, x).narrowed(x, threshold)
 
     def accumulate(self, buffer: Tensor, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
         return [self._accumulate(buffer, first, gradient, moving) for first, gradient in gradients]
@@ -49,18 +43,18 @@ class TorchOps:
         if first < 0 or residual.numel() != gradient.numel():
             raise ValueError(f"gradients must be within the residual's {buffer.numel()} elements, got {part}")
         gradient, not_finite = self._finite(gradient, residual.dtype)
+        shaped = residual.view(gradient.shape)
         if moving is None:
-            self.add(residual, gradient)
+            shaped.add_(gradient)
             return not_finite + self._keep_finite(residual)
-        velocity = moving.velocity[part]
+        velocity = moving.velocity[part].view(gradient.shape)
         if moving.nesterov:
-            self.add(velocity, gradient)
-            self.add(residual, gradient)
+            velocity.add_(gradient)
+            shaped.add_(gradient)
             velocity.mul_(moving.momentum)
         else:
-            velocity.mul_(moving.momentum)
-            self.add(velocity, gradient)
-        residual.add_(velocity)
+            velocity.mul_(moving.momentum).add_(gradient)
+        shaped.add_(velocity)
         self._keep_finite(velocity)
         return not_finite + self._keep_finite(residual)
 
@@ -135,12 +129,6 @@ class TorchOps:
         variance = max(squares / count - mean * mean, 0.0)
         return Moments(count, mean, variance, logs / count if with_log else math.nan)
 
-    def max_abs(self, x: Tensor) -> float:
-        if x.numel() == 0:
-            return 0.0
-        low, high = torch.aminmax(x)
-        return max(-low.item(), high.item())
-
     def norm(self, x: Tensor) -> float:
         return math.sqrt(math.fsum(torch.dot(wide, wide).item() for wide in (chunk.double() for chunk in _chunks(x))))
 
@@ -181,9 +169,6 @@ class TorchOps:
         first[1:] &= merged[1:] != merged[:-1]
         return merged[first].long()
 
-    def numbers(self, array: Tensor) -> list[float]:
-        return list(array.tolist())
-
     def take(self, x: Tensor, indices: Tensor) -> Tensor:
         taken = x[indices]
         if x.dtype == torch.float32:
@@ -198,23 +183,19 @@ class TorchOps:
         return self.pack(indices, self.take(x, indices), capacity)
 
     def pack(self, indices: Tensor, values: Tensor, capacity: int) -> Tensor:
-        message = _empty_message(capacity, values.device)
+        message = torch.zeros((capacity, 2), dtype=torch.int32, device=values.device)
+        message[:, 0] = PADDING
         message[: indices.numel(), 0] = indices
         message[: indices.numel(), 1] = values.view(torch.int32)
         return message
 
-    def pack_not_finite(self, x: Tensor, capacity: int) -> Tensor:
-        message = _empty_message(capacity, x.device)
-        message[0, 0] = NOT_FINITE
-        return message
-
-    def rows_in_use(self, indices: Tensor, world: int, numel: int) -> list[int | None]:
-        messages = indices.view(world, -1)
-        before, after, padding = messages[:, :-1], messages[:, 1:], messages[:, 1:] == PADDING
+    def rows_in_use(self, messages: Tensor, world: int, numel: int) -> list[int | None]:
+        indices = (messages if messages.dim() == 1 else messages[:, 0]).view(world, -1)
+        before, after, padding = indices[:, :-1], indices[:, 1:], indices[:, 1:] == PADDING
         follows = (padding | ((before >= 0) & (after > before))).all(1)
-        in_range = (messages[:, 0] >= PADDING) & (messages.amax(1) < numel)
-        used = torch.where(follows & in_range, (messages >= 0).sum(1), -1)
-        used = torch.where(messages[:, 0] == NOT_FINITE, NOT_FINITE, used)
+        in_range = (indices[:, 0] >= PADDING) & (indices.amax(1) < numel)
+        used = torch.where(follows & in_range, (indices >= 0).sum(1), -1)
+        used = torch.where(indices[:, 0] == NOT_FINITE, NOT_FINITE, used)
         # The host waits for the device once.
         return [None if rows == -1 else rows for rows in used.tolist()]
 
@@ -222,15 +203,11 @@ class TorchOps:
         return message[:used, 0].long(), message[:used, 1].contiguous().view(torch.float32)
 
     def pack_values(self, values: Tensor, length: int, tail: list[float]) -> Tensor:
-        message = self._message(length + len(tail), values)
+        message = values.new_empty(length + len(tail))
         message[: values.numel()] = values
         message[values.numel() : length] = 0
         message[length:] = values.new_tensor(tail)
         return message
-
-    def _message(self, count: int, like: Tensor) -> Tensor:
-        """Return memory for a message that may be as large as the residual."""
-        return like.new_empty(count)
 
     def pack_indices(self, indices: Tensor, header: list[int], capacity: int) -> Tensor:
         message = torch.full((len(header) + capacity,), PADDING, dtype=torch.int32, device=indices.device)
@@ -238,24 +215,11 @@ class TorchOps:
         message[len(header) : len(header) + indices.numel()] = indices
         return message
 
-    def split(self, gathered: Tensor, world: int) -> list[Tensor]:
-        if len(gathered) % world:
-            raise ValueError(f"gathered must have {world} equal parts, got {len(gathered)} rows")
-        return list(torch.split(gathered, len(gathered) // world))
-
-    def scatter_add(self, target: Tensor, indices: Tensor, values: Tensor) -> None:
-        if target.device.type == "cpu" and indices.numel():
-            low, high = (int(end) for end in torch.aminmax(indices))
-            if low < 0 or high >= target.numel():
-                raise IndexError(f"indices must be in [0, {target.numel()}), got {low}..{high}")
-        target.index_add_(0, indices, values.to(target.dtype))
-
     def assembler(self, messages: Tensor, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
         add_up = device.add_up_on(messages)
         if add_up is not None:
             return lambda targets: _write_added_up(add_up, messages, len(used), divisor, targets)
-        split = self.split(messages, len(used))
-        parts = [self.unpack(message, rows) for message, rows in zip(split, used, strict=True)]
+        parts = [self.unpack(message, rows) for message, rows in zip(split(messages, len(used)), used, strict=True)]
         for indices, _ in parts:
             if indices.device.type == "cpu" and bool((indices[1:] <= indices[:-1]).any()):
                 raise IndexError(f"indices must be ascending in each of {len(used)} messages")
@@ -274,12 +238,13 @@ class TorchOps:
         for indices, values in parts:
             if on_host:
                 begin, end = torch.searchsorted(indices, torch.tensor((first, first + numel))).tolist()
-                self.scatter_add(target, indices[begin:end] - first, values[begin:end])
+                target.index_add_(0, indices[begin:end] - first, values[begin:end].to(target.dtype))
             else:
                 # To know where the target's entries begin, the host would have to wait. So all entries are added, and those
                 # outside the target add zero to some entry.
                 inside = (indices >= first) & (indices < first + numel)
-                self.scatter_add(target, (indices - first).clamp(0, numel - 1), torch.where(inside, values, 0.0))
+                added = torch.where(inside, values, 0.0).to(target.dtype)
+                target.index_add_(0, (indices - first).clamp(0, numel - 1), added)
 
 
 def _write_added_up(
@@ -304,12 +269,6 @@ def _nonzero(mask: Tensor) -> Tensor:
 def _limit(x: Tensor, threshold: float) -> float:
     """Return the threshold in the precision of the comparison."""
     return float(torch.tensor(threshold, dtype=x.dtype).item())
-
-
-def _empty_message(capacity: int, device: torch.device) -> Tensor:
-    message = torch.zeros((capacity, 2), dtype=torch.int32, device=device)
-    message[:, 0] = PADDING
-    return message
 
 
 def _chunk_size(x: Tensor) -> int:

@@ -1,0 +1,152 @@
+"""How kernels see the arrays of a framework, and the calls of kernels that both classes of operations make. No framework."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
+
+from horovod_sparse.kernels import ffi, lib
+from horovod_sparse.ops.protocol import Array, Moments, Moving, Ops, Part, Sums
+
+TYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
+"""The types of arrays. The number of a float type is its code in kernels.h."""
+FLOAT32, FLOAT64, _, FLOAT16, INT32, INT64 = range(len(TYPES))
+_MOST_THRESHOLDS = 16
+
+
+Block = tuple[Any, int, int]
+"""What kernels take for an array: its address, the number of its type, and the number of its elements."""
+
+
+class Memory(NamedTuple):
+    """Contiguous elements in the host's memory."""
+
+    address: int
+    type: int
+    """The number of their type in `TYPES`."""
+    numel: int
+    owner: object
+    """The array, or the contiguous copy of it. It must live as long as the memory is used."""
+    writable: bool
+    """Whether what is written to the memory is written to the array: it is no copy."""
+
+    def pointer(self) -> Any:
+        """Return the address as kernels take it."""
+        return ffi.cast("void *", self.address)
+
+    def read(self) -> Block:
+        """Return what kernels take for an array that they read."""
+        return self.pointer(), self.type, self.numel
+
+    def write(self) -> Block:
+        """Return the same for an array that they write to. Raise ValueError if they cannot."""
+        if not self.writable:
+            raise self.refusal()
+        return self.pointer(), self.type, self.numel
+
+    def refusal(self) -> ValueError:
+        """Return the error for an array that a kernel is to write to and cannot."""
+        return ValueError(
+            f"the array that a kernel writes to must be contiguous, aligned and writable, got one of {self.numel} elements "
+            "that is not"
+        )
+
+
+@cache
+def type_of(dtype: object) -> int | None:
+    """Return the number of a framework's type in `TYPES`; None if kernels do not know it."""
+    name = str(dtype).rpartition(".")[2]
+    return TYPES.index(name) if name in TYPES else None
+
+
+class HostOps(Ops, Protocol):
+    """What a framework adds to its operations so that kernels work on its arrays."""
+
+    def threads(self) -> int:
+        """Return the number of threads that a kernel may use."""
+
+    def memory(self, array: Array) -> Memory | None:
+        """Return the memory of an array, or of a contiguous copy; None if it is elsewhere or kernels do not know its type."""
+
+    def array(self, host: NDArray[Any]) -> Array:
+        """Return the framework's array that has the memory of `host`."""
+
+
+class Gradients(NamedTuple):
+    """Gradients as kernels take them in."""
+
+    parts: Any
+    """An array of `hs_gradient`."""
+    numel: int
+    """The number of their elements."""
+    owners: list[object]
+    """What must live as long as their memory is used."""
+
+
+def gradients_of(ops: HostOps, parts: Sequence[Part]) -> Gradients | None:
+    """Return the gradients of parts of a buffer; None if kernels do not take all of them."""
+    given, owners, total = [], [], 0
+    for first, gradient in parts:
+        memory = ops.memory(gradient)
+        if memory is None or memory.type > FLOAT16:
+            return None
+        address, code, numel, owner, _ = memory
+        given.append((address, code, first, numel))
+        owners.append(owner)
+        total += numel
+    return Gradients(ffi.new("hs_gradient[]", given), total, owners)
+
+
+def take_in(ops: HostOps, residual: Block, gradients: Gradients, moving: Moving | None, notes: Any = None) -> list[int]:
+    """Do as `Ops.accumulate`, and note what `notes` asks for. `residual` is the `Memory.write` of the buffer."""
+    pointer, code, numel = residual
+    velocity, momentum, nesterov = ffi.NULL, 0.0, False
+    if moving is not None:
+        memory = ops.memory(moving.velocity)
+        if memory is None or memory[1:3] != residual[1:]:
+            raise ValueError(f"velocity must be like the residual, {numel} of {TYPES[code]}, got {memory}")
+        (velocity, _, _), momentum, nesterov = memory.write(), moving.momentum, moving.nesterov
+    parts = gradients.parts
+    what = parts, len(parts), momentum, nesterov, ops.threads(), notes or ffi.NULL
+    bad = lib.hs_accumulate(pointer, velocity, code, numel, *what)
+    if bad < 0:
+        places = [(part.first, part.n) for part in parts]
+        raise ValueError(f"gradients must be within the residual's {numel} elements, got {places}")
+    return [part.not_finite for part in parts] if bad else [0] * len(parts)
+
+
+def measure(x: Block, threads: int) -> Sums:
+    """Return the sums of x."""
+    return sums_of(_measure(x, 0.0, False, threads))
+
+
+def moments(x: Block, cut: float, with_log: bool, threads: int) -> Moments:
+    """Return the moments of the excesses over a cut, which is not negative."""
+    sums = _measure(x, cut, with_log, threads)
+    return sums_of(sums).moments(sums.logs if with_log else math.nan)
+
+
+def _measure(x: Block, cut: float, with_log: bool, threads: int) -> Any:
+    sums = ffi.new("hs_sums *")
+    lib.hs_measure(*x, cut, with_log, threads, sums)
+    return sums
+
+
+def sums_of(sums: Any) -> Sums:
+    """Return the sums that a kernel has written."""
+    return Sums(sums.count, sums.total, sums.squares, sums.largest)
+
+
+def counts(x: Block, thresholds: list[float], threads: int) -> list[int]:
+    """Return how many entries are above each threshold."""
+    found: list[int] = []
+    for start in range(0, len(thresholds), _MOST_THRESHOLDS):
+        some = thresholds[start : start + _MOST_THRESHOLDS]
+        numbers = ffi.new("int64_t[]", len(some))
+        lib.hs_counts(*x, some, len(some), threads, numbers)
+        found.extend(numbers)
+    return found

@@ -1,0 +1,218 @@
+"""The array operations with compiled kernels, for arrays of any framework in the host's memory. Imports no framework."""
+
+# mypy: disable-error-code="safe-super"
+# The methods of `super()` are those of the framework's operations, from which the adapter's class derives too.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.estimation.search import largest_candidates
+from horovod_sparse.kernels import ffi, lib, memory, pool
+from horovod_sparse.kernels.memory import FLOAT16, FLOAT32, FLOAT64, INT32, INT64, TYPES, HostOps, Memory
+from horovod_sparse.kernels.tracked import TrackedMemory
+from horovod_sparse.ops.protocol import Array, Moments, Moving, Part, Selection, Sums, Tracked
+
+_SPARE = 16
+"""Room for this many times as many indices as are expected. Memory that is not written to costs nothing."""
+
+
+class KernelOps(HostOps):
+    """Implements `ops.protocol.Ops` by kernels. Selects the same entries as the framework's operations.
+
+    An adapter's class derives from this one and from the framework's operations. Those do what kernels cannot: arrays on other
+    devices, arrays of other types, and the operations that are not here.
+    """
+
+    def _wide(self, x: Array) -> Memory | None:
+        """Return the memory of a residual; None if it is left to the framework's operations."""
+        at = self.memory(x)
+        return at if at is not None and at.type <= FLOAT64 else None
+
+    # --- gradients in ---
+
+    def tracked(self, x: Array) -> Tracked:
+        at = self._wide(x)
+        return super().tracked(x) if at is None or not at.writable else cast(Tracked, TrackedMemory(self, x, at))
+
+    def accumulate(self, buffer: Array, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
+        at, given = self._wide(buffer), memory.gradients_of(self, gradients)
+        if at is None or given is None:
+            return super().accumulate(buffer, gradients, moving)
+        return memory.take_in(self, at.write(), given, moving)
+
+    # --- what is in an array ---
+
+    def measure(self, x: Array) -> Sums:
+        at = self._wide(x)
+        return super().measure(x) if at is None else memory.measure(at.read(), self.threads())
+
+    def norm(self, x: Array) -> float:
+        at = self._wide(x)
+        return super().norm(x) if at is None else math.sqrt(memory.measure(at.read(), self.threads()).squares)
+
+    def all_finite(self, array: Array) -> bool:
+        at = self.memory(array)
+        if at is None or at.type > FLOAT16:
+            return super().all_finite(array)
+        return bool(lib.hs_all_finite(*at.read(), self.threads()))
+
+    def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
+        at = self._wide(x)
+        if at is None:
+            return super().moments(x, threshold, with_log=with_log)
+        return memory.moments(at.read(), threshold, with_log, self.threads())
+
+    def counts(self, x: Array, thresholds: list[float]) -> list[int]:
+        at = self._wide(x)
+        return super().counts(x, thresholds) if at is None else memory.counts(at.read(), thresholds, self.threads())
+
+    # --- selection ---
+
+    def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
+        at = self._wide(x)
+        if at is None:
+            return super().select_above(x, threshold, capacity)
+        # Memory that is not written to costs nothing, but a second pass does.
+        room, threads, complete = min(_SPARE * capacity, at.numel), self.threads(), ffi.new("int *")
+        while not complete[0]:
+            above = np.empty(room, np.int64)
+            found = lib.hs_select_above(*at.read(), threshold, _written(above), room, threads, complete)
+            room, threads = found, 1
+        indices = self.array(above[:found])
+        if found > capacity:
+            indices = indices[self.select_largest(x[indices], capacity).indices]
+        return Selection(indices, found)
+
+    def select_largest(self, x: Array, count: int) -> Selection:
+        few = None if self._wide(x) is None else largest_candidates(self, x, count)
+        if few is None:
+            return super().select_largest(x, count)
+        among = super().select_largest(x[few], count)
+        return among._replace(indices=few[among.indices])
+
+    # --- messages ---
+
+    def take(self, x: Array, indices: Array) -> Array:
+        at = self._wide(x)
+        if at is None:
+            return super().take(x, indices)
+        some = _of_type(INT64, "indices", self.memory(indices))
+        values = np.empty(some.numel, np.float32)
+        _check_range(lib.hs_take(*at.write(), some.pointer(), some.numel, _written(values)), at)
+        return self.array(values)
+
+    def send(self, x: Array, indices: Array, capacity: int) -> Array:
+        at = self._wide(x)
+        if at is None:
+            return super().send(x, indices, capacity)
+        some = _of_type(INT64, "indices", self.memory(indices))
+        message = _empty_message(capacity, some.numel)
+        _check_range(lib.hs_send(*at.write(), some.pointer(), some.numel, capacity, _written(message)), at)
+        return self.array(message)
+
+    def pack(self, indices: Array, values: Array, capacity: int) -> Array:
+        at = self.memory(values)
+        if at is None:
+            return super().pack(indices, values, capacity)
+        some, at = _of_type(INT64, "indices", self.memory(indices)), _of_type(FLOAT32, "values", at)
+        if some.numel != at.numel:
+            raise ValueError(f"there must be as many values as indices, got {at.numel} and {some.numel}")
+        message = _empty_message(capacity, some.numel)
+        lib.hs_pack(some.pointer(), at.pointer(), some.numel, capacity, _written(message))
+        return self.array(message)
+
+    def pack_values(self, values: Array, length: int, tail: list[float]) -> Array:
+        at = self._wide(values)
+        if at is None:
+            return super().pack_values(values, length, tail)
+        # It may be as large as the residual.
+        lent = pool.lend(length + len(tail), TYPES[at.type])
+        lent[at.numel : length], lent[length:] = 0, tail
+        message = self.array(lent)
+        message[: at.numel] = values
+        return message
+
+    def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
+        at = self.memory(messages)
+        if at is None:
+            return super().rows_in_use(messages, world, numel)
+        # Pairs have two dimensions, and an index in every second place.
+        stride, used = messages.ndim, ffi.new("int64_t[]", world)
+        lib.hs_rows_in_use(_messages(at), stride, _length(at, stride, world), world, numel, used)
+        return [None if rows == -1 else rows for rows in used]
+
+    def unpack(self, message: Array, used: int) -> tuple[Array, Array]:
+        at = self.memory(message)
+        if at is None:
+            return super().unpack(message, used)
+        if used > _length(at, 2, 1):
+            raise ValueError(f"used must be at most {_length(at, 2, 1)}, got {used}")
+        indices, values = np.empty(used, np.int64), np.empty(used, np.float32)
+        lib.hs_unpack(_messages(at), used, _written(indices), _written(values))
+        return self.array(indices), self.array(values)
+
+    def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
+        at, world = self.memory(messages), len(used)
+        if at is None:
+            return super().assembler(messages, used, divisor)
+        pointer, capacity, rows = _messages(at), _length(at, 2, world), ffi.new("int64_t[]", used)
+        if not all(0 <= number <= capacity for number in used):
+            raise ValueError(f"used must be within [0, {capacity}], got {used}")
+
+        def assemble(targets: Sequence[Part]) -> None:
+            of_these = []
+            for first, part in targets:
+                place = self.memory(part)
+                if place is None or place.type > FLOAT64:
+                    raise ValueError(f"a part must be of float32 or float64 in the host's memory, got {part.dtype}")
+                address, number, numel, _, writable = place
+                if not writable:
+                    raise place.refusal()
+                of_these.append((address, number, first, numel))
+            if not lib.hs_assemble(
+                ffi.new("hs_target[]", of_these), len(of_these), pointer, capacity, world, rows, divisor
+            ):
+                raise IndexError(f"indices must be ascending in each of {len(used)} messages")
+
+        return assemble
+
+
+def _of_type(number: int, name: str, at: Memory | None) -> Memory:
+    if at is None or at.type != number:
+        raise ValueError(f"{name} must be of {TYPES[number]}, got {at and TYPES[at.type]}")
+    return at
+
+
+def _messages(at: Memory) -> Any:
+    """Return the address of messages."""
+    return _of_type(INT32, "messages", at).pointer()
+
+
+def _length(at: Memory, stride: int, world: int) -> int:
+    """Return how many rows each of `world` messages has, which hold `stride` numbers each."""
+    if not world or at.numel % (stride * world):
+        raise ValueError(f"messages must be {world} of the same length, got {at.numel // stride} rows")
+    return at.numel // (stride * world)
+
+
+def _empty_message(capacity: int, count: int) -> NDArray[np.int32]:
+    """Return memory for a message of pairs, which must have room for `count`."""
+    if count > capacity:
+        raise ValueError(f"there must be at most {capacity} indices, got {count}")
+    return np.empty((capacity, 2), np.int32)
+
+
+def _written(array: NDArray[Any]) -> Any:
+    """Return the address of an array that a kernel writes to; it keeps the array alive."""
+    return ffi.from_buffer("void *", array)
+
+
+def _check_range(in_range: int, target: Memory) -> None:
+    if not in_range:
+        raise IndexError(f"indices must be in [0, {target.numel})")
