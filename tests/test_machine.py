@@ -50,6 +50,9 @@ def equal(one: np.ndarray, other: np.ndarray) -> bool:
     return np.array_equal(one, other, equal_nan=True)
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+
 class LendingPool(BufferPool):
     """Knows what it has lent."""
 
@@ -76,7 +79,6 @@ class Settled(NamedTuple):
     steps: int
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 class Machine(RuleBasedStateMachine):
     @initialize(
         case=cases(),

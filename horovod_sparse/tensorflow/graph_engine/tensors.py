@@ -136,7 +136,7 @@ class Clip:
 def with_momentum(
     correction: MomentumCorrection, residual: Tensor, velocity: Tensor, gradient: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return residual and velocity with the gradient added, as `MomentumCorrection.accumulate` does."""
+    """Return residual and velocity with the gradient added, as `Ops.accumulate` does with momentum."""
     momentum = tf.cast(correction.momentum, velocity.dtype)
     if correction.nesterov:
         velocity = plus(velocity, gradient) * momentum
