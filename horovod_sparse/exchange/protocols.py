@@ -145,18 +145,18 @@ def union(bucket: Sender) -> Generator[Collective, Any, Sent]:
     message = ops.pack_indices(selection.indices, header, bucket.capacity)
     gathered = yield Collective("allgather", message)
     _check_length(bucket, gathered, message)
-    messages = ops.split(gathered, bucket.world)
-    headers = [[int(number) for number in ops.numbers(message[: wire.HEADER])] for message in messages]
-    if any(checksum == wire.NOT_FINITE for checksum, _ in headers):
+    headers = ops.numbers(gathered.reshape(bucket.world, -1)[:, : wire.HEADER].reshape(-1))
+    checksums, proposals = headers[:: wire.HEADER], headers[1 :: wire.HEADER]
+    if wire.NOT_FINITE in checksums:
         bucket.drop_rest()
         return None
-    if len({checksum for checksum, _ in headers}) > 1:
+    if len(set(checksums)) > 1:
         raise _disagreement(bucket)
-    for sender, message in enumerate(messages):
-        _check_indices(bucket, message[wire.HEADER :], sender)
-    indices = ops.union([message[wire.HEADER :] for message in messages])
+    indices = ops.union(gathered, bucket.world, wire.HEADER, bucket.numel)
+    if indices is None:
+        raise _damaged_indices(bucket, gathered)
     bucket.sent(len(indices), selection.found - len(selection.indices))
-    bucket.observe(len(indices), [wire.float_of(bits) for _, bits in headers])
+    bucket.observe(len(indices), [wire.float_of(int(bits)) for bits in proposals])
     room = min(bucket.capacity * bucket.world, bucket.numel)
     total = yield Collective("allreduce", ops.pack_values(bucket.take(indices), room, []))
     return Entries(indices, total[: len(indices)])
@@ -199,11 +199,12 @@ def _check_length(bucket: Sender, gathered: Array, message: Array) -> None:
         raise _disagreement(bucket)
 
 
-def _check_indices(bucket: Sender, indices: Array, sender: int) -> None:
-    """Raise unless the indices that a worker sent are as `wire` requires."""
-    (used,) = bucket.ops.rows_in_use(indices, 1, bucket.numel)
-    if used is None or used == wire.NOT_FINITE:
-        raise _damage(bucket, indices, sender)
+def _damaged_indices(bucket: Sender, gathered: Array) -> RuntimeError:
+    """Return the error for the first message of indices that is not as `wire` requires."""
+    messages = [message[wire.HEADER :] for message in bucket.ops.split(gathered, bucket.world)]
+    flaws = [bucket.ops.rows_in_use(message, 1, bucket.numel)[0] in (None, wire.NOT_FINITE) for message in messages]
+    sender = flaws.index(True)
+    return _damage(bucket, messages[sender], sender)
 
 
 def _damage(bucket: Sender, indices: Array, sender: int) -> RuntimeError:

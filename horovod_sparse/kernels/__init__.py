@@ -348,6 +348,28 @@ def rows_in_use(indices: Memory, stride: int, world: int, numel: int) -> list[in
     return [None if rows == -1 else rows for rows in used]
 
 
+def union(messages: Memory, world: int, header: int, numel: int) -> NDArray[np.int64] | None:
+    """See `protocol.Ops.union`."""
+    length = messages.numel // world
+    if messages.dtype != "int32" or messages.numel % world or length < header:
+        raise ValueError(f"messages must be {world} of the same length, at least {header}, of int32, got {messages}")
+    merged = np.empty(world * (length - header), np.int64)
+    of_all = _native.ffi.cast("int32_t *", messages.address)
+    found = _native.lib.hs_union(of_all, length, header, world, numel, pointer_of(merged, "int64_t *"))
+    return None if found < 0 else merged[:found]
+
+
+def distinct(draw: Callable[[int], NDArray[np.int64]], numel: int, k: int) -> NDArray[np.int64]:
+    """See `protocol.Ops.distinct`."""
+    marks, numbers, found = np.zeros((numel + 63) // 64, np.uint64), np.empty(k, np.int64), 0
+    pointer = pointer_of(marks, "uint64_t *")
+    while found < k:
+        drawn = draw(k - found)
+        found += _native.lib.hs_mark(pointer, pointer_of(drawn, "int64_t *"), len(drawn))
+    _native.lib.hs_marked(pointer, len(marks), pointer_of(numbers, "int64_t *"))
+    return numbers
+
+
 def unpack(message: Memory, used: int, indices: Memory, values: Memory) -> None:
     """Read the first `used` rows of a message of pairs."""
     if not used == indices.numel == values.numel <= message.numel // 2:

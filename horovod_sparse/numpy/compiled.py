@@ -107,12 +107,11 @@ class CompiledOps(NumpyOps):
         among = super().select_largest(x[few], count)
         return among._replace(indices=few[among.indices])
 
-    def union(self, parts: list[Array]) -> Array:
-        # np.unique takes many times longer.
-        merged = np.sort(np.concatenate(parts))
-        first = merged >= 0
-        first[1:] &= merged[1:] != merged[:-1]
-        return merged[first].astype(np.int64)
+    def union(self, gathered: Array, world: int, header: int, numel: int) -> Array | None:
+        return kernels.union(memory_of(_contiguous(gathered)), world, header, numel)
+
+    def distinct(self, draw: Callable[[int], Array], numel: int, k: int) -> Array:
+        return kernels.distinct(draw, numel, k)
 
     def take(self, x: Array, indices: Array) -> Array:
         values = np.empty(indices.size, np.float32)

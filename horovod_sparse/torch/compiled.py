@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -96,6 +97,15 @@ class CompiledTorchOps(TorchOps):
             return super().select_largest(x, count)
         among = super().select_largest(x[few], count)
         return among._replace(indices=few[among.indices])
+
+    def union(self, gathered: Tensor, world: int, header: int, numel: int) -> Tensor | None:
+        if not gathered.is_cpu:
+            return super().union(gathered, world, header, numel)
+        merged = kernels.union(_flat(gathered), world, header, numel)
+        return None if merged is None else torch.from_numpy(merged)
+
+    def distinct(self, draw: Callable[[int], NDArray[np.int64]], numel: int, k: int) -> NDArray[np.int64]:
+        return kernels.distinct(draw, numel, k)
 
     def take(self, x: Tensor, indices: Tensor) -> Tensor:
         if not _is_compiled(x):
