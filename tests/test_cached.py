@@ -107,6 +107,9 @@ def check_answers(backend: Backend, tracked: Any, buffer: Any, threshold: float,
     assert tracked.counts(buffer, [threshold, 0.6]) == ops.counts(buffer, [threshold, 0.6])
     for count in {1, 1 + size // 2, size}:
         assert tracked.kth_largest(buffer, count) == ops.kth_largest(buffer, count)
+        for start, stride in ((0, 1), (0, 3), (2, 3)):
+            sampled = (buffer, start, stride, min(count, len(buffer[start::stride])))
+            assert not sampled[-1] or tracked.sampled_largest(*sampled) == ops.sampled_largest(*sampled)
         for one, other in (
             (tracked.select_largest(buffer, count), ops.select_largest(buffer, count)),
             (tracked.select_above(buffer, threshold, count), ops.select_above(buffer, threshold, count)),

@@ -18,7 +18,9 @@ from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.compressors.draws import distinct
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.randomk import RandomK
+from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.torch.compiled import tensor_ops
 
 OPS = NumpyOps()
 MAKERS: dict[str, Any] = {
@@ -134,22 +136,24 @@ def test_ranks_that_draw_differently_raise(make: Any) -> None:
         exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
 
 
-@pytest.mark.parametrize("k", [1, 100, 3000])
-def test_many_are_drawn_as_few_are(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever takes less time: ranks with other limits would disagree."""
-    drawn = []
-    for limit in (1, 10**6):
-        monkeypatch.setattr("horovod_sparse.compressors.draws._MANY", limit)
-        drawn.append(distinct(np.random.default_rng(5), 10_000, k))
-    np.testing.assert_array_equal(*drawn, strict=True)
-    assert len(drawn[0]) == k
+@pytest.mark.parametrize("numel", [9_984, 10_000, 10_047])
+@pytest.mark.parametrize("k", [1, 100, 3000, 9000])
+def test_kernels_draw_what_numpy_draws(numel: int, k: int) -> None:
+    drawn = [distinct(ops, np.random.default_rng(5), numel, k) for ops in (OPS, host_ops(), tensor_ops())]
+    # The rule: numbers that were drawn before are drawn again.
+    draws, due = np.random.default_rng(5), set[int]()
+    while len(due) < min(k, numel - k):
+        due.update(draws.integers(numel, size=min(k, numel - k) - len(due)).tolist())
+    expected = np.setdiff1d(np.arange(numel), list(due)) if k > numel // 2 else np.sort(np.array(list(due)))
+    for one in drawn:
+        np.testing.assert_array_equal(one, expected, strict=True)
 
 
 @pytest.mark.parametrize(("numel", "k"), [(1, 1), (2, 1), (2, 2), (5, 2), (5, 3), (5, 4), (5, 5), (33, 2)])
 def test_every_set_of_k_is_drawn_equally_often(numel: int, k: int) -> None:
     draws, times = np.random.default_rng(11), 400
     sets = list(itertools.combinations(range(numel), k))
-    counts = Counter(tuple(distinct(draws, numel, k).tolist()) for _ in range(times * len(sets)))
+    counts = Counter(tuple(distinct(host_ops(), draws, numel, k).tolist()) for _ in range(times * len(sets)))
     assert set(counts) == set(sets)
     # Chi-squared, at a chance of one in a thousand that is fixed by the seed.
     chi = sum((counts[each] - times) ** 2 / times for each in sets)

@@ -117,6 +117,33 @@ def test_the_same_is_refused_everywhere(backend: Backend, indices: list[int]) ->
     assert used == (len(rows) if right else None)
 
 
+@on_every_backend
+@given(messages=st.lists(st.sets(st.integers(0, 39), max_size=6), min_size=1, max_size=9))
+def test_a_union_has_every_index_once(backend: Backend, messages: list[set[int]]) -> None:
+    rows = [[-2, 7, *sorted(indices), *[-1] * (6 - len(indices))] for indices in messages]
+    gathered = np.array(rows, np.int32).reshape(-1)
+    union = backend.ops.union(backend.array(gathered), len(messages), 2, 40)
+    expected = np.array(sorted(set().union(*messages)), np.int64)
+    np.testing.assert_array_equal(backend.numpy(union), expected, strict=True)
+    for flawed in (40, -2):
+        gathered[-6] = flawed
+        assert backend.ops.union(backend.array(gathered), len(messages), 2, 40) is None
+
+
+@on_every_backend
+def test_damaged_messages_of_indices_are_refused(backend: Backend) -> None:
+    pipeline = make_pipeline(backend, TopK(0.5, union=True, granularity="model", min_numel=0), {"p": (8,)}, world=2)
+    pipeline.start_step()
+    pipeline.arrive("p", None)
+    mine = backend.numpy(pipeline.begin(pipeline.buckets[0]).message)
+    theirs = mine.copy()
+    theirs[wire.HEADER :] = [5, 5, -1, -1]
+    error = "the message of worker 1 for bucket 'p' is damaged: row 1 has index 5 after 5"
+    with pytest.raises(RuntimeError, match=error):
+        pipeline.advance(pipeline.buckets[0], backend.array(np.concatenate([mine, theirs])), 1.0, pytest.fail)
+    pipeline.abort()
+
+
 @pytest.mark.parametrize(("indices", "what"), [case for case in DAMAGED.values() if case[1]])
 @on_every_backend
 def test_a_damaged_message_is_refused_before_anything_is_added(backend: Backend, indices: list[int], what: str) -> None:

@@ -93,8 +93,9 @@ class DGC(Compressor):
             return selection
         # Hierarchical selection: the exact top-k, searched only among the entries above the threshold.
         values = x[selection.indices]
-        state.expect(ops.kth_largest(values, k), k)
-        return Selection(selection.indices[ops.select_largest(values, k).indices], k)
+        among = ops.select_largest(values, k)
+        state.expect(among.smallest, k)
+        return Selection(selection.indices[among.indices], k)
 
     def _sampled(self, ops: Ops, x: Array, k: int, state: BucketState) -> float:
         """Return the threshold that a sample suggests. Its entries are taken at a fixed stride from a random start."""
@@ -103,5 +104,5 @@ class DGC(Compressor):
         # The stride is odd, so that it does not lock on to the rows of a layer.
         stride = max(1, (numel // size - 1) | 1)
         start = int(generator(self.seed, state, shared=False).integers(stride))
-        sample = x[start::stride]
-        return ops.kth_largest(sample, max(1, round(len(sample) * k / numel)))
+        sampled = len(range(start, numel, stride))
+        return ops.sampled_largest(x, start, stride, max(1, round(sampled * k / numel)))

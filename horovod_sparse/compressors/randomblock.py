@@ -46,12 +46,15 @@ class RandomBlock(RandomCompressor):
         numel, blocks = len(x), min(self.blocks, k)
         draws = self.draws(state)
         start = int(draws.integers(numel))
-        sizes = np.full(blocks, k // blocks) + (np.arange(blocks) < k % blocks)
-        gaps = draws.multinomial(numel - k, np.full(blocks, 1.0 / blocks))
+        size, longer = divmod(k, blocks)
         # Whatever the gaps are, the shift by a uniform start gives every entry the same chance.
-        starts = start + np.cumsum(sizes + gaps) - sizes - gaps
-        chosen = np.concatenate([np.arange(first, first + size) for first, size in zip(starts, sizes, strict=True)])
-        state.fingerprint = zlib.crc32(starts.astype(np.int64).tobytes()) >> 1 if self.shared else 0
+        pieces = []
+        for number, gap in enumerate(draws.multinomial(numel - k, [1.0 / blocks] * blocks).tolist()):
+            pieces.append(np.arange(start, start + size + (number < longer)))
+            start = int(pieces[-1][-1]) + 1 + gap
+        starts = np.array([piece[0] for piece in pieces], np.int64)
+        chosen = np.concatenate(pieces)
+        state.fingerprint = zlib.crc32(starts.data) >> 1 if self.shared else 0
         if chosen[-1] >= numel:
             chosen = np.sort(chosen % numel)
         return Selection(ops.indices(chosen, x), k)

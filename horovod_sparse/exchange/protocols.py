@@ -148,17 +148,14 @@ def union(bucket: Sender) -> Generator[Collective, Any, Sent]:
     message = ops.pack_indices(selection.indices, header, bucket.capacity)
     gathered = yield Collective("allgather", message)
     _check_result(bucket, gathered, (bucket.world * (wire.HEADER + bucket.capacity),), message.dtype)
-    messages = wire.split(gathered, bucket.world)
-    headers = [_header(message[: wire.HEADER].tolist()) for message in messages]
+    headers = [_header(row) for row in gathered.reshape(bucket.world, -1)[:, : wire.HEADER].tolist()]
     if any(checksum == wire.NOT_FINITE for checksum, _ in headers):
         bucket.drop_rest()
         return None
     _check_headers(bucket, headers)
-    parts = [message[wire.HEADER :] for message in messages]
-    for sender, part in enumerate(parts):
-        if ops.rows_in_use(part, 1, bucket.numel)[0] in (None, wire.NOT_FINITE):
-            raise _damaged_indices(bucket, part, sender)
-    indices = ops.union(parts)
+    indices = ops.union(gathered, bucket.world, wire.HEADER, bucket.numel)
+    if indices is None:
+        raise _first_damaged(bucket, gathered)
     bucket.sent(len(indices), selection.found - len(selection.indices))
     bucket.observe(len(indices), [proposed for _, proposed in headers])
     room = min(bucket.capacity * bucket.world, bucket.numel)
@@ -208,6 +205,14 @@ def _header(numbers: Sequence[float]) -> tuple[int, float]:
     """Return the checksum and the proposed number in the header of a message of indices."""
     checksum, bits = numbers
     return int(checksum), wire.float_of(int(bits))
+
+
+def _first_damaged(bucket: Sender, gathered: Array) -> RuntimeError:
+    """Return the error for the first message of indices that is not as `wire` requires."""
+    messages = [message[wire.HEADER :] for message in wire.split(gathered, bucket.world)]
+    flaws = [bucket.ops.rows_in_use(message, 1, bucket.numel)[0] in (None, wire.NOT_FINITE) for message in messages]
+    sender = flaws.index(True)
+    return _damaged_indices(bucket, messages[sender], sender)
 
 
 def _check_headers(bucket: Sender, headers: Sequence[tuple[int, float]]) -> None:

@@ -647,6 +647,35 @@ void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, in
         used[sender] = rows_in_use(indices + sender * capacity * stride, stride, capacity, n);
 }
 
+int64_t hs_union(const int32_t* messages, int64_t length, int64_t header, int64_t world, int64_t n, int64_t* merged) {
+    std::vector<int64_t*> ends{merged};
+    for (const int32_t* one = messages; one != messages + world * length; one += length) {
+        const int64_t used = rows_in_use(one + header, 1, length - header, n);
+        if (used < 0) return -1;
+        ends.push_back(std::copy_n(one + header, used, ends.back()));
+    }
+    for (int64_t width = 1; width < world; width *= 2)
+        for (int64_t first = 0; first + width < world; first += 2 * width)
+            std::inplace_merge(ends[first], ends[first + width], ends[std::min(world, first + 2 * width)]);
+    return std::unique(merged, ends.back()) - merged;
+}
+
+int64_t hs_mark(uint64_t* marks, const int64_t* numbers, int64_t count) {
+    int64_t added = 0;
+    for (const int64_t* number = numbers; number != numbers + count; ++number) {
+        uint64_t& word = marks[*number / 64];
+        added += ~word >> *number % 64 & 1;
+        word |= uint64_t{1} << *number % 64;
+    }
+    return added;
+}
+
+void hs_marked(const uint64_t* marks, int64_t words, int64_t* numbers) {
+    for (int64_t number = 0; number < words; ++number)
+        for (uint64_t left = marks[number]; left != 0; left &= left - 1)
+            *numbers++ = 64 * number + __builtin_ctzll(left);
+}
+
 void hs_unpack(const int32_t* message, int64_t used, int64_t* indices, float* values) {
     for (int64_t row = 0; row < used; ++row) {
         indices[row] = message[2 * row];

@@ -209,34 +209,50 @@ INLINE Vector<T> updated(Vector<T> residual, Vector<T>& velocity, Vector<T> grad
     return (residual + gradient) + velocity;
 }
 
+// Copies the finite entries of a group of a gradient, and zeros for the others. Returns the number of the others.
+template <class T>
+__attribute__((noinline)) int64_t clean(const T* gradient, T* cleaned) {
+    int64_t bad = 0;
+    for (int i = 0; i < kGroup; ++i) {
+        const bool good = finite(gradient + i, 1);
+        cleaned[i] = good ? gradient[i] : T{0};
+        bad += !good;
+    }
+    return bad;
+}
+
 // Returns a mask with a bit for each group that has an entry above the bound. Without sums, notes only the largest magnitude.
 template <class T, bool kSums, bool kVelocity, bool kNesterov>
 uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, T momentum,
                     typename Type<T>::Bit bound, Totals<T>& totals) {
-    T cleaned[kPiece];
-    if (__builtin_expect(!finite(gradient, count), 0)) {
-        for (int64_t i = 0; i < count; ++i) {
-            const bool good = finite(gradient + i, 1);
-            cleaned[i] = good ? gradient[i] : T{0};
-            totals.bad += !good;
-        }
-        gradient = cleaned;
-    }
+    constexpr int kVectors = kGroup / kLanes<T>;
     Running<T> sums(totals);
     const Bits<T> limit = Bits<T>{} + bound;
     uint32_t groups = 0;
     const auto do_group = [&](int64_t number, T* r, T* v, const T* g) ALWAYS {
-        Bits<T> most = {};
+        Vector<T> now[kVectors], velocities[kVectors];
+        const auto update = [&](const T* from) ALWAYS {
+            Bits<T> most = {};
+            each_vector<T>([&](int part) ALWAYS {
+                const int at = part * kLanes<T>;
+                velocities[part] = kVelocity ? load<Vector<T>>(v + at) : Vector<T>{};
+                now[part] = updated<T, kVelocity, kNesterov>(load<Vector<T>>(r + at), velocities[part],
+                                                             load<Vector<T>>(from + at), momentum);
+                most = larger(most, magnitude_bits<T>(now[part]));
+            });
+            return most;
+        };
+        Bits<T> most = update(g);
+        if (__builtin_expect(any_above(most, Bits<T>{} + (Type<T>::infinity - 1)), 0)) {
+            // An entry of the gradient is not finite, or a sum has left the range of the type.
+            T cleaned[kGroup];
+            totals.bad += clean(g, cleaned);
+            most = update(cleaned);
+        }
         each_vector<T>([&](int part) ALWAYS {
-            const int at = part * kLanes<T>;
-            Vector<T> velocities = kVelocity ? load<Vector<T>>(v + at) : Vector<T>{};
-            const Vector<T> now = updated<T, kVelocity, kNesterov>(load<Vector<T>>(r + at), velocities,
-                                                                   load<Vector<T>>(g + at), momentum);
-            if (kVelocity) store(v + at, velocities);
-            store(r + at, now);
-            const Bits<T> bits = magnitude_bits<T>(now);
-            if (kSums) sums.add(part, bits, Bits<T>{}, 0.0);
-            most = larger(most, bits);
+            if (kVelocity) store(v + part * kLanes<T>, velocities[part]);
+            store(r + part * kLanes<T>, now[part]);
+            if (kSums) sums.add(part, magnitude_bits<T>(now[part]), Bits<T>{}, 0.0);
         });
         sums.largest = larger(sums.largest, most);
         groups |= uint32_t{any_above(most, limit)} << number;

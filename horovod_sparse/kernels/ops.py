@@ -96,7 +96,28 @@ class KernelOps(HostOps):
         among = super().select_largest(x[few], count)
         return among._replace(indices=few[among.indices])
 
+    def distinct(self, draw: Callable[[int], NDArray[np.int64]], numel: int, k: int) -> NDArray[np.int64]:
+        marks, numbers, found = np.zeros((numel + 63) // 64, np.uint64), np.empty(k, np.int64), 0
+        while found < k:
+            drawn = draw(k - found)
+            found += lib.hs_mark(_written(marks), _written(drawn), len(drawn))
+        lib.hs_marked(_written(marks), len(marks), _written(numbers))
+        return numbers
+
     # --- messages ---
+
+    def union(self, gathered: Array, world: int, header: int, numel: int) -> Array | None:
+        at = self.memory(gathered)
+        if at is None:
+            return super().union(gathered, world, header, numel)
+        length = at.numel // world
+        if at.numel % world or length < header:
+            raise ValueError(
+                f"gathered must be {world} messages of at least {header} numbers each, got {at.numel} numbers"
+            )
+        merged = np.empty(world * (length - header), np.int64)
+        found = lib.hs_union(_messages(at), length, header, world, numel, _written(merged))
+        return None if found < 0 else self.array(merged[:found])
 
     def take(self, x: Array, indices: Array) -> Array:
         at = self._wide(x)

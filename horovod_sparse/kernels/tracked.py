@@ -160,6 +160,14 @@ class TrackedMemory:
             return self._ops.kth_largest(x, count)
         return _kth_largest(np.abs(above.values), count)
 
+    def sampled_largest(self, x: Array, start: int, stride: int, count: int) -> float:
+        above = self.above if x is self._x else None
+        if above is not None:
+            sample = above.values[(above.indices - start) % stride == 0]
+            if len(sample) >= count:
+                return _kth_largest(np.abs(sample), count)
+        return self._ops.sampled_largest(x, start, stride, count)
+
     def _complete(self) -> bool:
         """Return whether every part of the array has taken in a gradient, and no sum has left the range of the type."""
         return self._notes is not None and self._seen == self._numel and bool(self._notes.valid)

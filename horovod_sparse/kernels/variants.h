@@ -93,9 +93,10 @@ struct Variant {
     Loops<double> of_double;
 };
 
-// The processor's own prefetching ends at the end of a page. Prefetching an address that is not mapped does no harm.
+// The processor's own prefetching ends at the end of a page, so this reaches one page ahead: further ahead, arrays that fit
+// into the last-level cache are slower. Prefetching an address that is not mapped does no harm.
 INLINE void ask_for_what_follows(const void* here) {
-    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(here) + (1 << 14)));
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(here) + (1 << 12)));
 }
 
 INLINE float from_bfloat16(uint16_t bits) {

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.exchange.wire import NOT_FINITE, PADDING, split
 from horovod_sparse.ops.cached import Cached
+from horovod_sparse.ops.distinct import marked_distinct
 from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
 
 Array = NDArray[Any]
@@ -103,15 +104,21 @@ class NumpyOps(Ops):
     def kth_largest(self, x: Array, count: int) -> float:
         return float(np.partition(np.abs(x), x.size - count)[x.size - count])
 
+    def sampled_largest(self, x: Array, start: int, stride: int, count: int) -> float:
+        return self.kth_largest(x[start::stride], count)
+
     def indices(self, host: Array, like: Array) -> Array:
         return host
 
-    def union(self, parts: list[Array]) -> Array:
-        # np.unique takes many times longer.
-        merged = np.sort(np.concatenate(parts))
-        first = merged >= 0
-        first[1:] &= merged[1:] != merged[:-1]
-        return merged[first].astype(np.int64)
+    def union(self, gathered: Array, world: int, header: int, numel: int) -> Array | None:
+        messages = [message[header:] for message in split(gathered, world)]
+        if any(used in (None, NOT_FINITE) for message in messages for used in self.rows_in_use(message, 1, numel)):
+            return None
+        merged = np.unique(np.concatenate(messages)).astype(np.int64)
+        return merged[merged >= 0]
+
+    def distinct(self, draw: Callable[[int], Array], numel: int, k: int) -> Array:
+        return marked_distinct(draw, numel, k)
 
     def take(self, x: Array, indices: Array) -> Array:
         largest = np.finfo(np.float32).max

@@ -134,11 +134,23 @@ class Ops(Protocol):
     def kth_largest(self, x: Array, count: int) -> float:
         """Return the smallest of the `count` largest magnitudes. 1 <= count <= len(x)."""
 
+    def sampled_largest(self, x: Array, start: int, stride: int, count: int) -> float:
+        """Return `kth_largest(x[start::stride], count)`; 0 <= start < stride."""
+
     def indices(self, host: Any, like: Array) -> Array:
         """Return the indices `host`, a NumPy array of int64, as an array on the device of `like`."""
 
-    def union(self, parts: list[Array]) -> Array:
-        """Return all indices (int64, ascending, unique) that are in any of the arrays `parts`; negative ones are padding."""
+    def union(self, gathered: Array, world: int, header: int, numel: int) -> Array | None:
+        """Return all indices (int64, ascending, unique) of `world` messages; None if `wire.flaw` finds a flaw in one.
+
+        In each message the indices come after `header` numbers, for a bucket of `numel` entries.
+        """
+
+    def distinct(self, draw: Callable[[int], Any], numel: int, k: int) -> Any:
+        """Draw k different numbers of [0, numel), and return them ascending, as a NumPy array of int64.
+
+        `draw(n)` draws n numbers, which may be equal: first k, then as many as are missing, and so on.
+        """
 
     def take(self, x: Array, indices: Array) -> Array:
         """Return x[indices] rounded to float32 and subtract it from x, so that sent + kept is x exactly."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from horovod_sparse.exchange.wire import NOT_FINITE, PADDING, split
 from horovod_sparse.ops.cached import Cached
+from horovod_sparse.ops.distinct import marked_distinct
 from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
 from horovod_sparse.torch import device
 
@@ -158,16 +159,24 @@ class TorchOps(Ops):
             return float(magnitudes[x.numel() - count])
         return float(torch.topk(x.abs(), count, sorted=False).values.min())
 
+    def sampled_largest(self, x: Tensor, start: int, stride: int, count: int) -> float:
+        return self.kth_largest(x[start::stride], count)
+
     def indices(self, host: NDArray[np.int64], like: Tensor) -> Tensor:
         moved: Tensor = torch.from_numpy(host).to(like.device)
         return moved
 
-    def union(self, parts: list[Tensor]) -> Tensor:
-        merged = torch.cat(parts)
-        merged = torch.from_numpy(np.sort(merged.numpy())) if merged.device.type == "cpu" else merged.sort().values
+    def union(self, gathered: Tensor, world: int, header: int, numel: int) -> Tensor | None:
+        messages = gathered.view(world, -1)[:, header:]
+        if any(used in (None, NOT_FINITE) for used in self.rows_in_use(messages.flatten(), world, numel)):
+            return None
+        merged = messages.flatten().sort().values
         first = merged >= 0
         first[1:] &= merged[1:] != merged[:-1]
         return merged[first].long()
+
+    def distinct(self, draw: Callable[[int], NDArray[np.int64]], numel: int, k: int) -> NDArray[np.int64]:
+        return marked_distinct(draw, numel, k)
 
     def take(self, x: Tensor, indices: Tensor) -> Tensor:
         taken = x[indices]
@@ -204,12 +213,21 @@ class TorchOps(Ops):
 
     def pack_values(self, values: Tensor, length: int, tail: list[float]) -> Tensor:
         message = values.new_empty(length + len(tail))
+        if message.device.type == "cpu":
+            # NumPy takes a fraction of PyTorch's time for a few numbers.
+            host, count = message.numpy(), values.numel()
+            host[:count], host[count:length], host[length:] = values.numpy(), 0.0, tail
+            return message
         message[: values.numel()] = values
         message[values.numel() : length] = 0
         message[length:] = values.new_tensor(tail)
         return message
 
     def pack_indices(self, indices: Tensor, header: list[int], capacity: int) -> Tensor:
+        if indices.device.type == "cpu":
+            host = np.full(len(header) + capacity, PADDING, np.int32)
+            host[: len(header)], host[len(header) : len(header) + indices.numel()] = header, indices.numpy()
+            return torch.from_numpy(host)
         message = torch.full((len(header) + capacity,), PADDING, dtype=torch.int32, device=indices.device)
         message[: len(header)] = message.new_tensor(header)
         message[len(header) : len(header) + indices.numel()] = indices
