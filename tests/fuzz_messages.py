@@ -125,7 +125,10 @@ def judge(receivers: Sequence[Receiver], random: Random) -> Counter[str]:
             receiver.assemble(every, anything)
             made = receiver.assemble(every, used)
         else:
+            # One message that is refused is enough.
+            assert (receiver.union(every) is None) == any(rows is None or rows < 0 for rows in verdicts)
             made = receiver.union(every[np.array(used) > 0])
+            assert made is not None
         first_made = made if first_made is None else first_made
         assert _same(made, first_made), (made, first_made)
     return Counter("refused" if rows is None else "not finite" if rows < 0 else "decoded" for rows in verdicts)

@@ -202,9 +202,12 @@ class Receiver:
             assert self._host.tobytes() == self._untouched, "something was written before the error"
         return self._written()
 
-    def union(self, messages: Sequence[np.ndarray]) -> np.ndarray:
-        """Return all indices in messages of indices, where this rank can take its values."""
-        indices = self.backend.ops.union([self.backend.array(message) for message in messages])
+    def union(self, messages: np.ndarray) -> np.ndarray | None:
+        """Return all indices in messages of indices, where this rank can take its values; None if a message is refused."""
+        gathered = self.backend.array(messages.reshape(-1))
+        indices = self.backend.ops.union(gathered, len(messages), 0, self._sender.numel)
+        if indices is None:
+            return None
         assert len(self._sender.take(indices)) == len(indices)
         return self.backend.numpy(indices)
 

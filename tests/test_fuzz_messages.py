@@ -115,14 +115,14 @@ def test_triton_writes_within_bounds_whatever_the_indices_are(numel: int) -> Non
 def test_a_long_damaged_message_is_read_only_up_to_its_first_flaw() -> None:
     seen = []
 
-    class Counting(type(ORACLE.ops)):  # type: ignore[misc]
-        def numbers(self, array: Any) -> list[float]:
-            seen.append(len(array))
-            return list(super().numbers(array))
+    class Counting(np.ndarray[Any, Any]):
+        def tolist(self) -> Any:
+            seen.append(len(self))
+            return super().tolist()
 
     indices = np.full(2**20, wire.PADDING, np.int32)
     indices[2**16 + 3] = 5
-    bucket: Any = SimpleNamespace(ops=Counting(), name="p", numel=10, rank=0)
+    bucket: Any = SimpleNamespace(ops=ORACLE.ops, name="p", numel=10, rank=0)
     with pytest.raises(RuntimeError, match="row 65539 has index 5 after padding"):
-        protocols.rows_of(bucket, np.stack([indices, indices], axis=1), 1)
-    assert seen == [2**16, 2**16]
+        protocols.rows_of(bucket, np.stack([indices, indices], axis=1).view(Counting), 1)
+    assert [rows for rows in seen if rows > 1] == [2**16, 2**16]
