@@ -126,6 +126,8 @@ def a_loss_scaler_follows(make: Any) -> None:
 
     def training() -> Training:
         model, scaler = overflowing(), torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        # A scaler makes its scale when it is first used.
+        scaler.scale(torch.zeros(()))
         compression = make(0.02)
         optimizer = wrap(model, compression, momentum=0.0)
         compression.scale_with(scaler)
