@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import subprocess
 import sys
@@ -11,9 +12,12 @@ from typing import Any
 
 import horovod.torch
 import pytest
+from horovod.torch import join as stock_join
 from horovod.torch import optimizer as horovod_optimizer
+from horovod.torch.mpi_ops import mpi_lib
 
 import horovod_sparse.torch
+from horovod_sparse.core import binding
 from horovod_sparse.torch import seam
 
 STOCK_CLASSES = (horovod_optimizer._DistributedOptimizer, horovod_optimizer._DistributedAdasumOptimizer)
@@ -144,6 +148,34 @@ def test_extended_methods_keep_name_module_and_documentation() -> None:
     cls = horovod_optimizer._DistributedOptimizer
     assert cls.__module__ == "horovod.torch.optimizer"
     assert [(cls.step.__name__, cls.step.__module__)] == [("step", "horovod.torch.optimizer")]
+
+
+def test_stock_join_is_untouched_unless_a_compressor_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a name that was imported before; an optimizer that nobody uses any more does not count."""
+
+    class Server:
+        active = True
+
+    class Cycle:
+        pass
+
+    def stock(*args: Any) -> None:
+        raise LookupError
+
+    compressor = horovod_sparse.torch.TopK(0.5)
+    monkeypatch.setattr(mpi_lib, "horovod_torch_join", seam._join(stock))
+    gc.collect()
+    assert [one for one in binding._serving if one.server is not None and one.server.active] == []
+    with pytest.raises(LookupError):
+        stock_join()
+    compressor.bind(Server())  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match=r"TopK\(.*with horovod_sparse\.torch\.Join\(optimizer\)"):
+        stock_join()
+    cycle: Any = Cycle()
+    cycle.itself, cycle.compressor = cycle, compressor
+    del compressor, cycle
+    with pytest.raises(LookupError):
+        stock_join()
 
 
 # --- what importing brings ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import subprocess
 import sys
@@ -70,6 +71,22 @@ def test_uninstall_restores_stock_exactly() -> None:
         seam.install()
     assert [function.__wrapped__ for function in extended] == stock
     assert [function.__wrapped__ for function in _functions()] == stock
+
+
+def test_stock_join_is_refused_beside_a_compressor(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Server:
+        active = True
+
+    called: list[bool] = []
+    library = horovod.tensorflow.mpi_ops.MPI_LIB
+    monkeypatch.setattr(library, "horovod_join", seam._join(lambda: called.append(True)))
+    compressor = horovod_sparse.tensorflow.TopK(0.5)
+    gc.collect()
+    horovod.tensorflow.join()
+    compressor.bind(Server())  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="give all ranks the same number of steps"):
+        horovod.tensorflow.join()
+    assert called == [True]
 
 
 def test_all_public_names_of_horovod_are_there() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.agreement import is_elastic
@@ -16,6 +18,10 @@ from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.ops.protocol import Array, Ops
 
 _FORCE = "HOROVOD_SPARSE_FORCE"
+
+
+_serving: WeakSet[BoundCompressor] = WeakSet()
+"""The compressors in this process that serve an optimizer or tape."""
 
 
 class BoundCompressor(Compressor):
@@ -37,6 +43,7 @@ class BoundCompressor(Compressor):
         """Bind this compressor to an optimizer, which calls this when it is given the compressor; refuse a second one."""
         self.check_free()
         self._server = server
+        _serving.add(self)
 
     @property
     def server(self) -> Server | None:
@@ -91,7 +98,7 @@ class BoundCompressor(Compressor):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, on the same model. It is strict; bucketing and world size may differ."""
-        server = self._bound()
+        server = self._bound_on_every_rank("load_state_dict")
         check_parts(state, self)
         server.load_compression_state(state)
 
@@ -101,13 +108,13 @@ class BoundCompressor(Compressor):
         With dynamic loss scaling, call this whenever the scale has changed; `factor` is the new scale / the old one.
         """
         check_factor(factor)
-        server = self._bound()
+        server = self._bound_on_every_rank("rescale")
         if factor != 1.0:
             server.rescale(float(factor))
 
     def reset(self) -> None:
         """Forget residuals, adaptive state and statistics."""
-        self._bound().reset()
+        self._bound_on_every_rank("reset").reset()
 
     def discard_step(self) -> None:
         """Discard a step whose gradients were reduced but must not be applied: call it on every rank, before the next step.
@@ -118,12 +125,21 @@ class BoundCompressor(Compressor):
         Raises:
             RuntimeError: the compressor was not made with `discardable=True`, or there is no step to discard.
         """
-        self._bound().discard_step()
+        self._bound_on_every_rank("discard_step").discard_step()
 
     def _bound(self) -> Server:
         if self._server is None:
             raise RuntimeError(f"{self!r} serves no optimizer yet; give it to one first, by its argument compression")
         return self._server
+
+    def _bound_on_every_rank(self, method: str) -> Server:
+        server = self._bound()
+        if server.announce is not None:
+            raise RuntimeError(
+                f"{method} must be called on every rank, but within Join some ranks may have no data left; call it before "
+                "or after"
+            )
+        return server
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has the settings but not the residuals, because it is for another optimizer.
@@ -134,6 +150,25 @@ def refuse_class(compression: object) -> None:
     """Raise TypeError if `compression` is a compressor's class instead of an instance."""
     if isinstance(compression, type) and issubclass(compression, BoundCompressor):
         raise TypeError(f"compression must be an instance, such as {compression.__name__}(...), got the class itself")
+
+
+def refuse_join(instead: str) -> None:
+    """Raise AssertionError if this process compresses. Stock `hvd.join` would let the other ranks hang.
+
+    The error is no RuntimeError, which stock `hvd.join` would turn into one that elastic jobs try again after.
+    """
+
+    def compressing() -> list[BoundCompressor]:
+        return [one for one in _serving if one.server is not None and one.server.active]
+
+    if compressing():
+        # An optimizer refers to itself, so it may outlive its last use.
+        gc.collect()
+    for one in compressing():
+        raise AssertionError(
+            f"hvd.join() was called while {one!r} serves an optimizer, whose messages a rank that has joined does not send; "
+            f"{instead}"
+        )
 
 
 def check_factor(factor: float) -> None:

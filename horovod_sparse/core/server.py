@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from horovod_sparse.compressors.base import Compressor
@@ -27,6 +27,9 @@ class Server:
     """A copy of the state of parameters that have no buckets yet; None if there is nothing in it."""
     sparse: Collection[str] = ()
     """The names of the parameters with sparse gradients, which have no state."""
+
+    announce: Callable[[], None] | None = None
+    """While ranks may run out of data: tells the others that this one is about to reduce, before anything waits for them."""
 
     def between_steps(self) -> Pipeline | None:
         """Return the pipeline, ready to be used between two steps."""

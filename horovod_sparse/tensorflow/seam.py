@@ -1,4 +1,4 @@
-"""The seam to stock Horovod for TensorFlow: five of its functions are replaced in place.
+"""The seam to stock Horovod for TensorFlow: six of its functions are replaced in place.
 
 - `horovod.tensorflow._make_allreduce_grads_fn` makes the function that reduces gradients, for tapes and for all optimizers
   except those of Keras 3.
@@ -6,6 +6,7 @@
   replacements also take the variables of Keras 3.
 - `horovod._keras.create_distributed_optimizer`: Keras 3 calls none of the methods that Horovod overrides, so replicas
   would silently train apart (see `keras.optimizer`).
+- What `hvd.join` calls, which must not be called with one of our compressors.
 
 Without one of our compressors the functions behave as before, except that a Keras 3 optimizer causes a warning.
 """
@@ -22,7 +23,7 @@ import horovod
 import horovod._keras as horovod_keras
 import horovod.tensorflow as horovod_tensorflow
 
-from horovod_sparse.core.binding import refuse_class
+from horovod_sparse.core.binding import refuse_class, refuse_join
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
@@ -170,6 +171,14 @@ def _legacy(stock: Function, args: Sequence[Any], kwargs: Mapping[str, Any], arg
     return distributed
 
 
+def _join(stock: Function) -> Function:
+    def extended(*args: Any, **kwargs: Any) -> Any:
+        refuse_join("give all ranks the same number of steps")
+        return stock(*args, **kwargs)
+
+    return extended
+
+
 _TAPE = horovod_tensorflow._DistributedGradientTape
 _EXTENSIONS = {
     "_make_allreduce_grads_fn": (horovod_tensorflow, _MAKE_PARAMETERS, _make_allreduce_grads_fn),
@@ -177,5 +186,7 @@ _EXTENSIONS = {
     "register_local_source": (_TAPE, ("self", "source"), _register_local_source),
     "get_local_and_global_gradients": (_TAPE, _GRADIENT_PARAMETERS, _get_local_and_global_gradients),
     "create_distributed_optimizer": (horovod_keras, _OPTIMIZER_PARAMETERS, _create_distributed_optimizer),
+    # All names of `hvd.join` end here, also those that were imported before.
+    "horovod_join": (horovod_tensorflow.mpi_ops.MPI_LIB, ("name",), _join),
 }
 """Name -> module or class, the parameters that the extension relies on, and what makes it."""

@@ -12,6 +12,7 @@ from horovod_sparse.torch.checkpoint import Checkpoint as Checkpoint
 from horovod_sparse.torch.checkpoint import load_checkpoint as load_checkpoint
 from horovod_sparse.torch.checkpoint import save_checkpoint as save_checkpoint
 from horovod_sparse.torch.compressors import *
+from horovod_sparse.torch.uneven import Join as Join
 
 seam.install()
 

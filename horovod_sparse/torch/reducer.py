@@ -37,7 +37,7 @@ from horovod_sparse.torch.elastic import WorkersBefore
 from horovod_sparse.torch.exchange import Collectives, empty_sparse
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
-from horovod_sparse.torch.routes import Dense, Routes, wire_dtype
+from horovod_sparse.torch.routes import Routes, dense_message
 from horovod_sparse.torch.step import Step
 
 _WITH_SCALER = (
@@ -62,7 +62,7 @@ class Reducer(Server):
         self._frozen: set[Tensor] = set()
         """Parameters that are not trained at the moment. They keep no residual and no velocity."""
         self.workers_before = WorkersBefore()
-        self._scaler: torch.amp.GradScaler | None = None
+        self.scaler: torch.amp.GradScaler | None = None
         self.active = self._process_set.included() and compresses(self._process_set.size())
         if self.active and mpi_ops.size() == 1 and not is_elastic():
             # Stock Horovod registers no hooks for a single worker.
@@ -92,24 +92,24 @@ class Reducer(Server):
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         """See `TorchCompressor.scale_with`."""
-        if self._scaler is scaler:
+        if self.scaler is scaler:
             return
-        if self.pipeline is not None or self._scaler is not None:
+        if self.pipeline is not None or self.scaler is not None:
             raise RuntimeError(
                 "scale_with must be called once, before the first step, because residuals are kept without the loss scale; "
                 "make a new optimizer, or scale by hand: see docs/pytorch.md"
             )
         self.compressor.discardable = True
-        self._scaler = scaler
+        self.scaler = scaler
 
     def is_scaled_by(self, scaler: torch.amp.GradScaler) -> bool:
         """Return whether a scaler is this optimizer's. The first that is about to unscale is, if nothing was reduced yet."""
-        if self.pipeline is None and self._scaler is None and not self._optimizer._synchronized:
+        if self.pipeline is None and self.scaler is None and not self._optimizer._synchronized:
             self.scale_with(scaler)
-        return self._scaler is scaler
+        return self.scaler is scaler
 
     def rescale(self, factor: float) -> None:
-        if self._scaler is not None:
+        if self.scaler is not None:
             raise RuntimeError(
                 "rescale must not be called with scale_with(scaler): residuals are kept without the loss scale"
             )
@@ -148,7 +148,7 @@ class Reducer(Server):
         self._step.begun = True
         assert self.pipeline is not None
         self._drop_frozen(self.pipeline)
-        scaler = self._scaler
+        scaler = self.scaler
         self.pipeline.start_step(self._gradients(), None if scaler is None else float(scaler.get_scale()))
 
     def _drop_frozen(self, pipeline: Pipeline) -> None:
@@ -173,7 +173,7 @@ class Reducer(Server):
         if together is not None:
             step.arrived[together.name] += 1
             if step.arrived[together.name] == len(together.parameters):
-                message = self._dense_message(together, pipeline)
+                message = dense_message(together, self.compressor, pipeline.preparation)
                 if parameter in step.handed and message is parameter.grad:
                     step.handed[parameter] = without_sample(step.handed[parameter])
                 wait = self._collectives.start("dense", message, self._name(together.name))
@@ -195,23 +195,6 @@ class Reducer(Server):
         return self._collectives.start(
             collective.kind, collective.message, self._name(f"{bucket.name}.{bucket.rounds}")
         )
-
-    def _dense_message(self, together: Dense, pipeline: Pipeline) -> Tensor:
-        """Return the gradients, one after the other. A large one stays in its own memory if possible, and is reduced there."""
-        gradients: list[Tensor] = []
-        for parameter in together.parameters:
-            gradient = gradient_of(parameter)
-            if gradient is None:
-                gradient = torch.zeros_like(parameter)
-            if self.compressor.clip_norm is not None:
-                gradient = pipeline.preparation.clipped(
-                    gradient, "float64" if gradient.dtype == torch.float64 else "float32"
-                )
-            gradients.append(gradient)
-        wire = wire_dtype(gradients[0])
-        if together.layout.numel >= self.compressor.min_numel and len(gradients) == 1:
-            return gradients[0].to(wire).contiguous()
-        return torch.cat([gradient if gradient.dim() == 1 else gradient.reshape(-1) for gradient in gradients]).to(wire)
 
     # --- reduced gradients out ---
 
@@ -236,6 +219,8 @@ class Reducer(Server):
     @torch.no_grad()
     def _reduce(self) -> None:
         self.check_unchanged()
+        if self.announce is not None:
+            self.announce()
         self._routes.adopt()
         if not self._routes.complete:
             self._extend_routes()
@@ -325,6 +310,17 @@ class Reducer(Server):
     def _write(self, slots: Sequence[Slot], reduced: Reduced) -> None:
         parameters = [self._routes.compressed[slot.name] for slot in slots]
         write_reduced(slots, parameters, reduced, self._routes.sparse_as_dense)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether a step was given up, whose collectives may still be under way."""
+        return self._collectives.given_up
+
+    def give_up(self) -> None:
+        """Give up the step that may have begun, because all ranks do."""
+        if self._step.handed or self._step.begun:
+            self._give_up_step()
+        self._collectives.given_up = True
 
     def parameters_added(self) -> None:
         """Take in a group of parameters that was added to the optimizer."""

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from horovod_sparse.core.layout import Layout, Parameter, plan
 from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.preparation import Preparation
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.torch.compressors import TorchCompressor
+from horovod_sparse.torch.gradients import gradient_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,3 +142,19 @@ class Routes:
 def wire_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype of a dense allreduce. Horovod cannot reduce bfloat16, and small tensors can afford float32."""
     return torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
+
+
+def dense_message(together: Dense, compressor: TorchCompressor, preparation: Preparation) -> Tensor:
+    """Return the gradients, one after the other. A large one stays in its own memory if possible, and is reduced there."""
+    gradients: list[Tensor] = []
+    for parameter in together.parameters:
+        gradient = gradient_of(parameter)
+        if gradient is None:
+            gradient = torch.zeros_like(parameter)
+        if compressor.clip_norm is not None:
+            gradient = preparation.clipped(gradient, "float64" if gradient.dtype == torch.float64 else "float32")
+        gradients.append(gradient)
+    wire = wire_dtype(gradients[0])
+    if together.layout.numel >= compressor.min_numel and len(gradients) == 1:
+        return gradients[0].to(wire).contiguous()
+    return torch.cat([gradient if gradient.dim() == 1 else gradient.reshape(-1) for gradient in gradients]).to(wire)

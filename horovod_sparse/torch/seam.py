@@ -21,7 +21,7 @@ from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.elastic.state import TorchState, get_handler_registry, set_handler_registry
 
 from horovod_sparse.core.agreement import check_arguments
-from horovod_sparse.core.binding import refuse_class
+from horovod_sparse.core.binding import refuse_class, refuse_join
 from horovod_sparse.torch.agreement import check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic import SparseStateHandler
@@ -48,8 +48,8 @@ _ATTRIBUTES = (
     "gradient_predivide_factor", "sparse_as_dense",
 )  # fmt: skip
 
-_replaced: list[tuple[type, str, Any]] = []
-"""One (class, name, stock method or None) for each method that is extended now; empty when none is."""
+_replaced: list[tuple[Any, str, Any]] = []
+"""One (class or module, name, stock method or None) for each method that is extended now; empty when none is."""
 
 
 def check_contract(
@@ -91,6 +91,8 @@ def install() -> None:
     set_handler_registry([(torch.optim.Optimizer, SparseStateHandler), *get_handler_registry()])
     _replace(torch.amp.GradScaler, "unscale_", _unscale)
     _replace(torch.amp.GradScaler, "step", _scaler_step)
+    # All names of `hvd.join` end here, also those that were imported before.
+    _replace(mpi_ops.mpi_lib, "horovod_torch_join", _join)
 
 
 def uninstall() -> None:
@@ -110,7 +112,7 @@ Method = Callable[..., Any]
 _UNDER_WAY = (True, None)
 
 
-def _replace(cls: type, name: str, extend: Callable[[Any], Method]) -> None:
+def _replace(cls: Any, name: str, extend: Callable[[Any], Method]) -> None:
     stock = vars(cls).get(name)
     method = extend(stock)
     _replaced.append((cls, name, stock))
@@ -269,6 +271,14 @@ def _reset(stock: None) -> Method:
         super(TorchState, self).reset()
         for handler in _handlers(self):
             handler.reset()
+
+    return extended
+
+
+def _join(stock: Method) -> Method:
+    def extended(*args: Any) -> Any:
+        refuse_join("with uneven data use `with horovod_sparse.torch.Join(optimizer):` around the steps")
+        return stock(*args)
 
     return extended
 

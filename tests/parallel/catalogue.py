@@ -7,7 +7,18 @@ from importlib import import_module
 from .scenario import Scenario, scenarios_of
 
 MODULES = {
-    "torch": ("training", "exchange", "gradients", "usage", "state", "checkpoints", "scaling", "policies"),
+    "torch": (
+        "training",
+        "exchange",
+        "gradients",
+        "usage",
+        "state",
+        "checkpoints",
+        "scaling",
+        "uneven",
+        "uneven_errors",
+        "policies",
+    ),
     "tensorflow": ("tf.tape", "tf.keras3", "tf.graph"),
 }
 

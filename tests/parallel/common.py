@@ -42,6 +42,18 @@ def small_model(seed: int = 1, dtype: torch.dtype = torch.float32) -> nn.Sequent
     return nn.Sequential(*layers, nn.Linear(64, 10)).to(dtype)
 
 
+class Overflowing(nn.Sequential):
+    """The gradient of the first layer is infinite when it is told so."""
+
+    overflows = False
+
+
+def overflowing() -> Overflowing:
+    model = Overflowing(*small_model())
+    model[0].weight.register_hook(lambda gradient: gradient * float("inf") if model.overflows else gradient)
+    return model
+
+
 def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """A rank's own inputs and labels of a step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -143,6 +155,13 @@ def digest(tensors: Iterable[Tensor]) -> str:
         dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
         sha.update(dense.contiguous().view(torch.uint8 if dense.dim() else dense.dtype).numpy().tobytes())
     return sha.hexdigest()
+
+
+def kept(compression: Any) -> str:
+    """A digest of what a rank keeps from step to step."""
+    state = compression.state_dict()
+    arrays = [array for part in ("residuals", "velocities") for _, array in sorted(state[part].items())]
+    return digest(arrays) + str(sorted(state["adaptive"].items())) + str(sorted(state["learning_rates"].items()))
 
 
 def assert_identical(model: nn.Module | Iterable[Tensor]) -> None:

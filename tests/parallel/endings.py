@@ -48,7 +48,18 @@ def other_ratio() -> None:
     train(model, wrap(model, TopK(0.01 if hvd.rank() == 0 else 0.02)), range(2))
 
 
-CASES = {case.__name__: case for case in (not_finite, not_finite_in_the_first_step, not_finite_and_dense, other_ratio)}
+def stock_join() -> None:
+    """Rank 1 has data for two steps, and calls Horovod's own function."""
+    model = small_model()
+    optimizer = wrap(model, TopK(0.01))
+    train(model, optimizer, range(2 if hvd.rank() == 1 else 100_000))
+    hvd.join()
+
+
+CASES = {
+    case.__name__: case
+    for case in (not_finite, not_finite_in_the_first_step, not_finite_and_dense, other_ratio, stock_join)
+}
 
 if __name__ == "__main__":
     hvd.init()

@@ -20,7 +20,9 @@ from .common import (
     batch,
     digest,
     everyone,
+    kept,
     loss_of,
+    overflowing,
     raised,
     small_model,
     train,
@@ -36,12 +38,6 @@ _KINDS: dict[str, MakeCompression] = {
     "clipped_as_a_whole": lambda **settings: TopK(0.02, clip_norm=0.5, clip_scope="model", **settings),
     "in_units_of_the_update": lambda **settings: SIDCo(0.02, lr_in_residual=True, **settings),
 }
-
-
-def _kept(compression: Any) -> str:
-    state = compression.state_dict()
-    arrays = [array for part in ("residuals", "velocities") for _, array in sorted(state[part].items())]
-    return digest(arrays) + str(sorted(state["adaptive"].items())) + str(sorted(state["learning_rates"].items()))
 
 
 def _train_scaled(model: nn.Module, optimizer: Any, scaler: Any, steps: Iterable[int]) -> None:
@@ -66,20 +62,8 @@ def scaled_training_is_training(make: MakeCompression) -> None:
             assert scaler.get_scale() == 2.0**10
         else:
             train(model, optimizer, range(7))
-        results.append((digest(model.parameters()), _kept(compression)))
+        results.append((digest(model.parameters()), kept(compression)))
     assert results[0] == results[1]
-
-
-class _Overflowing(nn.Sequential):
-    """The gradient of the first layer is infinite when it is told so; the other layers' gradients are as always."""
-
-    overflows = False
-
-
-def _overflowing() -> _Overflowing:
-    model = _Overflowing(*small_model())
-    model[0].weight.register_hook(lambda gradient: gradient * float("inf") if model.overflows else gradient)
-    return model
 
 
 @scenario(*EVERYWHERE, cases={name: (make,) for name, make in _KINDS.items()})
@@ -87,7 +71,7 @@ def overflow_leaves_no_trace(make: MakeCompression) -> None:
     """Training with steps that overflow on one rank is training without those steps, bit by bit."""
     results = []
     for scaled in (False, True):
-        model, compression = _overflowing(), make(bucket_bytes=BUCKET_BYTES)
+        model, compression = overflowing(), make(bucket_bytes=BUCKET_BYTES)
         optimizer = wrap(model, compression, momentum=0.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7, growth_interval=100)
         for step in range(8):
@@ -102,7 +86,7 @@ def overflow_leaves_no_trace(make: MakeCompression) -> None:
         if scaled:
             assert everyone(scaler.get_scale()) == [2.0**4] * hvd.size()
         assert_identical(model)
-        results.append((digest(model.parameters()), _kept(compression)))
+        results.append((digest(model.parameters()), kept(compression)))
     assert results[0] == results[1]
 
 
@@ -134,7 +118,7 @@ def reduced_gradients_are_unscaled_and_clipped_before_the_step() -> None:
 @scenario(MPI_2)
 def several_optimizers_share_a_scaler() -> None:
     """Each leaves out its own steps. An optimizer that unscales in its own kernel works, too."""
-    models = [_overflowing(), _overflowing()]
+    models = [overflowing(), overflowing()]
     compressions = [SIDCo(0.02), TopK(0.02)]
     optimizers = [
         hvd.DistributedOptimizer(

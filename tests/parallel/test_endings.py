@@ -50,3 +50,10 @@ def test_difference_between_ranks_is_named(launch: Launch) -> None:
     # The launcher may stop a rank that has not printed its error yet; one that has names the difference.
     assert said, output
     assert all("ratio=0.01" in line and "ratio=0.02" in line for line in said), said
+
+
+@pytest.mark.parametrize("launch", [MPI_2, pytest.param(GLOO_2, marks=pytest.mark.full)], ids=str)
+def test_stock_join_is_an_error_not_a_hang(launch: Launch) -> None:
+    output = _run(launch, "stock_join")
+    assert "AssertionError: hvd.join() was called while TopK(" in output
+    assert "with horovod_sparse.torch.Join(optimizer)" in output
