@@ -33,7 +33,7 @@ from horovod_sparse.torch.agreement import agree, agree_on_states, check_momentu
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
-from horovod_sparse.torch.elastic import WorkersBefore
+from horovod_sparse.torch.elastic_state import WorkersBefore
 from horovod_sparse.torch.exchange import Collectives, empty_sparse
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
