@@ -19,6 +19,9 @@ from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import ARRAYS, check_parts, empty_state
 from horovod_sparse.tensorflow.host import HostPipeline
 
+if TYPE_CHECKING:
+    from horovod_sparse.tensorflow.following import Follower
+
 Tensor = Any
 
 
@@ -37,6 +40,7 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
     """
 
     _pending: dict[str, Any] | None = None
+    _follower: Follower | None = None
 
     def __init__(self, *args: Any, graph: bool = False, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -61,7 +65,17 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
         return HostPipeline
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_pending"}
+        own = ("_pending", "_follower")
+        return {name: value for name, value in super().__getstate__().items() if name not in own}
+
+    def follow(self, follower: Follower) -> None:
+        """Let residuals follow a state of an elastic job."""
+        self._follower = follower
+
+    @property
+    def follower(self) -> Follower | None:
+        """What lets residuals follow a state of an elastic job."""
+        return self._follower
 
     def bind(self, server: Server) -> None:
         super().bind(server)
