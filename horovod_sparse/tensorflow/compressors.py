@@ -19,9 +19,6 @@ from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import ARRAYS, check_parts, empty_state
 from horovod_sparse.tensorflow.host import HostPipeline
 
-if TYPE_CHECKING:
-    from horovod_sparse.tensorflow.following import Follower
-
 Tensor = Any
 
 
@@ -40,7 +37,7 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
     """
 
     _pending: dict[str, Any] | None = None
-    _follower: Follower | None = None
+    _follower: Any = None
 
     def __init__(self, *args: Any, graph: bool = False, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -68,13 +65,13 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
         own = ("_pending", "_follower")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
-    def follow(self, follower: Follower) -> None:
-        """Let residuals follow a state of an elastic job."""
+    def follow(self, follower: Any) -> None:
+        """Let residuals follow a state of an elastic job; `follower` is a `Follower`."""
         self._follower = follower
 
     @property
-    def follower(self) -> Follower | None:
-        """What lets residuals follow a state of an elastic job."""
+    def follower(self) -> Any:
+        """The `Follower` that lets residuals follow a state of an elastic job; None if there is none."""
         return self._follower
 
     def bind(self, server: Server) -> None:

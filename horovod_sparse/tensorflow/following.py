@@ -114,7 +114,7 @@ def _errors_of_horovod() -> Iterator[None]:
         yield
     except tf.errors.OpError as error:
         if "Horovod" in str(error.message):
-            raise HorovodInternalError(error) from error
+            raise HorovodInternalError(f"a collective failed: {error.message}") from error
         raise
 
 

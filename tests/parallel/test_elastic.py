@@ -29,13 +29,13 @@ def test_workers_die_and_come(module: tuple[str, ...], optimizers: int, tmp_path
     discovery.chmod(discovery.stat().st_mode | stat.S_IXUSR)
     launch = Launch("elastic", 2, process_sets=False)
     options = ("-np", "2", "--min-np", "1", "--max-np", "4", "--host-discovery-script", str(discovery))
-    ended = launch.run("-m", *module, str(hosts), limit=LIMIT, options=options)
+    # Stock Horovod sometimes waits so long for a survivor that has noticed a death earlier.
+    environment = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"}
+    ended = launch.run("-m", *module, str(hosts), limit=LIMIT, environment=environment, options=options)
     assert ended.code == 0, str(ended)
     begun = re.findall(r"rank (\d) of (\d) begins at step (\d+)", ended.output)
     # Two workers; one is left; two more come; one dies.
-    assert [(int(size), int(step)) for size, step in dict.fromkeys((size, step) for _, size, step in begun if size != "3")] == [
-        (2, 0), (1, 6), (2, 20)
-    ], begun  # fmt: skip
+    assert {(int(size), int(step)) for _, size, step in begun if size != "3"} == {(2, 0), (1, 6), (2, 20)}, begun
     (joined,) = {int(step) for _, size, step in begun if size == "3"}
     assert 12 < joined < 20
     assert re.findall(r"rank \d trained with \[1, 2, 3\] workers, and ended with 2", ended.output)
