@@ -65,15 +65,6 @@ def is_elastic() -> bool:
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
-def refuse_elastic() -> None:
-    """Raise RuntimeError in an elastic job."""
-    if is_elastic():
-        raise RuntimeError(
-            "horovod_sparse does not follow an elastic job, in which workers come and go; start the job with a fixed "
-            "number of workers, or use hvd.Compression.none"
-        )
-
-
 def check_sparse(found: Iterable[str], c: Compressor, *, sparse_as_dense: bool, rank: int) -> None:
     """Raise ValueError if embeddings with sparse gradients would not get the momentum that all other parameters get."""
     names = sorted(found)

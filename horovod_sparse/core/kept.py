@@ -45,6 +45,7 @@ class Kept:
         self.world = world
         self.position = position
         self.rank = rank
+        self.averages = averages
         self._device_selector = device_selector
         self.residuals = Residuals(ops)
         self.velocities = Residuals(ops)
@@ -62,14 +63,35 @@ class Kept:
         """Add buckets. `like(name)` returns an array on the device where the parameter's bucket will be kept."""
         check_limits(layouts, self.compressor, self.world)
         for layout in layouts:
-            buffer = self.residuals.allocate(layout, like(layout.name))
-            corrected = self.compressor.momentum_correction is not None
-            velocity = self.velocities.allocate(layout, like(layout.name)) if corrected else None
-            place = Place(layout.name, self.position, self.world)
-            selector = self._device_selector
-            bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector)
-            self.buckets.append(bucket)
-            self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
+            self.residuals.allocate(layout, like(layout.name))
+            if self.compressor.momentum_correction is not None:
+                self.velocities.allocate(layout, like(layout.name))
+            self._add_bucket(layout)
+
+    def _add_bucket(self, layout: Layout) -> None:
+        buffer = self.residuals.buffer(layout.name)
+        velocity = self.velocities.buffer(layout.name) if self.compressor.momentum_correction is not None else None
+        place = Place(layout.name, self.position, self.world)
+        bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, self._device_selector)
+        self.buckets.append(bucket)
+        self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
+
+    @property
+    def divisor(self) -> float:
+        """The number by which sums of what the workers have sent are divided."""
+        return float(self.world) if self.averages else 1.0
+
+    def change_workers(self, *, world: int, position: int, rank: int) -> None:
+        """Continue with other workers. Residuals, velocities and adaptive state stay; the statistics begin anew."""
+        former, rates = self.buckets, self.preparation.learning_rates
+        check_limits([bucket.layout for bucket in former], self.compressor, world)
+        self.world, self.position, self.rank = world, position, rank
+        self.preparation = Preparation(self.ops, self.compressor, world, averages=self.averages)
+        self.preparation.learning_rates = rates
+        self.buckets = []
+        for bucket in former:
+            self._add_bucket(bucket.layout)
+            self.buckets[-1].state.load_state_dict(bucket.state.state_dict())
 
     def add_dense(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Register the parameters that the adapter reduces dense. Those of one layout are reduced together."""

@@ -220,6 +220,10 @@ class Pipeline(Kept):
         self._begin_afresh()
         super().load_state_dict(state)
 
+    def change_workers(self, *, world: int, position: int, rank: int) -> None:
+        self._begin_afresh()
+        super().change_workers(world=world, position=position, rank=rank)
+
     def rescale(self, factor: float) -> None:
         self._ended = []
         super().rescale(factor)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
+from numpy.typing import NDArray
 
 from horovod_sparse.tensorflow.memory import make_variable
 
@@ -43,6 +44,19 @@ class Collectives:
 
     def _allgather(self, message: Tensor, name: str) -> Tensor:
         return mpi_ops.allgather(message, name=self._full(name), ignore_name_scope=True, process_set=self._process_set)
+
+    def from_first(self, array: NDArray[Any], name: str) -> NDArray[Any]:
+        """Return the array of the first worker. This blocks. All reducers use the same names."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            tensor = mpi_ops.broadcast(
+                tf.constant(array), 0, name=self._full(name), ignore_name_scope=True, process_set=self._process_set
+            )
+        first: NDArray[Any] = tensor.numpy()
+        return first
+
+    def size(self, dtype: Any) -> Tensor:
+        """Return the number of workers when the graph runs, which is not always the one when it is built."""
+        return tf.cast(mpi_ops.size_op(process_set_id=self._process_set.process_set_id), dtype)
 
     def _full(self, name: str) -> str:
         # No slashes: Horovod would cut the name there.

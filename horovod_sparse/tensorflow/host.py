@@ -163,7 +163,7 @@ class HostPipeline(Pipeline):
             if number > 0:
                 dtypes = [rounds[number].dtype or bucket.layout.residual_dtype for bucket in buckets]
                 tensors = [
-                    self._call(self._advance, (bucket.name, step.divisor, dtype), [tensor], dtype)
+                    self._call(self._advance, (bucket.name, dtype), [tensor], dtype)
                     for bucket, tensor, dtype in zip(buckets, tensors, dtypes, strict=True)
                 ]
             run = self._collectives.allgather if kind == "allgather" else self._collectives.total
@@ -191,7 +191,7 @@ class HostPipeline(Pipeline):
     def _finish_bucket(self, step: Step, bucket: Bucket, result: Tensor) -> list[Tensor]:
         slots = bucket.layout.slots
         types = [step.dtypes[slot.name] for slot in slots]
-        reduced = self._call(self._write_out, (bucket.name, step.divisor, types), [result], types)
+        reduced = self._call(self._write_out, (bucket.name, types), [result], types)
         return [tf.ensure_shape(tensor, slot.shape) for tensor, slot in zip(_list(reduced), slots, strict=True)]
 
     def _reduce_dense(self, step: Step) -> dict[str, Tensor]:
@@ -258,18 +258,18 @@ class HostPipeline(Pipeline):
         )
         return np.ascontiguousarray(self.begin(bucket).message)
 
-    def _advance(self, name: str, divisor: float, dtype: str, result: NDArray[Any]) -> NDArray[Any]:
+    def _advance(self, name: str, dtype: str, result: NDArray[Any]) -> NDArray[Any]:
         bucket = self.bucket_of[name]
-        collective = self.advance(bucket, result, divisor, self._keep_reduced(bucket))
+        collective = self.advance(bucket, result, self.divisor, self._keep_reduced(bucket))
         if collective is None:
             # The exchange has ended early on all ranks, so the graph's next collective has nothing to carry.
             return np.zeros(1, dtype)
         return np.ascontiguousarray(collective.message)
 
-    def _write_out(self, name: str, divisor: float, types: list[Any], result: NDArray[Any]) -> list[NDArray[Any]]:
+    def _write_out(self, name: str, types: list[Any], result: NDArray[Any]) -> list[NDArray[Any]]:
         bucket = self.bucket_of[name]
         exchanging = bucket.exchange is not None
-        if exchanging and self.advance(bucket, result, divisor, self._keep_reduced(bucket)) is not None:
+        if exchanging and self.advance(bucket, result, self.divisor, self._keep_reduced(bucket)) is not None:
             raise RuntimeError(f"the exchange of bucket {name!r} has more rounds than its graph; this is a defect")
         flat = self._reduced.pop(name)
         return [

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.core.agreement import check_arguments, check_sparse, compare, refuse_elastic
+from horovod_sparse.core.agreement import check_arguments, check_sparse, compare, is_elastic
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Layout, Parameter, check_limits, plan
 from horovod_sparse.core.server import Server
@@ -25,6 +25,7 @@ from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.host import HostPipeline
 from horovod_sparse.tensorflow.names import Names, plain, renamed
+from horovod_sparse.tensorflow.plan import Plan
 from horovod_sparse.tensorflow.reduction import Reduction
 from horovod_sparse.tensorflow.step import Step
 
@@ -54,6 +55,8 @@ class Reducer(Server):
         self._collectives = Collectives(self._process_set)
         self._agreements = 0
         """Number of agreements with the other ranks so far: one whenever variables join."""
+        self._plans: list[Plan] = []
+        """What the ranks have agreed on."""
         self._dtypes: dict[str, Any] = {}
         """Variable name -> dtype of its gradient, for all variables that have had a gradient."""
         self._bucket_of: dict[str, Layout] = {}
@@ -66,6 +69,8 @@ class Reducer(Server):
         self._reduce_as_it_is = tf.autograph.experimental.do_not_convert(self._reduce_list)
         self.active = self._process_set.included() and compresses(self._process_set.size())
         compressor.bind(self)
+        if compressor.follower is not None and compressor.follower.told is not None:
+            self.adopt(compressor.follower.told)
 
     # --- gradients in, reduced gradients out ---
 
@@ -128,7 +133,6 @@ class Reducer(Server):
                 dtypes=self._dtypes,
                 rate=rate,
                 op=self.reduction.op,
-                divisor=self.reduction.divisor,
                 predivide=self.reduction.gradient_predivide_factor,
             )
         )
@@ -151,7 +155,8 @@ class Reducer(Server):
             self._collectives.allgather(self._collectives.exchanged_in_every_step(part), f"sparse.{number}.{kind}")
             for part, kind in zip(given, ("values", "indices"), strict=True)
         )
-        return tf.IndexedSlices(values / tf.cast(self.reduction.divisor, dtype), indices, tf.constant(shape, tf.int64))
+        divisor = self._collectives.size(dtype) if self.reduction.averages else tf.constant(1.0, dtype)
+        return tf.IndexedSlices(values / divisor, indices, tf.constant(shape, tf.int64))
 
     def _taking_part(self, names: Sequence[str]) -> list[Layout]:
         """Return the buckets of some variables.
@@ -182,6 +187,11 @@ class Reducer(Server):
         }
         if not new:
             return
+        if is_elastic() and self.compressor.follower is None:
+            raise RuntimeError(
+                f"in an elastic job compression must follow a state, but {self.compressor!r} follows none; pass it to the "
+                "state: hvd.elastic.TensorFlowState(variables, compression=compression), or TensorFlowKerasState"
+            )
         devices = {name: plain(variable).device for name, variable in zip(names, variables, strict=True)}
         sparse = [name for name, gradient in new.items() if isinstance(gradient, tf.IndexedSlices)]
         try:
@@ -192,20 +202,33 @@ class Reducer(Server):
             self._agree(new, sparse, f"{type(error).__name__}: {error}")
             raise
         self._agree(new, sparse, "")
-        pipeline = self.pipeline = self.pipeline or self._make_pipeline()
-        pipeline.add_buckets(planned, devices.__getitem__)
-        pipeline.add_dense(layouts, devices.__getitem__)
-        self._bucket_of.update((slot.name, layout) for layout in planned for slot in layout.slots)
-        self.sparse.extend(sparse)
-        self._dense.update(layout.name for layout in layouts)
-        self._dtypes.update((name, gradient.dtype) for name, gradient in new.items())
-        for layout in layouts:
-            size = layout.numel * wire_dtype(self._dtypes[layout.name]).size
-            pipeline.dense_bytes_sent += allreduce_bytes(size, self._process_set.size())
+        self._carry_out(Plan(planned, layouts, sparse, {n: g.dtype for n, g in new.items()}), devices.__getitem__)
         if deferred is not None:
-            pipeline.adopt_memory()
-            kept = pipeline.state_dict()
-            self._load(merged(kept, deferred), names_in(kept))
+            self.deferred = deferred
+            self._load_deferred()
+
+    def _carry_out(self, agreed: Plan, device_of: Callable[[str], str]) -> None:
+        """Make what keeps and reduces the variables of a plan."""
+        pipeline = self.pipeline = self.pipeline or self._make_pipeline()
+        pipeline.add_buckets(agreed.buckets, device_of)
+        pipeline.add_dense(agreed.dense, device_of)
+        self._plans.append(agreed)
+        self._bucket_of.update((slot.name, layout) for layout in agreed.buckets for slot in layout.slots)
+        self.sparse.extend(agreed.sparse)
+        self._dense.update(layout.name for layout in agreed.dense)
+        self._dtypes.update(agreed.dtypes)
+        self._count_dense_bytes(pipeline)
+
+    def _count_dense_bytes(self, pipeline: HostPipeline) -> None:
+        sizes = [layout.numel * wire_dtype(self._dtypes[layout.name]).size for p in self._plans for layout in p.dense]
+        pipeline.dense_bytes_sent = math.fsum(allreduce_bytes(size, self._process_set.size()) for size in sizes)
+
+    def _load_deferred(self) -> None:
+        """Load what is deferred of the parameters that have been planned."""
+        assert self.deferred is not None and self.pipeline is not None
+        self.pipeline.adopt_memory()
+        kept = self.pipeline.state_dict()
+        self._load(merged(kept, self.deferred), names_in(kept))
 
     def _plan(
         self, new: Mapping[str, Any], sparse: Sequence[str], groups: Mapping[str, int], devices: Mapping[str, str]
@@ -255,24 +278,74 @@ class Reducer(Server):
     def _agree(self, new: Mapping[str, Any], sparse: Sequence[str], problem: str) -> None:
         """Compare settings with the other ranks. This blocks. `problem` is the error that stops this rank, if any."""
         mine: dict[str, str | list[str]] = {
-            "compression": repr(self.compressor),
             "variables": [
                 f"{n} {self.names.shape(n)} {g.dtype.name}{' sparse' * (n in sparse)}" for n, g in new.items()
             ],
-            "op": self.reduction.op_name,
-            "sparse_as_dense": str(self.reduction.sparse_as_dense),
             "problem": problem,
-            **self.settings(),
+            **self._all_settings(),
         }
-        key = (self._process_set.process_set_id, *self._process_set.ranks)
-        number = _agreed[key] if self._agreements == 0 else self._collectives.number
+        number = _agreed[self._key] if self._agreements == 0 else self._collectives.number
         mine["optimizer"] = f"number {number} of this process set, its agreement number {self._agreements}"
         compare(mine, self._collectives.gather_json(mine, "agree"), mpi_ops.rank())
         if self._agreements == 0:
-            self._collectives.number = number
-            _agreed[key] += 1
+            self._take_number(number)
         self._agreements += 1
         check_sparse(sparse, self.compressor, sparse_as_dense=self.reduction.sparse_as_dense, rank=mpi_ops.rank())
+
+    def _all_settings(self) -> dict[str, str]:
+        """Return the settings that must be equal on all ranks."""
+        return {
+            "compression": repr(self.compressor),
+            "op": self.reduction.op_name,
+            "sparse_as_dense": str(self.reduction.sparse_as_dense),
+            **self.settings(),
+        }
+
+    @property
+    def _key(self) -> tuple[int, ...]:
+        # All workers are always in set 0, but which they are changes in an elastic job.
+        number = self._process_set.process_set_id
+        return (number, *self._process_set.ranks) if number else (0,)
+
+    def _take_number(self, number: int) -> None:
+        self._collectives.number = number
+        _agreed[self._key] = max(_agreed[self._key], number + 1)
+
+    # --- elastic jobs: graphs outlive a change of workers, because they hold neither the number of workers nor this one's ---
+
+    def told(self) -> dict[str, Any] | None:
+        """Return what a new worker must know to reduce as this one does, as JSON; None if nothing was reduced yet."""
+        if not self._plans:
+            return None
+        plans = [plan.as_json() for plan in self._plans]
+        return {"number": self._collectives.number, "settings": self._all_settings(), "plans": plans}
+
+    def adopt(self, told: Mapping[str, Any]) -> None:
+        """Reduce as the worker does that has `told` this. A new worker gets all plans. Never waits for other ranks.
+
+        Raises:
+            ValueError: the settings differ.
+        """
+        compare(self._all_settings(), [told["settings"]], mpi_ops.rank())
+        self._take_number(told["number"])
+        for agreed in told["plans"][len(self._plans) :]:
+            self._carry_out(Plan.of_json(agreed), lambda name: "")
+        self._agreements = len(self._plans)
+        if self.deferred is not None:
+            self._load_deferred()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go back to a state. What it does not hold begins with zero. Never waits for other ranks."""
+        self.reset()
+        self.load_compression_state(merged(self.state_dict(), state))
+
+    def change_workers(self) -> None:
+        """Continue with the workers that there are now, with the state that this one has. Never waits for other ranks."""
+        pipeline = self.between_steps()
+        if pipeline is not None:
+            workers = self._process_set
+            pipeline.change_workers(world=workers.size(), position=workers.rank(), rank=mpi_ops.rank())
+            self._count_dense_bytes(pipeline)
 
     # --- statistics and state: see `Server` ---
 
@@ -294,7 +367,6 @@ def reducer_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared
 
     One compressor serves one optimizer or, if `shared`, tapes that all reduce in the same way.
     """
-    refuse_elastic()
     check_arguments(reduction.op, mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum, reduction.groups, compressor)
     bound = compressor.server
     if not (shared and isinstance(bound, Reducer) and bound.shared):

@@ -41,11 +41,6 @@ class Reduction:
     def op_name(self) -> str:
         return op_name(self.op, mpi_ops.Average, mpi_ops.Sum)
 
-    @property
-    def divisor(self) -> float:
-        """The number by which sums of compressed gradients are divided."""
-        return float(self.process_set.size()) if self.averages else 1.0
-
     def check_same(self, later: Reduction) -> None:
         """Raise ValueError if the arguments of a later tape differ from these, which are the first one's."""
         before = self._values()

@@ -7,8 +7,10 @@
 - `horovod._keras.create_distributed_optimizer`: Keras 3 calls none of the methods that Horovod overrides, so replicas
   would silently train apart (see `keras.optimizer`).
 - What `hvd.join` calls, which must not be called with one of our compressors.
+- The methods of `TensorFlowState` and `TensorFlowKerasState`, and `run`, in `horovod.tensorflow.elastic` (see `following`).
 
-Without one of our compressors the functions behave as before, except that a Keras 3 optimizer causes a warning.
+Without one of our compressors the functions behave as before, except that a Keras 3 optimizer causes a warning, and that
+`TensorFlowKerasState` takes a Keras 3 model.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import horovod._keras as horovod_keras
 import horovod.tensorflow as horovod_tensorflow
 
 from horovod_sparse.core.binding import refuse_class, refuse_join
+from horovod_sparse.tensorflow import following
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
@@ -49,7 +52,7 @@ _replaced: list[tuple[Any, str, Any]] = []
 def check_contract() -> None:
     """Raise ImportError if the functions do not take the parameters that the replacements rely on."""
     problems = []
-    for name, (owner, expected, _) in _EXTENSIONS.items():
+    for owner, name, expected, _ in _EXTENSIONS:
         function = getattr(owner, name, None)
         found = tuple(inspect.signature(function).parameters) if function is not None else None
         if found != expected:
@@ -66,7 +69,7 @@ def install() -> None:
     if _replaced:
         return
     check_contract()
-    for name, (owner, _, extend) in _EXTENSIONS.items():
+    for owner, name, _, extend in _EXTENSIONS:
         stock = getattr(owner, name)
         _replaced.append((owner, name, stock))
         setattr(owner, name, functools.wraps(stock)(extend(stock)))
@@ -180,13 +183,14 @@ def _join(stock: Function) -> Function:
 
 
 _TAPE = horovod_tensorflow._DistributedGradientTape
-_EXTENSIONS = {
-    "_make_allreduce_grads_fn": (horovod_tensorflow, _MAKE_PARAMETERS, _make_allreduce_grads_fn),
-    "gradient": (_TAPE, _GRADIENT_PARAMETERS, _gradient),
-    "register_local_source": (_TAPE, ("self", "source"), _register_local_source),
-    "get_local_and_global_gradients": (_TAPE, _GRADIENT_PARAMETERS, _get_local_and_global_gradients),
-    "create_distributed_optimizer": (horovod_keras, _OPTIMIZER_PARAMETERS, _create_distributed_optimizer),
+_EXTENSIONS = (
+    (horovod_tensorflow, "_make_allreduce_grads_fn", _MAKE_PARAMETERS, _make_allreduce_grads_fn),
+    (_TAPE, "gradient", _GRADIENT_PARAMETERS, _gradient),
+    (_TAPE, "register_local_source", ("self", "source"), _register_local_source),
+    (_TAPE, "get_local_and_global_gradients", _GRADIENT_PARAMETERS, _get_local_and_global_gradients),
+    (horovod_keras, "create_distributed_optimizer", _OPTIMIZER_PARAMETERS, _create_distributed_optimizer),
     # All names of `hvd.join` end here, also those that were imported before.
-    "horovod_join": (horovod_tensorflow.mpi_ops.MPI_LIB, ("name",), _join),
-}
-"""Name -> module or class, the parameters that the extension relies on, and what makes it."""
+    (horovod_tensorflow.mpi_ops.MPI_LIB, "horovod_join", ("name",), _join),
+    *following.EXTENSIONS,
+)
+"""Module or class, name, the parameters that the extension relies on, and what makes it."""

@@ -62,8 +62,6 @@ class Step:
     """The learning rate, float64; NaN if it is unknown."""
     op: Any
     """Horovod's reduction operation for the dense gradients."""
-    divisor: float
-    """The number by which sums of compressed gradients are divided."""
     predivide: float
     """`gradient_predivide_factor`, for the dense gradients."""
     frozen: Collection[str] = ()

@@ -33,8 +33,8 @@ from horovod_sparse.torch.agreement import agree, agree_on_states, check_momentu
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
-from horovod_sparse.torch.elastic_state import WorkersBefore
 from horovod_sparse.torch.exchange import Collectives, empty_sparse
+from horovod_sparse.torch.following import Workers
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
 from horovod_sparse.torch.routes import Routes, dense_message
@@ -61,7 +61,7 @@ class Reducer(Server):
         self._step = Step()
         self._frozen: set[Tensor] = set()
         """Parameters that are not trained at the moment. They keep no residual and no velocity."""
-        self.workers_before = WorkersBefore()
+        self.workers_before = Workers()
         self.scaler: torch.amp.GradScaler | None = None
         self.active = self._process_set.included() and compresses(self._process_set.size())
         if self.active and mpi_ops.size() == 1 and not is_elastic():
@@ -291,7 +291,7 @@ class Reducer(Server):
                 )
 
     def _finish(self, pipeline: Pipeline) -> None:
-        divisor = (float(pipeline.world) if self._optimizer.op == mpi_ops.Average else 1.0) / pipeline.preparation.scale
+        divisor = pipeline.divisor / pipeline.preparation.scale
         # The order is the same on every rank, so that all have started the same collectives if one of the exchanges raises.
         under_way = [(bucket, self._step.exchanges[bucket.name]) for bucket in pipeline.buckets]
         pipeline.complete(under_way, divisor, self._write, self._start)
@@ -338,8 +338,7 @@ class Reducer(Server):
         agreement = agree(self._optimizer, self.compressor, new, deferred.get("sparse", ()), self._number)
         left_out = () if self._optimizer.sparse_as_dense else agreement.sparse
         if is_elastic() and self.pipeline is None:
-            shapes = kept_shapes(self._routes.shapes(left_out), self.compressor)
-            self.deferred = self.workers_before.align(self.deferred, *shapes)
+            self.deferred = self.workers_before.align(self.deferred)
             deferred = self.deferred or deferred
         agree_on_states(lambda: self._check(deferred, left_out), self._process_set)
         agreement.conclude()

@@ -24,7 +24,7 @@ from horovod_sparse.core.agreement import check_arguments
 from horovod_sparse.core.binding import refuse_class, refuse_join
 from horovod_sparse.torch.agreement import check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
-from horovod_sparse.torch.elastic_state import SparseStateHandler
+from horovod_sparse.torch.following import SparseStateHandler
 from horovod_sparse.torch.reducer import Reducer
 
 _SIGNATURES = {

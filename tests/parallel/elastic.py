@@ -1,14 +1,12 @@
-"""What a worker of an elastic job does. Workers kill themselves, and ask for others, in given steps.
+"""What a worker of an elastic job does, with PyTorch.
 
 horovodrun ... python -m parallel.elastic HOSTS
 
-HOSTS is the file that the discovery script prints. Each line is a name of this machine that Horovod takes for another host.
+HOSTS is the file that the discovery script prints.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,22 +18,7 @@ from torch import Tensor
 from horovod_sparse.torch import DGC, MiCRO, SIDCo
 
 from .common import BUCKET_BYTES, assert_identical, digest, loss_of, small_model
-
-FIRST_HOSTS = ("localhost", "127.0.0.1")
-MORE_HOSTS = ("127.1", "127.0.1")
-DIES = {6: "127.0.0.1", 20: "127.0.1"}
-"""The step in which a worker gets SIGKILL, and its host: first it is one of two workers, then one of three."""
-ASKS = 12
-"""The step in which the only worker that is left asks for two more. It trains on until they are there."""
-STEPS = 30
-MOST = 20_000
-"""Steps after which nobody has come."""
-
-
-def write_hosts(path: Path, hosts: tuple[str, ...]) -> None:
-    unfinished = path.with_suffix(".new")
-    unfinished.write_text("".join(f"{host}:1\n" for host in hosts))
-    unfinished.replace(path)
+from .hosts import MOST, after, begin_step, goes_on
 
 
 class Trainings:
@@ -83,16 +66,12 @@ def main(hosts: Path) -> None:
         print(f"rank {hvd.rank()} of {hvd.size()} begins at step {state.step}", flush=True)
         if state.step in committed:
             assert digest(trainings.residuals()) == committed[state.step], "a survivor's residuals have changed"
-        while state.step < STEPS or hvd.size() == 1:
-            if DIES.get(state.step) == os.environ["HOROVOD_HOSTNAME"]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if state.step == ASKS and hvd.rank() == 0:
-                write_hosts(hosts, (FIRST_HOSTS[0], *MORE_HOSTS))
+        while goes_on(state.step, hvd.size()):
+            begin_step(hosts, state.step, hvd.rank())
             trainings.train(state.step)
             for model in trainings.models.values():
                 assert_identical(model)
-            # The second death is in a step that begins when three workers train.
-            state.step = min(state.step + 1, 19) if hvd.size() == 1 else state.step + 1
+            state.step = after(state.step, hvd.size())
             committed[state.step] = digest(trainings.residuals())
             state.commit()
             trained.append(hvd.size())

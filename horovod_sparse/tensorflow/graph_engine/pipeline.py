@@ -89,7 +89,8 @@ class GraphPipeline:
         self._velocities: list[tuple[Layout, Variable]] = []
         """With momentum correction: velocities of the buckets and of the parameters that are reduced dense."""
         self._dense_velocity: dict[str, Variable] = {}
-        self._divisors: dict[float, Variable] = {}
+        # The divisor is a variable, because TensorFlow multiplies by the reciprocal of a constant, which rounds differently.
+        self._divisor = make_variable(np.float32(world if averages else 1.0), "divisor", None)
 
     check = staticmethod(selectors.check)
     chosen = staticmethod(selectors.chosen)
@@ -166,7 +167,7 @@ class GraphPipeline:
         gathered = [
             self._collectives.allgather(one.message, f"{self.buckets.index(one.bucket)}.pairs.0") for one in sent
         ]
-        divisor = self._divisor(step.divisor)
+        divisor = self._divisor.read_value()
         received = [
             receive(one.bucket, all_, divisor, world=self._world, rank=self._rank)
             for one, all_ in zip(sent, gathered, strict=True)
@@ -201,12 +202,6 @@ class GraphPipeline:
                 for slot in one.bucket.layout.slots
             }
             return reduced | {name: tf.cast(tensor, step.dense[name].dtype) for name, tensor in dense.items()}
-
-    def _divisor(self, number: float) -> Tensor:
-        # The divisor is a variable, because TensorFlow multiplies by the reciprocal of a constant, which rounds differently.
-        if number not in self._divisors:
-            self._divisors[number] = make_variable(np.float32(number), "divisor", None)
-        return self._divisors[number].read_value()
 
     def _send(self, step: Step, bucket: GraphBucket, factor: Tensor | None) -> _Sent:
         x, finite = self._accumulate(step, bucket, factor)

@@ -17,6 +17,7 @@ import tensorflow as tf
 from horovod_sparse.compressors import gaussiank, redsync, sidco, threshold, topk
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.core.agreement import is_elastic
 from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.estimation import fits, search
 from horovod_sparse.exchange import protocols
@@ -49,6 +50,11 @@ Select = Callable[[Any, Tensor, int, int, Mapping[str, Tensor]], Chosen]
 
 def check(compressor: Compressor) -> None:
     """Raise ValueError, with the name of the setting, if the graph path cannot do what the compressor does."""
+    if is_elastic():
+        raise ValueError(
+            "graph must be False in an elastic job, got True: its operations have the number of workers as a constant; leave "
+            "graph=False"
+        )
     given = vars(compressor) | {"compression": type(compressor).__name__, "union": True}
     names, is_sidco = "TopK, SIDCo, GaussianK, RedSync, Threshold", isinstance(compressor, sidco.SIDCo)
     no_inverse = "TensorFlow has no inverse of the incomplete gamma function that follows SciPy's"

@@ -83,7 +83,8 @@ def make(
         reduce,
         accumulator=_Accumulator(passes, reduction.sparse_as_dense) if passes > 1 else None,
         passes_divisor=passes if average_aggregated_gradients else 1,
-        local_divisor=workers.size() if scale_local_gradients and workers.included() else 1,
+        local_divisor=_size_of(workers) if scale_local_gradients and workers.included() else lambda: 1,
+        compression=compression if isinstance(compression, TensorflowCompressor) else None,
     )
     optimizer.apply = distributed
     optimizer.register_local_var = distributed.register_local_var
@@ -94,21 +95,34 @@ class DistributedApply:
     """Replaces the `apply` of one optimizer: it reduces the gradients and passes them to the original `apply`."""
 
     def __init__(
-        self, optimizer: Any, reduce: Reduce, accumulator: _Accumulator | None, passes_divisor: int, local_divisor: int
+        self,
+        optimizer: Any,
+        reduce: Reduce,
+        accumulator: _Accumulator | None,
+        passes_divisor: int,
+        local_divisor: Callable[[], Any],
+        compression: TensorflowCompressor | None,
     ) -> None:
+        self.compression = compression
+        """The compressor; None if the reduction is dense."""
         self._optimizer = optimizer
         self._apply = optimizer.apply
         self._reduce = reduce
         self._accumulator = accumulator
         self._passes_divisor = passes_divisor
         self._local_divisor = local_divisor
-        """What the gradients of local variables are divided by."""
+        """Returns what the gradients of local variables are divided by."""
         self._local: set[Any] = set()
         self._checked = False
 
     def register_local_var(self, var: Variable) -> None:
         """Do not reduce a variable's gradient: keep the one that this rank has computed."""
         self._local.add(plain(var).ref())
+
+    def begin_again(self) -> None:
+        """Forget the passes since the last step, because the workers of an elastic job have changed."""
+        if self._accumulator is not None:
+            self._accumulator.clear()
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:
@@ -153,9 +167,14 @@ class DistributedApply:
             )
         )
         return [
-            _divide(gradient, self._local_divisor) if local else next(reduced)
+            _divide(gradient, self._local_divisor()) if local else next(reduced)
             for gradient, local in zip(gradients, is_local, strict=True)
         ]
+
+
+def _size_of(workers: Any) -> Callable[[], Tensor]:
+    # The operation also holds where a graph outlives a change of workers, in an elastic job.
+    return lambda: mpi_ops.size_op(process_set_id=workers.process_set_id)
 
 
 def _compressed(reducer: Reducer, optimizer: Any) -> Reduce:
