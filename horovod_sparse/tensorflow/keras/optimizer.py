@@ -81,6 +81,7 @@ def make(
     distributed = DistributedApply(
         optimizer,
         reduce,
+        compression=compression,
         accumulator=_Accumulator(passes, reduction.sparse_as_dense) if passes > 1 else None,
         passes_divisor=passes if average_aggregated_gradients else 1,
         local_divisor=workers.size() if scale_local_gradients and workers.included() else 1,
@@ -94,8 +95,18 @@ class DistributedApply:
     """Replaces the `apply` of one optimizer: it reduces the gradients and passes them to the original `apply`."""
 
     def __init__(
-        self, optimizer: Any, reduce: Reduce, accumulator: _Accumulator | None, passes_divisor: int, local_divisor: int
+        self,
+        optimizer: Any,
+        reduce: Reduce,
+        *,
+        compression: Any,
+        accumulator: _Accumulator | None,
+        passes_divisor: int,
+        local_divisor: int,
     ) -> None:
+        self.compression = compression
+        self.local_variables: set[Any] = set()
+        """References to variables whose gradients are not reduced."""
         self._optimizer = optimizer
         self._apply = optimizer.apply
         self._reduce = reduce
@@ -103,12 +114,16 @@ class DistributedApply:
         self._passes_divisor = passes_divisor
         self._local_divisor = local_divisor
         """What the gradients of local variables are divided by."""
-        self._local: set[Any] = set()
         self._checked = False
+
+    @property
+    def passes_under_way(self) -> int:
+        """Number of passes whose gradients are summed and not yet applied."""
+        return 0 if self._accumulator is None else self._accumulator.count
 
     def register_local_var(self, var: Variable) -> None:
         """Do not reduce a variable's gradient: keep the one that this rank has computed."""
-        self._local.add(plain(var).ref())
+        self.local_variables.add(plain(var).ref())
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:
@@ -145,7 +160,7 @@ class DistributedApply:
         return tf.constant(False)
 
     def _reduced(self, gradients: list[Any], variables: list[Variable]) -> list[Any]:
-        is_local = [plain(variable).ref() in self._local for variable in variables]
+        is_local = [plain(variable).ref() in self.local_variables for variable in variables]
         reduced = iter(
             self._reduce(
                 [gradient for gradient, local in zip(gradients, is_local, strict=True) if not local],
@@ -252,6 +267,11 @@ class _Accumulator:
                 self._sums[variable.ref()] = total
             total.assign_add(gradient)
         return None if total is None else total.read_value()
+
+    @property
+    def count(self) -> int:
+        """Number of passes in the sums."""
+        return int(self._count.numpy())
 
     def is_full(self) -> Tensor:
         return tf.equal(self._count, self._passes)

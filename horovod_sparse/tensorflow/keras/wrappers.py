@@ -71,7 +71,7 @@ def load_model(
     legacy_opts: bool = False,
     **arguments: Any,
 ) -> Any:
-    """Load a saved Keras model and make its optimizer distributed. The model holds no residuals: see `CompressionCheckpoint`.
+    """Load a saved Keras model and make its optimizer distributed. The model holds no residuals: see `CheckpointCallback`.
 
     Args:
         filepath: path of the model.

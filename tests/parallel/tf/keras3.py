@@ -487,43 +487,6 @@ def saved_models_know_nothing_of_horovod() -> None:
             subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@scenario(
-    TF_2,
-    TF_GLOO_2,
-    cases={
-        "SIDCo": (lambda: SIDCo(0.01), lambda: keras.optimizers.Adam(0.01)),
-        # The biases are reduced dense, and have a velocity.
-        "momentum": (
-            lambda: TopK(0.01, momentum_correction=MomentumCorrection(0.9)),
-            lambda: keras.optimizers.SGD(0.05),
-        ),
-    },
-)
-def training_continues_where_it_was_saved(make: MakeCompression, make_optimizer: Callable[[], Any]) -> None:
-    directory = Path(everyone(tempfile.mkdtemp())[0])
-    compression = make()
-    through = compiled(hvd.DistributedOptimizer(make_optimizer(), compression=compression))
-    saved = hvd.callbacks.CompressionCheckpoint(compression, directory / "states" / "rank{rank}.npz")
-    fit(through, range(5), callbacks=[saved])
-    if hvd.rank() == 0:
-        through.save(directory / "model.keras")
-    everyone(None, "saved")
-    other = make()
-    model = hvd.load_model(directory / "model.keras", compression=other)
-    hvd.callbacks.CompressionCheckpoint(other, directory / "states" / "rank{rank}.npz").load()
-    for one in (through, model):
-        fit(one, range(5, 10))
-    for mine, theirs in zip(model.weights, through.weights, strict=True):
-        np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
-    assert_in_step(model)
-    assert len(list((directory / "states").iterdir())) == hvd.size()
-    # Without the residuals it goes on, elsewhere.
-    model = hvd.load_model(directory / "model.keras", compression=make())
-    fit(model, range(5, 10))
-    assert not np.array_equal(model.weights[0].numpy(), through.weights[0].numpy())
-    assert "{rank}" in raised(ValueError, lambda: hvd.callbacks.CompressionCheckpoint(other, "state.npz"))
-
-
 # --- loss scaling ---
 
 
