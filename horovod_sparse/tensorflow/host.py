@@ -133,7 +133,7 @@ class HostPipeline(Pipeline):
         # Only a norm of all gradients must wait for all of them. Otherwise buckets are exchanged while others' gradients are
         # computed.
         gradients = [*step.gradients.values(), *step.dense.values()] if self.compressor.holds_back else []
-        return self._call(self._start_step, (), gradients, tf.bool)
+        return self._call(self._start_step, (), [step.scale, *gradients], tf.bool)
 
     def _together(self, buckets: list[Bucket]) -> list[list[Bucket]]:
         """Group the buckets that are always at the same step of their schedule: those that were made together."""
@@ -236,8 +236,8 @@ class HostPipeline(Pipeline):
 
     # --- called from the graph ---
 
-    def _start_step(self, *gradients: NDArray[Any]) -> np.bool_:
-        self.start_step(gradients)
+    def _start_step(self, scale: np.float64, *gradients: NDArray[Any]) -> np.bool_:
+        self.start_step(gradients, None if math.isnan(scale) else float(scale))
         return np.True_
 
     def _is_dense(self, name: str) -> np.bool_:
@@ -260,7 +260,7 @@ class HostPipeline(Pipeline):
 
     def _advance(self, name: str, divisor: float, dtype: str, result: NDArray[Any]) -> NDArray[Any]:
         bucket = self.bucket_of[name]
-        collective = self.advance(bucket, result, divisor, self._keep_reduced(bucket))
+        collective = self.advance(bucket, result, divisor / self.preparation.scale, self._keep_reduced(bucket))
         if collective is None:
             # The exchange has ended early on all ranks, so the graph's next collective has nothing to carry.
             return np.zeros(1, dtype)
@@ -268,7 +268,7 @@ class HostPipeline(Pipeline):
 
     def _write_out(self, name: str, divisor: float, types: list[Any], result: NDArray[Any]) -> list[NDArray[Any]]:
         bucket = self.bucket_of[name]
-        exchanging = bucket.exchange is not None
+        exchanging, divisor = bucket.exchange is not None, divisor / self.preparation.scale
         if exchanging and self.advance(bucket, result, divisor, self._keep_reduced(bucket)) is not None:
             raise RuntimeError(f"the exchange of bucket {name!r} has more rounds than its graph; this is a defect")
         flat = self._reduced.pop(name)

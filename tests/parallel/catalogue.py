@@ -8,7 +8,7 @@ from .scenario import Scenario, scenarios_of
 
 MODULES = {
     "torch": ("training", "exchange", "gradients", "usage", "state", "checkpoints", "scaling", "policies"),
-    "tensorflow": ("tf.tape", "tf.keras3", "tf.graph", "tf.checkpoints"),
+    "tensorflow": ("tf.tape", "tf.keras3", "tf.graph", "tf.checkpoints", "tf.scaling"),
 }
 
 
