@@ -1,66 +1,77 @@
-"""Files that Keras callbacks write."""
+"""Checkpoints of TensorFlow in one process: arguments, and the bytes of a file."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow", reason="Horovod was built without TensorFlow", exc_type=ImportError)
 
-from horovod_sparse.tensorflow.compressors import TopK
+import tensorflow as tf
+
+from horovod_sparse.tensorflow import checkpoint
 from horovod_sparse.tensorflow.keras import callbacks
+from horovod_sparse.tensorflow.names import same_name
+from horovod_sparse.tensorflow.packing import pack, unpack
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> callbacks.CompressionCheckpoint:
-    monkeypatch.setattr(callbacks.hvd, "rank", lambda: 3)
-    return callbacks.CompressionCheckpoint(TopK(0.1), tmp_path / "states" / "rank{rank}.npz")
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"every": 0}, ValueError, "every must be >= 1, got 0"),
+        ({"every": "epoch"}, TypeError, "every must be an int >= 1, got 'epoch'"),
+        ({"keep": 0}, ValueError, "keep must be >= 1, got 0"),
+        ({"unit": "step"}, ValueError, "unit must be one of 'epoch', 'batch', got 'step'"),
+        ({"damaged": "ignore"}, ValueError, "damaged must be one of 'skip', 'raise', got 'ignore'"),
+    ],
+)
+def test_arguments_are_checked(tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as raised:
+        callbacks.CheckpointCallback(tmp_path, **arguments)
+    assert str(raised.value) == message
 
 
-def test_a_saved_state_can_be_loaded_and_nothing_else_is_left(checkpoint: callbacks.CompressionCheckpoint) -> None:
-    for _ in range(2):
-        checkpoint.save()
-        assert [path.name for path in checkpoint.path.parent.iterdir()] == ["rank3.npz"]
-    checkpoint.load()
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool"])
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2)])
+def test_variables_of_every_type_come_back(dtype: str, shape: tuple[int, ...]) -> None:
+    variables = [tf.Variable(tf.cast(tf.fill(shape, 1.5), dtype), name=name) for name in ("dense_1/kernel", "b")]
+    values = {"random": [1, 2.5, "text", None]}
+    arrays, plain = unpack(pack(checkpoint._arrays({f"model/{n}": one for n, one in enumerate(variables)}), values))
+    assert plain == values
+    new = [tf.Variable(tf.zeros(shape, dtype), name=name) for name in ("dense_7/kernel", "b")]
+    names = {"model": ["dense_1/kernel", "b"]}
+    for variable, array in checkpoint._assignments("model", tf.Module(), {"model": []}, arrays):
+        pytest.fail(f"a module without variables has {variable} and {array}")
+    module = tf.Module()
+    module.one, module.two = new[1], new[0]
+    with pytest.raises(ValueError, match="variable 0 of model must be 'dense_1/kernel' with shape"):
+        list(checkpoint._assignments("model", module, names, arrays))
+    module.one, module.two = new
+    for variable, array in checkpoint._assignments("model", module, names, arrays):
+        variable.assign(array)
+    for mine, saved in zip(new, variables, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), saved.numpy())
 
 
-def test_file_and_folder_are_on_the_disk_before_save_returns(
-    checkpoint: callbacks.CompressionCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[Path] = []
-    real = os.fsync
-
-    def fsync(number: int) -> None:
-        synced.append(Path(os.readlink(f"/proc/self/fd/{number}")))
-        real(number)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    checkpoint.save()
-    first, second = synced
-    assert first.parent == second == checkpoint.path.parent.resolve()
-    assert first.name != checkpoint.path.name, "the file is replaced when the new one is complete"
-    checkpoint.save()
-    assert synced[2].name != first.name, "two processes that save at once do not share a file"
+def test_a_variable_without_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match="variable 'words' must hold numbers, got string"):
+        checkpoint._arrays({"model/0": tf.Variable(["one"], name="words")})
 
 
-@pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_a_save_that_fails_leaves_the_old_file(
-    checkpoint: callbacks.CompressionCheckpoint, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    checkpoint.save()
-    before = checkpoint.path.read_bytes()
-
-    def fail(*args: Any) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(*((os, "fsync", fail) if failing == "fsync" else (Path, "replace", fail)))
-    with pytest.raises(OSError, match="no space left"):
-        checkpoint.save()
-    monkeypatch.undo()
-    folder = checkpoint._path.rsplit("/", 1)[0]
-    assert [path.name for path in Path(folder).iterdir()] == ["rank3.npz"]
-    assert (Path(folder) / "rank3.npz").read_bytes() == before
+@pytest.mark.parametrize(
+    ("saved", "name", "same"),
+    [
+        ("sequential/dense/kernel", "sequential/dense/kernel", True),
+        ("sequential/dense/kernel", "sequential_3/dense_1/kernel", True),
+        ("sequential/dense_1/kernel", "dense/kernel", True),
+        ("dense/kernel", "sequential/dense/kernel", True),
+        ("sequential/dense/kernel", "sequential/dense/bias", False),
+        ("embedding/kernel", "bedding/kernel", False),
+    ],
+)
+def test_names_of_the_same_model(saved: str, name: str, same: bool) -> None:
+    assert same_name(saved, name) == same

@@ -141,6 +141,7 @@ class Worker:
                 others={},
                 dtypes=dict.fromkeys(frozen, tf.float32) | {n: g.dtype for n, g in gradients.items()},
                 rate=tf.constant(np.nan, tf.float64),
+                scale=tf.constant(np.nan, tf.float64),
                 op=mpi_ops.Average,
                 predivide=1.0,
                 frozen=frozen,

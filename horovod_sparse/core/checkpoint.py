@@ -47,6 +47,15 @@ class Workers(NamedTuple):
             raise RuntimeError(f"the checkpoint failed: {everything}")
 
 
+class Checkpoint(NamedTuple):
+    """What `load_checkpoint` found."""
+
+    step: int
+    """Number of steps that were done; 0 if there is no checkpoint."""
+    values: dict[str, Any]
+    """What was saved under names that were not given to `load_checkpoint`."""
+
+
 class Loaded(NamedTuple):
     """A complete checkpoint, as one rank reads it."""
 
@@ -83,8 +92,11 @@ def save(folder: Path, step: int, own: bytes, shared: bytes | None, workers: Wor
         keep: how many checkpoints are kept, this one included.
 
     Raises:
+        ValueError: `keep` is below 1, or `step` differs between ranks.
         RuntimeError: on every rank, if one could not write. Older checkpoints are not touched.
     """
+    if keep < 1:
+        raise ValueError(f"keep must be >= 1, got {keep}; every call saves a checkpoint that is kept")
     begun = workers.gather([step, uuid.uuid4().hex])
     if any(theirs != step for theirs, _ in begun):
         raise ValueError(f"step must be the same on every rank, got {[theirs for theirs, _ in begun]}")
@@ -113,6 +125,33 @@ def save(folder: Path, step: int, own: bytes, shared: bytes | None, workers: Wor
     finally:
         if workers.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def restore(folder: Path, workers: Workers, damaged: Damaged, use: Callable[[Loaded], dict[str, Any]]) -> Checkpoint:
+    """Read the newest complete checkpoint, as `load` does, and let `use` load it. `use` returns the values that are left.
+
+    Raises:
+        ValueError: `damaged` is neither "skip" nor "raise".
+        RuntimeError: on every rank, if `use` raises on one, or with damaged="raise" as `load` does.
+    """
+    if damaged not in ("skip", "raise"):
+        raise ValueError(f"damaged must be 'skip' or 'raise', got {damaged!r}")
+    found = load(folder, workers, damaged)
+    if found is None:
+        return Checkpoint(0, {})
+    if found.world != workers.size and workers.rank == 0:
+        warnings.warn(
+            f"horovod_sparse: {found.world} workers saved the checkpoint of step {found.step}, {workers.size} continue; the "
+            "sum of their residuals is kept",
+            stacklevel=3,
+        )
+    values, problem = {}, ""
+    try:
+        values = use(found)
+    except Exception as error:
+        problem = f"the checkpoint of step {found.step} does not fit: {error}"
+    workers.agree(problem)
+    return Checkpoint(found.step, values)
 
 
 def load(folder: Path, workers: Workers, damaged: Damaged) -> Loaded | None:

@@ -78,8 +78,8 @@ class Kept:
 
     @property
     def divisor(self) -> float:
-        """The number by which sums of what the workers have sent are divided."""
-        return float(self.world) if self.averages else 1.0
+        """The number by which sums of what the workers have sent are divided. It gives them this step's loss scale back."""
+        return (float(self.world) if self.averages else 1.0) / self.preparation.scale
 
     def change_workers(self, *, world: int, position: int, rank: int) -> None:
         """Continue with other workers. Residuals, velocities and adaptive state stay; the statistics begin anew."""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor as HorovodCompressor
 
@@ -18,6 +15,7 @@ from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import ARRAYS, check_parts, empty_state
 from horovod_sparse.tensorflow.host import HostPipeline
+from horovod_sparse.tensorflow.packing import pack, unpack
 
 Tensor = Any
 
@@ -111,9 +109,7 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
         state = self.state_dict()
         arrays = {f"{kind}/{name}": array for kind in ARRAYS for name, array in state[kind].items()}
         plain = {key: value for key, value in state.items() if key not in ARRAYS}
-        file = io.BytesIO()
-        np.savez(file, json=np.array(json.dumps(plain)), **arrays)
-        return file.getvalue()
+        return pack(arrays, plain)
 
     def deserialize(self, string_value: bytes) -> None:
         """Load what `serialize` returned, for `tf.train.Checkpoint`.
@@ -121,23 +117,15 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
         Raises:
             ValueError: the bytes are damaged, or hold a state that cannot be loaded; nothing is changed then.
         """
-        self.load_state_dict(_unpacked(string_value))
+        self.load_state_dict(unpacked_state(string_value))
 
 
-def _unpacked(packed: bytes) -> dict[str, Any]:
+def unpacked_state(packed: bytes) -> dict[str, Any]:
     """Return the state that is in the bytes from `serialize`."""
-    try:
-        with np.load(io.BytesIO(packed), allow_pickle=False) as file:
-            state: dict[str, Any] = json.loads(str(file["json"]))
-            for kind in ARRAYS:
-                prefix = f"{kind}/"
-                state[kind] = {name[len(prefix) :]: file[name] for name in file.files if name.startswith(prefix)}
-    except Exception as error:
-        # The errors that NumPy, zip files and JSON raise for damaged bytes have no common class.
-        raise ValueError(
-            f"the saved state must be what a compressor wrote, but its {len(packed)} bytes cannot be read "
-            f"({type(error).__name__}: {error}); the file is damaged or incomplete, load an older one"
-        ) from error
+    arrays, state = unpack(packed)
+    for kind in ARRAYS:
+        prefix = f"{kind}/"
+        state[kind] = {name[len(prefix) :]: array for name, array in arrays.items() if name.startswith(prefix)}
     return state
 
 

@@ -40,10 +40,8 @@ class Collectives:
 
     def allgather(self, message: Tensor, name: str) -> Tensor:
         """Return all ranks' messages, concatenated in rank order."""
-        return self._allgather(message, f"{self.number}.{name}")
-
-    def _allgather(self, message: Tensor, name: str) -> Tensor:
-        return mpi_ops.allgather(message, name=self._full(name), ignore_name_scope=True, process_set=self._process_set)
+        name = self._full(f"{self.number}.{name}")
+        return mpi_ops.allgather(message, name=name, ignore_name_scope=True, process_set=self._process_set)
 
     def from_first(self, array: NDArray[Any], name: str) -> NDArray[Any]:
         """Return the array of the first worker. This blocks. All reducers use the same names."""
@@ -84,10 +82,15 @@ class Collectives:
     def gather_json(self, value: object, name: str) -> list[Any]:
         """Return every rank's `value`, in rank order. This blocks, also while a function is traced.
 
-        The messages are plain JSON; nothing is unpickled. All reducers of the process set use the same name, so that ranks
-        that are at different reducers still meet and can compare.
+        All reducers of the process set use the same name, so that ranks that are at different reducers still meet and can
+        compare.
         """
-        line = np.frombuffer(json.dumps(value).encode("ascii") + b"\n", np.uint8)
-        with tf.init_scope(), tf.device("CPU:0"):
-            gathered = self._allgather(tf.constant(line), name)
-        return [json.loads(part) for part in gathered.numpy().tobytes().splitlines()]
+        return gather_json(value, self._full(name), self._process_set)
+
+
+def gather_json(value: object, name: str, process_set: Any) -> list[Any]:
+    """Return every rank's `value`, in rank order. Blocks. Uses JSON, because data from other machines is not unpickled."""
+    line = np.frombuffer(json.dumps(value).encode("ascii") + b"\n", np.uint8)
+    with tf.init_scope(), tf.device("CPU:0"):
+        gathered = mpi_ops.allgather(tf.constant(line), name=name, ignore_name_scope=True, process_set=process_set)
+    return [json.loads(part) for part in gathered.numpy().tobytes().splitlines()]

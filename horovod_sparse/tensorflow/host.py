@@ -133,7 +133,7 @@ class HostPipeline(Pipeline):
         # Only a norm of all gradients must wait for all of them. Otherwise buckets are exchanged while others' gradients are
         # computed.
         gradients = [*step.gradients.values(), *step.dense.values()] if self.compressor.holds_back else []
-        return self._call(self._start_step, (), gradients, tf.bool)
+        return self._call(self._start_step, (), [step.scale, *gradients], tf.bool)
 
     def _together(self, buckets: list[Bucket]) -> list[list[Bucket]]:
         """Group the buckets that are always at the same step of their schedule: those that were made together."""
@@ -236,8 +236,8 @@ class HostPipeline(Pipeline):
 
     # --- called from the graph ---
 
-    def _start_step(self, *gradients: NDArray[Any]) -> np.bool_:
-        self.start_step(gradients)
+    def _start_step(self, scale: np.float64, *gradients: NDArray[Any]) -> np.bool_:
+        self.start_step(gradients, None if math.isnan(scale) else float(scale))
         return np.True_
 
     def _is_dense(self, name: str) -> np.bool_:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ class Names:
             raise TypeError(f"sources must be variables where compression is a sparsifier, got {variable!r}")
         key = plain(variable).ref()
         if key not in self._names:
-            wanted = getattr(variable, "path", None) or variable.name.split(":")[0]
+            wanted = name_of(variable)
             name, number = wanted, 0
             while name in self._shapes:
                 number += 1
@@ -56,6 +57,21 @@ class Names:
 def plain(variable: Variable) -> Variable:
     """Return the `tf.Variable` in a Keras 3 variable; return anything else unchanged."""
     return variable.value if hasattr(variable, "path") and hasattr(variable, "value") else variable
+
+
+def name_of(variable: Variable) -> str:
+    """Return a Keras variable's path, or a `tf.Variable`'s name."""
+    return getattr(variable, "path", None) or str(variable.name).split(":")[0]
+
+
+def same_name(saved: str, name: str) -> bool:
+    """Return whether two names are those of one variable, of which the first was saved.
+
+    Keras counts what has no name of its own ("dense_3"), and calls a variable of a sequential model "sequential/dense/kernel".
+    When the same model is loaded, it is called "dense/kernel".
+    """
+    saved, name = (re.sub(r"_\d+(?=/|$)", "", one) for one in (saved, name))
+    return saved == name or saved.endswith(f"/{name}") or name.endswith(f"/{saved}")
 
 
 def renamed(state: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:

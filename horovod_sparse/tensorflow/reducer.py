@@ -81,19 +81,25 @@ class Reducer(Server):
         use_generic_names: bool = False,
         *,
         learning_rate: Tensor | None = None,
+        loss_scale: Tensor | None = None,
     ) -> list[Any]:
         """Return the reduced gradients, in the same order. None stays None, unless the variable had a gradient before.
 
+        With a loss scaler, `loss_scale` is its scale; see `Pipeline.start_step`.
         None also stays None for a Keras variable that is not trainable any more; its residual and velocity are dropped then.
         `use_generic_names` is ignored: here the names of collectives never depend on those of tensors.
 
         Raises:
             ValueError: some variables of a bucket are missing, or the ranks differ.
         """
-        return list(self._reduce_as_it_is(gradients, variables, learning_rate))
+        return list(self._reduce_as_it_is(gradients, variables, learning_rate, loss_scale))
 
     def _reduce_list(
-        self, gradients: Sequence[Any], variables: Sequence[Variable] | None, learning_rate: Tensor | None
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Variable] | None,
+        learning_rate: Tensor | None,
+        loss_scale: Tensor | None,
     ) -> list[Any]:
         if variables is None or len(variables) != len(gradients):
             raise ValueError("variables must be given, one for each gradient, so that residuals can be told apart")
@@ -103,7 +109,10 @@ class Reducer(Server):
         if not self.active:
             return list(gradients)
         self.compressor.engine_class.check_mode()
-        rate = tf.constant(math.nan, tf.float64) if learning_rate is None else tf.cast(learning_rate, tf.float64)
+        rate, scale = (
+            tf.constant(math.nan, tf.float64) if one is None else tf.cast(one, tf.float64)
+            for one in (learning_rate, loss_scale)
+        )
         if learning_rate is None and self.compressor.lr_in_residual:
             raise ValueError(
                 "lr_in_residual must be False with a gradient tape or a legacy optimizer, which do not tell the learning rate; "
@@ -112,10 +121,16 @@ class Reducer(Server):
         self._extend(names, gradients, variables)
         frozen = self.names.frozen(name for name, gradient in zip(names, gradients, strict=True) if gradient is None)
         reduce = self._function if tf.executing_eagerly() else self._reduce
-        return list(reduce(self._agreements, names, frozen, list(gradients), rate))
+        return list(reduce(self._agreements, names, frozen, list(gradients), rate, scale))
 
     def _reduce(
-        self, plan: int, names: tuple[str, ...], frozen: frozenset[str], gradients: list[Any], rate: Tensor
+        self,
+        plan: int,
+        names: tuple[str, ...],
+        frozen: frozenset[str],
+        gradients: list[Any],
+        rate: Tensor,
+        scale: Tensor,
     ) -> list[Any]:
         """Build the operations. They are traced again when a new `plan` has buckets for more variables."""
         if self.pipeline is None:
@@ -132,6 +147,7 @@ class Reducer(Server):
                 others={name: slices.values for name, slices in others.items()},
                 dtypes=self._dtypes,
                 rate=rate,
+                scale=scale,
                 op=self.reduction.op,
                 predivide=self.reduction.gradient_predivide_factor,
             )

@@ -60,6 +60,8 @@ class Step:
     """The dtypes of the gradients of all parameters, by name."""
     rate: Tensor
     """The learning rate, float64; NaN if it is unknown."""
+    scale: Tensor
+    """The loss scale by which the gradients are multiplied, float64; NaN if there is no loss scaler."""
     op: Any
     """Horovod's reduction operation for the dense gradients."""
     predivide: float

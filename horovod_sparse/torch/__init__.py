@@ -6,9 +6,9 @@ Importing it extends stock Horovod's optimizer (see `seam`), so ``import horovod
 import horovod.torch as _stock
 from horovod.torch import *
 
+from horovod_sparse.core.checkpoint import Checkpoint as Checkpoint
 from horovod_sparse.core.public import *
 from horovod_sparse.torch import seam
-from horovod_sparse.torch.checkpoint import Checkpoint as Checkpoint
 from horovod_sparse.torch.checkpoint import load_checkpoint as load_checkpoint
 from horovod_sparse.torch.checkpoint import save_checkpoint as save_checkpoint
 from horovod_sparse.torch.compressors import *

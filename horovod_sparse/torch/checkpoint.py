@@ -7,33 +7,22 @@ from __future__ import annotations
 
 import io
 import os
-import random
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
-import numpy as np
 import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
 
 from horovod_sparse.core import checkpoint
-from horovod_sparse.core.checkpoint import Damaged, Workers
+from horovod_sparse.core.checkpoint import Checkpoint, Damaged, Loaded, Workers
+from horovod_sparse.core.randomness import random_state, set_random_state
 from horovod_sparse.core.state import joined
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import gather_json
 
 _COLLECTIVE = "horovod_sparse.checkpoint"
-
-
-class Checkpoint(NamedTuple):
-    """What `load_checkpoint` found."""
-
-    step: int
-    """Number of steps that were done; 0 if there is no checkpoint."""
-    values: dict[str, Any]
-    """What was saved under names that were not given to `load_checkpoint`."""
 
 
 def save_checkpoint(folder: str | os.PathLike[str], step: int, *, keep: int = 3, **objects: Any) -> None:
@@ -54,8 +43,6 @@ def save_checkpoint(folder: str | os.PathLike[str], step: int, *, keep: int = 3,
         ValueError: `keep` is below 1, or `step` differs between ranks.
         RuntimeError: on every rank, if a rank could not write its file. Older checkpoints are not touched.
     """
-    if keep < 1:
-        raise ValueError(f"keep must be >= 1, got {keep}; every call saves a checkpoint that is kept")
     shared = {name: _state_of(one) for name, one in objects.items() if _is_shared(one)}
     own = {
         "random": _random_state(),
@@ -83,31 +70,12 @@ def load_checkpoint(folder: str | os.PathLike[str], *, damaged: Damaged = "skip"
         ValueError: `damaged` is neither, or an object was not saved.
         RuntimeError: on every rank, if the checkpoint does not fit the objects, or is damaged and damaged="raise".
     """
-    if damaged not in ("skip", "raise"):
-        raise ValueError(f"damaged must be 'skip' or 'raise', got {damaged!r}")
-    workers = _workers()
-    found = checkpoint.load(Path(folder), workers, damaged)
-    if found is None:
-        return Checkpoint(0, {})
-    if found.world != workers.size and workers.rank == 0:
-        warnings.warn(
-            f"horovod_sparse: {found.world} workers saved the checkpoint of step {found.step}, {workers.size} continue; the "
-            "sum of their residuals is kept",
-            stacklevel=2,
-        )
-    values, problem = {}, ""
-    try:
-        values = _load(_decode(found.shared), [_decode(own) for own in found.own], objects, found.world)
-    except Exception as error:
-        problem = f"the checkpoint of step {found.step} does not fit: {error}"
-    workers.agree(problem)
-    return Checkpoint(found.step, values)
+    return checkpoint.restore(Path(folder), _workers(), damaged, lambda found: _load(found, objects))
 
 
-def _load(
-    shared: Mapping[str, Any], own: list[dict[str, Any]], objects: Mapping[str, Any], world: int
-) -> dict[str, Any]:
+def _load(found: Loaded, objects: Mapping[str, Any]) -> dict[str, Any]:
     """Load what was saved into the objects, and return the rest."""
+    shared, own = _decode(found.shared), [_decode(part) for part in found.own]
     first = own[0]
     saved = {**shared, **first["own"]}
     unknown = sorted(objects.keys() - saved.keys())
@@ -118,7 +86,7 @@ def _load(
         _set_state(name, one, saved[name])
         if isinstance(one, torch.nn.Module):
             one.load_state_dict(first["buffers"][name], strict=False)
-    is_new = mpi_ops.rank() >= world
+    is_new = mpi_ops.rank() >= found.world
     for name, compressor in _compressors(objects).items():
         if name not in first["compression"]:
             raise ValueError(f"{name} was saved without a compressor, but has {compressor!r} now")
@@ -169,12 +137,10 @@ def _buffers(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _random_state() -> dict[str, Any]:
-    name, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
-        "python": random.getstate(),
+        "host": random_state(),
     }
 
 
@@ -182,10 +148,7 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+    set_random_state(state["host"])
 
 
 def _encode(state: Any) -> bytes:

@@ -19,7 +19,7 @@ MODULES = {
         "uneven_errors",
         "policies",
     ),
-    "tensorflow": ("tf.tape", "tf.keras3", "tf.graph"),
+    "tensorflow": ("tf.tape", "tf.keras3", "tf.graph", "tf.checkpoints", "tf.scaling"),
 }
 
 

@@ -8,23 +8,30 @@ They call functions of Keras' backend that are gone once Keras 3 is installed, s
 from __future__ import annotations
 
 import os
-import uuid
-from collections.abc import Iterable, MutableMapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import Any, Literal
+from weakref import WeakSet
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow.keras.callbacks import BestModelCheckpoint as BestModelCheckpoint
 from tensorflow import keras
 
-from horovod_sparse.tensorflow.compressors import TensorflowCompressor
+from horovod_sparse.compressors.checks import check_choice, check_integer
+from horovod_sparse.core.checkpoint import Damaged
+from horovod_sparse.tensorflow.checkpoint import load_checkpoint, passes_of, save_checkpoint
+from horovod_sparse.tensorflow.keras.optimizer import LEGACY
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.wrappers import broadcast_variables
+
+_resumed: WeakSet[Any] = WeakSet()
+"""Models that were loaded from a checkpoint, on every rank."""
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Give all workers one worker's weights and optimizer variables after the first batch, but not its residuals.
+
+    It does nothing if `CheckpointCallback` has resumed the model.
 
     Args:
         root_rank: the worker whose values all workers get.
@@ -48,7 +55,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local.add(plain(var).ref())
 
     def on_train_batch_end(self, batch: int, logs: MutableMapping[str, Any] | None = None) -> None:
-        if self._done:
+        if self._done or self.model in _resumed:
             return
         optimizer = self.model.optimizer.variables
         # The states of metrics and random generators are left out, because each worker has its own.
@@ -78,55 +85,122 @@ class MetricAverageCallback(keras.callbacks.Callback):
         logs.update(zip(names, values.numpy().tolist(), strict=True))
 
 
-class CompressionCheckpoint(keras.callbacks.Callback):
-    """Save a compressor's residuals and adaptive state, which no model file holds, after every epoch on every worker.
+class CheckpointCallback(keras.callbacks.Callback):
+    """Save checkpoints, and resume by itself from the newest complete one when `fit` begins. Give it to `fit` on every rank.
+
+    A checkpoint holds the model's variables, the optimizer's, residuals and adaptive state of its compressor, the states of
+    the random generators of Keras' layers, NumPy and Python, and where training was. `fit` then begins with the epoch, and
+    the batch, that follow. Training goes on bit for bit if the data of an epoch are the same when it is begun again
+    (`shuffle=False`, or the same order in every epoch). Batches that were done are read and left out; callbacks see
+    them without logs. The metrics of such an epoch are those of its rest.
+
+    A callback resumes once: a second `fit` with it continues with what the model is then.
 
     Args:
-        compression: the optimizer's compressor.
-        path: the path of the file, with "{rank}" in it; an older file is replaced when the new one is complete.
+        folder: the folder of all checkpoints, on a file system that all hosts share.
+        every: a checkpoint is saved after so many epochs or batches. If gradients of several passes are being summed then, it
+            is saved when they have been applied.
+        unit: "epoch" or "batch".
+        keep: how many checkpoints are kept, >= 1. Older ones are removed.
+        damaged: what happens if a file is missing or was changed: "skip" takes an older checkpoint and warns, "raise" raises.
 
     Raises:
-        ValueError: the path has no "{rank}" in it.
+        ValueError: an argument is out of range.
+        RuntimeError: in `fit`, on every rank, if a rank could not write, or the checkpoint does not fit.
     """
 
-    def __init__(self, compression: TensorflowCompressor, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every: int = 1,
+        unit: Literal["epoch", "batch"] = "epoch",
+        keep: int = 3,
+        damaged: Damaged = "skip",
+    ) -> None:
         super().__init__()
-        if "{rank}" not in os.fspath(path):
-            raise ValueError(f"path must have '{{rank}}' in it, since every rank saves its own state, got {path!r}")
-        self._compression = compression
-        self._path = os.fspath(path)
+        check_integer("every", every, 1)
+        check_integer("keep", keep, 1)
+        check_choice("unit", unit, ("epoch", "batch"))
+        check_choice("damaged", damaged, ("skip", "raise"))
+        if LEGACY:
+            raise RuntimeError(
+                "CheckpointCallback needs Keras 3, but TF_USE_LEGACY_KERAS is set; call save_checkpoint and load_checkpoint "
+                "with model=, optimizer= and compression= yourself"
+            )
+        self._folder, self._every, self._unit, self._keep = folder, every, unit, keep
+        self._damaged: Damaged = damaged
+        self._begun = False
+        self.step = 0
+        """Number of batches that are done, in all epochs."""
+        self._epoch = self._batch = 0
+        """The epoch under way, and the number of its batches that are done."""
+        self._since = 0
+        """Epochs or batches since the last checkpoint."""
+        self._left_out = 0
+        """Number of batches of this epoch that were done before training was resumed, and are still to be read."""
 
-    @property
-    def path(self) -> Path:
-        """The path of this rank's file."""
-        return Path(self._path.replace("{rank}", str(hvd.rank())))
+    def on_train_begin(self, logs: MutableMapping[str, Any] | None = None) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        if not self.model.built:
+            raise ValueError("model must be built before fit resumes it; give it an Input, or call it on a batch")
+        if not self.model.optimizer.built:
+            self.model.optimizer.build(self.model.trainable_variables)
+        found = load_checkpoint(self._folder, damaged=self._damaged, model=self.model, optimizer=self.model.optimizer)
+        if not found.values:
+            return
+        self.step, self._epoch, self._batch = found.step, found.values["epoch"], found.values["batch"]
+        self._left_out = self._batch
+        _resumed.add(self.model)
+        # Keras' own `BackupAndRestore` tells it in the same way.
+        self.model._initial_epoch = self._epoch
+        if self._left_out:
+            self._read_without_training()
+
+    def _read_without_training(self) -> None:
+        """Let the model read the batches of its epoch that were done before, without training on them."""
+        train = self.model.train_function
+
+        def train_function(iterator: Iterator[Any]) -> Any:
+            if self._left_out == 0:
+                self.model.train_function = train
+                return train(iterator)
+            for _ in range(min(self._left_out, self.model.steps_per_execution)):
+                next(iterator)
+                self._left_out -= 1
+            return {}
+
+        self.model.train_function = train_function
+
+    def on_epoch_begin(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
+        if epoch != self._epoch:
+            self._epoch, self._batch = epoch, 0
+
+    def on_train_batch_begin(self, batch: int, logs: MutableMapping[str, Any] | None = None) -> None:
+        # Not at the end of the batch before, which could be the last of the epoch.
+        self._save_if_due()
+
+    def on_train_batch_end(self, batch: int, logs: MutableMapping[str, Any] | None = None) -> None:
+        new = max(batch + 1 - self._batch, 0)
+        self.step, self._batch = self.step + new, self._batch + new
+        if self._unit == "batch":
+            self._since += new
 
     def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
-        self.save()
+        self._epoch, self._batch = epoch + 1, 0
+        if self._unit == "epoch":
+            self._since += 1
+        self._save_if_due()
 
-    def save(self) -> None:
-        """Write the file now."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(self.path, self._compression.serialize())
+    def on_train_end(self, logs: MutableMapping[str, Any] | None = None) -> None:
+        self.model._initial_epoch = None
 
-    def load(self) -> None:
-        """Continue from this rank's file. Call this before or after the compressor is given to an optimizer."""
-        self._compression.deserialize(self.path.read_bytes())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Replace a file's content completely or not at all, even if the machine fails."""
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with unfinished.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    def _save_if_due(self) -> None:
+        optimizer = self.model.optimizer
+        if self._since < self._every or passes_of(optimizer):
+            return
+        self._since = 0
+        place = {"epoch": self._epoch, "batch": self._batch}
+        save_checkpoint(self._folder, self.step, keep=self._keep, model=self.model, optimizer=optimizer, **place)

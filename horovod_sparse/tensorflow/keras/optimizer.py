@@ -19,6 +19,14 @@ from horovod.tensorflow import mpi_ops
 from horovod_sparse.core.agreement import check_momentum
 from horovod_sparse.core.binding import refuse_class
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
+from horovod_sparse.tensorflow.keras.loss_scaling import (
+    check_scaler,
+    follow_scalers,
+    inner_of,
+    is_scaler,
+    scale_of,
+    spoiled,
+)
 from horovod_sparse.tensorflow.memory import unwatched
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
@@ -30,8 +38,10 @@ Variable = Any
 LEGACY = tf.keras.Model is not keras.Model
 """True if `tf.keras` is legacy Keras (`TF_USE_LEGACY_KERAS=1`)."""
 
+# Takes gradients, their variables, and the optimizer or the LossScaleOptimizer around it.
+Reduce = Callable[[list[Any], list[Variable], Any], list[Any]]
 # Takes gradients and their variables.
-Reduce = Callable[[list[Any], list[Variable]], list[Any]]
+Apply = Callable[[list[Any], list[Variable]], None]
 
 
 def is_keras_3(optimizer: Any) -> bool:
@@ -68,7 +78,7 @@ def make(
         reducer.settings = functools.partial(
             settings_of, optimizer, compression, backward_passes_per_step, average_aggregated_gradients
         )
-        reduce = _compressed(reducer, optimizer)
+        reduce = _compressed(reducer)
     else:
         reduce = _Dense(
             **arguments,
@@ -78,6 +88,7 @@ def make(
             compression=compression,
         )
     passes, workers = backward_passes_per_step, reduction.process_set
+    follow_scalers()
     distributed = DistributedApply(
         optimizer,
         reduce,
@@ -98,13 +109,16 @@ class DistributedApply:
         self,
         optimizer: Any,
         reduce: Reduce,
+        *,
+        compression: TensorflowCompressor | None,
         accumulator: _Accumulator | None,
         passes_divisor: int,
         local_divisor: Callable[[], Any],
-        compression: TensorflowCompressor | None,
     ) -> None:
         self.compression = compression
         """The compressor; None if the reduction is dense."""
+        self.local_variables: set[Any] = set()
+        """References to variables whose gradients are not reduced."""
         self._optimizer = optimizer
         self._apply = optimizer.apply
         self._reduce = reduce
@@ -112,12 +126,18 @@ class DistributedApply:
         self._passes_divisor = passes_divisor
         self._local_divisor = local_divisor
         """Returns what the gradients of local variables are divided by."""
-        self._local: set[Any] = set()
         self._checked = False
+        self._reduced_already = False
+        """Whether a LossScaleOptimizer is about to apply gradients that have been reduced."""
+
+    @property
+    def passes_under_way(self) -> int:
+        """Number of passes whose gradients are summed and not yet applied."""
+        return 0 if self._accumulator is None else self._accumulator.count
 
     def register_local_var(self, var: Variable) -> None:
         """Do not reduce a variable's gradient: keep the one that this rank has computed."""
-        self._local.add(plain(var).ref())
+        self.local_variables.add(plain(var).ref())
 
     def begin_again(self) -> None:
         """Forget the passes since the last step, because the workers of an elastic job have changed."""
@@ -127,30 +147,56 @@ class DistributedApply:
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:
         """Reduce the gradients and apply them; with several passes per step, only in the last pass."""
+        if self._reduced_already:
+            self._apply(grads, trainable_variables)
+        else:
+            self._step(grads, trainable_variables, self._optimizer, self._apply)
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_scaled(
+        self, scaler: Any, apply: Apply, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None
+    ) -> None:
+        """Do the same for a LossScaleOptimizer around the optimizer, whose plain `apply` is given.
+
+        It gets reduced gradients. So it decides on every rank in the same way whether the step is left out.
+        """
+
+        def apply_reduced(gradients: list[Any], variables: list[Variable]) -> None:
+            self._reduced_already = True
+            try:
+                apply(gradients, variables)
+            finally:
+                self._reduced_already = False
+
+        self._step(grads, trainable_variables, scaler, apply_reduced)
+
+    def _step(
+        self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None, optimizer: Any, apply: Apply
+    ) -> None:
         if trainable_variables is None:
             # Keras has no public way to get the variables that the optimizer was built with.
             trainable_variables = self._optimizer._trainable_variables
         grads, variables = list(grads), list(trainable_variables)
         if not grads or len(grads) != len(variables):
             # There is nothing to do, or the optimizer raises its own error.
-            self._apply(grads, variables)
+            apply(grads, variables)
             return
         if not self._checked or not tf.executing_eagerly():
-            _check_callers(self._optimizer)
+            _check_callers(optimizer)
             self._checked = True
         if self._accumulator is None:
-            self._apply(self._reduced(grads, variables), variables)
+            apply(self._reduced(grads, variables, optimizer), variables)
             return
         sums = self._accumulator.add(grads, variables)
         # The condition is the same on all ranks, so that all or none of them reach the collectives.
-        tf.cond(self._accumulator.is_full(), lambda: self._apply_sums(sums, variables), self._skip)
+        tf.cond(self._accumulator.is_full(), lambda: self._apply_sums(sums, variables, optimizer, apply), self._skip)
 
-    def _apply_sums(self, sums: list[Any], variables: list[Variable]) -> Tensor:
+    def _apply_sums(self, sums: list[Any], variables: list[Variable], optimizer: Any, apply: Apply) -> Tensor:
         assert self._accumulator is not None
         # Clear first. If the reduction raised before that, the passes that follow would never make a step.
         with tf.control_dependencies(self._accumulator.clear()):
-            reduced = self._reduced(sums, variables)
-        self._apply([_divide(one, self._passes_divisor) for one in reduced], variables)
+            reduced = self._reduced(sums, variables, optimizer)
+        apply([_divide(one, self._passes_divisor) for one in reduced], variables)
         return tf.constant(True)
 
     def _skip(self) -> Tensor:
@@ -158,18 +204,14 @@ class DistributedApply:
         self._optimizer.iterations.assign_add(1)
         return tf.constant(False)
 
-    def _reduced(self, gradients: list[Any], variables: list[Variable]) -> list[Any]:
-        is_local = [plain(variable).ref() in self._local for variable in variables]
-        reduced = iter(
-            self._reduce(
-                [gradient for gradient, local in zip(gradients, is_local, strict=True) if not local],
-                [variable for variable, local in zip(variables, is_local, strict=True) if not local],
-            )
-        )
-        return [
-            _divide(gradient, self._local_divisor()) if local else next(reduced)
-            for gradient, local in zip(gradients, is_local, strict=True)
-        ]
+    def _reduced(self, gradients: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
+        is_local = [plain(variable).ref() in self.local_variables for variable in variables]
+        parted = list(zip(gradients, variables, is_local, strict=True))
+        given = [gradient for gradient, _, local in parted if not local]
+        if is_scaler(optimizer) and any(is_local):
+            given = spoiled(given, [gradient for gradient, _, local in parted if local])
+        reduced = iter(self._reduce(given, [variable for _, variable, local in parted if not local], optimizer))
+        return [_divide(gradient, self._local_divisor()) if local else next(reduced) for gradient, _, local in parted]
 
 
 def _size_of(workers: Any) -> Callable[[], Tensor]:
@@ -177,15 +219,20 @@ def _size_of(workers: Any) -> Callable[[], Tensor]:
     return lambda: mpi_ops.size_op(process_set_id=workers.process_set_id)
 
 
-def _compressed(reducer: Reducer, optimizer: Any) -> Reduce:
-    def reduce(gradients: list[Any], variables: list[Variable]) -> list[Any]:
+def _compressed(reducer: Reducer) -> Reduce:
+    def reduce(gradients: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
         rate = tf.convert_to_tensor(optimizer.learning_rate) if reducer.compressor.lr_in_residual else None
-        # Undo the loss scale, because what stays in the residual outlives the loss scale of this step.
-        scale = _loss_scale(optimizer)
-        if scale is not None:
-            gradients = [_divide(gradient, scale) for gradient in gradients]
-        reduced: list[Any] = reducer(gradients, variables, learning_rate=rate)
-        return reduced if scale is None else [_divide(gradient, 1.0 / scale) for gradient in reduced]
+        if is_scaler(optimizer):
+            check_scaler(reducer.compressor)
+            # A step that is left out is discarded.
+            reducer.compressor.discardable = True
+            return list(reducer(gradients, variables, learning_rate=rate, loss_scale=scale_of(optimizer)))
+        # Undo a fixed loss scale. Nothing leaves out a step because of it.
+        factor = optimizer.loss_scale_factor
+        if factor is None:
+            return list(reducer(gradients, variables, learning_rate=rate))
+        gradients = [_divide(gradient, factor) for gradient in gradients]
+        return [_divide(gradient, 1.0 / factor) for gradient in reducer(gradients, variables, learning_rate=rate)]
 
     return reduce
 
@@ -194,18 +241,11 @@ def settings_of(optimizer: Any, compression: TensorflowCompressor, passes: int, 
     """Return the settings of a Keras optimizer, also a legacy one, that must be equal on all ranks to keep replicas equal."""
     settings = {"backward_passes_per_step": str(passes), "average_aggregated_gradients": str(average_passes)}
     if compression.lr_in_residual:
-        inner = _inner(optimizer)
+        inner = inner_of(optimizer)
         with tf.init_scope():
             settings["learning_rate"] = repr(float(tf.convert_to_tensor(inner.learning_rate)))
         settings["momentum"] = str(getattr(inner, "momentum", None))
     return settings
-
-
-def _loss_scale(optimizer: Any) -> Any:
-    """Return the factor by which the gradients passed to the optimizer are too large; None means 1."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return tf.convert_to_tensor(optimizer.dynamic_scale) if optimizer.built else optimizer.initial_scale
-    return optimizer.loss_scale_factor
 
 
 class _Dense:
@@ -225,7 +265,7 @@ class _Dense:
         function = functools.partial(horovod_tensorflow._make_allreduce_grads_fn, process_set=process_set, **arguments)
         self._functions = [function(name=one, groups=number_of_groups) for one, number_of_groups in named]
 
-    def __call__(self, gradients: list[Any], variables: list[Variable]) -> list[Any]:
+    def __call__(self, gradients: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
         if not self._process_set.included():
             return gradients
         parts: dict[int, list[int]] = {}
@@ -272,6 +312,11 @@ class _Accumulator:
             total.assign_add(gradient)
         return None if total is None else total.read_value()
 
+    @property
+    def count(self) -> int:
+        """Number of passes in the sums."""
+        return int(self._count.numpy())
+
     def is_full(self) -> Tensor:
         return tf.equal(self._count, self._passes)
 
@@ -294,11 +339,11 @@ def _check_optimizer(optimizer: Any, passes: int) -> None:
             f"the Keras backend must be 'tensorflow' with horovod.tensorflow, got {keras.backend.backend()!r}; set "
             "KERAS_BACKEND=tensorflow"
         )
-    if isinstance(vars(optimizer).get("apply"), DistributedApply):
+    if any(isinstance(vars(one).get("apply"), DistributedApply) for one in (optimizer, inner_of(optimizer))):
         raise ValueError(f"optimizer must be a plain one, but {optimizer.name!r} is distributed already")
     if passes < 1:
         raise ValueError(f"backward_passes_per_step must be at least 1, got {passes!r}")
-    steps = _inner(optimizer).gradient_accumulation_steps
+    steps = inner_of(optimizer).gradient_accumulation_steps
     if steps:
         raise ValueError(
             f"optimizer must have gradient_accumulation_steps=None, got {steps}: Keras sums after the reduction, which would "
@@ -322,20 +367,13 @@ def _check_reduction(reduction: Reduction) -> None:
 def check_compression(optimizer: Any, compression: TensorflowCompressor) -> None:
     """Raise ValueError if one of our compressors cannot be used with a Keras optimizer, also a legacy one."""
     compression.check_free()
-    inner = _inner(optimizer)
+    inner = inner_of(optimizer)
     betas = {name: getattr(inner, name) for name in ("beta_1", "beta_2") if hasattr(inner, name)}
     check_momentum(
         compression, getattr(inner, "momentum", None), betas or None, "keras.optimizers.SGD(..., momentum=0.0)"
     )
-    if inner is not optimizer and compression.not_finite != "propagate":
-        raise ValueError(
-            f"not_finite must be 'propagate' with a LossScaleOptimizer, got {compression.not_finite!r}: infinite gradients are "
-            "how it finds its scale; all ranks skip the step together"
-        )
-
-
-def _inner(optimizer: Any) -> Any:
-    return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+    if inner is not optimizer:
+        check_scaler(compression)
 
 
 def _check_callers(optimizer: Any) -> None:
@@ -343,12 +381,11 @@ def _check_callers(optimizer: Any) -> None:
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
-        if isinstance(caller, keras.optimizers.LossScaleOptimizer) and caller is not optimizer:
+        if is_scaler(caller) and caller is not optimizer:
             raise ValueError(
-                f"the distributed optimizer {optimizer.name!r} must not be inside of a LossScaleOptimizer, which leaves "
-                "out the call on ranks whose gradients overflow, and the others would wait; wrap them the other way round: "
-                "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), compression=...), with "
-                "not_finite='propagate' in the compression"
+                f"the distributed optimizer {optimizer.name!r} must be directly inside of a LossScaleOptimizer, but another "
+                "optimizer is between them: on ranks whose gradients overflow the call would be left out, and the others would "
+                "wait; use hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), compression=...)"
             )
         if isinstance(caller, keras.Model) and caller.compiled and caller.jit_compile and not tf.executing_eagerly():
             raise ValueError(

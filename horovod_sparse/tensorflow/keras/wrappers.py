@@ -31,8 +31,8 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name.
     """Make a Keras optimizer reduce its gradients over all workers before it applies them.
 
     A Keras 3 optimizer becomes distributed itself and is returned, with all its state. Legacy optimizers go to stock Horovod.
-    Loss scaling goes inside: `DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)`. Models must be
-    compiled with `jit_compile=False`, since XLA cannot compile the exchange. Without a GPU this is Keras' default.
+    A `keras.optimizers.LossScaleOptimizer` may be inside of it or around it. Models must be compiled with
+    `jit_compile=False`, since XLA cannot compile the exchange. Without a GPU this is Keras' default.
 
     Args:
         optimizer: a plain Keras optimizer. Its clipping and weight decay act after the reduction.
@@ -71,7 +71,7 @@ def load_model(
     legacy_opts: bool = False,
     **arguments: Any,
 ) -> Any:
-    """Load a saved Keras model and make its optimizer distributed. The model holds no residuals: see `CompressionCheckpoint`.
+    """Load a saved Keras model and make its optimizer distributed. The model holds no residuals: see `CheckpointCallback`.
 
     Args:
         filepath: path of the model.

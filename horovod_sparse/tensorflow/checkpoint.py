@@ -1,0 +1,246 @@
+"""Checkpoints of a whole training: variables of models and optimizers, residuals, random numbers, and plain values.
+
+Files hold NumPy arrays and JSON (`packing`). Reading them runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+from numpy.typing import NDArray
+
+from horovod_sparse.core import checkpoint
+from horovod_sparse.core.checkpoint import Checkpoint, Damaged, Loaded, Workers
+from horovod_sparse.core.randomness import random_state, set_random_state
+from horovod_sparse.core.state import joined
+from horovod_sparse.tensorflow.compressors import TensorflowCompressor, unpacked_state
+from horovod_sparse.tensorflow.exchange import gather_json
+from horovod_sparse.tensorflow.names import name_of, plain, same_name
+from horovod_sparse.tensorflow.packing import pack, unpack
+
+Variable = Any
+
+_COLLECTIVE = "horovod_sparse.checkpoint"
+_GENERATORS = ("seed_generator_state", "StateVar")
+"""Names of the variables in which Keras and TensorFlow keep the states of random generators."""
+
+
+def save_checkpoint(folder: str | os.PathLike[str], step: int, *, keep: int = 3, **objects: Any) -> None:
+    """Save a checkpoint from which training continues bit for bit. Call it on every rank, between two steps.
+
+    It holds `objects`, the residuals and the adaptive state of the optimizers' compressors, and the states of the random
+    generators of NumPy and Python. Trainable variables and optimizers of rank 0 are saved for all ranks. Everything else
+    (running means, states of random generators) is saved for every rank. Blocks until the checkpoint is on the disk.
+
+    Args:
+        folder: the folder of all checkpoints, on a file system that all hosts share.
+        step: number of steps that are done.
+        keep: how many checkpoints are kept, >= 1. Older ones are removed when this one is complete.
+        **objects: what to save, by name: models, optimizers and whatever else has `variables`, variables,
+            `tf.random.Generator`s, compressors, and values that JSON can express. The compressor of a Keras 3 optimizer is
+            saved with it; those of tapes and other optimizers must be among the objects.
+
+    Raises:
+        ValueError: `keep` is below 1, `step` differs between ranks, or gradients of several passes are being summed.
+        RuntimeError: on every rank, if a rank could not write its file. Older checkpoints are not touched.
+    """
+    workers = _workers()
+    local = _local_variables(objects)
+    shared: dict[str, Variable] = {}
+    own: dict[str, Variable] = {}
+    names: dict[str, list[str]] = {}
+    for name, one in objects.items():
+        if passes_of(one):
+            raise ValueError(
+                f"{name} must be between two steps, but sums the gradients of {passes_of(one)} passes that it has not applied; "
+                "save after the last of them"
+            )
+        variables = _variables_of(one)
+        if variables is not None:
+            names[name] = [name_of(variable) for variable in variables]
+            for number, variable in enumerate(variables):
+                (shared if _is_shared(one, variable, local) else own)[f"{name}/{number}"] = variable
+    compressors = _compressors(objects)
+    values = {
+        name: _checked(name, one)
+        for name, one in objects.items()
+        if name not in names and not isinstance(one, TensorflowCompressor)
+    }
+    states = {f"{name}/state": np.frombuffer(one.serialize(), np.uint8) for name, one in compressors.items()}
+    mine = pack({**_arrays(own), **states}, {"values": values, "random": random_state()})
+    checkpoint.save(
+        Path(folder), step, mine, pack(_arrays(shared), {"names": names}) if workers.rank == 0 else None, workers, keep
+    )
+
+
+def load_checkpoint(folder: str | os.PathLike[str], *, damaged: Damaged = "skip", **objects: Any) -> Checkpoint:
+    """Load the newest complete checkpoint into `objects`. Call it on every rank, when all variables have been made.
+
+    If there is no checkpoint, nothing changes and `step` is 0. If the number of workers differs from when it was saved, the
+    sum of the residuals over all workers is kept: residuals of workers that are gone are added to those of others, and new
+    workers begin with zero. A warning says so.
+
+    Args:
+        folder: the folder of all checkpoints.
+        damaged: what happens if a file is missing or was changed: "skip" takes an older checkpoint and warns, "raise" raises.
+        **objects: what to load, by the names that `save_checkpoint` was given. Plain values are returned in `values`.
+
+    Raises:
+        ValueError: `damaged` is neither.
+        RuntimeError: on every rank, if the checkpoint does not fit the objects, or is damaged and damaged="raise".
+    """
+    workers = _workers()
+    return checkpoint.restore(
+        Path(folder), workers, damaged, lambda found: _load(found, objects, is_new=workers.rank >= found.world)
+    )
+
+
+def _load(found: Loaded, objects: Mapping[str, Any], *, is_new: bool) -> dict[str, Any]:
+    """Load what was saved into the objects, and return the values. A worker is new if it continues none of those that saved."""
+    arrays, described = unpack(found.shared)
+    parts = [unpack(own) for own in found.own]
+    arrays |= parts[0][0]
+    # Everything is checked before anything changes.
+    assignments = [
+        assignment
+        for name, one in objects.items()
+        for assignment in _assignments(name, one, described["names"], arrays)
+    ]
+    states = {}
+    for name, compressor in _compressors(objects).items():
+        if f"{name}/state" not in arrays:
+            raise ValueError(f"{name} was saved without a compressor, but has {compressor!r} now")
+        own = [unpacked_state(part[f"{name}/state"].tobytes()) for part, _ in parts]
+        states[name] = joined(own, zero=is_new)
+    for name, compressor in _compressors(objects).items():
+        compressor.load_state_dict(states[name])
+    for variable, array in assignments:
+        # A new worker would draw the same random numbers as the one whose file it reads.
+        if not (is_new and name_of(variable).rsplit("/", 1)[-1] in _GENERATORS):
+            variable.assign(array)
+    if not is_new:
+        set_random_state(parts[0][1]["random"])
+    values: dict[str, Any] = parts[0][1]["values"]
+    return values
+
+
+def _assignments(
+    name: str, one: Any, names: Mapping[str, list[str]], arrays: Mapping[str, NDArray[Any]]
+) -> Iterator[tuple[Variable, NDArray[Any]]]:
+    """Yield each variable of an object with the array that was saved of it."""
+    variables = _variables_of(one)
+    if variables is None:
+        if not isinstance(one, TensorflowCompressor):
+            raise ValueError(
+                f"{name} must have variables, got {type(one).__name__}; leave it out and find it in values"
+            )
+        return
+    if name not in names:
+        raise ValueError(f"{name} was not saved; it holds the variables of {sorted(names)}")
+    if len(variables) != len(names[name]):
+        raise ValueError(
+            f"{name} must have the {len(names[name])} variables that were saved, got {len(variables)}; call "
+            f"{name}.build(...) before, or use the same {name}"
+        )
+    for number, variable in enumerate(variables):
+        array, saved = arrays[f"{name}/{number}"], names[name][number]
+        dtype = _dtype(variable)
+        if array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize:
+            array = array.view(dtype)
+        # An optimizer names its variables after the model's, and otherwise when it has been loaded.
+        is_same = _is_optimizer(one) or same_name(saved, name_of(variable))
+        if (array.shape, array.dtype) != (tuple(variable.shape), dtype) or not is_same:
+            raise ValueError(
+                f"variable {number} of {name} must be {saved!r} with shape {array.shape} and dtype {array.dtype}, got "
+                f"{name_of(variable)!r} with {tuple(variable.shape)} and {dtype}; use the same {name}"
+            )
+        yield plain(variable), array
+
+
+def _workers() -> Workers:
+    def gather(value: Any) -> list[Any]:
+        return gather_json(value, _COLLECTIVE, mpi_ops.global_process_set)
+
+    return Workers(mpi_ops.rank(), mpi_ops.size(), gather)
+
+
+def _variables_of(one: Any) -> list[Variable] | None:
+    """Return the variables of an object, always in the same order; None if it is no such object."""
+    if isinstance(one, TensorflowCompressor):
+        return None
+    if isinstance(one, tf.random.Generator):
+        return [one.state]
+    if isinstance(plain(one), tf.Variable):
+        return [one]
+    variables = getattr(one, "variables", None)
+    return variables if variables is None else list(variables() if callable(variables) else variables)
+
+
+def _is_shared(one: Any, variable: Variable, local: frozenset[Any]) -> bool:
+    """Return whether a variable has the same value on every rank."""
+    if _is_optimizer(one):
+        # What an optimizer keeps of a local variable has no mark of its own.
+        return not local
+    return bool(variable.trainable) and plain(variable).ref() not in local
+
+
+def _is_optimizer(one: Any) -> bool:
+    return hasattr(one, "apply_gradients")
+
+
+def _distributed(one: Any) -> Any:
+    """Return what makes a Keras 3 optimizer distributed (`keras.optimizer.DistributedApply`), or None.
+
+    Keras takes seconds to import, and a tape does not need it. So the class is not named here.
+    """
+    inside = getattr(one, "inner_optimizer", None)
+    found = [getattr(optimizer, "apply", None) for optimizer in (one, inside) if _is_optimizer(optimizer)]
+    return next((apply for apply in found if hasattr(apply, "local_variables")), None)
+
+
+def _local_variables(objects: Mapping[str, Any]) -> frozenset[Any]:
+    """Return the variables whose gradients are not reduced, so that they differ between ranks."""
+    found = (getattr(_distributed(one), "local_variables", ()) for one in objects.values())
+    return frozenset(variable for variables in found for variable in variables)
+
+
+def passes_of(one: Any) -> int:
+    """Return the number of passes whose gradients an optimizer has summed and not yet applied."""
+    return getattr(_distributed(one), "passes_under_way", 0)
+
+
+def _compressors(objects: Mapping[str, Any]) -> dict[str, TensorflowCompressor]:
+    given = {name: one for name, one in objects.items() if isinstance(one, TensorflowCompressor)}
+    found = {name: getattr(_distributed(one), "compression", None) for name, one in objects.items()}
+    of_optimizers = {name: one for name, one in found.items() if isinstance(one, TensorflowCompressor)}
+    known = {id(one) for one in given.values()}
+    return {**given, **{name: one for name, one in of_optimizers.items() if id(one) not in known}}
+
+
+def _checked(name: str, value: Any) -> Any:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must have variables, or be a value that JSON can express, got {type(value).__name__}: {error}"
+        ) from error
+    return value
+
+
+def _dtype(variable: Variable) -> np.dtype[Any]:
+    dtype: np.dtype[Any] = np.dtype(plain(variable).dtype.as_numpy_dtype)
+    return dtype
+
+
+def _arrays(variables: Mapping[str, Variable]) -> dict[str, NDArray[Any]]:
+    for variable in variables.values():
+        if _dtype(variable).hasobject:
+            raise ValueError(f"variable {name_of(variable)!r} must hold numbers, got {plain(variable).dtype.name}")
+    return {name: plain(variable).numpy() for name, variable in variables.items()}

@@ -1,0 +1,36 @@
+"""Arrays and plain values as one byte string: a NumPy archive with JSON in it. Reading it runs no code."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def pack(arrays: Mapping[str, NDArray[Any]], plain: Mapping[str, Any]) -> bytes:
+    """Return arrays, by names that contain a slash, and values that JSON can express as one byte string."""
+    file = io.BytesIO()
+    entries: dict[str, Any] = {"json": np.array(json.dumps(plain)), **arrays}
+    np.savez(file, **entries)
+    return file.getvalue()
+
+
+def unpack(packed: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """Return what was given to `pack`. Arrays of types that NumPy does not know, as bfloat16, have raw bytes as entries.
+
+    Raises:
+        ValueError: the bytes are damaged.
+    """
+    try:
+        with np.load(io.BytesIO(packed), allow_pickle=False) as file:
+            return {name: file[name] for name in file.files if name != "json"}, json.loads(str(file["json"]))
+    except Exception as error:
+        # The errors that NumPy, zip files and JSON raise for damaged bytes have no common class.
+        raise ValueError(
+            f"the saved state must be what a compressor wrote, but its {len(packed)} bytes cannot be read "
+            f"({type(error).__name__}: {error}); the file is damaged or incomplete, load an older one"
+        ) from error

@@ -1,0 +1,269 @@
+"""Scenarios: checkpoints of a whole training. What is resumed continues bit for bit; what does not fit raises on every rank."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import horovod_sparse.tensorflow as ours
+import horovod_sparse.tensorflow.keras as hvd
+from horovod_sparse.core.checkpoint import Workers
+from horovod_sparse.tensorflow import DGC, MiCRO, SIDCo, TopK, checkpoint
+
+from ..scenario import TF_2, TF_GLOO_2, scenario
+from .common import MakeCompression, assert_identical, everyone, raised
+from .keras3 import BATCH, LOSS, data
+
+BATCHES, EPOCHS = 6, 3
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder that all ranks see, and that is removed when all have left it."""
+    made = tempfile.TemporaryDirectory() if hvd.rank() == 0 else None
+    try:
+        yield Path(everyone(made.name if made else "")[0])
+        everyone(None, "left")
+    finally:
+        if made:
+            made.cleanup()
+
+
+class Trained(keras.callbacks.Callback):
+    """Notes the batches that are trained on: those with logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[int] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if logs:
+            self.batches.append(batch)
+
+
+class Training:
+    """A training in which everything that can be kept from step to step matters."""
+
+    def __init__(self, compression: Any, optimizer: Any, **settings: Any) -> None:
+        # As in a new process.
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(1)
+        layers = [
+            keras.layers.Dense(64),
+            keras.layers.BatchNormalization(),
+            keras.layers.Activation("relu"),
+            keras.layers.Dropout(0.2, seed=100 + hvd.rank()),
+            keras.layers.Dense(48),
+            keras.layers.Dense(10),
+        ]
+        self.model = keras.Sequential([keras.Input((16,)), *layers])
+        self.compression = compression
+        self.model.compile(hvd.DistributedOptimizer(optimizer, compression=compression, **settings), loss=LOSS)
+
+    def fit(self, *callbacks: Any, epochs: int = EPOCHS) -> None:
+        inputs, labels = data(range(BATCHES))
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        arguments: Any = {"batch_size": BATCH, "epochs": epochs, "shuffle": False, "verbose": 0}
+        self.model.fit(inputs, labels, callbacks=[broadcast, *callbacks], **arguments)
+
+    def kept(self) -> dict[str, Any]:
+        state = self.compression.state_dict()
+        variables = [*self.model.variables, *self.model.optimizer.variables]
+        arrays = {**state["residuals"], **{f"v {name}": array for name, array in state["velocities"].items()}}
+        return {
+            **{f"{number} {one.path}": one.numpy() for number, one in enumerate(variables)},
+            **arrays,
+            "adaptive": state["adaptive"],
+        }
+
+    def assert_same(self, other: Training) -> None:
+        mine, theirs = self.kept(), other.kept()
+        assert mine.keys() == theirs.keys()
+        for name, one in mine.items():
+            np.testing.assert_array_equal(one, theirs[name], err_msg=name)
+
+
+def _adam() -> Any:
+    return keras.optimizers.Adam(0.01)
+
+
+def _sgd() -> Any:
+    return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.05, EPOCHS * BATCHES))
+
+
+@scenario(
+    TF_2,
+    TF_GLOO_2,
+    cases={
+        "SIDCo": (lambda: SIDCo(0.02), _adam, {}),
+        "MiCRO": (lambda: MiCRO(0.02), _adam, {}),
+        "DGC": (lambda: DGC(0.02), _sgd, {}),
+        "passes": (lambda: TopK(0.02), _adam, {"backward_passes_per_step": 4}),
+    },
+)
+def keras_resumes_bit_for_bit(
+    make: MakeCompression, make_optimizer: Callable[[], Any], settings: dict[str, Any]
+) -> None:
+    def begin(folder: Path) -> tuple[Training, list[int]]:
+        training, trained = Training(make(), make_optimizer(), **settings), Trained()
+        training.fit(hvd.callbacks.CheckpointCallback(folder, every=5, unit="batch", keep=9), trained)
+        return training, trained.batches
+
+    with shared_folder() as folder:
+        whole, batches = begin(folder)
+        assert batches == [*range(BATCHES)] * EPOCHS
+        # With four passes a step, gradients are being summed after 5 batches, and after 10.
+        first = 8 if settings else 5
+        saved = sorted(path.name for path in folder.iterdir())
+        assert saved == [f"step-{step:09d}" for step in range(first, 17, first)]
+        # Killed in the second epoch.
+        everyone(None, "saved")
+        if hvd.rank() == 0:
+            for name in saved[1:]:
+                shutil.rmtree(folder / name)
+        everyone(None, "removed")
+        training, batches = begin(folder)
+        assert batches == ([*range(BATCHES)] * EPOCHS)[first:]
+        training.assert_same(whole)
+        assert_identical([*training.model.trainable_variables, *training.model.optimizer.variables])
+        own = [one.numpy().tobytes() for one in training.model.non_trainable_variables]
+        assert everyone(own)[0] != everyone(own)[1], "the scenario tests nothing"
+
+
+@scenario(TF_2)
+def keras_resumes_with_the_next_epoch() -> None:
+    with shared_folder() as folder:
+        first, saves = Training(SIDCo(0.02), _adam()), hvd.callbacks.CheckpointCallback(folder, every=2)
+        first.fit(saves)
+        second, trained = Training(SIDCo(0.02), _adam()), Trained()
+        second.fit(hvd.callbacks.CheckpointCallback(folder, every=2, keep=1), trained)
+        assert trained.batches == [*range(BATCHES)]
+        second.assert_same(first)
+        # The same callback goes on with what is there, and not with the checkpoint.
+        inputs, labels = data(range(BATCHES))
+        arguments: Any = {"batch_size": BATCH, "initial_epoch": EPOCHS, "epochs": EPOCHS + 1, "shuffle": False}
+        first.model.fit(inputs, labels, verbose=0, callbacks=[saves], **arguments)
+        assert int(first.model.optimizer.iterations) == (EPOCHS + 1) * BATCHES
+        everyone(None, "saved")
+        assert saves.step == (EPOCHS + 1) * BATCHES
+        assert sorted(path.name for path in folder.iterdir()) == ["step-000000012", "step-000000024"]
+
+
+class Loop(tf.Module):
+    """A loop of one's own with a tape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [tf.Variable(tf.ones((16, 64)) / 8), tf.Variable(tf.ones((64, 10)) / 8)]
+        self.mean = tf.Variable(tf.zeros(16), trainable=False)
+        self.noise = tf.random.Generator.from_seed(hvd.rank())
+        self.optimizer = keras.optimizers.Adam(0.01)
+        self.optimizer.build(self.weights)
+        self.compression = SIDCo(0.02)
+        np.random.seed(hvd.rank())
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        return {"model": self, "optimizer": self.optimizer, "noise": self.noise, "compression": self.compression}
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            inputs = self.noise.normal((BATCH, 16)) + np.float32(np.random.normal())
+            self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(inputs, 0))
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square((inputs - self.mean) @ self.weights[0] @ self.weights[1] - 1))
+            distributed = ours.DistributedGradientTape(tape, compression=self.compression)
+            self.optimizer.apply(distributed.gradient(loss, self.weights), self.weights)
+
+    def assert_same(self, other: Loop) -> None:
+        residuals = [sorted(one.compression.state_dict()["residuals"].items()) for one in (self, other)]
+        for (name, one), (_, two) in zip(*residuals, strict=True):
+            np.testing.assert_array_equal(one, two, err_msg=name)
+        for mine, theirs in zip(self.variables, other.variables, strict=True):
+            np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
+
+
+@scenario(TF_2)
+def loop_with_a_tape_resumes_bit_for_bit() -> None:
+    with shared_folder() as folder:
+        first = Loop()
+        assert ours.load_checkpoint(folder, **first.objects) == (0, {})
+        first.train(5)
+        ours.save_checkpoint(folder, 5, **first.objects, epoch=[1, "two"])
+        first.train(5)
+        second = Loop()
+        # Also when variables have buckets already.
+        second.train(2)
+        found = ours.load_checkpoint(folder, **second.objects)
+        assert found == (5, {"epoch": [1, "two"]})
+        second.train(5)
+        second.assert_same(first)
+        assert_identical(second.weights)
+        assert len(set(everyone(second.mean.numpy().tobytes()))) == hvd.size(), "the scenario tests nothing"
+
+
+@scenario(TF_2)
+def tensorflow_checkpoint_that_does_not_fit_raises_on_every_rank() -> None:
+    with shared_folder() as folder:
+        loop = Loop()
+        loop.train(2)
+        ours.save_checkpoint(folder, 2, **loop.objects, epoch=1)
+        before = [one.numpy() for one in loop.variables]
+
+        def refused(**objects: Any) -> str:
+            return raised(RuntimeError, lambda: ours.load_checkpoint(folder, **objects))
+
+        assert "other was not saved; it holds the variables of" in refused(other=loop)
+        assert "leave it out and find it in values" in refused(epoch=3)
+        assert "optimizer.build(...)" in refused(optimizer=keras.optimizers.Adam())
+        other = keras.optimizers.SGD(0.1)
+        other.build(loop.weights)
+        assert "rank 1: the checkpoint of step 2 does not fit: optimizer must have the" in refused(optimizer=other)
+        # Only one rank has another model.
+        narrow = tf.Module()
+        narrow.weights = [tf.Variable(tf.zeros((2, 2))), *loop.variables[1:]]
+        message = refused(model=loop if hvd.rank() == 0 else narrow)
+        assert message.startswith("the checkpoint failed: rank 1:") and "shape (2, 2)" not in message.split("got")[0]
+        distributed = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=TopK(0.02))
+        distributed.build(loop.weights)
+        assert "optimizer was saved without a compressor" in refused(optimizer=distributed)
+        for one, old in zip(loop.variables, before, strict=True):
+            np.testing.assert_array_equal(one.numpy(), old)
+        error = raised(ValueError, lambda: ours.save_checkpoint(folder, 3, value=object()))
+        assert "value must have variables, or be a value that JSON can express, got object" in error
+
+
+@scenario(TF_2)
+def fewer_workers_keep_the_sum_of_the_residuals() -> None:
+    """One worker continues what two have saved. A worker that is new keeps its own random numbers, and has no residual."""
+    with shared_folder() as folder:
+        loop = Loop()
+        loop.train(4)
+        ours.save_checkpoint(folder, 4, **loop.objects)
+        residuals = everyone(loop.compression.state_dict()["residuals"])
+        for rank, size in ((0, 1), (2, 3)):
+            other = Loop()
+            workers = Workers(rank, size, lambda value: [value])
+            with (
+                mock.patch.object(checkpoint, "_workers", return_value=workers),
+                warnings.catch_warnings(record=True) as caught,
+            ):
+                warnings.simplefilter("always")
+                ours.load_checkpoint(folder, **other.objects)
+            loaded = other.compression.state_dict()["residuals"]
+            for name, one in loaded.items():
+                expected = residuals[0][name] + residuals[1][name] if size == 1 else np.zeros_like(one)
+                np.testing.assert_array_equal(one, expected)
+            same = np.array_equal(other.noise.state.numpy(), Loop().noise.state.numpy())
+            assert same == (size == 3)
+            assert len(caught) == (size == 1), [str(one.message) for one in caught]

@@ -1,0 +1,197 @@
+"""Scenarios: loss scaling in Keras, inside of the distributed optimizer and around it, on every rank the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import horovod_sparse.tensorflow.keras as hvd
+from horovod_sparse.tensorflow import DGC, MiCRO, SIDCo, Threshold, TopK
+
+from ..scenario import TF_2, TF_4, TF_GLOO_2, scenario
+from .common import MakeCompression, assert_identical, everyone, raised
+from .keras3 import assert_close, assert_in_step, compiled, data, fit
+
+Wrap = Callable[[Any, Any], Any]
+SCALE = 2.0**7
+
+
+def _scaled(optimizer: Any) -> Any:
+    return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=SCALE, dynamic_growth_steps=3)
+
+
+def _inside(optimizer: Any, compression: Any) -> Any:
+    return hvd.DistributedOptimizer(_scaled(optimizer), compression=compression)
+
+
+def _around(optimizer: Any, compression: Any) -> Any:
+    return _scaled(hvd.DistributedOptimizer(optimizer, compression=compression))
+
+
+def _plain(optimizer: Any, compression: Any) -> Any:
+    return hvd.DistributedOptimizer(optimizer, compression=compression)
+
+
+_CASES: dict[str, tuple[MakeCompression, Wrap]] = {
+    "SIDCo-around": (lambda: SIDCo(0.02), _around),
+    "SIDCo-inside": (lambda: SIDCo(0.02), _inside),
+    "DGC-around": (lambda: DGC(0.02), _around),
+    "MiCRO-inside": (lambda: MiCRO(0.02), _inside),
+    "Threshold-around": (lambda: Threshold(0.05), _around),
+    "clipped-inside": (lambda: TopK(0.02, clip_norm=0.5, clip_scope="model"), _inside),
+    "in_units_of_the_update-around": (lambda: SIDCo(0.02, lr_in_residual=True), _around),
+    "none-around": (lambda: hvd.Compression.none, _around),
+}
+
+
+def _compiled(optimizer: Any, **settings: Any) -> Any:
+    """A model whose variables have the same names in every call: DGC's random choices depend on them."""
+    keras.utils.clear_session()
+    return compiled(optimizer, **settings)
+
+
+def _assert_same(one: Any, other: Any, compressions: list[Any]) -> None:
+    for mine, theirs in zip(one.weights, other.weights, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), theirs.numpy(), err_msg=mine.path)
+    if compressions[0] is hvd.Compression.none:
+        return
+    first, second = (compression.state_dict() for compression in compressions)
+    for part in ("residuals", "velocities"):
+        assert len(first[part]) == len(second[part])
+        for mine, theirs in zip(first[part].values(), second[part].values(), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    assert [*first["adaptive"].values()] == [*second["adaptive"].values()]
+    assert [*first["learning_rates"].values()] == [*second["learning_rates"].values()]
+
+
+@scenario(TF_2, TF_GLOO_2, cases=_CASES)
+def keras_scaled_training_is_training(make: MakeCompression, wrap: Wrap) -> None:
+    """Bit by bit, because powers of two are exact. The scale doubles while there is something in the residuals."""
+    compressions, models = [make(), make()], []
+    for one, compression in zip((wrap, _plain), compressions, strict=True):
+        models.append(_compiled(one(keras.optimizers.SGD(0.05), compression)))
+        fit(models[-1], range(10))
+        assert_in_step(models[-1])
+    assert float(models[0].optimizer.dynamic_scale) == SCALE * 8
+    _assert_same(*models, compressions)
+
+
+@scenario(
+    TF_2,
+    TF_4,
+    cases={**{name: (*case, False) for name, case in _CASES.items()}, "eager": (lambda: TopK(0.02), _around, True)},
+)
+def keras_overflow_leaves_no_trace(make: MakeCompression, wrap: Wrap, eager: bool) -> None:
+    """Training with steps that overflow on one rank is training without those steps, bit by bit."""
+    compressions, models = [make(), make()], []
+    for one, compression in zip((wrap, _plain), compressions, strict=True):
+        models.append(_compiled(one(keras.optimizers.SGD(0.05), compression), run_eagerly=eager))
+    for step in range(8):
+        inputs, labels = data([step])
+        overflows = step in (0, 3, 4)
+        if overflows and hvd.rank() == 1:
+            inputs[0, 0] = np.inf
+        for model in models[: 1 if overflows else 2]:
+            before = model.weights[0].numpy()
+            model.train_on_batch(inputs, labels)
+            assert np.array_equal(model.weights[0].numpy(), before) == overflows
+    assert int(models[0].optimizer.iterations) == 5
+    # It was halved three times and, after three steps in a row, doubled once.
+    assert everyone(float(models[0].optimizer.dynamic_scale)) == [SCALE / 4] * hvd.size()
+    assert_in_step(models[0])
+    _assert_same(*models, compressions)
+
+
+@scenario(TF_2)
+def overflow_of_a_local_gradient_is_seen_on_every_rank() -> None:
+    shared, local = tf.Variable(tf.ones(2000)), tf.Variable(tf.ones(10))
+    distributed = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=TopK(0.02))
+    distributed.register_local_var(local)
+    optimizer = _scaled(distributed)
+    for infinite in (False, True, False):
+        bad = infinite and hvd.rank() == 0
+        before = [shared.numpy(), local.numpy()]
+        optimizer.apply([tf.random.normal([2000]), tf.fill([10], np.inf if bad else SCALE)], [shared, local])
+        assert [np.array_equal(*pair) for pair in zip(before, (shared, local), strict=True)] == [infinite, infinite]
+    assert int(distributed.iterations) == 2
+    assert everyone(float(optimizer.dynamic_scale)) == [SCALE / 2] * hvd.size()
+    assert_identical([shared])
+
+
+@contextmanager
+def _policy(name: str) -> Iterator[None]:
+    keras.mixed_precision.set_global_policy(name)
+    try:
+        yield
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
+@scenario(TF_2, cases={"one_pass": (1, False), "two_passes": (2, False), "eager": (1, True)})
+def half_precision_in_keras(passes: int, eager: bool) -> None:
+    with _policy("mixed_float16"):
+        compression = SIDCo(0.02)
+        distributed = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(0.05), compression=compression, backward_passes_per_step=passes
+        )
+        model = compiled(distributed, run_eagerly=eager)
+        # Keras has put it around ours. Its scale is too large for the first steps.
+        assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+        model.optimizer.build(model.trainable_variables)
+        model.optimizer.dynamic_scale.assign(2.0**22)
+        fit(model, range(20))
+        assert float(model.optimizer.dynamic_scale) < 2.0**22
+        assert 0 < compression.stats().steps < 20 // passes
+        assert_in_step(model)
+
+
+@scenario(TF_2)
+def bfloat16_in_keras_needs_nothing() -> None:
+    with _policy("mixed_bfloat16"):
+        compression = SIDCo(0.02)
+        model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression))
+        fit(model, range(10))
+        assert not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+        assert_in_step(model)
+        assert compression.stats().steps == 10
+
+
+@scenario(TF_2)
+def a_fixed_loss_scale_changes_nothing() -> None:
+    optimizers = (keras.optimizers.SGD(0.05, loss_scale_factor=8.0), keras.optimizers.SGD(0.05))
+    models = [compiled(_plain(one, TopK(0.02, clip_norm=0.5))) for one in optimizers]
+    for model in models:
+        fit(model, range(10))
+        assert_in_step(model)
+    assert_close(*models)
+
+
+class _Other(keras.optimizers.SGD):
+    """An optimizer around another one, as users write them."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(0.1)
+        self.inner = inner
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        self.inner.apply(grads, trainable_variables)
+
+
+@scenario(TF_2)
+def nestings_that_cannot_work_are_refused() -> None:
+    distributed = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=TopK(0.02))
+    message = raised(ValueError, lambda: hvd.DistributedOptimizer(_scaled(distributed), compression=TopK(0.02)))
+    assert "is distributed already" in message
+    model = compiled(_scaled(_Other(distributed)))
+    assert "must be directly inside of a LossScaleOptimizer" in raised(ValueError, lambda: fit(model, [0]))
+    for wrap in (_inside, _around):
+        message = raised(
+            ValueError,
+            lambda wrap=wrap: fit(compiled(wrap(keras.optimizers.SGD(0.1), SIDCo(0.02, stages=3, graph=True))), [0]),
+        )
+        assert "graph must be False in the compression with a LossScaleOptimizer" in message
