@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+from horovod_sparse import __version__
 from horovod_sparse.compressors.base import Compressor
 
 Description = Mapping[str, str | list[str]]
+
+RELEASE = __version__
+"""The release of this package: a part of every first description."""
+_ABSENT = "not there"
 
 
 def compare(mine: Description, everyone: Iterable[Description], rank: int) -> None:
     """Raise ValueError, with both values, if the description of another rank differs from `mine`."""
     for position, theirs in enumerate(everyone):
-        different = {key: _difference(mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
+        # Another release may describe other things.
+        different = {
+            key: _difference(mine.get(key, _ABSENT), theirs.get(key, _ABSENT))
+            for key in dict.fromkeys([*mine, *theirs])
+            if mine.get(key) != theirs.get(key)
+        }
         if different:
             raise ValueError(
                 f"rank {rank}: all ranks must run the same model with the same compression, but worker {position} "
@@ -38,7 +49,33 @@ def _difference(mine: str | list[str], theirs: str | list[str]) -> tuple[str, st
 
 
 def _entry(values: list[str], number: int) -> str:
-    return f"{len(values)}, number {number} is {values[number] if number < len(values) else 'not there'}"
+    return f"{len(values)}, number {number} is {values[number] if number < len(values) else _ABSENT}"
+
+
+def check_first_gradients(everyone: Sequence[Sequence[Any]], rank: int) -> None:
+    """Raise ValueError if variables have their first gradient in this step on some workers only.
+
+    What a worker tells begins with its new variables; a worker without any tells nothing.
+    """
+    told = [theirs[0] for theirs in everyone if theirs]
+    if told and len(told) < len(everyone):
+        without = next(position for position, theirs in enumerate(everyone) if not theirs)
+        raise ValueError(
+            f"rank {rank}: variables must have their first gradient in the same step on all ranks, but in this step worker "
+            f"{without} of the process set has none for {told[0]}. There give zeros in place of None, in that step"
+        )
+
+
+def warn_of_kernels(kernels: Sequence[str], position: int, rank: int) -> None:
+    """Warn if the workers use different kernels. `kernels` are their names; `position` is this worker's."""
+    mine = kernels[position]
+    other = next((number for number, theirs in enumerate(kernels) if theirs != mine), None)
+    if other is not None:
+        warnings.warn(
+            f"horovod_sparse: rank {rank}: the kernels here are {mine!r}, but those of worker {other} of the process set are "
+            f"{kernels[other]!r}. All replicas stay the same, but every step takes as long as on the slowest worker",
+            stacklevel=1,
+        )
 
 
 def check_arguments(op: object, average: object, total: object, adasum: object, groups: object, c: Compressor) -> None:

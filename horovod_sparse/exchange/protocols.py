@@ -128,7 +128,7 @@ def _sum(bucket: Sender, indices: Array | None, values: Array, length: int) -> G
     bad, *bits = bucket.ops.numbers(total[length:])
     # `bits` holds the sum of each bit of the checksum over the ranks.
     if any(bit not in (0.0, float(bucket.world)) for bit in bits):
-        raise _disagreement(bucket)
+        raise disagreement(bucket)
     return None if bad else Entries(indices, total[: len(values)])
 
 
@@ -146,7 +146,7 @@ def union(bucket: Sender) -> Generator[Collective, Any, Sent]:
         bucket.drop_rest()
         return None
     if len({checksum for checksum, _ in headers}) > 1:
-        raise _disagreement(bucket)
+        raise disagreement(bucket)
     parts = [message[wire.HEADER :] for message in messages]
     for sender, part in enumerate(parts):
         if ops.rows_in_use(part, 1, bucket.numel)[0] in (None, wire.NOT_FINITE):
@@ -176,6 +176,11 @@ ROUNDS: dict[Exchange, tuple[Round, ...]] = {
 """All collectives that an exchange may ask for. If a gradient is not finite, it can end before the last one."""
 
 
+def stands_in(used: Exchange, usual: Exchange) -> bool:
+    """Return whether an exchange without a gather is used in place of one that begins with a gather."""
+    return used is not usual and ROUNDS[usual][0].kind == "allgather" != ROUNDS[used][0].kind
+
+
 # --- checks of what was received: errors are raised on every rank ---
 
 
@@ -193,7 +198,7 @@ def rows_of(bucket: Sender, messages: Array, world: int) -> list[int] | None:
 def _check_length(bucket: Sender, gathered: Array, message: Array) -> None:
     """Raise unless all messages are as long as this rank's. With a schedule, their room depends on the step."""
     if gathered.shape[0] != bucket.world * message.shape[0]:
-        raise _disagreement(bucket)
+        raise disagreement(bucket)
 
 
 def _damage(bucket: Sender, indices: Array, sender: int) -> RuntimeError:
@@ -204,7 +209,8 @@ def _damage(bucket: Sender, indices: Array, sender: int) -> RuntimeError:
     )
 
 
-def _disagreement(bucket: Sender) -> RuntimeError:
+def disagreement(bucket: Sender) -> RuntimeError:
+    """Return the error for ranks whose steps, adaptive numbers or random choices differ."""
     return RuntimeError(
         f"rank {bucket.rank}: the ranks disagree on the state of bucket {bucket.name!r} (step, seed or threshold), so "
         "their values would not belong to the same entries. After a restart load the compression state on every "

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
+from numpy.typing import NDArray
 
 from horovod_sparse.tensorflow.memory import make_variable
 
@@ -27,6 +28,8 @@ class Collectives:
 
     def __init__(self, process_set: Any) -> None:
         self._process_set = process_set
+        # An operation has its name only in a function. Eager ones all have the name of their kind.
+        self._agree_now = tf.function(self.agree, [tf.TensorSpec([None], tf.uint8)], autograph=False)
         self._zero = make_variable(np.zeros(1, np.float32), "zero", None)
 
     def exchanged_in_every_step(self, tensor: Tensor) -> Tensor:
@@ -67,13 +70,29 @@ class Collectives:
             process_set=self._process_set,
         )
 
-    def gather_json(self, value: object, name: str) -> list[Any]:
+    def gather_json(self, value: object) -> list[Any]:
         """Return every rank's `value`, in rank order. This blocks, also while a function is traced.
 
-        The messages are plain JSON; nothing is unpickled. All reducers of the process set use the same name, so that ranks
-        that are at different reducers still meet and can compare.
+        The messages are plain JSON; nothing is unpickled.
         """
-        line = np.frombuffer(json.dumps(value).encode("ascii") + b"\n", np.uint8)
         with tf.init_scope(), tf.device("CPU:0"):
-            gathered = self._allgather(tf.constant(line), name)
-        return [json.loads(part) for part in gathered.numpy().tobytes().splitlines()]
+            gathered = self._agree_now(tf.constant(line(value)))
+        return parsed(gathered.numpy().tobytes())
+
+    def agree(self, message: Tensor) -> Tensor:
+        """Return every rank's message, which `line` has made. They are for `parsed`.
+
+        All reducers of the process set use the same name, so that ranks that are at different reducers, or of which only
+        some compare variables in this step, still meet and can compare.
+        """
+        return self._allgather(message, "agree")
+
+
+def line(value: object) -> NDArray[np.uint8]:
+    """Return a value that JSON can express as a message."""
+    return np.frombuffer(json.dumps(value).encode("ascii") + b"\n", np.uint8)
+
+
+def parsed(lines: bytes) -> list[Any]:
+    """Return every rank's value, in rank order."""
+    return [json.loads(one) for one in lines.splitlines()]

@@ -17,6 +17,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.agreement import check_first_gradients
 from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Layout, Slot
@@ -26,7 +27,7 @@ from horovod_sparse.exchange.protocols import ROUNDS, Exchange, Reduced, Round, 
 from horovod_sparse.kernels.pool import BufferPool
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.ops.protocol import Array
-from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
+from horovod_sparse.tensorflow.exchange import Collectives, line, parsed, wire_dtype
 from horovod_sparse.tensorflow.memory import check_memory, make_variable, memory_of
 from horovod_sparse.tensorflow.step import Pack, Step
 
@@ -113,6 +114,13 @@ class HostPipeline(Pipeline):
 
     # --- called while a graph is built ---
 
+    def nothing_is_new(self) -> list[Tensor]:
+        """Return the operation that fails if a variable has its first gradient on another rank, which waits for this one."""
+        with tf.device("CPU:0"):
+            # The message comes from a call, because TensorFlow keeps calls in order: no two steps tell at the same time.
+            told = self._collectives.agree(self._call(self._tell_nothing, (), [], tf.uint8))
+            return [self._call(self._check_nothing_is_new, (), [told], tf.bool)]
+
     def reduce(self, step: Step) -> dict[str, Tensor]:
         """Build the operations that reduce one step's gradients, and return the reduced gradients by name."""
         with tf.device("CPU:0"):
@@ -167,8 +175,9 @@ class HostPipeline(Pipeline):
                     for bucket, tensor, dtype in zip(buckets, tensors, dtypes, strict=True)
                 ]
             run = self._collectives.allgather if kind == "allgather" else self._collectives.total
-            # Names use numbers, because a variable's name may contain characters that an operation's name must not.
-            names = [f"{list(self._memory).index(bucket.name)}.{exchange.__name__}.{number}" for bucket in buckets]
+            # Names use numbers, because a variable's name may contain characters that an operation's name must not. They are
+            # the same for all exchanges: if only some ranks are in their dense steps, Horovod raises on all of them.
+            names = [f"{list(self._memory).index(bucket.name)}.{number}" for bucket in buckets]
             tensors = [run(tensor, name) for tensor, name in zip(tensors, names, strict=True)]
         return [
             reduced
@@ -235,6 +244,13 @@ class HostPipeline(Pipeline):
         return tf.numpy_function(call, inputs, types)
 
     # --- called from the graph ---
+
+    def _tell_nothing(self) -> NDArray[np.uint8]:
+        return line([])
+
+    def _check_nothing_is_new(self, told: NDArray[Any]) -> np.bool_:
+        check_first_gradients(parsed(told.tobytes()), self.rank)
+        return np.True_
 
     def _start_step(self, *gradients: NDArray[Any]) -> np.bool_:
         self.start_step(gradients)

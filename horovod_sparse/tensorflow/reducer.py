@@ -15,7 +15,16 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.core.agreement import check_arguments, check_sparse, compare, refuse_elastic
+from horovod_sparse import kernels
+from horovod_sparse.core.agreement import (
+    RELEASE,
+    check_arguments,
+    check_first_gradients,
+    check_sparse,
+    compare,
+    refuse_elastic,
+    warn_of_kernels,
+)
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Layout, Parameter, check_limits, plan
 from horovod_sparse.core.server import Server
@@ -117,21 +126,23 @@ class Reducer(Server):
             # No variable has had a gradient yet.
             return gradients
         given = {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
-        others = {name: self._gather_slices(name, given.get(name)) for name in names if name in self.sparse}
-        reduced = self.pipeline.reduce(
-            Step(
-                buckets=self._taking_part(names),
-                gradients={name: gradient for name, gradient in given.items() if name in self._bucket_of},
-                frozen=frozen,
-                dense={name: self._dense_gradient(name, given) for name in names if name in self._dense},
-                others={name: slices.values for name, slices in others.items()},
-                dtypes=self._dtypes,
-                rate=rate,
-                op=self.reduction.op,
-                divisor=self.reduction.divisor,
-                predivide=self.reduction.gradient_predivide_factor,
+        # No collective begins if another rank waits for this one to compare new variables.
+        with tf.control_dependencies(self.pipeline.nothing_is_new()):
+            others = {name: self._gather_slices(name, given.get(name)) for name in names if name in self.sparse}
+            reduced = self.pipeline.reduce(
+                Step(
+                    buckets=self._taking_part(names),
+                    gradients={name: gradient for name, gradient in given.items() if name in self._bucket_of},
+                    frozen=frozen,
+                    dense={name: self._dense_gradient(name, given) for name in names if name in self._dense},
+                    others={name: slices.values for name, slices in others.items()},
+                    dtypes=self._dtypes,
+                    rate=rate,
+                    op=self.reduction.op,
+                    divisor=self.reduction.divisor,
+                    predivide=self.reduction.gradient_predivide_factor,
+                )
             )
-        )
         return [None if name in frozen else others.get(name, reduced.get(name)) for name in names]
 
     def _dense_gradient(self, name: str, given: Mapping[str, Any]) -> Tensor:
@@ -253,11 +264,11 @@ class Reducer(Server):
 
     def _agree(self, new: Mapping[str, Any], sparse: Sequence[str], problem: str) -> None:
         """Compare settings with the other ranks. This blocks. `problem` is the error that stops this rank, if any."""
+        joining = [f"{n} {self.names.shape(n)} {g.dtype.name}{' sparse' * (n in sparse)}" for n, g in new.items()]
         mine: dict[str, str | list[str]] = {
+            "release": RELEASE,
             "compression": repr(self.compressor),
-            "variables": [
-                f"{n} {self.names.shape(n)} {g.dtype.name}{' sparse' * (n in sparse)}" for n, g in new.items()
-            ],
+            "variables": joining,
             "op": self.reduction.op_name,
             "sparse_as_dense": str(self.reduction.sparse_as_dense),
             "problem": problem,
@@ -266,8 +277,11 @@ class Reducer(Server):
         key = (self._process_set.process_set_id, *self._process_set.ranks)
         number = _agreed[key] if self._agreements == 0 else self._collectives.number
         mine["optimizer"] = f"number {number} of this process set, its agreement number {self._agreements}"
-        compare(mine, self._collectives.gather_json(mine, "agree"), mpi_ops.rank())
+        everyone = self._collectives.gather_json([joining, mine, kernels.variant()])
+        check_first_gradients(everyone, mpi_ops.rank())
+        compare(mine, [theirs for _, theirs, _ in everyone], mpi_ops.rank())
         if self._agreements == 0:
+            warn_of_kernels([theirs for *_, theirs in everyone], self._process_set.rank(), mpi_ops.rank())
             self._collectives.number = number
             _agreed[key] += 1
         self._agreements += 1

@@ -192,9 +192,7 @@ class Reducer(Server):
                 step.exchanges[bucket.name] = self._start(bucket, pipeline.begin(bucket))
 
     def _start(self, bucket: Bucket, collective: Collective) -> Wait:
-        return self._collectives.start(
-            collective.kind, collective.message, self._name(f"{bucket.name}.{bucket.rounds}")
-        )
+        return self._collectives.start_round(bucket, collective, self._name)
 
     def _dense_message(self, together: Dense, pipeline: Pipeline) -> Tensor:
         """Return the gradients, one after the other. A large one stays in its own memory if possible, and is reduced there."""

@@ -7,8 +7,18 @@ from importlib import import_module
 from .scenario import Scenario, scenarios_of
 
 MODULES = {
-    "torch": ("training", "exchange", "gradients", "usage", "state", "checkpoints", "scaling", "policies"),
-    "tensorflow": ("tf.tape", "tf.keras3", "tf.graph"),
+    "torch": (
+        "training",
+        "exchange",
+        "gradients",
+        "usage",
+        "state",
+        "checkpoints",
+        "scaling",
+        "policies",
+        "disagreement",
+    ),
+    "tensorflow": ("tf.tape", "tf.keras3", "tf.graph", "tf.disagreement"),
 }
 
 

@@ -99,6 +99,11 @@ class GraphPipeline:
         """Accept functions that are called eagerly: operations are the same there."""
 
     @staticmethod
+    def nothing_is_new() -> list[Tensor]:
+        """Return nothing: no rank is told in a step that another one has new variables."""
+        return []
+
+    @staticmethod
     def device_of(device: str) -> str:
         """Return the variable's own device."""
         return device
