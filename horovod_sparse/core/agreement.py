@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+from horovod_sparse import __version__
 from horovod_sparse.compressors.base import Compressor
 
 Description = Mapping[str, str | list[str]]
+
+RELEASE = __version__
+"""The release of this package: a part of every first description."""
+_ABSENT = "not there"
 
 
 def compare(mine: Description, everyone: Iterable[Description], rank: int) -> None:
     """Raise ValueError, with both values, if the description of another rank differs from `mine`."""
     for position, theirs in enumerate(everyone):
-        different = {key: _difference(mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
+        # Another release may describe other things.
+        different = {
+            key: _difference(mine.get(key, _ABSENT), theirs.get(key, _ABSENT))
+            for key in dict.fromkeys([*mine, *theirs])
+            if mine.get(key) != theirs.get(key)
+        }
         if different:
             raise ValueError(
                 f"rank {rank}: all ranks must run the same model with the same compression, but worker {position} "
@@ -38,7 +48,19 @@ def _difference(mine: str | list[str], theirs: str | list[str]) -> tuple[str, st
 
 
 def _entry(values: list[str], number: int) -> str:
-    return f"{len(values)}, number {number} is {values[number] if number < len(values) else 'not there'}"
+    return f"{len(values)}, number {number} is {values[number] if number < len(values) else _ABSENT}"
+
+
+def warn_of_kernels(kernels: Sequence[str], position: int, rank: int) -> None:
+    """Warn if the workers use different kernels. `kernels` are their names; `position` is this worker's."""
+    mine = kernels[position]
+    other = next((number for number, theirs in enumerate(kernels) if theirs != mine), None)
+    if other is not None:
+        warnings.warn(
+            f"horovod_sparse: rank {rank}: the kernels here are {mine!r}, but those of worker {other} of the process set are "
+            f"{kernels[other]!r}. All replicas stay the same, but every step takes as long as on the slowest worker",
+            stacklevel=1,
+        )
 
 
 def check_arguments(op: object, average: object, total: object, adasum: object, groups: object, c: Compressor) -> None:

@@ -134,6 +134,8 @@ class Bucket:
         self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
         exchange = protocols.dense if self._in_dense_steps else self.compressor.exchange
         self._target = self.numel if exchange is protocols.dense else self.k
+        self.stands_in = protocols.stands_in(exchange, self.compressor.exchange)
+        """Whether ranks that are not in their dense steps would begin with a gather."""
         self.exchange = exchange(self)
         return self._counted(next(self.exchange))
 

@@ -132,7 +132,7 @@ def _sum(bucket: Sender, indices: Array | None, values: Array, length: int) -> G
     bad, *bits = total[length:].tolist()
     # `bits` holds the sum of each bit of the checksum over the ranks.
     if any(bit not in (0.0, float(bucket.world)) for bit in bits):
-        raise _disagreement(bucket)
+        raise disagreement(bucket)
     if not 0 <= bad <= bucket.world or bad % 1:
         raise _damaged(
             bucket, "sum of the messages", f"{bad} of {bucket.world} workers say that their gradients are not finite"
@@ -182,6 +182,11 @@ ROUNDS: dict[Exchange, tuple[Round, ...]] = {
 """All collectives that an exchange may ask for. If a gradient is not finite, it can end before the last one."""
 
 
+def stands_in(used: Exchange, usual: Exchange) -> bool:
+    """Return whether an exchange without a gather is used in place of one that begins with a gather."""
+    return used is not usual and ROUNDS[usual][0].kind == "allgather" != ROUNDS[used][0].kind
+
+
 # --- checks of what was received: errors are raised on every rank ---
 
 
@@ -198,7 +203,7 @@ def rows_of(bucket: Sender, messages: Array, world: int) -> list[int] | None:
 def _check_result(bucket: Sender, result: Array, shape: tuple[int, ...], dtype: object) -> None:
     """Raise unless a collective's result is what messages like this rank's give. With a schedule, that depends on the step."""
     if result.shape != shape or result.dtype != dtype:
-        raise _disagreement(bucket)
+        raise disagreement(bucket)
 
 
 def _header(numbers: Sequence[float]) -> tuple[int, float]:
@@ -222,7 +227,7 @@ def _check_headers(bucket: Sender, headers: Sequence[tuple[int, float]]) -> None
         if what is not None:
             raise _damaged(bucket, f"message of worker {sender}", what)
     if len({checksum for checksum, _ in headers}) > 1:
-        raise _disagreement(bucket)
+        raise disagreement(bucket)
 
 
 def _damaged_indices(bucket: Sender, indices: Array, sender: int) -> RuntimeError:
@@ -239,7 +244,8 @@ def _damaged(bucket: Sender, which: str, what: str | None) -> RuntimeError:
     )
 
 
-def _disagreement(bucket: Sender) -> RuntimeError:
+def disagreement(bucket: Sender) -> RuntimeError:
+    """Return the error for ranks whose steps, adaptive numbers or random choices differ."""
     return RuntimeError(
         f"rank {bucket.rank}: the ranks disagree on the state of bucket {bucket.name!r} (step, seed or threshold), so "
         "their values would not belong to the same entries. After a restart load the compression state on every "

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.core.agreement import RELEASE
 from horovod_sparse.core.binding import check_factor
 from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline, Wait
@@ -171,7 +172,8 @@ class SparseAllreduce:
         self.pipeline.add_dense(layouts, gradients.__getitem__)
 
     def _agree(self, gradients: Mapping[str, Array]) -> None:
-        mine = repr(self.pipeline.compressor), [(n, g.shape, str(g.dtype)) for n, g in gradients.items()], self._divisor
+        arrays = [(n, g.shape, str(g.dtype)) for n, g in gradients.items()]
+        mine = f"release {RELEASE}", repr(self.pipeline.compressor), arrays, self._divisor
         digest = np.frombuffer(hashlib.sha256(repr(mine).encode()).digest(), np.uint8)
         everyone = self._start(Collective("allgather", digest))().reshape(self._world, -1)
         for rank, theirs in enumerate(everyone):

@@ -167,8 +167,9 @@ class HostPipeline(Pipeline):
                     for bucket, tensor, dtype in zip(buckets, tensors, dtypes, strict=True)
                 ]
             run = self._collectives.allgather if kind == "allgather" else self._collectives.total
-            # Names use numbers, because a variable's name may contain characters that an operation's name must not.
-            names = [f"{list(self._memory).index(bucket.name)}.{exchange.__name__}.{number}" for bucket in buckets]
+            # Names use numbers, because a variable's name may contain characters that an operation's name must not. They are
+            # the same for all exchanges: if only some ranks are in their dense steps, Horovod raises on all of them.
+            names = [f"{list(self._memory).index(bucket.name)}.{number}" for bucket in buckets]
             tensors = [run(tensor, name) for tensor, name in zip(tensors, names, strict=True)]
         return [
             reduced

@@ -15,7 +15,8 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.core.agreement import check_arguments, check_sparse, compare, is_elastic
+from horovod_sparse import kernels
+from horovod_sparse.core.agreement import RELEASE, check_arguments, check_sparse, compare, is_elastic, warn_of_kernels
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Layout, Parameter, check_limits, plan
 from horovod_sparse.core.server import Server
@@ -294,6 +295,7 @@ class Reducer(Server):
     def _agree(self, new: Mapping[str, Any], sparse: Sequence[str], problem: str) -> None:
         """Compare settings with the other ranks. This blocks. `problem` is the error that stops this rank, if any."""
         mine: dict[str, str | list[str]] = {
+            "release": RELEASE,
             "variables": [
                 f"{n} {self.names.shape(n)} {g.dtype.name}{' sparse' * (n in sparse)}" for n, g in new.items()
             ],
@@ -302,8 +304,10 @@ class Reducer(Server):
         }
         number = _agreed[self._key] if self._agreements == 0 else self._collectives.number
         mine["optimizer"] = f"number {number} of this process set, its agreement number {self._agreements}"
-        compare(mine, self._collectives.gather_json(mine, "agree"), mpi_ops.rank())
+        everyone = self._collectives.gather_json([mine, kernels.variant()], "agree")
+        compare(mine, [theirs for theirs, _ in everyone], mpi_ops.rank())
         if self._agreements == 0:
+            warn_of_kernels([theirs for _, theirs in everyone], self._process_set.rank(), mpi_ops.rank())
             self._take_number(number)
         self._agreements += 1
         check_sparse(sparse, self.compressor, sparse_as_dense=self.reduction.sparse_as_dense, rank=mpi_ops.rank())

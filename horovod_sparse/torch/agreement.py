@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from horovod.torch import mpi_ops
 from torch import Tensor
 
+from horovod_sparse import kernels
 from horovod_sparse.core import agreement
-from horovod_sparse.core.agreement import check_sparse, compare, op_name
+from horovod_sparse.core.agreement import check_sparse, compare, op_name, warn_of_kernels
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import gather_json
 
@@ -70,17 +71,19 @@ def agree(
     key = (process_set.process_set_id, *process_set.ranks)
     # Before the first agreement an optimizer has no number, so the collective's name cannot contain it. The description
     # that is compared does.
-    everyone = gather_json([mine, sparse, _agreed[key]], agreement_name(process_set), process_set)
-    compare(mine, [theirs for theirs, _, _ in everyone], mpi_ops.rank())
+    everyone = gather_json([mine, sparse, _agreed[key], kernels.variant()], agreement_name(process_set), process_set)
+    compare(mine, [theirs for theirs, *_ in everyone], mpi_ops.rank())
+    if number is None:
+        warn_of_kernels([theirs for *_, theirs in everyone], process_set.rank(), mpi_ops.rank())
     for parameter, name in new.items():
         if parameter.is_complex():
             raise TypeError(
                 f"parameter {name!r} must be real, got {parameter.dtype}, which Horovod cannot reduce; make the real view the "
                 "parameter (torch.view_as_real), and use torch.view_as_complex of it in the model"
             )
-    found = {name for _, names, _ in everyone for name in names}
+    found = {name for _, names, *_ in everyone for name in names}
     check_sparse(found, compressor, sparse_as_dense=optimizer.sparse_as_dense, rank=mpi_ops.rank())
-    return Agreement(max(agreed for _, _, agreed in everyone) if number is None else number, found, key)
+    return Agreement(max(agreed for _, _, agreed, _ in everyone) if number is None else number, found, key)
 
 
 def agreement_name(process_set: Any) -> str:
@@ -93,6 +96,7 @@ def _describe(
 ) -> dict[str, str | list[str]]:
     names, groups = optimizer._parameter_names, optimizer.param_groups
     description: dict[str, str | list[str]] = {
+        "release": agreement.RELEASE,
         "optimizer": "new" if number is None else str(number),
         "compression": repr(compressor),
         "parameters": [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for parameter, name in new.items()],

@@ -13,6 +13,10 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from torch import Tensor
 
+from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.pipeline import Wait
+from horovod_sparse.exchange.protocols import Collective, disagreement
+
 Kind = Literal["allgather", "allreduce", "dense", "sparse"]
 """A gather of all ranks' messages, their sum, or Horovod's own reduction of a dense or a sparse gradient."""
 
@@ -61,6 +65,30 @@ class Collectives:
             scales = {"prescale_factor": 1.0 / self._predivide, "postscale_factor": self._predivide}
             handle = mpi_ops.allreduce_async_(message, name=name, op=self._op, process_set=mine, **scales)
         return lambda: mpi_ops.synchronize(handle)
+
+    def start_round(self, bucket: Bucket, collective: Collective, name: Callable[[str], str]) -> Wait:
+        """Start a bucket's next collective and return a function that waits for its result.
+
+        If ranks that are not in their dense steps would gather now, a gather of that name goes first. Its type is another
+        one, so that Horovod raises on all ranks if there are any. Without it the ranks would wait for each other: Horovod
+        compares what has the same name, and the name of an allreduce is never that of an allgather.
+        """
+        begun: list[Wait] = []
+        if bucket.stands_in:
+            marker = collective.message.new_zeros(1, dtype=torch.uint8)
+            begun.append(self.start("allgather", marker, name(f"{bucket.name}.{bucket.rounds}")))
+        number = bucket.rounds + len(begun)
+        begun.append(self.start(collective.kind, collective.message, name(f"{bucket.name}.{number}")))
+
+        def result() -> Any:
+            try:
+                return [wait() for wait in begun][-1]
+            except HorovodInternalError as error:
+                if "Mismatched" in str(error):
+                    raise disagreement(bucket) from error
+                raise
+
+        return result
 
     def end_step(self) -> None:
         """Forget the step's collectives, which have all been waited for."""

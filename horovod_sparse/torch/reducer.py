@@ -192,9 +192,7 @@ class Reducer(Server):
                 step.exchanges[bucket.name] = self._start(bucket, pipeline.begin(bucket))
 
     def _start(self, bucket: Bucket, collective: Collective) -> Wait:
-        return self._collectives.start(
-            collective.kind, collective.message, self._name(f"{bucket.name}.{bucket.rounds}")
-        )
+        return self._collectives.start_round(bucket, collective, self._name)
 
     # --- reduced gradients out ---
 

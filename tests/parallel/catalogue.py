@@ -18,8 +18,9 @@ MODULES = {
         "uneven",
         "uneven_errors",
         "policies",
+        "disagreement",
     ),
-    "tensorflow": ("tf.tape", "tf.keras3", "tf.graph", "tf.checkpoints", "tf.scaling"),
+    "tensorflow": ("tf.tape", "tf.keras3", "tf.graph", "tf.checkpoints", "tf.scaling", "tf.disagreement"),
 }
 
 
