@@ -81,7 +81,7 @@ class Training:
         variables = [*self.model.variables, *self.model.optimizer.variables]
         arrays = {**state["residuals"], **{f"v {name}": array for name, array in state["velocities"].items()}}
         return {
-            **{f"{number} {one.path}": one.numpy() for number, one in enumerate(variables)},
+            **{f"{number} {one.name}": one.numpy() for number, one in enumerate(variables)},
             **arrays,
             "adaptive": state["adaptive"],
         }
