@@ -17,8 +17,9 @@ MODULES = {
         "scaling",
         "policies",
         "disagreement",
+        "parameters",
     ),
-    "tensorflow": ("tf.tape", "tf.keras3", "tf.graph", "tf.disagreement"),
+    "tensorflow": ("tf.tape", "tf.keras3", "tf.graph", "tf.disagreement", "tf.parameters"),
 }
 
 
