@@ -168,6 +168,7 @@ class Reducer(Server):
         """Give a gradient to the pipeline, or start its reduction. Gradients reduced together start with the last one."""
         step, pipeline, routes = self._step, self.pipeline, self._routes
         assert pipeline is not None
+        routes.check_shape(parameter)
         step.taken.add(parameter)
         together = routes.dense.get(parameter)
         if together is not None:

@@ -44,6 +44,7 @@ class Routes:
         """Embeddings whose gradients are sparse tensors, which Horovod's own path reduces."""
         self.sparse_as_dense: set[Tensor] = set()
         """Parameters whose reduced gradients become sparse tensors again on every rank."""
+        self._shapes: dict[Tensor, torch.Size] = {}
 
     @torch.enable_grad()
     def adopt(self) -> None:
@@ -98,8 +99,18 @@ class Routes:
             for parameter in dense.values()
         )
         self.names.update(new)
+        self._shapes.update((parameter, parameter.shape) for parameter in new)
         self.compressed.update(compressed)
         self.dense.update((parameter, one) for one in together for parameter in one.parameters)
+
+    def check_shape(self, parameter: Tensor) -> None:
+        """Raise ValueError if a parameter has another shape than when it got its route."""
+        before = self._shapes[parameter]
+        if parameter.shape != before:
+            raise ValueError(
+                f"parameter {self.names[parameter]!r} must keep its shape, which was {tuple(before)} in its first step, got "
+                f"{tuple(parameter.shape)}: its residual has the first one; make a new optimizer and a new compression"
+            )
 
     def _describe(self, compressed: dict[str, Tensor]) -> list[Parameter]:
         members = self._optimizer._p_to_group

@@ -19,8 +19,17 @@ MODULES = {
         "uneven_errors",
         "policies",
         "disagreement",
+        "parameters",
     ),
-    "tensorflow": ("tf.tape", "tf.keras3", "tf.graph", "tf.checkpoints", "tf.scaling", "tf.disagreement"),
+    "tensorflow": (
+        "tf.tape",
+        "tf.keras3",
+        "tf.graph",
+        "tf.checkpoints",
+        "tf.scaling",
+        "tf.disagreement",
+        "tf.parameters",
+    ),
 }
 
 

@@ -153,7 +153,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
     sha = hashlib.sha256()
     for tensor in tensors:
         dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-        sha.update(dense.contiguous().view(torch.uint8 if dense.dim() else dense.dtype).numpy().tobytes())
+        sha.update(dense.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
 
 

@@ -1,0 +1,197 @@
+"""Scenarios: parameters of every kind, a row each. They are reduced rightly, or refused on every rank.
+
+Rows that need more than a table are elsewhere: frozen, thawed, added late and unused parameters and complex ones in `usage`,
+half precision, other memory layouts and embeddings in `gradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from torch import nn
+
+from horovod_sparse.torch import MiCRO, NoOp, RandomK, SIDCo, TopK
+
+from .common import (
+    assert_close,
+    assert_identical,
+    everyone,
+    raised,
+    reduce,
+    small_model,
+    train,
+    whole_numbers,
+    wrap,
+    wrap_parameters,
+    zeros,
+)
+from .scenario import MPI_2, PAIR, scenario
+
+Kind = tuple[tuple[int, ...], torch.dtype]
+"""A parameter's shape and type."""
+
+SINGLE, DOUBLE, HALF, BRAIN = torch.float32, torch.float64, torch.float16, torch.bfloat16
+PARAMETERS: dict[str, dict[str, Kind]] = {
+    "scalar": {"scalar": ((), SINGLE)},
+    "scalars": {f"scalar{number}": ((), SINGLE) for number in range(5)},
+    "empty": {"empty": ((0,), SINGLE), "weight": ((30, 40), SINGLE)},
+    "empty_only": {"empty": ((3, 0), SINGLE)},
+    "empty_in_between": {"first": ((500,), SINGLE), "empty": ((0, 4), SINGLE), "last": ((500,), SINGLE)},
+    "one_element": {"one": ((1,), SINGLE), "cube": ((1, 1, 1), SINGLE)},
+    "types": {
+        "half": ((30, 40), HALF),
+        "brain": ((500,), BRAIN),
+        "single": ((300,), SINGLE),
+        "double": ((600,), DOUBLE),
+    },
+    "types_of_scalars": {"half": ((), HALF), "brain": ((), BRAIN), "single": ((), SINGLE), "double": ((), DOUBLE)},
+}
+COMPRESSIONS: dict[str, Callable[..., Any]] = {
+    "TopK": lambda **settings: TopK(0.1, **settings),
+    "union": lambda **settings: TopK(0.1, union=True, **settings),
+    "SIDCo": lambda **settings: SIDCo(0.1, **settings),
+    "RandomK": lambda **settings: RandomK(0.1, **settings),
+    "MiCRO": lambda **settings: MiCRO(0.1, **settings),
+    "NoOp": lambda **settings: NoOp(**settings),
+}
+
+
+@scenario(*PAIR, cases={name: (kinds,) for name, kinds in PARAMETERS.items()})
+def nothing_is_lost_of_any_kind_of_parameter(kinds: dict[str, Kind]) -> None:
+    """What was sent and what is kept are what was given, to the last bit, with every exchange and every bucketing."""
+    for make in COMPRESSIONS.values():
+        for granularity in ("layer", "model"):
+            compression = make(min_numel=0, granularity=granularity)
+            parameters = {name: zeros({name: shape}, dtype)[name] for name, (shape, dtype) in kinds.items()}
+            optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
+            sent = {name: np.zeros(shape) for name, (shape, _) in kinds.items()}
+            given = {name: np.zeros(shape) for name, (shape, _) in kinds.items()}
+            for step in range(4):
+                # Small whole numbers: half precision has all of their sums.
+                mine = {n: whole_numbers(s, step=step, rank=hvd.rank()) % 16 for n, (s, _) in kinds.items()}
+                reduce(optimizer, parameters, {name: np.asarray(gradient) for name, gradient in mine.items()})
+                for name, theirs in given.items():
+                    theirs += sum(np.asarray(one[name]) for one in everyone(mine))
+                    reduced = parameters[name].grad
+                    assert (reduced.dtype, reduced.shape) == (parameters[name].dtype, parameters[name].shape)
+                    sent[name] += reduced.double().numpy()
+            kept = everyone({n: r.double().numpy() for n, r in compression.state_dict()["residuals"].items()})
+            for name in kinds:
+                total = sent[name] + sum(one[name] for one in kept if name in one)
+                np.testing.assert_array_equal(total, given[name], err_msg=f"{compression}, {name}")
+            assert_identical(parameters.values())
+
+
+class _Tied(nn.Module):
+    """One weight serves two layers, and one is used twice in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.encode, self.decode = nn.Linear(30, 40, bias=False), nn.Linear(40, 30)
+        self.again = nn.Linear(30, 30)
+        self.tied = nn.Linear(30, 40)
+        self.tied.weight = self.encode.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.decode(self.encode(x).tanh() + self.tied(x))
+        return self.again(self.again(hidden).tanh()).square().mean()
+
+
+def _inputs(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(8, 30, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+@scenario(*PAIR)
+def shared_parameters_count_once() -> None:
+    """The reference is one process with everybody's loss."""
+    reference, model, selective = _Tied(), _Tied(), _Tied()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.05)
+    compression = TopK(0.05, min_numel=0)
+    optimizers = [(model, wrap(model, NoOp(), momentum=0.0)), (selective, wrap(selective, compression))]
+    for step in range(6):
+        plain.zero_grad()
+        torch.stack([reference(_inputs(step, rank)) for rank in range(hvd.size())]).mean().backward()
+        plain.step()
+        for trained, optimizer in optimizers:
+            optimizer.zero_grad()
+            trained(_inputs(step, hvd.rank())).backward()
+            optimizer.step()
+    assert_close(model, reference)
+    assert_identical(model)
+    assert_identical(selective)
+    assert len(compression.state_dict()["residuals"]) == len(list(selective.parameters()))
+
+
+_GROWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "larger": lambda weight: torch.cat([weight, weight]),
+    "smaller": lambda weight: weight[:50].clone(),
+    "reshaped": lambda weight: weight.t().clone(),
+}
+
+
+@scenario(
+    *PAIR,
+    cases={
+        f"{how}-{name}-{min_numel}": (grow, index, min_numel)
+        for how, grow in _GROWN.items()
+        for name, index in (("weight", 0), ("bias", 1))
+        for min_numel in (0, 1024)
+        if name == "weight" or how != "reshaped"
+    },
+)
+def a_new_shape_is_refused_on_every_rank(
+    grow: Callable[[torch.Tensor], torch.Tensor], index: int, min_numel: int
+) -> None:
+    """Whether it is compressed or not. With the first shape training goes on."""
+    model = small_model()
+    compression = SIDCo(0.05, min_numel=min_numel)
+    optimizer = wrap(model, compression, momentum=0.0)
+    train(model, optimizer, range(3))
+    parameter = list(model.parameters())[index]
+    before = parameter.data
+    residuals = {name: residual.clone() for name, residual in compression.state_dict()["residuals"].items()}
+    parameter.grad = None
+    parameter.data = grow(before)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        parameter.square().sum().backward()
+        optimizer.step()
+
+    # PyTorch refuses it in backward, before any hook: Horovod keeps the node that accumulates the gradient.
+    message = raised(RuntimeError, step)
+    assert f"got {list(parameter.shape)} but expected shape compatible with {list(before.shape)}" in message, message
+    for kept, residual in compression.state_dict()["residuals"].items():
+        assert torch.equal(residual, residuals[kept])
+    parameter.grad, parameter.data = None, before
+    train(model, optimizer, range(3, 6))
+    assert_identical(model)
+
+
+@scenario(MPI_2)
+def a_new_shape_is_refused_where_it_has_no_gradient() -> None:
+    """PyTorch does not see it then."""
+    model = small_model()
+    optimizer = wrap(model, TopK(0.05), momentum=0.0)
+    train(model, optimizer, range(2))
+    model[4].weight.data = torch.zeros(3, 3)
+    optimizer.zero_grad()
+    model[0].weight.square().sum().backward()
+    assert "parameter '4.weight' must keep its shape" in raised(ValueError, optimizer.step)
+
+
+@scenario(MPI_2)
+def a_complex_parameter_that_joins_late_is_refused_on_every_rank() -> None:
+    model = small_model()
+    optimizer = wrap(model, TopK(0.05))
+    train(model, optimizer, range(2))
+    phase = nn.Parameter(torch.zeros(300, dtype=torch.complex64))
+    optimizer.add_param_group({"params": [phase]})
+    optimizer.zero_grad()
+    phase.abs().sum().backward()
+    assert "must be real, got torch.complex64" in raised(TypeError, optimizer.step)
