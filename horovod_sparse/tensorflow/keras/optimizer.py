@@ -87,14 +87,13 @@ def make(
             device_sparse=device_sparse,
             compression=compression,
         )
-    passes, workers = backward_passes_per_step, reduction.process_set
     follow_scalers()
     distributed = DistributedApply(
         optimizer,
         reduce,
-        accumulator=_Accumulator(passes, reduction.sparse_as_dense) if passes > 1 else None,
-        passes_divisor=passes if average_aggregated_gradients else 1,
-        local_divisor=_size_of(workers) if scale_local_gradients and workers.included() else lambda: 1,
+        accumulator=_accumulator(backward_passes_per_step, reduction.sparse_as_dense),
+        passes_divisor=backward_passes_per_step if average_aggregated_gradients else 1,
+        local_divisor=_size_of(reduction.process_set) if scale_local_gradients else lambda: 1,
         compression=compression if isinstance(compression, TensorflowCompressor) else None,
     )
     optimizer.apply = distributed
@@ -214,9 +213,13 @@ class DistributedApply:
         return [_divide(gradient, self._local_divisor()) if local else next(reduced) for gradient, _, local in parted]
 
 
-def _size_of(workers: Any) -> Callable[[], Tensor]:
+def _accumulator(passes: int, sparse_as_dense: bool) -> _Accumulator | None:
+    return _Accumulator(passes, sparse_as_dense) if passes > 1 else None
+
+
+def _size_of(workers: Any) -> Callable[[], Any]:
     # The operation also holds where a graph outlives a change of workers, in an elastic job.
-    return lambda: mpi_ops.size_op(process_set_id=workers.process_set_id)
+    return lambda: mpi_ops.size_op(process_set_id=workers.process_set_id) if workers.included() else 1
 
 
 def _compressed(reducer: Reducer) -> Reduce:
