@@ -182,14 +182,6 @@ def test_a_target_takes_its_own_entries_out_of_messages(backend: Backend, dtype:
 
 
 @on_every_backend
-@given(parts=st.lists(st.lists(st.integers(-1, 20), max_size=9).map(sorted), min_size=1, max_size=4))
-def test_union(backend: Backend, parts: list[list[int]]) -> None:
-    union = backend.ops.union([backend.array(np.array(part, np.int32)) for part in parts])
-    expected = sorted({index for part in parts for index in part if index >= 0})
-    np.testing.assert_array_equal(backend.numpy(union), np.array(expected, np.int64), strict=True)
-
-
-@on_every_backend
 def test_copy_shares_nothing(backend: Backend) -> None:
     x = backend.array(np.zeros(3, np.float32))
     backend.ops.copy(x)[:] = 1

@@ -182,12 +182,13 @@ class KernelOps(HostOps):
         at, world = self.memory(messages), len(used)
         if at is None:
             return super().assembler(messages, used, divisor)
-        pointer, capacity, rows = _messages(at), _length(at, 2, world), ffi.new("int64_t[]", used)
+        capacity, rows = _length(at, 2, world), ffi.new("int64_t[]", used)
         if not all(0 <= number <= capacity for number in used):
             raise ValueError(f"used must be within [0, {capacity}], got {used}")
 
         def assemble(targets: Sequence[Part]) -> None:
-            of_these = []
+            # Made here, so that the messages live as long as this function.
+            pointer, of_these = _messages(at), []
             for first, part in targets:
                 place = self.memory(part)
                 if place is None or place.type > FLOAT64:
