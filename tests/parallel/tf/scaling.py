@@ -13,7 +13,7 @@ import tensorflow as tf
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.tensorflow import DGC, MiCRO, SIDCo, Threshold, TopK
 
-from ..scenario import TF_2, TF_4, TF_GLOO_2, scenario
+from ..scenario import TF_2, TF_4, scenario
 from .common import MakeCompression, assert_identical, everyone, raised
 from .keras3 import assert_close, assert_in_step, compiled, data, fit
 
@@ -69,7 +69,7 @@ def _assert_same(one: Any, other: Any, compressions: list[Any]) -> None:
     assert [*first["learning_rates"].values()] == [*second["learning_rates"].values()]
 
 
-@scenario(TF_2, TF_GLOO_2, cases=_CASES)
+@scenario(TF_2, cases=_CASES)
 def keras_scaled_training_is_training(make: MakeCompression, wrap: Wrap) -> None:
     """Bit by bit, because powers of two are exact. The scale doubles while there is something in the residuals."""
     compressions, models = [make(), make()], []
