@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from horovod_sparse.torch import SIDCo, TopK, load_checkpoint, save_checkpoint
 
 from .common import BUCKET_BYTES, COMPRESSORS, MakeCompression, assert_identical, digest, everyone, raised
-from .scenario import MPI_2, scenario
+from .scenario import MPI_2, PAIR, scenario
 
 
 @contextmanager
