@@ -83,7 +83,11 @@ def test_tensorflow_refuses_and_decodes_the_same(name: str) -> None:
             written = oracle.receive([gathered])
         assert finite == (right is not None) == (written is not None)
         if isinstance(written, np.ndarray):
-            np.testing.assert_array_equal(flat, written[oracle.inside])
+            # TensorFlow's own operations flush the smallest numbers to zero.
+            got, exact = (
+                np.where(np.abs(one) < np.finfo(one.dtype).tiny, 0.0, one) for one in (flat, written[oracle.inside])
+            )
+            np.testing.assert_array_equal(got, exact)
 
 
 @pytest.mark.parametrize("numel", [64, pytest.param(7, marks=pytest.mark.full)])
