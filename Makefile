@@ -17,11 +17,11 @@ setup: ## install everything into .venv; about a second when that is done alread
 in_process = $(bin)/python -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 launches = $(bin)/python -m pytest tests
 
-test: setup lint types ## lint, types, then the quick tests: about 6 minutes on 2 cores
+test: setup lint types ## lint, types, then the quick tests: about 10 minutes on 2 cores
 	$(in_process) -m "not full and not parallel"
 	$(launches) -m "not full and parallel"
 
-test-all: test ## the same, then all other tests: about half an hour on 2 cores
+test-all: test ## the same, then all other tests: about an hour on 2 cores
 	$(in_process) -m "(full or hypothesis) and not parallel" --hypothesis-profile full
 	$(launches) -m "full and parallel"
 
