@@ -50,7 +50,10 @@ def _pipeline(compressor: Any, world: int, position: int) -> Pipeline:
     pipeline = Pipeline(NumpyOps(), compressor, world=world, position=position, rank=position)
     parameters = [Parameter(name, shape, "float32", "cpu") for name, shape in SHAPES.items()]
     small = [parameter for parameter in parameters if compressor.leaves_dense(parameter.name, parameter.numel)]
-    like = lambda name: np.zeros(0, np.float32)  # noqa: E731
+
+    def like(name: str) -> Any:
+        return np.zeros(0, np.float32)
+
     pipeline.add_buckets(plan([one for one in parameters if one not in small], compressor), like)
     pipeline.add_dense([layout for one in small for layout in plan([one], compressor)], like)
     return pipeline

@@ -282,7 +282,7 @@ def test_statistics_are_true(backend: Backend) -> None:
         for bucket_stats in snapshot.buckets:
             size = math.prod(SHAPES[bucket_stats.name])
             assert bucket_stats.numel == size
-            assert bucket_stats.asked == size // 10
+            assert bucket_stats.target == size // 10
             assert bucket_stats.count == pytest.approx(np.mean(counts[bucket_stats.name]))
             assert bucket_stats.ratio == bucket_stats.count / size
             assert bucket_stats.bytes_sent == bucket_stats.bytes_received == 3 * message_bytes[bucket_stats.name]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import horovod.torch
@@ -153,12 +154,6 @@ def test_extended_methods_keep_name_module_and_documentation() -> None:
 def test_stock_join_is_untouched_unless_a_compressor_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by a name that was imported before; an optimizer that nobody uses any more does not count."""
 
-    class Server:
-        active = True
-
-    class Cycle:
-        pass
-
     def stock(*args: Any) -> None:
         raise LookupError
 
@@ -168,11 +163,12 @@ def test_stock_join_is_untouched_unless_a_compressor_serves(monkeypatch: pytest.
     assert [one for one in binding._serving if one.server is not None and one.server.active] == []
     with pytest.raises(LookupError):
         stock_join()
-    compressor.bind(Server())  # type: ignore[arg-type]
+    server: Any = SimpleNamespace(active=True)
+    compressor.bind(server)
     with pytest.raises(AssertionError, match=r"TopK\(.*with horovod_sparse\.torch\.Join\(optimizer\)"):
         stock_join()
-    cycle: Any = Cycle()
-    cycle.itself, cycle.compressor = cycle, compressor
+    cycle = [compressor]
+    cycle.append(cycle)
     del compressor, cycle
     with pytest.raises(LookupError):
         stock_join()

@@ -117,11 +117,7 @@ class Kept:
         Return the parameters that are not finite, or overflow. If the reduced gradient is not finite, nothing is changed. A
         velocity that overflows stays at the largest number.
         """
-        finite, correction, scale = (
-            self.ops.all_finite(reduced),
-            self.compressor.momentum_correction,
-            self.preparation.scale,
-        )
+        finite, correction = self.ops.all_finite(reduced), self.compressor.momentum_correction
         if finite and correction is None:
             return []
         flat, slots = reduced.reshape(-1), self._dense[name].slots
@@ -134,6 +130,7 @@ class Kept:
                 self._dense_before[name] = self.ops.copy(velocity)
             corrected = self.ops.copy(velocity)
             corrected[:] = 0
+            scale = self.preparation.scale
             if scale != 1.0:
                 flat /= scale
             moving = Moving(velocity, correction.momentum, correction.nesterov)

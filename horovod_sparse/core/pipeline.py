@@ -131,13 +131,13 @@ class Pipeline(Kept):
         write(bucket.layout.slots, Reduced(self.ops, sent, divisor))
         return None
 
-    def complete(self, under_way: Sequence[UnderWay], divisor: float, write: Write, start: Start) -> None:
+    def complete(self, under_way: Sequence[UnderWay], write: Write, start: Start) -> None:
         """Advance exchanges to their ends. `start` starts a bucket's next collective."""
         while under_way:
             # Every bucket's next collective is started before the first of them is waited for.
             following = []
             for bucket, result in under_way:
-                collective = self.advance(bucket, result(), divisor, write)
+                collective = self.advance(bucket, result(), self.divisor, write)
                 if collective is not None:
                     following.append((bucket, start(bucket, collective)))
             under_way = following

@@ -58,7 +58,6 @@ class SparseAllreduce:
         self._comm = comm
         self._world = 1 if comm is None else int(comm.Get_size())
         self._rank = 0 if comm is None else int(comm.Get_rank())
-        self._divisor = float(self._world) if average else 1.0
         self._ops = host_ops()
         self._shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
         self._dense: set[str] = set()
@@ -113,7 +112,7 @@ class SparseAllreduce:
                     under_way.append((bucket, self._start(self.pipeline.begin(bucket))))
         self._finish(under_way, reduced)
         for name, wait in waits.items():
-            mean = wait() / self._divisor
+            mean = wait() / self.pipeline.divisor
             self.pipeline.finish_dense(name, mean)
             reduced[name][...] = mean
         self.pipeline.end_step()
@@ -129,7 +128,7 @@ class SparseAllreduce:
             for slot in slots:
                 reduced[slot.name][...] = wide[slot.name].reshape(slot.shape)
 
-        self.pipeline.complete(under_way, self._divisor, write, lambda bucket, collective: self._start(collective))
+        self.pipeline.complete(under_way, write, lambda bucket, collective: self._start(collective))
 
     def _start(self, collective: Collective) -> Wait:
         message = np.ascontiguousarray(collective.message)
@@ -173,7 +172,7 @@ class SparseAllreduce:
 
     def _agree(self, gradients: Mapping[str, Array]) -> None:
         arrays = [(n, g.shape, str(g.dtype)) for n, g in gradients.items()]
-        mine = f"release {RELEASE}", repr(self.pipeline.compressor), arrays, self._divisor
+        mine = f"release {RELEASE}", repr(self.pipeline.compressor), arrays, self.pipeline.divisor
         digest = np.frombuffer(hashlib.sha256(repr(mine).encode()).digest(), np.uint8)
         everyone = self._start(Collective("allgather", digest))().reshape(self._world, -1)
         for rank, theirs in enumerate(everyone):

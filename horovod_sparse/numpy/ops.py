@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.exchange.wire import NOT_FINITE, PADDING, split
 from horovod_sparse.ops.cached import Cached
-from horovod_sparse.ops.distinct import marked_distinct
+from horovod_sparse.ops.distinct import distinct
 from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
 
 Array = NDArray[Any]
@@ -118,7 +118,7 @@ class NumpyOps(Ops):
         return merged[merged >= 0]
 
     def distinct(self, draw: Callable[[int], Array], numel: int, k: int) -> Array:
-        return marked_distinct(draw, numel, k)
+        return distinct(draw, numel, k)
 
     def take(self, x: Array, indices: Array) -> Array:
         largest = np.finfo(np.float32).max

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -92,5 +93,14 @@ def gather_json(value: object, name: str, process_set: Any) -> list[Any]:
     """Return every rank's `value`, in rank order. Blocks. Uses JSON, because data from other machines is not unpickled."""
     line = np.frombuffer(json.dumps(value).encode("ascii") + b"\n", np.uint8)
     with tf.init_scope(), tf.device("CPU:0"):
-        gathered = mpi_ops.allgather(tf.constant(line), name=name, ignore_name_scope=True, process_set=process_set)
+        gathered = _named_gather(name, process_set)(tf.constant(line))
     return [json.loads(part) for part in gathered.numpy().tobytes().splitlines()]
+
+
+@cache
+def _named_gather(name: str, process_set: Any) -> Any:
+    # An operation has its name only in a function. Eager ones all have the name of their kind.
+    def gather(line: Tensor) -> Tensor:
+        return mpi_ops.allgather(line, name=name, ignore_name_scope=True, process_set=process_set)
+
+    return tf.function(gather, [tf.TensorSpec([None], tf.uint8)], autograph=False)

@@ -269,7 +269,8 @@ def _run(stock: Method) -> Method:
             with _errors_of_horovod():
                 return func(state, *args, **kwargs)
 
-        return run_fn(trained, stock_elastic._reset)  # type: ignore[no-any-return]
+        elastic: Method = run_fn(trained, stock_elastic._reset)
+        return elastic
 
     return extended
 

@@ -21,6 +21,7 @@ from horovod_sparse.core.randomness import random_state, set_random_state
 from horovod_sparse.core.state import joined
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import gather_json
+from horovod_sparse.torch.replicas import encode
 
 _COLLECTIVE = "horovod_sparse.checkpoint"
 
@@ -51,7 +52,7 @@ def save_checkpoint(folder: str | os.PathLike[str], step: int, *, keep: int = 3,
         "own": {name: _state_of(one) for name, one in objects.items() if not _is_shared(one)},
     }
     workers = _workers()
-    checkpoint.save(Path(folder), step, _encode(own), _encode(shared) if workers.rank == 0 else None, workers, keep)
+    checkpoint.save(Path(folder), step, encode(own), encode(shared) if workers.rank == 0 else None, workers, keep)
 
 
 def load_checkpoint(folder: str | os.PathLike[str], *, damaged: Damaged = "skip", **objects: Any) -> Checkpoint:
@@ -149,12 +150,6 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
     if len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
     set_random_state(state["host"])
-
-
-def _encode(state: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
 
 
 def _decode(content: bytes) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from horovod_sparse.exchange.wire import NOT_FINITE, PADDING, split
 from horovod_sparse.ops.cached import Cached
-from horovod_sparse.ops.distinct import marked_distinct
+from horovod_sparse.ops.distinct import distinct
 from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
 from horovod_sparse.torch import device
 
@@ -176,7 +176,7 @@ class TorchOps(Ops):
         return merged[first].long()
 
     def distinct(self, draw: Callable[[int], NDArray[np.int64]], numel: int, k: int) -> NDArray[np.int64]:
-        return marked_distinct(draw, numel, k)
+        return distinct(draw, numel, k)
 
     def take(self, x: Tensor, indices: Tensor) -> Tensor:
         taken = x[indices]

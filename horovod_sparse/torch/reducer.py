@@ -292,7 +292,7 @@ class Reducer(Server):
     def _finish(self, pipeline: Pipeline) -> None:
         # The order is the same on every rank, so that all have started the same collectives if one of the exchanges raises.
         under_way = [(bucket, self._step.exchanges[bucket.name]) for bucket in pipeline.buckets]
-        pipeline.complete(under_way, pipeline.divisor, self._write, self._start)
+        pipeline.complete(under_way, self._write, self._start)
         for together, message, wait in self._step.dense:
             wait()
             pipeline.finish_dense(together.name, message)

@@ -35,7 +35,7 @@ def broadcast_optimizer(
         tensors.append(torch.empty(tensor.shape, dtype=tensor.dtype))
         return tensors[-1]
 
-    frame = _encode(_with_tensors(state, put_aside)) if is_root else b""
+    frame = encode(_with_tensors(state, put_aside)) if is_root else b""
     frame = _broadcast_bytes(frame, root, name, process_set)
     if not is_root:
         state = _with_tensors(torch.load(io.BytesIO(frame), weights_only=True), make_room)
@@ -58,7 +58,8 @@ def _with_tensors(state: Any, replace: Callable[[Tensor], Tensor]) -> Any:
     return state
 
 
-def _encode(state: Any) -> bytes:
+def encode(state: Any) -> bytes:
+    """Return what `torch.load` reads."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import horovod.torch as hvd
 import torch
@@ -43,7 +44,7 @@ class LateHook:
                 self._waiting.touch()
             complete(pipeline, *args)
 
-        Pipeline.complete = call  # type: ignore[method-assign]
+        patch.object(Pipeline, "complete", call).start()
 
 
 class FaultySGD(torch.optim.SGD):
