@@ -41,6 +41,7 @@ from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.estimation import fits
 from horovod_sparse.kernels import gpu as ours
 from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.torch.compiled import tensor_ops
 
 NOT_MEASURED = 2
 BAR = 1.6
@@ -228,16 +229,6 @@ def check_choice(worker: Worker, x: np.ndarray, message: np.ndarray, told: dict[
         assert told["exact"]
 
 
-class Zeros:
-    """The operations that a pipeline needs before its buckets' collectives have been started, if the device selects."""
-
-    def zeros(self, count: int, dtype: str, like: Tensor) -> Tensor:
-        return torch.zeros(count, dtype=getattr(torch, dtype), device=like.device)
-
-    def tracked(self, x: Tensor) -> None:
-        return None
-
-
 def never_waits(device: Device, make: Callable[[float], Compressor]) -> None:
     """Run steps, as the hooks of an optimizer do, from the gradients to the collective; the last one must not wait."""
     from horovod_sparse.kernels.gpu.selector import selector_for
@@ -245,20 +236,22 @@ def never_waits(device: Device, make: Callable[[float], Compressor]) -> None:
     sizes = {"a": 400, "b": 100} if device.interpreted else {"a": 900_000, "b": 100_000}
     gradients = {name: laplace(device, numel, 0) for name, numel in sizes.items()}
     compressor = make(0.01)
-    pipeline = Pipeline(Zeros(), compressor, world=1, position=0, rank=0, device_selector=selector_for)
+    pipeline = Pipeline(tensor_ops(), compressor, world=1, position=0, rank=0, device_selector=selector_for)
     parameters = [Parameter(name, (numel,), "float32", "device") for name, numel in sizes.items()]
     pipeline.add_buckets(plan(parameters, compressor), gradients.get)
     (bucket,) = pipeline.buckets
     warm = 1 if device.interpreted else 3
     for step in range(warm + 1):
+        pipeline.start_step()
         # The first time Triton compiles.
         device.raise_where_it_waits(step == warm)
         for name, gradient in gradients.items():
             pipeline.arrive(name, gradient)
-        pipeline.begin(bucket)
+        own = pipeline.begin(bucket).message
         device.raise_where_it_waits(False)
-        bucket.finish()
+        pipeline.advance(bucket, own, 1.0, lambda slots, reduced: None)
         assert bucket.outcome.sent > 0
+        pipeline.end_step()
 
 
 # --- how fast? ---

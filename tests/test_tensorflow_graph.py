@@ -485,6 +485,20 @@ def test_a_bad_gradient_of_another_rank_or_of_a_dense_parameter_fails_the_step_t
     same_step(graph, host, draw(), other_messages(graph, rng))
 
 
+def test_a_velocity_of_a_dense_parameter_that_overflows_fails_the_step_and_stays_finite() -> None:
+    graph, host = pair(
+        TopK, {"p": (300,), "q": (3,)}, exclude=["q"], momentum_correction=MomentumCorrection(nesterov=False)
+    )
+    largest = np.finfo(np.float32).max
+    given = {"p": np.ones(300, np.float32), "q": np.array([0.4, -0.4, 0.1], np.float32) * largest}
+    same_step(graph, host, given)
+    for worker in (graph, host):
+        with pytest.raises(Exception, match="parameter .?q.? holds NaN or infinity, or overflows"):
+            worker.step(given)
+    assert_same_state(graph.state(), host.state())
+    np.testing.assert_array_equal(host.state()["velocities"]["q"][:2], [largest, -largest])
+
+
 @pytest.mark.parametrize(
     "indices",
     [[300], [2**31 - 1], [3, 3], [3, 2], [3, PADDING, 5], [PADDING, 5], [-3], [3, -3], [3, NOT_FINITE]],

@@ -58,6 +58,16 @@ class _Sent:
     """By parameter name: whether its gradient was finite on this rank."""
 
 
+@dataclass(frozen=True)
+class _Moved:
+    """A dense gradient with momentum."""
+
+    reduced: Tensor
+    velocity: Tensor
+    finite: Tensor
+    """Whether the gradient and what it became are finite."""
+
+
 class GraphPipeline:
     """Residuals, selection and reduction for one optimizer; see `Pipeline` for the terms.
 
@@ -173,7 +183,14 @@ class GraphPipeline:
             for one, all_ in zip(sent, gathered, strict=True)
         ]
         dense = self._reduce_dense(step, factor)
+        moved = {
+            name: self._with_momentum(dense[name], velocity)
+            for name, velocity in self._dense_velocity.items()
+            if name in dense
+        }
+        dense |= {name: one.reduced for name, one in moved.items()}
         others = {name: all_finite(tensor) for name, tensor in (*dense.items(), *step.others.items())}
+        others |= {name: one.finite for name, one in moved.items()}
         # The labels have no quotation marks, because an assertion would show them with backslashes.
         checks = [(f"parameter {name}", finite) for one in sent for name, finite in one.finite.items()]
         checks += [
@@ -189,10 +206,7 @@ class GraphPipeline:
                 for one, (_, finite) in zip(sent, received, strict=True)
                 for update in self._settle(one, finite, succeeded)
             ]
-        for name, velocity in self._dense_velocity.items():
-            if name in dense:
-                dense[name], update = self._finish_dense(dense[name], velocity, others[name])
-                updates.append(update)
+            updates += [self._dense_velocity[name].assign(one.velocity) for name, one in moved.items()]
         with tf.control_dependencies(updates):
             end = self._verdict(checks, succeeded)
         with tf.control_dependencies([end]):
@@ -289,14 +303,18 @@ class GraphPipeline:
             reduced |= together.split(self._collectives.dense(message, f"dense.{number}", step.op, step.predivide))
         return reduced
 
-    def _finish_dense(self, reduced: Tensor, velocity: Variable, finite: Tensor) -> tuple[Tensor, Any]:
-        """Return a dense gradient with momentum and the update of its velocity; if not finite, both stay as they were."""
+    def _with_momentum(self, reduced: Tensor, velocity: Variable) -> _Moved:
+        """Apply momentum to a dense gradient. If the gradient is not finite, it and its velocity stay as they were."""
         correction = self.compressor.momentum_correction
         assert correction is not None
-        before, flat = velocity.read_value(), tf.reshape(reduced, [-1])
+        before = velocity.read_value()
+        flat = tf.cast(tf.reshape(reduced, [-1]), before.dtype)
         total, after = with_momentum(correction, tf.zeros_like(before), before, flat)
-        corrected = tf.cast(tf.reshape(total, reduced.shape), reduced.dtype)
-        return tf.where(finite, corrected, reduced), velocity.assign(tf.where(finite, after, before))
+        finite = all_finite(flat)
+        corrected = tf.cast(tf.reshape(in_range(total), reduced.shape), reduced.dtype)
+        return _Moved(
+            tf.where(finite, corrected, reduced), tf.where(finite, in_range(after), before), finite & all_finite(total)
+        )
 
     def _verdict(self, checks: Sequence[tuple[str, Tensor]], succeeded: Tensor) -> Any:
         if self.compressor.not_finite == "propagate" or not checks:

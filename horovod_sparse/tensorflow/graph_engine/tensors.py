@@ -72,12 +72,6 @@ def finite_norm(gradient: Tensor) -> Tensor:
     return norm(only_finite(gradient))
 
 
-def plus(sum_: Tensor, gradient: Tensor) -> Tensor:
-    """Return the sum in the first one's type. Add in the wider type, because a dense gradient keeps its own type."""
-    wide = tf.float64 if tf.float64 in (sum_.dtype, gradient.dtype) else tf.float32
-    return tf.cast(tf.cast(sum_, wide) + tf.cast(gradient, wide), sum_.dtype)
-
-
 def to_float32(values: Tensor) -> Tensor:
     """Return the values as float32, limited to its range."""
     if values.dtype == tf.float32:
@@ -139,7 +133,7 @@ def with_momentum(
     """Return residual and velocity with the gradient added, as `Ops.accumulate` does with momentum."""
     momentum = tf.cast(correction.momentum, velocity.dtype)
     if correction.nesterov:
-        velocity = plus(velocity, gradient) * momentum
-        return plus(residual, gradient) + velocity, velocity
-    velocity = plus(velocity * momentum, gradient)
+        velocity = (velocity + gradient) * momentum
+        return residual + gradient + velocity, velocity
+    velocity = velocity * momentum + gradient
     return residual + velocity, velocity
