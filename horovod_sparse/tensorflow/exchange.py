@@ -81,12 +81,30 @@ class Collectives:
         )
 
     def gather_json(self, value: object, name: str) -> list[Any]:
-        """Return every rank's `value`, in rank order. This blocks, also while a function is traced.
-
-        All reducers of the process set use the same name, so that ranks that are at different reducers still meet and can
-        compare.
-        """
+        """Return every rank's `value`, in rank order. This blocks, also while a function is traced."""
         return gather_json(value, self._full(name), self._process_set)
+
+    def agree(self, value: object, usual: str | None) -> list[Any]:
+        """Return every rank's `value`, as `gather_json` does.
+
+        `usual` is the collective that ranks begin a step with if they have nothing to agree on. The values go under its name,
+        but in another type, so that Horovod raises on all ranks if there are such ranks. Without it all reducers of the process
+        set use the same name, so that ranks that are at different reducers still meet and can compare.
+
+        Raises:
+            RuntimeError: some ranks have nothing to agree on.
+        """
+        if usual is None:
+            return self.gather_json(value, "agree")
+        try:
+            return self.gather_json(value, f"{self.number}.{usual}")
+        except tf.errors.OpError as error:
+            if "Mismatched" not in str(error):
+                raise
+            raise RuntimeError(
+                f"rank {mpi_ops.rank()}: variables must get their first gradient in the same step on every rank, but some ranks "
+                "are in a step without new variables; give zeros for variables that are unused there"
+            ) from error
 
 
 def gather_json(value: object, name: str, process_set: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,3 +50,16 @@ def _layout_as_json(layout: Layout) -> list[Any]:
 def _layout_of_json(layout: list[Any]) -> Layout:
     shapes, residual_dtype = layout
     return Layout.of([(name, tuple(shape)) for name, shape in shapes], residual_dtype)
+
+
+def first_collective(plans: Sequence[Plan], names: Sequence[str]) -> str | None:
+    """Return the collective that a step of these variables begins with; None if no variable is planned yet."""
+    buckets = [layout for plan in plans for layout in plan.buckets]
+    number_of = {slot.name: number for number, layout in enumerate(buckets) for slot in layout.slots}
+    for name in names:
+        if name in number_of:
+            return f"{number_of[name]}.0"
+    if any(slot.name in names for plan in plans for layout in plan.dense for slot in layout.slots):
+        return "dense.0"
+    sparse = [name for plan in plans for name in plan.sparse]
+    return next((f"sparse.{number}.values" for number, name in enumerate(sparse) if name in names), None)

@@ -26,7 +26,7 @@ from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.host import HostPipeline
 from horovod_sparse.tensorflow.names import Names, plain, renamed
-from horovod_sparse.tensorflow.plan import Plan
+from horovod_sparse.tensorflow.plan import Plan, first_collective
 from horovod_sparse.tensorflow.reduction import Reduction
 from horovod_sparse.tensorflow.step import Step
 
@@ -216,9 +216,9 @@ class Reducer(Server):
             deferred = self._deferred_for([*planned, *layouts])
         except Exception as error:
             # Every kind of error is caught: a damaged state raises others than ValueError.
-            self._agree(new, sparse, f"{type(error).__name__}: {error}")
+            self._agree(names, new, sparse, f"{type(error).__name__}: {error}")
             raise
-        self._agree(new, sparse, "")
+        self._agree(names, new, sparse, "")
         self._carry_out(Plan(planned, layouts, sparse, {n: g.dtype for n, g in new.items()}), devices.__getitem__)
         if deferred is not None:
             self.deferred = deferred
@@ -292,7 +292,7 @@ class Reducer(Server):
             averages=self.reduction.averages,
         )
 
-    def _agree(self, new: Mapping[str, Any], sparse: Sequence[str], problem: str) -> None:
+    def _agree(self, names: Sequence[str], new: Mapping[str, Any], sparse: Sequence[str], problem: str) -> None:
         """Compare settings with the other ranks. This blocks. `problem` is the error that stops this rank, if any."""
         mine: dict[str, str | list[str]] = {
             "release": RELEASE,
@@ -304,7 +304,7 @@ class Reducer(Server):
         }
         number = _agreed[self._key] if self._agreements == 0 else self._collectives.number
         mine["optimizer"] = f"number {number} of this process set, its agreement number {self._agreements}"
-        everyone = self._collectives.gather_json([mine, kernels.variant()], "agree")
+        everyone = self._collectives.agree([mine, kernels.variant()], first_collective(self._plans, names))
         compare(mine, [theirs for theirs, _ in everyone], mpi_ops.rank())
         if self._agreements == 0:
             warn_of_kernels([theirs for _, theirs in everyone], self._process_set.rank(), mpi_ops.rank())

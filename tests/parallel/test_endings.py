@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from .launch import Launch
-from .scenario import GLOO_2, MPI_2
+from .scenario import GLOO_2, MPI_2, TF_2, TF_GLOO_2
 
 pytestmark = pytest.mark.parallel
 
@@ -13,10 +13,10 @@ LIMIT = 120.0
 """Seconds; an idle machine needs about a tenth."""
 
 
-def _run(launch: Launch, case: str) -> str:
+def _run(launch: Launch, case: str, module: str = "parallel.endings") -> str:
     # Without Horovod's own end of stalls: the launch has to end because a rank said why, not because all waited.
     environment = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}
-    ended = launch.run("-m", "parallel.endings", case, limit=LIMIT, environment=environment)
+    ended = launch.run("-m", module, case, limit=LIMIT, environment=environment)
     assert ended.code is not None, str(ended)
     assert ended.code != 0, str(ended)
     assert "trained to the end" not in ended.output, str(ended)
@@ -57,3 +57,14 @@ def test_stock_join_is_an_error_not_a_hang(launch: Launch) -> None:
     output = _run(launch, "stock_join")
     assert "AssertionError: hvd.join() was called while TopK(" in output
     assert "with horovod_sparse.torch.Join(optimizer)" in output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("launch", "case"),
+    [(TF_2, "beside_buckets"), (TF_GLOO_2, "beside_buckets"), (TF_2, "beside_an_embedding")],
+    ids=str,
+)
+def test_a_first_gradient_on_one_rank_is_an_error_not_a_hang(launch: Launch, case: str) -> None:
+    output = _run(launch, case, module="parallel.tf.endings")
+    assert "rank 1: variables must get their first gradient in the same step on every rank" in output
