@@ -493,7 +493,7 @@ def test_a_velocity_of_a_dense_parameter_that_overflows_fails_the_step_and_stays
     given = {"p": np.ones(300, np.float32), "q": np.array([0.4, -0.4, 0.1], np.float32) * largest}
     same_step(graph, host, given)
     for worker in (graph, host):
-        with pytest.raises(Exception, match="parameter .?q.? holds NaN or infinity, or overflows"):
+        with pytest.raises(Exception, match=r"parameter .?q.? holds NaN or infinity, or overflows"):
             worker.step(given)
     assert_same_state(graph.state(), host.state())
     np.testing.assert_array_equal(host.state()["velocities"]["q"][:2], [largest, -largest])

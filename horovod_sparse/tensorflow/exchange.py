@@ -102,8 +102,8 @@ class Collectives:
             if "Mismatched" not in str(error):
                 raise
             raise RuntimeError(
-                f"rank {mpi_ops.rank()}: variables must get their first gradient in the same step on every rank, but some ranks "
-                "are in a step without new variables; give zeros for variables that are unused there"
+                f"rank {mpi_ops.rank()}: variables must get their first gradient in the same step on every rank, but some "
+                "ranks are in a step without new variables; give zeros for variables that are unused there"
             ) from error
 
 

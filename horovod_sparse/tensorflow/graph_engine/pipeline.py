@@ -174,9 +174,7 @@ class GraphPipeline:
         """
         factor = self._clip.factor(step)
         sent = [self._send(step, bucket, factor) for bucket in self.buckets if bucket.layout in step.buckets]
-        gathered = [
-            self._collectives.allgather(one.message, f"{self.buckets.index(one.bucket)}.0") for one in sent
-        ]
+        gathered = [self._collectives.allgather(one.message, f"{self.buckets.index(one.bucket)}.0") for one in sent]
         divisor = self._divisor.read_value()
         received = [
             receive(one.bucket, all_, divisor, world=self._world, rank=self._rank)

@@ -2,7 +2,7 @@
 
 python -m parallel.tf.endings CASE
 
-In all cases a variable has its first gradient late, and on one rank only, while the others are in several collectives of a step.
+In all cases a variable has its first gradient late, and on one rank only. The others are in several collectives of a step then.
 """
 
 from __future__ import annotations
