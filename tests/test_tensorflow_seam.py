@@ -86,7 +86,7 @@ def test_stock_join_is_refused_beside_a_compressor(monkeypatch: pytest.MonkeyPat
     horovod.tensorflow.join()
     server: Any = SimpleNamespace(active=True)
     compressor.bind(server)
-    with pytest.raises(AssertionError, match="give all ranks the same number of steps"):
+    with pytest.raises(AssertionError, match="joined"):
         horovod.tensorflow.join()
     assert called == [True]
 

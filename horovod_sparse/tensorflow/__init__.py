@@ -16,6 +16,7 @@ from horovod_sparse.tensorflow import seam
 from horovod_sparse.tensorflow.checkpoint import load_checkpoint as load_checkpoint
 from horovod_sparse.tensorflow.checkpoint import save_checkpoint as save_checkpoint
 from horovod_sparse.tensorflow.compressors import *
+from horovod_sparse.tensorflow.uneven import joined as joined
 from horovod_sparse.tensorflow.wrappers import DistributedOptimizer as DistributedOptimizer
 from horovod_sparse.tensorflow.wrappers import broadcast_variables as broadcast_variables
 

@@ -176,7 +176,7 @@ def _legacy(stock: Function, args: Sequence[Any], kwargs: Mapping[str, Any], arg
 
 def _join(stock: Function) -> Function:
     def extended(*args: Any, **kwargs: Any) -> Any:
-        refuse_join("give all ranks the same number of steps")
+        refuse_join("with uneven data iterate over `horovod_sparse.tensorflow.joined(dataset)`")
         return stock(*args, **kwargs)
 
     return extended

@@ -29,6 +29,7 @@ MODULES = {
         "tf.scaling",
         "tf.disagreement",
         "tf.parameters",
+        "tf.uneven",
     ),
 }
 
