@@ -13,7 +13,7 @@ import tensorflow as tf
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.tensorflow import DGC, MiCRO, SIDCo, Threshold, TopK
 
-from ..scenario import TF_2, TF_4, scenario
+from ..scenario import TF_2, scenario
 from .common import MakeCompression, assert_identical, everyone, raised
 from .keras3 import assert_close, assert_in_step, compiled, data, fit
 
@@ -83,7 +83,6 @@ def keras_scaled_training_is_training(make: MakeCompression, wrap: Wrap) -> None
 
 @scenario(
     TF_2,
-    TF_4,
     cases={**{name: (*case, False) for name, case in _CASES.items()}, "eager": (lambda: TopK(0.02), _around, True)},
 )
 def keras_overflow_leaves_no_trace(make: MakeCompression, wrap: Wrap, eager: bool) -> None:

@@ -45,7 +45,6 @@ def step_of(compression: Any, *, graph: bool) -> tuple[Callable[[np.ndarray, tf.
 
 @scenario(
     TF_2,
-    TF_4,
     TF_GLOO_2,
     cases={
         f"{name}-{how}": (make, how == "function") for name, make in MAKERS.items() for how in ("eager", "function")
@@ -77,7 +76,7 @@ def a_rank_without_data_adds_zeros(make: Callable[[], Any], graph: bool) -> None
     assert found[0] == found[1]
 
 
-@scenario(TF_2, TF_4, cases={"TopK": (COMPRESSORS["TopK"],), "SIDCo": (COMPRESSORS["SIDCo"],)})
+@scenario(TF_4, cases={"TopK": (COMPRESSORS["TopK"],), "SIDCo": (COMPRESSORS["SIDCo"],)})
 def fit_ends_on_all_ranks_together(make: MakeCompression) -> None:
     def batches() -> Iterator[tuple[Any, Any, Any]]:
         for (x, y), weight in joined(data([number]) for number in range(mine())):
