@@ -34,6 +34,29 @@ def change_pairs(messages: list[np.ndarray], sender: int, numel: int, random: Ra
         _change_rows(message, message[:, 0], numel, random)
 
 
+def change_compact(messages: list[np.ndarray], sender: int, numel: int, random: Random) -> None:
+    """Change the compact message of one of the senders, in place."""
+    message, runs = messages[sender], wire.runs_of(numel)
+    counts, entries = message[:runs], message[runs:]
+    kind = random.randrange(8)
+    if kind == 0:
+        message[:] = random.choice(messages)
+    elif kind <= 2:
+        counts[random.randrange(runs)] = random.choice(
+            (-1, -2, -3, 0, 1, len(entries), len(entries) + 1, _LEAST, _MOST)
+        )
+    elif kind == 3:
+        entries[random.randrange(len(entries))] ^= np.int32(random.choice((_LEAST, *(1 << bit for bit in range(31)))))
+    elif kind == 4:
+        count = random.randint(0, min(len(entries), numel))
+        counts[0] = count
+        entries[:count] = sorted(random.sample(range(numel), count))
+    elif kind == 5:
+        counts[0] = wire.NOT_FINITE
+    else:
+        _change_rows(entries, entries, numel, random)
+
+
 def change_indices(messages: list[np.ndarray], sender: int, numel: int, random: Random) -> None:
     """Change the message of indices of one of the senders, in place."""
     message = messages[sender]

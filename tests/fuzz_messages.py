@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 import numpy as np
-from damage import change_gathered, change_indices, change_pairs, change_values
+from damage import change_compact, change_gathered, change_indices, change_pairs, change_values
 from receivers import CASES, WORLD, Receiver, Recorded, record
-from table import WITH_OPERATIONS, Backend
+from table import ORACLE, WITH_OPERATIONS, Backend
 
 from horovod_sparse.exchange import protocols, wire
 
@@ -43,7 +43,7 @@ def expected(recorded: Recorded, results: Sequence[np.ndarray]) -> str | None:
         if any(bit not in (0, WORLD) for bit in bits):
             return disagree
         return None if flag in range(1, WORLD + 1) else "" if flag == 0 else "sum of the messages"
-    messages = np.split(first, WORLD)
+    messages = np.split(ORACLE.ops.expand(first, WORLD, recorded.numel) if recorded.is_compact else first, WORLD)
     if recorded.exchange is protocols.sparse_allgather:
         return _expected_of([message[:, 0].tolist() for message in messages], recorded.numel, finite=False)
     headers = [(message[0].item(), message[1:2].view(np.float32).item()) for message in messages]
@@ -75,7 +75,7 @@ def damaged(recorded: Recorded, random: Random) -> tuple[list[np.ndarray], int]:
     pairs = recorded.exchange is protocols.sparse_allgather
     messages = [message.copy() for message in recorded.messages]
     changed = random.sample(range(WORLD), random.randint(1, WORLD))
-    change = change_pairs if pairs else change_indices
+    change = _change_of(recorded)
     for sender in changed:
         for _ in range(random.choice((1, 1, 1, 2, 4))):
             change(messages, sender, recorded.numel, random)
@@ -109,11 +109,16 @@ def judge(receivers: Sequence[Receiver], random: Random) -> Counter[str]:
     """Change many messages and have each of them judged. Return what became of them."""
     recorded = receivers[0].recorded
     pairs = recorded.exchange is protocols.sparse_allgather
-    change, first = (change_pairs, 0) if pairs else (change_indices, wire.HEADER)
+    change, first = _change_of(recorded), 0 if pairs else wire.HEADER
     messages = [random.choice(recorded.messages).copy() for _ in range(TOGETHER)]
     for sender in range(TOGETHER):
         change(messages, sender, recorded.numel, random)
     every = np.stack(messages)[:, first:]
+    if recorded.is_compact:
+        expanded = ORACLE.ops.expand(every.reshape(-1), TOGETHER, recorded.numel).reshape(TOGETHER, -1, 2)
+        for receiver in receivers:
+            np.testing.assert_array_equal(receiver.expand(every), expanded)
+        every = expanded
     verdicts = [_rows(indices, recorded.numel) for indices in (every[:, :, 0] if pairs else every).tolist()]
     used = [max(rows or 0, 0) for rows in verdicts]
     anything = [random.randint(0, every.shape[1]) for _ in verdicts]
@@ -132,6 +137,13 @@ def judge(receivers: Sequence[Receiver], random: Random) -> Counter[str]:
         first_made = made if first_made is None else first_made
         assert _same(made, first_made), (made, first_made)
     return Counter("refused" if rows is None else "not finite" if rows < 0 else "decoded" for rows in verdicts)
+
+
+def _change_of(recorded: Recorded) -> Callable[[list[np.ndarray], int, int, Random], None]:
+    """Return what changes a message of this kind that was gathered."""
+    if recorded.is_compact:
+        return change_compact
+    return change_pairs if recorded.exchange is protocols.sparse_allgather else change_indices
 
 
 def _rows(indices: list[int], numel: int) -> int | None:

@@ -26,6 +26,7 @@ CASES: dict[str, Compressor] = {
     "pairs, one row": compressors.TopK(0.01),
     "pairs, estimated": compressors.SIDCo(0.2),
     "pairs, float64": compressors.TopK(0.2, slack=1.3, residual_dtype="float64"),
+    "pairs, compact": compressors.TopK(0.2, slack=1.3, values="bfloat16"),
     "pairs, drawn": compressors.RandomK(0.2, shared=False),
     "indices": compressors.MiCRO(0.2),
     "indices, of all": compressors.TopK(0.2, slack=1.3, union=True),
@@ -47,6 +48,7 @@ class Recorded:
     numel: int
     k: int
     capacity: int
+    is_compact: bool
     dtype: str
     buffers: list[np.ndarray]
     """Each worker's residual before the selection."""
@@ -86,6 +88,7 @@ def record(compressor: Compressor) -> Recorded:
         buckets[0].numel,
         buckets[0].k,
         buckets[0].capacity,
+        buckets[0].is_compact,
         dtype,
         buffers,
         selected,
@@ -104,7 +107,7 @@ class Replay:
 
     def __init__(self, recorded: Recorded, backend: Backend, rank: int) -> None:
         self.ops, self.rank = backend.ops, rank
-        self.numel, self.capacity = recorded.numel, recorded.capacity
+        self.numel, self.capacity, self.is_compact = recorded.numel, recorded.capacity, recorded.is_compact
         self._recorded = recorded
         self._buffer = backend.array(recorded.buffers[rank])
         self._selected = backend.array(recorded.selected[rank])
@@ -189,6 +192,11 @@ class Receiver:
         )
         indices = flat[:, 0] if messages.ndim == 3 else flat
         return list(self.backend.ops.rows_in_use(indices, len(messages), self.recorded.numel))
+
+    def expand(self, messages: np.ndarray) -> np.ndarray:
+        """Return the messages of pairs that many compact ones stand for."""
+        pairs = self.backend.ops.expand(self.backend.array(messages.reshape(-1)), len(messages), self.recorded.numel)
+        return self.backend.numpy(pairs).reshape(len(messages), -1, 2)
 
     def assemble(self, messages: np.ndarray, used: list[int]) -> np.ndarray:
         """Return the sums of the used rows of messages of pairs as they are in memory, guards included.

@@ -123,6 +123,7 @@ COMPRESSORS = [
     Row("noop", compressors.NoOp, arguments=lambda ratio: {}, ratios=(1.0,)),
     Row("topk", compressors.TopK),
     Row("topk-union", compressors.TopK, {"union": True}),
+    Row("topk-bfloat16", compressors.TopK, {"values": "bfloat16"}),
     *(
         Row(
             f"sidco-{distribution}-{adapt}",

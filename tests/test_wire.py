@@ -81,6 +81,76 @@ def test_round_trip(backend: Backend, data: st.DataObject) -> None:
 
 
 @on_every_backend
+def test_compact_bytes(backend: Backend) -> None:
+    x = backend.ops.zeros(131_073, "float32", backend.array(np.zeros(1, np.float32)))
+    indices = backend.array(np.array([0, 258, 65_536, 65_537, 131_072]))
+    values = backend.array(np.array([1.0, -2.5, 1.00390625, 1.01171875, -3.4e38], np.float32))
+    pairs = backend.ops.pack(indices, values, 7)
+    message = backend.numpy(backend.ops.compact(x, pairs))
+    assert message.dtype == np.int32 and message.shape == (3 + 7,)
+    expected = bytes.fromhex(
+        "02000000 02000000 01000000"  # entries per run
+        "0000 803f  0201 20c0"  # 0: 1.0; 258: -2.5
+        "0000 803f  0100 823f"  # halfway between two values of bfloat16: the even one
+        "0000 7fff"  # the largest one, because the next would be infinite
+        "00000000 00000000"
+    )
+    assert message.tobytes() == expected
+    sent = np.array([1.0, -2.5, 1.0, 1.015625, -3.3895314e38], np.float32)
+    got, rounded = backend.ops.unpack(pairs, 5)
+    np.testing.assert_array_equal(backend.numpy(rounded), sent, strict=True)
+    np.testing.assert_array_equal(backend.numpy(x)[backend.numpy(got)], backend.numpy(values) - sent)
+    assert np.count_nonzero(backend.numpy(x)) == 3
+    expanded = backend.ops.expand(backend.array(np.concatenate([message, message])), 2, 131_073)
+    np.testing.assert_array_equal(backend.numpy(expanded), np.concatenate([backend.numpy(pairs)] * 2), strict=True)
+
+
+COUNTS = {
+    "right": ([1, 2], [5, 6, 7 | 0x3F800000, 0], [5, 65_542, 65_543, -1]),
+    "none": ([0, 0], [5, 6, 7, 0], [-1, -1, -1, -1]),
+    "full": ([4, 0], [5, 6, 7, 8], [5, 6, 7, 8]),
+    "negative": ([-1, 3], [5, 6, 7, 8], [wire.BAD_COUNTS, -1, -1, -1]),
+    "negative last": ([1, -2], [5, 6, 7, 8], [wire.BAD_COUNTS, -1, -1, -1]),
+    "too many": ([3, 2], [5, 6, 7, 8], [wire.BAD_COUNTS, -1, -1, -1]),
+    "beyond int32 together": ([2**31 - 1, 2**31 - 1], [5, 6, 7, 8], [wire.BAD_COUNTS, -1, -1, -1]),
+    "not finite": ([wire.NOT_FINITE, 5], [5, 6, 7, 8], [wire.NOT_FINITE, -1, -1, -1]),
+    "descending": ([2, 0], [6, 5, 0, 0], [6, 5, -1, -1]),
+    "beyond the bucket": ([0, 1], [65_535, 0, 0, 0], [131_071, -1, -1, -1]),
+}
+
+
+@pytest.mark.parametrize(("counts", "entries", "indices"), COUNTS.values(), ids=COUNTS)
+@on_every_backend
+def test_compact_messages_become_pairs(
+    backend: Backend, counts: list[int], entries: list[int], indices: list[int]
+) -> None:
+    right = np.array([0, 1, 1 | 0x40000000, 0, 0, 0], np.int32)
+    gathered = backend.array(np.concatenate([right, np.array(counts + entries, np.int32)]))
+    pairs = backend.numpy(backend.ops.expand(gathered, 2, 100_000)).reshape(2, 4, 2)
+    assert pairs.dtype == np.int32
+    assert pairs[0].tolist() == [[65_537, 0x40000000], [-1, 0], [-1, 0], [-1, 0]]
+    assert pairs[1, :, 0].tolist() == indices
+    used = np.array(indices) >= 0
+    assert (pairs[1, ~used, 1] == 0).all()
+    assert pairs[1, used, 1].tolist() == [entry & -0x10000 for entry in entries[: np.count_nonzero(used)]]
+
+
+@on_every_backend
+def test_compact_not_finite_bytes(backend: Backend) -> None:
+    compressor = TopK(0.5, min_numel=0, slack=1.0, values="bfloat16", not_finite="propagate")
+    pipeline = make_pipeline(backend, compressor, {"p": (4,)})
+    pipeline.start_step()
+    bucket = pipeline.arrive("p", backend.array(np.array([1.0, np.nan, 2.0, 3.0], np.float32)))
+    assert bucket is not None
+    message = pipeline.begin(bucket).message
+    assert backend.numpy(message).tobytes() == bytes.fromhex("feffffff 00000000 00000000")
+    reduced = []
+    assert pipeline.advance(bucket, message, 1.0, lambda slots, one: reduced.append(one)) is None
+    pipeline.end_step()
+    np.testing.assert_array_equal(backend.numpy(bucket.buffer), [1.0, 0.0, 2.0, 3.0])
+
+
+@on_every_backend
 def test_gathered_messages_split_in_rank_order(backend: Backend) -> None:
     gathered = backend.array(np.arange(24, dtype=np.int32).reshape(12, 2))
     parts = wire.split(gathered, 3)
@@ -196,6 +266,6 @@ def test_limits() -> None:
     assert wire.excess(wire.MAX_BUCKET, 10, 4) is None
     what = wire.excess(wire.MAX_BUCKET + 1, 10, 4)
     assert what == "has 2147483631 elements, expected at most 2147483630 (Horovod counts in C ints)"
-    assert wire.excess(2**30, 2**24 - 1, 64) is None
-    what = wire.excess(2**30, 2**24, 64)
+    assert wire.excess(2**30, 2**25 - 2, 64) is None
+    what = wire.excess(2**30, 2**25, 64)
     assert what == "gathers 2147483648 int32 from 64 workers, expected at most 2147483647 (Horovod counts in C ints)"

@@ -34,6 +34,7 @@ from horovod_sparse.ops.protocol import Array, Ops, Selection
 Granularity = Literal["layer", "bucket", "model"]
 NotFinite = Literal["raise", "propagate"]
 ClipScope = Literal["layer", "model"]
+Values = Literal["float32", "bfloat16"]
 
 BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
@@ -66,6 +67,7 @@ class Settings(TypedDict, total=False):
     clip_scope: ClipScope
     slack: float | None
     capacity: float | None
+    values: Values
     not_finite: NotFinite
     discardable: bool
 
@@ -198,6 +200,9 @@ class Compressor(ABC):
         slack: capacity of a message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit stays in the
             residual.
         capacity: the former name of `slack`.
+        values: the type of the values in messages of pairs: "float32", with 8 bytes per entry, or "bfloat16", with 4 bytes per
+            entry (`wire`, message 4). The error of rounding stays in the residual. Exchanges that send no pairs (`union`,
+            shared indices, NoOp) refuse "bfloat16".
         not_finite: what a NaN or infinity in a gradient does. "raise": every rank raises FloatingPointError when the step
             is reduced, and the rank with that gradient names the parameter. "propagate": no rank raises, and the bucket's
             reduced gradient becomes NaN on every rank, which is what `torch.amp.GradScaler` needs to skip the step
@@ -232,6 +237,7 @@ class Compressor(ABC):
         clip_scope: ClipScope = "layer",
         slack: float | None = None,
         capacity: float | None = None,
+        values: Values = "float32",
         not_finite: NotFinite = "raise",
         discardable: bool = False,
     ) -> None:
@@ -251,12 +257,18 @@ class Compressor(ABC):
             warn_former("the argument capacity", "slack")
             slack = capacity
         self.slack = self.default_slack if slack is None else slack
+        self.values: Values = values
         self.not_finite: NotFinite = not_finite
         self.discardable = discardable
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
         if momentum_correction is not None and not residual:
             raise ValueError("residual must be True with momentum_correction, got False: velocities are kept in it")
+        if values != "float32" and self.exchange is not protocols.sparse_allgather:
+            raise ValueError(
+                f"values must be 'float32' where no pairs are sent, got {values!r} for {type(self).__name__}; use union=False or "
+                "shared=False if it has them"
+            )
         self.ratio = ratio if isinstance(ratio, Schedule) else float(ratio)
         self.slack = float(self.slack)
 
@@ -376,6 +388,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "clip_norm": check_norm,
     "clip_scope": partial(check_choice, choices=get_args(ClipScope)),
     "slack": check_slack,
+    "values": partial(check_choice, choices=get_args(Values)),
     "not_finite": partial(check_choice, choices=get_args(NotFinite)),
     "discardable": check_boolean,
 }

@@ -66,11 +66,11 @@ class RandomCompressor(Compressor):
     def __init__(
         self, ratio: float | Schedule, *, shared: bool = True, seed: int = 0, **settings: Unpack[Settings]
     ) -> None:
-        super().__init__(ratio, **settings)
         check_boolean("shared", shared)
         check_integer("seed", seed, 0)
         self.shared = shared
         self.seed = seed
+        super().__init__(ratio, **settings)
 
     @property
     def exchange(self) -> Exchange:

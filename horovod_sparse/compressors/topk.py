@@ -31,9 +31,9 @@ class TopK(Compressor):
     """
 
     def __init__(self, ratio: float | Schedule, *, union: bool = False, **settings: Unpack[Settings]) -> None:
-        super().__init__(ratio, **settings)
         check_boolean("union", union)
         self.union = union
+        super().__init__(ratio, **settings)
 
     @property
     def exchange(self) -> Exchange:

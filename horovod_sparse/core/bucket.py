@@ -145,10 +145,16 @@ class Bucket:
     def finite(self) -> bool:
         return not self._host.not_finite
 
+    @property
+    def is_compact(self) -> bool:
+        return self.compressor.values == "bfloat16"
+
     def message(self) -> Array:
-        self._message = self.selector.message(self.state, self.k, self.capacity)
+        message = self._message = self.selector.message(self.state, self.k, self.capacity)
+        if self.is_compact:
+            message = self.ops.compact(self.buffer, message)
         self.drop_rest()
-        return self._message
+        return message
 
     def finish(self) -> None:
         self.outcome = self.selector.finish(self.state, self.k, self.capacity)

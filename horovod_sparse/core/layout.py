@@ -117,4 +117,9 @@ def _excess(numel: int, compressor: Compressor, world: int) -> str | None:
     """Return what is too much in a bucket of `numel` (`wire.excess`)."""
     rounds = protocols.ROUNDS.get(compressor.exchange)
     gathers = rounds is None or any(one.kind == "allgather" for one in rounds)
-    return wire.excess(numel, compressor.most_capacity(numel, world) if gathers else 0, world)
+    if not gathers:
+        return wire.excess(numel, 0, world)
+    capacity = compressor.most_capacity(numel, world)
+    return wire.excess(
+        numel, wire.runs_of(numel) + capacity if compressor.values == "bfloat16" else 2 * capacity, world
+    )

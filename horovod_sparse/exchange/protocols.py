@@ -66,6 +66,10 @@ class Sender(Protocol):
     def finite(self) -> bool:
         """Whether all of this rank's gradients are finite."""
 
+    @property
+    def is_compact(self) -> bool:
+        """Whether the message of pairs is compact (`wire`, message 4)."""
+
     def message(self) -> Array:
         """Select, and return the message of pairs with what was selected."""
 
@@ -102,12 +106,14 @@ Exchange = Callable[[Sender], Generator[Collective, Any, Sent]]
 
 
 def sparse_allgather(bucket: Sender) -> Generator[Collective, Any, Sent]:
-    """Exchange every rank's own entries, by one allgather of (index, value) pairs (`wire`, message 1)."""
+    """Exchange every rank's own entries, by one allgather of (index, value) pairs (`wire`, message 1 or 4)."""
     message = bucket.message()
     gathered = yield Collective("allgather", message)
     # A device may have made the message while the host went on.
     bucket.finish()
-    _check_result(bucket, gathered, (bucket.world * bucket.capacity, 2), message.dtype)
+    _check_result(bucket, gathered, (bucket.world * len(message), *message.shape[1:]), message.dtype)
+    if bucket.is_compact:
+        gathered = bucket.ops.expand(gathered, bucket.world, bucket.numel)
     used = rows_of(bucket, gathered, bucket.world)
     return None if used is None else Messages(gathered, used)
 

@@ -27,13 +27,21 @@ the second message after indices, `(min(world * capacity, bucket size),)`.
 - The bits of a float32 that the rank proposes (MiCRO's first threshold; else 0).
 - Ascending indices, then padding: -1.
 
+**4. Compact pairs** (allgather): int32 of shape `(runs + capacity,)`, in place of message 1 with `values="bfloat16"`.
+
+- A run is 65,536 consecutive positions of the bucket; `runs = ceil(bucket size / 65,536)`.
+- First comes, for each run, the number of its entries. The first number is -2 from a rank whose gradient is not finite.
+- Then come the entries in ascending order of their indices, then zeros. The lower 16 bits of an entry are its position within
+  its run. The upper ones are its value in bfloat16, which are the upper bits of a float32.
+
 Gathered messages stand one after the other, in rank order.
 
-A receiver checks what it got before it adds anything: the length and the type together, the indices (`flaw`), the header of
-message 3 (`header_flaw`) and the numbers that follow the values of message 2. It raises an error if indices are in any other
-order: two rows of the same entry, rows in use after padding, an index outside of the bucket or a negative number without a
-meaning. If the first row of message 1 or the header of message 3 holds -2, the receiver does not read the rest of that message.
-All ranks have received the same bytes, so all of them raise the same error.
+A receiver checks what it got before it adds anything: the length and the type together, the indices (`flaw`; if the counts of
+message 4 are wrong, its first index reads as -3), the header of message 3 (`header_flaw`) and the numbers that follow the
+values of message 2. It raises an error if indices are in any other order: two rows of the same entry, rows in use after
+padding, an index outside of the bucket or a negative number without a meaning. If the first row of message 1, the first count
+of message 4 or the header of message 3 holds -2, the receiver does not read the rest of that message. All ranks have received
+the same bytes, so all of them raise the same error.
 """
 
 from __future__ import annotations
@@ -46,25 +54,35 @@ from horovod_sparse.ops.protocol import Array
 
 PADDING = -1
 NOT_FINITE = -2
+BAD_COUNTS = -3
+"""What `Ops.expand` puts in place of the first index if the counts of message 4 are wrong."""
 LARGEST = 3.4028234663852886e38
 """The largest float32."""
 HEADER = 2
 """How many numbers come before the indices in message 3."""
 _CHECKSUM_BITS = 16
+RUN_BITS = 16
+RUN = 1 << RUN_BITS
+"""Number of positions in a run of message 4."""
 
 # Horovod counts elements in C ints. All of a bucket's values and the tail are one message. Indices are int32.
 MAX_GATHERED = 2**31 - 1
 MAX_BUCKET = 2**31 - 1 - (1 + _CHECKSUM_BITS)
 
 
-def excess(numel: int, capacity: int, world: int) -> str | None:
+def runs_of(numel: int) -> int:
+    """Return the number of runs in a bucket of `numel`."""
+    return -(-numel // RUN)
+
+
+def excess(numel: int, length: int, world: int) -> str | None:
     """Return what is too much for the format or for Horovod's collectives in a bucket of `numel`; None if nothing is.
 
-    `capacity` is the largest one of a message that is gathered, in entries; 0 if none is.
+    `length` is the largest one of a message that is gathered, in int32; 0 if none is.
     """
     if numel > MAX_BUCKET:
         return f"has {numel} elements, expected at most {MAX_BUCKET} (Horovod counts in C ints)"
-    gathered = 2 * capacity * world
+    gathered = length * world
     if gathered > MAX_GATHERED:
         return (
             f"gathers {gathered} int32 from {world} workers, expected at most {MAX_GATHERED} (Horovod counts in C ints)"

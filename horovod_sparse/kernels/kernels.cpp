@@ -32,7 +32,7 @@ constexpr int64_t kStretch = 1 << 14;
 constexpr int64_t kLeastPerThread = 1 << 18;
 constexpr int64_t kMostThreads = 64;
 // The index in rows of a message that are not in use, and in the first row of a worker whose gradient is not finite.
-constexpr int32_t kPadding = -1, kNotFinite = -2;
+constexpr int32_t kPadding = -1, kNotFinite = -2, kBadCounts = -3;
 // A sum of at least this many bytes does not stay in the caches until it is read.
 constexpr int64_t kLeastPastTheCaches = 1 << 22;
 
@@ -397,6 +397,52 @@ void send(T* x, const int64_t* indices, int64_t count, int64_t capacity, int32_t
     write_padding(message, count, capacity);
 }
 
+// Returns the bits of the nearest bfloat16, to even, but never infinity's.
+uint32_t rounded_to_bfloat16(uint32_t bits) {
+    const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1)) & 0xffff0000u;
+    return (rounded & 0x7f800000u) == 0x7f800000u ? (bits & 0x80000000u) | 0x7f7f0000u : rounded;
+}
+
+template <class T>
+void write_compact(T* x, int32_t* message, int64_t capacity, int64_t runs, int32_t* compact) {
+    int32_t* entries = compact + runs;
+    std::fill(compact, entries + capacity, 0);
+    for (int64_t row = 0; row < capacity && message[2 * row] >= 0; ++row) {
+        const int32_t index = message[2 * row];
+        uint32_t bits;
+        std::memcpy(&bits, &message[2 * row + 1], sizeof bits);
+        const uint32_t rounded = rounded_to_bfloat16(bits), entry = rounded | (index & 0xffff);
+        float value, sent;
+        std::memcpy(&value, &bits, sizeof value);
+        std::memcpy(&sent, &rounded, sizeof sent);
+        x[index] += value - sent;
+        std::memcpy(&message[2 * row + 1], &rounded, sizeof rounded);
+        std::memcpy(&entries[row], &entry, sizeof entry);
+        ++compact[index >> 16];
+    }
+    if (message[0] == kNotFinite) compact[0] = kNotFinite;
+}
+
+// Writes the message of pairs that a compact one stands for.
+void expand(const int32_t* counts, int64_t capacity, int64_t runs, int32_t* message) {
+    const int32_t* entries = counts + runs;
+    int64_t total = 0, row = 0;
+    bool good = true;
+    for (int64_t run = 0; run < runs; ++run) {
+        good = good && counts[run] >= 0;
+        total += counts[run];
+    }
+    if (good && total <= capacity) {
+        for (int64_t run = 0; run < runs; ++run)
+            for (const int64_t end = row + counts[run]; row < end; ++row) {
+                message[2 * row] = static_cast<int32_t>(run << 16 | (entries[row] & 0xffff));
+                message[2 * row + 1] = entries[row] & ~0xffff;
+            }
+    }
+    write_padding(message, row, capacity);
+    if (!good || total > capacity) message[0] = counts[0] == kNotFinite ? kNotFinite : kBadCounts;
+}
+
 // The rows of a message of pairs that are in use.
 struct Pairs {
     const int32_t* rows;
@@ -640,6 +686,18 @@ int hs_assemble(const hs_target* targets, int64_t number, const int32_t* message
 void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t capacity, int32_t* message) {
     for (int64_t row = 0; row < count; ++row) write_row(message, row, indices[row], values[row]);
     write_padding(message, count, capacity);
+}
+
+void hs_compact(void* x, int type, int64_t, int32_t* message, int64_t capacity, int64_t runs, int32_t* compact) {
+    if (type == HS_FLOAT32)
+        write_compact(static_cast<float*>(x), message, capacity, runs, compact);
+    else
+        write_compact(static_cast<double*>(x), message, capacity, runs, compact);
+}
+
+void hs_expand(const int32_t* compact, int64_t capacity, int64_t runs, int64_t world, int32_t* messages) {
+    for (int64_t sender = 0; sender < world; ++sender)
+        expand(compact + sender * (runs + capacity), capacity, runs, messages + 2 * sender * capacity);
 }
 
 void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, int64_t world, int64_t n, int64_t* used) {

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.exchange.wire import NOT_FINITE, PADDING, split
+from horovod_sparse.exchange.wire import BAD_COUNTS, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
 from horovod_sparse.ops.cached import Cached
 from horovod_sparse.ops.distinct import distinct
 from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
@@ -137,6 +137,22 @@ class NumpyOps(Ops):
         message[: indices.size, 1] = values.view(np.int32)
         return message
 
+    def compact(self, x: Array, message: Array) -> Array:
+        counts, entries = np.zeros(runs_of(x.size), np.int32), np.zeros(len(message), np.int32)
+        used = int(np.count_nonzero(message[:, 0] >= 0))
+        indices, values = self.unpack(message, used)
+        rounded = _bfloat16(values)
+        x[indices] += values - rounded
+        message[:used, 1] = rounded.view(np.int32)
+        if message[0, 0] == NOT_FINITE:
+            counts[0] = NOT_FINITE
+        np.add.at(counts, indices >> RUN_BITS, 1)
+        entries[:used] = rounded.view(np.int32) | (indices % RUN).astype(np.int32)
+        return np.concatenate((counts, entries))
+
+    def expand(self, gathered: Array, world: int, numel: int) -> Array:
+        return np.concatenate([_expand(message, numel) for message in split(gathered, world)])
+
     def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
         indices = messages if messages.ndim == 1 else messages[:, 0]
         return [_rows_in_use(message, numel) for message in np.split(indices, world)]
@@ -167,6 +183,30 @@ class NumpyOps(Ops):
                     target[indices[inside] - first] += values[inside] / np.float32(divisor)
 
         return assemble
+
+
+def _bfloat16(values: Array) -> Array:
+    """Return float32 values rounded to the nearest bfloat16, to even, but never to infinity."""
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
+    infinite = rounded & np.uint32(0x7F800000) == 0x7F800000
+    return np.where(infinite, bits & np.uint32(0x80000000) | np.uint32(0x7F7F0000), rounded).view(np.float32)
+
+
+def _expand(message: Array, numel: int) -> Array:
+    """Return the message of pairs that one compact message stands for."""
+    counts, entries = np.split(message, [runs_of(numel)])
+    pairs = np.zeros((entries.size, 2), np.int32)
+    pairs[:, 0] = PADDING
+    used = int(counts.sum(dtype=np.int64))
+    if counts[0] == NOT_FINITE:
+        pairs[0, 0] = NOT_FINITE
+    elif (counts < 0).any() or used > entries.size:
+        pairs[0, 0] = BAD_COUNTS
+    else:
+        pairs[:used, 0] = np.repeat(np.arange(counts.size) * RUN, counts) + entries[:used] % RUN
+        pairs[:used, 1] = entries[:used] & -RUN
+    return pairs
 
 
 def _rows_in_use(indices: Array, numel: int) -> int | None:

@@ -161,6 +161,20 @@ class Ops(Protocol):
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         """Return the message of pairs (see `horovod_sparse.exchange.wire`): int32, shape (capacity, 2)."""
 
+    def compact(self, x: Array, message: Array) -> Array:
+        """Return a message of pairs, whose entries were taken out of `x`, as a compact one (`wire`, message 4).
+
+        Its values are rounded to bfloat16, also in `message`, in place. The rest returns to `x`, so that sent + kept stays
+        exact.
+        """
+
+    def expand(self, gathered: Array, world: int, numel: int) -> Array:
+        """Return the messages of pairs that `world` compact ones stand for, one after the other, for a bucket of `numel`.
+
+        If the counts of a message are wrong, its first index is `wire.BAD_COUNTS`. Its other indices may have any flaw, which
+        `rows_in_use` finds.
+        """
+
     def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
         """Return, for each of `world` messages, how many indices come before its padding; None if `wire.flaw` finds a flaw.
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_sparse.exchange.wire import NOT_FINITE, PADDING, split
+from horovod_sparse.exchange.wire import BAD_COUNTS, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
 from horovod_sparse.ops.cached import Cached
 from horovod_sparse.ops.distinct import distinct
 from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
@@ -197,6 +197,33 @@ class TorchOps(Ops):
         message[: indices.numel(), 0] = indices
         message[: indices.numel(), 1] = values.view(torch.int32)
         return message
+
+    def compact(self, x: Tensor, message: Tensor) -> Tensor:
+        # A device is not waited for: padding adds nothing to the first entry and to the first run.
+        used = message[:, 0] >= 0
+        indices, values = message[:, 0].clamp(min=0).long(), message[:, 1].contiguous().view(torch.float32)
+        rounded = values.bfloat16().float()
+        largest = torch.finfo(torch.bfloat16).max
+        rounded = torch.where(rounded.isinf(), values.sign() * largest, rounded)
+        x.index_add_(0, indices, (values - rounded).to(x.dtype))
+        message[:, 1] = rounded.view(torch.int32)
+        counts = message.new_zeros(runs_of(x.numel())).index_add_(0, indices >> RUN_BITS, used.int())
+        counts[0] = torch.where(message[0, 0] == NOT_FINITE, NOT_FINITE, counts[0])
+        entries = torch.where(used, message[:, 1] | (message[:, 0] & (RUN - 1)), 0)
+        return torch.cat((counts, entries))
+
+    def expand(self, gathered: Tensor, world: int, numel: int) -> Tensor:
+        messages, runs = gathered.view(world, -1), runs_of(numel)
+        counts, entries = messages[:, :runs], messages[:, runs:].contiguous()
+        ends = counts.cumsum(1)
+        rows = torch.arange(entries.shape[1], device=gathered.device).expand_as(entries)
+        run = torch.searchsorted(ends, rows.contiguous(), right=True)
+        bad = (counts < 0).any(1, keepdim=True) | (ends[:, -1:] > entries.shape[1])
+        used = (rows < ends[:, -1:]) & ~bad
+        indices = torch.where(used, (run << RUN_BITS) + (entries & (RUN - 1)), PADDING)
+        first = torch.where(counts[:, 0] == NOT_FINITE, NOT_FINITE, BAD_COUNTS)
+        indices[:, 0] = torch.where(bad[:, 0], first, indices[:, 0])
+        return torch.stack((indices.int(), torch.where(used, entries & -RUN, 0)), 2).view(-1, 2)
 
     def rows_in_use(self, messages: Tensor, world: int, numel: int) -> list[int | None]:
         indices = (messages if messages.dim() == 1 else messages[:, 0]).view(world, -1)

@@ -32,6 +32,7 @@ COMPRESSORS: dict[str, MakeCompression] = {
     "RandomK-own": partial(adapter.RandomK, 0.01, shared=False),
     "RandomBlock-own": partial(adapter.RandomBlock, 0.01, shared=False, blocks=4),
     "TopK-union": partial(adapter.TopK, 0.01, union=True),
+    "SIDCo-bfloat16": partial(adapter.SIDCo, 0.01, values="bfloat16"),
 }
 
 

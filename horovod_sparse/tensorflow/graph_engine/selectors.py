@@ -68,6 +68,7 @@ def check(compressor: Compressor) -> None:
         ),
         ("ratio", isinstance(compressor.ratio, Schedule), "a graph's messages have one shape for good", "use a number"),
         ("dense_steps", compressor.dense_steps > 0, "a graph reduces every step alike", "use dense_steps=0"),
+        ("values", compressor.values != "float32", "the graph packs float32 only", "use values='float32'"),
         ("discardable", compressor.discardable, "the graph keeps no copy of a step", "use discardable=False"),
         (
             "lr_in_residual",

@@ -21,6 +21,7 @@ COMPRESSORS: dict[str, MakeCompression] = {
     "SIDCo-gpareto": partial(adapter.SIDCo, 0.01, distribution="gpareto"),
     "RandomK-own": partial(adapter.RandomK, 0.01, shared=False),
     "TopK-union": partial(adapter.TopK, 0.01, union=True),
+    "SIDCo-bfloat16": partial(adapter.SIDCo, 0.01, values="bfloat16"),
 }
 
 
