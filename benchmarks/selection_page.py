@@ -43,6 +43,8 @@ COLUMNS = (
 
 def measure(variants: list[str], repetitions: int) -> dict[str, Any]:
     """Every column with every variant, and the steps in TensorFlow with the first."""
+    rows = ["--rows", "SIDCo, exponential", "TopK", "RandomBlock"]
+    tensorflow = _run(["--backend", "tensorflow", "--sizes", "25M", *rows], repetitions)
     columns: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
     for column in COLUMNS:
         for variant in variants:
@@ -50,8 +52,6 @@ def measure(variants: list[str], repetitions: int) -> dict[str, Any]:
             first = column is COLUMNS[0] and variant == variants[0]
             options += ["--kernels", variant, *(["--memory"] if first else [])]
             columns[variant].append(_run(options, repetitions))
-    rows = ["--rows", "SIDCo, exponential", "TopK", "RandomBlock"]
-    tensorflow = _run(["--backend", "tensorflow", "--sizes", "25M", *rows], repetitions)
     return {"columns": columns, "tensorflow": tensorflow}
 
 

@@ -53,8 +53,8 @@ class GraphWorker:
             others={},
             dtypes={"p": tf.float32},
             rate=tf.constant(math.nan, tf.float64),
+            scale=tf.constant(math.nan, tf.float64),
             op=None,
-            divisor=1.0,
             predivide=1.0,
         )
         return self._engine.reduce(step)["p"]

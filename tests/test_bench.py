@@ -1,6 +1,7 @@
 """The command `horovod-sparse bench`, and `benchmarks/selection.py`, which is built on it."""
 
 import json
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -118,6 +119,20 @@ def run_selection(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
     monkeypatch.setattr(sys, "argv", ["selection.py", *SMALL, *options])
     status: int = import_module("selection").main()
     return status
+
+
+@pytest.mark.full
+def test_the_benchmark_times_whole_steps_in_tensorflow() -> None:
+    pytest.importorskip("horovod.tensorflow", exc_type=ImportError)
+    # In a process of its own, because the number of TensorFlow's threads is set once.
+    options = [*SMALL, "--backend", "tensorflow", "--rows", "TopK"]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "selection.py"), *options], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    for where in ("eager code", "a tf.function", "PyTorch"):
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"TopK, whole step in {where}  "))
+        assert float(line.removeprefix(f"TopK, whole step in {where}").split()[0]) > 0.0
 
 
 @pytest.mark.full
