@@ -266,8 +266,8 @@ class Compressor(ABC):
             raise ValueError("residual must be True with momentum_correction, got False: velocities are kept in it")
         if values != "float32" and self.exchange is not protocols.sparse_allgather:
             raise ValueError(
-                f"values must be 'float32' where no pairs are sent, got {values!r} for {type(self).__name__}; use union=False or "
-                "shared=False if it has them"
+                f"values must be 'float32' where no pairs are sent, got {values!r} for {type(self).__name__}; use union=False "
+                "or shared=False if it has them"
             )
         self.ratio = ratio if isinstance(ratio, Schedule) else float(ratio)
         self.slack = float(self.slack)
