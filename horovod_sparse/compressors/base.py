@@ -262,15 +262,19 @@ class Compressor(ABC):
         self.discardable = discardable
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
-        if momentum_correction is not None and not residual:
-            raise ValueError("residual must be True with momentum_correction, got False: velocities are kept in it")
-        if values != "float32" and self.exchange is not protocols.sparse_allgather:
-            raise ValueError(
-                f"values must be 'float32' where no pairs are sent, got {values!r} for {type(self).__name__}; use union=False "
-                "or shared=False if it has them"
-            )
+        self._check_together()
         self.ratio = ratio if isinstance(ratio, Schedule) else float(ratio)
         self.slack = float(self.slack)
+
+    def _check_together(self) -> None:
+        """Raise ValueError if arguments that are right alone do not fit together."""
+        if self.momentum_correction is not None and not self.residual:
+            raise ValueError("residual must be True with momentum_correction, got False: velocities are kept in it")
+        if self.values != "float32" and self.exchange is not protocols.sparse_allgather:
+            raise ValueError(
+                f"values must be 'float32' where no pairs are sent, got {self.values!r} for {type(self).__name__}; use "
+                "union=False or shared=False if it has them"
+            )
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)

@@ -181,11 +181,8 @@ class GraphPipeline:
             for one, all_ in zip(sent, gathered, strict=True)
         ]
         dense = self._reduce_dense(step, factor)
-        moved = {
-            name: self._with_momentum(dense[name], velocity)
-            for name, velocity in self._dense_velocity.items()
-            if name in dense
-        }
+        velocities = {name: one for name, one in self._dense_velocity.items() if name in dense}
+        moved = {name: self._with_momentum(dense[name], velocity) for name, velocity in velocities.items()}
         dense |= {name: one.reduced for name, one in moved.items()}
         others = {name: all_finite(tensor) for name, tensor in (*dense.items(), *step.others.items())}
         others |= {name: one.finite for name, one in moved.items()}
