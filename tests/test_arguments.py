@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,8 @@ from horovod_sparse.compressors.gaussiank import GaussianK
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.noop import NoOp
+from horovod_sparse.compressors.randomblock import RandomBlock
+from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.compressors.sidco import SIDCo
@@ -75,6 +78,7 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"clip_norm": "1"}, "clip_norm must be a finite norm > 0, got '1'"),
     ({"slack": 0.9}, "slack must be a finite multiple of k, >= 1, got 0.9"),
     ({"slack": math.inf}, "slack must be a finite multiple of k, >= 1, got inf"),
+    ({"values": "float16"}, "values must be one of 'float32', 'bfloat16', got 'float16'"),
     ({"clip_scope": "bucket"}, "clip_scope must be one of 'layer', 'model', got 'bucket'"),
     ({"discardable": "no"}, "discardable must be True or False, got 'no'"),
     ({"not_finite": "ignore"}, "not_finite must be one of 'raise', 'propagate', got 'ignore'"),
@@ -142,6 +146,17 @@ def test_what_is_off_by_default_and_what_is_on() -> None:
 
 
 # --- former names ---
+
+
+@pytest.mark.parametrize(
+    "make",
+    [partial(TopK, 0.1, union=True), partial(RandomK, 0.1), partial(RandomBlock, 0.1), partial(MiCRO, 0.1), NoOp],
+)
+def test_only_pairs_have_another_type_of_values(make: Callable[..., Compressor]) -> None:
+    with pytest.raises(ValueError, match="values must be 'float32' where no pairs are sent, got 'bfloat16' for"):
+        make(values="bfloat16")
+    assert RandomK(0.1, shared=False, values="bfloat16").values == "bfloat16"
+    assert "values='bfloat16'" in repr(TopK(0.1, values="bfloat16"))
 
 
 def test_the_former_name_of_slack_works_and_says_so() -> None:

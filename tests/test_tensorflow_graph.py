@@ -529,6 +529,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "gamma": (lambda: SIDCo(0.1, stages=3, distribution="gamma", graph=True), "distribution must not be 'gamma'"),
     "schedule": (lambda: TopK(warmup(0.1, end=0.01, steps=5), graph=True), "ratio must not be .*use a number"),
     "dense-steps": (lambda: TopK(0.1, dense_steps=2, graph=True), "dense_steps must not be 2"),
+    "values": (lambda: TopK(0.1, values="bfloat16", graph=True), "values must not be 'bfloat16'"),
     "discardable": (lambda: TopK(0.1, discardable=True, graph=True), "discardable must not be True.*leave graph=False"),
     "learning-rate": (lambda: TopK(0.1, lr_in_residual=True, graph=True), "lr_in_residual must not be True"),
 }
