@@ -164,9 +164,10 @@ class KernelOps(HostOps):
         at, pairs = self._wide(x), self.memory(message)
         if at is None or pairs is None:
             return super().compact(x, message)
-        capacity, runs = _length(pairs, 2, 1), runs_of(at.numel)
+        capacity, runs = _length(_of_type(INT32, "message", pairs), 2, 1), runs_of(at.numel)
         compact = np.empty(runs + capacity, np.int32)
-        lib.hs_compact(*at.write(), _messages(pairs), capacity, runs, _written(compact))
+        pointer, _, _ = pairs.write()
+        lib.hs_compact(*at.write(), pointer, capacity, runs, _written(compact))
         return self.array(compact)
 
     def expand(self, gathered: Array, world: int, numel: int) -> Array:
