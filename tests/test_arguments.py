@@ -152,9 +152,13 @@ def test_what_is_off_by_default_and_what_is_on() -> None:
     "make",
     [partial(TopK, 0.1, union=True), partial(RandomK, 0.1), partial(RandomBlock, 0.1), partial(MiCRO, 0.1), NoOp],
 )
-def test_only_pairs_have_another_type_of_values(make: Callable[..., Compressor]) -> None:
-    with pytest.raises(ValueError, match="values must be 'float32' where no pairs are sent, got 'bfloat16' for"):
+def test_only_pairs_have_another_type_of_values_or_are_balanced(make: Callable[..., Compressor]) -> None:
+    with pytest.raises(ValueError, match="values must be 'float32' where no pairs are sent, and with balanced=True, got"):
         make(values="bfloat16")
+    with pytest.raises(ValueError, match="balanced must be False where no pairs are sent, got True for"):
+        make(balanced=True)
+    with pytest.raises(ValueError, match="and with balanced=True, got 'bfloat16' for TopK"):
+        TopK(0.1, values="bfloat16", balanced=True)
     assert RandomK(0.1, shared=False, values="bfloat16").values == "bfloat16"
     assert "values='bfloat16'" in repr(TopK(0.1, values="bfloat16"))
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import fnmatch
-import json
 import math
 import sys
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
+from horovod_sparse.compressors.bucket_state import ALONE as ALONE
+from horovod_sparse.compressors.bucket_state import BucketState as BucketState
+from horovod_sparse.compressors.bucket_state import Place as Place
 from horovod_sparse.compressors.checks import (
     check_boolean,
     check_choice,
@@ -40,15 +39,6 @@ BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
 POSITIVE = (5e-324, sys.float_info.max)
 """The range of finite numbers above zero."""
-_NEARLY = 0.95
-"""The next step's k-th largest magnitude will hardly be below this fraction of the last step's.
-
-About 1.4 k entries of an exponential tail exceed that fraction.
-"""
-_MOST_GROWTH = 1.1
-"""The largest growth of the k-th largest magnitude, as a factor per step, that is assumed to continue."""
-_MOST_EXPECTED = 8
-"""The most entries above the cut that are worth noting, as a multiple of k."""
 
 
 class Settings(TypedDict, total=False):
@@ -68,102 +58,9 @@ class Settings(TypedDict, total=False):
     slack: float | None
     capacity: float | None
     values: Values
+    balanced: bool
     not_finite: NotFinite
     discardable: bool
-
-
-@dataclass(frozen=True)
-class Place:
-    """The bucket that a selection is made from, the position of the worker that makes it, and the number of workers."""
-
-    bucket: str = ""
-    position: int = 0
-    world: int = 1
-
-
-ALONE = Place()
-"""A selection outside of any bucket."""
-
-
-@dataclass
-class BucketState:
-    """What an algorithm carries from step to step for one bucket.
-
-    Subclasses add fields. `saved` names those that the next selection depends on: plain numbers, strings and lists.
-    """
-
-    saved: ClassVar[tuple[str, ...]] = ()
-    ranges: ClassVar[dict[str, tuple[float, float]]] = {"step": (0, 2**53)}
-    """Least and largest value of saved fields; a state outside these ranges is refused."""
-
-    place: Place = ALONE
-    step: int = 0
-    """Selections made so far."""
-    threshold: float = math.nan
-    """Magnitude above which entries were selected in the last step; NaN for algorithms without one."""
-    stages: int = 0
-    """Fitting stages of the last step; 0 for algorithms without them."""
-    cut: float = math.inf
-    """Magnitude above which the next selection will most likely choose its entries; infinity if unknown."""
-    room: int = 0
-    """Number of entries. If more than these exceed the cut, the next selection makes no use of them."""
-    smallest: float = 0.0
-    """About the k-th largest magnitude of the last step, if the algorithm reports it (`expect`)."""
-    fingerprint: int = 0
-    """31-bit checksum of a choice that must be the same on all ranks."""
-    proposal: float = 0.0
-    """A number that is sent to all ranks before `observe`, rounded to float32 (exchange `union`)."""
-
-    def state_dict(self) -> dict[str, object]:
-        """Return everything that the next selection depends on, as plain numbers, strings and lists."""
-        return {name: _own(getattr(self, name)) for name in ("step", *self.saved)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned. Raise ValueError for anything else, and then change nothing."""
-        expected = self.state_dict()
-        if not isinstance(state, Mapping) or _types(state) != _types(expected):
-            raise ValueError(f"adaptive state must be like {expected}, got {state}; another algorithm saved it")
-        for name, (least, most) in self.ranges.items():
-            # NaN is in no range.
-            if not least <= state[name] <= most:
-                raise ValueError(
-                    f"adaptive state must have {name} in [{least:g}, {most:g}], got {state[name]!r}; the state is damaged"
-                )
-        self.adopt(state)
-
-    def adopt(self, state: Mapping[str, Any]) -> None:
-        """Take over the values of a state that has been checked."""
-        for name in ("step", *self.saved):
-            setattr(self, name, _own(state[name]))
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return copies of all fields, for `restore`."""
-        return {name: _own(value) for name, value in vars(self).items()}
-
-    def restore(self, fields: Mapping[str, Any]) -> None:
-        """Go back to when `fields` were returned by `snapshot`; once, because they belong to this object then."""
-        vars(self).update(fields)
-
-    def expect(self, smallest: float, k: int) -> None:
-        """Expect that the next step's k largest entries are hardly smaller than `smallest`, about this step's k-th largest."""
-        # Residuals grow at first, and for a long time with momentum. So growth is expected to continue.
-        growth = smallest / self.smallest if self.smallest > 0.0 else 1.0
-        self.smallest, self.room = smallest, _MOST_EXPECTED * k
-        self.cut = _NEARLY * smallest * min(max(growth, 1.0), _MOST_GROWTH) or math.inf
-
-    def rescale(self, factor: float) -> None:
-        """Multiply whatever is in the unit of the residuals by `factor`, because the residuals were multiplied by it."""
-        self.cut *= factor
-        self.smallest *= factor
-
-    def checksum(self) -> int:
-        """Return a 31-bit checksum that tells different states apart."""
-        return zlib.crc32(json.dumps(self.state_dict()).encode()) >> 1
-
-
-def _own(value: Any) -> Any:
-    """Return a copy of a field's value; the value itself if it cannot change."""
-    return value if isinstance(value, (int, float, str, Place)) else copy.deepcopy(value)
 
 
 class Compressor(ABC):
@@ -203,6 +100,10 @@ class Compressor(ABC):
         values: the type of the values in messages of pairs: "float32", with 8 bytes per entry, or "bfloat16", with 4 bytes per
             entry (`wire`, message 4). The error of rounding stays in the residual. Exchanges that send no pairs (`union`,
             shared indices, NoOp) refuse "bfloat16".
+        balanced: whether pairs go through the ranks that own their regions of the bucket (exchange `balanced`). Each rank sums
+            what all ranks have sent to its region, forwards about k/n of the largest sums, and keeps the others in its own
+            residual. So about k entries are reduced, and each rank sends up to 6 k numbers for any number n of workers. Other
+            exchanges, and values="bfloat16", refuse it.
         not_finite: what a NaN or infinity in a gradient does. "raise": every rank raises FloatingPointError when the step
             is reduced, and the rank with that gradient names the parameter. "propagate": no rank raises, and the bucket's
             reduced gradient becomes NaN on every rank, which is what `torch.amp.GradScaler` needs to skip the step
@@ -238,6 +139,7 @@ class Compressor(ABC):
         slack: float | None = None,
         capacity: float | None = None,
         values: Values = "float32",
+        balanced: bool = False,
         not_finite: NotFinite = "raise",
         discardable: bool = False,
     ) -> None:
@@ -258,6 +160,7 @@ class Compressor(ABC):
             slack = capacity
         self.slack = self.default_slack if slack is None else slack
         self.values: Values = values
+        self.balanced = balanced
         self.not_finite: NotFinite = not_finite
         self.discardable = discardable
         for name, check in _CHECKS.items():
@@ -272,8 +175,13 @@ class Compressor(ABC):
             raise ValueError("residual must be True with momentum_correction, got False: velocities are kept in it")
         if self.values != "float32" and self.exchange is not protocols.sparse_allgather:
             raise ValueError(
-                f"values must be 'float32' where no pairs are sent, got {self.values!r} for {type(self).__name__}; use "
-                "union=False or shared=False if it has them"
+                f"values must be 'float32' where no pairs are sent, and with balanced=True, got {self.values!r} for "
+                f"{type(self).__name__}; use union=False or shared=False if it has them"
+            )
+        if self.balanced and self.exchange is not protocols.balanced:
+            raise ValueError(
+                f"balanced must be False where no pairs are sent, got True for {type(self).__name__}; use union=False or "
+                "shared=False if it has them"
             )
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -294,7 +202,7 @@ class Compressor(ABC):
     @property
     def exchange(self) -> Exchange:
         """How the selections of all ranks become one gradient."""
-        return protocols.sparse_allgather
+        return protocols.balanced if self.balanced else protocols.sparse_allgather
 
     @property
     def holds_back(self) -> bool:
@@ -365,10 +273,6 @@ class Compressor(ABC):
         return f"{settings.pop('compressor')}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
 
-def _types(state: Mapping[str, Any]) -> dict[str, type]:
-    return {name: type(value) for name, value in state.items()}
-
-
 def set_slack(settings: Settings, slack: float) -> None:
     """Set the slack, unless the user has set it."""
     if settings.get("slack") is None and settings.get("capacity") is None:
@@ -393,6 +297,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "clip_scope": partial(check_choice, choices=get_args(ClipScope)),
     "slack": check_slack,
     "values": partial(check_choice, choices=get_args(Values)),
+    "balanced": check_boolean,
     "not_finite": partial(check_choice, choices=get_args(NotFinite)),
     "discardable": check_boolean,
 }

@@ -74,7 +74,7 @@ class RandomCompressor(Compressor):
 
     @property
     def exchange(self) -> Exchange:
-        return protocols.shared_indices if self.shared else protocols.sparse_allgather
+        return protocols.shared_indices if self.shared else super().exchange
 
     def draws(self, state: BucketState) -> np.random.Generator:
         """Return the random generator of this bucket's step."""

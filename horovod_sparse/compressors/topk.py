@@ -37,7 +37,7 @@ class TopK(Compressor):
 
     @property
     def exchange(self) -> Exchange:
-        return protocols.union if self.union else protocols.sparse_allgather
+        return protocols.union if self.union else super().exchange
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         selection = ops.select_largest(x, k)

@@ -12,7 +12,7 @@ from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector, SlotGradient
 from horovod_sparse.core.statistics import Counts, Tally
-from horovod_sparse.exchange import cost, protocols
+from horovod_sparse.exchange import cost, protocols, regions
 from horovod_sparse.exchange.protocols import Collective, Entries, Sent
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
@@ -55,6 +55,7 @@ class Bucket:
         self.name = layout.name
         self.numel = layout.numel
         self.world = place.world
+        self.position = place.position
         self.rank = rank
         self.buffer = buffer
         self.velocity = velocity
@@ -86,6 +87,8 @@ class Bucket:
         self.counts: Counts | None = None
         """Counts of this step, until it succeeds."""
         self._taken: Entries | None = None
+        self._kept: Entries | None = None
+        """What this rank keeps of the values of all ranks, if the step succeeds."""
         self._message: Array | None = None
         """The message with what was taken. Its number of entries may not be known yet."""
 
@@ -135,7 +138,7 @@ class Bucket:
         exchange = protocols.dense if self._in_dense_steps else self.compressor.exchange
         self._target = self.numel if exchange is protocols.dense else self.k
         self.stands_in = protocols.stands_in(exchange, self.compressor.exchange)
-        """Whether ranks that are not in their dense steps would begin with a gather."""
+        """What ranks that are not in their dense steps would begin with, if that is another collective."""
         self.exchange = exchange(self)
         return self._counted(next(self.exchange))
 
@@ -158,6 +161,25 @@ class Bucket:
 
     def finish(self) -> None:
         self.outcome = self.selector.finish(self.state, self.k, self.capacity)
+
+    @property
+    def bounds(self) -> list[int]:
+        kept = self.state.bounds
+        # Another number of workers or another bucket may have saved them.
+        fits = len(kept) == self.world + 1 and kept[-1] == self.numel
+        return kept if fits else regions.uniform(self.numel, self.world)
+
+    def message_to_regions(self, room: int) -> Array:
+        selection = self.select()
+        indices, counts = self.ops.fit(self.buffer, selection.indices, self.bounds, room)
+        self.sent(len(indices), selection.found - len(indices))
+        return self.ops.pack_regions(indices, self.take(indices), counts, room)
+
+    def keep(self, indices: Array, values: Array) -> None:
+        self._kept = Entries(indices, values)
+
+    def balance(self, counts: list[int]) -> None:
+        self.state.bounds = regions.balanced(self.bounds, counts)
 
     def select(self) -> Selection:
         return self._host.select(self.state, self.k, self.capacity)
@@ -197,10 +219,8 @@ class Bucket:
         return self._counted(self.exchange.send(result))
 
     def _counted(self, collective: Collective) -> Collective:
-        size = collective.message.nbytes
-        gathers = collective.kind == "allgather"
         self.rounds += 1
-        self.bytes_sent += cost.allgather_bytes(size, self.world) if gathers else cost.allreduce_bytes(size, self.world)
+        self.bytes_sent += cost.BYTES[collective.kind](collective.message.nbytes, self.world)
         return collective
 
     def conclude(self, sent: Sent) -> list[str]:
@@ -237,7 +257,7 @@ class Bucket:
         )
 
     def _commit(self) -> None:
-        """Keep what is left: what was taken has been sent."""
+        """Keep what is left: what was taken has been sent. Other ranks' values are added to it."""
         correction = self.compressor.momentum_correction
         masks = correction is not None and correction.masking and not self._in_dense_steps
         taken = self._entries() if masks or self._taken is not None else None
@@ -247,12 +267,14 @@ class Bucket:
             self.buffer[:] = 0
         if masks and self.velocity is not None:
             self.velocity[slice(None) if taken.indices is None else taken.indices] = 0
+        if self._kept is not None and self.compressor.residual:
+            self.ops.put(self.buffer, *self._kept)
 
     def _restore(self) -> None:
         """Return what was taken to the residual, because the step has failed on some rank."""
         taken = self._entries()
         if taken is not None and taken.indices is not None and self.compressor.residual:
-            self.buffer[taken.indices] += taken.values
+            self.ops.put(self.buffer, taken.indices, taken.values)
         self.drop_rest()
 
     def _entries(self) -> Entries | None:

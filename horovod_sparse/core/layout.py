@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.exchange import protocols, wire
+from horovod_sparse.exchange import protocols, regions, wire
 
 
 class Parameter(NamedTuple):
@@ -120,6 +120,9 @@ def _excess(numel: int, compressor: Compressor, world: int) -> str | None:
     if not gathers:
         return wire.excess(numel, 0, world)
     capacity = compressor.most_capacity(numel, world)
+    if compressor.balanced:
+        # What the alltoall brings from each rank is never less than what each rank forwards, except for a last row.
+        return wire.excess(numel, 2 * (regions.room(capacity, world) + 1), world)
     return wire.excess(
         numel, wire.runs_of(numel) + capacity if compressor.values == "bfloat16" else 2 * capacity, world
     )

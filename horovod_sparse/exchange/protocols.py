@@ -14,18 +14,24 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-from horovod_sparse.exchange import wire
+from horovod_sparse.exchange import regions, wire
 from horovod_sparse.ops.protocol import Array, Ops, Part, Selection
 
 _LOOKED_AT = 2**16
 """Number of indices of a damaged message that are looked at together."""
 
 
+Kind = Literal["allgather", "allreduce", "alltoall"]
+
+
 class Collective(NamedTuple):
     """What an exchange asks the adapter for."""
 
-    kind: Literal["allgather", "allreduce"]
-    """The result: "allgather" gives all ranks' messages one after the other in rank order, "allreduce" gives their sum."""
+    kind: Kind
+    """The result: "allgather" gives all ranks' messages one after the other in rank order, "allreduce" gives their sum.
+
+    "alltoall" gives one of the `world` equal parts of each rank's message, in rank order: the part for this rank.
+    """
     message: Array
     """This rank's message, of the same shape on every rank. It belongs to the adapter, which may reduce in place."""
 
@@ -59,8 +65,12 @@ class Sender(Protocol):
     """Number of entries of the bucket."""
     capacity: int
     """Rows of this rank's message."""
+    k: int
+    """How many entries are wanted."""
     world: int
     rank: int
+    position: int
+    """Index of this rank among those that exchange."""
 
     @property
     def finite(self) -> bool:
@@ -78,6 +88,19 @@ class Sender(Protocol):
 
     def select(self) -> Selection:
         """Return the selection. Nothing is taken."""
+
+    @property
+    def bounds(self) -> list[int]:
+        """The bounds of the ranks' regions (`regions`)."""
+
+    def message_to_regions(self, room: int) -> Array:
+        """Select, and return message 5 with the largest of what was selected, up to `room` entries for each region."""
+
+    def keep(self, indices: Array, values: Array) -> None:
+        """Keep values of all ranks: when the step succeeds, they are added to the residual."""
+
+    def balance(self, counts: list[int]) -> None:
+        """Move the bounds of the regions, which have received so many entries."""
 
     def take(self, indices: Array) -> Array:
         """Take the values at `indices` and return them."""
@@ -171,10 +194,50 @@ def union(bucket: Sender) -> Generator[Collective, Any, Sent]:
     return Entries(indices, total[: len(indices)])
 
 
+def balanced(bucket: Sender) -> Generator[Collective, Any, Sent]:
+    """Exchange about k entries for any number of ranks: alltoall to the owners of the regions, allgather of their sums.
+
+    Each rank sums up what it has received, forwards the largest sums, and keeps the others (`wire`, messages 5 and 6; after
+    Ok-Topk, https://arxiv.org/abs/2201.07598).
+    """
+    ops, world, bounds = bucket.ops, bucket.world, bucket.bounds
+    message = bucket.message_to_regions(regions.room(bucket.capacity, world))
+    received = yield Collective("alltoall", message)
+    _check_result(bucket, received, message.shape, message.dtype)
+    used = _used_in_region(bucket, received, bounds)
+    indices, sums = ops.sum_pairs(received, used or [0] * world)
+    is_finite = bucket.finite and ops.all_finite(sums)
+    forwarded = regions.forwarded(bucket.k, world)
+    largest = ops.select_largest(sums, min(forwarded, len(sums))).indices if len(sums) else indices
+    message = ops.pack(indices[largest], sums[largest], forwarded + 1)
+    message[-1, 0] = regions.checksum(bounds) if is_finite else wire.NOT_FINITE
+    message[-1, 1] = wire.BAD_PART if used is None else sum(used)
+    sums[largest] = 0
+    bucket.keep(indices, sums)
+    gathered = yield Collective("allgather", message)
+    _check_result(bucket, gathered, (world * len(message), 2), message.dtype)
+    messages = gathered.reshape(world, -1, 2)
+    checksums, counts = zip(*messages[:, -1].tolist(), strict=True)
+    if wire.NOT_FINITE in checksums:
+        bucket.drop_rest()
+        return None
+    if len(set(checksums)) > 1:
+        raise disagreement(bucket)
+    if min(counts) < 0:
+        bad = f"message to worker {counts.index(min(counts))}"
+        raise _damaged(bucket, bad, "its indices do not ascend within the worker's region")
+    pairs = messages[:, :-1].reshape(-1, 2)
+    rows = rows_of(bucket, pairs, world)
+    if rows is None:
+        return None
+    bucket.balance([*counts])
+    return Messages(pairs, rows)
+
+
 class Round(NamedTuple):
     """What is known of one collective of an exchange before the first step."""
 
-    kind: Literal["allgather", "allreduce"]
+    kind: Kind
     dtype: str | None
     """Type of the message; None for the residual's own type."""
 
@@ -184,13 +247,15 @@ ROUNDS: dict[Exchange, tuple[Round, ...]] = {
     shared_indices: (Round("allreduce", "float32"),),
     dense: (Round("allreduce", None),),
     union: (Round("allgather", "int32"), Round("allreduce", "float32")),
+    balanced: (Round("alltoall", "int32"), Round("allgather", "int32")),
 }
 """All collectives that an exchange may ask for. If a gradient is not finite, it can end before the last one."""
 
 
-def stands_in(used: Exchange, usual: Exchange) -> bool:
-    """Return whether an exchange without a gather is used in place of one that begins with a gather."""
-    return used is not usual and ROUNDS[usual][0].kind == "allgather" != ROUNDS[used][0].kind
+def stands_in(used: Exchange, usual: Exchange) -> Kind | None:
+    """Return the first collective of an exchange if another one, which begins differently, is used in its place."""
+    first = ROUNDS[usual][0].kind
+    return first if used is not usual and first != ROUNDS[used][0].kind else None
 
 
 # --- checks of what was received: errors are raised on every rank ---
@@ -210,6 +275,20 @@ def _check_result(bucket: Sender, result: Array, shape: tuple[int, ...], dtype: 
     """Raise unless a collective's result is what messages like this rank's give. With a schedule, that depends on the step."""
     if result.shape != shape or result.dtype != dtype:
         raise disagreement(bucket)
+
+
+def _used_in_region(bucket: Sender, received: Array, bounds: Sequence[int]) -> list[int] | None:
+    """Return how many rows of each part are in use; None if a part is not as `wire` requires. Only this rank knows it."""
+    first, after = bounds[bucket.position], bounds[bucket.position + 1]
+    used: list[int] = []
+    counts = bucket.ops.rows_in_use(received, bucket.world, bucket.numel)
+    for number, part in zip(counts, wire.split(received, bucket.world), strict=True):
+        if number is None or number == wire.NOT_FINITE:
+            return None
+        if number and (int(part[0, 0]) < first or int(part[number - 1, 0]) >= after):
+            return None
+        used.append(number)
+    return used
 
 
 def _header(numbers: Sequence[float]) -> tuple[int, float]:

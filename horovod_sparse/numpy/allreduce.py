@@ -134,9 +134,10 @@ class SparseAllreduce:
         message = np.ascontiguousarray(collective.message)
         if self._comm is None:
             return lambda: message
-        if collective.kind == "allreduce":
+        if collective.kind != "allgather":
             result = np.empty_like(message)
-            request = self._comm.Iallreduce(message, result)
+            sums = collective.kind == "allreduce"
+            request = self._comm.Iallreduce(message, result) if sums else self._comm.Ialltoall(message, result)
         else:
             result = np.empty((self._world * message.shape[0], *message.shape[1:]), message.dtype)
             request = self._comm.Iallgather(message, result)

@@ -158,8 +158,26 @@ class Ops(Protocol):
     def send(self, x: Array, indices: Array, capacity: int) -> Array:
         """Return the message of pairs with what `take` takes out of `x`."""
 
+    def put(self, x: Array, indices: Array, values: Array) -> None:
+        """Add finite values to x at `indices`, in place. Sums that leave the range of x's type stay at its largest number."""
+
+    def fit(self, x: Array, indices: Array, bounds: list[int], room: int) -> tuple[Array, list[int]]:
+        """Return the indices that are sent if each region has room for `room` entries of x, and how many each region gets.
+
+        Region r holds the indices in [bounds[r], bounds[r + 1]). The largest of its entries are sent.
+        """
+
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         """Return the message of pairs (see `horovod_sparse.exchange.wire`): int32, shape (capacity, 2)."""
+
+    def pack_regions(self, indices: Array, values: Array, counts: list[int], room: int) -> Array:
+        """Return the message of pairs by region (`wire`, message 5), in which each region has `counts` of the pairs."""
+
+    def sum_pairs(self, messages: Array, used: list[int]) -> tuple[Array, Array]:
+        """Return the indices (int64, ascending, unique) in messages of pairs and the sums (float32) of the values there.
+
+        `messages` and `used` are as in `assembler`. Values are added up from zero in the workers' order.
+        """
 
     def compact(self, x: Array, message: Array) -> Array:
         """Return a message of pairs, whose entries were taken out of `x`, as a compact one (`wire`, message 4).

@@ -22,7 +22,7 @@ def wire_dtype(dtype: Any) -> Any:
 
 
 class Collectives:
-    """The collectives of one reducer."""
+    """The collectives of one reducer. Those of exchanges have the names that `protocols.Collective` has for them."""
 
     number: int
     """The reducer's number: the same on all ranks, and unique. It is known once the ranks have agreed for the first time."""
@@ -44,6 +44,11 @@ class Collectives:
         name = self._full(f"{self.number}.{name}")
         return mpi_ops.allgather(message, name=name, ignore_name_scope=True, process_set=self._process_set)
 
+    def alltoall(self, message: Tensor, name: str) -> Tensor:
+        """Return this rank's part of each rank's message, in rank order."""
+        name = self._full(f"{self.number}.{name}")
+        return mpi_ops.alltoall(message, name=name, ignore_name_scope=True, process_set=self._process_set)
+
     def from_first(self, array: NDArray[Any], name: str) -> NDArray[Any]:
         """Return the array of the first worker. This blocks. All reducers use the same names."""
         with tf.init_scope(), tf.device("CPU:0"):
@@ -61,7 +66,7 @@ class Collectives:
         # No slashes: Horovod would cut the name there.
         return f"horovod_sparse.{self._process_set.process_set_id}.{name}"
 
-    def total(self, message: Tensor, name: str) -> Tensor:
+    def allreduce(self, message: Tensor, name: str) -> Tensor:
         """Return the sum of all ranks' messages."""
         return self._allreduce(message, name, mpi_ops.Sum)
 

@@ -166,7 +166,7 @@ class HostPipeline(Pipeline):
                     self._call(self._advance, (bucket.name, dtype), [tensor], dtype)
                     for bucket, tensor, dtype in zip(buckets, tensors, dtypes, strict=True)
                 ]
-            run = self._collectives.allgather if kind == "allgather" else self._collectives.total
+            run = getattr(self._collectives, kind)
             # Names use numbers, because a variable's name may contain characters that an operation's name must not. They are
             # the same for all exchanges: if only some ranks are in their dense steps, Horovod raises on all of them.
             names = [f"{list(self._memory).index(bucket.name)}.{number}" for bucket in buckets]

@@ -17,8 +17,8 @@ from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.pipeline import Wait
 from horovod_sparse.exchange.protocols import Collective, disagreement
 
-Kind = Literal["allgather", "allreduce", "dense", "sparse"]
-"""A gather of all ranks' messages, their sum, or Horovod's own reduction of a dense or a sparse gradient."""
+Kind = Literal["allgather", "allreduce", "alltoall", "dense", "sparse"]
+"""The collectives of exchanges (`protocols.Collective`), or Horovod's own reduction of a dense or a sparse gradient."""
 
 
 @dataclass
@@ -59,6 +59,10 @@ class Collectives:
             return result
         if kind == "allgather":
             handle = mpi_ops.allgather_async(message, name=name, process_set=mine)
+        elif kind == "alltoall":
+            handle = mpi_ops.alltoall_async(message, name=name, process_set=mine)
+            # The second result is how much came from each rank.
+            return lambda: mpi_ops.synchronize(handle)[0]
         elif kind == "allreduce":
             handle = mpi_ops.allreduce_async_(message, name=name, op=mpi_ops.Sum, process_set=mine)
         else:
@@ -69,14 +73,14 @@ class Collectives:
     def start_round(self, bucket: Bucket, collective: Collective, name: Callable[[str], str]) -> Wait:
         """Start a bucket's next collective and return a function that waits for its result.
 
-        If ranks that are not in their dense steps would gather now, a gather of that name goes first. Its type is another
-        one, so that Horovod raises on all ranks if there are any. Without it the ranks would wait for each other: Horovod
-        compares what has the same name, and the name of an allreduce is never that of an allgather.
+        If ranks that are not in their dense steps would begin with another collective, one of that kind and name goes first.
+        Its type is another one, so that Horovod raises on all ranks if there are any. Without it the ranks would wait for each
+        other: Horovod compares what has the same name, and the name of an allreduce is never that of an allgather.
         """
         begun: list[Wait] = []
-        if bucket.stands_in:
-            marker = collective.message.new_zeros(1, dtype=torch.uint8)
-            begun.append(self.start("allgather", marker, name(f"{bucket.name}.{bucket.rounds}")))
+        if bucket.stands_in is not None:
+            marker = collective.message.new_zeros(bucket.world, dtype=torch.uint8)
+            begun.append(self.start(bucket.stands_in, marker, name(f"{bucket.name}.{bucket.rounds}")))
         number = bucket.rounds + len(begun)
         begun.append(self.start(collective.kind, collective.message, name(f"{bucket.name}.{number}")))
 

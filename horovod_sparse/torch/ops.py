@@ -191,12 +191,44 @@ class TorchOps(Ops):
     def send(self, x: Tensor, indices: Tensor, capacity: int) -> Tensor:
         return self.pack(indices, self.take(x, indices), capacity)
 
+    def put(self, x: Tensor, indices: Tensor, values: Tensor) -> None:
+        largest = torch.finfo(x.dtype).max
+        x[indices] = (x[indices] + values).clamp(-largest, largest)
+
+    def fit(self, x: Tensor, indices: Tensor, bounds: list[int], room: int) -> tuple[Tensor, list[int]]:
+        ends = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device))
+        counts: list[int] = ends.diff().tolist()
+        if max(counts) > room:
+            parts = torch.split(indices, counts)
+            kept = [one if len(one) <= room else one[self.select_largest(x[one], room).indices] for one in parts]
+            indices = torch.cat(kept)
+        return indices, [min(count, room) for count in counts]
+
     def pack(self, indices: Tensor, values: Tensor, capacity: int) -> Tensor:
         message = torch.zeros((capacity, 2), dtype=torch.int32, device=values.device)
         message[:, 0] = PADDING
         message[: indices.numel(), 0] = indices
         message[: indices.numel(), 1] = values.view(torch.int32)
         return message
+
+    def pack_regions(self, indices: Tensor, values: Tensor, counts: list[int], room: int) -> Tensor:
+        message = torch.zeros((len(counts) * room, 2), dtype=torch.int32, device=values.device)
+        message[:, 0] = PADDING
+        numbers = torch.tensor(counts, device=values.device)
+        # Where each region's rows begin, less the number of pairs before them.
+        shifts = torch.arange(len(counts), device=values.device) * room - (numbers.cumsum(0) - numbers)
+        rows = torch.arange(len(indices), device=values.device) + shifts.repeat_interleave(numbers)
+        message[rows, 0] = indices.int()
+        message[rows, 1] = values.view(torch.int32)
+        return message
+
+    def sum_pairs(self, messages: Tensor, used: list[int]) -> tuple[Tensor, Tensor]:
+        parts = [self.unpack(message, rows) for message, rows in zip(split(messages, len(used)), used, strict=True)]
+        union = torch.unique(torch.cat([indices for indices, _ in parts]))
+        sums = torch.zeros(len(union), device=messages.device)
+        for indices, values in parts:
+            sums[torch.searchsorted(union, indices)] += values
+        return union, sums
 
     def compact(self, x: Tensor, message: Tensor) -> Tensor:
         # A device is not waited for: padding adds nothing to the first entry and to the first run.

@@ -33,6 +33,7 @@ COMPRESSORS: dict[str, MakeCompression] = {
     "RandomBlock-own": partial(adapter.RandomBlock, 0.01, shared=False, blocks=4),
     "TopK-union": partial(adapter.TopK, 0.01, union=True),
     "SIDCo-bfloat16": partial(adapter.SIDCo, 0.01, values="bfloat16"),
+    "SIDCo-balanced": partial(adapter.SIDCo, 0.01, balanced=True),
 }
 
 

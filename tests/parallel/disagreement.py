@@ -33,7 +33,7 @@ def another_release_raises_on_all() -> None:
 
 @scenario(
     *EVERYWHERE,
-    cases={name: (COMPRESSORS[name],) for name in ("TopK", "TopK-union", "RandomK", "MiCRO")},
+    cases={name: (COMPRESSORS[name],) for name in ("TopK", "TopK-union", "SIDCo-balanced", "RandomK", "MiCRO")},
 )
 def dense_steps_that_end_in_different_steps_raise_on_all(make: MakeCompression) -> None:
     # On one rank they end a step later than on the others, which gather by then.

@@ -58,6 +58,7 @@ _NUMPY_MAKERS: dict[str, Any] = {
     **makers(0.05, Threshold={"threshold": 2.5}),
     "TopK-union": lambda library, **s: library.TopK(0.05, union=True, **s),
     "TopK-bfloat16": lambda library, **s: library.TopK(0.05, values="bfloat16", **s),
+    "TopK-balanced": lambda library, **s: library.TopK(0.05, balanced=True, **s),
     "SIDCo-gamma": lambda library, **s: library.SIDCo(0.05, distribution="gamma", **s),
     "SIDCo-gpareto": lambda library, **s: library.SIDCo(0.05, distribution="gpareto", **s),
     "DGC-warmup": lambda library, **s: library.DGC(0.01, warmup_steps=4, nesterov=True, clip_norm=10.0, **s),

@@ -22,6 +22,7 @@ COMPRESSORS: dict[str, MakeCompression] = {
     "RandomK-own": partial(adapter.RandomK, 0.01, shared=False),
     "TopK-union": partial(adapter.TopK, 0.01, union=True),
     "SIDCo-bfloat16": partial(adapter.SIDCo, 0.01, values="bfloat16"),
+    "SIDCo-balanced": partial(adapter.SIDCo, 0.01, balanced=True),
 }
 
 

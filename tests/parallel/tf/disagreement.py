@@ -17,6 +17,7 @@ from .tape import SETTINGS, SHAPES, gradients_of
     cases={
         "pairs": (lambda **settings: TopK(0.05, dense_steps=3, **settings),),
         "union": (lambda **settings: TopK(0.05, union=True, dense_steps=3, **settings),),
+        "balanced": (lambda **settings: TopK(0.05, balanced=True, dense_steps=3, **settings),),
         "shared": (lambda **settings: RandomBlock(0.05, dense_steps=3, **settings),),
     },
 )

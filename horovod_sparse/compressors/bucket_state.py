@@ -1,0 +1,130 @@
+"""What a compressor carries from step to step for one bucket. Imports no framework."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from horovod_sparse.exchange import regions
+
+_NEARLY = 0.95
+"""The next step's k-th largest magnitude will hardly be below this fraction of the last step's.
+
+About 1.4 k entries of an exponential tail exceed that fraction.
+"""
+_MOST_GROWTH = 1.1
+"""The largest growth of the k-th largest magnitude, as a factor per step, that is assumed to continue."""
+_MOST_EXPECTED = 8
+"""The most entries above the cut that are worth noting, as a multiple of k."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The bucket that a selection is made from, the position of the worker that makes it, and the number of workers."""
+
+    bucket: str = ""
+    position: int = 0
+    world: int = 1
+
+
+ALONE = Place()
+"""A selection outside of any bucket."""
+
+
+@dataclass
+class BucketState:
+    """What an algorithm carries from step to step for one bucket.
+
+    Subclasses add fields. `saved` names those that the next selection depends on: plain numbers, strings and lists.
+    """
+
+    saved: ClassVar[tuple[str, ...]] = ()
+    ranges: ClassVar[dict[str, tuple[float, float]]] = {"step": (0, 2**53)}
+    """Least and largest value of saved fields; a state outside these ranges is refused."""
+
+    place: Place = ALONE
+    step: int = 0
+    """Selections made so far."""
+    threshold: float = math.nan
+    """Magnitude above which entries were selected in the last step; NaN for algorithms without one."""
+    stages: int = 0
+    """Fitting stages of the last step; 0 for algorithms without them."""
+    cut: float = math.inf
+    """Magnitude above which the next selection will most likely choose its entries; infinity if unknown."""
+    room: int = 0
+    """Number of entries. If more than these exceed the cut, the next selection makes no use of them."""
+    smallest: float = 0.0
+    """About the k-th largest magnitude of the last step, if the algorithm reports it (`expect`)."""
+    fingerprint: int = 0
+    """31-bit checksum of a choice that must be the same on all ranks."""
+    proposal: float = 0.0
+    """A number that is sent to all ranks before `observe`, rounded to float32 (exchange `union`)."""
+    bounds: list[int] = field(default_factory=list)
+    """The bounds of the ranks' regions (exchange `balanced`); empty until the first step has moved them."""
+
+    def state_dict(self) -> dict[str, object]:
+        """Return everything that the next selection depends on, as plain numbers, strings and lists."""
+        saved = {name: _own(getattr(self, name)) for name in ("step", *self.saved)}
+        return saved | ({"bounds": [*self.bounds]} if self.bounds else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned. Raise ValueError for anything else, and then change nothing."""
+        expected = self.state_dict()
+        if not isinstance(state, Mapping) or _types(state) != _types(expected):
+            raise ValueError(f"adaptive state must be like {expected}, got {state}; another algorithm saved it")
+        if "bounds" in state and not regions.are_bounds(state["bounds"]):
+            raise ValueError(
+                f"adaptive state must have bounds that ascend from 0, got {state['bounds']!r}; the state is damaged"
+            )
+        for name, (least, most) in self.ranges.items():
+            # NaN is in no range.
+            if not least <= state[name] <= most:
+                raise ValueError(
+                    f"adaptive state must have {name} in [{least:g}, {most:g}], got {state[name]!r}; the state is damaged"
+                )
+        self.adopt(state)
+
+    def adopt(self, state: Mapping[str, Any]) -> None:
+        """Take over the values of a state that has been checked."""
+        for name in ("step", *self.saved):
+            setattr(self, name, _own(state[name]))
+        self.bounds = [*state.get("bounds", [])]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return copies of all fields, for `restore`."""
+        return {name: _own(value) for name, value in vars(self).items()}
+
+    def restore(self, fields: Mapping[str, Any]) -> None:
+        """Go back to when `fields` were returned by `snapshot`; once, because they belong to this object then."""
+        vars(self).update(fields)
+
+    def expect(self, smallest: float, k: int) -> None:
+        """Expect that the next step's k largest entries are hardly smaller than `smallest`, about this step's k-th largest."""
+        # Residuals grow at first, and for a long time with momentum. So growth is expected to continue.
+        growth = smallest / self.smallest if self.smallest > 0.0 else 1.0
+        self.smallest, self.room = smallest, _MOST_EXPECTED * k
+        self.cut = _NEARLY * smallest * min(max(growth, 1.0), _MOST_GROWTH) or math.inf
+
+    def rescale(self, factor: float) -> None:
+        """Multiply whatever is in the unit of the residuals by `factor`, because the residuals were multiplied by it."""
+        self.cut *= factor
+        self.smallest *= factor
+
+    def checksum(self) -> int:
+        """Return a 31-bit checksum that tells different states apart."""
+        return zlib.crc32(json.dumps(self.state_dict()).encode()) >> 1
+
+
+def _own(value: Any) -> Any:
+    """Return a copy of a field's value; the value itself if it cannot change."""
+    return value if isinstance(value, (int, float, str, Place)) else copy.deepcopy(value)
+
+
+def _types(state: Mapping[str, Any]) -> dict[str, type]:
+    """Return the types of what every state of an algorithm has."""
+    return {name: type(value) for name, value in state.items() if name != "bounds"}

@@ -1,0 +1,69 @@
+"""The regions of the balanced exchange: each rank owns one part of a bucket. Plain numbers, no framework.
+
+The bounds of the regions are `world + 1` positions, from 0 to the bucket's size. They are the same on all ranks, because they
+follow from numbers that all ranks have received.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+SPARE = 1.5
+"""How many times as many entries a region has room for as it would get if all regions got as many."""
+_GAIN = 0.5
+"""How far the bounds move in a step, as a fraction of the way to where they would have been balanced."""
+
+
+def room(capacity: int, world: int) -> int:
+    """Return how many entries a rank can send to each region, if all its messages together had room for `capacity`."""
+    return min(capacity, math.ceil(SPARE * capacity / world))
+
+
+def forwarded(k: int, world: int) -> int:
+    """Return how many entries of its region each rank forwards to all ranks: ceil(k / world)."""
+    return -(-k // world)
+
+
+def uniform(numel: int, world: int) -> list[int]:
+    """Return the bounds of regions of the same size."""
+    return [numel * rank // world for rank in range(world + 1)]
+
+
+def balanced(bounds: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """Return new bounds after the regions have received `counts` entries.
+
+    Within a region, entries are taken to be spread evenly. Then each bound has a place where all regions would have received
+    as many. The bounds move towards these places.
+    """
+    before = [0, *accumulate(counts)]
+    total, world = before[-1], len(counts)
+    if not total:
+        return [*bounds]
+    moved, region = [bounds[0]], 0
+    for rank in range(1, world):
+        aim = total * rank / world
+        while before[region + 1] < aim:
+            region += 1
+        share = (aim - before[region]) / counts[region]
+        place = bounds[region] + share * (bounds[region + 1] - bounds[region])
+        moved.append(round(bounds[rank] + _GAIN * (place - bounds[rank])))
+    return [*moved, bounds[-1]]
+
+
+def are_bounds(value: Any) -> bool:
+    """Return whether `value` is a list of bounds: positions that never descend, the first of which is 0."""
+    return (
+        isinstance(value, list)
+        and all(type(place) is int for place in value)
+        and value == sorted(value)
+        and value[:1] == [0]
+    )
+
+
+def checksum(bounds: Sequence[int]) -> int:
+    """Return a 31-bit checksum that tells different bounds apart."""
+    return zlib.crc32(repr([*bounds]).encode()) >> 1

@@ -1,0 +1,317 @@
+"""The balanced exchange: nothing is lost, all ranks get the same, and the regions follow the entries."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from driver import collective, dense_sum, exchange, make_pipeline
+from hypothesis import given
+from hypothesis import strategies as st
+from table import BACKENDS, ORACLE, WITH_OPERATIONS, Backend
+
+from horovod_sparse import compressors
+from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.exchange import regions, wire
+
+NUMEL = 97
+SHAPES = {"a": (7, 5), "b": (62,)}
+SETTINGS: dict[str, Any] = {"min_numel": 0, "granularity": "model", "balanced": True}
+
+worlds = st.integers(1, 5)
+loads = st.lists(st.integers(0, 40), min_size=1, max_size=6)
+
+
+def pipelines_of(backend: Backend, world: int, compressor: Any, **settings: Any) -> list[Pipeline]:
+    return [make_pipeline(backend, compressor, SHAPES, world=world, position=p, **settings) for p in range(world)]
+
+
+def arrive(backend: Backend, pipelines: Sequence[Pipeline], gradients: Sequence[np.ndarray]) -> None:
+    for pipeline, gradient in zip(pipelines, gradients, strict=True):
+        pipeline.start_step()
+        pipeline.arrive("b", backend.array(gradient[35:].copy()))
+        pipeline.arrive("a", backend.array(gradient[:35].reshape(7, 5).copy()))
+
+
+def flat(backend: Backend, pipeline: Pipeline) -> np.ndarray:
+    """The residual as NumPy has it: the last parameter is the first in the bucket."""
+    return backend.numpy(pipeline.buckets[0].buffer).copy()
+
+
+def step(backend: Backend, pipelines: Sequence[Pipeline], gradients: Sequence[np.ndarray]) -> list[np.ndarray] | None:
+    """One step of all ranks; every rank's reduced gradient, not divided, in the order of the bucket."""
+    arrive(backend, pipelines, gradients)
+    results = exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
+    for pipeline in pipelines:
+        pipeline.end_step()
+    if results[0]["a"] is None:
+        return None
+    return [np.concatenate([dense_sum(one["b"], 62), dense_sum(one["a"], 35)]) for one in results]
+
+
+def dyadic(rng: np.random.Generator, count: int, spread: float = 1.0) -> list[np.ndarray]:
+    """Gradients whose sums are exact in float32, in any order."""
+    return [(np.round(rng.laplace(size=NUMEL) * 64 * spread) / 64).astype(np.float32) for _ in range(count)]
+
+
+def largest(values: np.ndarray, count: int) -> np.ndarray:
+    """The places of the largest magnitudes, ascending; among equals the lowest ones."""
+    return np.sort(np.argsort(-np.abs(values), kind="stable")[:count])
+
+
+def reference(residuals: Sequence[np.ndarray], k: int, bounds: Sequence[int]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The exchange with TopK in dense arrays: what is reduced, and what every rank keeps."""
+    world, kept = len(residuals), [residual.copy() for residual in residuals]
+    owned = np.zeros(NUMEL, np.float32)
+    for residual in kept:
+        chosen = largest(residual, k)
+        for first, after in itertools.pairwise(bounds):
+            here = chosen[(chosen >= first) & (chosen < after)]
+            sent = here[largest(residual[here], regions.room(k, world))]
+            owned[sent] += residual[sent]
+            residual[sent] = 0
+    reduced = np.zeros(NUMEL, np.float32)
+    for rank in range(world):
+        region = np.arange(bounds[rank], bounds[rank + 1])
+        places = region[largest(owned[region], regions.forwarded(k, world))]
+        reduced[places] = owned[places]
+        owned[places] = 0
+        kept[rank][region] += owned[region]
+    return reduced, kept
+
+
+@given(world=worlds, seed=st.integers(0, 999), ratio=st.sampled_from([0.02, 0.1, 0.3, 1.0]))
+@pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
+def test_every_step_is_as_in_dense_arrays(backend: Backend, world: int, seed: int, ratio: float) -> None:
+    pipelines = pipelines_of(backend, world, compressors.TopK(ratio, **SETTINGS))
+    rng, k = np.random.default_rng(seed), max(1, int(ratio * NUMEL))
+    bounds = regions.uniform(NUMEL, world)
+    for _ in range(4):
+        gradients = dyadic(rng, world)
+        before = [
+            flat(backend, pipeline) + np.concatenate([gradient[35:], gradient[:35]])
+            for pipeline, gradient in zip(pipelines, gradients, strict=True)
+        ]
+        reduced, kept = reference(before, k, bounds)
+        results = step(backend, pipelines, gradients)
+        assert results is not None
+        for result, pipeline, mine in zip(results, pipelines, kept, strict=True):
+            np.testing.assert_array_equal(result, reduced)
+            np.testing.assert_array_equal(flat(backend, pipeline), mine)
+        bounds = pipelines[0].buckets[0].bounds
+        assert all(pipeline.buckets[0].bounds == bounds for pipeline in pipelines)
+
+
+PAIRS = {
+    "TopK": lambda **s: compressors.TopK(0.1, **s),
+    "SIDCo": lambda **s: compressors.SIDCo(0.1, **s),
+    "GaussianK": lambda **s: compressors.GaussianK(0.1, **s),
+    "DGC": lambda **s: compressors.DGC(0.1, momentum=0.0, **s),
+    "RedSync": lambda **s: compressors.RedSync(0.1, **s),
+    "Threshold": lambda **s: compressors.Threshold(2.0, ratio=0.1, **s),
+    "RandomK": lambda **s: compressors.RandomK(0.1, shared=False, **s),
+    "RandomBlock": lambda **s: compressors.RandomBlock(0.1, shared=False, **s),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_sent_and_kept_are_what_came(name: str, dtype: str) -> None:
+    """For every compressor that sends pairs. A step whose gradient is not finite changes nothing but its finite entries."""
+    world, rng = 4, np.random.default_rng(3)
+    pipelines = pipelines_of(
+        ORACLE, world, PAIRS[name](not_finite="propagate", residual_dtype=dtype, **SETTINGS), dtype=dtype
+    )
+    total = np.zeros(NUMEL)
+    for number in range(6):
+        gradients = dyadic(rng, world)
+        if number == 3:
+            gradients[2][40] = np.nan
+        total += np.sum([np.nan_to_num(gradient) for gradient in gradients], axis=0, dtype=np.float64)
+        results = step(ORACLE, pipelines, gradients)
+        assert (results is None) == (number == 3)
+        if results is not None:
+            assert all(result.tobytes() == results[0].tobytes() for result in results)
+            # In the order of the bucket, "b" comes first.
+            total -= np.concatenate([results[0][62:], results[0][:62]])
+        residual = np.sum([flat(ORACLE, pipeline) for pipeline in pipelines], axis=0, dtype=np.float64)
+        np.testing.assert_array_equal(np.concatenate([residual[62:], residual[:62]]), total)
+
+
+def test_a_step_that_is_given_up_changes_nothing_but_its_gradients() -> None:
+    world, rng = 3, np.random.default_rng(1)
+    pipelines = pipelines_of(ORACLE, world, compressors.TopK(0.2, **SETTINGS))
+    step(ORACLE, pipelines, dyadic(rng, world))
+    for until in (1, 2):
+        before, gradients = [flat(ORACLE, one) for one in pipelines], dyadic(rng, world)
+        states = [one.state_dict()["adaptive"] for one in pipelines]
+        arrive(ORACLE, pipelines, gradients)
+        buckets = [one.buckets[0] for one in pipelines]
+        following = [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)]
+        for _ in range(until - 1):
+            answers = collective(ORACLE, following)
+            following = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
+        for pipeline, old, gradient, state in zip(pipelines, before, gradients, states, strict=True):
+            pipeline.abort()
+            np.testing.assert_array_equal(flat(ORACLE, pipeline), old + np.concatenate([gradient[35:], gradient[:35]]))
+            assert pipeline.state_dict()["adaptive"] == state
+
+
+def test_training_goes_on_from_a_saved_state() -> None:
+    """The bounds are a part of the state. With other workers they begin anew."""
+    world, rng = 3, np.random.default_rng(2)
+    make = lambda world: pipelines_of(ORACLE, world, compressors.SIDCo(0.2, **SETTINGS))  # noqa: E731
+    main = make(world)
+    for _ in range(5):
+        step(ORACLE, main, [gradient * np.linspace(4, 0.1, NUMEL, dtype=np.float32) for gradient in dyadic(rng, world)])
+    bounds = main[0].buckets[0].bounds
+    assert bounds != regions.uniform(NUMEL, world)
+    twin = make(world)
+    for one, other in zip(main, twin, strict=True):
+        other.load_state_dict(one.state_dict())
+    for _ in range(3):
+        gradients = dyadic(rng, world)
+        mine, theirs = step(ORACLE, main, gradients), step(ORACLE, twin, gradients)
+        assert mine is not None and theirs is not None and mine[0].tobytes() == theirs[0].tobytes()
+        for one, other in zip(main, twin, strict=True):
+            assert flat(ORACLE, one).tobytes() == flat(ORACLE, other).tobytes()
+    fewer = make(2)
+    for one, other in zip(main, fewer, strict=False):
+        other.load_state_dict(one.state_dict())
+    assert fewer[0].buckets[0].bounds == regions.uniform(NUMEL, 2)
+    assert step(ORACLE, fewer, dyadic(rng, 2)) is not None
+
+
+@pytest.mark.parametrize("bounds", ["far", [1, 2], [0, 2, 1], [0, 1.0], [], None], ids=str)
+def test_damaged_bounds_are_refused(bounds: Any) -> None:
+    state = compressors.TopK(0.1).new_state()
+    saved = state.state_dict()
+    with pytest.raises(ValueError, match="adaptive state must have bounds that ascend from 0"):
+        state.load_state_dict(saved | {"bounds": bounds})
+    assert state.state_dict() == saved
+
+
+# --- messages ---
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_the_bytes_of_both_messages(backend: Backend) -> None:
+    """Two ranks; the bucket has 97 entries, of which the first 48 belong to rank 0."""
+    pipelines = pipelines_of(backend, 2, compressors.TopK(0.03, slack=2.0, **SETTINGS))
+    gradients = [np.zeros(NUMEL, np.float32) for _ in range(2)]
+    # In the bucket, parameter "b" comes first: its entry 0 is number 35 of the gradient.
+    gradients[0][[35 + 1, 35 + 47, 35 + 48]] = 1.0, -2.0, 0.5
+    gradients[1][35 + 47] = 4.0
+    arrive(backend, pipelines, gradients)
+    buckets = [one.buckets[0] for one in pipelines]
+    first = [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)]
+    assert [one.kind for one in first] == ["alltoall"] * 2
+    # k = 2, capacity 4, room for 3 in each region: entries 1, 47 and then 48. A selection fills up with zeros: entry 0.
+    empty = [-1, 0]
+    rows = [
+        [[47, 0xC0000000], empty, empty, empty, empty, empty],
+        [[0, 0], [47, 0x40800000], empty, empty, empty, empty],
+    ]
+    rows[0][0:2] = [[1, 0x3F800000], [47, 0xC0000000]]
+    for one, expected in zip(first, rows, strict=True):
+        got = backend.numpy(one.message)
+        assert got.dtype == np.int32 and got.shape == (6, 2)
+        assert got.tobytes() == np.array(expected, np.int64).astype(np.uint32).tobytes()
+    answers = collective(backend, first)
+    second = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
+    assert [one.kind for one in second] == ["allgather"] * 2
+    checksum = regions.checksum([0, 48, 97])
+    # One entry of each region is forwarded: 4 - 2 at 47. Rank 0 has received four entries, rank 1 none.
+    for one, expected in zip(second, ([[47, 0x40000000], [checksum, 4]], [empty, [checksum, 0]]), strict=True):
+        assert backend.numpy(one.message).tobytes() == np.array(expected, np.int64).astype(np.uint32).tobytes()
+
+
+FLAWS: dict[str, tuple[int, int, str]] = {
+    "index of another region": (0, 60, "the message to worker 0 for bucket 'b' is damaged: its indices do not ascend"),
+    "index beyond the bucket": (0, 97, "the message to worker 0"),
+    "negative index": (0, -2, "the message to worker 0"),
+    "descending": (0, 47, "the message to worker 0"),
+}
+
+
+@pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_a_damaged_part_is_an_error_on_all_ranks(backend: Backend, flaw: str) -> None:
+    """Only its receiver sees it, and tells the others."""
+    row, index, text = FLAWS[flaw]
+    pipelines = pipelines_of(backend, 2, compressors.TopK(0.1, **SETTINGS))
+    arrive(backend, pipelines, dyadic(np.random.default_rng(4), 2))
+    buckets = [one.buckets[0] for one in pipelines]
+    answers = collective(backend, [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)])
+    answers[0][row, 0] = index
+    answers = collective(backend, [bucket.advance(one) for bucket, one in zip(buckets, answers, strict=True)])
+    for bucket, answer in zip(buckets, answers, strict=True):
+        with pytest.raises(RuntimeError, match=text):
+            bucket.advance(answer)
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "number", "text"),
+    [
+        (2, 0, 5, "the ranks disagree on the state of bucket 'b'"),
+        (2, 1, -3, "the message to worker 0 for bucket 'b' is damaged"),
+        (0, 0, 97, "the message of worker 0 for bucket 'b' is damaged"),
+        (3, 0, -7, "the message of worker 1 for bucket 'b' is damaged"),
+    ],
+)
+@pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
+def test_damaged_sums_are_an_error(backend: Backend, row: int, column: int, number: int, text: str) -> None:
+    pipelines = pipelines_of(backend, 2, compressors.TopK(0.03, **SETTINGS))
+    arrive(backend, pipelines, dyadic(np.random.default_rng(4), 2))
+    buckets = [one.buckets[0] for one in pipelines]
+    answers = collective(backend, [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)])
+    answers = collective(backend, [bucket.advance(one) for bucket, one in zip(buckets, answers, strict=True)])
+    trailer = len(answers[0]) // 2 - 1
+    for bucket, answer in zip(buckets, answers, strict=True):
+        answer[trailer if row == 2 else trailer + 1 if row == 3 else row, column] = number
+        with pytest.raises(RuntimeError, match=text):
+            bucket.advance(answer)
+
+
+def test_a_sum_that_overflows_fails_the_step() -> None:
+    pipelines = pipelines_of(ORACLE, 2, compressors.TopK(0.1, not_finite="propagate", **SETTINGS))
+    gradients = [np.full(NUMEL, 3e38, np.float32) for _ in range(2)]
+    with np.errstate(over="ignore"):
+        assert step(ORACLE, pipelines, gradients) is None
+    for pipeline in pipelines:
+        np.testing.assert_array_equal(flat(ORACLE, pipeline), gradients[0])
+
+
+# --- regions ---
+
+
+@given(numel=st.integers(1, 10_000), counts=loads)
+def test_bounds_always_cover_the_bucket(numel: int, counts: list[int]) -> None:
+    bounds = regions.uniform(numel, len(counts))
+    for _ in range(5):
+        bounds = regions.balanced(bounds, counts)
+        assert bounds[0] == 0 and bounds[-1] == numel and len(bounds) == len(counts) + 1
+        assert regions.are_bounds(bounds)
+
+
+def test_regions_get_as_many_entries_however_these_are_spread() -> None:
+    """Nine in ten entries lie in the first tenth of the bucket: regions of the same size would differ by a factor of 70."""
+    rng, numel, world = np.random.default_rng(0), 100_000, 8
+    bounds = regions.uniform(numel, world)
+    for _ in range(100):
+        places = np.concatenate([rng.integers(0, numel // 10, 9000), rng.integers(numel // 10, numel, 1000)])
+        counts = np.histogram(places, bounds)[0].tolist()
+        bounds = regions.balanced(bounds, counts)
+    assert max(counts) <= 1.3 * min(counts)
+
+
+def test_messages_stay_within_the_bound_for_any_number_of_workers() -> None:
+    """Each rank sends at most 6 k numbers (Ok-Topk's bound), and the last rows of message 6."""
+    for k in (1000, 25_000):
+        for world in (2, 8, 64, 512):
+            room, forwarded = regions.room(k, world), regions.forwarded(k, world)
+            assert 2 * world * room + 2 * world * forwarded <= 6 * k + 4 * world
+    assert wire.BAD_PART < 0
