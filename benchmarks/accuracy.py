@@ -19,7 +19,11 @@ WARM_UP = ["--ratio-warmup", "200"]
 ROWS = runs.DENSE | {
     "TopK 0.01": ["--compression", "topk", "--ratio", "0.01"],
     "SIDCo 0.01": ["--compression", "sidco", "--ratio", "0.01"],
+    "SIDCo 0.01, bfloat16": ["--compression", "sidco", "--ratio", "0.01", "--values", "bfloat16"],
+    "SIDCo 0.01, balanced": ["--compression", "sidco", "--ratio", "0.01", "--balanced"],
     "SIDCo 0.001": ["--compression", "sidco", "--ratio", "0.001"],
+    "SIDCo 0.001, bfloat16": ["--compression", "sidco", "--ratio", "0.001", "--values", "bfloat16"],
+    "SIDCo 0.001, balanced": ["--compression", "sidco", "--ratio", "0.001", "--balanced"],
     "SIDCo 0.01, corrected": ["--compression", "sidco", "--ratio", "0.01", *CORRECTED],
     "SIDCo 0.001, corrected": ["--compression", "sidco", "--ratio", "0.001", *CORRECTED],
     "SIDCo 0.001, corrected, warm-up": ["--compression", "sidco", "--ratio", "0.001", *CORRECTED, *WARM_UP],

@@ -76,6 +76,14 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
         metavar="STEPS",
         help="steps over which the ratio comes down from 0.25 in stairs",
     )
+    parser.add_argument(
+        "--values", choices=["float32", "bfloat16"], default="float32", help="type of the values in pairs"
+    )
+    parser.add_argument(
+        "--balanced",
+        action="store_true",
+        help="pairs go to the worker that owns their part, which forwards the largest",
+    )
     parser.add_argument("--threshold", type=float, default=0.01, help="magnitude above which threshold sends entries")
     parser.add_argument("--epochs", type=int, default=epochs, help="number of evaluations")
     parser.add_argument("--batch-size", type=int, default=batch_size, help="samples per worker and step")
@@ -90,7 +98,12 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
     """The object that `hvd.DistributedOptimizer(compression=...)` takes."""
     if args.shared is not None and args.compression not in CHOOSE_SUPPORT:
         raise SystemExit(f"--shared and --per-worker are for {', '.join(CHOOSE_SUPPORT)}, not for {args.compression}")
-    common: dict[str, Any] = {"granularity": args.granularity, "residual": not args.no_residual}
+    common: dict[str, Any] = {
+        "granularity": args.granularity,
+        "residual": not args.no_residual,
+        "values": args.values,
+        "balanced": args.balanced,
+    }
     if args.momentum_correction:
         common["momentum_correction"] = MomentumCorrection(MOMENTUM)
     ratio = warmup(max(0.25, args.ratio), args.ratio, args.ratio_warmup) if args.ratio_warmup else args.ratio

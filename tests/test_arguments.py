@@ -153,7 +153,9 @@ def test_what_is_off_by_default_and_what_is_on() -> None:
     [partial(TopK, 0.1, union=True), partial(RandomK, 0.1), partial(RandomBlock, 0.1), partial(MiCRO, 0.1), NoOp],
 )
 def test_only_pairs_have_another_type_of_values_or_are_balanced(make: Callable[..., Compressor]) -> None:
-    with pytest.raises(ValueError, match="values must be 'float32' where no pairs are sent, and with balanced=True, got"):
+    with pytest.raises(
+        ValueError, match="values must be 'float32' where no pairs are sent, and with balanced=True, got"
+    ):
         make(values="bfloat16")
     with pytest.raises(ValueError, match="balanced must be False where no pairs are sent, got True for"):
         make(balanced=True)

@@ -562,6 +562,16 @@ void assemble(T* target, int64_t n, int64_t first, std::vector<Range> ranges) {
         add_entries(target + begin, first + begin, first + end, ranges);
     }
 }
+
+// Merges runs of ascending numbers, number r in [ends[r], ends[r + 1]), into one in which each number stands once. Returns its length.
+int64_t merge_unique(const std::vector<int64_t*>& ends) {
+    const size_t runs = ends.size() - 1;
+    for (size_t width = 1; width < runs; width *= 2)
+        for (size_t first = 0; first + width < runs; first += 2 * width)
+            std::inplace_merge(ends[first], ends[first + width], ends[std::min(runs, first + 2 * width)]);
+    return std::unique(ends.front(), ends.back()) - ends.front();
+}
+
 }  // namespace
 
 const char* hs_variant(int number) {
@@ -712,10 +722,34 @@ int64_t hs_union(const int32_t* messages, int64_t length, int64_t header, int64_
         if (used < 0) return -1;
         ends.push_back(std::copy_n(one + header, used, ends.back()));
     }
-    for (int64_t width = 1; width < world; width *= 2)
-        for (int64_t first = 0; first + width < world; first += 2 * width)
-            std::inplace_merge(ends[first], ends[first + width], ends[std::min(world, first + 2 * width)]);
-    return std::unique(merged, ends.back()) - merged;
+    return merge_unique(ends);
+}
+
+int64_t hs_sum_pairs(const int32_t* messages, int64_t capacity, int64_t world, const int64_t* used, int64_t* indices,
+                     float* sums) {
+    std::vector<int64_t*> ends{indices};
+    for (int64_t sender = 0; sender < world; ++sender) {
+        const int32_t* message = messages + 2 * capacity * sender;
+        int64_t* at = ends.back();
+        for (int64_t row = 0; row < used[sender]; ++row) {
+            if (row > 0 && message[2 * row] <= message[2 * row - 2]) return -1;
+            *at++ = message[2 * row];
+        }
+        ends.push_back(at);
+    }
+    const int64_t found = merge_unique(ends);
+    std::fill_n(sums, found, 0.0f);
+    for (int64_t sender = 0; sender < world; ++sender) {
+        const int32_t* message = messages + 2 * capacity * sender;
+        const int64_t* place = indices;
+        for (int64_t row = 0; row < used[sender]; ++row) {
+            place = std::lower_bound(place, static_cast<const int64_t*>(indices + found), message[2 * row]);
+            float value;
+            std::memcpy(&value, &message[2 * row + 1], sizeof value);
+            sums[place - indices] += value;
+        }
+    }
+    return found;
 }
 
 int64_t hs_mark(uint64_t* marks, const int64_t* numbers, int64_t count) {

@@ -160,6 +160,17 @@ class KernelOps(HostOps):
         message[: at.numel] = values
         return message
 
+    def sum_pairs(self, messages: Array, used: list[int]) -> tuple[Array, Array]:
+        at, world = self.memory(messages), len(used)
+        if at is None:
+            return super().sum_pairs(messages, used)
+        capacity, rows = _length(at, 2, world), _rows(used, _length(at, 2, world))
+        indices, sums = np.empty(sum(used), np.int64), np.empty(sum(used), np.float32)
+        found = lib.hs_sum_pairs(_messages(at), capacity, world, rows, _written(indices), _written(sums))
+        if found < 0:
+            raise IndexError(f"indices must be ascending in each of {world} messages")
+        return self.array(indices[:found]), self.array(sums[:found])
+
     def compact(self, x: Array, message: Array) -> Array:
         at, pairs = self._wide(x), self.memory(message)
         if at is None or pairs is None:
@@ -206,9 +217,7 @@ class KernelOps(HostOps):
         at, world = self.memory(messages), len(used)
         if at is None:
             return super().assembler(messages, used, divisor)
-        capacity, rows = _length(at, 2, world), ffi.new("int64_t[]", used)
-        if not all(0 <= number <= capacity for number in used):
-            raise ValueError(f"used must be within [0, {capacity}], got {used}")
+        capacity, rows = _length(at, 2, world), _rows(used, _length(at, 2, world))
 
         def assemble(targets: Sequence[Part]) -> None:
             # Made here, so that the messages live as long as this function.
@@ -245,6 +254,13 @@ def _length(at: Memory, stride: int, world: int) -> int:
     if not world or at.numel % (stride * world):
         raise ValueError(f"messages must be {world} of the same length, got {at.numel // stride} rows")
     return at.numel // (stride * world)
+
+
+def _rows(used: list[int], capacity: int) -> Any:
+    """Return the numbers of rows that messages with room for `capacity` use, as kernels take them."""
+    if not all(0 <= number <= capacity for number in used):
+        raise ValueError(f"used must be within [0, {capacity}], got {used}")
+    return ffi.new("int64_t[]", used)
 
 
 def _empty_message(capacity: int, count: int) -> NDArray[np.int32]:
