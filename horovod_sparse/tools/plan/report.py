@@ -91,9 +91,10 @@ def draw(where: Network, parameters: int, ratio: float, world: int, path: Path) 
     figure = Figure(figsize=(8, 5), layout="constrained")
     ax = figure.subplots()
     worlds = sorted({round(number) for number in _DRAWN} | {world})
-    for method in METHODS:
-        times = [1e3 * method.seconds(where, parameters, ratio, number) for number in worlds]
-        ax.plot(worlds, times, label=method.title)
+    for number, method in enumerate(METHODS):
+        times = [1e3 * method.seconds(where, parameters, ratio, workers) for workers in worlds]
+        # Thinner lines on thicker ones: all are visible where several methods take the same time.
+        ax.plot(worlds, times, linewidth=5.0 - 0.6 * number, label=method.title)
     ax.axvline(world, color="0.6", linestyle=":", label=f"{world} workers")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
