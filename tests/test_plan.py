@@ -7,19 +7,23 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from driver import collective, make_pipeline
 from hypothesis import given
 from hypothesis import strategies as st
 from parallel.launch import Launch
+from table import BACKENDS
 
-from horovod_sparse import compressors
-from horovod_sparse.exchange.network import Network
+from horovod_sparse.compressors import COMPRESSORS
+from horovod_sparse.exchange.network import Call, Network
 from horovod_sparse.exchange.quantities import parse_bandwidth, parse_count, parse_latency
 from horovod_sparse.tools import cli
 from horovod_sparse.tools.plan import report
-from horovod_sparse.tools.plan.methods import DENSE16, METHODS, PAIRS, break_even_ratio, break_even_workers
+from horovod_sparse.tools.plan.methods import DENSE16, METHODS, PAIRS, Method, break_even_ratio, break_even_workers
 
 PLAN = ["plan", "--parameters", "25.6M", "--workers", "64", "--bandwidth", "10gbit"]
+NUMPY = next(backend for backend in BACKENDS if backend.name == "numpy")
 WHERE = Network(latency=50e-6, bandwidth=1.25e9)
 Parse = Callable[[str, str], float]
 
@@ -65,7 +69,7 @@ def test_quantities_are_read(parse: Parse, text: str, number: float) -> None:
 )
 def test_what_is_no_quantity_is_refused(parse: Parse, example: str, texts: list[str]) -> None:
     for text in texts:
-        with pytest.raises(ValueError, match="^what must be ") as raised:
+        with pytest.raises(ValueError, match=r"^what must be ") as raised:
             parse("what", text)
         assert f"such as {example}" in str(raised.value) or f"or {example}" in str(raised.value)
         assert str(raised.value).endswith(f"got {text!r}")
@@ -114,12 +118,29 @@ def test_what_chooses_at_random_is_not_the_only_advice(capsys: pytest.CaptureFix
     assert "Fastest that does not choose at random: balanced, compression=SIDCo(0.001, balanced=True)" in lines
 
 
-def test_every_compressor_of_the_table_can_be_made() -> None:
-    """Also with the ratio, and it exchanges in that way."""
-    known = {cls.__name__: cls for cls in compressors.COMPRESSORS}
-    for method in METHODS[2:]:
-        compressor = eval(method.argument.format(ratio=0.01), known)
-        assert compressor.ratio == 0.01
+@pytest.mark.parametrize("world", [2, 5])
+@pytest.mark.parametrize("method", METHODS[2:], ids=lambda method: method.title)
+def test_the_library_sends_what_the_model_says(method: Method, world: int) -> None:
+    """A step of the compressor that the table names: the same collectives, in the same rounds, with messages as long."""
+    compressor = eval(method.argument.format(ratio=0.01), {cls.__name__: cls for cls in COMPRESSORS})
+    pipelines = [
+        make_pipeline(NUMPY, compressor, {"p": (100_000,)}, world=world, position=position) for position in range(world)
+    ]
+    for pipeline in pipelines:
+        pipeline.arrive("p", np.random.default_rng(0).laplace(size=100_000).astype(np.float32))
+    following = [pipeline.begin(pipeline.buckets[0]) for pipeline in pipelines]
+    sent = []
+    while following[0] is not None:
+        message = following[0].message
+        sent.append([Call(following[0].kind, message.size, message.itemsize)])
+        answers = collective(NUMPY, following)
+        following = [
+            pipeline.advance(pipeline.buckets[0], answer, 1.0, lambda slots, reduced: None)
+            for pipeline, answer in zip(pipelines, answers, strict=True)
+        ]
+    assert sent == [list(together) for together in method.rounds(100_000, 0.01, world)]
+    bytes_sent = pipelines[0].buckets[0].bytes_sent
+    assert bytes_sent == pytest.approx(method.bytes_sent(100_000, 0.01, world))
 
 
 @pytest.mark.parametrize(
@@ -172,14 +193,14 @@ def test_without_matplotlib_the_picture_is_refused(
     monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if "Editable" not in repr(finder)])
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(SystemExit, match="--picture needs matplotlib, .* pip install matplotlib"):
+    with pytest.raises(SystemExit, match=r"--picture needs matplotlib, .* pip install matplotlib"):
         cli.main([*PLAN, "--picture", str(tmp_path / "plan.png")])
     assert capsys.readouterr().out == "" and not [*tmp_path.iterdir()]
 
 
 def test_without_horovod_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "horovod.torch", None)
-    with pytest.raises(SystemExit, match="--measure needs PyTorch and Horovod for it .* see horovod-sparse check"):
+    with pytest.raises(SystemExit, match=r"--measure needs PyTorch and Horovod for it .* see horovod-sparse check"):
         cli.main([*PLAN[:3], "--measure"])
 
 

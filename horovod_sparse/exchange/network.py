@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from horovod_sparse.exchange import cost, wire
+from horovod_sparse.exchange import cost, regions, wire
 
 CYCLE = 0.001
 """Horovod's default cycle in seconds (`HOROVOD_CYCLE_TIME`)."""
@@ -19,8 +19,6 @@ FUSION_BYTES = 128 * 2**20
 """Bytes that Horovod reduces together by default (`HOROVOD_FUSION_THRESHOLD`)."""
 PAIR = 2
 """Numbers in a row of messages 1, 5 and 6."""
-SPARE = 1.5
-"""Room of a part of the balanced exchange, as a multiple of an equal share."""
 
 
 class Call(NamedTuple):
@@ -101,12 +99,9 @@ def compact_pairs(numel: int, capacity: int) -> list[Call]:
 
 
 def balanced(k: int, capacity: int, world: int) -> list[Call]:
-    """Return the collectives of one bucket with the balanced exchange.
-
-    Each worker sends `SPARE * capacity / world` pairs to each worker, and then `k / world` pairs and one row to all.
-    """
-    room = min(capacity, math.ceil(SPARE * capacity / world))
-    return [Call("alltoall", world * PAIR * room), Call("allgather", PAIR * (math.ceil(k / world) + 1))]
+    """Return the collectives of one bucket with the balanced exchange (`wire`, messages 5 and 6)."""
+    room, forwarded = regions.room(capacity, world), regions.forwarded(k, world)
+    return [Call("alltoall", PAIR * world * room), Call("allgather", PAIR * (forwarded + 1))]
 
 
 def union(numel: int, capacity: int, world: int) -> list[Call]:

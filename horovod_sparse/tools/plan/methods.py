@@ -81,7 +81,7 @@ COMPACT = Method(
 BALANCED = Method(
     "balanced",
     "SIDCo({ratio}, balanced=True)",
-    sparse(SIDCo, lambda numel, k, capacity, world: network.balanced(k, capacity, world)),
+    sparse(partial(SIDCo, balanced=True), lambda numel, k, capacity, world: network.balanced(k, capacity, world)),
 )
 UNION = Method(
     "union", "MiCRO({ratio})", sparse(MiCRO, lambda numel, k, capacity, world: network.union(numel, capacity, world))
