@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentTypeError as Refusal
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -10,12 +10,12 @@ T = TypeVar("T")
 
 
 def quantity(parse: Callable[[str, str], T], name: str) -> Callable[[str], T]:
-    """Return the `type` of an option: `parse(name, text)`, whose error argparse prints as it is."""
+    """Return the `type` of an option: `parse(name, text)`. argparse prints the message of its ValueError as it is."""
 
     def parsed(text: str) -> T:
         try:
             return parse(name, text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
+            raise Refusal(str(error)) from error
 
     return parsed
