@@ -96,7 +96,7 @@ METHODS = (DENSE32, DENSE16, PAIRS, COMPACT, BALANCED, UNION, SHARED)
 
 
 def break_even_ratio(where: Network, parameters: int, world: int, method: Method, dense: Method) -> float:
-    """Return the largest ratio at which `method` takes less time than `dense`; 0 if there is none, 1 if it always does.
+    """Return the largest ratio at which `method` takes less time than `dense`; 0 if there is none, 1 if all do.
 
     A search by halves: the time of a method with messages never falls when the ratio grows.
     """
@@ -111,8 +111,7 @@ def break_even_ratio(where: Network, parameters: int, world: int, method: Method
     for _ in range(_HALVINGS):
         middle = (least + most) / 2
         least, most = (middle, most) if wins(middle) else (least, middle)
-    # Even a ratio that is almost 0 sends one entry of each bucket.
-    return least if least > 2.0 ** (1 - _HALVINGS) else 0.0
+    return least
 
 
 def break_even_workers(where: Network, parameters: int, ratio: float, method: Method, dense: Method) -> int:
