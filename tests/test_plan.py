@@ -12,7 +12,7 @@ import pytest
 from driver import collective, make_pipeline
 from hypothesis import given
 from hypothesis import strategies as st
-from parallel.launch import Launch
+from parallel.launch import REPOSITORY, Launch
 from table import BACKENDS
 
 from horovod_sparse.compressors import COMPRESSORS
@@ -109,6 +109,14 @@ def test_the_table_has_the_numbers_of_the_model(capsys: pytest.CaptureFixture[st
     assert pairs in lines
     assert 'Fastest: compact pairs, compression=SIDCo(0.001, values="bfloat16")' in lines
     assert printed.endswith(f"{report.LEFT_OUT}\n")
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    page = (REPOSITORY / "docs" / "planning.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^horovod-sparse (plan --parameters .*) plan.png$", page, re.MULTILINE)
+    assert cli.main([*command.split(), str(tmp_path / "plan.png")]) == 0
+    assert f"```\n{capsys.readouterr().out}```\n" in page
 
 
 def test_what_chooses_at_random_is_not_the_only_advice(capsys: pytest.CaptureFixture[str]) -> None:
