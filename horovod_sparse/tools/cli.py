@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from horovod_sparse import __version__
-from horovod_sparse.tools import bench, check
+from horovod_sparse.tools import bench, check, plan
 
 
 def _check(_: argparse.Namespace) -> int:
@@ -29,6 +29,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_arguments(measured, sizes=(1_000_000, 25_000_000), repetitions=5)
     measured.add_argument("--backend", choices=bench.BACKENDS, default="torch")
     measured.set_defaults(run=bench.run)
+    text = "predict how long each exchange of gradients takes on a network, without training"
+    planned = commands.add_parser("plan", help=text, description=text)
+    plan.add_arguments(planned)
+    planned.set_defaults(run=plan.run)
     return parser
 
 

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from horovod_sparse import kernels
+from horovod_sparse.exchange.quantities import parse_count
 from horovod_sparse.tools.bench import measure
 from horovod_sparse.tools.bench.rows import ROWS, Conditions
+from horovod_sparse.tools.options import quantity
 
 BACKENDS = ("torch", "numpy")
 
@@ -20,17 +22,18 @@ BACKENDS = ("torch", "numpy")
 def add_arguments(parser: argparse.ArgumentParser, sizes: Sequence[int], repetitions: int) -> None:
     """Add the options, with these defaults."""
     add = parser.add_argument
-    add("--sizes", nargs="+", type=_count, default=list(sizes), metavar="N", help="elements, as 1000000 or 25M")
+    add(
+        "--sizes",
+        nargs="+",
+        type=quantity(parse_count, "sizes"),
+        default=list(sizes),
+        metavar="N",
+        help="elements, as 1000000 or 25M",
+    )
     add("--ratios", nargs="+", type=float, default=[0.001], metavar="RATIO", help="of the entries that are sent")
     add("--threads", nargs="+", type=int, default=[1], metavar="N", help="of PyTorch and the kernels")
     add("--repetitions", type=int, default=repetitions, metavar="N")
     add("--rows", nargs="+", default=[""], metavar="TEXT", help="only rows whose titles contain one of these")
-
-
-def _count(text: str) -> int:
-    """Parse a number of elements."""
-    factors = {"M": 1_000_000, "k": 1_000}
-    return int(float(text[:-1]) * factors[text[-1]]) if text[-1:] in factors else int(text)
 
 
 def conditions(arguments: argparse.Namespace) -> Iterator[Conditions]:

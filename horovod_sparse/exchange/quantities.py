@@ -1,0 +1,80 @@
+"""Quantities with units, as people write them: counts, bandwidths and latencies. Plain Python, no framework."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from fractions import Fraction
+
+_QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)\s*([A-Za-zµ]*)")
+_COUNTS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
+_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
+_BYTES = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SECONDS = {"us": Fraction(1, 10**6), "µs": Fraction(1, 10**6), "ms": Fraction(1, 10**3), "s": Fraction(1)}
+
+
+def parse_count(name: str, text: str) -> int:
+    """Return the whole number that `text` says: digits, or a number with k (10^3), M (10^6) or B (10^9).
+
+    Args:
+        name: of the argument, for the error.
+        text: such as "25600000", "25.6M", "1.5B" or "350k"; at least 1.
+
+    Raises:
+        ValueError: the text is anything else, or less than 1, or not a whole number.
+    """
+    number = _number(text, _COUNTS)
+    if number is None or number < 1 or number.denominator != 1:
+        raise ValueError(
+            f"{name} must be a whole number >= 1, with k, M or B behind it or none, such as 25.6M, got {text!r}"
+        )
+    return int(number)
+
+
+def parse_bandwidth(name: str, text: str) -> float:
+    """Return the bytes per second that `text` says: in bits as tc writes them, or in bytes with a capital B.
+
+    Powers of ten: 1gbit is 10^9 bits per second, 125,000,000 bytes per second, and so is 125MB. What may mean both, such as
+    10gb or 10gbps (which tc takes for bytes), is refused.
+
+    Args:
+        name: of the argument, for the error.
+        text: such as "100mbit", "1gbit", "10Gbit" or "1.2GB"; more than 0.
+
+    Raises:
+        ValueError: the text is anything else, or 0.
+    """
+    number = _number(text, _BYTES)
+    if number is None:
+        bits = _number(text.lower(), _BITS)
+        number = bits / 8 if bits is not None else None
+    if not number:
+        raise ValueError(
+            f"{name} must be bits per second, such as 100mbit or 10gbit, or bytes per second, such as 1.2GB, got {text!r}"
+        )
+    return float(number)
+
+
+def parse_latency(name: str, text: str) -> float:
+    """Return the seconds that `text` says.
+
+    Args:
+        name: of the argument, for the error.
+        text: a number with us, ms or s, such as "50us", "0.1ms" or "1s"; at least 0.
+
+    Raises:
+        ValueError: the text is anything else.
+    """
+    number = _number(text, _SECONDS)
+    if number is None:
+        raise ValueError(f"{name} must be a time in us, ms or s, such as 50us, got {text!r}")
+    return float(number)
+
+
+def _number(text: str, units: Mapping[str, int | Fraction]) -> Fraction | None:
+    """Return a number with one of these units, exactly; None if `text` is anything else."""
+    found = _QUANTITY.fullmatch(text.strip())
+    if found is None or found[2] not in units:
+        return None
+    return Fraction(Decimal(found[1])) * units[found[2]]

@@ -1,0 +1,246 @@
+"""The command `horovod-sparse plan`: quantities with units, what it prints and draws, and a network that it measures."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from driver import collective, make_pipeline
+from hypothesis import given
+from hypothesis import strategies as st
+from parallel.launch import REPOSITORY, Launch
+from table import BACKENDS
+
+from horovod_sparse.compressors import COMPRESSORS
+from horovod_sparse.exchange.network import Call, Network
+from horovod_sparse.exchange.quantities import parse_bandwidth, parse_count, parse_latency
+from horovod_sparse.tools import cli
+from horovod_sparse.tools.plan import report
+from horovod_sparse.tools.plan.methods import DENSE16, METHODS, PAIRS, Method, break_even_ratio, break_even_workers
+
+PLAN = ["plan", "--parameters", "25.6M", "--workers", "64", "--bandwidth", "10gbit"]
+NUMPY = next(backend for backend in BACKENDS if backend.name == "numpy")
+WHERE = Network(latency=50e-6, bandwidth=1.25e9)
+Parse = Callable[[str, str], float]
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "number"),
+    [
+        (parse_count, "25600000", 25_600_000),
+        (parse_count, "25.6M", 25_600_000),
+        (parse_count, "1.5B", 1_500_000_000),
+        (parse_count, "350k", 350_000),
+        (parse_count, "1", 1),
+        (parse_count, " 2.0 ", 2),
+        # Floats would make 1001 of this.
+        (parse_count, "1.001k", 1001),
+        (parse_bandwidth, "100mbit", 12.5e6),
+        (parse_bandwidth, "1gbit", 125e6),
+        (parse_bandwidth, "10Gbit", 1.25e9),
+        (parse_bandwidth, "0.4tbit", 50e9),
+        (parse_bandwidth, "8000kbit", 1e6),
+        (parse_bandwidth, "800bit", 100.0),
+        (parse_bandwidth, "1.2GB", 1.2e9),
+        (parse_bandwidth, "125 MB", 125e6),
+        (parse_latency, "50us", 50e-6),
+        (parse_latency, "50 µs", 50e-6),
+        (parse_latency, "0.1ms", 1e-4),
+        (parse_latency, "2ms", 2e-3),
+        (parse_latency, "1s", 1.0),
+        (parse_latency, "0us", 0.0),
+    ],
+)
+def test_quantities_are_read(parse: Parse, text: str, number: float) -> None:
+    assert parse("what", text) == number
+
+
+@pytest.mark.parametrize(
+    ("parse", "example", "texts"),
+    [
+        (parse_count, "25.6M", ["", "M", "0", "0.5", "-3", "1.2345k", "25.6m", "1e6", "1,000", "many", "1..5", "nan"]),
+        (parse_bandwidth, "10gbit", ["", "0gbit", "10", "10gbps", "10gb", "10Gb", "-1gbit", "gbit", "1e9bit", "infGB"]),
+        (parse_latency, "50us", ["", "50", "50ns", "-1ms", "ms", "1 m s", "1min", "nans"]),
+    ],
+)
+def test_what_is_no_quantity_is_refused(parse: Parse, example: str, texts: list[str]) -> None:
+    for text in texts:
+        with pytest.raises(ValueError, match=r"^what must be ") as raised:
+            parse("what", text)
+        assert f"such as {example}" in str(raised.value) or f"or {example}" in str(raised.value)
+        assert str(raised.value).endswith(f"got {text!r}")
+
+
+@given(st.integers(1, 10**15))
+def test_counts_survive_being_written(count: int) -> None:
+    for unit, factor in (("", 1), ("k", 10**3), ("M", 10**6), ("B", 10**9)):
+        whole, rest = divmod(count, factor)
+        digits = len(str(factor)) - 1
+        assert parse_count("n", f"{whole}.{rest:0{digits}}{unit}" if digits else f"{whole}{unit}") == count
+
+
+@given(st.integers(1, 10**13))
+def test_rates_are_the_same_in_bits_and_bytes(rate: int) -> None:
+    assert parse_bandwidth("rate", f"{8 * rate}kbit") == parse_bandwidth("rate", f"{rate}kB")
+    assert parse_latency("time", f"{rate}ms") == parse_latency("time", f"{1000 * rate}us")
+
+
+def test_the_table_has_the_numbers_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(PLAN) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert max(map(len, lines)) <= 100
+    dense = DENSE16.seconds(WHERE, 25_600_000, 0.001, 64)
+    for method, line in zip(METHODS, lines[4:], strict=False):
+        seconds = method.seconds(WHERE, 25_600_000, 0.001, 64)
+        sent = f"{method.bytes_sent(25_600_000, 0.001, 64):,.0f}"
+        argument = method.argument.format(ratio="0.001")
+        assert line.startswith(f"{method.title}  ")
+        assert re.split(r"\s{2,}", line)[1:] == [sent, f"{1e3 * seconds:,.2f}", f"{dense / seconds:,.2f}", argument]
+    most = break_even_ratio(WHERE, 25_600_000, 64, PAIRS, DENSE16)
+    workers = break_even_workers(WHERE, 25_600_000, 0.001, PAIRS, DENSE16)
+    pairs = (
+        f"Pairs beat dense float16 up to ratio {most:.3g} with 64 workers; with ratio 0.001 up to {workers} workers."
+    )
+    assert pairs in lines
+    assert 'Fastest: compact pairs, compression=SIDCo(0.001, values="bfloat16")' in lines
+    assert printed.endswith(f"{report.LEFT_OUT}\n")
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    page = (REPOSITORY / "docs" / "planning.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^horovod-sparse (plan --parameters .*) plan.png$", page, re.MULTILINE)
+    assert cli.main([*command.split(), str(tmp_path / "plan.png")]) == 0
+    assert f"```\n{capsys.readouterr().out}```\n" in page
+
+
+def test_what_chooses_at_random_is_not_the_only_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*PLAN, "--latency", "0us"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "Fastest: shared indices, compression=RandomBlock(0.001)" in lines
+    assert "Fastest that does not choose at random: balanced, compression=SIDCo(0.001, balanced=True)" in lines
+
+
+@pytest.mark.parametrize("world", [2, 5])
+@pytest.mark.parametrize("method", METHODS[2:], ids=lambda method: method.title)
+def test_the_library_sends_what_the_model_says(method: Method, world: int) -> None:
+    """A step of the compressor that the table names: the same collectives, in the same rounds, with messages as long."""
+    compressor = eval(method.argument.format(ratio=0.01), {cls.__name__: cls for cls in COMPRESSORS})
+    pipelines = [
+        make_pipeline(NUMPY, compressor, {"p": (100_000,)}, world=world, position=position) for position in range(world)
+    ]
+    for pipeline in pipelines:
+        pipeline.arrive("p", np.random.default_rng(0).laplace(size=100_000).astype(np.float32))
+    following = [pipeline.begin(pipeline.buckets[0]) for pipeline in pipelines]
+    sent = []
+    while following[0] is not None:
+        message = following[0].message
+        sent.append([Call(following[0].kind, message.size, message.itemsize)])
+        answers = collective(NUMPY, following)
+        following = [
+            pipeline.advance(pipeline.buckets[0], answer, 1.0, lambda slots, reduced: None)
+            for pipeline, answer in zip(pipelines, answers, strict=True)
+        ]
+    assert sent == [list(together) for together in method.rounds(100_000, 0.01, world)]
+    bytes_sent = pipelines[0].buckets[0].bytes_sent
+    assert bytes_sent == pytest.approx(method.bytes_sent(100_000, 0.01, world))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--parameters", "0.5"], "argument --parameters: parameters must be a whole number >= 1"),
+        (["--bandwidth", "10gbps"], "argument --bandwidth: bandwidth must be bits per second"),
+        (["--latency", "5"], "argument --latency: latency must be a time"),
+        (["--workers", "1"], "argument --workers: workers must be an int >= 2, such as 64, got '1'"),
+        (["--workers", "2.5"], "argument --workers: workers must be an int >= 2, such as 64, got '2.5'"),
+        (["--ratio", "0"], "argument --ratio: ratio must be in (0, 1], such as 0.001, got '0'"),
+        (["--ratio", "1.1"], "argument --ratio: ratio must be in (0, 1], such as 0.001, got '1.1'"),
+        (["--ratio", "nan"], "argument --ratio: ratio must be in (0, 1], such as 0.001, got 'nan'"),
+        (["--ratio", "some"], "argument --ratio: ratio must be in (0, 1], such as 0.001, got 'some'"),
+    ],
+)
+def test_wrong_options_are_refused(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*PLAN, *options])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (PLAN[:3], "plan needs --workers and --bandwidth, such as"),
+        (PLAN[:5], "plan needs --bandwidth, such as"),
+        ([*PLAN, "--measure"], "--measure finds --bandwidth and --latency out"),
+        ([*PLAN[:3], "--latency", "1ms", "--measure"], "--measure finds --bandwidth and --latency out"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        cli.main(options)
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    assert cli.main([*PLAN, "--picture", str(path)]) == 0
+    picture = path.read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n") and len(picture) > 10_000
+
+
+def test_without_matplotlib_the_picture_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if "Editable" not in repr(finder)])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit, match=r"--picture needs matplotlib, .* pip install matplotlib"):
+        cli.main([*PLAN, "--picture", str(tmp_path / "plan.png")])
+    assert capsys.readouterr().out == "" and not [*tmp_path.iterdir()]
+
+
+def test_without_horovod_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "horovod.torch", None)
+    with pytest.raises(SystemExit, match=r"--measure needs PyTorch and Horovod for it .* see horovod-sparse check"):
+        cli.main([*PLAN[:3], "--measure"])
+
+
+COMMAND = ["-m", "horovod_sparse.tools.cli", *PLAN[:3], "--measure"]
+
+
+@pytest.mark.parallel
+def test_two_workers_measure_their_network() -> None:
+    ended = Launch("mpirun", 2).run(*COMMAND, limit=120)
+    assert ended.code == 0, str(ended)
+    # One worker alone prints.
+    assert ended.output.count("25,600,000 parameters, ratio 0.001, 2 workers") == 1, str(ended)
+    assert ended.output.count("Fastest: ") == 1, str(ended)
+    (rate,) = re.findall(r"^([\d,.]+) MB/s each way", ended.output, re.MULTILINE)
+    assert float(rate.replace(",", "")) > 0.0
+
+
+@pytest.mark.parallel
+def test_one_worker_cannot_measure() -> None:
+    ended = Launch("plain").run(*COMMAND, limit=120)
+    assert ended.code == 1, str(ended)
+    assert "--measure needs at least 2 workers, got 1: start it with a launcher, as in mpirun -np 2" in ended.output
+
+
+@pytest.mark.full
+@pytest.mark.parallel
+def test_the_benchmark_compares_every_method() -> None:
+    ended = Launch("mpirun", 2).run("benchmarks/network.py", "--parameters", "100k", "--ratios", "0.01", limit=120)
+    assert ended.code == 0, str(ended)
+    rows = [line.strip("| ").split(" | ") for line in ended.output.splitlines() if line.startswith("| ")][1:]
+    assert [row[0].partition(",")[0] for row in rows] == [method.title for method in METHODS]
+    for method, (_, sent, predicted, measured, error) in zip(METHODS, rows, strict=True):
+        assert sent == f"{method.bytes_sent(100_000, 0.01, 2):,.0f}"
+        assert float(predicted) > 0.0 and float(measured) > 0.0
+        assert int(error) == pytest.approx(100 * (float(predicted) / float(measured) - 1), abs=2)
