@@ -28,6 +28,13 @@ NETWORK = "10.77.0."
 MOST_HOSTS = 64
 PROGRAMS = ("ip", "tc", "unshare")
 
+RINGS = {
+    "coll_tuned_use_dynamic_rules": "1",
+    "coll_tuned_allreduce_algorithm": "4",
+    "coll_tuned_allgatherv_algorithm": "3",
+}
+"""Let Open MPI use rings. What it chooses itself for large messages is slower with more than two hosts."""
+
 # Called as ssh is: options, also behind the host, and then the command in words. `ip netns exec` gives it mounts of its own.
 AGENT = """#!/bin/sh
 host=
@@ -127,7 +134,7 @@ def _run(*command: str) -> None:
         raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
-def launch(where: Cluster, launcher: str, slots: int, command: Sequence[str]) -> list[str]:
+def launch(where: Cluster, launcher: str, slots: int, command: Sequence[str], *, rings: bool = False) -> list[str]:
     """The command line that starts `slots` workers on every host."""
     workers = ["-np", str(len(where.hosts) * slots), "-H", ",".join(f"{host}:{slots}" for host in where.hosts)]
     if launcher == "horovodrun":
@@ -142,18 +149,22 @@ def launch(where: Cluster, launcher: str, slots: int, command: Sequence[str]) ->
         "oob_tcp_if_include": "eth0",
         "mpi_yield_when_idle": "1",
     }
+    if rings:
+        settings |= RINGS
     chosen = [word for name, value in settings.items() for word in ("--mca", name, value)]
     return ["mpirun", "--allow-run-as-root", *workers, "--bind-to", "none", *chosen, *command]
 
 
-def run(where: Cluster, launcher: str, slots: int, command: Sequence[str]) -> int:
+def run(where: Cluster, launcher: str, slots: int, command: Sequence[str], *, rings: bool = False) -> int:
     """Start the workers and wait for them; the launcher's exit status."""
     environment = {
         "OMP_NUM_THREADS": "1",
         **os.environ,
         "PATH": os.pathsep.join([str(where.agent.parent), os.environ.get("PATH", os.defpath)]),
     }
-    with subprocess.Popen(where.inside(launch(where, launcher, slots, command)), env=environment) as process:
+    with subprocess.Popen(
+        where.inside(launch(where, launcher, slots, command, rings=rings)), env=environment
+    ) as process:
         try:
             return process.wait()
         except BaseException:
@@ -173,6 +184,7 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--slots", type=int, default=1, help="workers on each host")
     parser.add_argument("--rate", default="1gbit", help="of every host's network card, both ways, as tc writes it")
+    parser.add_argument("--rings", action="store_true", help="mpirun: let Open MPI use rings for large messages")
     parser.add_argument("--launcher", choices=["mpirun", "horovodrun"], default="mpirun")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what every worker runs, behind --")
     args = parser.parse_args()
@@ -192,7 +204,7 @@ def main() -> int:
             file=sys.stderr,
             flush=True,
         )
-        return run(where, args.launcher, args.slots, command)
+        return run(where, args.launcher, args.slots, command, rings=args.rings)
 
 
 if __name__ == "__main__":
