@@ -96,24 +96,25 @@ def many(args: argparse.Namespace) -> Task:
 
 MODELS: dict[str, Callable[[argparse.Namespace], Task]] = {"charlm": charlm, "linear": linear, "many": many}
 
-# --- ways to exchange gradients: model, optimizer and granularity in; model, optimizer and compression out ---
+# --- ways to exchange gradients: model, optimizer and a compressor's settings in; model, optimizer and compression out ---
 
 Made = tuple[nn.Module, Any, Any]
+Settings = dict[str, Any]
 
 
-def alone(model: nn.Module, optimizer: torch.optim.Optimizer, _: str) -> Made:
+def alone(model: nn.Module, optimizer: torch.optim.Optimizer, _: Settings) -> Made:
     """Nothing is exchanged."""
     return model, optimizer, None
 
 
-def horovod(compression: Any, model: nn.Module, optimizer: torch.optim.Optimizer, _: str) -> Made:
+def horovod(compression: Any, model: nn.Module, optimizer: torch.optim.Optimizer, _: Settings) -> Made:
     named = model.named_parameters()
     made = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
     return model, made, compression
 
 
-def sparse(compressor: type, options: dict[str, Any], model: nn.Module, optimizer: Any, granularity: str) -> Made:
-    return horovod(compressor(**options, granularity=granularity), model, optimizer, granularity)
+def sparse(compressor: type, options: Settings, model: nn.Module, optimizer: Any, settings: Settings) -> Made:
+    return horovod(compressor(**options, **settings), model, optimizer, settings)
 
 
 @cache
@@ -128,7 +129,7 @@ def join_gloo() -> None:
     dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
 
 
-def ddp(hook: str, model: nn.Module, optimizer: torch.optim.Optimizer, _: str) -> Made:
+def ddp(hook: str, model: nn.Module, optimizer: torch.optim.Optimizer, _: Settings) -> Made:
     """DistributedDataParallel, with a communication hook if there is one."""
     join_gloo()
     if hook.startswith("PowerSGD"):
@@ -145,7 +146,7 @@ def ddp(hook: str, model: nn.Module, optimizer: torch.optim.Optimizer, _: str) -
 
 
 ALONE, DENSE = "none: computation alone", "dense fp32"
-CONTENDERS: dict[str, Callable[[nn.Module, Any, str], Made]] = {
+CONTENDERS: dict[str, Callable[[nn.Module, Any, Settings], Made]] = {
     ALONE: alone,
     DENSE: partial(horovod, hvd.Compression.none),
     "dense fp16": partial(horovod, hvd.Compression.fp16),
@@ -165,3 +166,4 @@ CONTENDERS: dict[str, Callable[[nn.Module, Any, str], Made]] = {
     "MiCRO 0.01": partial(sparse, hvd.MiCRO, {"ratio": 0.01}),
     "RandomBlock 0.01": partial(sparse, hvd.RandomBlock, {"ratio": 0.01}),
 }
+SPARSE = [name for name, made in CONTENDERS.items() if isinstance(made, partial) and made.func is sparse]

@@ -18,14 +18,14 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import machine
 import torch
-from step_contenders import ALONE, CONTENDERS, DENSE, MODELS, Task
+from step_contenders import ALONE, CONTENDERS, DENSE, MODELS, SPARSE, Settings, Task
 from torch import nn
 from tqdm import tqdm
 
@@ -36,6 +36,8 @@ import common
 
 SETTLING = 40
 """Rounds that are neither timed nor counted: residuals and thresholds grow, and Horovod learns the messages."""
+WARMING = 5
+"""Of these, those that a contender without residuals takes part in. Dense steps take long on a slow network."""
 
 
 @dataclass
@@ -57,9 +59,14 @@ class Contender:
         self.seconds.clear()
         self.settled_at = self.entries()
 
+    @property
+    def settles(self) -> bool:
+        """Whether it has residuals that grow at first."""
+        return hasattr(self.compression, "stats")
+
     def entries(self) -> tuple[float, float]:
         """Return how many entries were asked for and sent in all steps so far; zeros for a contender without statistics."""
-        if not hasattr(self.compression, "stats"):
+        if not self.settles:
             return 0.0, 0.0
         stats = self.compression.stats()
         total = stats.mean.total
@@ -80,12 +87,25 @@ def quartiles(seconds: list[float]) -> tuple[float, float, float]:
     return 1000 * low, 1000 * middle, 1000 * high
 
 
-def make(name: str, task: Task, granularity: str) -> Contender:
+def make(name: str, title: str, task: Task, settings: Settings) -> Contender:
     """A contender whose model starts as all others do."""
     torch.manual_seed(0)
     model = task.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    return Contender(name, task, *CONTENDERS[name](model, optimizer, granularity))
+    return Contender(title, task, *CONTENDERS[name](model, optimizer, settings))
+
+
+def contenders_of(args: argparse.Namespace, task: Task) -> Iterator[Contender]:
+    """All contenders that were asked for; sparse ones once for each size of the buckets."""
+    for name in CONTENDERS:
+        if args.rows is not None and name not in (ALONE, DENSE, *args.rows):
+            continue
+        settings = {"granularity": args.granularity}
+        if name not in SPARSE or not args.bucket_mib:
+            yield make(name, name, task, settings)
+            continue
+        for mib in args.bucket_mib:
+            yield make(name, f"{name}, buckets of {mib:g} MiB", task, settings | {"bucket_bytes": int(mib * 2**20)})
 
 
 def check(contender: Contender) -> None:
@@ -144,6 +164,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--rows", nargs="+", choices=CONTENDERS, metavar="ROW", help=f"beside {ALONE!r} and {DENSE!r}; default: all")
     add("--rounds", type=int, default=100, help="timed steps of each contender")
     add("--granularity", default="bucket", help="of the sparse contenders")
+    add("--bucket-mib", type=float, nargs="+", metavar="MIB", help="of the sparse contenders, one row for each")
     add("--batch-size", type=int, default=2, help="samples per worker and step")
     add("--context", type=int, default=32, help="of charlm")
     add("--heads", type=int, default=4, help="of charlm")
@@ -161,8 +182,7 @@ def main() -> None:
     args = parse()
     hvd.init()
     task = MODELS[args.model](args)
-    names = [name for name in CONTENDERS if args.rows is None or name in (ALONE, DENSE, *args.rows)]
-    contenders = [make(name, task, args.granularity) for name in names]
+    contenders = list(contenders_of(args, task))
     numel = sum(parameter.numel() for parameter in contenders[0].model.parameters())
     residual, gradient = torch.zeros(numel), torch.zeros(numel)
     generator = torch.Generator().manual_seed(hvd.rank())
@@ -173,6 +193,8 @@ def main() -> None:
         for contender in contenders:
             if number == SETTLING:
                 contender.settle()
+            if number < SETTLING - WARMING and not contender.settles:
+                continue
             # Nobody's step waits for a worker that is still in the step before.
             hvd.barrier()
             contender.step(batch)

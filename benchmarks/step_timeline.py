@@ -108,7 +108,8 @@ def main() -> None:
     args: argparse.Namespace = parse()
     hvd.init()
     task = MODELS[args.model](args)
-    contenders = [make(ALONE, task, args.granularity), make(args.rows[0], task, args.granularity)]
+    settings = {"granularity": args.granularity}
+    contenders = [make(name, name, task, settings) for name in (ALONE, args.rows[0])]
     numel = sum(parameter.numel() for parameter in contenders[0].model.parameters())
     residual, gradient = torch.zeros(numel), torch.zeros(numel)
     generator = torch.Generator().manual_seed(hvd.rank())

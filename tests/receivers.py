@@ -13,6 +13,7 @@ from table import ORACLE, Backend
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.base import Compressor, Place
+from horovod_sparse.exchange import regions
 from horovod_sparse.exchange.protocols import Exchange, Reduced
 from horovod_sparse.ops.protocol import Selection
 
@@ -27,6 +28,7 @@ CASES: dict[str, Compressor] = {
     "pairs, estimated": compressors.SIDCo(0.2),
     "pairs, float64": compressors.TopK(0.2, slack=1.3, residual_dtype="float64"),
     "pairs, compact": compressors.TopK(0.2, slack=1.3, values="bfloat16"),
+    "sums of regions": compressors.TopK(0.2, slack=1.3, balanced=True),
     "pairs, drawn": compressors.RandomK(0.2, shared=False),
     "indices": compressors.MiCRO(0.2),
     "indices, of all": compressors.TopK(0.2, slack=1.3, union=True),
@@ -54,6 +56,10 @@ class Recorded:
     """Each worker's residual before the selection."""
     selected: list[np.ndarray]
     messages: list[np.ndarray]
+    """Each worker's message that is gathered, or whose sum is taken."""
+    received: np.ndarray | None
+    """What the first worker has got by alltoall before that; None without one."""
+    bounds: list[int]
     checksums: list[int]
     proposals: list[float]
 
@@ -80,8 +86,12 @@ def record(compressor: Compressor) -> Recorded:
                 pipeline.end_step()
     buffers = [bucket.buffer.copy() for bucket in buckets]
     selected = [bucket.select().indices for bucket in buckets]
+    bounds = buckets[0].bounds
     asked = [pipeline.begin(bucket) for pipeline, bucket in zip(pipelines, buckets, strict=True)]
-    collective(ORACLE, asked)
+    answers, received = collective(ORACLE, asked), None
+    if asked[0].kind == "alltoall":
+        received = answers[0].copy()
+        asked = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
     return Recorded(
         compressor,
         compressor.exchange,
@@ -93,21 +103,25 @@ def record(compressor: Compressor) -> Recorded:
         buffers,
         selected,
         [one.message for one in asked],
+        received,
+        bounds,
         [bucket.checksum() for bucket in buckets],
         [bucket.proposal() for bucket in buckets],
     )
 
 
 class Replay:
-    """A `protocols.Sender` that sends again what one worker has sent."""
+    """A `protocols.Sender` that sends again what one worker has sent. Its region of the bucket is the first worker's."""
 
     name = "p2"
     world = WORLD
     finite = True
+    position = 0
 
     def __init__(self, recorded: Recorded, backend: Backend, rank: int) -> None:
         self.ops, self.rank = backend.ops, rank
         self.numel, self.capacity, self.is_compact = recorded.numel, recorded.capacity, recorded.is_compact
+        self.k, self.bounds = recorded.k, recorded.bounds
         self._recorded = recorded
         self._buffer = backend.array(recorded.buffers[rank])
         self._selected = backend.array(recorded.selected[rank])
@@ -117,6 +131,18 @@ class Replay:
         return self._message
 
     def finish(self) -> None: ...
+
+    def message_to_regions(self, room: int) -> Any:
+        assert self._recorded.received is not None and len(self._recorded.received) == WORLD * room
+        return self.ops.copy(self.ops.indices(self._recorded.received, self._buffer))
+
+    def keep(self, indices: Any, values: Any) -> None:
+        """What is kept must be added to the residual without another check."""
+        inside = [index for index in indices.tolist() if self.bounds[0] <= index < self.bounds[1]]
+        assert sorted(set(inside)) == indices.tolist() and len(values) == len(indices)
+
+    def balance(self, counts: list[int]) -> None:
+        assert regions.are_bounds(regions.balanced(self.bounds, counts))
 
     def select(self) -> Selection:
         return Selection(self._selected, len(self._selected))
