@@ -21,6 +21,7 @@ from horovod.tensorflow import mpi_ops  # noqa: E402
 from horovod_sparse.compressors.momentum import MomentumCorrection  # noqa: E402
 from horovod_sparse.compressors.schedules import warmup  # noqa: E402
 from horovod_sparse.core.layout import Layout, Parameter, Slot, plan  # noqa: E402
+from horovod_sparse.exchange import protocols  # noqa: E402
 from horovod_sparse.exchange.wire import NOT_FINITE, PADDING  # noqa: E402
 from horovod_sparse.kernels.pool import BufferPool  # noqa: E402
 from horovod_sparse.numpy.ops import NumpyOps  # noqa: E402
@@ -517,6 +518,13 @@ def test_damaged_messages_are_refused(indices: list[int]) -> None:
 
 # --- what cannot be done is refused when it is asked for ---
 
+
+class Shared(TopK):
+    """The selection is known, and the exchange is not."""
+
+    exchange = property(lambda self: protocols.shared_indices)
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "graph": (lambda: TopK(0.1, graph=1), "graph must be True or False, got 1"),
     "union": (lambda: TopK(0.1, union=True, graph=True), "union must not be True"),
@@ -530,6 +538,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "schedule": (lambda: TopK(warmup(0.1, end=0.01, steps=5), graph=True), "ratio must not be .*use a number"),
     "dense-steps": (lambda: TopK(0.1, dense_steps=2, graph=True), "dense_steps must not be 2"),
     "values": (lambda: TopK(0.1, values="bfloat16", graph=True), "values must not be 'bfloat16'"),
+    "balanced": (lambda: TopK(0.1, balanced=True, graph=True), "balanced must not be True.*use balanced=False"),
+    "exchange": (lambda: Shared(0.1, graph=True), "union must not be True.*the graph exchanges pairs only"),
     "discardable": (lambda: TopK(0.1, discardable=True, graph=True), "discardable must not be True.*leave graph=False"),
     "learning-rate": (lambda: TopK(0.1, lr_in_residual=True, graph=True), "lr_in_residual must not be True"),
 }

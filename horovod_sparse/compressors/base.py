@@ -102,8 +102,8 @@ class Compressor(ABC):
             shared indices, NoOp) refuse "bfloat16".
         balanced: whether pairs go through the ranks that own their regions of the bucket (exchange `balanced`). Each rank sums
             what all ranks have sent to its region, forwards about k/n of the largest sums, and keeps the others in its own
-            residual. So about k entries are reduced, and each rank sends up to 6 k numbers for any number n of workers. Other
-            exchanges, and values="bfloat16", refuse it.
+            residual. So about k entries are reduced, and each rank sends up to 6 k numbers for any number n of workers, if n is
+            much less than k and slack is 1.25 or less. Other exchanges, and values="bfloat16", refuse it. EXPERIMENTAL.
         not_finite: what a NaN or infinity in a gradient does. "raise": every rank raises FloatingPointError when the step
             is reduced, and the rank with that gradient names the parameter. "propagate": no rank raises, and the bucket's
             reduced gradient becomes NaN on every rank, which is what `torch.amp.GradScaler` needs to skip the step

@@ -332,7 +332,7 @@ def _damaged(bucket: Sender, which: str, what: str | None) -> RuntimeError:
 def disagreement(bucket: Sender) -> RuntimeError:
     """Return the error for ranks whose steps, adaptive numbers or random choices differ."""
     return RuntimeError(
-        f"rank {bucket.rank}: the ranks disagree on the state of bucket {bucket.name!r} (step, seed or threshold), so "
+        f"rank {bucket.rank}: the ranks disagree on the state of bucket {bucket.name!r} (step, seed, threshold or regions), so "
         "their values would not belong to the same entries. After a restart load the compression state on every "
         "rank or on none, and run the same release of NumPy and horovod_sparse everywhere"
     )

@@ -8,6 +8,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 _QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)\s*([A-Za-zµ]*)")
+_LEAST, _MOST = Fraction(1, 10**30), Fraction(10**30)
 _COUNTS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 _BYTES = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -77,4 +78,6 @@ def _number(text: str, units: Mapping[str, int | Fraction]) -> Fraction | None:
     found = _QUANTITY.fullmatch(text.strip())
     if found is None or found[2] not in units:
         return None
-    return Fraction(Decimal(found[1])) * units[found[2]]
+    number = Fraction(Decimal(found[1])) * units[found[2]]
+    # A float holds these, and what is computed from them.
+    return number if not number or _LEAST <= number <= _MOST else None

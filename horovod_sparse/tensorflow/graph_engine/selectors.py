@@ -60,7 +60,12 @@ def check(compressor: Compressor) -> None:
     no_inverse = "TensorFlow has no inverse of the incomplete gamma function that follows SciPy's"
     rows = (
         ("compression", type(compressor).select not in _SELECTS, "its selection is Python code", f"use one of {names}"),
-        ("union", compressor.exchange is protocols.union, "the graph exchanges pairs only", "use union=False"),
+        (
+            "union",
+            compressor.exchange not in (protocols.sparse_allgather, protocols.balanced),
+            "the graph exchanges pairs only",
+            "use union=False",
+        ),
         ("ratio", isinstance(compressor.ratio, Schedule), "a graph's messages have one shape for good", "use a number"),
         ("dense_steps", compressor.dense_steps > 0, "a graph reduces every step alike", "use dense_steps=0"),
         ("values", compressor.values != "float32", "the graph packs float32 only", "use values='float32'"),

@@ -13,15 +13,16 @@ from horovod_sparse.exchange.network import Network
 from horovod_sparse.exchange.quantities import parse_bandwidth, parse_count, parse_latency
 from horovod_sparse.tools.options import quantity
 from horovod_sparse.tools.plan import report
+from horovod_sparse.tools.plan.methods import MOST_WORKERS
 
 LATENCY = 50e-6
 """Seconds; about what TCP takes within a data centre."""
 
 
 def _workers(name: str, text: str) -> int:
-    workers = int(text) if text.isdecimal() else 0
-    if workers < 2:
-        raise ValueError(f"{name} must be an int >= 2, such as 64, got {text!r}")
+    workers = int(text) if text.isdecimal() and len(text) <= len(str(MOST_WORKERS)) else 0
+    if not 2 <= workers <= MOST_WORKERS:
+        raise ValueError(f"{name} must be an int in [2, {MOST_WORKERS}], such as 64, got {text!r}")
     return workers
 
 

@@ -81,7 +81,7 @@ def _up_to(workers: int) -> str:
 
 
 def _argument(method: Method, ratio: float) -> str:
-    return method.argument.format(ratio=f"{ratio:g}")
+    return method.argument.format(ratio=repr(ratio))
 
 
 def draw(where: Network, parameters: int, ratio: float, world: int, path: Path) -> None:
