@@ -35,9 +35,7 @@ def expected(recorded: Recorded, results: Sequence[np.ndarray]) -> str | None:
     """Return what the error must contain, by the specification; "" for none, None if a gradient was not finite."""
     first, disagree = results[0], "the ranks disagree on the state of bucket 'p2'"
     if recorded.received is not None:
-        if first.dtype != np.int32 or first.shape != recorded.received.shape:
-            return disagree
-        # Whatever else is wrong with it, the other workers learn by this worker's message, which is not among the others here.
+        # Whatever is wrong with it, the other workers learn by this worker's message, which is not among the others here.
         first = results[1]
     gathers = recorded.exchange in (protocols.sparse_allgather, protocols.union, protocols.balanced)
     like, many = recorded.messages[0], WORLD if gathers else 1

@@ -163,7 +163,10 @@ def test_a_step_that_is_given_up_changes_nothing_but_its_gradients() -> None:
 def test_training_goes_on_from_a_saved_state() -> None:
     """The bounds are a part of the state. With other workers they begin anew."""
     world, rng = 3, np.random.default_rng(2)
-    make = lambda world: pipelines_of(ORACLE, world, compressors.SIDCo(0.2, **SETTINGS))  # noqa: E731
+
+    def make(world: int) -> list[Pipeline]:
+        return pipelines_of(ORACLE, world, compressors.SIDCo(0.2, **SETTINGS))
+
     main = make(world)
     for _ in range(5):
         step(ORACLE, main, [gradient * np.linspace(4, 0.1, NUMEL, dtype=np.float32) for gradient in dyadic(rng, world)])
@@ -274,6 +277,21 @@ def test_damaged_sums_are_an_error(backend: Backend, row: int, column: int, numb
         answer[trailer if row == 2 else trailer + 1 if row == 3 else row, column] = number
         with pytest.raises(RuntimeError, match=text):
             bucket.advance(answer)
+
+
+def test_ranks_at_different_steps_of_a_schedule_all_raise() -> None:
+    """What rank 1 receives has the length that it expects, by chance. Nobody may raise before all have gathered."""
+    made = [compressors.TopK(ratio, **SETTINGS) for ratio in (0.1, 0.2, 0.3)]
+    pipelines = [pipelines_of(ORACLE, 3, compressor)[rank] for rank, compressor in enumerate(made)]
+    arrive(ORACLE, pipelines, dyadic(np.random.default_rng(4), 3))
+    buckets = [one.buckets[0] for one in pipelines]
+    parts = [np.split(one.begin(bucket).message, 3) for one, bucket in zip(pipelines, buckets, strict=True)]
+    received = [np.concatenate(mine) for mine in zip(*parts, strict=True)]
+    assert len(received[1]) == 3 * len(parts[1][0])
+    gathered = np.concatenate([bucket.advance(one).message for bucket, one in zip(buckets, received, strict=True)])
+    for bucket in buckets:
+        with pytest.raises(RuntimeError, match=r"the ranks disagree|is damaged"):
+            bucket.advance(gathered)
 
 
 def test_a_sum_that_overflows_fails_the_step() -> None:

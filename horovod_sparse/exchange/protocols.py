@@ -200,18 +200,17 @@ def balanced(bucket: Sender) -> Generator[Collective, Any, Sent]:
     Each rank sums up what it has received, forwards the largest sums, and keeps the others (`wire`, messages 5 and 6; after
     Ok-Topk, https://arxiv.org/abs/2201.07598).
     """
-    ops, world, bounds = bucket.ops, bucket.world, bucket.bounds
+    ops, world = bucket.ops, bucket.world
     message = bucket.message_to_regions(regions.room(bucket.capacity, world))
     received = yield Collective("alltoall", message)
-    _check_result(bucket, received, message.shape, message.dtype)
-    used = _used_in_region(bucket, received, bounds)
-    indices, sums = ops.sum_pairs(received, used or [0] * world)
+    # Whatever is wrong, the other ranks are told: an error here would leave them waiting.
+    indices, sums, count = _sums_of_region(bucket, received, message)
     is_finite = bucket.finite and ops.all_finite(sums)
     forwarded = regions.forwarded(bucket.k, world)
     largest = ops.select_largest(sums, min(forwarded, len(sums))).indices if len(sums) else indices
     message = ops.pack(indices[largest], sums[largest], forwarded + 1)
-    message[-1, 0] = regions.checksum(bounds) if is_finite else wire.NOT_FINITE
-    message[-1, 1] = wire.BAD_PART if used is None else sum(used)
+    message[-1, 0] = regions.checksum(bucket.bounds) if is_finite else wire.NOT_FINITE
+    message[-1, 1] = count
     sums[largest] = 0
     bucket.keep(indices, sums)
     gathered = yield Collective("allgather", message)
@@ -277,18 +276,20 @@ def _check_result(bucket: Sender, result: Array, shape: tuple[int, ...], dtype: 
         raise disagreement(bucket)
 
 
-def _used_in_region(bucket: Sender, received: Array, bounds: Sequence[int]) -> list[int] | None:
-    """Return how many rows of each part are in use; None if a part is not as `wire` requires. Only this rank knows it."""
-    first, after = bounds[bucket.position], bounds[bucket.position + 1]
-    used: list[int] = []
-    counts = bucket.ops.rows_in_use(received, bucket.world, bucket.numel)
-    for number, part in zip(counts, wire.split(received, bucket.world), strict=True):
-        if number is None or number == wire.NOT_FINITE:
-            return None
-        if number and (int(part[0, 0]) < first or int(part[number - 1, 0]) >= after):
-            return None
-        used.append(number)
-    return used
+def _sums_of_region(bucket: Sender, received: Array, message: Array) -> tuple[Array, Array, int]:
+    """Return indices and sums of what this rank has received, in answer to `message`, and how many entries these are.
+
+    If something is not as `wire` requires, there are none, and the number is `wire.BAD_PART`. Only this rank knows it.
+    """
+    ops, world = bucket.ops, bucket.world
+    first, after = bucket.bounds[bucket.position], bucket.bounds[bucket.position + 1]
+    if received.shape == message.shape and received.dtype == message.dtype:
+        used = [-1 if rows is None else rows for rows in ops.rows_in_use(received, world, bucket.numel)]
+        if min(used) >= 0:
+            indices, sums = ops.sum_pairs(received, used)
+            if not len(indices) or first <= int(indices[0]) <= int(indices[-1]) < after:
+                return indices, sums, sum(used)
+    return *ops.sum_pairs(message, [0] * world), wire.BAD_PART
 
 
 def _header(numbers: Sequence[float]) -> tuple[int, float]:
