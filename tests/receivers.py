@@ -136,13 +136,16 @@ class Replay:
         assert self._recorded.received is not None and len(self._recorded.received) == WORLD * room
         return self.ops.copy(self.ops.indices(self._recorded.received, self._buffer))
 
-    def keep(self, indices: Any, values: Any) -> None:
-        """What is kept must be added to the residual without another check."""
-        inside = [index for index in indices.tolist() if self.bounds[0] <= index < self.bounds[1]]
-        assert sorted(set(inside)) == indices.tolist() and len(values) == len(indices)
+    def region(self) -> Any:
+        return self.ops.copy(self._buffer[: self.bounds[1]])
+
+    def forward(self, region: Any, most: int) -> Any:
+        """Select something: NaN, which is not kept, has no place among the largest."""
+        indices = self.ops.select_above(self._buffer[: len(region)], 0.0, most).indices
+        return self.ops.pack(indices, self.ops.take(region, indices), most + 1)
 
     def balance(self, counts: list[int]) -> None:
-        assert regions.are_bounds(regions.balanced(self.bounds, counts))
+        assert regions.are_bounds(regions.balanced(self.bounds, counts, regions.gain(0)))
 
     def select(self) -> Selection:
         return Selection(self._selected, len(self._selected))

@@ -159,6 +159,8 @@ def test_only_pairs_have_another_type_of_values_or_are_balanced(make: Callable[.
         make(values="bfloat16")
     with pytest.raises(ValueError, match="balanced must be False where no pairs are sent, got True for"):
         make(balanced=True)
+    with pytest.raises(ValueError, match="balanced must be False for RandomBlock, got True"):
+        RandomBlock(0.1, shared=False, balanced=True)
     with pytest.raises(ValueError, match="and with balanced=True, got 'bfloat16' for TopK"):
         TopK(0.1, values="bfloat16", balanced=True)
     assert RandomK(0.1, shared=False, values="bfloat16").values == "bfloat16"

@@ -6,7 +6,9 @@ import math
 import warnings
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.core.layout import Layout, Slot
@@ -30,6 +32,18 @@ class Before:
     residual: Array | None = None
     """A copy of the residual, with `discardable`; else None. The same holds for the velocity."""
     velocity: Array | None = None
+
+
+class Region(NamedTuple):
+    """What this rank owns of a bucket during the balanced exchange. The arrays are copies."""
+
+    place: slice
+    before: Array
+    """Its values when the exchange began."""
+    after: Array | None = None
+    """Its values when the step succeeds."""
+    forwarded: Array | None = None
+    """Indices in the bucket of what this rank sends to all ranks."""
 
 
 class Bucket:
@@ -87,8 +101,8 @@ class Bucket:
         self.counts: Counts | None = None
         """Counts of this step, until it succeeds."""
         self._taken: Entries | None = None
-        self._kept: Entries | None = None
-        """What this rank keeps of the values of all ranks, if the step succeeds."""
+        self._region: Region | None = None
+        """What this rank owns of the bucket, with the balanced exchange. In the buffer it is zero during the exchange."""
         self._message: Array | None = None
         """The message with what was taken. Its number of entries may not be known yet."""
 
@@ -108,7 +122,8 @@ class Bucket:
             self.before.residual = _copy(self.ops, self.buffer, old and old.residual)
             if self.velocity is not None:
                 self.before.velocity = _copy(self.ops, self.velocity, old and old.velocity)
-        self._in_dense_steps = self.state.step < self.compressor.dense_steps
+        self._sparse_step = self.state.step - self.compressor.dense_steps
+        self._in_dense_steps = self._sparse_step < 0
         self.selector: Selector = self._host if self.device is None or self._in_dense_steps else self.device
         self.selector.begin()
         self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
@@ -170,16 +185,37 @@ class Bucket:
         return kept if fits else regions.uniform(self.numel, self.world)
 
     def message_to_regions(self, room: int) -> Array:
-        selection = self.select()
-        indices, counts = self.ops.fit(self.buffer, selection.indices, self.bounds, room)
+        bounds = self.bounds
+        place = slice(bounds[self.position], bounds[self.position + 1])
+        self._region = Region(place, self.ops.copy(self.buffer[place]))
+        # The owner knows all of its region. What it sends is for the others.
+        self.buffer[place] = 0
+        self._host.forget()
+        k = regions.to_others(self.k, self.world)
+        capacity = self.compressor.message_capacity(self.numel, k, self.world)
+        selection = self._host.select(self.state, k, capacity) if k else Selection(self._no_indices(), 0)
+        indices, counts = self.ops.fit(self.buffer, selection.indices, bounds, room)
         self.sent(len(indices), selection.found - len(indices))
-        return self.ops.pack_regions(indices, self.take(indices), counts, room)
+        return self.ops.pack_regions(indices, self.take(indices), bounds, counts, room)
 
-    def keep(self, indices: Array, values: Array) -> None:
-        self._kept = Entries(indices, values)
+    def region(self) -> Array:
+        assert self._region is not None
+        return self.ops.copy(self._region.before)
+
+    def forward(self, region: Array, most: int) -> Array:
+        assert self._region is not None
+        first, count = self._region.place.start, min(most, len(region))
+        indices = self.ops.select_largest(region, count).indices if count else self._no_indices()
+        values = self.ops.take(region, indices)
+        self._region = self._region._replace(after=region, forwarded=indices + first)
+        self.sent(self.outcome.sent + count, self.outcome.truncated)
+        return self.ops.pack(indices + first, values, most + 1)
 
     def balance(self, counts: list[int]) -> None:
-        self.state.bounds = regions.balanced(self.bounds, counts)
+        self.state.bounds = regions.balanced(self.bounds, counts, regions.gain(self._sparse_step))
+
+    def _no_indices(self) -> Array:
+        return self.ops.indices(np.empty(0, np.int64), self.buffer)
 
     def select(self) -> Selection:
         return self._host.select(self.state, self.k, self.capacity)
@@ -257,7 +293,7 @@ class Bucket:
         )
 
     def _commit(self) -> None:
-        """Keep what is left: what was taken has been sent. Other ranks' values are added to it."""
+        """Keep what is left: what was taken has been sent."""
         correction = self.compressor.momentum_correction
         masks = correction is not None and correction.masking and not self._in_dense_steps
         taken = self._entries() if masks or self._taken is not None else None
@@ -267,14 +303,18 @@ class Bucket:
             self.buffer[:] = 0
         if masks and self.velocity is not None:
             self.velocity[slice(None) if taken.indices is None else taken.indices] = 0
-        if self._kept is not None and self.compressor.residual:
-            self.ops.put(self.buffer, *self._kept)
+            if self._region is not None:
+                self.velocity[self._region.forwarded] = 0
+        if self._region is not None and self.compressor.residual:
+            self.buffer[self._region.place] = self._region.after
 
     def _restore(self) -> None:
         """Return what was taken to the residual, because the step has failed on some rank."""
         taken = self._entries()
         if taken is not None and taken.indices is not None and self.compressor.residual:
             self.ops.put(self.buffer, taken.indices, taken.values)
+        if self._region is not None:
+            self.buffer[self._region.place] = self._region.before
         self.drop_rest()
 
     def _entries(self) -> Entries | None:

@@ -94,10 +94,16 @@ class Sender(Protocol):
         """The bounds of the ranks' regions (`regions`)."""
 
     def message_to_regions(self, room: int) -> Array:
-        """Select, and return message 5 with the largest of what was selected, up to `room` entries for each region."""
+        """Select from the other ranks' regions, and return message 5 with up to `room` entries for each of them."""
 
-    def keep(self, indices: Array, values: Array) -> None:
-        """Keep values of all ranks: when the step succeeds, they are added to the residual."""
+    def region(self) -> Array:
+        """Return a copy of this rank's region as it was before `message_to_regions`."""
+
+    def forward(self, region: Array, most: int) -> Array:
+        """Take the largest `most` entries out of the region, and return message 6 with them.
+
+        The region belongs to this object from now on. It becomes the residual when the step succeeds.
+        """
 
     def balance(self, counts: list[int]) -> None:
         """Move the bounds of the regions, which have received so many entries."""
@@ -197,22 +203,19 @@ def union(bucket: Sender) -> Generator[Collective, Any, Sent]:
 def balanced(bucket: Sender) -> Generator[Collective, Any, Sent]:
     """Exchange about k entries for any number of ranks: alltoall to the owners of the regions, allgather of their sums.
 
-    Each rank sums up what it has received, forwards the largest sums, and keeps the others (`wire`, messages 5 and 6; after
-    Ok-Topk, https://arxiv.org/abs/2201.07598).
+    Each rank adds what it has received to its own residual there, forwards the largest sums, and keeps the others (`wire`,
+    messages 5 and 6; after Ok-Topk, https://arxiv.org/abs/2201.07598).
     """
-    ops, world = bucket.ops, bucket.world
+    world = bucket.world
     message = bucket.message_to_regions(regions.room(bucket.capacity, world))
     received = yield Collective("alltoall", message)
     # Whatever is wrong, the other ranks are told: an error here would leave them waiting.
-    indices, sums, count = _sums_of_region(bucket, received, message)
-    is_finite = bucket.finite and ops.all_finite(sums)
-    forwarded = regions.forwarded(bucket.k, world)
-    largest = ops.select_largest(sums, min(forwarded, len(sums))).indices if len(sums) else indices
-    message = ops.pack(indices[largest], sums[largest], forwarded + 1)
+    region = bucket.region()
+    count = _add_parts(bucket, received, message, region)
+    is_finite = bucket.finite and bucket.ops.all_finite(region)
+    message = bucket.forward(region, regions.forwarded(bucket.k, world))
     message[-1, 0] = regions.checksum(bucket.bounds) if is_finite else wire.NOT_FINITE
     message[-1, 1] = count
-    sums[largest] = 0
-    bucket.keep(indices, sums)
     gathered = yield Collective("allgather", message)
     _check_result(bucket, gathered, (world * len(message), 2), message.dtype)
     messages = gathered.reshape(world, -1, 2)
@@ -276,20 +279,20 @@ def _check_result(bucket: Sender, result: Array, shape: tuple[int, ...], dtype: 
         raise disagreement(bucket)
 
 
-def _sums_of_region(bucket: Sender, received: Array, message: Array) -> tuple[Array, Array, int]:
-    """Return indices and sums of what this rank has received, in answer to `message`, and how many entries these are.
+def _add_parts(bucket: Sender, received: Array, message: Array, region: Array) -> int:
+    """Add to this rank's region what it has received, in answer to `message`. Return how many entries these are.
 
-    If something is not as `wire` requires, there are none, and the number is `wire.BAD_PART`. Only this rank knows it.
+    If something is not as `wire` requires, nothing is added, and the number is `wire.BAD_PART`. Only this rank knows it.
     """
     ops, world = bucket.ops, bucket.world
-    first, after = bucket.bounds[bucket.position], bucket.bounds[bucket.position + 1]
-    if received.shape == message.shape and received.dtype == message.dtype:
-        used = [-1 if rows is None else rows for rows in ops.rows_in_use(received, world, bucket.numel)]
-        if min(used) >= 0:
-            indices, sums = ops.sum_pairs(received, used)
-            if not len(indices) or first <= int(indices[0]) <= int(indices[-1]) < after:
-                return indices, sums, sum(used)
-    return *ops.sum_pairs(message, [0] * world), wire.BAD_PART
+    if received.shape != message.shape or received.dtype != message.dtype:
+        return wire.BAD_PART
+    used = [-1 if rows is None else rows for rows in ops.rows_in_use(received, world, len(region))]
+    if min(used) < 0:
+        return wire.BAD_PART
+    for part, rows in zip(wire.split(received, world), used, strict=True):
+        ops.put(region, *ops.unpack(part, rows))
+    return sum(used)
 
 
 def _header(numbers: Sequence[float]) -> tuple[int, float]:

@@ -14,13 +14,18 @@ from typing import Any
 
 SPARE = 1.5
 """How many times as many entries a region has room for as it would get if all regions got as many."""
-_GAIN = 0.5
-"""How far the bounds move in a step, as a fraction of the way to where they would have been balanced."""
+_LEAST_GAIN = 0.02
+"""The least value of `gain`."""
 
 
 def room(capacity: int, world: int) -> int:
     """Return how many entries a rank can send to each region, if all its messages together had room for `capacity`."""
     return min(capacity, math.ceil(SPARE * capacity / world))
+
+
+def to_others(k: int, world: int) -> int:
+    """Return how many entries a rank selects from the regions of the others, if k would be selected from all regions."""
+    return k - k // world
 
 
 def forwarded(k: int, world: int) -> int:
@@ -33,7 +38,15 @@ def uniform(numel: int, world: int) -> list[int]:
     return [numel * rank // world for rank in range(world + 1)]
 
 
-def balanced(bounds: Sequence[int], counts: Sequence[int]) -> list[int]:
+def gain(step: int) -> float:
+    """Return how far the bounds move in a step, counted from 0, as a fraction of the way to where they were balanced.
+
+    The bounds move fast at first, and then hardly: what a region's owner has kept of one that it loses must be sent again.
+    """
+    return max(4 / (8 + step), _LEAST_GAIN)
+
+
+def balanced(bounds: Sequence[int], counts: Sequence[int], gain: float) -> list[int]:
     """Return new bounds after the regions have received `counts` entries.
 
     Within a region, entries are taken to be spread evenly. Then each bound has a place where all regions would have received
@@ -50,7 +63,7 @@ def balanced(bounds: Sequence[int], counts: Sequence[int]) -> list[int]:
             region += 1
         share = (aim - before[region]) / counts[region]
         place = bounds[region] + share * (bounds[region + 1] - bounds[region])
-        moved.append(round(bounds[rank] + _GAIN * (place - bounds[rank])))
+        moved.append(round(bounds[rank] + gain * (place - bounds[rank])))
     return [*moved, bounds[-1]]
 
 

@@ -725,33 +725,6 @@ int64_t hs_union(const int32_t* messages, int64_t length, int64_t header, int64_
     return merge_unique(ends);
 }
 
-int64_t hs_sum_pairs(const int32_t* messages, int64_t capacity, int64_t world, const int64_t* used, int64_t* indices,
-                     float* sums) {
-    std::vector<int64_t*> ends{indices};
-    for (int64_t sender = 0; sender < world; ++sender) {
-        const int32_t* message = messages + 2 * capacity * sender;
-        int64_t* at = ends.back();
-        for (int64_t row = 0; row < used[sender]; ++row) {
-            if (row > 0 && message[2 * row] <= message[2 * row - 2]) return -1;
-            *at++ = message[2 * row];
-        }
-        ends.push_back(at);
-    }
-    const int64_t found = merge_unique(ends);
-    std::fill_n(sums, found, 0.0f);
-    for (int64_t sender = 0; sender < world; ++sender) {
-        const int32_t* message = messages + 2 * capacity * sender;
-        const int64_t* place = indices;
-        for (int64_t row = 0; row < used[sender]; ++row) {
-            place = std::lower_bound(place, static_cast<const int64_t*>(indices + found), message[2 * row]);
-            float value;
-            std::memcpy(&value, &message[2 * row + 1], sizeof value);
-            sums[place - indices] += value;
-        }
-    }
-    return found;
-}
-
 int64_t hs_mark(uint64_t* marks, const int64_t* numbers, int64_t count) {
     int64_t added = 0;
     for (const int64_t* number = numbers; number != numbers + count; ++number) {

@@ -160,17 +160,6 @@ class KernelOps(HostOps):
         message[: at.numel] = values
         return message
 
-    def sum_pairs(self, messages: Array, used: list[int]) -> tuple[Array, Array]:
-        at, world = self.memory(messages), len(used)
-        if at is None:
-            return super().sum_pairs(messages, used)
-        capacity, rows = _length(at, 2, world), _rows(used, _length(at, 2, world))
-        indices, sums = np.empty(sum(used), np.int64), np.empty(sum(used), np.float32)
-        found = lib.hs_sum_pairs(_messages(at), capacity, world, rows, _written(indices), _written(sums))
-        if found < 0:
-            raise IndexError(f"indices must be ascending in each of {world} messages")
-        return self.array(indices[:found]), self.array(sums[:found])
-
     def compact(self, x: Array, message: Array) -> Array:
         at, pairs = self._wide(x), self.memory(message)
         if at is None or pairs is None:

@@ -151,24 +151,15 @@ class NumpyOps(Ops):
         message[: indices.size, 1] = values.view(np.int32)
         return message
 
-    def pack_regions(self, indices: Array, values: Array, counts: list[int], room: int) -> Array:
+    def pack_regions(self, indices: Array, values: Array, bounds: list[int], counts: list[int], room: int) -> Array:
         message = np.zeros((len(counts) * room, 2), dtype=np.int32)
         message[:, 0] = PADDING
         # Where each region's rows begin, less the number of pairs before them.
         shifts = np.arange(len(counts)) * room - (np.cumsum(counts) - counts)
         rows = np.arange(indices.size) + np.repeat(shifts, counts)
-        message[rows, 0] = indices
+        message[rows, 0] = indices - np.repeat(bounds[:-1], counts)
         message[rows, 1] = values.view(np.int32)
         return message
-
-    def sum_pairs(self, messages: Array, used: list[int]) -> tuple[Array, Array]:
-        parts = [self.unpack(message, rows) for message, rows in zip(split(messages, len(used)), used, strict=True)]
-        union = np.unique(np.concatenate([indices for indices, _ in parts]))
-        sums = np.zeros(union.size, np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            for indices, values in parts:
-                sums[np.searchsorted(union, indices)] += values
-        return union, sums
 
     def compact(self, x: Array, message: Array) -> Array:
         counts, entries = np.zeros(runs_of(x.size), np.int32), np.zeros(len(message), np.int32)

@@ -170,14 +170,8 @@ class Ops(Protocol):
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         """Return the message of pairs (see `horovod_sparse.exchange.wire`): int32, shape (capacity, 2)."""
 
-    def pack_regions(self, indices: Array, values: Array, counts: list[int], room: int) -> Array:
+    def pack_regions(self, indices: Array, values: Array, bounds: list[int], counts: list[int], room: int) -> Array:
         """Return the message of pairs by region (`wire`, message 5), in which each region has `counts` of the pairs."""
-
-    def sum_pairs(self, messages: Array, used: list[int]) -> tuple[Array, Array]:
-        """Return the indices (int64, ascending, unique) in messages of pairs and the sums (float32) of the values there.
-
-        `messages` and `used` are as in `assembler`. Values are added up from zero in the workers' order.
-        """
 
     def compact(self, x: Array, message: Array) -> Array:
         """Return a message of pairs, whose entries were taken out of `x`, as a compact one (`wire`, message 4).

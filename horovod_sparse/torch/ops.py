@@ -211,24 +211,17 @@ class TorchOps(Ops):
         message[: indices.numel(), 1] = values.view(torch.int32)
         return message
 
-    def pack_regions(self, indices: Tensor, values: Tensor, counts: list[int], room: int) -> Tensor:
+    def pack_regions(self, indices: Tensor, values: Tensor, bounds: list[int], counts: list[int], room: int) -> Tensor:
         message = torch.zeros((len(counts) * room, 2), dtype=torch.int32, device=values.device)
         message[:, 0] = PADDING
         numbers = torch.tensor(counts, device=values.device)
         # Where each region's rows begin, less the number of pairs before them.
         shifts = torch.arange(len(counts), device=values.device) * room - (numbers.cumsum(0) - numbers)
         rows = torch.arange(len(indices), device=values.device) + shifts.repeat_interleave(numbers)
-        message[rows, 0] = indices.int()
+        firsts = torch.tensor(bounds[:-1], device=values.device).repeat_interleave(numbers)
+        message[rows, 0] = (indices - firsts).int()
         message[rows, 1] = values.view(torch.int32)
         return message
-
-    def sum_pairs(self, messages: Tensor, used: list[int]) -> tuple[Tensor, Tensor]:
-        parts = [self.unpack(message, rows) for message, rows in zip(split(messages, len(used)), used, strict=True)]
-        union = torch.unique(torch.cat([indices for indices, _ in parts]))
-        sums = torch.zeros(len(union), device=messages.device)
-        for indices, values in parts:
-            sums[torch.searchsorted(union, indices)] += values
-        return union, sums
 
     def compact(self, x: Tensor, message: Tensor) -> Tensor:
         # A device is not waited for: padding adds nothing to the first entry and to the first run.
