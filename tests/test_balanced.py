@@ -326,7 +326,7 @@ def test_a_value_that_is_not_a_number_is_not_kept() -> None:
 
 
 def test_messages_stay_full_although_owners_keep_what_is_large() -> None:
-    """What an owner keeps is in its own region, from which it selects nothing for others: that would leave no room for these."""
+    """What an owner keeps is large, but in its own region, from which it selects nothing for the others."""
     world, rng = 8, np.random.default_rng(0)
     shapes = {"a": (20_000,)}
     pipelines = [
