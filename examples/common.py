@@ -84,6 +84,11 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
         action="store_true",
         help="pairs go to the worker that owns their part, which forwards the largest",
     )
+    parser.add_argument(
+        "--hierarchical",
+        action="store_true",
+        help="the workers of a host act as one worker; hosts have the same number of workers",
+    )
     parser.add_argument("--threshold", type=float, default=0.01, help="magnitude above which threshold sends entries")
     parser.add_argument("--epochs", type=int, default=epochs, help="number of evaluations")
     parser.add_argument("--batch-size", type=int, default=batch_size, help="samples per worker and step")
@@ -103,6 +108,7 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
         "residual": not args.no_residual,
         "values": args.values,
         "balanced": args.balanced,
+        "hierarchical": args.hierarchical,
     }
     if args.momentum_correction:
         common["momentum_correction"] = MomentumCorrection(MOMENTUM)

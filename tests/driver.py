@@ -26,9 +26,16 @@ def make_pipeline(
     layouts: Sequence[Layout] | None = None,
     dtype: str = "float32",
     averages: bool = True,
+    groups: Sequence[str] = (),
 ) -> Pipeline:
     """A worker's pipeline for parameters of these shapes."""
-    where = {"world": world, "position": position, "rank": position, "averages": averages}
+    where: dict[str, Any] = {
+        "world": world,
+        "position": position,
+        "rank": position,
+        "averages": averages,
+        "groups": groups,
+    }
     pipeline = backend.pipeline(backend.ops, compressor, **where)
     parameters = [Parameter(name, tuple(shape), dtype, "cpu") for name, shape in shapes.items()]
     like = backend.array(np.zeros(1, np.float32))
@@ -39,7 +46,21 @@ def make_pipeline(
 def collective(backend: Backend, requests: Sequence[Collective]) -> list[Any]:
     """What every rank gets of one collective; the ranks must have asked for the same."""
     messages = [backend.numpy(request.message) for request in requests]
-    assert len({(request.kind, m.shape, m.dtype) for request, m in zip(requests, messages, strict=True)}) == 1
+    assert (
+        len(
+            {
+                (request.kind, request.to is None, m.shape, m.dtype)
+                for request, m in zip(requests, messages, strict=True)
+            }
+        )
+        == 1
+    )
+    if requests[0].to is not None:
+        # The parts have different sizes: row `to` of one rank is what another gets `of` it.
+        cut = [np.split(m, np.cumsum(one.to)[:-1]) for m, one in zip(messages, requests, strict=True)]
+        for number, one in enumerate(requests):
+            assert [len(parts[number]) for parts in cut] == one.of
+        return [backend.array(np.concatenate(mine)) for mine in zip(*cut, strict=True)]
     if requests[0].kind == "alltoall":
         parts = [np.split(message, len(requests)) for message in messages]
         return [backend.array(np.concatenate(mine)) for mine in zip(*parts, strict=True)]

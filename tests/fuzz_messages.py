@@ -23,7 +23,7 @@ from damage import change_compact, change_gathered, change_indices, change_pairs
 from receivers import CASES, WORLD, Receiver, Recorded, record
 from table import ORACLE, WITH_OPERATIONS, Backend
 
-from horovod_sparse.exchange import protocols, wire
+from horovod_sparse.exchange import owners, protocols, wire
 
 TOGETHER = 64
 """Number of messages that are judged in one call."""
@@ -37,7 +37,7 @@ def expected(recorded: Recorded, results: Sequence[np.ndarray]) -> str | None:
     if recorded.received is not None:
         # Whatever is wrong with it, the other workers learn by this worker's message, which is not among the others here.
         first = results[1]
-    gathers = recorded.exchange in (protocols.sparse_allgather, protocols.union, protocols.balanced)
+    gathers = recorded.exchange in (protocols.sparse_allgather, protocols.union, owners.balanced)
     like, many = recorded.messages[0], WORLD if gathers else 1
     if first.dtype != like.dtype or first.shape != (many * len(like), *like.shape[1:]):
         return disagree
@@ -49,7 +49,7 @@ def expected(recorded: Recorded, results: Sequence[np.ndarray]) -> str | None:
     messages = np.split(ORACLE.ops.expand(first, WORLD, recorded.numel) if recorded.is_compact else first, WORLD)
     if recorded.exchange is protocols.sparse_allgather:
         return _expected_of([message[:, 0].tolist() for message in messages], recorded.numel, finite=False)
-    if recorded.exchange is protocols.balanced:
+    if recorded.exchange is owners.balanced:
         return _expected_of_sums(messages, recorded.numel)
     headers = [(message[0].item(), message[1:2].view(np.float32).item()) for message in messages]
     if any(checksum == wire.NOT_FINITE for checksum, _ in headers):

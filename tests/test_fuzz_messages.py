@@ -27,7 +27,7 @@ def test_damaged_messages_have_one_outcome_everywhere(name: str, messages: int) 
 
 
 def test_the_fuzzer_notices_what_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocols, "_check_result", lambda *arguments: None)
+    monkeypatch.setattr(protocols, "check_result", lambda *arguments: None)
     for name in ("pairs", "indices", "values"):
         with pytest.raises(Exception, match=r".") as raised:
             fuzz(name, [ORACLE], 2000, seed=1, whole=1.0)

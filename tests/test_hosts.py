@@ -85,6 +85,24 @@ def test_workers_run_on_hosts_of_their_own_and_nothing_is_left(hosts: Any) -> No
 
 @pytest.mark.full
 @pytest.mark.parallel
+def test_workers_of_a_host_act_as_one(hosts: Any) -> None:
+    """Two hosts with two workers each send what two workers would, to the other host."""
+    reason = hosts.missing()
+    if reason:
+        pytest.skip(reason)
+    program = [sys.executable, "examples/torch_digits.py", "--compression", "sidco", "--ratio", "0.01", "--epochs", "1"]
+    command = [sys.executable, SCRIPT, "--hosts", "2", "--slots", "2", "--", *program, "--hierarchical"]
+    done = subprocess.run(
+        command, env=clean_environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    ratio = float(done.stdout.split("ratio ")[1].split()[0])
+    # Each of the two workers sends half of what one worker of the host would.
+    assert 0.004 < ratio < 0.006, done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parallel
 def test_step_time_prints_a_row_for_each_contender() -> None:
     names = ["none: computation alone", "dense fp32", "dense fp16", "DDP fp16", "DDP PowerSGD rank 1", "SIDCo 0.01"]
     names += ["SIDCo 0.001"]

@@ -539,6 +539,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "dense-steps": (lambda: TopK(0.1, dense_steps=2, graph=True), "dense_steps must not be 2"),
     "values": (lambda: TopK(0.1, values="bfloat16", graph=True), "values must not be 'bfloat16'"),
     "balanced": (lambda: TopK(0.1, balanced=True, graph=True), "balanced must not be True.*use balanced=False"),
+    "hierarchical": (
+        lambda: TopK(0.1, hierarchical=2, graph=True),
+        "hierarchical must not be 2.*use hierarchical=False",
+    ),
     "exchange": (lambda: Shared(0.1, graph=True), "union must not be True.*the graph exchanges pairs only"),
     "discardable": (lambda: TopK(0.1, discardable=True, graph=True), "discardable must not be True.*leave graph=False"),
     "learning-rate": (lambda: TopK(0.1, lr_in_residual=True, graph=True), "lr_in_residual must not be True"),

@@ -16,6 +16,7 @@ from horovod_sparse.compressors.bucket_state import Place as Place
 from horovod_sparse.compressors.checks import (
     check_boolean,
     check_choice,
+    check_groups,
     check_integer,
     check_momentum,
     check_norm,
@@ -26,7 +27,7 @@ from horovod_sparse.compressors.checks import (
 )
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.schedules import Schedule
-from horovod_sparse.exchange import protocols
+from horovod_sparse.exchange import owners, protocols
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
@@ -59,6 +60,7 @@ class Settings(TypedDict, total=False):
     capacity: float | None
     values: Values
     balanced: bool
+    hierarchical: bool | int
     not_finite: NotFinite
     discardable: bool
 
@@ -104,6 +106,10 @@ class Compressor(ABC):
             what all ranks have sent to its region, forwards about k/n of the largest sums, and keeps the others in its own
             residual. So about k entries are reduced, and each rank sends up to 6 k numbers for any number n of workers, if n is
             much less than k and slack is 1.25 or less. Other exchanges, and values="bfloat16", refuse it. EXPERIMENTAL.
+        hierarchical: whether the workers of a host act as one worker. Each sums up and selects from its own part of the bucket
+            for its host. So each host sends the pairs of one worker, however many workers it has. All hosts must have the same
+            number of workers. A number n instead of True takes n consecutive workers for a host. Other exchanges, `balanced`,
+            and values="bfloat16" refuse it.
         not_finite: what a NaN or infinity in a gradient does. "raise": every rank raises FloatingPointError when the step
             is reduced, and the rank with that gradient names the parameter. "propagate": no rank raises, and the bucket's
             reduced gradient becomes NaN on every rank, which is what `torch.amp.GradScaler` needs to skip the step
@@ -140,6 +146,7 @@ class Compressor(ABC):
         capacity: float | None = None,
         values: Values = "float32",
         balanced: bool = False,
+        hierarchical: bool | int = False,
         not_finite: NotFinite = "raise",
         discardable: bool = False,
     ) -> None:
@@ -161,6 +168,7 @@ class Compressor(ABC):
         self.slack = self.default_slack if slack is None else slack
         self.values: Values = values
         self.balanced = balanced
+        self.hierarchical = hierarchical
         self.not_finite: NotFinite = not_finite
         self.discardable = discardable
         for name, check in _CHECKS.items():
@@ -178,10 +186,15 @@ class Compressor(ABC):
                 f"values must be 'float32' where no pairs are sent, and with balanced=True, got {self.values!r} for "
                 f"{type(self).__name__}; use union=False or shared=False if it has them"
             )
-        if self.balanced and self.exchange is not protocols.balanced:
+        if self.balanced and self.exchange not in (owners.balanced, owners.hierarchical):
             raise ValueError(
                 f"balanced must be False where no pairs are sent, got True for {type(self).__name__}; use union=False or "
                 "shared=False if it has them"
+            )
+        if self.hierarchical and (self.balanced or self.exchange is not owners.hierarchical):
+            raise ValueError(
+                f"hierarchical must be False where no pairs are sent, and with balanced=True, got {self.hierarchical!r} for "
+                f"{type(self).__name__}; use union=False or shared=False if it has them"
             )
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -202,7 +215,9 @@ class Compressor(ABC):
     @property
     def exchange(self) -> Exchange:
         """How the selections of all ranks become one gradient."""
-        return protocols.balanced if self.balanced else protocols.sparse_allgather
+        if self.hierarchical:
+            return owners.hierarchical
+        return owners.balanced if self.balanced else protocols.sparse_allgather
 
     @property
     def holds_back(self) -> bool:
@@ -298,6 +313,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "slack": check_slack,
     "values": partial(check_choice, choices=get_args(Values)),
     "balanced": check_boolean,
+    "hierarchical": check_groups,
     "not_finite": partial(check_choice, choices=get_args(NotFinite)),
     "discardable": check_boolean,
 }

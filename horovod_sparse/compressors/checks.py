@@ -31,6 +31,14 @@ def check_boolean(name: str, value: object) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
+def check_groups(name: str, value: object) -> None:
+    """Raise unless `value` is True, False, or an int of at least 2."""
+    if not isinstance(value, int):
+        raise TypeError(f"{name} must be True, False, or a number of workers >= 2, got {value!r}")
+    if not isinstance(value, bool) and value < 2:
+        raise ValueError(f"{name} must be True, False, or a number of workers >= 2, got {value!r}")
+
+
 def check_choice(name: str, value: object, choices: Collection[object]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:

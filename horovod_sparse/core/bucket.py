@@ -14,7 +14,8 @@ from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector, SlotGradient
 from horovod_sparse.core.statistics import Counts, Tally
-from horovod_sparse.exchange import cost, protocols, regions
+from horovod_sparse.exchange import cost, protocols, regions, rounds, wire
+from horovod_sparse.exchange.grid import Grid
 from horovod_sparse.exchange.protocols import Collective, Entries, Sent
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
@@ -35,15 +36,13 @@ class Before:
 
 
 class Region(NamedTuple):
-    """What this rank owns of a bucket during the balanced exchange. The arrays are copies."""
+    """What this rank owns of a bucket during an exchange. The arrays are copies."""
 
     place: slice
-    before: Array
-    """Its values when the exchange began."""
+    before: Array | None = None
+    """Its values when the exchange began, if the buffer does not hold them."""
     after: Array | None = None
     """Its values when the step succeeds."""
-    forwarded: Array | None = None
-    """Indices in the bucket of what this rank sends to all ranks."""
 
 
 class Bucket:
@@ -62,6 +61,7 @@ class Bucket:
         buffer: Array,
         velocity: Array | None,
         device_selector: DeviceSelectorFor,
+        grid: Grid | None = None,
     ) -> None:
         self.ops = ops
         self.compressor = compressor
@@ -73,6 +73,8 @@ class Bucket:
         self.rank = rank
         self.buffer = buffer
         self.velocity = velocity
+        self._grid = grid
+        """The hosts and slots of the workers, with `hierarchical`."""
         self.slots: dict[str, Slot] = {slot.name: slot for slot in layout.slots}
         self.state: BucketState = compressor.new_state(place)
         self.tally = Tally()
@@ -102,7 +104,9 @@ class Bucket:
         """Counts of this step, until it succeeds."""
         self._taken: Entries | None = None
         self._region: Region | None = None
-        """What this rank owns of the bucket, with the balanced exchange. In the buffer it is zero during the exchange."""
+        """What this rank owns of the bucket, with the balanced or the hierarchical exchange."""
+        self._masked: list[Array] | None = None
+        """Indices of entries whose velocity is masked, if these are not the entries that were taken."""
         self._message: Array | None = None
         """The message with what was taken. Its number of entries may not be known yet."""
 
@@ -152,7 +156,7 @@ class Bucket:
         self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
         exchange = protocols.dense if self._in_dense_steps else self.compressor.exchange
         self._target = self.numel if exchange is protocols.dense else self.k
-        self.stands_in = protocols.stands_in(exchange, self.compressor.exchange)
+        self.stands_in = rounds.stands_in(exchange, self.compressor.exchange)
         """What ranks that are not in their dense steps would begin with, if that is another collective."""
         self.exchange = exchange(self)
         return self._counted(next(self.exchange))
@@ -199,7 +203,7 @@ class Bucket:
         return self.ops.pack_regions(indices, self.take(indices), bounds, counts, room)
 
     def region(self) -> Array:
-        assert self._region is not None
+        assert self._region is not None and self._region.before is not None
         return self.ops.copy(self._region.before)
 
     def forward(self, region: Array, most: int) -> Array:
@@ -207,12 +211,43 @@ class Bucket:
         first, count = self._region.place.start, min(most, len(region))
         indices = self.ops.select_largest(region, count).indices if count else self._no_indices()
         values = self.ops.take(region, indices)
-        self._region = self._region._replace(after=region, forwarded=indices + first)
+        self._region = self._region._replace(after=region)
+        if self._taken is not None and self._taken.indices is not None:
+            self._masked = [self._taken.indices, indices + first]
         self.sent(self.outcome.sent + count, self.outcome.truncated)
         return self.ops.pack(indices + first, values, most + 1)
 
     def balance(self, counts: list[int]) -> None:
         self.state.bounds = regions.balanced(self.bounds, counts, regions.gain(self._sparse_step))
+
+    @property
+    def grid(self) -> Grid:
+        assert self._grid is not None
+        return self._grid
+
+    def message_of_shard(self, received: Array) -> Array:
+        grid, bounds = self.grid, self.grid.shards(self.numel)
+        first, after = bounds[grid.slot], bounds[grid.slot + 1]
+        parts = received.reshape(grid.slots, after - first)
+        shard = self.ops.copy(parts[0])
+        overflows = [self.ops.accumulate(shard, [(0, part)]) for part in parts[1:] if len(part)]
+        k = regions.forwarded(self.k, grid.slots)
+        # All slots have room for as many.
+        capacity = self.compressor.message_capacity(-(-self.numel // grid.slots), k, self.world)
+        selection = Selection(self._no_indices(), 0)
+        is_finite = self.finite and not any(map(any, overflows))
+        if len(shard) and is_finite:
+            most = min(capacity, len(shard))
+            selection = self.compressor.select(self.ops, shard, min(k, most), most, self.state)
+        self._region, self._target = Region(slice(first, after), after=shard), k
+        self.sent(len(selection.indices), selection.found - len(selection.indices))
+        message = self.ops.pack(selection.indices + first, self.ops.take(shard, selection.indices), capacity)
+        if not is_finite:
+            message[0, 0] = wire.NOT_FINITE
+        return message
+
+    def host_sent(self, indices: Sequence[Array]) -> None:
+        self._masked = [*indices]
 
     def _no_indices(self) -> Array:
         return self.ops.indices(np.empty(0, np.int64), self.buffer)
@@ -256,7 +291,12 @@ class Bucket:
 
     def _counted(self, collective: Collective) -> Collective:
         self.rounds += 1
-        self.bytes_sent += cost.BYTES[collective.kind](collective.message.nbytes, self.world)
+        kind, message, to, _ = collective
+        if to is None:
+            self.bytes_sent += cost.BYTES[kind](message.nbytes, self.world)
+        else:
+            leaving = sum(rows for position, rows in enumerate(to) if position not in self.grid.neighbours)
+            self.bytes_sent += leaving * message.nbytes / len(message)
         return collective
 
     def conclude(self, sent: Sent) -> list[str]:
@@ -302,9 +342,9 @@ class Bucket:
         if taken.indices is None:
             self.buffer[:] = 0
         if masks and self.velocity is not None:
-            self.velocity[slice(None) if taken.indices is None else taken.indices] = 0
-            if self._region is not None:
-                self.velocity[self._region.forwarded] = 0
+            taken_indices = slice(None) if taken.indices is None else taken.indices
+            for indices in [taken_indices] if self._masked is None else self._masked:
+                self.velocity[indices] = 0
         if self._region is not None and self.compressor.residual:
             self.buffer[self._region.place] = self._region.after
 
@@ -313,7 +353,7 @@ class Bucket:
         taken = self._entries()
         if taken is not None and taken.indices is not None and self.compressor.residual:
             self.ops.put(self.buffer, taken.indices, taken.values)
-        if self._region is not None:
+        if self._region is not None and self._region.before is not None:
             self.buffer[self._region.place] = self._region.before
         self.drop_rest()
 

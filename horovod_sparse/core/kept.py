@@ -13,6 +13,7 @@ from horovod_sparse.core.residuals import Residuals, multiply
 from horovod_sparse.core.selector import DeviceSelectorFor, no_device
 from horovod_sparse.core.state import VERSION
 from horovod_sparse.core.statistics import Stats, combined
+from horovod_sparse.exchange.grid import grid
 from horovod_sparse.ops.protocol import Array, Moving, Ops
 
 
@@ -26,6 +27,7 @@ class Kept:
         position: index of this worker among them, in [0, world).
         rank: this worker's global rank, for error messages.
         averages: True if the reduced gradient is the workers' mean, False if it is their sum; `clip_norm` depends on it.
+        groups: the name of each worker's host, with `hierarchical` (`grid.groups_of`).
         device_selector: see `DeviceSelectorFor`.
     """
 
@@ -38,6 +40,7 @@ class Kept:
         position: int,
         rank: int,
         averages: bool = True,
+        groups: Sequence[str] = (),
         device_selector: DeviceSelectorFor = no_device,
     ) -> None:
         self.ops = ops
@@ -46,6 +49,7 @@ class Kept:
         self.position = position
         self.rank = rank
         self.averages = averages
+        self._grid = grid(groups, position) if compressor.hierarchical else None
         self._device_selector = device_selector
         self.residuals = Residuals(ops)
         self.velocities = Residuals(ops)
@@ -72,7 +76,9 @@ class Kept:
         buffer = self.residuals.buffer(layout.name)
         velocity = self.velocities.buffer(layout.name) if self.compressor.momentum_correction is not None else None
         place = Place(layout.name, self.position, self.world)
-        bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, self._device_selector)
+        bucket = Bucket(
+            self.ops, self.compressor, layout, place, self.rank, buffer, velocity, self._device_selector, self._grid
+        )
         self.buckets.append(bucket)
         self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
 
@@ -83,6 +89,10 @@ class Kept:
 
     def change_workers(self, *, world: int, position: int, rank: int) -> None:
         """Continue with other workers. Residuals, velocities and adaptive state stay; the statistics begin anew."""
+        if self.compressor.hierarchical:
+            raise ValueError(
+                f"hierarchical must be False where the workers of an elastic job change, got {self.compressor.hierarchical!r}"
+            )
         former, rates = self.buckets, self.preparation.learning_rates
         check_limits([bucket.layout for bucket in former], self.compressor, world)
         self.world, self.position, self.rank = world, position, rank

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.exchange import protocols, regions, wire
+from horovod_sparse.exchange import regions, wire
+from horovod_sparse.exchange.rounds import ROUNDS
 
 
 class Parameter(NamedTuple):
@@ -115,8 +116,8 @@ def check_limits(layouts: Iterable[Layout], compressor: Compressor, world: int) 
 
 def _excess(numel: int, compressor: Compressor, world: int) -> str | None:
     """Return what is too much in a bucket of `numel` (`wire.excess`)."""
-    rounds = protocols.ROUNDS.get(compressor.exchange)
-    gathers = rounds is None or any(one.kind == "allgather" for one in rounds)
+    rounds = ROUNDS.get(compressor.exchange)
+    gathers = rounds is None or any(one.kind != "allreduce" for one in rounds)
     if not gathers:
         return wire.excess(numel, 0, world)
     capacity = compressor.most_capacity(numel, world)

@@ -11,6 +11,7 @@ import numpy as np
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.exchange import wire
+from horovod_sparse.exchange.rounds import FROM_PARTS
 from horovod_sparse.ops.protocol import Array, Hints, Moving, Ops, Part, Selection
 
 _FEW = 4
@@ -87,8 +88,9 @@ class HostSelector:
         if not self._hinted:
             # Not earlier: the state may be rescaled between the beginning of the step and the first gradient.
             self._hinted = True
-            selects, room = state.step >= self._compressor.dense_steps, min(state.room, len(self._buffer) // _FEW)
-            self._tracked.begin(Hints(state.cut, room, self._compressor.needs_sums) if selects else Hints())
+            compressor, room = self._compressor, min(state.room, len(self._buffer) // _FEW)
+            selects = state.step >= compressor.dense_steps and compressor.exchange not in FROM_PARTS
+            self._tracked.begin(Hints(state.cut, room, compressor.needs_sums) if selects else Hints())
         correction, velocity, moving = self._compressor.momentum_correction, self._velocity, None
         parts: list[Part] = [(slot.offset, gradient) for slot, gradient in gradients if gradient is not None]
         if correction is not None and velocity is not None:

@@ -14,7 +14,8 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
-from horovod_sparse.exchange import regions, wire
+from horovod_sparse.exchange import wire
+from horovod_sparse.exchange.grid import Grid
 from horovod_sparse.ops.protocol import Array, Ops, Part, Selection
 
 _LOOKED_AT = 2**16
@@ -33,7 +34,11 @@ class Collective(NamedTuple):
     "alltoall" gives one of the `world` equal parts of each rank's message, in rank order: the part for this rank.
     """
     message: Array
-    """This rank's message, of the same shape on every rank. It belongs to the adapter, which may reduce in place."""
+    """This rank's message, of the same shape on every rank unless `to` is given. The adapter may reduce it in place."""
+    to: Sequence[int] | None = None
+    """An alltoall with parts of different sizes: the number of rows for each rank. None for equal parts."""
+    of: Sequence[int] | None = None
+    """With `to`: the number of rows that this rank gets from each rank."""
 
 
 class Entries(NamedTuple):
@@ -90,6 +95,16 @@ class Sender(Protocol):
         """Return the selection. Nothing is taken."""
 
     @property
+    def grid(self) -> Grid:
+        """The hosts and slots of the ranks."""
+
+    def message_of_shard(self, received: Array) -> Array:
+        """Add up the host's sums of this rank's shard, select from them, and return message 8 for one host."""
+
+    def host_sent(self, indices: Sequence[Array]) -> None:
+        """Record what the ranks of this host have sent."""
+
+    @property
     def bounds(self) -> list[int]:
         """The bounds of the ranks' regions (`regions`)."""
 
@@ -140,7 +155,7 @@ def sparse_allgather(bucket: Sender) -> Generator[Collective, Any, Sent]:
     gathered = yield Collective("allgather", message)
     # A device may have made the message while the host went on.
     bucket.finish()
-    _check_result(bucket, gathered, (bucket.world * len(message), *message.shape[1:]), message.dtype)
+    check_result(bucket, gathered, (bucket.world * len(message), *message.shape[1:]), message.dtype)
     if bucket.is_compact:
         gathered = bucket.ops.expand(gathered, bucket.world, bucket.numel)
     used = rows_of(bucket, gathered, bucket.world)
@@ -163,13 +178,13 @@ def _sum(bucket: Sender, indices: Array | None, values: Array, length: int) -> G
     bucket.sent(len(values))
     tail = wire.tail(bucket.finite, bucket.checksum())
     total = yield Collective("allreduce", bucket.ops.pack_values(values, length, tail))
-    _check_result(bucket, total, (length + len(tail),), values.dtype)
+    check_result(bucket, total, (length + len(tail),), values.dtype)
     bad, *bits = total[length:].tolist()
     # `bits` holds the sum of each bit of the checksum over the ranks.
     if any(bit not in (0.0, float(bucket.world)) for bit in bits):
         raise disagreement(bucket)
     if not 0 <= bad <= bucket.world or bad % 1:
-        raise _damaged(
+        raise damaged(
             bucket, "sum of the messages", f"{bad} of {bucket.world} workers say that their gradients are not finite"
         )
     return None if bad else Entries(indices, total[: len(values)])
@@ -182,7 +197,7 @@ def union(bucket: Sender) -> Generator[Collective, Any, Sent]:
     header = [bucket.checksum() if bucket.finite else wire.NOT_FINITE, wire.float_bits(bucket.proposal())]
     message = ops.pack_indices(selection.indices, header, bucket.capacity)
     gathered = yield Collective("allgather", message)
-    _check_result(bucket, gathered, (bucket.world * (wire.HEADER + bucket.capacity),), message.dtype)
+    check_result(bucket, gathered, (bucket.world * (wire.HEADER + bucket.capacity),), message.dtype)
     headers = [_header(row) for row in gathered.reshape(bucket.world, -1)[:, : wire.HEADER].tolist()]
     if any(checksum == wire.NOT_FINITE for checksum, _ in headers):
         bucket.drop_rest()
@@ -190,74 +205,14 @@ def union(bucket: Sender) -> Generator[Collective, Any, Sent]:
     _check_headers(bucket, headers)
     indices = ops.union(gathered, bucket.world, wire.HEADER, bucket.numel)
     if indices is None:
-        raise _first_damaged(bucket, gathered)
+        raise _firstdamaged(bucket, gathered)
     bucket.sent(len(indices), selection.found - len(selection.indices))
     bucket.observe(len(indices), [proposed for _, proposed in headers])
     room = min(bucket.capacity * bucket.world, bucket.numel)
     values = bucket.take(indices)
     total = yield Collective("allreduce", ops.pack_values(values, room, []))
-    _check_result(bucket, total, (room,), values.dtype)
+    check_result(bucket, total, (room,), values.dtype)
     return Entries(indices, total[: len(indices)])
-
-
-def balanced(bucket: Sender) -> Generator[Collective, Any, Sent]:
-    """Exchange about k entries for any number of ranks: alltoall to the owners of the regions, allgather of their sums.
-
-    Each rank adds what it has received to its own residual there, forwards the largest sums, and keeps the others (`wire`,
-    messages 5 and 6; after Ok-Topk, https://arxiv.org/abs/2201.07598).
-    """
-    world = bucket.world
-    message = bucket.message_to_regions(regions.room(bucket.capacity, world))
-    received = yield Collective("alltoall", message)
-    # Whatever is wrong, the other ranks are told: an error here would leave them waiting.
-    region = bucket.region()
-    count = _add_parts(bucket, received, message, region)
-    is_finite = bucket.finite and bucket.ops.all_finite(region)
-    message = bucket.forward(region, regions.forwarded(bucket.k, world))
-    message[-1, 0] = regions.checksum(bucket.bounds) if is_finite else wire.NOT_FINITE
-    message[-1, 1] = count
-    gathered = yield Collective("allgather", message)
-    _check_result(bucket, gathered, (world * len(message), 2), message.dtype)
-    messages = gathered.reshape(world, -1, 2)
-    checksums, counts = zip(*messages[:, -1].tolist(), strict=True)
-    if wire.NOT_FINITE in checksums:
-        bucket.drop_rest()
-        return None
-    if len(set(checksums)) > 1:
-        raise disagreement(bucket)
-    if min(counts) < 0:
-        bad = f"message to worker {counts.index(min(counts))}"
-        raise _damaged(bucket, bad, "its indices do not ascend within the worker's region")
-    pairs = messages[:, :-1].reshape(-1, 2)
-    rows = rows_of(bucket, pairs, world)
-    if rows is None:
-        return None
-    bucket.balance([*counts])
-    return Messages(pairs, rows)
-
-
-class Round(NamedTuple):
-    """What is known of one collective of an exchange before the first step."""
-
-    kind: Kind
-    dtype: str | None
-    """Type of the message; None for the residual's own type."""
-
-
-ROUNDS: dict[Exchange, tuple[Round, ...]] = {
-    sparse_allgather: (Round("allgather", "int32"),),
-    shared_indices: (Round("allreduce", "float32"),),
-    dense: (Round("allreduce", None),),
-    union: (Round("allgather", "int32"), Round("allreduce", "float32")),
-    balanced: (Round("alltoall", "int32"), Round("allgather", "int32")),
-}
-"""All collectives that an exchange may ask for. If a gradient is not finite, it can end before the last one."""
-
-
-def stands_in(used: Exchange, usual: Exchange) -> Kind | None:
-    """Return the first collective of an exchange if another one, which begins differently, is used in its place."""
-    first = ROUNDS[usual][0].kind
-    return first if used is not usual and first != ROUNDS[used][0].kind else None
 
 
 # --- checks of what was received: errors are raised on every rank ---
@@ -273,26 +228,10 @@ def rows_of(bucket: Sender, messages: Array, world: int) -> list[int] | None:
     return None if wire.NOT_FINITE in rows else rows
 
 
-def _check_result(bucket: Sender, result: Array, shape: tuple[int, ...], dtype: object) -> None:
+def check_result(bucket: Sender, result: Array, shape: tuple[int, ...], dtype: object) -> None:
     """Raise unless a collective's result is what messages like this rank's give. With a schedule, that depends on the step."""
     if result.shape != shape or result.dtype != dtype:
         raise disagreement(bucket)
-
-
-def _add_parts(bucket: Sender, received: Array, message: Array, region: Array) -> int:
-    """Add to this rank's region what it has received, in answer to `message`. Return how many entries these are.
-
-    If something is not as `wire` requires, nothing is added, and the number is `wire.BAD_PART`. Only this rank knows it.
-    """
-    ops, world = bucket.ops, bucket.world
-    if received.shape != message.shape or received.dtype != message.dtype:
-        return wire.BAD_PART
-    used = [-1 if rows is None else rows for rows in ops.rows_in_use(received, world, len(region))]
-    if min(used) < 0:
-        return wire.BAD_PART
-    for part, rows in zip(wire.split(received, world), used, strict=True):
-        ops.put(region, *ops.unpack(part, rows))
-    return sum(used)
 
 
 def _header(numbers: Sequence[float]) -> tuple[int, float]:
@@ -301,7 +240,7 @@ def _header(numbers: Sequence[float]) -> tuple[int, float]:
     return int(checksum), wire.float_of(int(bits))
 
 
-def _first_damaged(bucket: Sender, gathered: Array) -> RuntimeError:
+def _firstdamaged(bucket: Sender, gathered: Array) -> RuntimeError:
     """Return the error for the first message of indices that is not as `wire` requires."""
     messages = [message[wire.HEADER :] for message in wire.split(gathered, bucket.world)]
     flaws = [bucket.ops.rows_in_use(message, 1, bucket.numel)[0] in (None, wire.NOT_FINITE) for message in messages]
@@ -314,7 +253,7 @@ def _check_headers(bucket: Sender, headers: Sequence[tuple[int, float]]) -> None
     for sender, header in enumerate(headers):
         what = wire.header_flaw(*header)
         if what is not None:
-            raise _damaged(bucket, f"message of worker {sender}", what)
+            raise damaged(bucket, f"message of worker {sender}", what)
     if len({checksum for checksum, _ in headers}) > 1:
         raise disagreement(bucket)
 
@@ -323,10 +262,11 @@ def _damaged_indices(bucket: Sender, indices: Array, sender: int) -> RuntimeErro
     # The first flaw is enough: a whole message as Python's numbers takes many times its memory.
     parts = (indices[start : start + _LOOKED_AT] for start in range(0, len(indices), _LOOKED_AT))
     what = wire.flaw((int(index) for part in parts for index in part.tolist()), bucket.numel)
-    return _damaged(bucket, f"message of worker {sender}", what)
+    return damaged(bucket, f"message of worker {sender}", what)
 
 
-def _damaged(bucket: Sender, which: str, what: str | None) -> RuntimeError:
+def damaged(bucket: Sender, which: str, what: str | None) -> RuntimeError:
+    """Return the error for a message that is not as `wire` requires."""
     return RuntimeError(
         f"rank {bucket.rank}: the {which} for bucket {bucket.name!r} is damaged: {what}. The "
         "ranks run different models or different versions of horovod_sparse"

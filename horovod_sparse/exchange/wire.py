@@ -37,19 +37,27 @@ the second message after indices, `(min(world * capacity, bucket size),)`.
 **5. Pairs by region** (alltoall): int32 of shape `(world * room, 2)`.
 
 - A part of `room` rows goes to each rank, in rank order: the entries of that rank's region of the bucket (`regions`).
-- The rows of a part are as in message 1, and its indices are within the region. No first row holds -2.
+- The rows of a part are as in message 1, and its indices count from the beginning of the region. No first row holds -2.
 
 **6. Sums of a region** (allgather, after message 5): int32 of shape `(forwarded + 1, 2)`.
 
-- First come rows as in message 1: the sums of entries that the rank has received, in its own region.
+- First come rows as in message 1: the largest sums of its own residual and of what the rank has received, in its own region.
 - The last row holds the checksum of the regions' bounds (31 bits), or -2 from a rank whose gradient or whose sums are not
   finite; and then the number of entries that the rank has received, or -3 if a part of message 5 was not as required.
+
+**7, 8, 9. Hosts that act as one worker** (alltoalls with parts of different sizes, some empty).
+
+- 7: the bucket's values in the residual's type, a shard for each rank of the host (`grid`).
+- 8: message 1 of a shard of the host's sum, with indices of the bucket, for the rank with the same slot on every host.
+- 9: what a rank has received as message 8, in rank order, for every rank of its host. If that had another length than its
+  own, the first index is -3, and its other rows do not count.
 
 Gathered messages stand one after the other, in rank order.
 
 A receiver checks what it got before it adds anything: the length and the type together, the indices (`flaw`; if the counts of
 message 4 are wrong, its first index reads as -3), the header of message 3 (`header_flaw`), the last row of message 6 and the
-numbers that follow the values of message 2. What is wrong in message 5 only one rank can see, and message 6 tells the others.
+numbers that follow the values of message 2. What is wrong in message 5 or 8 only one rank can see, and message 6 or 9 tells
+the others.
 
 It raises an error if indices are in any other order: two rows of the same entry, rows in use after padding, an index outside
 of the bucket or a negative number without a meaning. If the first row of message 1, the first count of message 4, the header
@@ -74,7 +82,7 @@ LARGEST = 3.4028234663852886e38
 HEADER = 2
 """How many numbers come before the indices in message 3."""
 BAD_PART = -3
-"""What a rank sends in message 6 if it has received a part of message 5 that is not as required."""
+"""What a rank sends in message 6 or 9 if it has received a part of message 5 or 8 that is not as required."""
 _CHECKSUM_BITS = 16
 RUN_BITS = 16
 RUN = 1 << RUN_BITS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from horovod_sparse.core.pipeline import Pipeline, Wait
 from horovod_sparse.core.state import check_state, kept_shapes
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.exchange.cost import allreduce_bytes
+from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.numpy.compiled import host_ops
 
@@ -63,8 +65,15 @@ class SparseAllreduce:
         self._dense: set[str] = set()
         self._under_way: list[_Started] = []
         """The collectives of this step, and those of aborted steps until MPI has completed them."""
+        groups = groups_of(compression.hierarchical, self._world, self._hosts)
         self.pipeline = Pipeline(
-            self._ops, compression, world=self._world, position=self._rank, rank=self._rank, averages=average
+            self._ops,
+            compression,
+            world=self._world,
+            position=self._rank,
+            rank=self._rank,
+            averages=average,
+            groups=groups,
         )
 
     def __call__(self, gradients: Mapping[str, Array], *, learning_rate: float | None = None) -> dict[str, Array]:
@@ -134,7 +143,12 @@ class SparseAllreduce:
         message = np.ascontiguousarray(collective.message)
         if self._comm is None:
             return lambda: message
-        if collective.kind != "allgather":
+        if collective.to is not None and collective.of is not None:
+            width = message[0].size if message.ndim > 1 else 1
+            to, of = [width * rows for rows in collective.to], [width * rows for rows in collective.of]
+            result = np.empty((sum(collective.of), *message.shape[1:]), message.dtype)
+            request = self._comm.Ialltoallv([message, to], [result, of])
+        elif collective.kind != "allgather":
             result = np.empty_like(message)
             sums = collective.kind == "allreduce"
             request = self._comm.Iallreduce(message, result) if sums else self._comm.Ialltoall(message, result)
@@ -182,6 +196,12 @@ class SparseAllreduce:
                     f"rank {self._rank}: all workers must reduce the same arrays with the same compression, but worker {rank} "
                     f"and worker 0 differ; this one has {mine}"
                 )
+
+    def _hosts(self) -> list[str]:
+        """Return what tells each worker's host from others."""
+        digest = np.frombuffer(hashlib.sha256(socket.gethostname().encode()).digest(), np.uint8)
+        everyone = self._start(Collective("allgather", digest))().reshape(self._world, -1)
+        return [theirs.tobytes().hex()[:12] for theirs in everyone]
 
     def _check_steps(self) -> None:
         """Raise RuntimeError if the workers' steps differ: a schedule makes messages of other sizes, which MPI would cut.

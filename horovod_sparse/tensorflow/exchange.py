@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from numpy.typing import NDArray
 
+from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.tensorflow.memory import make_variable
 
 Tensor = Any
@@ -44,10 +46,11 @@ class Collectives:
         name = self._full(f"{self.number}.{name}")
         return mpi_ops.allgather(message, name=name, ignore_name_scope=True, process_set=self._process_set)
 
-    def alltoall(self, message: Tensor, name: str) -> Tensor:
-        """Return this rank's part of each rank's message, in rank order."""
+    def alltoall(self, message: Tensor, to: Tensor, name: str) -> Tensor:
+        """Return this rank's part of each rank's message, in rank order. `to` has the number of rows for each rank."""
         name = self._full(f"{self.number}.{name}")
-        return mpi_ops.alltoall(message, name=name, ignore_name_scope=True, process_set=self._process_set)
+        received, _ = mpi_ops.alltoall(message, to, name, ignore_name_scope=True, process_set=self._process_set)
+        return received
 
     def from_first(self, array: NDArray[Any], name: str) -> NDArray[Any]:
         """Return the array of the first worker. This blocks. All reducers use the same names."""
@@ -88,6 +91,11 @@ class Collectives:
     def gather_json(self, value: object, name: str) -> list[Any]:
         """Return every rank's `value`, in rank order. This blocks, also while a function is traced."""
         return gather_json(value, self._full(name), self._process_set)
+
+    def groups(self, hierarchical: bool | int) -> list[str]:
+        """Return the name of each worker's host (`grid.groups_of`). This blocks if the names must be gathered."""
+        workers = self._process_set.size()
+        return groups_of(hierarchical, workers, lambda: self.gather_json(socket.gethostname(), "hosts"))
 
     def agree(self, value: object, usual: str | None) -> list[Any]:
         """Return every rank's `value`, as `gather_json` does.

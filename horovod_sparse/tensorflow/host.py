@@ -22,7 +22,8 @@ from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.pipeline import Pipeline, Write
 from horovod_sparse.core.preparation import Arrived
-from horovod_sparse.exchange.protocols import ROUNDS, Exchange, Reduced, Round, dense
+from horovod_sparse.exchange.protocols import Collective, Exchange, Reduced, dense
+from horovod_sparse.exchange.rounds import ROUNDS, Round
 from horovod_sparse.kernels.pool import BufferPool
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.ops.protocol import Array
@@ -46,6 +47,8 @@ class HostPipeline(Pipeline):
         """Bucket -> the number of buckets that existed when it and those made together with it were added."""
         self._reduced: dict[str, list[NDArray[Any]]] = {}
         """Bucket -> its reduced gradients, flat, kept until the graph takes them."""
+        self._rows: dict[str, Sequence[int] | None] = {}
+        """Bucket -> the rows for each rank in its last collective (`Collective.to`)."""
         self._pool = BufferPool()
         """Lends the memory of reduced gradients. TensorFlow uses it without a copy; it returns when the last tensor is gone."""
 
@@ -170,7 +173,13 @@ class HostPipeline(Pipeline):
             # Names use numbers, because a variable's name may contain characters that an operation's name must not. They are
             # the same for all exchanges: if only some ranks are in their dense steps, Horovod raises on all of them.
             names = [f"{list(self._memory).index(bucket.name)}.{number}" for bucket in buckets]
-            tensors = [run(tensor, name) for tensor, name in zip(tensors, names, strict=True)]
+            parts: list[Sequence[Tensor]] = [()] * len(buckets)
+            if kind == "alltoall":
+                parts = [
+                    [self._call(self._to, (bucket.name,), [tensor], tf.int32)]
+                    for bucket, tensor in zip(buckets, tensors, strict=True)
+                ]
+            tensors = [run(tensor, *to, name) for tensor, to, name in zip(tensors, parts, names, strict=True)]
         return [
             reduced
             for bucket, tensor in zip(buckets, tensors, strict=True)
@@ -257,7 +266,17 @@ class HostPipeline(Pipeline):
         self.arrive_together(
             bucket, [Arrived(slot.name, gradients.get(slot.name), learning_rate) for slot in bucket.layout.slots]
         )
-        return np.ascontiguousarray(self.begin(bucket).message)
+        return self._next(bucket, self.begin(bucket))
+
+    def _next(self, bucket: Bucket, collective: Collective) -> NDArray[Any]:
+        """Return the message of a bucket's next collective."""
+        self._rows[bucket.name] = collective.to
+        return np.ascontiguousarray(collective.message)
+
+    def _to(self, name: str, message: NDArray[Any]) -> NDArray[np.int32]:
+        """Return how many rows of a bucket's message each rank gets, in an alltoall."""
+        rows = self._rows.get(name)
+        return np.full(self.world, len(message) // self.world, np.int32) if rows is None else np.array(rows, np.int32)
 
     def _advance(self, name: str, dtype: str, result: NDArray[Any]) -> NDArray[Any]:
         bucket = self.bucket_of[name]
@@ -265,7 +284,7 @@ class HostPipeline(Pipeline):
         if collective is None:
             # The exchange has ended early on all ranks, so the graph's next collective has nothing to carry.
             return np.zeros(1, dtype)
-        return np.ascontiguousarray(collective.message)
+        return self._next(bucket, collective)
 
     def _write_out(self, name: str, types: list[Any], result: NDArray[Any]) -> list[NDArray[Any]]:
         bucket = self.bucket_of[name]

@@ -290,6 +290,7 @@ class Reducer(Server):
             position=self._process_set.rank(),
             rank=mpi_ops.rank(),
             averages=self.reduction.averages,
+            groups=self._collectives.groups(self.compressor.hierarchical),
         )
 
     def _agree(self, names: Sequence[str], new: Mapping[str, Any], sparse: Sequence[str], problem: str) -> None:

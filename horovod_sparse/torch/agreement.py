@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -110,6 +111,11 @@ def _describe(
         description["lr"] = [str(float(group["lr"])) for group in groups]
         description["momentum"] = [str(group.get("momentum")) for group in groups]
     return description
+
+
+def hosts(process_set: Any) -> list[str]:
+    """Return the name of each worker's host, in the order of the process set. Blocks."""
+    return gather_json(socket.gethostname(), f"{agreement_name(process_set)}.hosts", process_set)
 
 
 def agree_on_states(check: Callable[[], None], process_set: Any) -> None:

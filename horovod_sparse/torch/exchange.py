@@ -41,9 +41,12 @@ class Collectives:
         self.given_up = False
         """True if a step was given up. Nobody waits for the collectives that it may have left under way."""
 
-    def start(self, kind: Kind, message: Tensor, name: str) -> Callable[[], Tensor]:
-        """Start a collective and return a function that waits for its result. Allreduces of dense messages are in place."""
-        wait = self._begin(kind, message, name)
+    def start(self, kind: Kind, message: Tensor, name: str, to: Sequence[int] | None = None) -> Callable[[], Tensor]:
+        """Start a collective and return a function that waits for its result. Allreduces of dense messages are in place.
+
+        `to` is that of `protocols.Collective`.
+        """
+        wait = self._begin(kind, message, name, to)
         started = self._started[name] = _Started(kind, message, wait)
 
         def result() -> Tensor:
@@ -52,7 +55,7 @@ class Collectives:
 
         return result
 
-    def _begin(self, kind: Kind, message: Tensor, name: str) -> Callable[[], Tensor]:
+    def _begin(self, kind: Kind, message: Tensor, name: str, to: Sequence[int] | None) -> Callable[[], Tensor]:
         mine = self._process_set
         if kind == "sparse":
             result: Callable[[], Tensor] = mpi_ops.sparse_allreduce_async(message, name, self._op, mine)
@@ -60,7 +63,8 @@ class Collectives:
         if kind == "allgather":
             handle = mpi_ops.allgather_async(message, name=name, process_set=mine)
         elif kind == "alltoall":
-            handle = mpi_ops.alltoall_async(message, name=name, process_set=mine)
+            splits = None if to is None else torch.tensor(to, dtype=torch.int32)
+            handle = mpi_ops.alltoall_async(message, splits, name, mine)
             # The second result is how much came from each rank.
             return lambda: mpi_ops.synchronize(handle)[0]
         elif kind == "allreduce":
@@ -82,7 +86,7 @@ class Collectives:
             marker = collective.message.new_zeros(bucket.world, dtype=torch.uint8)
             begun.append(self.start(bucket.stands_in, marker, name(f"{bucket.name}.{bucket.rounds}")))
         number = bucket.rounds + len(begun)
-        begun.append(self.start(collective.kind, collective.message, name(f"{bucket.name}.{number}")))
+        begun.append(self.start(collective.kind, collective.message, name(f"{bucket.name}.{number}"), collective.to))
 
         def result() -> Any:
             try:
@@ -125,6 +129,9 @@ def _describe(kind: Kind, message: Tensor) -> tuple[Any, ...]:
 
 def _nothing(kind: Kind, shape: Sequence[int], dtype: str, device: str) -> Tensor:
     like = torch.empty(0, dtype=getattr(torch, dtype), device=device)
+    if kind == "alltoall":
+        # Nothing for anybody.
+        shape = [0, *shape[1:]]
     return empty_sparse(shape, like) if kind == "sparse" else like.new_zeros(shape)
 
 

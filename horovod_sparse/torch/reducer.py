@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ from horovod_sparse.core.pipeline import Pipeline, Wait
 from horovod_sparse.core.preparation import Arrived
 from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import check_discardable, check_state, empty_state, holds_anything, kept_shapes
+from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.exchange.protocols import Collective, Reduced
-from horovod_sparse.torch.agreement import agree, agree_on_states, check_momentum
+from horovod_sparse.torch.agreement import agree, agree_on_states, check_momentum, hosts
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
@@ -349,6 +351,9 @@ class Reducer(Server):
                 position=self._process_set.rank(),
                 rank=mpi_ops.rank(),
                 averages=self._optimizer.op == mpi_ops.Average,
+                groups=groups_of(
+                    self.compressor.hierarchical, self._process_set.size(), partial(hosts, self._process_set)
+                ),
                 device_selector=on_gpu,
             )
         self._routes.extend(new, agreement.sparse, self.pipeline)

@@ -20,6 +20,7 @@ MODULES = {
         "policies",
         "disagreement",
         "parameters",
+        "hierarchical",
     ),
     "tensorflow": (
         "tf.tape",

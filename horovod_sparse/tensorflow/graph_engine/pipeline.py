@@ -74,7 +74,7 @@ class GraphPipeline:
     Args:
         compressor: settings and algorithm, checked with `selectors.check`.
         collectives: Horovod's collectives.
-        world, position, rank, averages: as for `Pipeline`.
+        world, position, rank, averages, groups: as for `Pipeline`.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class GraphPipeline:
         position: int,
         rank: int,
         averages: bool = True,
+        groups: Sequence[str] = (),
     ) -> None:
         self.compressor = compressor
         self.buckets: list[GraphBucket] = []

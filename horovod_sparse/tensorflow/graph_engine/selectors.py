@@ -20,7 +20,7 @@ from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.core.agreement import is_elastic
 from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.estimation import fits, search
-from horovod_sparse.exchange import protocols
+from horovod_sparse.exchange import owners, protocols
 from horovod_sparse.ops.protocol import Moments
 from horovod_sparse.tensorflow.graph_engine.tensors import TENSORS, scalar
 
@@ -62,7 +62,7 @@ def check(compressor: Compressor) -> None:
         ("compression", type(compressor).select not in _SELECTS, "its selection is Python code", f"use one of {names}"),
         (
             "union",
-            compressor.exchange not in (protocols.sparse_allgather, protocols.balanced),
+            compressor.exchange not in (protocols.sparse_allgather, owners.balanced, owners.hierarchical),
             "the graph exchanges pairs only",
             "use union=False",
         ),
@@ -70,6 +70,7 @@ def check(compressor: Compressor) -> None:
         ("dense_steps", compressor.dense_steps > 0, "a graph reduces every step alike", "use dense_steps=0"),
         ("values", compressor.values != "float32", "the graph packs float32 only", "use values='float32'"),
         ("balanced", compressor.balanced, "the graph has no alltoall", "use balanced=False"),
+        ("hierarchical", compressor.hierarchical, "the graph has no alltoall", "use hierarchical=False"),
         ("discardable", compressor.discardable, "the graph keeps no copy of a step", "use discardable=False"),
         (
             "lr_in_residual",

@@ -98,6 +98,14 @@ def tensorflow_gives_what_numpy_gives(make: MakeCompression) -> None:
     assert (theirs.count, theirs.bytes_sent) == (mine.count, mine.bytes_sent)
 
 
+@scenario(TF_4)
+def hosts_give_what_numpy_gives() -> None:
+    # Two consecutive workers stand for a host.
+    compression = SIDCo(0.01, hierarchical=2, **SETTINGS)
+    expect = assert_lockstep(compression, 6)
+    assert expect.stats().mean.total.bytes_sent == compression.stats().mean.total.bytes_sent > 0
+
+
 @scenario(TF_2)
 def the_sum_is_the_average_times_the_workers() -> None:
     weights = variables(SHAPES)

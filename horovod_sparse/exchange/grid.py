@@ -1,0 +1,77 @@
+"""Which workers are on the same host: a grid of hosts and slots. Plain numbers, no framework.
+
+A host has as many workers as every other one. A worker's slot is its number among those of its host.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Grid(NamedTuple):
+    """This worker's row and column of the grid, as positions among all workers, ascending."""
+
+    neighbours: tuple[int, ...]
+    """The workers on this worker's host, itself included: the slots."""
+    peers: tuple[int, ...]
+    """The workers with this worker's slot, one on each host, itself included."""
+    slot: int
+    world: int
+
+    @property
+    def hosts(self) -> int:
+        return len(self.peers)
+
+    @property
+    def slots(self) -> int:
+        return len(self.neighbours)
+
+    def lengths(self, members: Sequence[int], each: Sequence[int]) -> list[int]:
+        """Return a number for each worker: those of `each` for the members, in their order, and 0 for all others."""
+        known = dict(zip(members, each, strict=True))
+        return [known.get(position, 0) for position in range(self.world)]
+
+    def shards(self, numel: int) -> list[int]:
+        """Return the bounds of the slots' shards of a bucket: `slots + 1` positions, from 0 to `numel`."""
+        return [numel * slot // self.slots for slot in range(self.slots + 1)]
+
+
+def groups_of(hierarchical: bool | int, world: int, gather: Callable[[], Sequence[str]]) -> list[str]:
+    """Return the name of each worker's host, in the order of their positions.
+
+    Args:
+        hierarchical: the compressor's setting. With a number, so many consecutive workers count as a host.
+        world: number of workers.
+        gather: returns the host's name of each worker. It is called on all workers, or on none.
+    """
+    if hierarchical is True:
+        return [*gather()]
+    return [f"group {position // hierarchical}" for position in range(world)] if hierarchical else []
+
+
+def grid(groups: Sequence[str], position: int) -> Grid:
+    """Return the grid as the worker at `position` sees it; `groups` has each worker's host.
+
+    Raises:
+        ValueError: there is only one host, or the hosts have different numbers of workers. All workers raise alike.
+    """
+    counts = Counter(groups)
+    if len(counts) < 2 or len(set(counts.values())) > 1:
+        raise ValueError(
+            "hierarchical needs at least two hosts (with a number: groups) with the same number of workers on each, got "
+            f"{dict(counts)} workers; start as many on every host, or use hierarchical=False"
+        )
+    seen: Counter[str] = Counter()
+    slots = []
+    for name in groups:
+        slots.append(seen[name])
+        seen[name] += 1
+    mine = slots[position]
+    return Grid(
+        tuple(other for other, name in enumerate(groups) if name == groups[position]),
+        tuple(other for other, slot in enumerate(slots) if slot == mine),
+        mine,
+        len(groups),
+    )

@@ -1,0 +1,37 @@
+"""What is known of the collectives of each exchange before the first step. Imports no framework."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from horovod_sparse.exchange.owners import balanced, hierarchical
+from horovod_sparse.exchange.protocols import Exchange, Kind, dense, shared_indices, sparse_allgather, union
+
+
+class Round(NamedTuple):
+    """What is known of one collective of an exchange before the first step."""
+
+    kind: Kind
+    dtype: str | None
+    """Type of the message; None for the residual's own type."""
+
+
+ROUNDS: dict[Exchange, tuple[Round, ...]] = {
+    sparse_allgather: (Round("allgather", "int32"),),
+    shared_indices: (Round("allreduce", "float32"),),
+    dense: (Round("allreduce", None),),
+    union: (Round("allgather", "int32"), Round("allreduce", "float32")),
+    balanced: (Round("alltoall", "int32"), Round("allgather", "int32")),
+    hierarchical: (Round("alltoall", None), Round("alltoall", "int32"), Round("alltoall", "int32")),
+}
+"""All collectives that an exchange may ask for. If a gradient is not finite, it can end before the last one."""
+
+
+def stands_in(used: Exchange, usual: Exchange) -> Kind | None:
+    """Return the first collective of an exchange if another one, which begins differently, is used in its place."""
+    first = ROUNDS[usual][0].kind
+    return first if used is not usual and first != ROUNDS[used][0].kind else None
+
+
+FROM_PARTS: tuple[Exchange, ...] = (balanced, hierarchical)
+"""Exchanges that select from a part of the buffer, so that what is noted of the whole buffer is of no use."""

@@ -1,0 +1,285 @@
+"""The hierarchical exchange: the workers of a host act as one, nothing is lost, and all ranks get the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from driver import collective, make_pipeline
+from hypothesis import given
+from hypothesis import strategies as st
+from table import ORACLE, WITH_OPERATIONS, Backend
+from test_balanced import NUMEL, PAIRS, SHAPES, arrive, dyadic, flat, largest, step
+
+from horovod_sparse import compressors
+from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.exchange import regions, wire
+from horovod_sparse.exchange.grid import grid, groups_of
+
+SETTINGS: dict[str, Any] = {"min_numel": 0, "granularity": "model", "hierarchical": True}
+GRIDS = ["aabb", "abab", "aaabbb", "abcabc", "abbaab", "ab", "aabbccdd"]
+"""The host of each worker."""
+
+hosts = st.sampled_from(GRIDS)
+
+
+def pipelines_of(backend: Backend, groups: str, compressor: Any, **settings: Any) -> list[Pipeline]:
+    world = len(groups)
+    return [
+        make_pipeline(backend, compressor, SHAPES, world=world, position=p, groups=groups, **settings)
+        for p in range(world)
+    ]
+
+
+def in_order(gradient: np.ndarray) -> np.ndarray:
+    """A gradient in the order of the bucket: its last parameter comes first."""
+    return np.concatenate([gradient[35:], gradient[:35]])
+
+
+def reference(residuals: Sequence[np.ndarray], k: int, groups: str) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The exchange with TopK in dense arrays: what is reduced, and what every rank keeps."""
+    reduced, kept = np.zeros(NUMEL, np.float32), [np.zeros(NUMEL, np.float32) for _ in groups]
+    for host in sorted(set(groups)):
+        members = [rank for rank, name in enumerate(groups) if name == host]
+        total = np.sum([residuals[rank] for rank in members], axis=0)
+        bounds = regions.uniform(NUMEL, len(members))
+        for rank, (first, after) in zip(members, itertools.pairwise(bounds), strict=True):
+            shard = total[first:after].copy()
+            chosen = largest(shard, -(-k // len(members)))
+            reduced[first + chosen] += shard[chosen]
+            shard[chosen] = 0
+            kept[rank][first:after] = shard
+    return reduced, kept
+
+
+@given(groups=hosts, seed=st.integers(0, 999), ratio=st.sampled_from([0.02, 0.1, 0.3, 1.0]))
+@pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
+def test_every_step_is_as_in_dense_arrays(backend: Backend, groups: str, seed: int, ratio: float) -> None:
+    pipelines = pipelines_of(backend, groups, compressors.TopK(ratio, **SETTINGS))
+    rng, k = np.random.default_rng(seed), max(1, int(ratio * NUMEL))
+    for _ in range(3):
+        gradients = dyadic(rng, len(groups))
+        before = [flat(backend, one) + in_order(g) for one, g in zip(pipelines, gradients, strict=True)]
+        reduced, kept = reference(before, k, groups)
+        results = step(backend, pipelines, gradients)
+        assert results is not None
+        for result, pipeline, mine in zip(results, pipelines, kept, strict=True):
+            np.testing.assert_array_equal(result, reduced)
+            np.testing.assert_array_equal(flat(backend, pipeline), mine)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", [*PAIRS, "RandomBlock"])
+def test_sent_and_kept_are_what_came(name: str, dtype: str) -> None:
+    """For every compressor that sends pairs. A step whose gradient is not finite changes nothing but its finite entries."""
+    groups, rng = "aabb", np.random.default_rng(3)
+    make = PAIRS.get(name, lambda **settings: compressors.RandomBlock(0.1, shared=False, **settings))
+    pipelines = pipelines_of(
+        ORACLE, groups, make(not_finite="propagate", residual_dtype=dtype, **SETTINGS), dtype=dtype
+    )
+    total = np.zeros(NUMEL)
+    for number in range(6):
+        gradients = dyadic(rng, len(groups))
+        if number == 3:
+            gradients[2][40] = np.nan
+        total += np.sum([in_order(np.nan_to_num(gradient)) for gradient in gradients], axis=0, dtype=np.float64)
+        before = [flat(ORACLE, one) + in_order(np.nan_to_num(g)) for one, g in zip(pipelines, gradients, strict=True)]
+        results = step(ORACLE, pipelines, gradients)
+        assert (results is None) == (number == 3)
+        if results is None:
+            for pipeline, old in zip(pipelines, before, strict=True):
+                np.testing.assert_array_equal(flat(ORACLE, pipeline), old)
+        else:
+            assert all(result.tobytes() == results[0].tobytes() for result in results)
+            total -= results[0]
+        residual = np.sum([flat(ORACLE, pipeline) for pipeline in pipelines], axis=0, dtype=np.float64)
+        np.testing.assert_array_equal(residual, total)
+
+
+def test_a_sum_of_a_host_that_overflows_fails_the_step() -> None:
+    pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.1, not_finite="propagate", **SETTINGS))
+    gradients = [np.full(NUMEL, value, np.float32) for value in (3e38, 3e38, 1, 1)]
+    assert step(ORACLE, pipelines, gradients) is None
+    for pipeline, gradient in zip(pipelines, gradients, strict=True):
+        np.testing.assert_array_equal(flat(ORACLE, pipeline), gradient)
+
+
+def test_a_step_that_is_given_up_changes_nothing_but_its_gradients() -> None:
+    rng = np.random.default_rng(1)
+    pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.2, **SETTINGS))
+    step(ORACLE, pipelines, dyadic(rng, 4))
+    for until in (1, 2, 3):
+        before, gradients = [flat(ORACLE, one) for one in pipelines], dyadic(rng, 4)
+        states = [one.state_dict()["adaptive"] for one in pipelines]
+        arrive(ORACLE, pipelines, gradients)
+        buckets = [one.buckets[0] for one in pipelines]
+        following = [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)]
+        for _ in range(until - 1):
+            answers = collective(ORACLE, following)
+            following = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
+        for pipeline, old, gradient, state in zip(pipelines, before, gradients, states, strict=True):
+            pipeline.abort()
+            np.testing.assert_array_equal(flat(ORACLE, pipeline), old + in_order(gradient))
+            assert pipeline.state_dict()["adaptive"] == state
+
+
+def test_training_goes_on_from_a_saved_state() -> None:
+    rng = np.random.default_rng(2)
+
+    def make() -> list[Pipeline]:
+        return pipelines_of(ORACLE, "aabb", compressors.SIDCo(0.2, **SETTINGS))
+
+    main, twin = make(), make()
+    for _ in range(4):
+        step(ORACLE, main, dyadic(rng, 4))
+    for one, other in zip(main, twin, strict=True):
+        other.load_state_dict(one.state_dict())
+    for _ in range(3):
+        gradients = dyadic(rng, 4)
+        mine, theirs = step(ORACLE, main, gradients), step(ORACLE, twin, gradients)
+        assert mine is not None and theirs is not None and mine[0].tobytes() == theirs[0].tobytes()
+        for one, other in zip(main, twin, strict=True):
+            assert flat(ORACLE, one).tobytes() == flat(ORACLE, other).tobytes()
+
+
+@pytest.mark.parametrize("masking", [True, False])
+def test_momentum_is_masked_where_the_host_has_sent(masking: bool) -> None:
+    """All workers of a host stop the momentum of what any of them has sent for it."""
+    correction = MomentumCorrection(0.5, masking=masking)
+    pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.1, momentum_correction=correction, **SETTINGS))
+    gradients = [gradient + np.float32(10) for gradient in dyadic(np.random.default_rng(5), 4)]
+    assert step(ORACLE, pipelines, gradients) is not None
+    for host in (0, 2):
+        members = pipelines[host : host + 2]
+        # What a host has sent is zero in the residual of its owner.
+        sent = np.sum([flat(ORACLE, one) for one in members], axis=0) == 0
+        assert sent.sum() == 10
+        for one in members:
+            np.testing.assert_array_equal(one.buckets[0].velocity == 0, sent & masking)
+
+
+def test_what_leaves_a_host_does_not_depend_on_its_slots() -> None:
+    """Bytes that leave a host: those of one worker's pairs, to each of the other hosts."""
+    sums = []
+    for groups in ("ab", "aabb", "aaaabbbb"):
+        pipelines = pipelines_of(ORACLE, groups, compressors.TopK(0.1, slack=1.0, **SETTINGS))
+        step(ORACLE, pipelines, dyadic(np.random.default_rng(6), len(groups)))
+        of_host = [one for one, name in zip(pipelines, groups, strict=True) if name == "a"]
+        sums.append(sum(one.stats().last.total.bytes_sent for one in of_host))
+    # k = 9, rounded up to a multiple of the slots.
+    assert sums == [8 * 9, 8 * 10, 8 * 12]
+
+
+# --- messages ---
+
+
+def test_ranks_at_different_steps_of_a_schedule_all_raise() -> None:
+    """Nobody may raise before the last collective: the others of its host would wait."""
+    made = [compressors.TopK(ratio, **SETTINGS) for ratio in (0.1, 0.1, 0.3, 0.3)]
+    pipelines = [pipelines_of(ORACLE, "aabb", compressor)[rank] for rank, compressor in enumerate(made)]
+    arrive(ORACLE, pipelines, dyadic(np.random.default_rng(4), 4))
+    buckets = [one.buckets[0] for one in pipelines]
+    answers = collective(ORACLE, [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)])
+    shards = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
+    for first in (0, 1):
+        peers = [shards[first], shards[first + 2]]
+        received = np.concatenate([np.split(one.message, 2)[0] for one in peers])
+        shards[first], shards[first + 2] = (buckets[rank].advance(received) for rank in (first, first + 2))
+    for first in (0, 2):
+        of_host = [np.split(one.message, 2)[0] for one in shards[first : first + 2]]
+        for bucket in buckets[first : first + 2]:
+            with pytest.raises(RuntimeError, match="the ranks disagree on the state"):
+                bucket.advance(np.concatenate(of_host))
+
+
+@pytest.mark.parametrize("index", [97, -4, -3])
+@pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
+def test_a_damaged_message_is_an_error_on_all_ranks(backend: Backend, index: int) -> None:
+    pipelines = pipelines_of(backend, "aabb", compressors.TopK(0.1, **SETTINGS))
+    arrive(backend, pipelines, dyadic(np.random.default_rng(4), 4))
+    buckets = [one.buckets[0] for one in pipelines]
+    following = [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)]
+    for _ in range(2):
+        answers = collective(backend, following)
+        following = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
+    answers = collective(backend, following)
+    text = "the ranks disagree" if index == wire.BAD_PART else "the message of worker 1 for bucket 'b' is damaged"
+    for bucket, answer in zip(buckets, answers, strict=True):
+        answer[len(answer) // 4, 0] = index
+        with pytest.raises(RuntimeError, match=text):
+            bucket.advance(answer)
+
+
+# --- hosts and slots ---
+
+
+@given(st.integers(2, 5), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_every_worker_has_a_place_in_the_grid(hosts: int, slots: int, random: Any) -> None:
+    groups = [f"host {number % hosts}" for number in range(hosts * slots)]
+    random.shuffle(groups)
+    places = [grid(groups, position) for position in range(len(groups))]
+    for position, place in enumerate(places):
+        assert place.hosts == hosts and place.slots == slots
+        assert place.neighbours[place.slot] == position
+        assert {groups[other] for other in place.neighbours} == {groups[position]}
+        assert {places[other].slot for other in place.peers} == {place.slot} and position in place.peers
+        assert sorted({*place.peers} & {*place.neighbours}) == [position]
+
+
+def test_shards_cover_the_bucket() -> None:
+    place = grid("aaabbb", 4)
+    assert [place.shards(numel) for numel in (1, 2, 7)] == [[0, 0, 0, 1], [0, 0, 1, 2], [0, 2, 4, 7]]
+    assert place.lengths(place.neighbours, [5, 6, 7]) == [0, 0, 0, 5, 6, 7]
+    assert place.lengths(place.peers, [5, 6]) == [0, 5, 0, 0, 6, 0]
+
+
+@pytest.mark.parametrize("groups", ["aab", "aaa", "a", "abbcc"])
+def test_what_is_not_a_grid_is_refused(groups: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"hierarchical needs at least two hosts .* same number of workers on each, got \{'a': "
+    ):
+        pipelines_of(ORACLE, groups, compressors.TopK(0.1, **SETTINGS))
+
+
+def test_a_number_makes_groups_of_consecutive_workers() -> None:
+    def nobody() -> list[str]:
+        raise AssertionError("nothing is to be gathered")
+
+    assert groups_of(2, 4, nobody) == ["group 0", "group 0", "group 1", "group 1"]
+    assert groups_of(False, 4, nobody) == []
+    assert groups_of(True, 2, lambda: ["x", "y"]) == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"hierarchical": 1}, ValueError, "hierarchical must be True, False, or a number of workers >= 2, got 1"),
+        (
+            {"hierarchical": "yes"},
+            TypeError,
+            "hierarchical must be True, False, or a number of workers >= 2, got 'yes'",
+        ),
+        (
+            {"hierarchical": True, "balanced": True},
+            ValueError,
+            "hierarchical must be False where no pairs are sent, and with",
+        ),
+        ({"hierarchical": True, "values": "bfloat16"}, ValueError, "values must be 'float32' where no pairs"),
+        ({"hierarchical": True, "union": True}, ValueError, "hierarchical must be False where no pairs"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        compressors.TopK(0.1, **settings)
+
+
+def test_other_workers_are_refused() -> None:
+    pipeline = pipelines_of(ORACLE, "aabb", compressors.TopK(0.1, **SETTINGS))[0]
+    with pytest.raises(
+        ValueError, match="hierarchical must be False where the workers of an elastic job change, got True"
+    ):
+        pipeline.change_workers(world=2, position=0, rank=0)
