@@ -194,7 +194,6 @@ class Bucket:
         self._region = Region(place, self.ops.copy(self.buffer[place]))
         # The owner knows all of its region. What it sends is for the others.
         self.buffer[place] = 0
-        self._host.forget()
         k = regions.to_others(self.k, self.world)
         capacity = self.compressor.message_capacity(self.numel, k, self.world)
         selection = self._host.select(self.state, k, capacity) if k else Selection(self._no_indices(), 0)
