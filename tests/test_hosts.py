@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,24 @@ def test_step_time_prints_a_row_for_each_contender() -> None:
     sent = [int(rows[number][1].replace(",", "")) for number in (1, 2, 5, 6)]
     assert sent[0] == 2 * sent[1] > 5 * sent[2] > 5 * sent[3] > 0
     assert "2 workers on 1 hosts; 2 rounds" in ended.output
+
+
+def test_step_picture_shows_the_collectives_of_two_steps(tmp_path: Path) -> None:
+    picture = tmp_path / "step.png"
+    small = ["--model", "linear", "--width", "64", "--layers", "4", "--rounds", "3", "--rows", "SIDCo 0.01"]
+    ended = Launch("mpirun", 2).run("benchmarks/step_picture.py", *small, "--picture", str(picture), limit=120)
+    assert ended.code == 0, ended
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    number = r"(-?[\d.]+)"
+    found = re.findall(
+        f"backward {number} to {number} ms, collectives {number} to {number} ms, .* at {number} ms", ended.output
+    )
+    assert len(found) == 2, ended
+    for step in found:
+        backward, after, first, last, end = map(float, step)
+        assert 0 < backward < after < end and 0 < first < last
+    # In the first step nothing is exchanged before the workers have agreed, after backward.
+    assert float(found[0][2]) >= float(found[0][1])
 
 
 def test_step_timeline_names_every_part() -> None:
