@@ -38,7 +38,7 @@ def make_model(args: argparse.Namespace) -> nn.Module:
 
 
 def main() -> None:
-    parser = make_text_parser(__doc__.splitlines()[0], batch_size=4, lr=0.1, ratio=0.01)
+    parser = make_text_parser(__doc__.splitlines()[0], batch_size=4, lr=0.5, ratio=0.01)
     parser.add_argument("--width", type=int, default=512, help="of the state; the embedding has half of it")
     parser.add_argument("--layers", type=int, default=1)
     args = parser.parse_args()
