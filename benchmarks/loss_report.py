@@ -70,7 +70,8 @@ def page(store: Store, results: Results, target: float) -> str:
         f"{task.title}, {dense.parameters:,} parameters, {WORKERS} workers, {dense.steps[-1]} steps, {len(SEEDS)} seeds "
         f"(`examples/{task.example}.py {' '.join(task.options)}`). The target, {target:.3f} {task.unit}, is what {DENSE} "
         f"has after {TARGET_PART:.0%} of its steps, mean of the seeds. Learning rates tried: {numbers(task.rates)}; ten times "
-        "these for Mem-SGD, which has no momentum.",
+        "these for Mem-SGD, which has no momentum. The other sparse rows have momentum before the selection. "
+        "DDP fp16 is not trained: it has the losses of dense fp16.",
         "",
         *curve_table(results, task.rates),
     ]
