@@ -26,6 +26,7 @@ from horovod_sparse.torch import SIDCo
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import torch_charlm
 import torch_digits
+from text import read_corpus, sample
 
 STEPS, FIRST = 200, 20
 TOLERANCE = 0.2
@@ -49,12 +50,12 @@ def digits() -> tuple[nn.Module, float, Iterator[Tensor]]:
 
 def charlm() -> tuple[nn.Module, float, Iterator[Tensor]]:
     model = torch_charlm.CharLM(context=64, width=256, layers=4, heads=4)
-    text = torch_charlm.read_corpus(2_000_000)
+    text = read_corpus(2_000_000)
     generator = torch.Generator().manual_seed(hvd.rank())
 
     def losses() -> Iterator[Tensor]:
         while True:
-            x, y = torch_charlm.sample(text, 4, 64, generator)
+            x, y = sample(text, 4, 64, generator)
             yield F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
     return model, 0.05, losses()

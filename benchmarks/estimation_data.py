@@ -18,6 +18,7 @@ from horovod_sparse.compressors.base import MIN_NUMEL
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import torch_charlm
 import torch_digits
+from text import read_corpus, sample
 
 Stream = Iterator[list[Tensor]]
 """One flat gradient per worker, step by step, without end."""
@@ -63,13 +64,13 @@ def _digits(workers: int, seed: int) -> Task:
 
 def _charlm(workers: int, seed: int) -> Task:
     model = torch_charlm.CharLM(CHARLM_CONTEXT, CHARLM_WIDTH, CHARLM_LAYERS, CHARLM_HEADS)
-    shards = torch_charlm.read_corpus(CHARLM_CHARACTERS).tensor_split(workers)
+    shards = read_corpus(CHARLM_CHARACTERS).tensor_split(workers)
 
     def losses(worker: int) -> Callable[[], Tensor]:
         generator = torch.Generator().manual_seed(seed + worker)
 
         def loss() -> Tensor:
-            x, y = torch_charlm.sample(shards[worker], CHARLM_BATCH, CHARLM_CONTEXT, generator)
+            x, y = sample(shards[worker], CHARLM_BATCH, CHARLM_CONTEXT, generator)
             return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
         return loss

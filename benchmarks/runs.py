@@ -1,4 +1,4 @@
-"""What `accuracy.py` and `ablation.py` share: training an example with several seeds, and a table beside dense's spread."""
+"""What the benchmarks of training share: running an example with several seeds, and a table beside dense's spread."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Task:
 
 TASKS = {
     "digits": Task("accuracy", "held-out accuracy, %", 100.0, 1),
+    "lstm": Task("bits_per_character", "held-out bits per character", 1.0, -1),
     "charlm": Task("bits_per_character", "held-out bits per character", 1.0, -1),
 }
 
@@ -78,8 +79,10 @@ def train(task: str, row: str, options: Sequence[str], args: argparse.Namespace,
         stem = f"{script.stem}-{row.replace(' ', '-')}-{seed}"
         log = args.output / f"{stem}.jsonl"
         command = [*options, "--seed", str(seed)]
-        diverged.append(_diverges(script, command, log, args))
+        diverged.append(diverges(script, command, log, workers=args.workers, timeout=args.timeout))
         epochs = demo.read_epochs(log)
+        if not epochs:
+            raise SystemExit(f"{row}, seed {seed}: a gradient was not finite before the first evaluation ({log})")
         measured = [settings.scale * epoch[settings.field] for epoch in epochs]
         values.append(measured[-1])
         best.append(max(measured, key=lambda value: settings.better * value))
@@ -88,15 +91,14 @@ def train(task: str, row: str, options: Sequence[str], args: argparse.Namespace,
     return Result(values, best, diverged, epochs[-1]["bytes_per_step"], epochs[-1]["step"], told)
 
 
-def _diverges(script: Path, options: list[str], log: Path, args: argparse.Namespace) -> bool:
-    """Run an example; whether a gradient that is not finite ended it after an epoch. Other failures end the benchmark."""
+def diverges(script: Path, options: list[str], log: Path, *, workers: int, timeout: float) -> bool:
+    """Run an example; whether a gradient that is not finite ended it. Other failures end the benchmark."""
     output = log.with_suffix(".txt")
     command = [*options, "--log-file", str(log)]
     try:
-        demo.run_workers(script, command, workers=args.workers, output=output, timeout=args.timeout)
+        demo.run_workers(script, command, workers=workers, output=output, timeout=timeout)
     except SystemExit:
-        not_finite = "FloatingPointError" in output.read_text(encoding="utf-8", errors="replace")
-        if not (not_finite and demo.read_epochs(log)):
+        if "FloatingPointError" not in output.read_text(encoding="utf-8", errors="replace"):
             raise
         return True
     return False

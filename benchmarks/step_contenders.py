@@ -23,6 +23,7 @@ import horovod_sparse.torch as hvd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import torch_charlm
+from text import CHARACTERS
 
 # --- models ---
 
@@ -41,7 +42,7 @@ def charlm(args: argparse.Namespace) -> Task:
     """the transformer of examples/torch_charlm.py"""
 
     def batch(generator: torch.Generator) -> Tensor:
-        return torch.randint(torch_charlm.CHARACTERS, (args.batch_size, args.context + 1), generator=generator)
+        return torch.randint(CHARACTERS, (args.batch_size, args.context + 1), generator=generator)
 
     def loss(model: nn.Module, windows: Tensor) -> Tensor:
         return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())

@@ -28,7 +28,6 @@ CLASSES = {cls.__name__.lower(): cls.__name__ for cls in COMPRESSORS}
 COMPRESSIONS = ["none", "fp16", *CLASSES]
 CHOOSE_SUPPORT = ["topk", "randomk", "randomblock"]
 """Those that can send the same entries on all workers, or each worker's own."""
-MOMENTUM = 0.9
 
 
 def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ratio: float) -> argparse.ArgumentParser:
@@ -64,10 +63,16 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
         default="exponential",
         help="what sidco fits to the gradient's magnitudes",
     )
+    parser.add_argument("--momentum", type=float, default=0.9, help="of the optimizer, or before the selection")
     parser.add_argument(
         "--momentum-correction",
         action="store_true",
         help="momentum before the selection, as in DGC, instead of in the optimizer",
+    )
+    parser.add_argument(
+        "--lr-in-residual",
+        action="store_true",
+        help="keep what was not sent in units of the update; topk with this and --momentum 0 is Sparsified SGD with Memory",
     )
     parser.add_argument(
         "--ratio-warmup",
@@ -106,12 +111,13 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
     common: dict[str, Any] = {
         "granularity": args.granularity,
         "residual": not args.no_residual,
+        "lr_in_residual": args.lr_in_residual,
         "values": args.values,
         "balanced": args.balanced,
         "hierarchical": args.hierarchical,
     }
     if args.momentum_correction:
-        common["momentum_correction"] = MomentumCorrection(MOMENTUM)
+        common["momentum_correction"] = MomentumCorrection(args.momentum)
     ratio = warmup(max(0.25, args.ratio), args.ratio, args.ratio_warmup) if args.ratio_warmup else args.ratio
     match args.compression:
         case "none":
@@ -126,7 +132,7 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
             return hvd.SIDCo(ratio, distribution=args.distribution, **common)
         case "dgc":
             common.pop("momentum_correction", None)  # Its own.
-            return hvd.DGC(ratio, momentum=MOMENTUM, seed=args.seed, **common)
+            return hvd.DGC(ratio, momentum=args.momentum, seed=args.seed, **common)
         case "randomk" | "randomblock":
             cls = getattr(hvd, CLASSES[args.compression])
             return cls(ratio, shared=args.shared is not False, seed=args.seed, **common)
@@ -135,9 +141,9 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
     return getattr(hvd, CLASSES[args.compression])(ratio, **common)
 
 
-def optimizer_momentum(compression: Any) -> float:
+def optimizer_momentum(compression: Any, args: argparse.Namespace) -> float:
     """The optimizer's momentum; 0 where the compression has momentum of its own, which would come on top of it (DGC)."""
-    return 0.0 if getattr(compression, "momentum_correction", None) else MOMENTUM
+    return 0.0 if getattr(compression, "momentum_correction", None) else args.momentum
 
 
 @dataclass(frozen=True)
@@ -196,6 +202,7 @@ class RunLog:
             **held_out,
             bytes_per_step=traffic.bytes_per_step,
             step_seconds=statistics.median(seconds),
+            seconds=sum(seconds),
             ratio=traffic.ratio,
         )
         sent = f"{traffic.bytes_per_step:,.0f} bytes per step, ratio {traffic.ratio:.5f}"

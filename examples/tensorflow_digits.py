@@ -82,7 +82,7 @@ def main() -> None:
     # In your own script: compression = hvd.SIDCo(ratio=0.001).
     compression = make_compression(args, hvd)
     optimizer = keras.optimizers.SGD(
-        warm_up(args.lr, WARMUP_EPOCHS * len(batches)), momentum=optimizer_momentum(compression)
+        warm_up(args.lr, WARMUP_EPOCHS * len(batches)), momentum=optimizer_momentum(compression, args)
     )
     optimizer.build(model.trainable_variables)
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -18,10 +18,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 TWO_WORKERS = Launch("mpirun", 2)
 LIMIT = 120.0
 """Seconds; an idle machine needs about a tenth."""
-EPOCH_FIELDS = {"event", "epoch", "step", "loss", "bytes_per_step", "step_seconds", "ratio"}
+EPOCH_FIELDS = {"event", "epoch", "step", "loss", "bytes_per_step", "step_seconds", "seconds", "ratio"}
 
-TINY_CHARLM = ["--epochs", "2", "--epoch-steps", "3", "--batch-size", "2", "--context", "16"]
-TINY_CHARLM += ["--width", "32", "--layers", "1", "--heads", "2", "--bytes", "200000"]
+TINY = ["--epochs", "2", "--epoch-steps", "3", "--batch-size", "2", "--context", "16"]
+TINY += ["--width", "32", "--layers", "1", "--bytes", "200000"]
+TINY_CHARLM = [*TINY, "--heads", "2"]
 
 
 @pytest.fixture
@@ -61,11 +62,11 @@ def needs(module: str) -> pytest.MarkDecorator:
 
 @pytest.mark.parallel
 @pytest.mark.parametrize(
-    "script",
+    ("script", "own_options", "held_out"),
     [
-        "torch_digits.py",
-        pytest.param("tensorflow_digits.py", marks=[needs("tensorflow"), pytest.mark.full]),
-        pytest.param("keras_digits.py", marks=[needs("tensorflow"), pytest.mark.full]),
+        ("torch_digits.py", {"width"}, {"accuracy", "held_out_loss"}),
+        pytest.param("tensorflow_digits.py", set(), {"accuracy"}, marks=[needs("tensorflow"), pytest.mark.full]),
+        pytest.param("keras_digits.py", set(), {"accuracy"}, marks=[needs("tensorflow"), pytest.mark.full]),
     ],
 )
 @pytest.mark.parametrize(
@@ -78,7 +79,14 @@ def needs(module: str) -> pytest.MarkDecorator:
     ],
 )
 def test_digits_on_two_workers(
-    common: Any, script: str, compression: str, ratio: float, most_bytes: int, tmp_path: Path
+    common: Any,
+    script: str,
+    own_options: set[str],
+    held_out: set[str],
+    compression: str,
+    ratio: float,
+    most_bytes: int,
+    tmp_path: Path,
 ) -> None:
     settings, epoch, end = run(
         TWO_WORKERS,
@@ -92,11 +100,12 @@ def test_digits_on_two_workers(
         "1",
     )
     assert (settings["event"], epoch["event"], end["event"]) == ("settings", "epoch", "end")
-    assert settings.keys() == vars(parsed(common)).keys() | {"event", "workers", "parameters"}
+    assert settings.keys() == vars(parsed(common)).keys() | own_options | {"event", "workers", "parameters"}
     assert settings["compression"] == compression
     assert settings["workers"] == 2
     assert settings["parameters"] == 151_306
-    assert epoch.keys() == EPOCH_FIELDS | {"accuracy"}
+    assert epoch.keys() == EPOCH_FIELDS | held_out
+    assert all(epoch[name] > 0.0 for name in held_out)
     assert epoch["epoch"] == 1
     assert epoch["step"] == 44, "718 images per worker, 16 in a step"
     assert 0.0 <= epoch["accuracy"] <= 1.0
@@ -109,17 +118,26 @@ def test_digits_on_two_workers(
 @pytest.mark.parallel
 @pytest.mark.full
 @pytest.mark.parametrize("launch", [TWO_WORKERS, Launch("horovodrun", 2)], ids=str)
-def test_charlm_on_two_workers(launch: Launch, tmp_path: Path) -> None:
-    settings, *epochs, end = run(launch, "torch_charlm.py", tmp_path / "log", *TINY_CHARLM)
+@pytest.mark.parametrize(
+    ("script", "options", "parameters"),
+    [("torch_charlm.py", TINY_CHARLM, 21_600), ("torch_lstm.py", TINY, 12_672)],
+)
+def test_character_models_on_two_workers(
+    script: str, options: list[str], parameters: int, launch: Launch, tmp_path: Path
+) -> None:
+    settings, *epochs, end = run(launch, script, tmp_path / "log", *options)
     assert settings["compression"] == "sidco"
+    assert settings["parameters"] == parameters
     assert [epoch["step"] for epoch in epochs] == [3, 6]
     assert all(epoch.keys() == EPOCH_FIELDS | {"bits_per_character"} for epoch in epochs)
     assert all(0.0 < epoch["bits_per_character"] < 9.0 for epoch in epochs)
+    assert all(epoch["seconds"] >= epoch["step_seconds"] > 0.0 for epoch in epochs)
     assert end["event"] == "end"
 
 
-def test_one_plain_process_sends_nothing(tmp_path: Path) -> None:
-    settings, *epochs, _ = run(Launch("plain"), "torch_charlm.py", tmp_path / "log", *TINY_CHARLM)
+@pytest.mark.parametrize(("script", "options"), [("torch_charlm.py", TINY_CHARLM), ("torch_lstm.py", TINY)])
+def test_one_plain_process_sends_nothing(script: str, options: list[str], tmp_path: Path) -> None:
+    settings, *epochs, _ = run(Launch("plain"), script, tmp_path / "log", *options)
     assert settings["workers"] == 1
     assert [epoch["bytes_per_step"] for epoch in epochs] == [0.0, 0.0]
 
@@ -133,7 +151,20 @@ def test_every_compression_can_be_made(common: Any) -> None:
     sparse = {name: compression for name, compression in made.items() if name not in ("none", "fp16")}
     assert len({type(compression) for compression in sparse.values()}) == len(COMPRESSORS)
     assert all(compression.granularity == "layer" and compression.residual for compression in sparse.values())
-    assert [name for name in made if common.optimizer_momentum(made[name]) == 0.0] == ["dgc"]
+    default = parsed(common)
+    assert [name for name in made if common.optimizer_momentum(made[name], default) == 0.0] == ["dgc"]
+
+
+def test_momentum_is_in_one_place(common: Any) -> None:
+    for name in COMPRESSORS:
+        chosen = parsed(common, "--compression", name.__name__.lower(), "--momentum", "0.5", "--momentum-correction")
+        compression = common.make_compression(chosen, hvd)
+        assert compression.momentum_correction.momentum == 0.5
+        assert common.optimizer_momentum(compression, chosen) == 0.0
+    plain = parsed(common, "--compression", "topk", "--momentum", "0.5", "--lr-in-residual")
+    compression = common.make_compression(plain, hvd)
+    assert compression.momentum_correction is None and compression.lr_in_residual
+    assert common.optimizer_momentum(compression, plain) == 0.5
 
 
 @pytest.mark.parametrize(("name", "attribute"), [("topk", "union"), ("randomk", "shared"), ("randomblock", "shared")])

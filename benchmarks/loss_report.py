@@ -1,0 +1,179 @@
+"""Tables and picture of what `time_to_loss.py` has trained and timed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from loss_runs import DENSE, DENSE_ROWS, ROWS, SEEDS, TARGET_PART, WORKERS, Curve, MissingRunError, Store
+
+POWER_SGD = "DDP PowerSGD rank 4"
+COLORS = {
+    "dense fp32": "#6b6b6b",
+    "dense fp16": "#b08d57",
+    "DDP fp16": "#000000",
+    POWER_SGD: "#009e73",
+    "SIDCo 0.01": "#3b7dd8",
+    "SIDCo 0.001": "#c2410c",
+    "TopK 0.01": "#56b4e9",
+    "DGC 0.01": "#cc79a7",
+    "GaussianK 0.01": "#7a5195",
+    "MiCRO 0.01": "#ef9b20",
+    "RandomBlock 0.01": "#9bb83c",
+    "Mem-SGD 0.01": "#a0522d",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is known of one row."""
+
+    rate: float
+    tried: dict[float, float]
+    curves: list[Curve]
+    steps: list[float | None]
+    """Until the target, for each seed; None where it is not reached."""
+
+    @property
+    def mean_steps(self) -> float | None:
+        """None unless all seeds reach the target."""
+        reached = [steps for steps in self.steps if steps is not None]
+        return statistics.fmean(reached) if len(reached) == len(self.steps) else None
+
+
+Results = Mapping[str, Result]
+
+
+def results(store: Store, rows: Sequence[str]) -> tuple[Results, list[str]]:
+    """What is known of dense fp32 and the rows, and the names of those that are not trained."""
+    target = store.target()
+    found, missing = {}, []
+    for name in [name for name in ROWS if name in (DENSE, *rows)]:
+        try:
+            curves, (rate, tried) = store.curves(name), store.tuned(name)
+        except MissingRunError:
+            missing.append(name)
+            continue
+        found[name] = Result(rate, tried, curves, [curve.reached(target, curve.steps) for curve in curves])
+    return found, missing
+
+
+def page(store: Store, results: Results, target: float) -> str:
+    """All tables, in Markdown."""
+    dense = results[DENSE].curves[0]
+    task = store.task
+    lines = [
+        f"{task.title}, {dense.parameters:,} parameters, {WORKERS} workers, {dense.steps[-1]} steps, {len(SEEDS)} seeds "
+        f"(`examples/{task.example}.py {' '.join(task.options)}`). The target, {target:.3f} {task.unit}, is what {DENSE} "
+        f"has after {TARGET_PART:.0%} of its steps, mean of the seeds. Learning rates tried: {numbers(task.rates)}; ten times "
+        "these for Mem-SGD, which has no momentum. The other sparse rows have momentum before the selection. "
+        "DDP fp16 is not trained: it has the losses of dense fp16.",
+        "",
+        *curve_table(results, task.rates),
+    ]
+    for network in store.networks():
+        lines += ["", f"Two hosts at {network}:", "", *time_table(store, results, network)]
+    return "\n".join(lines)
+
+
+def numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
+def loss(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "diverged"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Markdown; all columns but the first are numbers."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return [lines[0], "|---|" + "---:|" * (len(header) - 1), *lines[1:]]
+
+
+def curve_table(results: Results, rates: Sequence[float]) -> list[str]:
+    """Learning rate, loss at the end, steps to the target."""
+    header = ["exchange", "learning rate", *(f"end, rate {rate:g}" for rate in rates), "end, each seed"]
+    header += ["steps to the target, each seed", "mean"]
+    rows = []
+    for name, result in results.items():
+        if ROWS[name].same_curve:
+            continue
+        factor = ROWS[name].rate_factor
+        edge = "" if min(rates) < result.rate < max(rates) else " (edge)"
+        ends = ", ".join(loss(curve.last) for curve in result.curves)
+        steps = ", ".join("not reached" if steps is None else f"{steps:.0f}" for steps in result.steps)
+        mean = "not reached" if result.mean_steps is None else f"{result.mean_steps:.0f}"
+        tried = [loss(result.tried[rate]) for rate in rates]
+        rows.append([name, f"{factor * result.rate:g}{edge}", *tried, ends, steps, mean])
+    return table(header, rows)
+
+
+def time_table(store: Store, results: Results, network: str) -> list[str]:
+    """Step time, time to the target, and how many times as long the best dense row and PowerSGD take."""
+    seconds = {name: store.step_seconds(network, name) for name in results}
+    times = {name: to_target(result, seconds[name]) for name, result in results.items()}
+    dense = [time for name, time in times.items() if name in DENSE_ROWS and time is not None]
+    best = min(dense) if dense else None
+    header = ["exchange", "step, ms: median of runs (range)", "bytes sent per step and worker", "steps to the target"]
+    header += ["time to the target, s", "best dense's / it", "PowerSGD's / it"]
+    rows = []
+    for name, result in results.items():
+        timings = store.timings(network, name)
+        if not timings:
+            continue
+        spent = [1e3 * timing.seconds for timing in timings]
+        sent = "not counted" if ROWS[name].hook else f"{timings[0].bytes_per_step:,.0f}"
+        steps = "not reached" if result.mean_steps is None else f"{result.mean_steps:.0f}"
+        time = times[name]
+        cells = [name, f"{statistics.median(spent):.1f} ({min(spent):.1f}–{max(spent):.1f})", sent, steps]
+        cells += [f"{time:.1f}" if time else "–", quotient(best, time), quotient(times.get(POWER_SGD), time)]
+        rows.append(cells)
+    machines = {timing.machine for name in results for timing in store.timings(network, name)}
+    return [*table(header, rows), "", *sorted(machines)]
+
+
+def to_target(result: Result, step_seconds: float | None) -> float | None:
+    if step_seconds is None or result.mean_steps is None:
+        return None
+    return step_seconds * result.mean_steps
+
+
+def quotient(reference: float | None, time: float | None) -> str:
+    return f"{reference / time:.2f}" if reference and time else "–"
+
+
+def draw(store: Store, results: Results, target: float, picture: Path) -> None:
+    """Held-out loss over time, mean of the seeds: one panel per network."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    networks = store.networks()
+    if not networks:
+        raise SystemExit("no step times are there, so there is no picture: run `time` first")
+    figure, axes = plt.subplots(
+        1, len(networks), figsize=(8 * len(networks), 4.8), layout="constrained", sharey=True, squeeze=False
+    )
+    for panel, network in zip(axes[0], networks, strict=True):
+        for name, result in results.items():
+            step = store.step_seconds(network, name)
+            if step is None or any(math.isinf(curve.last) for curve in result.curves):
+                continue
+            mean = np.mean([curve.losses for curve in result.curves], axis=0)
+            seconds = [step * number for number in result.curves[0].steps]
+            panel.plot(seconds, mean, color=COLORS[name], linewidth=1.8, marker="o", markersize=2.5, label=name)
+        panel.axhline(target, color="#000000", linewidth=0.8, linestyle=":")
+        panel.set_xscale("log")
+        panel.set_xlabel("seconds of training (log scale)")
+        panel.set_title(f"{store.task.title}, {WORKERS} hosts at {network}", loc="left", fontsize=11)
+        panel.grid(color="#e5e5e5", linewidth=0.8)
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel(store.task.unit)
+    axes[0][-1].legend(frameon=False, fontsize=9)
+    figure.savefig(picture, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,124 @@
+"""How long each way to exchange gradients takes to reach the same held-out loss, with the learning rate tuned for each alike.
+
+    python benchmarks/time_to_loss.py train charlm
+    sudo .venv/bin/python benchmarks/time_to_loss.py time charlm --rate 1gbit
+    sudo .venv/bin/python benchmarks/time_to_loss.py verify charlm --rate 1gbit --rows "dense fp32" "SIDCo 0.01"
+    python benchmarks/time_to_loss.py report charlm --picture docs/time-to-loss.png
+
+`train` finds each row's learning rate, the best of the task's for one seed, and trains three seeds with it, on local workers.
+The loss over steps does not depend on the network. `time` measures the time of a step of the same program on two hosts, which
+are network namespaces of this machine, in short runs in turns; nothing else may run meanwhile. The time to the target is the
+product of both. `verify` trains once from beginning to end on the hosts and compares the time with the product. `report` prints
+the tables.
+
+Every run leaves a file in the output folder and is not repeated while the file is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import hosts
+import loss_report
+import machine
+from loss_runs import DENSE, ROWS, TASKS, TRAINED, Curve, MissingRunError, Store
+
+HOSTS = 2
+
+
+def train(args: argparse.Namespace, store: Store) -> None:
+    """Train what is not there yet."""
+    for name in [row for row in TRAINED if row in args.rows]:
+        rate, losses = store.tuned(name)
+        print(f"{name}: {', '.join(f'{loss:.3f} at {tried:g}' for tried, loss in losses.items())}", flush=True)
+        ends = ", ".join(f"{curve.last:.3f}" for curve in store.curves(name))
+        print(f"{name}: rate {rate:g}, each seed {ends}", flush=True)
+
+
+def time(args: argparse.Namespace, store: Store) -> None:
+    """Measure the steps of all rows, in turns."""
+    need_hosts()
+    with hosts.cluster(HOSTS, args.network) as where:
+        for number in range(args.rounds):
+            for name in args.rows:
+                timing = store.time(where, args.network, name, number)
+                print(f"{name}, run {number}: {1e3 * timing.seconds:.1f} ms", file=sys.stderr, flush=True)
+
+
+def verify(args: argparse.Namespace, store: Store) -> None:
+    """Compare whole runs on the hosts with the product of steps and step time."""
+    need_hosts()
+    target = store.target()
+    with hosts.cluster(HOSTS, args.network) as where:
+        for name in args.rows:
+            whole = store.whole(where, args.network, name)
+            print(f"{name}, {args.network}: {comparison(store, args.network, name, target, whole)}", flush=True)
+
+
+def comparison(store: Store, network: str, name: str, target: float, whole: Curve) -> str:
+    """What a whole run took, beside the product."""
+    local = store.curves(name)[0]
+    furthest = max(abs(there - here) for there, here in zip(whole.losses, local.losses, strict=True))
+    told = f"the losses are within {furthest:.2g} of the local run's"
+    steps, took = local.reached(target, local.steps), whole.reached(target, whole.seconds)
+    step = store.step_seconds(network, name)
+    if steps is None or took is None or step is None:
+        return f"{told}; the target is not reached, or no step was timed"
+    product = steps * step
+    return f"{told}; {took:.1f} s until the target, the product is {product:.1f} s ({product / took - 1:+.0%})"
+
+
+def report(args: argparse.Namespace, store: Store) -> None:
+    """Print the tables, of what is there, and draw the picture."""
+    found, missing = loss_report.results(store, args.rows)
+    target = store.target()
+    print(f"{machine.describe()}, Python {platform.python_version()}, PyTorch {version('torch')}\n")
+    print(loss_report.page(store, found, target))
+    if missing:
+        print(f"\nNot trained: {', '.join(missing)}.")
+    if args.picture is not None:
+        loss_report.draw(store, found, target, args.picture)
+
+
+def need_hosts() -> None:
+    reason = hosts.missing()
+    if reason:
+        raise SystemExit(f"no hosts can be made here: {reason}")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for action in (train, time, verify, report):
+        command = commands.add_parser(action.__name__, help=action.__doc__)
+        command.set_defaults(action=action)
+        add = command.add_argument
+        add("task", choices=TASKS)
+        rows = [DENSE, "SIDCo 0.01"] if action is verify else list(ROWS)
+        add("--rows", nargs="+", choices=ROWS, default=rows, metavar="ROW")
+        add("--output", type=Path, default=Path("time-to-loss-output"), help="folder of the runs' files")
+        add("--timeout", type=float, default=1200, help="seconds after which a run is stopped")
+        if action in (time, verify):
+            add("--rate", dest="network", default="1gbit", help="of every host's network card, as tc writes it")
+        if action is time:
+            add("--rounds", type=int, default=2, help="runs of each row")
+        if action is report:
+            add("--picture", type=Path, help="PNG to draw")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    args = parse()
+    store = Store(args.output, args.task, trains=args.action is train, timeout=args.timeout)
+    try:
+        args.action(args, store)
+    except MissingRunError as error:
+        raise SystemExit(f"{error}: run `train` first") from error
+
+
+if __name__ == "__main__":
+    main()
