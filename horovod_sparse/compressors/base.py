@@ -18,6 +18,7 @@ from horovod_sparse.compressors.checks import (
     check_choice,
     check_integer,
     check_momentum,
+    check_network,
     check_norm,
     check_patterns,
     check_ratio,
@@ -59,6 +60,7 @@ class Settings(TypedDict, total=False):
     capacity: float | None
     values: Values
     balanced: bool
+    network: str | None
     not_finite: NotFinite
     discardable: bool
 
@@ -104,6 +106,11 @@ class Compressor(ABC):
             what all ranks have sent to its region, forwards about k/n of the largest sums, and keeps the others in its own
             residual. So about k entries are reduced, and each rank sends up to 6 k numbers for any number n of workers, if n is
             much less than k and slack is 1.25 or less. Other exchanges, and values="bfloat16", refuse it. EXPERIMENTAL.
+        network: None leaves each bucket to the exchange that the other settings say. A bandwidth, perhaps with a latency, such
+            as "1gbit" or "10gbit 50us", lets a model of the network choose for each bucket what takes the least time: pairs,
+            compact pairs (`values="bfloat16"`), the balanced exchange, or everything in half precision, with the rounding error
+            in the residual (`wire`, message 7). "measured" measures the network and the workers before the first step. Where
+            no pairs are sent, and with `balanced` or `values`, which the plan chooses, it must be None.
         not_finite: what a NaN or infinity in a gradient does. "raise": every rank raises FloatingPointError when the step
             is reduced, and the rank with that gradient names the parameter. "propagate": no rank raises, and the bucket's
             reduced gradient becomes NaN on every rank, which is what `torch.amp.GradScaler` needs to skip the step
@@ -120,6 +127,8 @@ class Compressor(ABC):
     """Capacity of a message as a multiple of k, unless the user says otherwise."""
     needs_sums: bool = False
     """Whether `select` calls `ops.measure`. If so, its sums are computed while gradients are accumulated."""
+    balances: bool = True
+    """Whether a plan may choose the exchange `balanced`. It needs entries that are spread over the bucket."""
 
     def __init__(
         self,
@@ -140,6 +149,7 @@ class Compressor(ABC):
         capacity: float | None = None,
         values: Values = "float32",
         balanced: bool = False,
+        network: str | None = None,
         not_finite: NotFinite = "raise",
         discardable: bool = False,
     ) -> None:
@@ -161,6 +171,7 @@ class Compressor(ABC):
         self.slack = self.default_slack if slack is None else slack
         self.values: Values = values
         self.balanced = balanced
+        self.network = network
         self.not_finite: NotFinite = not_finite
         self.discardable = discardable
         for name, check in _CHECKS.items():
@@ -182,6 +193,12 @@ class Compressor(ABC):
             raise ValueError(
                 f"balanced must be False where no pairs are sent, got True for {type(self).__name__}; use union=False or "
                 "shared=False if it has them"
+            )
+        if self.network is not None and (self.exchange is not protocols.sparse_allgather or self.values != "float32"):
+            raise ValueError(
+                f"network must be None for {type(self).__name__} with values={self.values!r} and balanced={self.balanced}, got "
+                f"{self.network!r}: a plan chooses for compressors that send pairs, and chooses values and balanced itself; "
+                "leave these two at their defaults, and use union=False or shared=False if it has them"
             )
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -298,6 +315,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "slack": check_slack,
     "values": partial(check_choice, choices=get_args(Values)),
     "balanced": check_boolean,
+    "network": check_network,
     "not_finite": partial(check_choice, choices=get_args(NotFinite)),
     "discardable": check_boolean,
 }

@@ -29,6 +29,8 @@ class RandomBlock(RandomCompressor):
         others: those of `RandomCompressor`.
     """
 
+    balances = False
+
     def __init__(
         self,
         ratio: float | Schedule,

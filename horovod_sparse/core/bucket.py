@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
+from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector, SlotGradient
 from horovod_sparse.core.statistics import Counts, Tally
 from horovod_sparse.exchange import cost, protocols, regions
-from horovod_sparse.exchange.protocols import Collective, Entries, Sent
+from horovod_sparse.exchange.planner import Planner
+from horovod_sparse.exchange.protocols import Collective, Entries, Sent, Way
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 _SAME_FACTOR = 1e-6
@@ -62,6 +64,7 @@ class Bucket:
         buffer: Array,
         velocity: Array | None,
         device_selector: DeviceSelectorFor,
+        planner: Planner | None = None,
     ) -> None:
         self.ops = ops
         self.compressor = compressor
@@ -79,7 +82,11 @@ class Bucket:
         self.truncated_steps = 0
         """Number of consecutive steps, up to the last one, that found more entries than the message has room for."""
         self.device = device_selector(compressor, layout, buffer, velocity)
-        """What selects on the bucket's device; None if the host does. The host always does in the dense steps."""
+        """What selects on the bucket's device; None if the host does. It makes pairs; for all else there is the host."""
+        self.planner = planner
+        """What chooses the exchange; None if the compressor does."""
+        self.way = Way(compressor.exchange, compressor.values == "bfloat16")
+        """How the bucket is exchanged in this step, or was in the last one."""
         self.in_step = False
         self.before: Before | None = None
         """The bucket before this step or, between two steps, before the last one."""
@@ -101,6 +108,8 @@ class Bucket:
         self.counts: Counts | None = None
         """Counts of this step, until it succeeds."""
         self._taken: Entries | None = None
+        self._halves: Array | None = None
+        """What was taken of all values in half precision."""
         self._region: Region | None = None
         """What this rank owns of the bucket, with the balanced exchange. In the buffer it is zero during the exchange."""
         self._message: Array | None = None
@@ -124,9 +133,25 @@ class Bucket:
                 self.before.velocity = _copy(self.ops, self.velocity, old and old.velocity)
         self._sparse_step = self.state.step - self.compressor.dense_steps
         self._in_dense_steps = self._sparse_step < 0
-        self.selector: Selector = self._host if self.device is None or self._in_dense_steps else self.device
-        self.selector.begin()
         self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
+        self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
+        self._choose_way()
+        on_device = self.device is not None and self.way.exchange is protocols.sparse_allgather
+        self.selector: Selector = self.device if self.device is not None and on_device else self._host
+        self.selector.begin()
+
+    def _choose_way(self) -> None:
+        """Choose how the bucket is exchanged in this step."""
+        compressor = self.compressor
+        if self.planner is None:
+            sparse = Way(compressor.exchange, compressor.values == "bfloat16")
+        else:
+            sparse = self.planner.fastest(self.numel, self.k, self.capacity)
+        self.way = Way(protocols.dense) if self._in_dense_steps else sparse
+        # Ranks in other steps of a schedule may have another plan.
+        usual = compressor.exchange if isinstance(compressor.ratio, Schedule) else sparse.exchange
+        self.stands_in = protocols.stands_in(self.way.exchange, usual)
+        """What ranks in other steps would begin with, if that is another collective."""
 
     def accumulate(self, gradients: Sequence[SlotGradient]) -> None:
         self.selector.accumulate(gradients, self.state, self.k)
@@ -149,12 +174,9 @@ class Bucket:
 
     def begin_exchange(self) -> Collective:
         """Begin the exchange of a bucket that is complete: select, and return the first collective."""
-        self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
-        exchange = protocols.dense if self._in_dense_steps else self.compressor.exchange
-        self._target = self.numel if exchange is protocols.dense else self.k
-        self.stands_in = protocols.stands_in(exchange, self.compressor.exchange)
-        """What ranks that are not in their dense steps would begin with, if that is another collective."""
-        self.exchange = exchange(self)
+        everything = self.way.exchange in (protocols.dense, protocols.half)
+        self._target = self.numel if everything else self.k
+        self.exchange = self.way.exchange(self)
         return self._counted(next(self.exchange))
 
     # --- as the exchange sees it: `protocols.Sender` ---
@@ -164,8 +186,12 @@ class Bucket:
         return not self._host.not_finite
 
     @property
+    def step(self) -> int:
+        return self.state.step
+
+    @property
     def is_compact(self) -> bool:
-        return self.compressor.values == "bfloat16"
+        return self.way.is_compact
 
     def message(self) -> Array:
         message = self._message = self.selector.message(self.state, self.k, self.capacity)
@@ -229,6 +255,12 @@ class Bucket:
     def take_all(self) -> Array:
         self._taken = Entries(None, self.buffer)
         return self.buffer
+
+    def take_half(self, limit: float) -> Array:
+        self._halves = self.ops.take_half(self.buffer, limit)
+        self.forget()
+        self.drop_rest()
+        return self._halves
 
     def drop_rest(self) -> None:
         """Zero the buffer if `residual` is False. Then nothing is kept, not even from a step that fails."""
@@ -313,6 +345,8 @@ class Bucket:
         taken = self._entries()
         if taken is not None and taken.indices is not None and self.compressor.residual:
             self.ops.put(self.buffer, taken.indices, taken.values)
+        if self._halves is not None:
+            self.buffer += self._halves
         if self._region is not None:
             self.buffer[self._region.place] = self._region.before
         self.drop_rest()

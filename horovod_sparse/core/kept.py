@@ -8,11 +8,13 @@ from typing import Any
 from horovod_sparse.compressors.base import Compressor, Place
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Layout, check_limits
+from horovod_sparse.core.planning import planner_for
 from horovod_sparse.core.preparation import Preparation
 from horovod_sparse.core.residuals import Residuals, multiply
 from horovod_sparse.core.selector import DeviceSelectorFor, no_device
 from horovod_sparse.core.state import VERSION
-from horovod_sparse.core.statistics import Stats, combined
+from horovod_sparse.core.statistics import Stats, Tallied, combined
+from horovod_sparse.exchange.planner import Conditions
 from horovod_sparse.ops.protocol import Array, Moving, Ops
 
 
@@ -47,6 +49,9 @@ class Kept:
         self.rank = rank
         self.averages = averages
         self._device_selector = device_selector
+        self._measured: Conditions | None = None
+        """The network and the costs, if they were measured."""
+        self.planner = planner_for(compressor, world, None)
         self.residuals = Residuals(ops)
         self.velocities = Residuals(ops)
         """With momentum correction: velocities of the parameters in buckets and of those that are reduced dense."""
@@ -72,7 +77,9 @@ class Kept:
         buffer = self.residuals.buffer(layout.name)
         velocity = self.velocities.buffer(layout.name) if self.compressor.momentum_correction is not None else None
         place = Place(layout.name, self.position, self.world)
-        bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, self._device_selector)
+        bucket = Bucket(
+            self.ops, self.compressor, layout, place, self.rank, buffer, velocity, self._device_selector, self.planner
+        )
         self.buckets.append(bucket)
         self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
 
@@ -88,6 +95,7 @@ class Kept:
         self.world, self.position, self.rank = world, position, rank
         self.preparation = Preparation(self.ops, self.compressor, world, averages=self.averages)
         self.preparation.learning_rates = rates
+        self.planner = planner_for(self.compressor, world, self._measured)
         self.buckets = []
         for bucket in former:
             self._add_bucket(bucket.layout)
@@ -158,7 +166,9 @@ class Kept:
 
     def stats(self) -> Stats:
         """Return counts and bytes per bucket and in total, of the last step and on average. They are computed now."""
-        buckets = [(one.name, one.numel, one.tally, self.ops.norm(one.buffer)) for one in self.buckets]
+        buckets = [
+            Tallied(one.name, one.numel, one.way.title, one.tally, self.ops.norm(one.buffer)) for one in self.buckets
+        ]
         return combined(buckets, self.dense_bytes_sent)
 
     def state_dict(self) -> dict[str, Any]:

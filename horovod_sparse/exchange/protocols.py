@@ -73,6 +73,10 @@ class Sender(Protocol):
     """Index of this rank among those that exchange."""
 
     @property
+    def step(self) -> int:
+        """The number of this step, which must be the same on all ranks."""
+
+    @property
     def finite(self) -> bool:
         """Whether all of this rank's gradients are finite."""
 
@@ -114,6 +118,9 @@ class Sender(Protocol):
     def take_all(self) -> Array:
         """Return all values: the bucket's own memory, which becomes zero when the step succeeds."""
 
+    def take_half(self, limit: float) -> Array:
+        """Take what float16 holds of all values, up to `limit`, and return it (`Ops.take_half`)."""
+
     def drop_rest(self) -> None:
         """Set the residual to zero if it is not kept from step to step."""
 
@@ -150,18 +157,27 @@ def sparse_allgather(bucket: Sender) -> Generator[Collective, Any, Sent]:
 def shared_indices(bucket: Sender) -> Generator[Collective, Any, Sent]:
     """Exchange entries that all ranks choose alike, by one allreduce of their values (`wire`, message 2)."""
     indices = bucket.select().indices
-    return (yield from _sum(bucket, indices, bucket.take(indices), bucket.capacity))
+    return (yield from _sum(bucket, indices, bucket.take(indices), bucket.capacity, bucket.checksum()))
 
 
 def dense(bucket: Sender) -> Generator[Collective, Any, Sent]:
     """Exchange everything, by one allreduce in the residual's own type (message 2 with all entries)."""
-    return (yield from _sum(bucket, None, bucket.take_all(), bucket.numel))
+    return (yield from _sum(bucket, None, bucket.take_all(), bucket.numel, bucket.checksum()))
 
 
-def _sum(bucket: Sender, indices: Array | None, values: Array, length: int) -> Generator[Collective, Any, Sent]:
-    """Exchange the values at indices that all ranks know, as message 2."""
+def half(bucket: Sender) -> Generator[Collective, Any, Sent]:
+    """Exchange everything in half precision, by one allreduce of float16 (`wire`, message 7)."""
+    values = bucket.take_half(wire.half_limit(bucket.world))
+    # The adaptive numbers may differ between the ranks. Only the step must be the same.
+    return (yield from _sum(bucket, None, values, bucket.numel, bucket.step))
+
+
+def _sum(
+    bucket: Sender, indices: Array | None, values: Array, length: int, checksum: int
+) -> Generator[Collective, Any, Sent]:
+    """Exchange the values at indices that all ranks know, as message 2 or 7."""
     bucket.sent(len(values))
-    tail = wire.tail(bucket.finite, bucket.checksum())
+    tail = wire.tail(bucket.finite, checksum)
     total = yield Collective("allreduce", bucket.ops.pack_values(values, length, tail))
     _check_result(bucket, total, (length + len(tail),), values.dtype)
     bad, *bits = total[length:].tolist()
@@ -248,10 +264,35 @@ ROUNDS: dict[Exchange, tuple[Round, ...]] = {
     sparse_allgather: (Round("allgather", "int32"),),
     shared_indices: (Round("allreduce", "float32"),),
     dense: (Round("allreduce", None),),
+    half: (Round("allreduce", "float16"),),
     union: (Round("allgather", "int32"), Round("allreduce", "float32")),
     balanced: (Round("alltoall", "int32"), Round("allgather", "int32")),
 }
 """All collectives that an exchange may ask for. If a gradient is not finite, it can end before the last one."""
+
+TITLES: dict[Exchange, str] = {
+    sparse_allgather: "pairs",
+    shared_indices: "shared indices",
+    dense: "dense",
+    half: "dense float16",
+    union: "union",
+    balanced: "balanced",
+}
+"""The names of the exchanges in statistics."""
+
+
+class Way(NamedTuple):
+    """How a bucket is exchanged in a step."""
+
+    exchange: Exchange
+    is_compact: bool = False
+    """Whether the message of pairs is compact (`wire`, message 4)."""
+
+    @property
+    def title(self) -> str:
+        """The name in statistics. A user's own exchange has the name of its function."""
+        name = TITLES.get(self.exchange, getattr(self.exchange, "__name__", repr(self.exchange)))
+        return f"compact {name}" if self.is_compact else name
 
 
 def stands_in(used: Exchange, usual: Exchange) -> Kind | None:

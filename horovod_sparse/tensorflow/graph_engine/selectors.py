@@ -70,6 +70,7 @@ def check(compressor: Compressor) -> None:
         ("dense_steps", compressor.dense_steps > 0, "a graph reduces every step alike", "use dense_steps=0"),
         ("values", compressor.values != "float32", "the graph packs float32 only", "use values='float32'"),
         ("balanced", compressor.balanced, "the graph has no alltoall", "use balanced=False"),
+        ("network", compressor.network is not None, "the graph exchanges pairs only", "use network=None"),
         ("discardable", compressor.discardable, "the graph keeps no copy of a step", "use discardable=False"),
         (
             "lr_in_residual",
