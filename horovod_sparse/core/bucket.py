@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
-from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.core.layout import Layout, Slot
+from horovod_sparse.core.planning import sparse_way, stands_in
 from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector, SlotGradient
 from horovod_sparse.core.statistics import Counts, Tally
 from horovod_sparse.exchange import cost, protocols, regions
@@ -85,7 +85,7 @@ class Bucket:
         """What selects on the bucket's device; None if the host does. It makes pairs; for all else there is the host."""
         self.planner = planner
         """What chooses the exchange; None if the compressor does."""
-        self.way = Way(compressor.exchange, compressor.values == "bfloat16")
+        self.way = self.sparse_way()
         """How the bucket is exchanged in this step, or was in the last one."""
         self.in_step = False
         self.before: Before | None = None
@@ -135,23 +135,18 @@ class Bucket:
         self._in_dense_steps = self._sparse_step < 0
         self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
         self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
-        self._choose_way()
+        sparse = self.sparse_way()
+        self.way = Way(protocols.dense) if self._in_dense_steps else sparse
+        self.stands_in = stands_in(self.compressor, sparse, self.way)
+        """What ranks in other steps would begin with, if that is another collective."""
         on_device = self.device is not None and self.way.exchange is protocols.sparse_allgather
         self.selector: Selector = self.device if self.device is not None and on_device else self._host
         self.selector.begin()
 
-    def _choose_way(self) -> None:
-        """Choose how the bucket is exchanged in this step."""
-        compressor = self.compressor
-        if self.planner is None:
-            sparse = Way(compressor.exchange, compressor.values == "bfloat16")
-        else:
-            sparse = self.planner.fastest(self.numel, self.k, self.capacity)
-        self.way = Way(protocols.dense) if self._in_dense_steps else sparse
-        # Ranks in other steps of a schedule may have another plan.
-        usual = compressor.exchange if isinstance(compressor.ratio, Schedule) else sparse.exchange
-        self.stands_in = protocols.stands_in(self.way.exchange, usual)
-        """What ranks in other steps would begin with, if that is another collective."""
+    def sparse_way(self) -> Way:
+        """Return how the bucket is exchanged in a step like this one, were it not one of the dense steps."""
+        ratio = self.compressor.ratio_at(self.state.step)
+        return sparse_way(self.compressor, self.planner, self.numel, ratio, self.world)
 
     def accumulate(self, gradients: Sequence[SlotGradient]) -> None:
         self.selector.accumulate(gradients, self.state, self.k)

@@ -7,6 +7,7 @@ from typing import Any
 
 from horovod_sparse.compressors.base import Compressor, Place
 from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.costs import measured_conditions
 from horovod_sparse.core.layout import Layout, check_limits
 from horovod_sparse.core.planning import planner_for
 from horovod_sparse.core.preparation import Preparation
@@ -14,6 +15,8 @@ from horovod_sparse.core.residuals import Residuals, multiply
 from horovod_sparse.core.selector import DeviceSelectorFor, no_device
 from horovod_sparse.core.state import VERSION
 from horovod_sparse.core.statistics import Stats, Tallied, combined
+from horovod_sparse.exchange.measure import Collectives
+from horovod_sparse.exchange.network import MEASURED
 from horovod_sparse.exchange.planner import Conditions
 from horovod_sparse.ops.protocol import Array, Moving, Ops
 
@@ -49,6 +52,8 @@ class Kept:
         self.rank = rank
         self.averages = averages
         self._device_selector = device_selector
+        self._told = False
+        """Whether the plan was logged."""
         self._measured: Conditions | None = None
         """The network and the costs, if they were measured."""
         self.planner = planner_for(compressor, world, None)
@@ -63,6 +68,15 @@ class Kept:
         self.preparation = Preparation(ops, compressor, world, averages=averages)
         self.dense_bytes_sent = 0.0
         self.bucket_of: dict[str, Bucket] = {}
+
+    def measure(self, collectives: Collectives, like: Array) -> None:
+        """Measure the network if the compressor wants that. All workers call this before they have buckets. It may block.
+
+        `like` is an array on the device where the buckets will be.
+        """
+        if self.compressor.network == MEASURED and self.world > 1:
+            self._measured = measured_conditions(self.ops, self.compressor, like, self._device_selector, collectives)
+            self.planner = planner_for(self.compressor, self.world, self._measured)
 
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Add buckets. `like(name)` returns an array on the device where the parameter's bucket will be kept."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from horovod_sparse.exchange import cost, regions, wire
+from horovod_sparse.exchange.protocols import Kind
 from horovod_sparse.exchange.quantities import parse_bandwidth, parse_latency
 
 CYCLE = 0.001
@@ -29,8 +30,7 @@ PAIR = 2
 class Call(NamedTuple):
     """One collective of a step."""
 
-    kind: str
-    """One of `cost.BYTES`."""
+    kind: Kind
     length: int
     """Numbers in this worker's message."""
     itemsize: int = 4
