@@ -81,6 +81,8 @@ class Kept:
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Add buckets. `like(name)` returns an array on the device where the parameter's bucket will be kept."""
         check_limits(layouts, self.compressor, self.world)
+        if self.compressor.network == MEASURED and self.world > 1 and self._measured is None:
+            raise RuntimeError("measure must be called before there are buckets; this is a defect")
         for layout in layouts:
             self.residuals.allocate(layout, like(layout.name))
             if self.compressor.momentum_correction is not None:

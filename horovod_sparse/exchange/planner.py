@@ -28,7 +28,7 @@ class Costs(NamedTuple):
     """For each entry of the bucket: to round it to half precision, and to write the sum."""
 
 
-TYPICAL = Costs(select=1.0e-9, row=3.0e-9, half=1.0e-9)
+TYPICAL = Costs(select=2.0e-9, row=1.5e-9, half=1.5e-9)
 """About what one core of a server takes, where nothing was measured; `benchmarks/costs.py` prints what yours takes."""
 
 
