@@ -17,11 +17,13 @@ from typing import NamedTuple
 import horovod.torch as hvd
 import machine
 
+from horovod_sparse.exchange.measure import agreed, seconds
 from horovod_sparse.exchange.network import Network, Rounds
 from horovod_sparse.exchange.quantities import parse_count
 from horovod_sparse.tools.options import quantity
 from horovod_sparse.tools.plan import measure
 from horovod_sparse.tools.plan.methods import DENSE16, DENSE32, METHODS, Method
+from horovod_sparse.torch.network import TimedCollectives
 
 BUDGET = 6.0
 """Seconds that the repetitions of one method take, if the prediction is right."""
@@ -47,7 +49,7 @@ class Row(NamedTuple):
         )
 
 
-def timed(collectives: measure.Collectives, rounds: Rounds, name: str, repetitions: int) -> float:
+def timed(collectives: TimedCollectives, rounds: Rounds, name: str, repetitions: int) -> float:
     """The median time of a step's collectives, the same on all workers."""
     runs = [collectives.run(calls, f"{name}.{number}") for number, calls in enumerate(rounds)]
 
@@ -55,12 +57,10 @@ def timed(collectives: measure.Collectives, rounds: Rounds, name: str, repetitio
         for run in runs:
             run()
 
-    return collectives.agreed(measure.seconds(step, repetitions))
+    return agreed(collectives, seconds(step, repetitions))
 
 
-def compare(
-    collectives: measure.Collectives, where: Network, parameters: int, ratios: Sequence[float]
-) -> Iterator[Row]:
+def compare(collectives: TimedCollectives, where: Network, parameters: int, ratios: Sequence[float]) -> Iterator[Row]:
     """Time each sparse method at each ratio, and the dense ones once."""
     world = collectives.world
     cases: list[tuple[Method, float]] = [(method, 1.0) for method in (DENSE32, DENSE16)]
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.001, 0.01], metavar="RATIO")
     args = parser.parse_args()
     found = measure.measured()
-    collectives = measure.Collectives(hvd)
+    collectives = TimedCollectives(hvd.global_process_set, "benchmark")
     rows = list(compare(collectives, found.network, args.parameters, args.ratios))
     if found.rank:
         return

@@ -13,7 +13,7 @@ from table import ORACLE, Backend
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.base import Compressor, Place
-from horovod_sparse.exchange import regions
+from horovod_sparse.exchange import protocols, regions
 from horovod_sparse.exchange.protocols import Exchange, Reduced
 from horovod_sparse.ops.protocol import Selection
 
@@ -21,6 +21,16 @@ WORLD = 4
 GUARD = 64
 """Elements around every array that is written to. They must not change."""
 SENTINEL = -12345.0
+
+
+class Halves(compressors.TopK):
+    """Sends everything in half precision, as a plan may choose."""
+
+    @property
+    def exchange(self) -> Exchange:
+        return protocols.half
+
+
 CASES: dict[str, Compressor] = {
     "pairs": compressors.TopK(0.2, slack=1.3),
     "pairs, full": compressors.TopK(0.3),
@@ -36,6 +46,8 @@ CASES: dict[str, Compressor] = {
     "values, blocks": compressors.RandomBlock(0.2),
     "dense": compressors.NoOp(),
     "dense, float64": compressors.NoOp(residual_dtype="float64"),
+    "dense, halves": Halves(0.2),
+    "dense, halves of float64": Halves(0.2, residual_dtype="float64"),
 }
 SIZES = (23, 1, 40)
 """Of the parameters of the bucket."""
@@ -127,6 +139,10 @@ class Replay:
         self._selected = backend.array(recorded.selected[rank])
         self._message = backend.array(recorded.messages[rank])
 
+    @property
+    def step(self) -> int:
+        return 1
+
     def message(self) -> Any:
         return self._message
 
@@ -155,6 +171,9 @@ class Replay:
 
     def take_all(self) -> Any:
         return self._buffer
+
+    def take_half(self, limit: float) -> Any:
+        return self.ops.take_half(self.ops.copy(self._buffer), limit)
 
     def drop_rest(self) -> None: ...
 

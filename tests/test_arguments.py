@@ -208,7 +208,7 @@ def test_former_methods_work_and_name_the_line_that_uses_them(recwarn: pytest.Wa
 
 
 def test_the_former_names_of_statistics_work_and_say_so() -> None:
-    total = Counts(target=5, truncated=2).stats("p", 10, 0.0)
+    total = Counts(target=5, truncated=2).stats("p", 10, "pairs", 0.0)
     with pytest.warns(FutureWarning, match="asked is called target now"):
         assert total.asked == total.target == 5
     with pytest.warns(FutureWarning, match="overflow is called truncated now"):

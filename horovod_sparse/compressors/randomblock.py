@@ -29,6 +29,8 @@ class RandomBlock(RandomCompressor):
         others: those of `RandomCompressor`.
     """
 
+    balances = False
+
     def __init__(
         self,
         ratio: float | Schedule,
@@ -40,11 +42,6 @@ class RandomBlock(RandomCompressor):
     ) -> None:
         super().__init__(ratio, shared=shared, seed=seed, **settings)
         check_integer("blocks", blocks, 1)
-        if self.balanced:
-            raise ValueError(
-                "balanced must be False for RandomBlock, got True: a block lies in one or two regions, and there is room for "
-                "about 1.5 k/workers entries of each; use RandomK(shared=False)"
-            )
         self.blocks = blocks
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:

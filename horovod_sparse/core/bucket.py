@@ -6,17 +6,19 @@ import math
 import warnings
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.core.layout import Layout, Slot
+from horovod_sparse.core.owner import Owner, Region
+from horovod_sparse.core.planning import sparse_way, stands_in
 from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector, SlotGradient
 from horovod_sparse.core.statistics import Counts, Tally
-from horovod_sparse.exchange import cost, protocols, regions, rounds, wire
+from horovod_sparse.exchange import cost, protocols
 from horovod_sparse.exchange.grid import Grid
+from horovod_sparse.exchange.planner import Planner
 from horovod_sparse.exchange.protocols import Collective, Entries, Sent
+from horovod_sparse.exchange.rounds import Way
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 _SAME_FACTOR = 1e-6
@@ -35,17 +37,7 @@ class Before:
     velocity: Array | None = None
 
 
-class Region(NamedTuple):
-    """What this rank owns of a bucket during an exchange. The arrays are copies."""
-
-    place: slice
-    before: Array | None = None
-    """Its values when the exchange began, if the buffer does not hold them."""
-    after: Array | None = None
-    """Its values when the step succeeds."""
-
-
-class Bucket:
+class Bucket(Owner):
     """One bucket on this rank. It is the `protocols.Sender` of its exchange.
 
     `buffer` is the residual, and during a step also the gradients that have arrived. Both arrays belong to the pipeline.
@@ -61,6 +53,7 @@ class Bucket:
         buffer: Array,
         velocity: Array | None,
         device_selector: DeviceSelectorFor,
+        planner: Planner | None = None,
         grid: Grid | None = None,
     ) -> None:
         self.ops = ops
@@ -73,7 +66,7 @@ class Bucket:
         self.rank = rank
         self.buffer = buffer
         self.velocity = velocity
-        self._grid = grid
+        self.known_grid = grid
         """The hosts and slots of the workers, with `hierarchical`."""
         self.slots: dict[str, Slot] = {slot.name: slot for slot in layout.slots}
         self.state: BucketState = compressor.new_state(place)
@@ -81,7 +74,11 @@ class Bucket:
         self.truncated_steps = 0
         """Number of consecutive steps, up to the last one, that found more entries than the message has room for."""
         self.device = device_selector(compressor, layout, buffer, velocity)
-        """What selects on the bucket's device; None if the host does. The host always does in the dense steps."""
+        """What selects on the bucket's device; None if the host does. It makes pairs; for all else there is the host."""
+        self.planner = planner
+        """What chooses the exchange; None if the compressor does."""
+        self.way = self.sparse_way()
+        """How the bucket is exchanged in this step, or was in the last one."""
         self.in_step = False
         self.before: Before | None = None
         """The bucket before this step or, between two steps, before the last one."""
@@ -103,9 +100,11 @@ class Bucket:
         self.counts: Counts | None = None
         """Counts of this step, until it succeeds."""
         self._taken: Entries | None = None
-        self._region: Region | None = None
+        self._halves: Array | None = None
+        """What was taken of all values in half precision."""
+        self.own_region: Region | None = None
         """What this rank owns of the bucket, with the balanced or the hierarchical exchange."""
-        self._masked: list[Array] | None = None
+        self.masked: list[Array] | None = None
         """Indices of entries whose velocity is masked, if these are not the entries that were taken."""
         self._message: Array | None = None
         """The message with what was taken. Its number of entries may not be known yet."""
@@ -126,11 +125,22 @@ class Bucket:
             self.before.residual = _copy(self.ops, self.buffer, old and old.residual)
             if self.velocity is not None:
                 self.before.velocity = _copy(self.ops, self.velocity, old and old.velocity)
-        self._sparse_step = self.state.step - self.compressor.dense_steps
-        self._in_dense_steps = self._sparse_step < 0
-        self.selector: Selector = self._host if self.device is None or self._in_dense_steps else self.device
-        self.selector.begin()
+        self.sparse_step = self.state.step - self.compressor.dense_steps
+        self._in_dense_steps = self.sparse_step < 0
         self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
+        self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
+        sparse = self.sparse_way()
+        self.way = Way(protocols.dense) if self._in_dense_steps else sparse
+        self.stands_in = stands_in(self.compressor, sparse, self.way)
+        """What ranks in other steps would begin with, if that is another collective."""
+        on_device = self.device is not None and self.way.exchange is protocols.sparse_allgather
+        self.selector: Selector = self.device if self.device is not None and on_device else self._host
+        self.selector.begin()
+
+    def sparse_way(self) -> Way:
+        """Return how the bucket is exchanged in a step like this one, were it not one of the dense steps."""
+        ratio = self.compressor.ratio_at(self.state.step)
+        return sparse_way(self.compressor, self.planner, self.numel, ratio, self.world)
 
     def accumulate(self, gradients: Sequence[SlotGradient]) -> None:
         self.selector.accumulate(gradients, self.state, self.k)
@@ -153,12 +163,9 @@ class Bucket:
 
     def begin_exchange(self) -> Collective:
         """Begin the exchange of a bucket that is complete: select, and return the first collective."""
-        self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
-        exchange = protocols.dense if self._in_dense_steps else self.compressor.exchange
-        self._target = self.numel if exchange is protocols.dense else self.k
-        self.stands_in = rounds.stands_in(exchange, self.compressor.exchange)
-        """What ranks that are not in their dense steps would begin with, if that is another collective."""
-        self.exchange = exchange(self)
+        everything = self.way.exchange in (protocols.dense, protocols.half)
+        self.target = self.numel if everything else self.k
+        self.exchange = self.way.exchange(self)
         return self._counted(next(self.exchange))
 
     # --- as the exchange sees it: `protocols.Sender` ---
@@ -168,8 +175,12 @@ class Bucket:
         return not self._host.not_finite
 
     @property
+    def step(self) -> int:
+        return self.state.step
+
+    @property
     def is_compact(self) -> bool:
-        return self.compressor.values == "bfloat16"
+        return self.way.is_compact
 
     def message(self) -> Array:
         message = self._message = self.selector.message(self.state, self.k, self.capacity)
@@ -181,78 +192,14 @@ class Bucket:
     def finish(self) -> None:
         self.outcome = self.selector.finish(self.state, self.k, self.capacity)
 
-    @property
-    def bounds(self) -> list[int]:
-        kept = self.state.bounds
-        # Another number of workers or another bucket may have saved them.
-        fits = len(kept) == self.world + 1 and kept[-1] == self.numel
-        return kept if fits else regions.uniform(self.numel, self.world)
-
-    def message_to_regions(self, room: int) -> Array:
-        bounds = self.bounds
-        place = slice(bounds[self.position], bounds[self.position + 1])
-        self._region = Region(place, self.ops.copy(self.buffer[place]))
-        # The owner knows all of its region. What it sends is for the others.
-        self.buffer[place] = 0
-        k = regions.to_others(self.k, self.world)
-        capacity = self.compressor.message_capacity(self.numel, k, self.world)
-        selection = self._host.select(self.state, k, capacity) if k else Selection(self._no_indices(), 0)
-        indices, counts = self.ops.fit(self.buffer, selection.indices, bounds, room)
-        self.sent(len(indices), selection.found - len(indices))
-        return self.ops.pack_regions(indices, self.take(indices), bounds, counts, room)
-
-    def region(self) -> Array:
-        assert self._region is not None and self._region.before is not None
-        return self.ops.copy(self._region.before)
-
-    def forward(self, region: Array, most: int) -> Array:
-        assert self._region is not None
-        first, count = self._region.place.start, min(most, len(region))
-        indices = self.ops.select_largest(region, count).indices if count else self._no_indices()
-        values = self.ops.take(region, indices)
-        self._region = self._region._replace(after=region)
-        if self._taken is not None and self._taken.indices is not None:
-            self._masked = [self._taken.indices, indices + first]
-        self.sent(self.outcome.sent + count, self.outcome.truncated)
-        return self.ops.pack(indices + first, values, most + 1)
-
-    def balance(self, counts: list[int]) -> None:
-        self.state.bounds = regions.balanced(self.bounds, counts, regions.gain(self._sparse_step))
-
-    @property
-    def grid(self) -> Grid:
-        assert self._grid is not None
-        return self._grid
-
-    def message_of_shard(self, received: Array) -> Array:
-        grid, bounds = self.grid, self.grid.shards(self.numel)
-        first, after = bounds[grid.slot], bounds[grid.slot + 1]
-        parts = received.reshape(grid.slots, after - first)
-        shard = self.ops.copy(parts[0])
-        overflows = [self.ops.accumulate(shard, [(0, part)]) for part in parts[1:] if len(part)]
-        k = regions.forwarded(self.k, grid.slots)
-        # All slots have room for as many.
-        capacity = self.compressor.message_capacity(-(-self.numel // grid.slots), k, self.world)
-        selection = Selection(self._no_indices(), 0)
-        is_finite = self.finite and not any(map(any, overflows))
-        if len(shard) and is_finite:
-            most = min(capacity, len(shard))
-            selection = self.compressor.select(self.ops, shard, min(k, most), most, self.state)
-        self._region, self._target = Region(slice(first, after), after=shard), k
-        self.sent(len(selection.indices), selection.found - len(selection.indices))
-        message = self.ops.pack(selection.indices + first, self.ops.take(shard, selection.indices), capacity)
-        if not is_finite:
-            message[0, 0] = wire.NOT_FINITE
-        return message
-
-    def host_sent(self, indices: Sequence[Array]) -> None:
-        self._masked = [*indices]
-
-    def _no_indices(self) -> Array:
-        return self.ops.indices(np.empty(0, np.int64), self.buffer)
-
     def select(self) -> Selection:
-        return self._host.select(self.state, self.k, self.capacity)
+        return self.select_some(self.k, self.capacity)
+
+    def select_some(self, k: int, capacity: int) -> Selection:
+        return self._host.select(self.state, k, capacity)
+
+    def taken_indices(self) -> list[Array]:
+        return [] if self._taken is None or self._taken.indices is None else [self._taken.indices]
 
     def take(self, indices: Array) -> Array:
         values = self.ops.take(self.buffer, indices)
@@ -263,6 +210,12 @@ class Bucket:
     def take_all(self) -> Array:
         self._taken = Entries(None, self.buffer)
         return self.buffer
+
+    def take_half(self, limit: float) -> Array:
+        self._halves = self.ops.take_half(self.buffer, limit)
+        self.forget()
+        self.drop_rest()
+        return self._halves
 
     def drop_rest(self) -> None:
         """Zero the buffer if `residual` is False. Then nothing is kept, not even from a step that fails."""
@@ -304,7 +257,7 @@ class Bucket:
         state = self.state
         if sent is not None:
             count, truncated, _ = self.outcome
-            self.counts = Counts(self._target, count, truncated, state.threshold, state.stages, self.bytes_sent)
+            self.counts = Counts(self.target, count, truncated, state.threshold, state.stages, self.bytes_sent)
         state.step += 1
         if self.mixed_factors:
             self.start_again()
@@ -342,18 +295,20 @@ class Bucket:
             self.buffer[:] = 0
         if masks and self.velocity is not None:
             taken_indices = slice(None) if taken.indices is None else taken.indices
-            for indices in [taken_indices] if self._masked is None else self._masked:
+            for indices in [taken_indices] if self.masked is None else self.masked:
                 self.velocity[indices] = 0
-        if self._region is not None and self.compressor.residual:
-            self.buffer[self._region.place] = self._region.after
+        if self.own_region is not None and self.compressor.residual:
+            self.buffer[self.own_region.place] = self.own_region.after
 
     def _restore(self) -> None:
         """Return what was taken to the residual, because the step has failed on some rank."""
         taken = self._entries()
         if taken is not None and taken.indices is not None and self.compressor.residual:
             self.ops.put(self.buffer, taken.indices, taken.values)
-        if self._region is not None and self._region.before is not None:
-            self.buffer[self._region.place] = self._region.before
+        if self._halves is not None:
+            self.buffer += self._halves
+        if self.own_region is not None and self.own_region.before is not None:
+            self.buffer[self.own_region.place] = self.own_region.before
         self.drop_rest()
 
     def _entries(self) -> Entries | None:

@@ -36,6 +36,8 @@ class BucketStats:
     bytes_received: float
     residual_norm: float
     """Euclidean norm of the residual at the time of asking; NaN in averages."""
+    exchange: str
+    """How the bucket was exchanged in the last step; "several" if buckets differ, in the total."""
 
     @property
     def ratio(self) -> float:
@@ -72,11 +74,13 @@ class StepStats:
 
         summed = ("numel", "target", "count", "truncated", "bytes_sent", "bytes_received")
         number = max(len(self.buckets), 1)
+        exchanges = {bucket.exchange for bucket in self.buckets} or {""}
         return BucketStats(
             name="total",
             threshold=total("threshold") / number,
             stages=total("stages") / number,
             residual_norm=math.sqrt(math.fsum(bucket.residual_norm**2 for bucket in self.buckets)),
+            exchange=exchanges.pop() if len(exchanges) == 1 else "several",
             **{field: total(field) for field in summed},
         )
 
@@ -104,7 +108,7 @@ class Counts(NamedTuple):
     stages: float = 0
     bytes_each_way: float = 0
 
-    def stats(self, name: str, numel: int, residual_norm: float) -> BucketStats:
+    def stats(self, name: str, numel: int, exchange: str, residual_norm: float) -> BucketStats:
         return BucketStats(
             name=name,
             numel=numel,
@@ -116,6 +120,7 @@ class Counts(NamedTuple):
             bytes_sent=self.bytes_each_way,
             bytes_received=self.bytes_each_way,
             residual_norm=residual_norm,
+            exchange=exchange,
         )
 
 
@@ -134,9 +139,19 @@ class Tally(NamedTuple):
         return Counts(*(total / max(self.steps, 1) for total in self.sums))
 
 
-def combined(tallies: Sequence[tuple[str, int, Tally, float]], dense_bytes_sent: float) -> Stats:
-    """Return the statistics of all buckets. Each is given as name, number of entries, tally and residual norm."""
-    last = tuple(tally.last.stats(name, numel, norm) for name, numel, tally, norm in tallies)
-    mean = tuple(tally.mean().stats(name, numel, math.nan) for name, numel, tally, _ in tallies)
-    steps = max((tally.steps for _, _, tally, _ in tallies), default=0)
+class Tallied(NamedTuple):
+    """One bucket, with its tally."""
+
+    name: str
+    numel: int
+    exchange: str
+    tally: Tally
+    residual_norm: float
+
+
+def combined(buckets: Sequence[Tallied], dense_bytes_sent: float) -> Stats:
+    """Return the statistics of all buckets."""
+    last = tuple(one.tally.last.stats(one.name, one.numel, one.exchange, one.residual_norm) for one in buckets)
+    mean = tuple(one.tally.mean().stats(one.name, one.numel, one.exchange, math.nan) for one in buckets)
+    steps = max((one.tally.steps for one in buckets), default=0)
     return Stats(steps, StepStats(last, dense_bytes_sent), StepStats(mean, dense_bytes_sent))

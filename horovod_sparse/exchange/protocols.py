@@ -78,6 +78,10 @@ class Sender(Protocol):
     """Index of this rank among those that exchange."""
 
     @property
+    def step(self) -> int:
+        """The number of this step, which must be the same on all ranks."""
+
+    @property
     def finite(self) -> bool:
         """Whether all of this rank's gradients are finite."""
 
@@ -99,7 +103,7 @@ class Sender(Protocol):
         """The hosts and slots of the ranks."""
 
     def message_of_shard(self, received: Array) -> Array:
-        """Add up the host's sums of this rank's shard, select from them, and return message 8 for one host."""
+        """Add up the host's sums of this rank's shard, select from them, and return message 9 for one host."""
 
     def host_sent(self, indices: Sequence[Array]) -> None:
         """Record what the ranks of this host have sent."""
@@ -128,6 +132,9 @@ class Sender(Protocol):
 
     def take_all(self) -> Array:
         """Return all values: the bucket's own memory, which becomes zero when the step succeeds."""
+
+    def take_half(self, limit: float) -> Array:
+        """Take what float16 holds of all values, up to `limit`, and return it (`Ops.take_half`)."""
 
     def drop_rest(self) -> None:
         """Set the residual to zero if it is not kept from step to step."""
@@ -165,18 +172,27 @@ def sparse_allgather(bucket: Sender) -> Generator[Collective, Any, Sent]:
 def shared_indices(bucket: Sender) -> Generator[Collective, Any, Sent]:
     """Exchange entries that all ranks choose alike, by one allreduce of their values (`wire`, message 2)."""
     indices = bucket.select().indices
-    return (yield from _sum(bucket, indices, bucket.take(indices), bucket.capacity))
+    return (yield from _sum(bucket, indices, bucket.take(indices), bucket.capacity, bucket.checksum()))
 
 
 def dense(bucket: Sender) -> Generator[Collective, Any, Sent]:
     """Exchange everything, by one allreduce in the residual's own type (message 2 with all entries)."""
-    return (yield from _sum(bucket, None, bucket.take_all(), bucket.numel))
+    return (yield from _sum(bucket, None, bucket.take_all(), bucket.numel, bucket.checksum()))
 
 
-def _sum(bucket: Sender, indices: Array | None, values: Array, length: int) -> Generator[Collective, Any, Sent]:
-    """Exchange the values at indices that all ranks know, as message 2."""
+def half(bucket: Sender) -> Generator[Collective, Any, Sent]:
+    """Exchange everything in half precision, by one allreduce of float16 (`wire`, message 7)."""
+    values = bucket.take_half(wire.half_limit(bucket.world))
+    # The adaptive numbers may differ between the ranks. Only the step must be the same.
+    return (yield from _sum(bucket, None, values, bucket.numel, bucket.step))
+
+
+def _sum(
+    bucket: Sender, indices: Array | None, values: Array, length: int, checksum: int
+) -> Generator[Collective, Any, Sent]:
+    """Exchange the values at indices that all ranks know, as message 2 or 7."""
     bucket.sent(len(values))
-    tail = wire.tail(bucket.finite, bucket.checksum())
+    tail = wire.tail(bucket.finite, checksum)
     total = yield Collective("allreduce", bucket.ops.pack_values(values, length, tail))
     check_result(bucket, total, (length + len(tail),), values.dtype)
     bad, *bits = total[length:].tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from horovod_sparse.exchange.owners import balanced, hierarchical
-from horovod_sparse.exchange.protocols import Exchange, Kind, dense, shared_indices, sparse_allgather, union
+from horovod_sparse.exchange.protocols import Exchange, Kind, dense, half, shared_indices, sparse_allgather, union
 
 
 class Round(NamedTuple):
@@ -20,11 +20,38 @@ ROUNDS: dict[Exchange, tuple[Round, ...]] = {
     sparse_allgather: (Round("allgather", "int32"),),
     shared_indices: (Round("allreduce", "float32"),),
     dense: (Round("allreduce", None),),
+    half: (Round("allreduce", "float16"),),
     union: (Round("allgather", "int32"), Round("allreduce", "float32")),
     balanced: (Round("alltoall", "int32"), Round("allgather", "int32")),
     hierarchical: (Round("alltoall", None), Round("alltoall", "int32"), Round("alltoall", "int32")),
 }
 """All collectives that an exchange may ask for. If a gradient is not finite, it can end before the last one."""
+
+
+TITLES: dict[Exchange, str] = {
+    sparse_allgather: "pairs",
+    shared_indices: "shared indices",
+    dense: "dense",
+    half: "dense float16",
+    union: "union",
+    balanced: "balanced",
+    hierarchical: "hierarchical",
+}
+"""The names of the exchanges in statistics."""
+
+
+class Way(NamedTuple):
+    """How a bucket is exchanged in a step."""
+
+    exchange: Exchange
+    is_compact: bool = False
+    """Whether the message of pairs is compact (`wire`, message 4)."""
+
+    @property
+    def title(self) -> str:
+        """The name in statistics. A user's own exchange has the name of its function."""
+        name = TITLES.get(self.exchange, getattr(self.exchange, "__name__", repr(self.exchange)))
+        return f"compact {name}" if self.is_compact else name
 
 
 def stands_in(used: Exchange, usual: Exchange) -> Kind | None:

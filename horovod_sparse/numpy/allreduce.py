@@ -22,6 +22,7 @@ from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.numpy.compiled import host_ops
+from horovod_sparse.numpy.network import TimedCollectives, half_sum
 
 Array = NDArray[Any]
 
@@ -148,10 +149,16 @@ class SparseAllreduce:
             to, of = [width * rows for rows in collective.to], [width * rows for rows in collective.of]
             result = np.empty((sum(collective.of), *message.shape[1:]), message.dtype)
             request = self._comm.Ialltoallv([message, to], [result, of])
-        elif collective.kind != "allgather":
+        elif collective.kind == "alltoall":
             result = np.empty_like(message)
-            sums = collective.kind == "allreduce"
-            request = self._comm.Iallreduce(message, result) if sums else self._comm.Ialltoall(message, result)
+            request = self._comm.Ialltoall(message, result)
+        elif collective.kind == "allreduce":
+            result = np.empty_like(message)
+            if message.dtype == np.float16:
+                bits = message.view(np.uint16), result.view(np.uint16)
+                request = self._comm.Iallreduce(*bits, op=half_sum(self._comm))
+            else:
+                request = self._comm.Iallreduce(message, result)
         else:
             result = np.empty((self._world * message.shape[0], *message.shape[1:]), message.dtype)
             request = self._comm.Iallgather(message, result)
@@ -174,6 +181,7 @@ class SparseAllreduce:
         dense = {name for name, gradient in gradients.items() if compressor.leaves_dense(name, gradient.size)}
         if state is not None:
             check_state(state, compressor, *kept_shapes({name: g.shape for name, g in gradients.items()}, compressor))
+        self.pipeline.measure(TimedCollectives(self._start, self._world), np.zeros(1))
         self._shapes, self._dense = _shapes(gradients), dense
         self.pipeline.dense_bytes_sent = sum(
             allreduce_bytes(gradients[name].size * _wide(gradients[name].dtype).itemsize, self._world) for name in dense

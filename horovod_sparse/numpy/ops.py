@@ -127,6 +127,12 @@ class NumpyOps(Ops):
         x[indices] = 0.0 if x.dtype == np.float32 else taken - values
         return values
 
+    def take_half(self, x: Array, limit: float) -> Array:
+        values = x.clip(-limit, limit).astype(np.float32).astype(np.float16)
+        values[np.abs(x) >= limit / np.finfo(x.dtype).epsneg] = 0
+        x -= values
+        return values
+
     def send(self, x: Array, indices: Array, capacity: int) -> Array:
         return self.pack(indices, self.take(x, indices), capacity)
 

@@ -155,6 +155,13 @@ class Ops(Protocol):
     def take(self, x: Array, indices: Array) -> Array:
         """Return x[indices] rounded to float32 and subtract it from x, so that sent + kept is x exactly."""
 
+    def take_half(self, x: Array, limit: float) -> Array:
+        """Return all of x as float16 and subtract it from x, so that sent + kept is x exactly.
+
+        Values are rounded to float32 and then to float16, to the nearest and then to even. Magnitudes above `limit`, a power
+        of two, become `limit`; or zero, where x is so large that the neighbouring numbers of its type are further apart.
+        """
+
     def send(self, x: Array, indices: Array, capacity: int) -> Array:
         """Return the message of pairs with what `take` takes out of `x`."""
 

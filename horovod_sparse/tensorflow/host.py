@@ -17,6 +17,8 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.core.agreement import is_elastic
 from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Layout, Slot
@@ -84,7 +86,13 @@ class HostPipeline(Pipeline):
 
     @staticmethod
     def check(compressor: Compressor) -> None:
-        """Accept every compressor."""
+        """Raise ValueError if a graph's exchanges would have to change, which are fixed when it is traced."""
+        scheduled = isinstance(compressor.ratio, Schedule)
+        if compressor.network is not None and (scheduled or is_elastic()):
+            raise ValueError(
+                f"network must be None with TensorFlow in an elastic job or with a schedule, got {compressor.network!r} and "
+                f"ratio={compressor.ratio!r}: a graph's exchanges are fixed; use a number as ratio, or network=None"
+            )
 
     @staticmethod
     def check_mode() -> None:
@@ -147,44 +155,36 @@ class HostPipeline(Pipeline):
 
     def _exchange_all(self, step: Step, buckets: list[Bucket]) -> list[Tensor]:
         """Return the reduced gradients of some buckets."""
+        usual = [bucket.sparse_way().exchange for bucket in buckets]
         if not self.compressor.dense_steps:
-            return self._exchange(step, buckets, self.compressor.exchange)
+            return self._exchange(step, buckets, usual)
         return _list(
             tf.cond(
                 self._call(self._is_dense, (buckets[0].name,), [], tf.bool),
-                lambda: self._exchange(step, buckets, dense),
-                lambda: self._exchange(step, buckets, self.compressor.exchange),
+                lambda: self._exchange(step, buckets, [dense] * len(buckets)),
+                lambda: self._exchange(step, buckets, usual),
             )
         )
 
-    def _exchange(self, step: Step, buckets: list[Bucket], exchange: Exchange) -> list[Tensor]:
+    def _exchange(self, step: Step, buckets: list[Bucket], exchanges: list[Exchange]) -> list[Tensor]:
         # TensorFlow runs Python calls in the order in which they are written here. So all buckets are begun before any
         # result is requested, and their collectives run at the same time.
-        rounds = ROUNDS[exchange]
-        tensors = [self._begin(step, bucket, rounds[0]) for bucket in buckets]
-        for number, (kind, _) in enumerate(rounds):
+        rounds = {bucket.name: ROUNDS[exchange] for bucket, exchange in zip(buckets, exchanges, strict=True)}
+        tensors = {bucket.name: self._begin(step, bucket, rounds[bucket.name][0]) for bucket in buckets}
+        for number in range(max(map(len, rounds.values()))):
+            going_on = [bucket for bucket in buckets if number < len(rounds[bucket.name])]
             if number > 0:
-                dtypes = [rounds[number].dtype or bucket.layout.residual_dtype for bucket in buckets]
-                tensors = [
-                    self._call(self._advance, (bucket.name, dtype), [tensor], dtype)
-                    for bucket, tensor, dtype in zip(buckets, tensors, dtypes, strict=True)
-                ]
-            run = getattr(self._collectives, kind)
+                for bucket in going_on:
+                    name, dtype = bucket.name, rounds[bucket.name][number].dtype or bucket.layout.residual_dtype
+                    tensors[name] = self._call(self._advance, (name, dtype), [tensors[name]], dtype)
             # Names use numbers, because a variable's name may contain characters that an operation's name must not. They are
             # the same for all exchanges: if only some ranks are in their dense steps, Horovod raises on all of them.
-            names = [f"{list(self._memory).index(bucket.name)}.{number}" for bucket in buckets]
-            parts: list[Sequence[Tensor]] = [()] * len(buckets)
-            if kind == "alltoall":
-                parts = [
-                    [self._call(self._to, (bucket.name,), [tensor], tf.int32)]
-                    for bucket, tensor in zip(buckets, tensors, strict=True)
-                ]
-            tensors = [run(tensor, *to, name) for tensor, to, name in zip(tensors, parts, names, strict=True)]
-        return [
-            reduced
-            for bucket, tensor in zip(buckets, tensors, strict=True)
-            for reduced in self._finish_bucket(step, bucket, tensor)
-        ]
+            for bucket in going_on:
+                name, kind = f"{list(self._memory).index(bucket.name)}.{number}", rounds[bucket.name][number].kind
+                tensor = tensors[bucket.name]
+                to = [self._call(self._to, (bucket.name,), [tensor], tf.int32)] if kind == "alltoall" else []
+                tensors[bucket.name] = getattr(self._collectives, kind)(tensor, *to, name)
+        return [reduced for bucket in buckets for reduced in self._finish_bucket(step, bucket, tensors[bucket.name])]
 
     def _begin(self, step: Step, bucket: Bucket, first: Round) -> Tensor:
         slots = bucket.layout.slots

@@ -26,6 +26,7 @@ from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.host import HostPipeline
 from horovod_sparse.tensorflow.names import Names, plain, renamed
+from horovod_sparse.tensorflow.network import TimedCollectives
 from horovod_sparse.tensorflow.plan import Plan, first_collective
 from horovod_sparse.tensorflow.reduction import Reduction
 from horovod_sparse.tensorflow.step import Step
@@ -283,15 +284,18 @@ class Reducer(Server):
         return deferred
 
     def _make_pipeline(self) -> HostPipeline:
-        return self.compressor.engine_class(
+        world = self._process_set.size()
+        pipeline = self.compressor.engine_class(
             self.compressor,
             self._collectives,
-            world=self._process_set.size(),
+            world=world,
             position=self._process_set.rank(),
             rank=mpi_ops.rank(),
             averages=self.reduction.averages,
             groups=self._collectives.groups(self.compressor.hierarchical),
         )
+        pipeline.measure(TimedCollectives(self._collectives, world), None)
+        return pipeline
 
     def _agree(self, names: Sequence[str], new: Mapping[str, Any], sparse: Sequence[str], problem: str) -> None:
         """Compare settings with the other ranks. This blocks. `problem` is the error that stops this rank, if any."""

@@ -17,6 +17,9 @@ from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.pipeline import Wait
 from horovod_sparse.exchange.protocols import Collective, disagreement
 
+_MARKERS = {"allreduce": torch.uint8, "alltoall": torch.int8}
+"""The type of the message that goes before another collective than the usual one, by the kind of that collective."""
+
 Kind = Literal["allgather", "allreduce", "alltoall", "dense", "sparse"]
 """The collectives of exchanges (`protocols.Collective`), or Horovod's own reduction of a dense or a sparse gradient."""
 
@@ -77,13 +80,14 @@ class Collectives:
     def start_round(self, bucket: Bucket, collective: Collective, name: Callable[[str], str]) -> Wait:
         """Start a bucket's next collective and return a function that waits for its result.
 
-        If ranks that are not in their dense steps would begin with another collective, one of that kind and name goes first.
-        Its type is another one, so that Horovod raises on all ranks if there are any. Without it the ranks would wait for each
-        other: Horovod compares what has the same name, and the name of an allreduce is never that of an allgather.
+        If ranks in other steps would begin with another collective, one of that kind and name goes first. Its type tells what
+        follows, and is never that of a message, so that Horovod raises on all ranks if there are any. Without it the ranks
+        would wait for each other: Horovod compares what has the same name, and the name of an allreduce is never that of an
+        allgather.
         """
         begun: list[Wait] = []
         if bucket.stands_in is not None:
-            marker = collective.message.new_zeros(bucket.world, dtype=torch.uint8)
+            marker = collective.message.new_zeros(bucket.world, dtype=_MARKERS[collective.kind])
             begun.append(self.start(bucket.stands_in, marker, name(f"{bucket.name}.{bucket.rounds}")))
         number = bucket.rounds + len(begun)
         begun.append(self.start(collective.kind, collective.message, name(f"{bucket.name}.{number}"), collective.to))

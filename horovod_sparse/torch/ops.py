@@ -188,6 +188,18 @@ class TorchOps(Ops):
         x[indices] = taken - values
         return values
 
+    def take_half(self, x: Tensor, limit: float) -> Tensor:
+        values = torch.empty(x.numel(), dtype=torch.float16, device=x.device)
+        coarse = 2.0 * limit / torch.finfo(x.dtype).eps
+        for into, chunk in zip(_chunks(values), _chunks(x), strict=True):
+            # On the host the usual chunk is rounded only. A device would have to be waited for.
+            if chunk.device.type != "cpu" or max(map(abs, torch.stack(chunk.aminmax()).tolist())) > limit:
+                into.copy_(torch.where(chunk.abs() < coarse, chunk.clamp(-limit, limit), 0.0).float())
+            else:
+                into.copy_(chunk.float())
+            chunk.sub_(into)
+        return values
+
     def send(self, x: Tensor, indices: Tensor, capacity: int) -> Tensor:
         return self.pack(indices, self.take(x, indices), capacity)
 

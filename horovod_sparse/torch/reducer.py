@@ -39,6 +39,7 @@ from horovod_sparse.torch.exchange import Collectives, empty_sparse
 from horovod_sparse.torch.following import Workers
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
+from horovod_sparse.torch.network import TimedCollectives
 from horovod_sparse.torch.routes import Routes, dense_message
 from horovod_sparse.torch.step import Step
 
@@ -344,7 +345,7 @@ class Reducer(Server):
         agreement.conclude()
         self._number = agreement.number
         if self.pipeline is None:
-            self.pipeline = Pipeline(
+            pipeline = Pipeline(
                 self._ops,
                 self.compressor,
                 world=self._process_set.size(),
@@ -356,6 +357,9 @@ class Reducer(Server):
                 ),
                 device_selector=on_gpu,
             )
+            first = next(iter(new))
+            pipeline.measure(TimedCollectives(self._process_set, self._name("network"), first.device), first)
+            self.pipeline = pipeline
         self._routes.extend(new, agreement.sparse, self.pipeline)
         self.sparse = [self._routes.names[parameter] for parameter in self._routes.sparse]
         if self.deferred is not None:

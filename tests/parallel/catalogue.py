@@ -19,6 +19,7 @@ MODULES = {
         "uneven_errors",
         "policies",
         "disagreement",
+        "plans",
         "parameters",
         "hierarchical",
     ),

@@ -21,8 +21,9 @@ import tensorflow as tf
 from horovod_sparse.compressors.base import Compressor, Place
 from horovod_sparse.core.layout import Layout, check_limits
 from horovod_sparse.core.state import VERSION, check_state
-from horovod_sparse.core.statistics import Stats, combined
+from horovod_sparse.core.statistics import Stats, Tallied, combined
 from horovod_sparse.exchange import wire
+from horovod_sparse.exchange.rounds import Way
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.graph_engine import selectors
 from horovod_sparse.tensorflow.graph_engine.bucket import GraphBucket, arrays, assign, load, make_flat, numpy, shapes
@@ -336,8 +337,10 @@ class GraphPipeline:
     def stats(self) -> Stats:
         """Compute counts and bytes per bucket and in total, for the last step and on average."""
         stages = getattr(self.compressor, "stages", 0)
+        title = Way(self.compressor.exchange).title
         buckets = [
-            (one.name, one.layout.numel, one.totals(stages, self._world), one.residual_norm()) for one in self.buckets
+            Tallied(one.name, one.layout.numel, title, one.totals(stages, self._world), one.residual_norm())
+            for one in self.buckets
         ]
         return combined(buckets, self.dense_bytes_sent)
 

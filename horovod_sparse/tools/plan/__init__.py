@@ -9,14 +9,11 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
-from horovod_sparse.exchange.network import Network
+from horovod_sparse.exchange.network import LATENCY, Network
 from horovod_sparse.exchange.quantities import parse_bandwidth, parse_count, parse_latency
 from horovod_sparse.tools.options import quantity
 from horovod_sparse.tools.plan import report
 from horovod_sparse.tools.plan.methods import MOST_WORKERS
-
-LATENCY = 50e-6
-"""Seconds; about what TCP takes within a data centre."""
 
 
 def _workers(name: str, text: str) -> int:
