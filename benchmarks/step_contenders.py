@@ -159,6 +159,8 @@ CONTENDERS: dict[str, Callable[[nn.Module, Any, Settings], Made]] = {
     "SIDCo 0.01 bfloat16": partial(sparse, hvd.SIDCo, {"ratio": 0.01, "values": "bfloat16"}),
     "SIDCo 0.01 balanced": partial(sparse, hvd.SIDCo, {"ratio": 0.01, "balanced": True}),
     "SIDCo 0.01 hierarchical": partial(sparse, hvd.SIDCo, {"ratio": 0.01, "hierarchical": True}),
+    "SIDCo 0.01 planned": partial(sparse, hvd.SIDCo, {"ratio": 0.01, "network": "measured"}),
+    "SIDCo 0.3 planned": partial(sparse, hvd.SIDCo, {"ratio": 0.3, "network": "measured"}),
     "SIDCo 0.001": partial(sparse, hvd.SIDCo, {"ratio": 0.001}),
     "SIDCo 0.001 bfloat16": partial(sparse, hvd.SIDCo, {"ratio": 0.001, "values": "bfloat16"}),
     "SIDCo 0.001 balanced": partial(sparse, hvd.SIDCo, {"ratio": 0.001, "balanced": True}),

@@ -104,5 +104,8 @@ def check_network(name: str, value: object) -> None:
         raise TypeError(f"{name} must be None, {MEASURED!r} or a bandwidth such as '10gbit', got {value!r}")
     try:
         parse_network(name, value)
-    except ValueError as error:
-        raise ValueError(f"{error}; or {MEASURED!r}, or None for no plan") from None
+    except ValueError:
+        raise ValueError(
+            f"{name} must be a bandwidth such as '100mbit', '10gbit' or '1.2GB', perhaps with a latency as in '10gbit 50us', "
+            f"or {MEASURED!r}, or None for no plan; got {value!r}"
+        ) from None

@@ -11,7 +11,7 @@ from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.selector import DeviceSelectorFor
 from horovod_sparse.exchange.measure import QUICK, Collectives, agreed, measure
-from horovod_sparse.exchange.network import MEASURED, Network
+from horovod_sparse.exchange.network import Network
 from horovod_sparse.exchange.planner import HALF, PAIRS, Conditions, Costs, Planner
 from horovod_sparse.exchange.protocols import Reduced, Sent
 from horovod_sparse.exchange.rounds import Way
@@ -49,7 +49,7 @@ def measured_conditions(
     for worker, text in enumerate(problems):
         if text:
             raise RuntimeError(
-                f"network={MEASURED!r}: worker {worker} could not measure how long a selection takes, {text}; give a bandwidth "
+                f"network='measured': worker {worker} could not measure how long a selection takes, {text}; give a bandwidth "
                 "instead, such as network='10gbit'"
             )
     return Conditions(measure(collectives, QUICK), Costs(*(agreed(collectives, cost) for cost in costs)))
