@@ -115,7 +115,7 @@ ROWS = {
     ),
 }
 """Sparse rows have momentum before the selection, except Mem-SGD, Sparsified SGD with Memory, which has none. Dense training
-has rows without momentum, too, because selecting weakens momentum: what a sparse row wins so must not count for the exchange."""
+also has rows without momentum: selecting weakens momentum, and what a row wins by that is no merit of its exchange."""
 DENSE_ROWS = (DENSE, "dense fp16", "dense fp16 no momentum", "DDP fp16", "DDP fp16 no momentum")
 TRAINED = [name for name, row in ROWS.items() if not row.same_curve]
 
