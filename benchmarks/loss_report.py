@@ -15,7 +15,9 @@ POWER_SGD = "DDP PowerSGD rank 4"
 COLORS = {
     "dense fp32": "#6b6b6b",
     "dense fp16": "#b08d57",
+    "dense fp16 no momentum": "#d9b44a",
     "DDP fp16": "#000000",
+    "DDP fp16 no momentum": "#5b4636",
     POWER_SGD: "#009e73",
     "SIDCo 0.01": "#3b7dd8",
     "SIDCo 0.001": "#c2410c",
@@ -70,7 +72,7 @@ def page(store: Store, results: Results, target: float) -> str:
         f"{task.title}, {dense.parameters:,} parameters, {WORKERS} workers, {dense.steps[-1]} steps, {len(SEEDS)} seeds "
         f"(`examples/{task.example}.py {' '.join(task.options)}`). The target, {target:.3f} {task.unit}, is what {DENSE} "
         f"has after {TARGET_PART:.0%} of its steps, mean of the seeds. Learning rates tried: {numbers(task.rates)}; ten times "
-        "these for Mem-SGD, which has no momentum. The other sparse rows have momentum before the selection. "
+        "these for rows without momentum, of which Mem-SGD is one. The other sparse rows have momentum before the selection. "
         "DDP fp16 is not trained: it has the losses of dense fp16.",
         "",
         *curve_table(results, task.rates),

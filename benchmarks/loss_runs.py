@@ -87,6 +87,9 @@ class Row:
     """The row whose loss over steps this one has, too: it is not trained again."""
 
 
+NO_MOMENTUM = ("--momentum", "0")
+
+
 def _sparse(compression: str, ratio: str) -> Row:
     return Row(("--compression", compression, "--ratio", ratio, "--momentum-correction"))
 
@@ -94,7 +97,11 @@ def _sparse(compression: str, ratio: str) -> Row:
 ROWS = {
     DENSE: Row(("--compression", "none")),
     "dense fp16": Row(("--compression", "fp16")),
+    "dense fp16 no momentum": Row(("--compression", "fp16", *NO_MOMENTUM), rate_factor=10.0),
     "DDP fp16": Row(("--compression", "fp16"), hook="fp16", same_curve="dense fp16"),
+    "DDP fp16 no momentum": Row(
+        ("--compression", "fp16", *NO_MOMENTUM), hook="fp16", rate_factor=10.0, same_curve="dense fp16 no momentum"
+    ),
     "DDP PowerSGD rank 4": Row(("--compression", "none"), hook="PowerSGD 4"),
     "SIDCo 0.01": _sparse("sidco", "0.01"),
     "SIDCo 0.001": _sparse("sidco", "0.001"),
@@ -104,11 +111,12 @@ ROWS = {
     "MiCRO 0.01": _sparse("micro", "0.01"),
     "RandomBlock 0.01": _sparse("randomblock", "0.01"),
     "Mem-SGD 0.01": Row(
-        ("--compression", "topk", "--ratio", "0.01", "--lr-in-residual", "--momentum", "0"), rate_factor=10.0
+        ("--compression", "topk", "--ratio", "0.01", "--lr-in-residual", *NO_MOMENTUM), rate_factor=10.0
     ),
 }
-"""Sparse rows have momentum before the selection, except Mem-SGD, Sparsified SGD with Memory, which has none."""
-DENSE_ROWS = (DENSE, "dense fp16", "DDP fp16")
+"""Sparse rows have momentum before the selection, except Mem-SGD, Sparsified SGD with Memory, which has none. Dense training
+also has rows without momentum: selecting weakens momentum, and what a row wins by that is no merit of its exchange."""
+DENSE_ROWS = (DENSE, "dense fp16", "dense fp16 no momentum", "DDP fp16", "DDP fp16 no momentum")
 TRAINED = [name for name, row in ROWS.items() if not row.same_curve]
 
 
