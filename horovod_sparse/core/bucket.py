@@ -179,10 +179,8 @@ class Bucket:
 
     @property
     def bounds(self) -> list[int]:
-        kept = self.state.bounds
         # Another number of workers or another bucket may have saved them.
-        fits = len(kept) == self.world + 1 and kept[-1] == self.numel
-        return kept if fits else regions.uniform(self.numel, self.world)
+        return regions.fitting(self.state.bounds, self.numel, self.world)
 
     def message_to_regions(self, room: int) -> Array:
         bounds = self.bounds
@@ -244,8 +242,9 @@ class Bucket:
     def proposal(self) -> float:
         return self.state.proposal
 
-    def observe(self, count: int, proposed: list[float]) -> None:
-        self.compressor.observe(self.state, count, self.k, proposed)
+    def observe(self, indices: Array, proposed: list[float]) -> None:
+        _, counts = self.ops.fit(self.buffer, indices, self.bounds, self.numel)
+        self.compressor.observe(self.state, counts, self.k, proposed)
 
     # --- results ---
 
