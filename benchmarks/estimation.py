@@ -91,12 +91,13 @@ ROWS = (
 )
 
 
-def collective(requests: Sequence[Collective]) -> Tensor:
-    """What every worker gets of one collective."""
-    messages = [request.message for request in requests]
-    if requests[0].kind == "allgather":
-        return torch.cat(messages)
-    return torch.stack(messages).sum(0)
+def collective(requests: Sequence[Collective]) -> list[Tensor]:
+    """What each worker gets of one collective."""
+    messages, workers = [request.message for request in requests], len(requests)
+    if requests[0].kind == "alltoall":
+        return [torch.cat(parts) for parts in zip(*(message.chunk(workers) for message in messages), strict=True)]
+    result = torch.cat(messages) if requests[0].kind == "allgather" else torch.stack(messages).sum(0)
+    return [result.clone() for _ in requests]
 
 
 def exchange(pipelines: Sequence[Pipeline]) -> list[Tensor]:
@@ -115,10 +116,10 @@ def exchange(pipelines: Sequence[Pipeline]) -> list[Tensor]:
 
     following: list[Collective | None] = [pipeline.begin(pipeline.buckets[0]) for pipeline in pipelines]
     while following[0] is not None:
-        result = collective([one for one in following if one is not None])
+        results = collective([one for one in following if one is not None])
         following = [
             pipeline.advance(pipeline.buckets[0], result, 1.0, writer(worker))
-            for worker, pipeline in enumerate(pipelines)
+            for worker, (pipeline, result) in enumerate(zip(pipelines, results, strict=True))
         ]
     for pipeline in pipelines:
         pipeline.end_step()

@@ -186,11 +186,13 @@ class Replay:
     def proposal(self) -> float:
         return self._recorded.proposals[self.rank]
 
-    def observe(self, count: int, proposed: list[float]) -> None:
+    def observe(self, indices: Any, proposed: list[float]) -> None:
         """Let the algorithm learn. What it has learned must be something that can be saved and loaded."""
         compressor = self._recorded.compressor
         state = compressor.new_state(Place(self.name, self.rank, WORLD))
-        compressor.observe(state, count, self._recorded.k, proposed)
+        state.bounds = self.bounds
+        _, counts = self.ops.fit(self._buffer, indices, state.bounds, self.numel)
+        compressor.observe(state, counts, self._recorded.k, proposed)
         state.load_state_dict(state.state_dict())
 
 

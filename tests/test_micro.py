@@ -1,19 +1,21 @@
-"""MiCRO: partitions, no build-up, and a threshold that finds its way from any scale."""
+"""MiCRO: parts that get as many entries each, no build-up, and a threshold that finds its way from any scale."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from driver import exchange, make_pipeline
+from driver import collective, exchange, make_pipeline
 from table import BACKENDS, gradients
 
 from horovod_sparse.compressors.base import Place
-from horovod_sparse.compressors.micro import MiCRO, MiCROState, part
+from horovod_sparse.compressors.micro import MiCRO, MiCROState
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.estimation.controllers import ThresholdController
+from horovod_sparse.exchange import regions
 from horovod_sparse.numpy.ops import NumpyOps
 
 NUMPY = BACKENDS[0]
@@ -34,23 +36,91 @@ def step(pipelines: list[Pipeline], gradient: Callable[[], np.ndarray]) -> np.nd
     return parts[0][0]
 
 
-def test_known_partition() -> None:
-    assert [part(10, 4, number) for number in range(4)] == [(0, 3), (3, 6), (6, 8), (8, 10)]
-
-
+@pytest.mark.parametrize("scaling", ["two_sided", "paper"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 64])
 @pytest.mark.parametrize("numel", [1, 5, 10, 64, 1000])
-def test_parts_are_disjoint_cover_everything_and_go_round(numel: int, world: int) -> None:
-    """In P steps each rank owns each entry once."""
+def test_parts_are_disjoint_cover_everything_and_go_round(numel: int, world: int, scaling: Any) -> None:
+    """In P steps each rank owns each entry once, wherever the bounds of the parts are."""
+    compressor = MiCRO(1.0, scaling=scaling)
+    bounds = [0, *np.sort(np.random.default_rng(numel).integers(0, numel + 1, world - 1)).tolist(), numel]
     owned = np.zeros((world, numel), int)
-    for number in range(world):
-        in_this_step = np.zeros(numel, int)
-        for rank in range(world):
-            start, end = part(numel, world, (number + rank) % world)
-            in_this_step[start:end] += 1
-            owned[rank, start:end] += 1
-        assert (in_this_step == 1).all()
+    for number, rank in itertools.product(range(world), repeat=2):
+        state = compressor.new_state(Place("b", rank, world))
+        state.step, state.current, state.bounds = number, 0.5, bounds
+        owned[rank, compressor.select(NumpyOps(), np.ones(numel, np.float32), numel, numel, state).indices] += 1
+        assert state.bounds == (bounds if scaling == "two_sided" else regions.uniform(numel, world))
     assert (owned == 1).all()
+
+
+def skewed(rng: np.random.Generator) -> np.ndarray:
+    """A gradient whose first tenth is five times as large as the rest."""
+    gradient = rng.laplace(size=20_000).astype(np.float32)
+    gradient[:2000] *= 5
+    return gradient
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_parts_get_as_many_entries_however_these_are_spread(world: int) -> None:
+    """With parts of the same size, one part would get 1.5 to 4 times its share, and its message would have no room for it."""
+    pipelines = workers(MiCRO(0.02), 20_000, world)
+    counts, truncated, rng = np.zeros(world), 0.0, np.random.default_rng(5)
+    for number in range(200):
+        bounds = pipelines[0].buckets[0].bounds
+        sent = step(pipelines, lambda: skewed(rng))
+        if number >= 100:
+            counts += np.histogram(sent, bounds)[0]
+            truncated += sum(pipeline.buckets[0].tally.last.truncated for pipeline in pipelines)
+    assert counts.max() < 1.25 * counts.mean() and truncated < 0.001 * counts.sum()
+    assert counts.sum() / 100 == pytest.approx(400, rel=0.05)
+
+
+def test_parts_that_have_become_small_recover() -> None:
+    """At first all entries are in one place. Later they are spread evenly."""
+    world, size = 4, 400
+    pipelines = workers(MiCRO(0.1), size, world)
+    rng, few = np.random.default_rng(6), np.zeros(size, np.float32)
+    few[100:108] = 1.0
+    for _ in range(100):
+        step(pipelines, lambda: few.copy())
+    assert min(np.diff(pipelines[0].buckets[0].bounds)) < 10
+    counts = [step(pipelines, lambda: gradients("laplace", size, rng)).size for _ in range(300)]
+    assert np.mean(counts[200:]) == pytest.approx(40, rel=0.1)
+    assert min(np.diff(pipelines[0].buckets[0].bounds)) > 50
+
+
+@pytest.mark.parametrize("current", [0.0, 0.5])
+def test_a_part_that_is_smaller_than_its_share_selects_all_of_it(current: float) -> None:
+    """An error here would leave the other ranks waiting."""
+    state = MiCRO(0.5).new_state(Place("b", 0, 2))
+    state.bounds, state.current = [0, 2, 100], current
+    assert MiCRO(0.5).select(NumpyOps(), np.ones(100, np.float32), 50, 50, state).indices.tolist() == [0, 1]
+
+
+def test_ranks_whose_parts_differ_all_raise() -> None:
+    """Otherwise entries of one part would be selected twice, and those of another one never."""
+    pipelines = workers(MiCRO(0.1), 2000, 3)
+    rng = np.random.default_rng(7)
+    step(pipelines, lambda: gradients("laplace", 2000, rng))
+    pipelines[1].buckets[0].state.bounds[1] += 1
+    for pipeline in pipelines:
+        pipeline.arrive("p", gradients("laplace", 2000, rng))
+    buckets = [pipeline.buckets[0] for pipeline in pipelines]
+    answers = collective(NUMPY, [pipeline.begin(bucket) for pipeline, bucket in zip(pipelines, buckets, strict=True)])
+    for bucket, answer in zip(buckets, answers, strict=True):
+        with pytest.raises(RuntimeError, match="the ranks disagree on the state of bucket 'p'"):
+            bucket.advance(answer)
+
+
+def test_a_step_that_is_not_finite_moves_no_part() -> None:
+    pipelines = workers(MiCRO(0.1, not_finite="propagate"), 2000, 2)
+    rng = np.random.default_rng(8)
+    step(pipelines, lambda: gradients("laplace", 2000, rng))
+    before = [pipeline.buckets[0].bounds for pipeline in pipelines]
+    for pipeline, first in zip(pipelines, (1.0, np.nan), strict=True):
+        pipeline.arrive("p", np.concatenate([[first], gradients("laplace", 1999, rng)]).astype(np.float32))
+    results = exchange(NUMPY, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
+    assert results[0]["p"] is None
+    assert [pipeline.buckets[0].bounds for pipeline in pipelines] == before
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -132,6 +202,8 @@ def test_another_world_size_takes_the_threshold_over() -> None:
     resumed = workers(compressor, 2000, 3)
     for pipeline in resumed:
         pipeline.load_state_dict(pipelines[0].state_dict())
+    assert pipelines[0].buckets[0].bounds != regions.uniform(2000, 4)
+    assert resumed[0].buckets[0].bounds == regions.uniform(2000, 3)
     covered = np.zeros(2000, bool)
     for _ in range(3):
         for pipeline in resumed:
@@ -159,8 +231,9 @@ def test_each_worker_selects_from_its_own_part_and_the_parts_go_round() -> None:
 
 
 def test_the_first_threshold_is_the_mean_of_those_that_have_one() -> None:
-    state = MiCRO(0.1).new_state()
-    MiCRO(0.1).observe(state, 10, 10, [1.0, 0.0, 4.0])
+    state = MiCRO(0.1).new_state(Place("b", 0, 3))
+    state.bounds = [0, 30, 60, 90]
+    MiCRO(0.1).observe(state, [4, 3, 3], 10, [1.0, 0.0, 4.0])
     assert state.current == 2.5
 
 
@@ -191,5 +264,6 @@ def test_with_more_workers_than_k_the_threshold_stays_finite(scaling: str) -> No
 def test_room_is_a_workers_share() -> None:
     assert MiCRO(0.1).message_capacity(1000, 100, 4) == 50
     assert MiCRO(0.1, slack=1.5).message_capacity(1000, 100, 4) == 38
-    assert MiCRO(1.0).message_capacity(1000, 1000, 4) == 250, "not more than the part"
+    assert MiCRO(1.0).message_capacity(1000, 1000, 4) == 500
+    assert MiCRO(1.0).message_capacity(1000, 1000, 1) == 1000, "not more than the bucket"
     assert MiCRO(0.001).message_capacity(10, 1, 4) == 1

@@ -65,7 +65,7 @@ class BucketState:
     proposal: float = 0.0
     """A number that is sent to all ranks before `observe`, rounded to float32 (exchange `union`)."""
     bounds: list[int] = field(default_factory=list)
-    """The bounds of the ranks' regions (exchange `balanced`); empty until the first step has moved them."""
+    """The bounds of the ranks' regions (exchange `balanced`) or of MiCRO's parts; empty until the first step."""
 
     def state_dict(self) -> dict[str, object]:
         """Return everything that the next selection depends on, as plain numbers, strings and lists."""

@@ -1,7 +1,8 @@
-"""MiCRO: every worker selects from its own part of the bucket, with a threshold that follows the count."""
+"""MiCRO: every worker selects from its own part of the bucket. The threshold and the parts follow the counts."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -10,13 +11,16 @@ from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Plac
 from horovod_sparse.compressors.checks import check_choice
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation.controllers import MOST_EXCESS, Scaling, ThresholdController
-from horovod_sparse.exchange import protocols
+from horovod_sparse.exchange import protocols, regions
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.wire import LARGEST
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+_GAIN = 0.1
+"""How far the bounds of the parts move in a step, as a fraction of the way to where all counts would have been equal."""
 
 
 @dataclass
@@ -29,8 +33,6 @@ class MiCROState(BucketState):
     """Threshold of the next step; 0 until something has been selected."""
     excess: float = 0.0
     """See `ThresholdController`."""
-    parts: int = 1
-    """Number of the bucket's parts that are not empty."""
 
     def rescale(self, factor: float) -> None:
         super().rescale(factor)
@@ -47,12 +49,17 @@ class MiCRO(Compressor):
     the mean of these. It then follows the count that all ranks have selected, without communication
     (`ThresholdController`). If no rank has room for what exceeds the threshold, the threshold starts again.
 
+    At first the parts have the same size. Layers have gradients of different magnitudes. So in some parts several times as many
+    entries exceed the threshold as in others, and a message has no room for them. Therefore the bounds of the parts move after
+    each step, a tenth of the way to where all parts would have had as many entries (after ExDyna,
+    https://arxiv.org/abs/2402.13781). All ranks know the counts from the indices.
+
     Args:
         ratio: fraction of entries that all workers together select, in (0, 1], or a schedule; at least one per worker.
         scaling: "two_sided": the threshold moves up and down, and if too many entries were selected, fewer are selected later.
-            "paper": within 10 % of k the threshold only moves up, which ends at about 0.94 k. Outside of this band it moves by
-            only 0.5 % per step, so it is too low while residuals grow, in the first hundreds of steps. On Laplace gradients
-            up to 12 k entries exceed it at ratio 0.01, and up to 63 k at 0.001.
+            "paper": the parts keep the same size. Within 10 % of k the threshold only moves up, which ends at about 0.94 k.
+            Outside of this band it moves by only 0.5 % per step, so it is too low while residuals grow, in the first hundreds
+            of steps. On Laplace gradients up to 12 k entries exceed it at ratio 0.01, and up to 63 k at 0.001.
         others: those of `Compressor`. A rank's message has room for 2k/P entries unless `slack` says otherwise. That hides
             how the paper's rule begins: the threshold moves in the same way, but at most 2k entries are sent.
     """
@@ -74,21 +81,23 @@ class MiCRO(Compressor):
         return MiCROState(place)
 
     def message_capacity(self, numel: int, k: int, world: int) -> int:
-        """Return the capacity of one rank's message in entries: its share of slack * k, at most the largest part."""
-        return min(math.ceil(numel / world), math.ceil(self.slack * k / world))
+        """Return the capacity of one rank's message in entries: its share of slack * k, at most numel."""
+        return min(numel, math.ceil(self.slack * k / world))
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, MiCROState)
         place = state.place
-        start, end = part(len(x), place.world, (state.step + place.position) % place.world)
+        bounds = state.bounds if self.scaling == "two_sided" else []
+        state.bounds = regions.fitting(bounds, len(x), place.world)
+        number = (state.step + place.position) % place.world
+        start, end = state.bounds[number], state.bounds[number + 1]
         state.threshold = state.current
         # The threshold that would have selected this rank's share, if there is no common one yet or it was far too low.
         state.proposal = 0.0
-        state.parts = min(place.world, len(x))
         if start == end:
             return Selection(ops.select_above(x[:0], 0.0, 1).indices, 0)
         mine = x[start:end]
-        share = min(max(1, round(k / place.world)), capacity)
+        share = min(max(1, round(k / place.world)), capacity, len(mine))
         if state.current == 0.0:
             state.proposal = ops.kth_largest(mine, share)
             selection = ops.select_above(mine, 0.0, share)
@@ -101,7 +110,7 @@ class MiCRO(Compressor):
             selection = ops.select_largest(mine, 1)
         return Selection(selection.indices + start, selection.found)
 
-    def observe(self, state: BucketState, count: int, k: int, proposed: list[float]) -> None:
+    def observe(self, state: BucketState, counts: list[int], k: int, proposed: list[float]) -> None:
         assert isinstance(state, MiCROState)
         if state.current == 0.0 or all(proposal > 0.0 for proposal in proposed):
             # Ranks whose part is empty or all zero propose nothing.
@@ -110,12 +119,8 @@ class MiCRO(Compressor):
         else:
             controller = ThresholdController(self.scaling, state.current, state.excess)
             # Every worker with a non-empty part selects at least one entry. If there are more than k, their number is the aim.
-            controller.observe(count, max(k, state.parts))
+            parts = sum(start < end for start, end in itertools.pairwise(state.bounds))
+            controller.observe(sum(counts), max(k, parts))
             state.current, state.excess = min(controller.threshold, LARGEST), controller.excess
-
-
-def part(numel: int, world: int, number: int) -> tuple[int, int]:
-    """Return the first index and the end of part `number` of `world`; the first `numel mod world` parts have one more entry."""
-    size, longer = divmod(numel, world)
-    start = number * size + min(number, longer)
-    return start, start + size + (number < longer)
+        if self.scaling == "two_sided":
+            state.bounds = regions.balanced(state.bounds, counts, _GAIN)

@@ -231,8 +231,9 @@ class Bucket(Owner):
     def proposal(self) -> float:
         return self.state.proposal
 
-    def observe(self, count: int, proposed: list[float]) -> None:
-        self.compressor.observe(self.state, count, self.k, proposed)
+    def observe(self, indices: Array, proposed: list[float]) -> None:
+        _, counts = self.ops.fit(self.buffer, indices, self.bounds, self.numel)
+        self.compressor.observe(self.state, counts, self.k, proposed)
 
     # --- results ---
 

@@ -75,10 +75,8 @@ class Owner(ABC):
 
     @property
     def bounds(self) -> list[int]:
-        kept = self.state.bounds
         # Another number of workers or another bucket may have saved them.
-        fits = len(kept) == self.world + 1 and kept[-1] == self.numel
-        return kept if fits else regions.uniform(self.numel, self.world)
+        return regions.fitting(self.state.bounds, self.numel, self.world)
 
     def message_to_regions(self, room: int) -> Array:
         bounds = self.bounds

@@ -148,8 +148,8 @@ class Sender(Protocol):
     def proposal(self) -> float:
         """Return a number of this rank that all ranks get to know."""
 
-    def observe(self, count: int, proposed: list[float]) -> None:
-        """Take in how many entries all ranks sent together and what they proposed."""
+    def observe(self, indices: Array, proposed: list[float]) -> None:
+        """Take in the entries that all ranks send together, and what each rank has proposed."""
 
 
 Exchange = Callable[[Sender], Generator[Collective, Any, Sent]]
@@ -223,7 +223,7 @@ def union(bucket: Sender) -> Generator[Collective, Any, Sent]:
     if indices is None:
         raise _firstdamaged(bucket, gathered)
     bucket.sent(len(indices), selection.found - len(selection.indices))
-    bucket.observe(len(indices), [proposed for _, proposed in headers])
+    bucket.observe(indices, [proposed for _, proposed in headers])
     room = min(bucket.capacity * bucket.world, bucket.numel)
     values = bucket.take(indices)
     total = yield Collective("allreduce", ops.pack_values(values, room, []))

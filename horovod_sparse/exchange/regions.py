@@ -38,6 +38,12 @@ def uniform(numel: int, world: int) -> list[int]:
     return [numel * rank // world for rank in range(world + 1)]
 
 
+def fitting(bounds: Sequence[int], numel: int, world: int) -> list[int]:
+    """Return `bounds` if they divide a bucket of `numel` among `world` ranks, else the bounds of regions of the same size."""
+    fits = len(bounds) == world + 1 and bounds[-1] == numel
+    return [*bounds] if fits else uniform(numel, world)
+
+
 def gain(step: int) -> float:
     """Return how far the bounds move in a step, counted from 0, as a fraction of the way to where they were balanced.
 

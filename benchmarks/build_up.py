@@ -1,0 +1,289 @@
+"""How dense the reduced gradient is with more and more workers (gradient build-up), for every compressor.
+
+    python benchmarks/build_up.py [--task digits] [--ratio 0.01] [--workers 2 4 8 16] [--steps 300] [--picture FILE]
+
+Trains the model of an example. All workers run in this process: each has its own data, its own residual and its own pipeline.
+They share one model, which the reduced gradient updates. Collectives are carried out in memory. The density is the number of
+entries in the reduced gradient, which is the union of all workers' entries, divided by the size of the bucket. Prints its
+median over the last third of the steps as a table, draws it, and prints how MiCRO's count develops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from estimation import OPS, collective
+from estimation_data import MOMENTUM, RECORDED
+from torch import Tensor
+from tqdm import tqdm
+
+from horovod_sparse.compressors import COMPRESSORS, MiCRO, NoOp, SIDCo, Threshold, TopK
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.layout import Parameter, Slot, plan
+from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.exchange import wire
+from horovod_sparse.exchange.protocols import Collective, Reduced
+
+PICTURE = Path(__file__).resolve().parent.parent / "docs" / "build-up.png"
+Make = Callable[[float, float], Compressor]
+"""(ratio, the threshold that ratio * numel entries of the first gradient exceed) -> compressor."""
+
+
+def _default(cls: Callable[..., Compressor], **chosen: Any) -> Make:
+    return lambda ratio, threshold: cls(ratio, granularity="model", **chosen)
+
+
+ROWS: dict[str, Make] = {
+    **{cls.__name__: _default(cls) for cls in COMPRESSORS if cls not in (NoOp, Threshold)},
+    "Threshold": lambda ratio, threshold: Threshold(threshold, ratio=ratio, granularity="model"),
+    "MiCRO, paper": _default(MiCRO, scaling="paper"),
+    "TopK, union": _default(TopK, union=True),
+    "SIDCo, balanced": _default(SIDCo, balanced=True),
+}
+"""All compressors but NoOp, with their own settings; MiCRO as published; and two exchanges that others can choose."""
+MICRO = ("MiCRO", "MiCRO, paper")
+INDEPENDENT = "independent choices"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step of all workers sent of the bucket."""
+
+    count: int
+    """Entries of the reduced gradient: of the union of all workers' entries."""
+    selected: list[int]
+    """Entries in each worker's message of indices, with MiCRO; else empty."""
+    truncated: float
+    """Entries that qualified but had no room in their worker's message, of all workers."""
+
+
+class Training:
+    """One model that is trained by some workers with one compressor. All are in this process."""
+
+    def __init__(self, make: Make, task: str, ratio: float, workers: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.task = RECORDED[task](workers, seed)
+        self.parameters = {f"p{number}": one for number, one in enumerate(self.task.model.parameters())}
+        first = torch.cat([g.abs().flatten() for g in self._gradients(self.task.losses[0])])
+        self.compressor = make(ratio, OPS.kth_largest(first, int(ratio * len(first))))
+        described = [Parameter(name, tuple(p.shape), "float32", "cpu") for name, p in self.parameters.items()]
+        self.sparse = [one for one in described if not self.compressor.leaves_dense(one.name, one.numel)]
+        self.pipelines = [Pipeline(OPS, self.compressor, world=workers, position=p, rank=p) for p in range(workers)]
+        for pipeline in self.pipelines:
+            pipeline.add_buckets(plan(self.sparse, self.compressor), lambda name: first)
+        corrected = self.compressor.momentum_correction is not None
+        self.optimizer = torch.optim.SGD(self.parameters.values(), lr=0.0, momentum=0.0 if corrected else MOMENTUM)
+        self.steps = 0
+
+    def _gradients(self, loss: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss(), list(self.parameters.values()))
+
+    def step(self) -> Step:
+        """One step of all workers."""
+        self.steps += 1
+        names = {one.name for one in self.sparse}
+        dense: dict[str, list[Tensor]] = {}
+        for pipeline, loss in zip(self.pipelines, self.task.losses, strict=True):
+            for name, gradient in zip(self.parameters, self._gradients(loss), strict=True):
+                if name in names:
+                    pipeline.arrive(name, gradient)
+                else:
+                    dense.setdefault(name, []).append(gradient)
+        for name, gradients in dense.items():
+            self.parameters[name].grad = torch.stack(gradients).mean(0)
+        done = self._exchange()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.task.rate(self.steps)
+        self.optimizer.step()
+        return done
+
+    def _exchange(self) -> Step:
+        """Exchange the bucket, write the reduced gradient to the model, and return what was sent."""
+        entries: list[Tensor] = []
+        buckets = [pipeline.buckets[0] for pipeline in self.pipelines]
+        following: list[Collective | None] = [
+            pipeline.begin(bucket) for pipeline, bucket in zip(self.pipelines, buckets, strict=True)
+        ]
+        selected = [] if not isinstance(self.compressor, MiCRO) else [_used(one) for one in following if one]
+        while following[0] is not None:
+            results = collective([one for one in following if one is not None])
+            # All workers get the same, so one of them writes.
+            writes = itertools.chain([partial(self._write, entries)], itertools.repeat(_nothing))
+            following = [
+                pipeline.advance(bucket, result, float(len(buckets)), write)
+                for pipeline, bucket, result, write in zip(self.pipelines, buckets, results, writes, strict=False)
+            ]
+        for pipeline in self.pipelines:
+            pipeline.end_step()
+        truncated = sum(bucket.tally.last.truncated for bucket in buckets)
+        return Step(len(torch.unique(torch.cat(entries))), selected, truncated)
+
+    def _write(self, entries: list[Tensor], slots: Sequence[Slot], reduced: Reduced) -> None:
+        entries += [part.indices for part in reduced.parts() if part.indices is not None]
+        for slot in slots:
+            gradient = torch.empty(slot.numel)
+            reduced.write([(slot.offset, gradient)])
+            self.parameters[slot.name].grad = gradient.view(slot.shape)
+
+
+def _used(sent: Collective) -> int:
+    return int((sent.message[wire.HEADER :] >= 0).sum())
+
+
+def _nothing(slots: Sequence[Slot], reduced: Reduced) -> None:
+    return
+
+
+@dataclass(frozen=True)
+class Result:
+    """One compressor on one number of workers."""
+
+    row: str
+    workers: int
+    numel: int
+    k: int
+    steps: list[Step]
+
+    @property
+    def growth(self) -> float:
+        """The density as a multiple of k / size of the bucket: median of the last third of the steps."""
+        late = self.steps[-(len(self.steps) // 3) :]
+        return statistics.median(step.count for step in late) / self.k
+
+
+def measure(args: argparse.Namespace) -> list[Result]:
+    results = []
+    for row, workers in tqdm(list(itertools.product(args.rows, args.workers)), file=sys.stderr):
+        training = Training(ROWS[row], args.task, args.ratio, workers, args.seed)
+        numel = training.pipelines[0].buckets[0].numel
+        steps = [training.step() for _ in range(args.steps)]
+        results.append(Result(row, workers, numel, training.compressor.target_count(numel), steps))
+    return results
+
+
+def table(results: Sequence[Result]) -> str:
+    """One line per compressor, one column per number of workers; last, what independent choices would give."""
+    worlds = sorted({one.workers for one in results})
+    lines = {
+        row: [one.growth for one in results if one.row == row] for row in dict.fromkeys(one.row for one in results)
+    }
+    lines[INDEPENDENT] = [independent(results[0].k / results[0].numel, n) for n in worlds]
+    header = [f"| compressor | {' | '.join(f'{n} workers' for n in worlds)} |", "|---|" + "---:|" * len(worlds)]
+    return "\n".join(
+        [*header, *(f"| {row} | {' | '.join(f'{x:.2f}' for x in cells)} |" for row, cells in lines.items())]
+    )
+
+
+def independent(ratio: float, workers: int) -> float:
+    """The growth if each worker chose its entries independently of the others, all with the same probability."""
+    return float(-math.expm1(workers * math.log1p(-ratio)) / ratio)
+
+
+def micro_table(results: Sequence[Result]) -> str:
+    """MiCRO's count in each third of the training, how unequal workers and parts are, and what has no room."""
+    lines = [
+        "| compressor | workers | steps | count / k: mean (5 %–95 %) | largest worker's count in a step / mean "
+        "| largest part's count in all steps / mean | truncated / k |",
+        "|---|---:|---|---:|---:|---:|---:|",
+    ]
+    for one in results:
+        third = len(one.steps) // 3
+        for start in (0, third, 2 * third):
+            steps = one.steps[start : start + third]
+            counts = [step.count / one.k for step in steps]
+            low, *_, high = statistics.quantiles(counts, n=20)
+            worker = statistics.fmean(largest(step.selected) for step in steps)
+            # In step t, part q belongs to worker q - t.
+            parts = [
+                sum(step.selected[(part - number) % one.workers] for number, step in enumerate(steps, start))
+                for part in range(one.workers)
+            ]
+            truncated = statistics.fmean(step.truncated for step in steps) / one.k
+            lines.append(
+                f"| {one.row} | {one.workers} | {start + 1}–{start + third} | {statistics.fmean(counts):.2f} "
+                f"({low:.2f}–{high:.2f}) | {worker:.2f} | {largest(parts):.2f} | {truncated:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+def largest(counts: Sequence[int]) -> float:
+    """The largest count, as a multiple of the mean."""
+    return max(counts) * len(counts) / sum(counts)
+
+
+def draw(results: Sequence[Result], picture: Path) -> None:
+    """Left: growth against the number of workers. Right: MiCRO's count in every step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5))
+    worlds = sorted({one.workers for one in results})
+    for number, row in enumerate(dict.fromkeys(one.row for one in results)):
+        style = {"marker": "ov^sD"[number % 5], "color": plt.get_cmap("tab20")(number % 20), "markersize": 4}
+        left.plot(worlds, [one.growth for one in results if one.row == row], label=row, **style)
+    ratio = results[0].k / results[0].numel
+    left.plot(worlds, [independent(ratio, n) for n in worlds], "k--", linewidth=0.8, label=INDEPENDENT)
+    left.set(xscale="log", yscale="log", xlabel="workers", ylabel="density of the reduced gradient / ratio")
+    left.set_xticks(worlds, [str(n) for n in worlds], minor=False)
+    left.set_xticks([], minor=True)
+    left.legend(fontsize=7, frameon=False)
+    for one in results:
+        if one.row == MiCRO.__name__:
+            counts = [step.count / one.k for step in one.steps]
+            right.plot(counts, linewidth=0.7, label=f"MiCRO, {one.workers} workers")
+    right.set(xlabel="step", ylabel="count / k")
+    right.legend(fontsize=7, frameon=False)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--task", choices=list(RECORDED), default="digits", help="the example whose model is trained")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW", help="compressors")
+    parser.add_argument("--ratio", type=float, default=0.01)
+    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4, 8, 16])
+    parser.add_argument("--steps", type=int, default=300, help="a multiple of 3, at least 60")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--picture", type=Path, default=PICTURE, help="the picture to draw")
+    args = parser.parse_args()
+    if args.steps < 60 or args.steps % 3:
+        parser.error(f"--steps must be a multiple of 3 and at least 60, got {args.steps}")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.set_num_threads(1)
+    # MiCRO's messages have no room for all entries while its residuals grow; the table says how many.
+    warnings.filterwarnings(
+        "ignore", message=".*entries of bucket .* than its message has room for", category=UserWarning
+    )
+    results = measure(args)
+    one = results[0]
+    print(f"{args.task}: bucket of {one.numel:,} entries, k = {one.k:,}, {args.steps} steps, seed {args.seed}\n")
+    print(f"Density of the reduced gradient / ratio, median of the last {args.steps // 3} steps:\n\n{table(results)}\n")
+    micro = [one for one in results if one.row in MICRO]
+    if micro:
+        print(micro_table(micro))
+    draw(results, args.picture)
+
+
+if __name__ == "__main__":
+    main()
