@@ -30,8 +30,8 @@ def main() -> None:
     ratio = parser.parse_args().ratio
     torch.set_num_threads(1)
     print(machine.describe())
-    print("| arrays | compressor | select, ns per entry | row, ns | half, ns per entry |")
-    print("|---|---|---:|---:|---:|")
+    print("| arrays | compressor | select, ns per entry | row, ns | compact row, ns | half, ns per entry |")
+    print("|---|---|---:|---:|---:|---:|")
     for title, ops, like in (("NumPy", host_ops(1), np.zeros(1)), ("PyTorch", tensor_ops(), torch.zeros(1))):
         for make in (compressors.SIDCo, compressors.TopK, compressors.GaussianK):
             found = [measured_costs(ops, make(ratio), like, no_device) for _ in range(TIMES)]

@@ -28,7 +28,7 @@ WAYS = (PAIRS, COMPACT, BALANCED, HALF)
 
 networks = st.builds(Network, st.floats(0, 0.1), st.floats(1e3, 1e12), st.floats(0, 0.01))
 speeds = st.floats(0, 1e-6)
-all_conditions = st.builds(Conditions, networks, st.builds(Costs, speeds, speeds, speeds))
+all_conditions = st.builds(Conditions, networks, st.builds(Costs, speeds, speeds, speeds, speeds))
 worlds = st.integers(2, 4096)
 
 
@@ -107,12 +107,12 @@ def test_what_is_chosen_where(network: str, world: int, ratio: float, way: proto
 def test_processors_that_compute_slowly_are_taken_into_account() -> None:
     """On a fast network the selection would take longer than what it saves."""
     where = parse_network("network", "100gbit 0us")
-    for costs, way in ((Costs(1e-8, 1e-9, 1e-10), HALF), (Costs(1e-10, 1e-9, 1e-8), COMPACT)):
+    for costs, way in ((Costs(1e-8, 1e-9, 1e-9, 1e-10), HALF), (Costs(1e-10, 1e-9, 1e-10, 1e-8), COMPACT)):
         assert Planner(Conditions(where, costs), 8, balances=False).fastest(10**7, 10**4, 10**4) == way
 
 
 def test_half_precision_is_left_out_where_its_flags_do_not_add_up() -> None:
-    where = Conditions(parse_network("network", "100gbit 0us"), Costs(1.0, 1.0, 0.0))
+    where = Conditions(parse_network("network", "100gbit 0us"), Costs(1.0, 1.0, 1.0, 0.0))
     ways = {world: Planner(where, world, balances=True).fastest(10**7, 10**6, 10**6) for world in (2048, 2049)}
     assert ways[2048] == HALF and ways[2049] != HALF
 
@@ -325,6 +325,7 @@ def test_costs_are_measured(backend: Backend) -> None:
     compressor = compressors.SIDCo(0.01, network="measured", dense_steps=5, discardable=True)
     costs = measured_costs(backend.ops, compressor, like, no_device)
     assert 0 < costs.half < 1e-6 and 0 <= costs.select < 1e-6 and 0 <= costs.row < 1e-6
+    assert 0 < costs.compact < 1e-6
 
 
 def test_nothing_is_planned_before_it_is_measured() -> None:

@@ -24,11 +24,13 @@ class Costs(NamedTuple):
     """For each entry of the bucket: to select from it, and to begin the reduced gradient."""
     row: float
     """For each row of the messages of pairs that a worker receives: to add it up."""
+    compact: float
+    """For each row of compact messages that a worker receives: to make it, and to expand it."""
     half: float
     """For each entry of the bucket: to round it to half precision, and to write the sum."""
 
 
-TYPICAL = Costs(select=2.0e-9, row=1.5e-9, half=1.5e-9)
+TYPICAL = Costs(select=1.0e-9, row=1.4e-9, compact=2.4e-9, half=1.2e-9)
 """About what one core of a server takes, where nothing was measured; `benchmarks/costs.py` prints what yours takes."""
 
 
@@ -82,7 +84,8 @@ class Planner:
             rows = world * (regions.room(capacity, world) + regions.forwarded(k, world))
         else:
             rows = world * capacity
-        return sent + costs.select * numel + costs.row * rows
+        row = costs.row + (costs.compact if way.is_compact else 0.0)
+        return sent + costs.select * numel + row * rows
 
 
 def _rounds(way: Way, numel: int, k: int, capacity: int, world: int) -> Rounds:
