@@ -71,11 +71,12 @@ def page(store: Store, results: Results, target: float) -> str:
     lines = [
         f"{task.title}, {dense.parameters:,} parameters, {WORKERS} workers, {dense.steps[-1]} steps, {len(SEEDS)} seeds "
         f"(`examples/{task.example}.py {' '.join(task.options)}`). The target, {target:.3f} {task.unit}, is what {DENSE} "
-        f"has after {TARGET_PART:.0%} of its steps, mean of the seeds. Learning rates tried: {numbers(task.rates)}; ten times "
-        "these for rows without momentum, of which Mem-SGD is one. The other sparse rows have momentum before the selection. "
-        "DDP fp16 is not trained: it has the losses of dense fp16.",
+        f"has after {TARGET_PART:.0%} of its steps with the seed where it is largest. "
+        f"Each row tries the learning rates {numbers(task.rates)}, and the next ones while its best is the smallest or the "
+        "largest. Rows without momentum, of which Mem-SGD is one, try ten times these. The other sparse rows have momentum "
+        "before the selection. DDP fp16 is not trained: it has the losses of dense fp16.",
         "",
-        *curve_table(results, task.rates),
+        *curve_table(results),
     ]
     for network in store.networks():
         lines += ["", f"Two hosts at {network}:", "", *time_table(store, results, network)]
@@ -96,21 +97,20 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [lines[0], "|---|" + "---:|" * (len(header) - 1), *lines[1:]]
 
 
-def curve_table(results: Results, rates: Sequence[float]) -> list[str]:
+def curve_table(results: Results) -> list[str]:
     """Learning rate, loss at the end, steps to the target."""
-    header = ["exchange", "learning rate", *(f"end, rate {rate:g}" for rate in rates), "end, each seed"]
+    header = ["exchange", "learning rate", "end with each rate, one seed", "end, each seed"]
     header += ["steps to the target, each seed", "mean"]
     rows = []
     for name, result in results.items():
         if ROWS[name].same_curve:
             continue
         factor = ROWS[name].rate_factor
-        edge = "" if min(rates) < result.rate < max(rates) else " (edge)"
         ends = ", ".join(loss(curve.last) for curve in result.curves)
         steps = ", ".join("not reached" if steps is None else f"{steps:.0f}" for steps in result.steps)
         mean = "not reached" if result.mean_steps is None else f"{result.mean_steps:.0f}"
-        tried = [loss(result.tried[rate]) for rate in rates]
-        rows.append([name, f"{factor * result.rate:g}{edge}", *tried, ends, steps, mean])
+        tried = ", ".join(f"{loss(end)} ({factor * rate:g})" for rate, end in result.tried.items())
+        rows.append([name, f"{factor * result.rate:g}", tried, ends, steps, mean])
     return table(header, rows)
 
 

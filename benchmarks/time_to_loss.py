@@ -40,11 +40,14 @@ def train(args: argparse.Namespace, store: Store) -> None:
 
 
 def time(args: argparse.Namespace, store: Store) -> None:
-    """Measure the steps of all rows, in turns."""
+    """Measure the steps of all rows that are trained, in turns."""
     need_hosts()
+    found, missing = loss_report.results(store, args.rows)
+    if missing:
+        print(f"not trained, so not timed: {', '.join(missing)}", file=sys.stderr, flush=True)
     with hosts.cluster(HOSTS, args.network) as where:
         for number in range(args.rounds):
-            for name in args.rows:
+            for name in found:
                 timing = store.time(where, args.network, name, number)
                 print(f"{name}, run {number}: {1e3 * timing.seconds:.1f} ms", file=sys.stderr, flush=True)
 

@@ -30,13 +30,14 @@ class Trainer:
     def __init__(self, diverges_above: float = math.inf) -> None:
         self.started: list[list[str]] = []
         self.diverges_above = diverges_above
+        self.best = RATES[1]
 
     def __call__(self, script: Path, options: list[str], log: Path, *, workers: int, timeout: float) -> bool:
         self.started.append([script.name, *options])
         rate, seed = (float(options[options.index(name) + 1]) for name in ("--lr", "--seed"))
         lines: list[dict[str, Any]] = [{"event": "settings", "parameters": 1000}]
         for number in range(1, 6):
-            loss = 6.0 - number * (1.0 + seed / 10 - abs(rate - RATES[1]))
+            loss = 6.0 - number * (1.0 + seed / 10 - abs(rate - self.best))
             fixed = {"event": "epoch", "seconds": 2.0, "step_seconds": 0.2, "bytes_per_step": 8.0}
             lines.append({**fixed, "step": 10 * number, "bits_per_character": loss})
         diverges = rate > self.diverges_above
@@ -98,16 +99,35 @@ def test_rows_are_trained_by_their_own_programs(benchmarks: Any, trainer: Traine
     store.curves("DDP PowerSGD rank 4")
     assert {tuple(command[:3]) for command in trainer.started} == {("loss_ddp.py", "torch_charlm", "PowerSGD 4")}
     trainer.started.clear()
+    trainer.best = 10 * RATES[1]
     store.tuned("Mem-SGD 0.01")
     rates = [float(command[command.index("--lr") + 1]) for command in trainer.started]
     assert rates == pytest.approx([10 * rate for rate in RATES])
+
+
+@pytest.mark.parametrize(
+    ("best", "tried"),
+    [(0.025, []), (0.05, [0.1]), (0.1, [0.1, 0.2]), (0.0125, [0.00625]), (0.8, [0.1, 0.2, 0.4])],
+)
+def test_rates_beyond_the_grid_are_tried_while_the_best_is_at_its_edge(
+    benchmarks: Any, trainer: Trainer, tmp_path: Path, best: float, tried: list[float]
+) -> None:
+    trainer.best = best
+    rate, losses = store_at(benchmarks, tmp_path).tuned("SIDCo 0.01")
+    assert sorted(losses) == list(losses) == sorted([*RATES, *tried])
+    assert rate == min(best, max(losses))
 
 
 def test_a_rate_that_diverges_is_not_chosen(benchmarks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmarks.runs, "diverges", Trainer(diverges_above=RATES[0]))
     rate, losses = store_at(benchmarks, tmp_path).tuned("SIDCo 0.01")
     assert rate == RATES[0]
-    assert [math.isinf(losses[rate]) for rate in RATES] == [False, True, True]
+    assert {tried: math.isinf(loss) for tried, loss in losses.items()} == {
+        RATES[0] / 2: False,
+        RATES[0]: False,
+        RATES[1]: True,
+        RATES[2]: True,
+    }
 
 
 def step_file(store: Any, name: str, number: int, seconds: float) -> None:
@@ -135,14 +155,14 @@ def test_time_to_the_target_is_steps_times_step_time(benchmarks: Any, trainer: T
     assert missing == ["MiCRO 0.01"]
     # At 80 % of 50 steps the three seeds have 2.0, 1.6 and 1.2.
     target = store.target()
-    assert target == pytest.approx(1.6)
+    assert target == pytest.approx(2.0)
     page = loss_report.page(store, found, target)
     curve, time = cells(page, "SIDCo 0.01")
-    assert curve == ["0.025", "1.062", "1.000", "1.125", "1.000, 0.500, 0.000", "44, 40, 37", "40"]
-    steps = (44 + 40 + 4.4 / 1.2 * 10) / 3
+    assert curve == ["0.025", "1.062 (0.0125), 1.000 (0.025), 1.125 (0.05)", "1.000, 0.500, 0.000", "40, 36, 33", "37"]
+    steps = (40 + 4.0 / 1.1 * 10 + 4.0 / 1.2 * 10) / 3
     assert float(time[3]) == pytest.approx(steps * 0.3, abs=0.05)
-    assert time == ["300.0 (200.0–1800.0)", "8", "40", "12.1", "4.00", "–"]
-    assert cells(page, "DDP fp16")[0][1:] == ["not counted", "40", "48.3", "1.00", "–"]
+    assert time == ["300.0 (200.0–1800.0)", "8", "37", "11.0", "4.00", "–"]
+    assert cells(page, "DDP fp16")[0][1:] == ["not counted", "37", "43.9", "1.00", "–"]
     picture = tmp_path / "picture.png"
     loss_report.draw(store, found, target, picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
