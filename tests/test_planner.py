@@ -106,7 +106,7 @@ def test_what_is_chosen_where(network: str, world: int, ratio: float, way: proto
 
 def test_processors_that_compute_slowly_are_taken_into_account() -> None:
     """On a fast network the selection would take longer than what it saves."""
-    where = parse_network("network", "100gbit 0us")
+    where = parse_network("network", "1tbit 0us")
     for costs, way in ((Costs(1e-8, 1e-9, 1e-9, 1e-10), HALF), (Costs(1e-10, 1e-9, 1e-10, 1e-8), COMPACT)):
         assert Planner(Conditions(where, costs), 8, balances=False).fastest(10**7, 10**4, 10**4) == way
 
