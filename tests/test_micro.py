@@ -112,12 +112,16 @@ def test_ranks_whose_parts_differ_all_raise() -> None:
 
 
 def test_a_step_that_is_not_finite_moves_no_part() -> None:
-    pipelines = workers(MiCRO(0.1, not_finite="propagate"), 2000, 2)
+    pipelines = workers(MiCRO(0.02, not_finite="propagate"), 20_000, 2)
     rng = np.random.default_rng(8)
-    step(pipelines, lambda: gradients("laplace", 2000, rng))
+    for _ in range(3):
+        step(pipelines, lambda: skewed(rng))
     before = [pipeline.buckets[0].bounds for pipeline in pipelines]
+    assert before[0] != regions.uniform(20_000, 2)
     for pipeline, first in zip(pipelines, (1.0, np.nan), strict=True):
-        pipeline.arrive("p", np.concatenate([[first], gradients("laplace", 1999, rng)]).astype(np.float32))
+        gradient = skewed(rng)
+        gradient[0] = first
+        pipeline.arrive("p", gradient)
     results = exchange(NUMPY, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
     assert results[0]["p"] is None
     assert [pipeline.buckets[0].bounds for pipeline in pipelines] == before
