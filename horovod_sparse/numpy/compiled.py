@@ -53,8 +53,10 @@ class CompiledOps(KernelOps, NumpyOps):
         return Memory(address, number, array.size, array, kept and flags.writeable)
 
     def assign(self, residual: Array, gradient: Array) -> None:
-        to, halves = self.memory(residual), self.memory(gradient)
-        if to is None or to.type > FLOAT64 or halves is None or halves.type != FLOAT16 or to.numel != halves.numel:
+        # It may be an array of another framework.
+        is_half = isinstance(gradient, np.ndarray) and gradient.dtype == np.float16
+        to, halves = self.memory(residual), self.memory(gradient) if is_half else None
+        if to is None or to.type > FLOAT64 or halves is None or to.numel != halves.numel:
             super().assign(residual, gradient)
             return
         pointer, code, numel = to.write()
