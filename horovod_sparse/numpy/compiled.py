@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse import kernels
-from horovod_sparse.kernels.memory import FLOAT16, FLOAT64, Memory, type_of
+from horovod_sparse.kernels.memory import FLOAT64, Memory, type_of
 from horovod_sparse.kernels.ops import KernelOps
 from horovod_sparse.numpy.ops import NumpyOps
 
