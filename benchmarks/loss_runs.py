@@ -117,7 +117,7 @@ ROWS = {
     ),
 }
 """Sparse rows have momentum before the selection, except Mem-SGD, Sparsified SGD with Memory, which has none. Dense training
-also has rows without momentum: selecting weakens momentum, and what a row wins by that is no merit of its exchange."""
+also has rows without momentum: masking weakens momentum, and what a row wins by that is no merit of its exchange."""
 DENSE_ROWS = (DENSE, "dense fp16", "dense fp16 no momentum", "DDP fp16", "DDP fp16 no momentum")
 TRAINED = [name for name, row in ROWS.items() if not row.same_curve]
 
