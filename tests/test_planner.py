@@ -17,7 +17,7 @@ from horovod_sparse.compressors.schedules import warmup
 from horovod_sparse.core.costs import measured_costs
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.selector import no_device
-from horovod_sparse.exchange import planner, wire
+from horovod_sparse.exchange import planner, protocols, wire
 from horovod_sparse.exchange.measure import Effort, measure
 from horovod_sparse.exchange.network import Call, Network, parse_network
 from horovod_sparse.exchange.planner import BALANCED, COMPACT, HALF, PAIRS, Conditions, Costs, Planner
