@@ -46,11 +46,14 @@ class Collectives:
         name = self._full(f"{self.number}.{name}")
         return mpi_ops.allgather(message, name=name, ignore_name_scope=True, process_set=self._process_set)
 
-    def alltoall(self, message: Tensor, to: Tensor, name: str) -> Tensor:
-        """Return this rank's part of each rank's message, in rank order. `to` has the number of rows for each rank."""
+    def alltoall(self, message: Tensor, name: str, to: Tensor = None) -> Tensor:
+        """Return this rank's part of each rank's message, in rank order. `to` has the number of rows for each rank.
+
+        If it is None, all ranks get as many.
+        """
         name = self._full(f"{self.number}.{name}")
-        received, _ = mpi_ops.alltoall(message, to, name, ignore_name_scope=True, process_set=self._process_set)
-        return received
+        received = mpi_ops.alltoall(message, to, name, ignore_name_scope=True, process_set=self._process_set)
+        return received if to is None else received[0]
 
     def from_first(self, array: NDArray[Any], name: str) -> NDArray[Any]:
         """Return the array of the first worker. This blocks. All reducers use the same names."""

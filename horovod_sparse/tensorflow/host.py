@@ -183,7 +183,7 @@ class HostPipeline(Pipeline):
                 name, kind = f"{list(self._memory).index(bucket.name)}.{number}", rounds[bucket.name][number].kind
                 tensor = tensors[bucket.name]
                 to = [self._call(self._to, (bucket.name,), [tensor], tf.int32)] if kind == "alltoall" else []
-                tensors[bucket.name] = getattr(self._collectives, kind)(tensor, *to, name)
+                tensors[bucket.name] = getattr(self._collectives, kind)(tensor, name, *to)
         return [reduced for bucket in buckets for reduced in self._finish_bucket(step, bucket, tensors[bucket.name])]
 
     def _begin(self, step: Step, bucket: Bucket, first: Round) -> Tensor:

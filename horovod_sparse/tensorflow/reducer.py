@@ -284,17 +284,17 @@ class Reducer(Server):
         return deferred
 
     def _make_pipeline(self) -> HostPipeline:
-        world = self._process_set.size()
-        pipeline = self.compressor.engine_class(
+        pipeline: HostPipeline = self.compressor.engine_class(
             self.compressor,
             self._collectives,
-            world=world,
+            world=self._process_set.size(),
             position=self._process_set.rank(),
             rank=mpi_ops.rank(),
             averages=self.reduction.averages,
             groups=self._collectives.groups(self.compressor.hierarchical),
         )
-        pipeline.measure(TimedCollectives(self._collectives, world), None)
+        if self.compressor.network is not None:
+            pipeline.measure(TimedCollectives(self._collectives, self._process_set.size()), None)
         return pipeline
 
     def _agree(self, names: Sequence[str], new: Mapping[str, Any], sparse: Sequence[str], problem: str) -> None:
