@@ -216,8 +216,8 @@ class Compressor(ABC):
     def observe(self, state: BucketState, counts: list[int], k: int, proposed: list[float]) -> None:
         """Learn how many entries all ranks selected together, and what each rank proposed (exchange `union`).
 
-        `counts` has one number for each part of the bucket. The parts are those of `state.bounds`, or of the same size if it is
-        empty.
+        `counts` has one number for each part of the bucket. `BucketState.bounds` divides it; if they are empty, the parts have
+        the same size.
         """
         return
 
