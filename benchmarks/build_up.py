@@ -229,7 +229,7 @@ def draw(results: Sequence[Result], picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5))
     worlds = sorted({one.workers for one in results})
     for number, row in enumerate(dict.fromkeys(one.row for one in results)):
         style = {"marker": "ov^sD"[number % 5], "color": plt.get_cmap("tab20")(number % 20), "markersize": 4}
@@ -239,7 +239,8 @@ def draw(results: Sequence[Result], picture: Path) -> None:
     left.set(xscale="log", yscale="log", xlabel="workers", ylabel="density of the reduced gradient / ratio")
     left.set_xticks(worlds, [str(n) for n in worlds], minor=False)
     left.set_xticks([], minor=True)
-    left.legend(fontsize=7, frameon=False)
+    left.yaxis.set_major_formatter("{x:g}")
+    left.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     for one in results:
         if one.row == MiCRO.__name__:
             counts = [step.count / one.k for step in one.steps]
