@@ -45,14 +45,17 @@ def _default(cls: Callable[..., Compressor], **chosen: Any) -> Make:
 
 
 ROWS: dict[str, Make] = {
-    **{cls.__name__: _default(cls) for cls in COMPRESSORS if cls not in (NoOp, Threshold)},
+    **{cls.__name__: _default(cls) for cls in COMPRESSORS if cls not in (MiCRO, NoOp, Threshold)},
+    "MiCRO, equal parts": _default(MiCRO),
+    "MiCRO, balanced parts": _default(MiCRO, parts="balanced"),
     "Threshold": lambda ratio, threshold: Threshold(threshold, ratio=ratio, granularity="model"),
     "MiCRO, paper": _default(MiCRO, scaling="paper"),
     "TopK, union": _default(TopK, union=True),
     "SIDCo, balanced": _default(SIDCo, balanced=True),
 }
-"""All compressors but NoOp, with their own settings; MiCRO as published; and two exchanges that others can choose."""
-MICRO = ("MiCRO", "MiCRO, paper")
+"""All compressors but NoOp; MiCRO's variants; and two exchanges that others can choose."""
+BALANCED_PARTS = "MiCRO, balanced parts"
+MICRO = ("MiCRO, equal parts", BALANCED_PARTS, "MiCRO, paper")
 INDEPENDENT = "independent choices"
 
 
@@ -242,9 +245,9 @@ def draw(results: Sequence[Result], picture: Path) -> None:
     left.yaxis.set_major_formatter("{x:g}")
     left.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     for one in results:
-        if one.row == MiCRO.__name__:
+        if one.row == BALANCED_PARTS:
             counts = [step.count / one.k for step in one.steps]
-            right.plot(counts, linewidth=0.7, label=f"MiCRO, {one.workers} workers")
+            right.plot(counts, linewidth=0.7, label=f"{one.row}, {one.workers} workers")
     right.set(xlabel="step", ylabel="count / k")
     right.legend(fontsize=7, frameon=False)
     figure.tight_layout()

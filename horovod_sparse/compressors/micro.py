@@ -1,11 +1,11 @@
-"""MiCRO: every worker selects from its own part of the bucket. The threshold and the parts follow the counts."""
+"""MiCRO: every worker selects from its own part of the bucket, with a threshold that follows the count."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place, Settings
 from horovod_sparse.compressors.checks import check_choice
@@ -18,6 +18,8 @@ from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+Parts = Literal["equal", "balanced"]
 
 _GAIN = 0.1
 """How far the bounds of the parts move in a step, as a fraction of the way to where all counts would have been equal."""
@@ -49,17 +51,17 @@ class MiCRO(Compressor):
     the mean of these. It then follows the count that all ranks have selected, without communication
     (`ThresholdController`). If no rank has room for what exceeds the threshold, the threshold starts again.
 
-    At first the parts have the same size. Layers have gradients of different magnitudes. So in some parts several times as many
-    entries exceed the threshold as in others, and a message has no room for them. Therefore the bounds of the parts move after
-    each step, a tenth of the way to where all parts would have had as many entries (after ExDyna,
-    https://arxiv.org/abs/2402.13781). All ranks know the counts from the indices.
-
     Args:
         ratio: fraction of entries that all workers together select, in (0, 1], or a schedule; at least one per worker.
         scaling: "two_sided": the threshold moves up and down, and if too many entries were selected, fewer are selected later.
-            "paper": the parts keep the same size. Within 10 % of k the threshold only moves up, which ends at about 0.94 k.
-            Outside of this band it moves by only 0.5 % per step, so it is too low while residuals grow, in the first hundreds
-            of steps. On Laplace gradients up to 12 k entries exceed it at ratio 0.01, and up to 63 k at 0.001.
+            "paper": within 10 % of k the threshold only moves up, which ends at about 0.94 k. Outside of this band it moves by
+            only 0.5 % per step, so it is too low while residuals grow, in the first hundreds of steps. On Laplace gradients
+            up to 12 k entries exceed it at ratio 0.01, and up to 63 k at 0.001.
+        parts: "equal": all parts have the same size. Where layers have gradients of different magnitudes, several times as many
+            entries exceed the threshold in some parts as in others, and a message may have no room for them.
+            "balanced": after each step the bounds of the parts move a tenth of the way to where all parts would have had as
+            many entries (after ExDyna, https://arxiv.org/abs/2402.13781). All ranks know the counts from the indices. The
+            worker with the largest part takes longer to select.
         others: those of `Compressor`. A rank's message has room for 2k/P entries unless `slack` says otherwise. That hides
             how the paper's rule begins: the threshold moves in the same way, but at most 2k entries are sent.
     """
@@ -67,11 +69,18 @@ class MiCRO(Compressor):
     default_slack = 2.0
 
     def __init__(
-        self, ratio: float | Schedule, *, scaling: Scaling = "two_sided", **settings: Unpack[Settings]
+        self,
+        ratio: float | Schedule,
+        *,
+        scaling: Scaling = "two_sided",
+        parts: Parts = "equal",
+        **settings: Unpack[Settings],
     ) -> None:
         super().__init__(ratio, **settings)
         check_choice("scaling", scaling, ("two_sided", "paper"))
+        check_choice("parts", parts, get_args(Parts))
         self.scaling: Scaling = scaling
+        self.parts: Parts = parts
 
     @property
     def exchange(self) -> Exchange:
@@ -81,13 +90,14 @@ class MiCRO(Compressor):
         return MiCROState(place)
 
     def message_capacity(self, numel: int, k: int, world: int) -> int:
-        """Return the capacity of one rank's message in entries: its share of slack * k, at most numel."""
-        return min(numel, math.ceil(self.slack * k / world))
+        """Return the capacity of one rank's message in entries: its share of slack * k, at most the largest part."""
+        largest = numel if self.parts == "balanced" else math.ceil(numel / world)
+        return min(largest, math.ceil(self.slack * k / world))
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, MiCROState)
         place = state.place
-        bounds = state.bounds if self.scaling == "two_sided" else []
+        bounds = state.bounds if self.parts == "balanced" else []
         state.bounds = regions.fitting(bounds, len(x), place.world)
         number = (state.step + place.position) % place.world
         start, end = state.bounds[number], state.bounds[number + 1]
@@ -122,5 +132,5 @@ class MiCRO(Compressor):
             parts = sum(start < end for start, end in itertools.pairwise(state.bounds))
             controller.observe(sum(counts), max(k, parts))
             state.current, state.excess = min(controller.threshold, LARGEST), controller.excess
-        if self.scaling == "two_sided":
+        if self.parts == "balanced":
             state.bounds = regions.balanced(state.bounds, counts, _GAIN)
