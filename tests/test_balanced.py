@@ -58,6 +58,40 @@ def dyadic(rng: np.random.Generator, count: int, spread: float = 1.0) -> list[np
     return [(np.round(rng.laplace(size=NUMEL) * 64 * spread) / 64).astype(np.float32) for _ in range(count)]
 
 
+def in_order(gradient: np.ndarray) -> np.ndarray:
+    """A gradient in the order of the bucket: its last parameter comes first."""
+    return np.concatenate([gradient[35:], gradient[:35]])
+
+
+def assert_giving_up_restores(pipelines: Sequence[Pipeline], rng: np.random.Generator, rounds: int) -> None:
+    """A step that is given up in any round changes nothing but that its gradients have arrived."""
+    for until in range(1, rounds + 1):
+        before, gradients = [flat(ORACLE, one) for one in pipelines], dyadic(rng, len(pipelines))
+        states = [one.state_dict()["adaptive"] for one in pipelines]
+        arrive(ORACLE, pipelines, gradients)
+        buckets = [one.buckets[0] for one in pipelines]
+        following = [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)]
+        for _ in range(until - 1):
+            answers = collective(ORACLE, following)
+            following = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
+        for pipeline, old, gradient, state in zip(pipelines, before, gradients, states, strict=True):
+            pipeline.abort()
+            np.testing.assert_array_equal(flat(ORACLE, pipeline), old + in_order(gradient))
+            assert pipeline.state_dict()["adaptive"] == state
+
+
+def assert_twin_goes_on_alike(main: Sequence[Pipeline], twin: Sequence[Pipeline], rng: np.random.Generator) -> None:
+    """With the state of the first pipelines, the others compute the same bits."""
+    for one, other in zip(main, twin, strict=True):
+        other.load_state_dict(one.state_dict())
+    for _ in range(3):
+        gradients = dyadic(rng, len(main))
+        mine, theirs = step(ORACLE, main, gradients), step(ORACLE, twin, gradients)
+        assert mine is not None and theirs is not None and mine[0].tobytes() == theirs[0].tobytes()
+        for one, other in zip(main, twin, strict=True):
+            assert flat(ORACLE, one).tobytes() == flat(ORACLE, other).tobytes()
+
+
 def largest(values: np.ndarray, count: int) -> np.ndarray:
     """The places of the largest magnitudes, ascending; among equals the lowest ones."""
     return np.sort(np.argsort(-np.abs(values), kind="stable")[:count])
@@ -95,7 +129,7 @@ def test_every_step_is_as_in_dense_arrays(backend: Backend, world: int, seed: in
     for _ in range(4):
         gradients = dyadic(rng, world)
         before = [
-            flat(backend, pipeline) + np.concatenate([gradient[35:], gradient[:35]])
+            flat(backend, pipeline) + in_order(gradient)
             for pipeline, gradient in zip(pipelines, gradients, strict=True)
         ]
         reduced, kept = reference(before, k, bounds)
@@ -164,19 +198,7 @@ def test_a_step_that_is_given_up_changes_nothing_but_its_gradients() -> None:
     world, rng = 3, np.random.default_rng(1)
     pipelines = pipelines_of(ORACLE, world, compressors.TopK(0.2, **SETTINGS))
     step(ORACLE, pipelines, dyadic(rng, world))
-    for until in (1, 2):
-        before, gradients = [flat(ORACLE, one) for one in pipelines], dyadic(rng, world)
-        states = [one.state_dict()["adaptive"] for one in pipelines]
-        arrive(ORACLE, pipelines, gradients)
-        buckets = [one.buckets[0] for one in pipelines]
-        following = [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)]
-        for _ in range(until - 1):
-            answers = collective(ORACLE, following)
-            following = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
-        for pipeline, old, gradient, state in zip(pipelines, before, gradients, states, strict=True):
-            pipeline.abort()
-            np.testing.assert_array_equal(flat(ORACLE, pipeline), old + np.concatenate([gradient[35:], gradient[:35]]))
-            assert pipeline.state_dict()["adaptive"] == state
+    assert_giving_up_restores(pipelines, rng, rounds=2)
 
 
 def test_training_goes_on_from_a_saved_state() -> None:
@@ -191,15 +213,7 @@ def test_training_goes_on_from_a_saved_state() -> None:
         step(ORACLE, main, [gradient * np.linspace(4, 0.1, NUMEL, dtype=np.float32) for gradient in dyadic(rng, world)])
     bounds = main[0].buckets[0].bounds
     assert bounds != regions.uniform(NUMEL, world)
-    twin = make(world)
-    for one, other in zip(main, twin, strict=True):
-        other.load_state_dict(one.state_dict())
-    for _ in range(3):
-        gradients = dyadic(rng, world)
-        mine, theirs = step(ORACLE, main, gradients), step(ORACLE, twin, gradients)
-        assert mine is not None and theirs is not None and mine[0].tobytes() == theirs[0].tobytes()
-        for one, other in zip(main, twin, strict=True):
-            assert flat(ORACLE, one).tobytes() == flat(ORACLE, other).tobytes()
+    assert_twin_goes_on_alike(main, make(world), rng)
     fewer = make(2)
     for one, other in zip(main, fewer, strict=False):
         other.load_state_dict(one.state_dict())
@@ -340,7 +354,7 @@ def test_a_value_that_is_not_a_number_is_not_kept() -> None:
         bucket.conclude(ended.value.value)
         assert ended.value.value is None
         bucket.end(succeeded=False)
-        np.testing.assert_array_equal(flat(ORACLE, pipeline), np.concatenate([gradient[35:], gradient[:35]]))
+        np.testing.assert_array_equal(flat(ORACLE, pipeline), in_order(gradient))
 
 
 def test_messages_stay_full_although_owners_keep_what_is_large() -> None:

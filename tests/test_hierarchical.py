@@ -12,7 +12,19 @@ from driver import collective, make_pipeline
 from hypothesis import given
 from hypothesis import strategies as st
 from table import ORACLE, WITH_OPERATIONS, Backend
-from test_balanced import NUMEL, PAIRS, SHAPES, arrive, dyadic, flat, largest, step
+from test_balanced import (
+    NUMEL,
+    PAIRS,
+    SHAPES,
+    arrive,
+    assert_giving_up_restores,
+    assert_twin_goes_on_alike,
+    dyadic,
+    flat,
+    in_order,
+    largest,
+    step,
+)
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.momentum import MomentumCorrection
@@ -33,11 +45,6 @@ def pipelines_of(backend: Backend, groups: str, compressor: Any, **settings: Any
         make_pipeline(backend, compressor, SHAPES, world=world, position=p, groups=groups, **settings)
         for p in range(world)
     ]
-
-
-def in_order(gradient: np.ndarray) -> np.ndarray:
-    """A gradient in the order of the bucket: its last parameter comes first."""
-    return np.concatenate([gradient[35:], gradient[:35]])
 
 
 def reference(residuals: Sequence[np.ndarray], k: int, groups: str) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -112,19 +119,7 @@ def test_a_step_that_is_given_up_changes_nothing_but_its_gradients() -> None:
     rng = np.random.default_rng(1)
     pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.2, **SETTINGS))
     step(ORACLE, pipelines, dyadic(rng, 4))
-    for until in (1, 2, 3):
-        before, gradients = [flat(ORACLE, one) for one in pipelines], dyadic(rng, 4)
-        states = [one.state_dict()["adaptive"] for one in pipelines]
-        arrive(ORACLE, pipelines, gradients)
-        buckets = [one.buckets[0] for one in pipelines]
-        following = [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)]
-        for _ in range(until - 1):
-            answers = collective(ORACLE, following)
-            following = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
-        for pipeline, old, gradient, state in zip(pipelines, before, gradients, states, strict=True):
-            pipeline.abort()
-            np.testing.assert_array_equal(flat(ORACLE, pipeline), old + in_order(gradient))
-            assert pipeline.state_dict()["adaptive"] == state
+    assert_giving_up_restores(pipelines, rng, rounds=3)
 
 
 def test_training_goes_on_from_a_saved_state() -> None:
@@ -133,17 +128,10 @@ def test_training_goes_on_from_a_saved_state() -> None:
     def make() -> list[Pipeline]:
         return pipelines_of(ORACLE, "aabb", compressors.SIDCo(0.2, **SETTINGS))
 
-    main, twin = make(), make()
+    main = make()
     for _ in range(4):
         step(ORACLE, main, dyadic(rng, 4))
-    for one, other in zip(main, twin, strict=True):
-        other.load_state_dict(one.state_dict())
-    for _ in range(3):
-        gradients = dyadic(rng, 4)
-        mine, theirs = step(ORACLE, main, gradients), step(ORACLE, twin, gradients)
-        assert mine is not None and theirs is not None and mine[0].tobytes() == theirs[0].tobytes()
-        for one, other in zip(main, twin, strict=True):
-            assert flat(ORACLE, one).tobytes() == flat(ORACLE, other).tobytes()
+    assert_twin_goes_on_alike(main, make(), rng)
 
 
 @pytest.mark.parametrize("masking", [True, False])

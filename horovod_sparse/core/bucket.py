@@ -127,8 +127,6 @@ class Bucket(Owner):
                 self.before.velocity = _copy(self.ops, self.velocity, old and old.velocity)
         self.sparse_step = self.state.step - self.compressor.dense_steps
         self._in_dense_steps = self.sparse_step < 0
-        self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
-        self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
         sparse = self.sparse_way()
         self.way = Way(protocols.dense) if self._in_dense_steps else sparse
         self.stands_in = stands_in(self.compressor, sparse, self.way)
@@ -138,9 +136,10 @@ class Bucket(Owner):
         self.selector.begin()
 
     def sparse_way(self) -> Way:
-        """Return how the bucket is exchanged in a step like this one, were it not one of the dense steps."""
-        ratio = self.compressor.ratio_at(self.state.step)
-        return sparse_way(self.compressor, self.planner, self.numel, ratio, self.world)
+        """Return how the bucket is exchanged in this step if it is not one of the dense steps; set k and the capacity."""
+        self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
+        self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
+        return sparse_way(self.compressor, self.planner, self.numel, self.k, self.capacity)
 
     def accumulate(self, gradients: Sequence[SlotGradient]) -> None:
         self.selector.accumulate(gradients, self.state, self.k)

@@ -31,12 +31,11 @@ def planner_for(compressor: Compressor, world: int, measured: Conditions | None)
     return None if measured is None else Planner(measured, world, balances=compressor.balances)
 
 
-def sparse_way(compressor: Compressor, planner: Planner | None, numel: int, ratio: float, world: int) -> Way:
-    """Return how a bucket of `numel` entries is exchanged in a step with this ratio."""
+def sparse_way(compressor: Compressor, planner: Planner | None, numel: int, k: int, capacity: int) -> Way:
+    """Return how a bucket of `numel` entries is exchanged in a step with this k and this capacity of a message."""
     if planner is None:
         return Way(compressor.exchange, compressor.values == "bfloat16")
-    k = compressor.target_count(numel, ratio)
-    return planner.fastest(numel, k, compressor.message_capacity(numel, k, world))
+    return planner.fastest(numel, k, capacity)
 
 
 def stands_in(compressor: Compressor, sparse: Way, used: Way) -> Kind | None:

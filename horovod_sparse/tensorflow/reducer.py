@@ -268,9 +268,8 @@ class Reducer(Server):
             else:
                 kind = self.compressor.engine_class.device_of(devices[name])
                 parameters.append(Parameter(name, shape, residual, kind, groups.get(name)))
-        world = self._process_set.size()
-        planned = plan(parameters, self.compressor, world)
-        check_limits(planned, self.compressor, world)
+        planned = plan(parameters, self.compressor, self._process_set.size())
+        check_limits(planned, self.compressor, self._process_set.size())
         return planned, layouts
 
     def _deferred_for(self, layouts: Sequence[Layout]) -> Mapping[str, Any] | None:
