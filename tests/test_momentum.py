@@ -15,6 +15,7 @@ from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.noop import NoOp
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.randomk import RandomK
+from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Layout, Slot
 
@@ -273,19 +274,43 @@ def test_micro_stays_at_its_count_when_the_rate_drops(backend: Backend) -> None:
 
 @on_every_backend
 def test_a_controller_starts_again_where_rates_change_differently(backend: Backend) -> None:
-    pipeline = make_pipeline(backend, MiCRO(0.05, lr_in_residual=True), {"p": (1000,), "q": (1000,)})
-    rng = np.random.default_rng(14)
-    for rates in ((0.1, 0.2), (0.1, 0.2), (0.01, 0.02), (0.01, 0.02), (0.01, 0.01), (0.01, 0.01)):
+    """Also where the parameters of two ranks arrive in different orders: the threshold is the same on both."""
+    world, rng = 2, np.random.default_rng(14)
+    pipelines = [
+        make_pipeline(
+            backend, MiCRO(0.05, lr_in_residual=True), {"p": (1000,), "q": (1000,)}, world=world, position=rank
+        )
+        for rank in range(world)
+    ]
+    buckets = [pipeline.buckets[0] for pipeline in pipelines]
+    for step, rates in enumerate(((0.1, 0.2), (0.1, 0.2), (0.01, 0.02), (0.01, 0.02), (0.01, 0.01), (0.01, 0.01))):
+        by_name = dict(zip(("p", "q"), rates, strict=True))
+        for pipeline, names in zip(pipelines, ("pq", "qp"), strict=True):
+            for name in names:
+                pipeline.arrive(name, backend.array(gradients("laplace", 1000, rng)), by_name[name])
+        exchange(backend, pipelines, buckets)
+        for pipeline, bucket in zip(pipelines, buckets, strict=True):
+            # A rank that knows no threshold selects its share, and proposes what would have selected it.
+            assert (bucket.state.threshold == 0.0) == (step in (0, 4)), step
+            pipeline.end_step()
+            assert bucket.state.step == pipeline.stats().steps
+            assert not math.isnan(pipeline.stats().mean.total.threshold)
+        assert buckets[0].state.state_dict() == buckets[1].state.state_dict()
+
+
+@on_every_backend
+def test_a_given_threshold_stays_where_rates_change_differently(backend: Backend) -> None:
+    """But it still follows the scale of the loss."""
+    pipeline = make_pipeline(backend, Threshold(1.0, lr_in_residual=True), {"p": (50,), "q": (50,)})
+    rng = np.random.default_rng(15)
+    pipeline.rescale(4.0)
+    for rates, expected in (((0.4, 0.4), 4.0), ((0.1, 0.4), 4.0), ((0.1, 0.1), 4.0), ((0.05, 0.05), 8.0)):
         for name, rate in zip(("p", "q"), rates, strict=True):
-            bucket = pipeline.arrive(name, backend.array(gradients("laplace", 1000, rng)), rate)
+            bucket = pipeline.arrive(name, backend.array(gradients("laplace", 50, rng)), rate)
         assert bucket is not None
-        before = bucket.state.state_dict()["current"]
         exchange(backend, [pipeline], [bucket])
         pipeline.end_step()
-        started_again = bucket.state.state_dict()["current"] == 0.0
-        assert started_again == (rates == (0.01, 0.01) and before > 0.0)
-        assert bucket.state.step == pipeline.stats().steps
-        assert not math.isnan(pipeline.stats().mean.total.threshold)
+        assert bucket.state.threshold == expected
 
 
 @on_every_backend

@@ -115,6 +115,9 @@ class BucketState:
         self.cut *= factor
         self.smallest *= factor
 
+    def keep_unit(self, fields: Mapping[str, Any]) -> None:
+        """Use the unit of a former state, whose `snapshot` is given, although nothing else of it is known any more."""
+
     def checksum(self) -> int:
         """Return a 31-bit checksum that tells different states apart."""
         return zlib.crc32(json.dumps(self.state_dict()).encode()) >> 1

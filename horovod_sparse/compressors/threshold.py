@@ -33,6 +33,9 @@ class ThresholdState(BucketState):
         super().rescale(factor)
         self.scale *= factor
 
+    def keep_unit(self, fields: Mapping[str, Any]) -> None:
+        self.scale = fields["scale"]
+
 
 class Threshold(Compressor):
     """Sends all entries of the accumulated gradient with `|u_i| > threshold`.
@@ -47,7 +50,8 @@ class Threshold(Compressor):
     Args:
         threshold: a magnitude, finite, >= 0. It has the unit of the gradient. So its meaning changes with the model, with
             loss scaling and with the batch's averaging, and the count changes too. `suggested_threshold` gives a value to
-            start with. Where the residual is rescaled (`lr_in_residual`, `rescale`) the threshold follows it.
+            start with. Where the residual is rescaled (`lr_in_residual`, `rescale`) the threshold follows it. If the
+            learning rates of one bucket's parameters change by different factors, the threshold stays what it was.
         ratio: sets the size of the message and the target count in statistics, in (0, 1], or a schedule; nothing else depends
             on it. If more entries exceed the threshold than fit, the largest are sent and the rest count as truncated.
         others: those of `Compressor`. Message capacity is 16 ratio * numel unless `slack` says otherwise. With `ratio=0.01`

@@ -162,6 +162,9 @@ class Bucket(Owner):
 
     def begin_exchange(self) -> Collective:
         """Begin the exchange of a bucket that is complete: select, and return the first collective."""
+        if self.mixed_factors and self.selector is self._host:
+            # Ranks may have seen the factors in another order. What they all know stays the same on all of them.
+            self.start_again()
         everything = self.way.exchange in (protocols.dense, protocols.half)
         self.target = self.numel if everything else self.k
         self.exchange = self.way.exchange(self)
@@ -259,7 +262,7 @@ class Bucket(Owner):
             count, truncated, _ = self.outcome
             self.counts = Counts(self.target, count, truncated, state.threshold, state.stages, self.bytes_sent)
         state.step += 1
-        if self.mixed_factors:
+        if self.mixed_factors and self.selector is self.device:
             self.start_again()
         offsets: Sequence[int] = self._host.not_finite if self.selector is self._host else self.outcome.not_finite
         return [slot.name for slot in self.layout.slots if slot.offset in offsets] if offsets else []
@@ -339,10 +342,15 @@ class Bucket(Owner):
                 self.ops.assign(self.velocity, before.velocity)
 
     def start_again(self) -> None:
-        """Restart the algorithm within the same step, because nothing that it knew of the residual holds."""
+        """Restart the algorithm within the same step, because nothing that it knew of the residual holds.
+
+        A device has used the state while gradients arrived. So it goes on with that state until its selection is made.
+        """
+        assert self.before is not None
         step = self.state.step
         self.state = self.compressor.new_state(self.state.place)
         self.state.step = step
+        self.state.keep_unit(self.before.state)
         self.forget()
 
     def reset(self) -> None:
