@@ -198,15 +198,18 @@ def test_nothing_is_known_of_a_parameter_without_gradient(backend: Backend) -> N
 
 
 @pytest.mark.parametrize("backend", COMPILED, ids=str)
-def test_answers_do_not_depend_on_the_order_in_which_parts_came(backend: Backend) -> None:
-    """To the last bit: hooks of different runs may come in different orders."""
-    x = np.random.default_rng(0).laplace(size=4000).astype(np.float32)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("threshold", [1.0, 1.3])
+def test_moments_do_not_depend_on_what_was_noted(backend: Backend, dtype: str, threshold: float) -> None:
+    """To the last bit: hooks of different runs may come in different orders, and a resumed run has noted nothing at first."""
+    x = np.random.default_rng(0).laplace(size=4000).astype(dtype)
     found = set()
-    for order in ((0, 2000), (2000, 0)):
-        buffer = backend.ops.zeros(x.size, "float32", backend.array(x))
+    for order, hints in (((0, 2000), Hints(1.0, 4000)), ((2000, 0), Hints(1.0, 4000)), ((0, 2000), Hints())):
+        buffer = backend.ops.zeros(x.size, dtype, backend.array(x))
         tracked = backend.ops.tracked(buffer)
-        tracked.begin(Hints(1.0, 4000))
+        tracked.begin(hints)
         for begin in order:
             tracked.take_in([(begin, backend.array(x[begin : begin + 2000]))])
-        found.add(repr(tracked.moments(buffer, 1.3)))
+        assert (tracked.above is None) == (hints == Hints())
+        found.add(repr(tracked.moments(buffer, threshold)))
     assert len(found) == 1

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.kernels import ffi, lib, memory, pool
 from horovod_sparse.kernels.memory import TYPES, Block, HostOps, Memory
-from horovod_sparse.ops.cached import Above
+from horovod_sparse.ops.cached import Above, narrow
 from horovod_sparse.ops.protocol import Array, Hints, Moments, Moving, Part, Selection, Sums
 
 _KEPT = 2**12
@@ -119,9 +119,12 @@ class TrackedMemory:
         return (self.sums if x is self._x else None) or self._ops.measure(x)
 
     def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
-        if not self._exceeding(x, threshold):
+        if x is not self._x or threshold == 0.0:
             return self._ops.moments(x, threshold, with_log=with_log)
-        # The order decides how sums are rounded.
+        # The order and the number of entries decide how sums are rounded. So these are the same entries whether they were noted
+        # or not: a resumed run, which has no notes in its first step, gets the same bits.
+        if not self._exceeding(x, threshold) or threshold > self._notes.cut:
+            return narrow(self, x, threshold).moments(x, threshold, with_log=with_log)
         self._put_in_order()
         return memory.moments(self._noted(), threshold, with_log, self._ops.threads())
 
