@@ -371,7 +371,7 @@ def ratio_has_bar(compressor: Compressor) -> bool:
 
 
 def other_rows(device: Device, ratio: float, gradient: Tensor) -> list[Row]:
-    from horovod_sparse.kernels.gpu.bucket import add_up
+    from horovod_sparse.kernels.gpu.messages import add_up
 
     numel, k = gradient.numel(), max(1, int(ratio * gradient.numel()))
     residual, target = torch.zeros_like(gradient), torch.empty(0)

@@ -82,7 +82,7 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
         help="steps over which the ratio comes down from 0.25 in stairs",
     )
     parser.add_argument(
-        "--values", choices=["float32", "bfloat16"], default="float32", help="type of the values in pairs"
+        "--values", choices=["float32", "bfloat16", "float16"], default="float32", help="type of the values in pairs"
     )
     parser.add_argument(
         "--balanced",

@@ -13,6 +13,20 @@ _BITS = (0x7FC00000, 0x7F800001, -1, 0x7F800000, -0x800000, 1, -(2**31), 0, 0x7F
 """Bits of special float32: NaN of three kinds, infinities, the smallest denormal, -0, 0, the largest."""
 _SUMS = (0.5, -1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 1e9, float("nan"), float("inf"), -0.0)
 
+COUNTS = {
+    "right": ([1, 2], [5, 6, 7 | 0x3F800000, 0], [5, 65_542, 65_543, -1]),
+    "none": ([0, 0], [5, 6, 7, 0], [-1, -1, -1, -1]),
+    "full": ([4, 0], [5, 6, 7, 8], [5, 6, 7, 8]),
+    "negative": ([-1, 3], [5, 6, 7, 8], [wire.BAD_COUNTS, -1, -1, -1]),
+    "negative last": ([1, -2], [5, 6, 7, 8], [wire.BAD_COUNTS, -1, -1, -1]),
+    "too many": ([3, 2], [5, 6, 7, 8], [wire.BAD_COUNTS, -1, -1, -1]),
+    "beyond int32 together": ([2**31 - 1, 2**31 - 1], [5, 6, 7, 8], [wire.BAD_COUNTS, -1, -1, -1]),
+    "not finite": ([wire.NOT_FINITE, 5], [5, 6, 7, 8], [wire.NOT_FINITE, -1, -1, -1]),
+    "descending": ([2, 0], [6, 5, 0, 0], [6, 5, -1, -1]),
+    "beyond the bucket": ([0, 1], [65_535, 0, 0, 0], [131_071, -1, -1, -1]),
+}
+"""Counts of two runs, then entries: a compact message for a bucket of 100,000. The indices that the pairs get."""
+
 
 def change_pairs(messages: list[np.ndarray], sender: int, numel: int, random: Random) -> None:
     """Change the message of pairs of one of the senders, in place."""

@@ -15,7 +15,7 @@ from horovod_sparse import compressors
 from horovod_sparse.compressors.base import Compressor, Place
 from horovod_sparse.exchange import protocols, regions
 from horovod_sparse.exchange.protocols import Exchange, Reduced
-from horovod_sparse.ops.protocol import Selection
+from horovod_sparse.ops.protocol import Selection, Values
 
 WORLD = 4
 GUARD = 64
@@ -38,6 +38,7 @@ CASES: dict[str, Compressor] = {
     "pairs, estimated": compressors.SIDCo(0.2),
     "pairs, float64": compressors.TopK(0.2, slack=1.3, residual_dtype="float64"),
     "pairs, compact": compressors.TopK(0.2, slack=1.3, values="bfloat16"),
+    "pairs, float16": compressors.TopK(0.2, slack=1.3, values="float16"),
     "sums of regions": compressors.TopK(0.2, slack=1.3, balanced=True),
     "pairs, drawn": compressors.RandomK(0.2, shared=False),
     "indices": compressors.MiCRO(0.2),
@@ -62,7 +63,7 @@ class Recorded:
     numel: int
     k: int
     capacity: int
-    is_compact: bool
+    values: Values
     dtype: str
     buffers: list[np.ndarray]
     """Each worker's residual before the selection."""
@@ -110,7 +111,7 @@ def record(compressor: Compressor) -> Recorded:
         buckets[0].numel,
         buckets[0].k,
         buckets[0].capacity,
-        buckets[0].is_compact,
+        buckets[0].values,
         dtype,
         buffers,
         selected,
@@ -132,7 +133,7 @@ class Replay:
 
     def __init__(self, recorded: Recorded, backend: Backend, rank: int) -> None:
         self.ops, self.rank = backend.ops, rank
-        self.numel, self.capacity, self.is_compact = recorded.numel, recorded.capacity, recorded.is_compact
+        self.numel, self.capacity, self.values = recorded.numel, recorded.capacity, recorded.values
         self.k, self.bounds = recorded.k, recorded.bounds
         self._recorded = recorded
         self._buffer = backend.array(recorded.buffers[rank])
@@ -245,7 +246,9 @@ class Receiver:
 
     def expand(self, messages: np.ndarray) -> np.ndarray:
         """Return the messages of pairs that many compact ones stand for."""
-        pairs = self.backend.ops.expand(self.backend.array(messages.reshape(-1)), len(messages), self.recorded.numel)
+        gathered, recorded = self.backend.array(messages.reshape(-1)), self.recorded
+        assert recorded.values != "float32"
+        pairs = self.backend.ops.expand(gathered, len(messages), recorded.numel, recorded.values)
         return self.backend.numpy(pairs).reshape(len(messages), -1, 2)
 
     def assemble(self, messages: np.ndarray, used: list[int]) -> np.ndarray:

@@ -124,6 +124,7 @@ COMPRESSORS = [
     Row("topk", compressors.TopK),
     Row("topk-union", compressors.TopK, {"union": True}),
     Row("topk-bfloat16", compressors.TopK, {"values": "bfloat16"}),
+    Row("topk-float16", compressors.TopK, {"values": "float16"}),
     *(
         Row(
             f"sidco-{distribution}-{adapt}",

@@ -78,7 +78,7 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"clip_norm": "1"}, "clip_norm must be a finite norm > 0, got '1'"),
     ({"slack": 0.9}, "slack must be a finite multiple of k, >= 1, got 0.9"),
     ({"slack": math.inf}, "slack must be a finite multiple of k, >= 1, got inf"),
-    ({"values": "float16"}, "values must be one of 'float32', 'bfloat16', got 'float16'"),
+    ({"values": "float64"}, "values must be one of 'float32', 'bfloat16', 'float16', got 'float64'"),
     ({"clip_scope": "bucket"}, "clip_scope must be one of 'layer', 'model', got 'bucket'"),
     ({"discardable": "no"}, "discardable must be True or False, got 'no'"),
     ({"not_finite": "ignore"}, "not_finite must be one of 'raise', 'propagate', got 'ignore'"),

@@ -202,6 +202,22 @@ def test_a_damaged_message_is_an_error_on_all_ranks(backend: Backend, index: int
             bucket.advance(answer)
 
 
+@pytest.mark.parametrize("change", [lambda values: values[:-1], lambda values: values.astype(np.float64)])
+def test_values_of_another_length_or_type_are_an_error_on_all_ranks(change: Any) -> None:
+    """Only one rank has received them, and none is left waiting."""
+    pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.1, **SETTINGS))
+    arrive(ORACLE, pipelines, dyadic(np.random.default_rng(4), 4))
+    buckets = [one.buckets[0] for one in pipelines]
+    answers = collective(ORACLE, [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)])
+    answers[2] = change(answers[2])
+    for _ in range(2):
+        following = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
+        answers = collective(ORACLE, following)
+    for bucket, answer in zip(buckets, answers, strict=True):
+        with pytest.raises(RuntimeError, match="the ranks disagree on the state of bucket 'b'"):
+            bucket.advance(answer)
+
+
 # --- hosts and slots ---
 
 

@@ -86,13 +86,14 @@ def test_workers_run_on_hosts_of_their_own_and_nothing_is_left(hosts: Any) -> No
 
 @pytest.mark.full
 @pytest.mark.parallel
-def test_workers_of_a_host_act_as_one(hosts: Any) -> None:
-    """Two hosts with two workers each send what two workers would, to the other host."""
+@pytest.mark.parametrize("number", [2, 4])
+def test_workers_of_a_host_act_as_one(hosts: Any, number: int) -> None:
+    """Hosts with two workers each: a host sends to the others what one worker would."""
     reason = hosts.missing()
     if reason:
         pytest.skip(reason)
     program = [sys.executable, "examples/torch_digits.py", "--compression", "sidco", "--ratio", "0.01", "--epochs", "1"]
-    command = [sys.executable, SCRIPT, "--hosts", "2", "--slots", "2", "--", *program, "--hierarchical"]
+    command = [sys.executable, SCRIPT, "--hosts", str(number), "--slots", "2", "--", *program, "--hierarchical"]
     done = subprocess.run(
         command, env=clean_environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False
     )

@@ -41,10 +41,15 @@ def one_bucket(backend: Backend, row: Row, size: int, ratio: float, **options: A
 
 
 def on_the_wire(compressor: Compressor, values: np.ndarray) -> np.ndarray:
-    """Float32 values as they are sent: with `values="bfloat16"` the nearest ones of that type that are finite."""
+    """Float32 values as they are sent: with values in 16 bits, the nearest ones of that type within its limits."""
     if compressor.values == "float32":
         return values
     exact, last = values.astype(np.float64), 2.0**127 * (2.0 - 2.0**-7)
+    if compressor.values == "float16":
+        # 11 significant bits. What would not be exact without 2^15 stays.
+        spacing = np.exp2(np.maximum(np.frexp(exact)[1] - 11, -24).astype(np.float64))
+        nearest = np.clip(np.round(exact / spacing) * spacing, -(2.0**15), 2.0**15)
+        return np.where(np.abs(exact) < 2.0**39, nearest, 0.0).astype(np.float32)
     # A bfloat16 has 8 significant bits; denormals have the spacing of the smallest normal numbers.
     spacing = np.exp2(np.maximum(np.frexp(exact)[1] - 8, -133).astype(np.float64))
     return np.clip(np.round(exact / spacing) * spacing, -last, last).astype(np.float32)

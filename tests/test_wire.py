@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from damage import COUNTS
 from driver import make_pipeline
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from table import BACKENDS, Backend
 
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.exchange import wire
+from horovod_sparse.ops.protocol import Half
 
 # Indices of a message for a bucket of 8, and what is wrong with them.
 DAMAGED: dict[str, tuple[list[int], str | None]] = {
@@ -80,43 +82,43 @@ def test_round_trip(backend: Backend, data: st.DataObject) -> None:
     assert backend.numpy(got_values).tobytes() == values.tobytes()
 
 
-@on_every_backend
-def test_compact_bytes(backend: Backend) -> None:
-    x = backend.ops.zeros(131_073, "float32", backend.array(np.zeros(1, np.float32)))
-    indices = backend.array(np.array([0, 258, 65_536, 65_537, 131_072]))
-    values = backend.array(np.array([1.0, -2.5, 1.00390625, 1.01171875, -3.4e38], np.float32))
-    pairs = backend.ops.pack(indices, values, 7)
-    message = backend.numpy(backend.ops.compact(x, pairs))
-    assert message.dtype == np.int32 and message.shape == (3 + 7,)
-    expected = bytes.fromhex(
-        "02000000 02000000 01000000"  # entries per run
+BYTES = {
+    "bfloat16": (
+        [1.0, -2.5, 1.00390625, 1.01171875, -3.4e38],
         "0000 803f  0201 20c0"  # 0: 1.0; 258: -2.5
         "0000 803f  0100 823f"  # halfway between two values of bfloat16: the even one
-        "0000 7fff"  # the largest one, because the next would be infinite
-        "00000000 00000000"
-    )
-    assert message.tobytes() == expected
-    sent = np.array([1.0, -2.5, 1.0, 1.015625, -3.3895314e38], np.float32)
+        "0000 7fff",  # the largest one, because the next would be infinite
+        [1.0, -2.5, 1.0, 1.015625, -3.3895314e38],
+    ),
+    "float16": (
+        [1.00048828125, -(2.0**-24) * 1.5, 40000.0, -5.4e11, 2.0**40],
+        "0000 003c  0201 0280"  # halfway between two values of float16: the even one, also of two denormal ones
+        "0000 0078  0100 00f8"  # 2^15 is the limit
+        "0000 0000",  # a number whose neighbours are further apart than that stays
+        [1.0, -(2.0**-23), 2.0**15, -(2.0**15), 0.0],
+    ),
+}
+
+
+@pytest.mark.parametrize("half", BYTES)
+@on_every_backend
+def test_compact_bytes(backend: Backend, half: Half) -> None:
+    given, entries, rounded_to = BYTES[half]
+    x = backend.ops.zeros(131_073, "float32", backend.array(np.zeros(1, np.float32)))
+    indices = backend.array(np.array([0, 258, 65_536, 65_537, 131_072]))
+    values = backend.array(np.array(given, np.float32))
+    pairs = backend.ops.pack(indices, values, 7)
+    message = backend.numpy(backend.ops.compact(x, pairs, half))
+    assert message.dtype == np.int32 and message.shape == (3 + 7,)
+    entries_per_run = "02000000 02000000 01000000"
+    assert message.tobytes() == bytes.fromhex(entries_per_run + entries + "00000000 00000000")
+    sent = np.array(rounded_to, np.float32)
     got, rounded = backend.ops.unpack(pairs, 5)
     np.testing.assert_array_equal(backend.numpy(rounded), sent, strict=True)
     np.testing.assert_array_equal(backend.numpy(x)[backend.numpy(got)], backend.numpy(values) - sent)
-    assert np.count_nonzero(backend.numpy(x)) == 3
-    expanded = backend.ops.expand(backend.array(np.concatenate([message, message])), 2, 131_073)
+    assert np.count_nonzero(backend.numpy(x)) == np.count_nonzero(backend.numpy(values) != sent)
+    expanded = backend.ops.expand(backend.array(np.concatenate([message, message])), 2, 131_073, half)
     np.testing.assert_array_equal(backend.numpy(expanded), np.concatenate([backend.numpy(pairs)] * 2), strict=True)
-
-
-COUNTS = {
-    "right": ([1, 2], [5, 6, 7 | 0x3F800000, 0], [5, 65_542, 65_543, -1]),
-    "none": ([0, 0], [5, 6, 7, 0], [-1, -1, -1, -1]),
-    "full": ([4, 0], [5, 6, 7, 8], [5, 6, 7, 8]),
-    "negative": ([-1, 3], [5, 6, 7, 8], [wire.BAD_COUNTS, -1, -1, -1]),
-    "negative last": ([1, -2], [5, 6, 7, 8], [wire.BAD_COUNTS, -1, -1, -1]),
-    "too many": ([3, 2], [5, 6, 7, 8], [wire.BAD_COUNTS, -1, -1, -1]),
-    "beyond int32 together": ([2**31 - 1, 2**31 - 1], [5, 6, 7, 8], [wire.BAD_COUNTS, -1, -1, -1]),
-    "not finite": ([wire.NOT_FINITE, 5], [5, 6, 7, 8], [wire.NOT_FINITE, -1, -1, -1]),
-    "descending": ([2, 0], [6, 5, 0, 0], [6, 5, -1, -1]),
-    "beyond the bucket": ([0, 1], [65_535, 0, 0, 0], [131_071, -1, -1, -1]),
-}
 
 
 @pytest.mark.parametrize(("counts", "entries", "indices"), COUNTS.values(), ids=COUNTS)
@@ -126,7 +128,7 @@ def test_compact_messages_become_pairs(
 ) -> None:
     right = np.array([0, 1, 1 | 0x40000000, 0, 0, 0], np.int32)
     gathered = backend.array(np.concatenate([right, np.array(counts + entries, np.int32)]))
-    pairs = backend.numpy(backend.ops.expand(gathered, 2, 100_000)).reshape(2, 4, 2)
+    pairs = backend.numpy(backend.ops.expand(gathered, 2, 100_000, "bfloat16")).reshape(2, 4, 2)
     assert pairs.dtype == np.int32
     assert pairs[0].tolist() == [[65_537, 0x40000000], [-1, 0], [-1, 0], [-1, 0]]
     assert pairs[1, :, 0].tolist() == indices

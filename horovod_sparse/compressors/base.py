@@ -30,12 +30,11 @@ from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.exchange import owners, protocols
 from horovod_sparse.exchange.protocols import Exchange
-from horovod_sparse.ops.protocol import Array, Ops, Selection
+from horovod_sparse.ops.protocol import Array, Ops, Selection, Values
 
 Granularity = Literal["layer", "bucket", "model"]
 NotFinite = Literal["raise", "propagate"]
 ClipScope = Literal["layer", "model"]
-Values = Literal["float32", "bfloat16"]
 
 BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
@@ -101,17 +100,18 @@ class Compressor(ABC):
         slack: capacity of a message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit stays in the
             residual.
         capacity: the former name of `slack`.
-        values: the type of the values in messages of pairs: "float32", with 8 bytes per entry, or "bfloat16", with 4 bytes per
-            entry (`wire`, message 4). The error of rounding stays in the residual. Exchanges that send no pairs (`union`,
-            shared indices, NoOp) refuse "bfloat16".
+        values: the type of the values in messages of pairs: "float32", with 8 bytes per entry, or "bfloat16" or "float16",
+            with 4 bytes per entry (`wire`, message 4). What rounding leaves stays in the residual. "float16" rounds less, but
+            magnitudes below 2^-25 become zero, and those above 2^15 are sent in several steps. Exchanges that send no pairs
+            (`union`, shared indices, NoOp) refuse both.
         balanced: whether pairs go through the ranks that own their regions of the bucket (exchange `balanced`). Each rank sums
             what all ranks have sent to its region, forwards about k/n of the largest sums, and keeps the others in its own
             residual. So about k entries are reduced, and each rank sends up to 6 k numbers for any number n of workers, if n is
-            much less than k and slack is 1.25 or less. Other exchanges, and values="bfloat16", refuse it. EXPERIMENTAL.
+            much less than k and slack is 1.25 or less. Other exchanges, and values in 16 bits, refuse it. EXPERIMENTAL.
         hierarchical: whether the workers of a host act as one worker. Each sums up and selects from its own part of the bucket
             for its host. So each host sends the pairs of one worker, however many workers it has. All hosts must have the same
             number of workers. A number n instead of True takes n consecutive workers for a host. Other exchanges, `balanced`,
-            and values="bfloat16" refuse it.
+            and values in 16 bits refuse it.
         network: None leaves each bucket to the exchange that the other settings say. A bandwidth, perhaps with a latency, such
             as "1gbit" or "10gbit 50us", lets a model of the network choose for each bucket what takes the least time: pairs,
             compact pairs (`values="bfloat16"`), the balanced exchange, or everything in half precision, with the rounding error

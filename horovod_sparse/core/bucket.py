@@ -19,7 +19,7 @@ from horovod_sparse.exchange.grid import Grid
 from horovod_sparse.exchange.planner import Planner
 from horovod_sparse.exchange.protocols import Collective, Entries, Sent
 from horovod_sparse.exchange.rounds import Way
-from horovod_sparse.ops.protocol import Array, Ops, Selection
+from horovod_sparse.ops.protocol import Array, Ops, Selection, Values
 
 _SAME_FACTOR = 1e-6
 """Largest relative difference of two factors that are equal except for rounding."""
@@ -181,13 +181,13 @@ class Bucket(Owner):
         return self.state.step
 
     @property
-    def is_compact(self) -> bool:
-        return self.way.is_compact
+    def values(self) -> Values:
+        return self.way.values
 
     def message(self) -> Array:
         message = self._message = self.selector.message(self.state, self.k, self.capacity)
-        if self.is_compact:
-            message = self.ops.compact(self.buffer, message)
+        if self.values != "float32":
+            message = self.ops.compact(self.buffer, message, self.values)
         self.drop_rest()
         return message
 

@@ -114,7 +114,7 @@ def _row_seconds(ops: Ops, values: Array, target: Array) -> tuple[float, float]:
         _wait_for(target)
 
     def pass_on() -> None:
-        _wait_for(ops.expand(ops.compact(x, message), 1, _SAMPLE)[:, 1])
+        _wait_for(ops.expand(ops.compact(x, message, "bfloat16"), 1, _SAMPLE, "bfloat16")[:, 1])
 
     added = _least(lambda: add_up(rows)) - _least(lambda: add_up(1))
     return max(0.0, added) / rows, _least(pass_on) / rows

@@ -124,6 +124,4 @@ def _excess(numel: int, compressor: Compressor, world: int) -> str | None:
     if compressor.balanced:
         # What the alltoall brings from each rank is never less than what each rank forwards, except for a last row.
         return wire.excess(numel, 2 * (regions.room(capacity, world) + 1), world)
-    return wire.excess(
-        numel, wire.runs_of(numel) + capacity if compressor.values == "bfloat16" else 2 * capacity, world
-    )
+    return wire.excess(numel, wire.runs_of(numel) + capacity if compressor.values != "float32" else 2 * capacity, world)

@@ -114,17 +114,17 @@ class Owner(ABC):
         assert self.known_grid is not None
         return self.known_grid
 
-    def message_of_shard(self, received: Array) -> Array:
+    def message_of_shard(self, received: Array | None) -> Array:
         grid, bounds = self.grid, self.grid.shards(self.numel)
         first, after = bounds[grid.slot], bounds[grid.slot + 1]
-        parts = received.reshape(grid.slots, after - first)
+        parts = [self.buffer[first:after]] if received is None else received.reshape(grid.slots, after - first)
         shard = self.ops.copy(parts[0])
         overflows = [self.ops.accumulate(shard, [(0, part)]) for part in parts[1:] if len(part)]
         k = regions.forwarded(self.k, grid.slots)
         # All slots have room for as many.
         capacity = self.compressor.message_capacity(-(-self.numel // grid.slots), k, self.world)
         selection = Selection(self._no_indices(), 0)
-        is_finite = self.finite and not any(map(any, overflows))
+        is_finite = received is not None and self.finite and not any(map(any, overflows))
         if len(shard) and is_finite:
             most = min(capacity, len(shard))
             selection = self.compressor.select(self.ops, shard, min(k, most), most, self.state)
@@ -132,7 +132,7 @@ class Owner(ABC):
         self.sent(len(selection.indices), selection.found - len(selection.indices))
         message = self.ops.pack(selection.indices + first, self.ops.take(shard, selection.indices), capacity)
         if not is_finite:
-            message[0, 0] = wire.NOT_FINITE
+            message[0, 0] = wire.BAD_PART if received is None else wire.NOT_FINITE
         return message
 
     def host_sent(self, indices: Sequence[Array]) -> None:

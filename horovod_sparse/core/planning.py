@@ -34,7 +34,7 @@ def planner_for(compressor: Compressor, world: int, measured: Conditions | None)
 def sparse_way(compressor: Compressor, planner: Planner | None, numel: int, k: int, capacity: int) -> Way:
     """Return how a bucket of `numel` entries is exchanged in a step with this k and this capacity of a message."""
     if planner is None:
-        return Way(compressor.exchange, compressor.values == "bfloat16")
+        return Way(compressor.exchange, compressor.values)
     return planner.fastest(numel, k, capacity)
 
 

@@ -70,13 +70,15 @@ def hierarchical(bucket: Sender) -> Generator[Collective, Any, Sent]:
     ops, grid = bucket.ops, bucket.grid
     sizes = [after - first for first, after in itertools.pairwise(grid.shards(bucket.numel))]
     mine = [sizes[grid.slot]] * grid.slots
+    values = bucket.take_all()
     received = yield Collective(
-        "alltoall", bucket.take_all(), grid.lengths(grid.neighbours, sizes), grid.lengths(grid.neighbours, mine)
+        "alltoall", values, grid.lengths(grid.neighbours, sizes), grid.lengths(grid.neighbours, mine)
     )
-    message = bucket.message_of_shard(received)
+    # An error here would leave the other ranks waiting: they are told, and all raise.
+    fits = received.shape == (sum(mine),) and received.dtype == values.dtype
+    message = bucket.message_of_shard(received if fits else None)
     rows = grid.lengths(grid.peers, [len(message)] * grid.hosts)
     of_shard = yield Collective("alltoall", _repeated(ops, message, grid.hosts), rows, rows)
-    # An error here would leave the other ranks of this host waiting: they are told, and all raise.
     if of_shard.shape != (grid.hosts * len(message), 2) or of_shard.dtype != message.dtype:
         of_shard = _repeated(ops, message, grid.hosts)
         of_shard[0, 0] = wire.BAD_PART

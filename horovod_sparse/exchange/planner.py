@@ -12,7 +12,7 @@ from horovod_sparse.exchange.network import Network, Rounds
 from horovod_sparse.exchange.rounds import Way
 
 PAIRS = Way(protocols.sparse_allgather)
-COMPACT = Way(protocols.sparse_allgather, is_compact=True)
+COMPACT = Way(protocols.sparse_allgather, "bfloat16")
 BALANCED = Way(owners.balanced)
 HALF = Way(protocols.half)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.grid import Grid
-from horovod_sparse.ops.protocol import Array, Ops, Part, Selection
+from horovod_sparse.ops.protocol import Array, Ops, Part, Selection, Values
 
 _LOOKED_AT = 2**16
 """Number of indices of a damaged message that are looked at together."""
@@ -86,8 +86,8 @@ class Sender(Protocol):
         """Whether all of this rank's gradients are finite."""
 
     @property
-    def is_compact(self) -> bool:
-        """Whether the message of pairs is compact (`wire`, message 4)."""
+    def values(self) -> Values:
+        """The type of the values in messages of pairs. If it has 16 bits, they are compact (`wire`, message 4)."""
 
     def message(self) -> Array:
         """Select, and return the message of pairs with what was selected."""
@@ -102,8 +102,11 @@ class Sender(Protocol):
     def grid(self) -> Grid:
         """The hosts and slots of the ranks."""
 
-    def message_of_shard(self, received: Array) -> Array:
-        """Add up the host's sums of this rank's shard, select from them, and return message 9 for one host."""
+    def message_of_shard(self, received: Array | None) -> Array:
+        """Add up what was received of this rank's shard, select from the sum, and return message 9 for one host.
+
+        If nothing of use was received, that is None.
+        """
 
     def host_sent(self, indices: Sequence[Array]) -> None:
         """Record what the ranks of this host have sent."""
@@ -163,8 +166,8 @@ def sparse_allgather(bucket: Sender) -> Generator[Collective, Any, Sent]:
     # A device may have made the message while the host went on.
     bucket.finish()
     check_result(bucket, gathered, (bucket.world * len(message), *message.shape[1:]), message.dtype)
-    if bucket.is_compact:
-        gathered = bucket.ops.expand(gathered, bucket.world, bucket.numel)
+    if bucket.values != "float32":
+        gathered = bucket.ops.expand(gathered, bucket.world, bucket.numel, bucket.values)
     used = rows_of(bucket, gathered, bucket.world)
     return None if used is None else Messages(gathered, used)
 

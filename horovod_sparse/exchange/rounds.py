@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from horovod_sparse.exchange.owners import balanced, hierarchical
 from horovod_sparse.exchange.protocols import Exchange, Kind, dense, half, shared_indices, sparse_allgather, union
+from horovod_sparse.ops.protocol import Values
 
 
 class Round(NamedTuple):
@@ -44,8 +45,12 @@ class Way(NamedTuple):
     """How a bucket is exchanged in a step."""
 
     exchange: Exchange
-    is_compact: bool = False
-    """Whether the message of pairs is compact (`wire`, message 4)."""
+    values: Values = "float32"
+    """The type of the values in messages of pairs. If it has 16 bits, they are compact (`wire`, message 4)."""
+
+    @property
+    def is_compact(self) -> bool:
+        return self.values != "float32"
 
     @property
     def title(self) -> str:

@@ -27,12 +27,12 @@ the second message after indices, `(min(world * capacity, bucket size),)`.
 - The bits of a float32 that the rank proposes (MiCRO's first threshold; else 0).
 - Ascending indices, then padding: -1.
 
-**4. Compact pairs** (allgather): int32 of shape `(runs + capacity,)`, in place of message 1 with `values="bfloat16"`.
+**4. Compact pairs** (allgather): int32 of shape `(runs + capacity,)`, in place of message 1 with values in 16 bits.
 
 - A run is 65,536 consecutive positions of the bucket; `runs = ceil(bucket size / 65,536)`.
 - First comes, for each run, the number of its entries. The first number is -2 from a rank whose gradient is not finite.
 - Then come the entries in ascending order of their indices, then zeros. The lower 16 bits of an entry are its position within
-  its run. The upper ones are its value in bfloat16, which are the upper bits of a float32.
+  its run. The upper ones are its value in the type that `values` names. No magnitude of a float16 is above 2^15.
 
 **5. Pairs by region** (alltoall): int32 of shape `(world * room, 2)`.
 
@@ -56,15 +56,17 @@ the second message after indices, `(min(world * capacity, bucket size),)`.
 
 - 8: the bucket's values in the residual's type, a shard for each rank of the host (`grid`).
 - 9: message 1 of a shard of the host's sum, with indices of the bucket, for the rank with the same slot on every host.
-- 10: what a rank has received as message 9, in rank order, for every rank of its host. If that had another length than its
-  own, the first index is -3, and its other rows do not count.
+- 10: what a rank has received as message 9, in rank order, for every rank of its host.
+
+If message 8 or 9 had another length or type than a rank expects, the first index of what it sends next is -3, and the other
+rows do not count.
 
 Gathered messages stand one after the other, in rank order.
 
 A receiver checks what it got before it adds anything: the length and the type together, the indices (`flaw`; if the counts of
 message 4 are wrong, its first index reads as -3), the header of message 3 (`header_flaw`), the last row of message 6 and the
-numbers that follow the values of messages 2 and 7. What is wrong in message 5 or 9 only one rank can see, and message 6 or 10
-tells the others.
+numbers that follow the values of messages 2 and 7. What is wrong in message 5, 8 or 9 only one rank can see, and message
+6 or 10 tells the others.
 
 It raises an error if indices are in any other order: two rows of the same entry, rows in use after padding, an index outside
 of the bucket or a negative number without a meaning. If the first row of message 1, the first count of message 4, the header
@@ -89,7 +91,7 @@ LARGEST = 3.4028234663852886e38
 HEADER = 2
 """How many numbers come before the indices in message 3."""
 BAD_PART = -3
-"""What a rank sends in message 6 or 10 if it has received a part of message 5 or 9 that is not as required."""
+"""What a rank sends in message 6, 9 or 10 if it has received a part of message 5, 8 or 9 that is not as required."""
 _CHECKSUM_BITS = 16
 LARGEST_HALF = 65504
 """The largest float16."""

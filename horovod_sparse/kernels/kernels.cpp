@@ -397,26 +397,40 @@ void send(T* x, const int64_t* indices, int64_t count, int64_t capacity, int32_t
     write_padding(message, count, capacity);
 }
 
-// Returns the bits of the nearest bfloat16, to even, but never infinity's.
-uint32_t rounded_to_bfloat16(uint32_t bits) {
-    const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1)) & 0xffff0000u;
-    return (rounded & 0x7f800000u) == 0x7f800000u ? (bits & 0x80000000u) | 0x7f7f0000u : rounded;
-}
+// Two 16-bit types: their bits, in the upper half of a word, for a number, and the number for such bits.
+struct BFloat16 {
+    // Rounds to the nearest, to even, but never to infinity.
+    static uint32_t upper(float number) {
+        uint32_t bits;
+        std::memcpy(&bits, &number, sizeof bits);
+        const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1)) & 0xffff0000u;
+        return (rounded & 0x7f800000u) == 0x7f800000u ? (bits & 0x80000000u) | 0x7f7f0000u : rounded;
+    }
+    static float number(uint32_t upper) { return from_bfloat16(static_cast<uint16_t>(upper >> 16)); }
+};
 
-template <class T>
+struct Float16 {
+    // Rounds to the nearest, to even, up to the limit. A number whose neighbours are further apart than the limit stays.
+    static uint32_t upper(float number) {
+        constexpr float limit = 0x1p15f, coarse = limit * 0x1p24f;
+        const float magnitude = std::abs(number), sent = magnitude < coarse ? std::min(magnitude, limit) : 0.0f;
+        return uint32_t{to_float16(std::copysign(sent, number))} << 16;
+    }
+    static float number(uint32_t upper) { return from_float16(static_cast<uint16_t>(upper >> 16)); }
+};
+
+template <class Half, class T>
 void write_compact(T* x, int32_t* message, int64_t capacity, int64_t runs, int32_t* compact) {
     int32_t* entries = compact + runs;
     std::fill(compact, entries + capacity, 0);
     for (int64_t row = 0; row < capacity && message[2 * row] >= 0; ++row) {
         const int32_t index = message[2 * row];
-        uint32_t bits;
-        std::memcpy(&bits, &message[2 * row + 1], sizeof bits);
-        const uint32_t rounded = rounded_to_bfloat16(bits), entry = rounded | (index & 0xffff);
-        float value, sent;
-        std::memcpy(&value, &bits, sizeof value);
-        std::memcpy(&sent, &rounded, sizeof sent);
+        float value;
+        std::memcpy(&value, &message[2 * row + 1], sizeof value);
+        const uint32_t upper = Half::upper(value), entry = upper | (index & 0xffff);
+        const float sent = Half::number(upper);
         x[index] += value - sent;
-        std::memcpy(&message[2 * row + 1], &rounded, sizeof rounded);
+        std::memcpy(&message[2 * row + 1], &sent, sizeof sent);
         std::memcpy(&entries[row], &entry, sizeof entry);
         ++compact[index >> 16];
     }
@@ -424,6 +438,7 @@ void write_compact(T* x, int32_t* message, int64_t capacity, int64_t runs, int32
 }
 
 // Writes the message of pairs that a compact one stands for.
+template <class Half>
 void expand(const int32_t* counts, int64_t capacity, int64_t runs, int32_t* message) {
     const int32_t* entries = counts + runs;
     int64_t total = 0, row = 0;
@@ -436,7 +451,8 @@ void expand(const int32_t* counts, int64_t capacity, int64_t runs, int32_t* mess
         for (int64_t run = 0; run < runs; ++run)
             for (const int64_t end = row + counts[run]; row < end; ++row) {
                 message[2 * row] = static_cast<int32_t>(run << 16 | (entries[row] & 0xffff));
-                message[2 * row + 1] = entries[row] & ~0xffff;
+                const float value = Half::number(static_cast<uint32_t>(entries[row]));
+                std::memcpy(&message[2 * row + 1], &value, sizeof value);
             }
     }
     write_padding(message, row, capacity);
@@ -718,16 +734,23 @@ void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t
     write_padding(message, count, capacity);
 }
 
-void hs_compact(void* x, int type, int64_t, int32_t* message, int64_t capacity, int64_t runs, int32_t* compact) {
+void hs_compact(void* x, int type, int64_t, int32_t* message, int64_t capacity, int64_t runs, int half, int32_t* compact) {
+    const auto write = [&](auto* entries) {
+        if (half == HS_FLOAT16)
+            write_compact<Float16>(entries, message, capacity, runs, compact);
+        else
+            write_compact<BFloat16>(entries, message, capacity, runs, compact);
+    };
     if (type == HS_FLOAT32)
-        write_compact(static_cast<float*>(x), message, capacity, runs, compact);
+        write(static_cast<float*>(x));
     else
-        write_compact(static_cast<double*>(x), message, capacity, runs, compact);
+        write(static_cast<double*>(x));
 }
 
-void hs_expand(const int32_t* compact, int64_t capacity, int64_t runs, int64_t world, int32_t* messages) {
+void hs_expand(const int32_t* compact, int64_t capacity, int64_t runs, int64_t world, int half, int32_t* messages) {
+    const auto expand_one = half == HS_FLOAT16 ? expand<Float16> : expand<BFloat16>;
     for (int64_t sender = 0; sender < world; ++sender)
-        expand(compact + sender * (runs + capacity), capacity, runs, messages + 2 * sender * capacity);
+        expand_one(compact + sender * (runs + capacity), capacity, runs, messages + 2 * sender * capacity);
 }
 
 void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, int64_t world, int64_t n, int64_t* used) {

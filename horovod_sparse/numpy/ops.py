@@ -8,10 +8,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.exchange.wire import BAD_COUNTS, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
+from horovod_sparse.exchange.wire import BAD_COUNTS, NOT_FINITE, PADDING, RUN, RUN_BITS, half_limit, runs_of, split
 from horovod_sparse.ops.cached import Cached
 from horovod_sparse.ops.distinct import distinct
-from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
+from horovod_sparse.ops.protocol import Half, Moments, Moving, Ops, Part, Selection, Sums, Tracked
 
 Array = NDArray[Any]
 
@@ -128,8 +128,7 @@ class NumpyOps(Ops):
         return values
 
     def take_half(self, x: Array, limit: float) -> Array:
-        values = x.clip(-limit, limit).astype(np.float32).astype(np.float16)
-        values[np.abs(x) >= limit / np.finfo(x.dtype).epsneg] = 0
+        values = _float16(x, limit)
         x -= values
         return values
 
@@ -167,21 +166,21 @@ class NumpyOps(Ops):
         message[rows, 1] = values.view(np.int32)
         return message
 
-    def compact(self, x: Array, message: Array) -> Array:
+    def compact(self, x: Array, message: Array, values: Half) -> Array:
         counts, entries = np.zeros(runs_of(x.size), np.int32), np.zeros(len(message), np.int32)
         used = int(np.count_nonzero(message[:, 0] >= 0))
-        indices, values = self.unpack(message, used)
-        rounded = _bfloat16(values)
-        x[indices] += values - rounded
+        indices, taken = self.unpack(message, used)
+        rounded, upper = _rounded(taken, values)
+        x[indices] += taken - rounded
         message[:used, 1] = rounded.view(np.int32)
         if message[0, 0] == NOT_FINITE:
             counts[0] = NOT_FINITE
         np.add.at(counts, indices >> RUN_BITS, 1)
-        entries[:used] = rounded.view(np.int32) | (indices % RUN).astype(np.int32)
+        entries[:used] = upper | (indices % RUN).astype(np.int32)
         return np.concatenate((counts, entries))
 
-    def expand(self, gathered: Array, world: int, numel: int) -> Array:
-        return np.concatenate([_expand(message, numel) for message in split(gathered, world)])
+    def expand(self, gathered: Array, world: int, numel: int, values: Half) -> Array:
+        return np.concatenate([_expand(message, numel, values) for message in split(gathered, world)])
 
     def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
         indices = messages if messages.ndim == 1 else messages[:, 0]
@@ -223,7 +222,23 @@ def _bfloat16(values: Array) -> Array:
     return np.where(infinite, bits & np.uint32(0x80000000) | np.uint32(0x7F7F0000), rounded).view(np.float32)
 
 
-def _expand(message: Array, numel: int) -> Array:
+def _float16(values: Array, limit: float) -> Array:
+    """Return values rounded to the nearest float16 as `Ops.take_half` does."""
+    halves = values.clip(-limit, limit).astype(np.float32).astype(np.float16)
+    halves[np.abs(values) >= limit / np.finfo(values.dtype).epsneg] = 0
+    return halves
+
+
+def _rounded(values: Array, half: Half) -> tuple[Array, Array]:
+    """Return float32 values rounded to another type, and an int32 array with their bits in that type in the upper half."""
+    if half == "float16":
+        halves = _float16(values, half_limit(1))
+        return halves.astype(np.float32), halves.view(np.int16).astype(np.int32) << RUN_BITS
+    rounded = _bfloat16(values)
+    return rounded, rounded.view(np.int32)
+
+
+def _expand(message: Array, numel: int, half: Half) -> Array:
     """Return the message of pairs that one compact message stands for."""
     counts, entries = np.split(message, [runs_of(numel)])
     pairs = np.zeros((entries.size, 2), np.int32)
@@ -235,7 +250,10 @@ def _expand(message: Array, numel: int) -> Array:
         pairs[0, 0] = BAD_COUNTS
     else:
         pairs[:used, 0] = np.repeat(np.arange(counts.size) * RUN, counts) + entries[:used] % RUN
-        pairs[:used, 1] = entries[:used] & -RUN
+        upper = entries[:used] & -RUN
+        if half == "float16":
+            upper = (upper >> RUN_BITS).astype(np.int16).view(np.float16).astype(np.float32).view(np.int32)
+        pairs[:used, 1] = upper
     return pairs
 
 

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_sparse.exchange.wire import BAD_COUNTS, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
+from horovod_sparse.exchange.wire import BAD_COUNTS, NOT_FINITE, PADDING, RUN, RUN_BITS, half_limit, runs_of, split
 from horovod_sparse.ops.cached import Cached
 from horovod_sparse.ops.distinct import distinct
-from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
+from horovod_sparse.ops.protocol import Half, Moments, Moving, Ops, Part, Selection, Sums, Tracked
 from horovod_sparse.torch import device
 
 # 64 Ki float64 take 512 KiB, which fits into a core's second-level cache. GPUs have no cache worth chunking for.
@@ -190,11 +190,10 @@ class TorchOps(Ops):
 
     def take_half(self, x: Tensor, limit: float) -> Tensor:
         values = torch.empty(x.numel(), dtype=torch.float16, device=x.device)
-        coarse = 2.0 * limit / torch.finfo(x.dtype).eps
         for into, chunk in zip(_chunks(values), _chunks(x), strict=True):
             # On the host the usual chunk is rounded only. A device would have to be waited for.
             if chunk.device.type != "cpu" or max(map(abs, torch.stack(chunk.aminmax()).tolist())) > limit:
-                into.copy_(torch.where(chunk.abs() < coarse, chunk.clamp(-limit, limit), 0.0).float())
+                into.copy_(_float16(chunk, limit))
             else:
                 into.copy_(chunk.float())
             chunk.sub_(into)
@@ -235,21 +234,27 @@ class TorchOps(Ops):
         message[rows, 1] = values.view(torch.int32)
         return message
 
-    def compact(self, x: Tensor, message: Tensor) -> Tensor:
+    def compact(self, x: Tensor, message: Tensor, values: Half) -> Tensor:
+        kernels = device.kernels_for(message)
+        if kernels is not None:
+            return kernels.compact(x, message, values)
         # A device is not waited for: padding adds nothing to the first entry and to the first run.
         used = message[:, 0] >= 0
-        indices, values = message[:, 0].clamp(min=0).long(), message[:, 1].contiguous().view(torch.float32)
-        rounded = values.bfloat16().float()
-        largest = torch.finfo(torch.bfloat16).max
-        rounded = torch.where(rounded.isinf(), values.sign() * largest, rounded)
-        x.index_add_(0, indices, (values - rounded).to(x.dtype))
+        indices, taken = message[:, 0].clamp(min=0).long(), message[:, 1].contiguous().view(torch.float32)
+        halves = _rounded(taken, values)
+        rounded = halves.float()
+        x.index_add_(0, indices, (taken - rounded).to(x.dtype))
         message[:, 1] = rounded.view(torch.int32)
+        upper = halves.view(torch.int16).int() << RUN_BITS
         counts = message.new_zeros(runs_of(x.numel())).index_add_(0, indices >> RUN_BITS, used.int())
         counts[0] = torch.where(message[0, 0] == NOT_FINITE, NOT_FINITE, counts[0])
-        entries = torch.where(used, message[:, 1] | (message[:, 0] & (RUN - 1)), 0)
+        entries = torch.where(used, upper | (message[:, 0] & (RUN - 1)), 0)
         return torch.cat((counts, entries))
 
-    def expand(self, gathered: Tensor, world: int, numel: int) -> Tensor:
+    def expand(self, gathered: Tensor, world: int, numel: int, values: Half) -> Tensor:
+        kernels = device.kernels_for(gathered)
+        if kernels is not None:
+            return kernels.expand(gathered, world, numel, values)
         messages, runs = gathered.view(world, -1), runs_of(numel)
         counts, entries = messages[:, :runs], messages[:, runs:].contiguous()
         ends = counts.cumsum(1)
@@ -260,7 +265,9 @@ class TorchOps(Ops):
         indices = torch.where(used, (run << RUN_BITS) + (entries & (RUN - 1)), PADDING)
         first = torch.where(counts[:, 0] == NOT_FINITE, NOT_FINITE, BAD_COUNTS)
         indices[:, 0] = torch.where(bad[:, 0], first, indices[:, 0])
-        return torch.stack((indices.int(), torch.where(used, entries & -RUN, 0)), 2).view(-1, 2)
+        halves = (entries >> RUN_BITS).short().view(getattr(torch, values))
+        bits = torch.where(used, halves.float().view(torch.int32), 0)
+        return torch.stack((indices.int(), bits), 2).view(-1, 2)
 
     def rows_in_use(self, messages: Tensor, world: int, numel: int) -> list[int | None]:
         indices = (messages if messages.dim() == 1 else messages[:, 0]).view(world, -1)
@@ -298,9 +305,9 @@ class TorchOps(Ops):
         return message
 
     def assembler(self, messages: Tensor, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
-        add_up = device.add_up_on(messages)
-        if add_up is not None:
-            return lambda targets: _write_added_up(add_up, messages, len(used), divisor, targets)
+        kernels = device.kernels_for(messages)
+        if kernels is not None:
+            return lambda targets: _write_added_up(kernels, messages, len(used), divisor, targets)
         parts = [self.unpack(message, rows) for message, rows in zip(split(messages, len(used)), used, strict=True)]
         for indices, _ in parts:
             if indices.device.type == "cpu" and bool((indices[1:] <= indices[:-1]).any()):
@@ -330,14 +337,28 @@ class TorchOps(Ops):
 
 
 def _write_added_up(
-    add_up: device.AddUp, messages: Tensor, world: int, divisor: float, targets: Sequence[Part]
+    kernels: device.MessageKernels, messages: Tensor, world: int, divisor: float, targets: Sequence[Part]
 ) -> None:
     """Write the sum of the messages to parts of a bucket on a GPU: as many launches as there are ranks, not parts."""
     for dtype in {target.dtype for _, target in targets}:
         parts = [part for part in targets if part[1].dtype == dtype]
-        flat = add_up(messages, world, divisor, max(first + target.numel() for first, target in parts), dtype)
+        flat = kernels.add_up(messages, world, divisor, max(first + target.numel() for first, target in parts), dtype)
         sources = [flat[first : first + target.numel()] for first, target in parts]
         torch._foreach_copy_([target for _, target in parts], sources)
+
+
+def _float16(values: Tensor, limit: float) -> Tensor:
+    """Return values rounded to the nearest float16 as `Ops.take_half` does."""
+    coarse = 2.0 * limit / torch.finfo(values.dtype).eps
+    return torch.where(values.abs() < coarse, values.clamp(-limit, limit), 0.0).float().half()
+
+
+def _rounded(values: Tensor, half: Half) -> Tensor:
+    """Return float32 values rounded to another type, but never to infinity."""
+    if half == "float16":
+        return _float16(values, half_limit(1))
+    rounded = values.bfloat16()
+    return torch.where(rounded.isinf(), rounded.sign() * torch.finfo(torch.bfloat16).max, rounded)
 
 
 def _nonzero(mask: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -14,14 +13,14 @@ from torch import Tensor
 from horovod_sparse.compressors.base import BucketState
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.exchange import wire
-from horovod_sparse.kernels.gpu.message import scatter, write
+from horovod_sparse.kernels.gpu.message import write
+from horovod_sparse.kernels.gpu.messages import CHUNK, device_of
 from horovod_sparse.kernels.gpu.rules import Request, Rule
 from horovod_sparse.kernels.gpu.search import WORDS, count, histogram
 from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
 from horovod_sparse.kernels.gpu.tiles import MOST_BLOCK, NUMBERS, RUN, SUMS, accumulate
 
 BLOCK = 4096
-CHUNK = 1024
 GROUPS = 1024
 _LEAST_SLOTS = 32
 _SPARE = 4
@@ -39,12 +38,6 @@ class _Part(NamedTuple):
     """Index after its last entry."""
     first_tile: int
     tiles: int
-
-
-def _device_of(tensor: Tensor) -> AbstractContextManager[None]:
-    """Make the tensor's device the current one: Triton launches on the current device."""
-    device: AbstractContextManager[None] = torch.cuda.device_of(tensor)
-    return device
 
 
 class DeviceBucket:
@@ -136,7 +129,7 @@ class DeviceBucket:
         moving = x if velocity is None else velocity[offset : part.end]
         flat = x if gradient is None else gradient.contiguous()
         assert flat.numel() == x.numel()
-        with _device_of(self.buffer):
+        with device_of(self.buffer):
             accumulate[(part.tiles,)](
                 x,
                 flat,
@@ -164,7 +157,7 @@ class DeviceBucket:
         """Return the message of pairs, which the device is making. Its entries are no longer in the residual then."""
         request = self.rule.request(state, k)
         message = torch.empty((capacity, 2), dtype=torch.int32, device=self.buffer.device)
-        with _device_of(self.buffer):
+        with device_of(self.buffer):
             self._fit(request, self.rule.floor(state, self._limit), k)
             if request.rule != "largest":
                 self._count(-1, 0)
@@ -255,24 +248,3 @@ class DeviceBucket:
         row = self._partials.view(len(SUMS), -1)[NUMBERS.index("not_finite")].cpu()
         parts = self._parts.items()
         return [o for o, part in parts if row[part.first_tile : part.first_tile + part.tiles].any()]
-
-
-def add_up(messages: Tensor, world: int, divisor: float, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return the sum of all ranks' messages of pairs, rank by rank, as a flat tensor. The host does not wait for the device.
-
-    Args:
-        messages: the messages one after the other. Indices that are negative, or not below `numel`, are left out.
-        world: the number of messages.
-        divisor: what values are divided by, as float32.
-        numel: the number of entries of the result.
-        dtype: float32 or float64, the type of the result.
-    """
-    rows, over = divmod(len(messages), world)
-    if over:
-        # A message that ends early would be read beyond its end.
-        raise ValueError(f"messages must have {world} equal parts, got {len(messages)} rows")
-    target = torch.zeros(numel, dtype=dtype, device=messages.device)
-    with _device_of(target):
-        for message in messages.split(rows):
-            scatter[(-(-rows // CHUNK),)](message, rows, divisor, target, numel, CHUNK=CHUNK)
-    return target
