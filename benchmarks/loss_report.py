@@ -20,6 +20,8 @@ COLORS = {
     "DDP fp16 no momentum": "#5b4636",
     POWER_SGD: "#009e73",
     "SIDCo 0.01": "#3b7dd8",
+    "SIDCo 0.01 bfloat16": "#7fb2f0",
+    "SIDCo 0.01 float16": "#1f4e9c",
     "SIDCo 0.001": "#c2410c",
     "TopK 0.01": "#56b4e9",
     "DGC 0.01": "#cc79a7",

@@ -92,8 +92,8 @@ class Row:
 NO_MOMENTUM = ("--momentum", "0")
 
 
-def _sparse(compression: str, ratio: str) -> Row:
-    return Row(("--compression", compression, "--ratio", ratio, "--momentum-correction"))
+def _sparse(compression: str, ratio: str, *options: str) -> Row:
+    return Row(("--compression", compression, "--ratio", ratio, "--momentum-correction", *options))
 
 
 ROWS = {
@@ -106,6 +106,8 @@ ROWS = {
     ),
     "DDP PowerSGD rank 4": Row(("--compression", "none"), hook="PowerSGD 4"),
     "SIDCo 0.01": _sparse("sidco", "0.01"),
+    "SIDCo 0.01 bfloat16": _sparse("sidco", "0.01", "--values", "bfloat16"),
+    "SIDCo 0.01 float16": _sparse("sidco", "0.01", "--values", "float16"),
     "SIDCo 0.001": _sparse("sidco", "0.001"),
     "TopK 0.01": _sparse("topk", "0.01"),
     "DGC 0.01": _sparse("dgc", "0.01"),
