@@ -413,8 +413,9 @@ struct Float16 {
     // Rounds to the nearest, to even, up to the limit. A number whose neighbours are further apart than the limit stays.
     static uint32_t upper(float number) {
         constexpr float limit = 0x1p15f, coarse = limit * 0x1p24f;
-        const float magnitude = std::abs(number), sent = magnitude < coarse ? std::min(magnitude, limit) : 0.0f;
-        return uint32_t{to_float16(std::copysign(sent, number))} << 16;
+        const float magnitude = std::abs(number);
+        if (magnitude >= coarse) return 0;
+        return uint32_t{to_float16(std::copysign(std::min(magnitude, limit), number))} << 16;
     }
     static float number(uint32_t upper) { return from_float16(static_cast<uint16_t>(upper >> 16)); }
 };
