@@ -53,6 +53,7 @@ apply_changes() {
             'the headers of PyTorch >= 2.10 need C++20'
         change "$torch_cmake" 'from distutils.sysconfig import get_python_inc; print(get_python_inc())' \
             'import sysconfig; print(sysconfig.get_path(\"include\"))' 'Python 3.12 has no distutils'
+        release_gil "$1/horovod/torch/mpi_ops_v2.cc"
     fi
     if [ -n "$torch" ] && [ "$gpu" = 0 ]; then
         change "$1/cmake/Modules/FindPytorch.cmake" \
@@ -69,6 +70,25 @@ apply_changes() {
         change "$1/horovod/common/ops/cuda/CMakeLists.txt" 'set(CMAKE_CUDA_STANDARD 11)' 'set(CMAKE_CUDA_STANDARD 17)' \
             'the standard library of gcc >= 14 is not compiled as C++11 by nvcc'
     fi
+}
+
+# release_gil FILE: let all functions of Horovod's binding for PyTorch run without the interpreter's lock.
+#
+# When a job ends, Horovod's thread frees the tensors of unfinished collectives while it holds a lock of its own. PyTorch >= 2.10
+# takes the interpreter's lock to free a tensor that Python knows. A main thread that starts a collective at that moment holds the
+# interpreter's lock and waits for Horovod's: the process never ends.
+release_gil() {
+    change "$1" 'PYBIND11_MODULE(mpi_lib_v2, m) {' 'struct Unlocked {
+  py::module_& module;
+  template <typename Function> void def(const char* name, Function function) {
+    module.def(name, function, py::call_guard<py::gil_scoped_release>());
+  }
+};
+
+PYBIND11_MODULE(mpi_lib_v2, module) {
+  Unlocked m{module};' 'a collective that begins while another rank ends must not stop the process for ever'
+    change "$1" '      py::gil_scoped_release release_python_gil;
+' '' 'the lock is released already'
 }
 
 # distribution NAME...: print NAME-VERSION of the first of these that is installed, or nothing.

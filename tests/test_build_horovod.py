@@ -26,6 +26,8 @@ SOURCES = {
     ),
     "horovod/torch/CMakeLists.txt": "set(CMAKE_CXX_STANDARD 14)\n"
     "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+    "horovod/torch/mpi_ops_v2.cc": "      py::gil_scoped_release release_python_gil;\n"
+    'PYBIND11_MODULE(mpi_lib_v2, m) {\n  m.def("horovod_torch_join", &DoJoin);\n}',
     "horovod/tensorflow/CMakeLists.txt": "set(CMAKE_CXX_STANDARD 17)\n"
     'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")',
 }
@@ -58,6 +60,8 @@ def test_changes_are_applied_each_with_its_reason(sources: Path) -> None:
     assert "xla_mpi_ops" not in (sources / "horovod/tensorflow/CMakeLists.txt").read_text()
     assert not any("distutils" in (sources / name).read_text() for name in SOURCES)
     assert "need C++20" in done.stderr
+    binding = (sources / "horovod/torch/mpi_ops_v2.cc").read_text()
+    assert binding.count("gil_scoped_release") == binding.count("call_guard<py::gil_scoped_release>") == 1
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -40,6 +40,13 @@ def test_order_of_imports_with_tensorflow(launch: Launch, case: str) -> None:
     assert ended.output.count(f"{case} works") == 2, str(ended)
 
 
+def test_a_collective_begins_without_the_interpreters_lock() -> None:
+    """Otherwise a process can wait for ever when another rank ends: see `release_gil` in docker/build_horovod.sh."""
+    ended = ALONE.run("-m", "parallel.unlocked", limit=LIMIT)
+    assert ended.code == 0, str(ended)
+    assert "another thread ran" in ended.output
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("module", ["parallel.one_worker", "parallel.tf.alone"])
 def test_optimised_python_does_the_same(module: str) -> None:
