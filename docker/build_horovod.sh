@@ -74,7 +74,7 @@ apply_changes() {
 
 # release_gil FILE: let all functions of Horovod's binding for PyTorch run without the interpreter's lock.
 #
-# When a job ends, Horovod's thread frees the tensors of unfinished collectives while it holds a lock of its own. PyTorch >= 2.10
+# When a job ends, Horovod's thread frees the tensors of unfinished collectives while it holds a lock of its own. PyTorch 2.13
 # takes the interpreter's lock to free a tensor that Python knows. A main thread that starts a collective at that moment holds the
 # interpreter's lock and waits for Horovod's: the process never ends.
 release_gil() {
