@@ -20,7 +20,7 @@ from random import Random
 
 import numpy as np
 from damage import change_compact, change_gathered, change_indices, change_pairs, change_values
-from receivers import CASES, WORLD, Receiver, Recorded, record
+from receivers import CASES, GROUPS, WORLD, Receiver, Recorded, record
 from table import ORACLE, WITH_OPERATIONS, Backend
 
 from horovod_sparse.exchange import owners, protocols, wire
@@ -34,10 +34,10 @@ QUICK = ("numpy-compiled", "torch")
 def expected(recorded: Recorded, results: Sequence[np.ndarray]) -> str | None:
     """Return what the error must contain, by the specification; "" for none, None if a gradient was not finite."""
     first, disagree = results[0], "the ranks disagree on the state of bucket 'p2'"
-    if recorded.received is not None:
+    if recorded.received:
         # Whatever is wrong with it, the other workers learn by this worker's message, which is not among the others here.
-        first = results[1]
-    gathers = recorded.exchange in (protocols.sparse_allgather, protocols.union, owners.balanced)
+        first = results[-1]
+    gathers = recorded.exchange in (protocols.sparse_allgather, protocols.union, owners.balanced, owners.hierarchical)
     like, many = recorded.messages[0], WORLD if gathers else 1
     if first.dtype != like.dtype or first.shape != (many * len(like), *like.shape[1:]):
         return disagree
@@ -51,6 +51,10 @@ def expected(recorded: Recorded, results: Sequence[np.ndarray]) -> str | None:
         return _expected_of([message[:, 0].tolist() for message in messages], recorded.numel, finite=False)
     if recorded.exchange is owners.balanced:
         return _expected_of_sums(messages, recorded.numel)
+    if recorded.exchange is owners.hierarchical:
+        if any(message[0, 0] == wire.BAD_PART for message in messages):
+            return disagree
+        return _expected_of([message[:, 0].tolist() for message in messages], recorded.numel, finite=False)
     headers = [(message[0].item(), message[1:2].view(np.float32).item()) for message in messages]
     if any(checksum == wire.NOT_FINITE for checksum, _ in headers):
         return None
@@ -90,8 +94,8 @@ def damaged(recorded: Recorded, random: Random) -> tuple[list[np.ndarray], int]:
         return [change_values(total, WORLD, 17, random)], 1
     pairs = recorded.exchange is protocols.sparse_allgather
     messages = [message.copy() for message in recorded.messages]
-    if recorded.received is not None:
-        return _damaged_regions(recorded.received, messages, recorded.numel, random)
+    if recorded.exchange is owners.balanced:
+        return _damaged_regions(*recorded.received, messages, recorded.numel, random)
     changed = random.sample(range(WORLD), random.randint(1, WORLD))
     change = _change_of(recorded)
     for sender in changed:
@@ -100,11 +104,23 @@ def damaged(recorded: Recorded, random: Random) -> tuple[list[np.ndarray], int]:
     gathered = np.concatenate(messages)
     if random.random() < 0.05:
         gathered = change_gathered(gathered, random)
+    if recorded.exchange is owners.hierarchical:
+        if random.random() < 0.1:
+            gathered[random.choice((0, len(messages[0]))), 0] = wire.BAD_PART
+        return [*_damaged_shard(*recorded.received, recorded.numel, random), gathered], len(changed)
     if pairs:
         return [gathered], len(changed)
     room = min(recorded.numel, recorded.capacity * WORLD)
     total = np.array([random.gauss(0, 1) for _ in range(room)], np.float32)
     return [gathered, change_values(total, WORLD, 0, random)], len(changed)
+
+
+def _damaged_shard(values: np.ndarray, pairs: np.ndarray, numel: int, random: Random) -> list[np.ndarray]:
+    """Return what a worker has received of its shard, changed: the values of its host, and the pairs of all hosts."""
+    parts = np.split(pairs.copy(), len({*GROUPS}))
+    change_pairs(parts, random.randrange(len(parts)), numel, random)
+    pairs = np.concatenate(parts)
+    return [change_values(values, 1, 0, random), change_gathered(pairs, random) if random.random() < 0.05 else pairs]
 
 
 def _damaged_regions(
@@ -192,7 +208,7 @@ def _change_of(recorded: Recorded) -> Callable[[list[np.ndarray], int, int, Rand
     """Return what changes a message of this kind that was gathered."""
     if recorded.values != "float32":
         return change_compact
-    return change_pairs if recorded.exchange is protocols.sparse_allgather else change_indices
+    return change_indices if recorded.exchange is protocols.union else change_pairs
 
 
 def _rows(indices: list[int], numel: int) -> int | None:

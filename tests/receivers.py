@@ -13,7 +13,8 @@ from table import ORACLE, Backend
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.base import Compressor, Place
-from horovod_sparse.exchange import protocols, regions
+from horovod_sparse.exchange import owners, protocols, regions, wire
+from horovod_sparse.exchange.grid import Grid, grid
 from horovod_sparse.exchange.protocols import Exchange, Reduced
 from horovod_sparse.ops.protocol import Selection, Values
 
@@ -40,6 +41,7 @@ CASES: dict[str, Compressor] = {
     "pairs, compact": compressors.TopK(0.2, slack=1.3, values="bfloat16"),
     "pairs, float16": compressors.TopK(0.2, slack=1.3, values="float16"),
     "sums of regions": compressors.TopK(0.2, slack=1.3, balanced=True),
+    "pairs of hosts": compressors.TopK(0.2, slack=1.3, hierarchical=True),
     "pairs, drawn": compressors.RandomK(0.2, shared=False),
     "indices": compressors.MiCRO(0.2),
     "indices, of all": compressors.TopK(0.2, slack=1.3, union=True),
@@ -50,8 +52,14 @@ CASES: dict[str, Compressor] = {
     "dense, halves": Halves(0.2),
     "dense, halves of float64": Halves(0.2, residual_dtype="float64"),
 }
+GROUPS = "aabb"
+"""The host of each worker, where that matters."""
 SIZES = (23, 1, 40)
 """Of the parameters of the bucket."""
+
+
+ALLTOALLS: dict[Exchange, int] = {owners.balanced: 1, owners.hierarchical: 2}
+"""How many of an exchange's collectives come before the last and are seen by their receiver only."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +77,9 @@ class Recorded:
     """Each worker's residual before the selection."""
     selected: list[np.ndarray]
     messages: list[np.ndarray]
-    """Each worker's message that is gathered, or whose sum is taken."""
-    received: np.ndarray | None
-    """What the first worker has got by alltoall before that; None without one."""
+    """The messages that the last collective brings the first worker, or whose sum it takes."""
+    received: list[np.ndarray]
+    """What the first worker has got by alltoall before that."""
     bounds: list[int]
     checksums: list[int]
     proposals: list[float]
@@ -82,9 +90,9 @@ def record(compressor: Compressor) -> Recorded:
     rng = np.random.default_rng(5)
     shapes = {f"p{number}": (size,) for number, size in enumerate(SIZES)}
     compressor.min_numel, compressor.granularity = 0, "model"
-    dtype = compressor.residual_dtype or "float32"
+    dtype, groups = compressor.residual_dtype or "float32", GROUPS if compressor.hierarchical else ""
     pipelines = [
-        make_pipeline(ORACLE, compressor, shapes, world=WORLD, position=position, dtype=dtype)
+        make_pipeline(ORACLE, compressor, shapes, world=WORLD, position=position, dtype=dtype, groups=groups)
         for position in range(WORLD)
     ]
     buckets = [pipeline.buckets[0] for pipeline in pipelines]
@@ -101,10 +109,14 @@ def record(compressor: Compressor) -> Recorded:
     selected = [bucket.select().indices for bucket in buckets]
     bounds = buckets[0].bounds
     asked = [pipeline.begin(bucket) for pipeline, bucket in zip(pipelines, buckets, strict=True)]
-    answers, received = collective(ORACLE, asked), None
-    if asked[0].kind == "alltoall":
-        received = answers[0].copy()
+    received = []
+    for _ in range(ALLTOALLS.get(compressor.exchange, 0)):
+        answers = collective(ORACLE, asked)
+        received.append(answers[0].copy())
         asked = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
+    messages = [one.message for one in asked]
+    if compressor.exchange is owners.hierarchical:
+        messages = np.split(collective(ORACLE, asked)[0], WORLD)
     return Recorded(
         compressor,
         compressor.exchange,
@@ -115,7 +127,7 @@ def record(compressor: Compressor) -> Recorded:
         dtype,
         buffers,
         selected,
-        [one.message for one in asked],
+        messages,
         received,
         bounds,
         [bucket.checksum() for bucket in buckets],
@@ -124,7 +136,7 @@ def record(compressor: Compressor) -> Recorded:
 
 
 class Replay:
-    """A `protocols.Sender` that sends again what one worker has sent. Its region of the bucket is the first worker's."""
+    """A `protocols.Sender` that sends again what one worker has sent. Its part of the bucket is the first worker's."""
 
     name = "p2"
     world = WORLD
@@ -139,6 +151,7 @@ class Replay:
         self._buffer = backend.array(recorded.buffers[rank])
         self._selected = backend.array(recorded.selected[rank])
         self._message = backend.array(recorded.messages[rank])
+        self.grid: Grid = grid(GROUPS, self.position)
 
     @property
     def step(self) -> int:
@@ -150,8 +163,25 @@ class Replay:
     def finish(self) -> None: ...
 
     def message_to_regions(self, room: int) -> Any:
-        assert self._recorded.received is not None and len(self._recorded.received) == WORLD * room
-        return self.ops.copy(self.ops.indices(self._recorded.received, self._buffer))
+        (received,) = self._recorded.received
+        assert len(received) == WORLD * room
+        return self.ops.copy(self.ops.indices(received, self._buffer))
+
+    def message_of_shard(self, received: Any) -> Any:
+        message = self.ops.copy(self._message)
+        if received is None:
+            message[0, 0] = wire.BAD_PART
+            return message
+        assert received.dtype == self._buffer.dtype
+        shard = self.ops.copy(self._buffer[: self.grid.shards(self.numel)[1]])
+        for part in received.reshape(self.grid.slots, len(shard)):
+            self.ops.accumulate(shard, [(0, part)])
+        return message
+
+    def host_sent(self, indices: Any) -> None:
+        assert len(indices) == self.grid.slots and all(
+            0 <= one < self.numel for some in indices for one in some.tolist()
+        )
 
     def region(self) -> Any:
         return self.ops.copy(self._buffer[: self.bounds[1]])
