@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from horovod_sparse import __version__
 from horovod_sparse.compressors.base import Compressor
@@ -30,6 +31,21 @@ def compare(mine: Description, everyone: Iterable[Description], rank: int) -> No
                 f"rank {rank}: all ranks must run the same model with the same compression, but worker {position} "
                 f"of the process set differs (mine, theirs): {different}"
             )
+
+
+def agree_on_states(check: Callable[[], None], gather: Callable[[object], list[Any]], rank: int) -> None:
+    """Raise ValueError on every rank if any rank has loaded a state for which `check` raises it. Blocks.
+
+    `gather` returns every rank's value, in rank order.
+    """
+    problem = ""
+    try:
+        check()
+    except ValueError as error:
+        problem = str(error)
+    compare({"problem": problem}, gather({"problem": problem}), rank)
+    if problem:
+        raise ValueError(f"rank {rank}: the state that was loaded does not fit: {problem}")
 
 
 def op_name(op: object, average: object, total: object) -> str:

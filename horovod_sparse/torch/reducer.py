@@ -21,7 +21,7 @@ import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from horovod_sparse.core.agreement import is_elastic
+from horovod_sparse.core.agreement import agree_on_states, is_elastic
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Slot
@@ -31,7 +31,7 @@ from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import check_discardable, check_state, empty_state, holds_anything, kept_shapes
 from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.exchange.protocols import Collective, Reduced
-from horovod_sparse.torch.agreement import agree, agree_on_states, check_momentum, hosts
+from horovod_sparse.torch.agreement import agree, check_momentum, gather_states, hosts
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
@@ -40,7 +40,7 @@ from horovod_sparse.torch.following import Workers
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
 from horovod_sparse.torch.network import TimedCollectives
-from horovod_sparse.torch.routes import Routes, dense_message
+from horovod_sparse.torch.routes import OptimizerRoutes, dense_message
 from horovod_sparse.torch.step import Step
 
 _WITH_SCALER = (
@@ -77,7 +77,7 @@ class Reducer(Server):
         self._number: int | None = None
         """The optimizer's number, the same on every rank; None before the first agreement."""
         self._collectives = Collectives(optimizer.op, optimizer.gradient_predivide_factor, self._process_set)
-        self._routes = Routes(optimizer, self.compressor)
+        self._routes = OptimizerRoutes(optimizer, self.compressor)
         self.pipeline = None
 
     def begin_again(self, state: Mapping[str, Any] | None) -> None:
@@ -177,7 +177,8 @@ class Reducer(Server):
         if together is not None:
             step.arrived[together.name] += 1
             if step.arrived[together.name] == len(together.parameters):
-                message = dense_message(together, self.compressor, pipeline.preparation)
+                given = [gradient_of(member) for member in together.parameters]
+                message = dense_message(together, given, self.compressor, pipeline.preparation)
                 if parameter in step.handed and message is parameter.grad:
                     step.handed[parameter] = without_sample(step.handed[parameter])
                 wait = self._collectives.start("dense", message, self._name(together.name))
@@ -341,7 +342,8 @@ class Reducer(Server):
         if is_elastic() and self.pipeline is None:
             self.deferred = self.workers_before.align(self.deferred)
             deferred = self.deferred or deferred
-        agree_on_states(lambda: self._check(deferred, left_out), self._process_set)
+        gather = partial(gather_states, process_set=self._process_set)
+        agree_on_states(lambda: self._check(deferred, left_out), gather, mpi_ops.rank())
         agreement.conclude()
         self._number = agreement.number
         if self.pipeline is None:

@@ -33,6 +33,7 @@ MODULES = {
         "tf.parameters",
         "tf.uneven",
     ),
+    "ddp": ("ddp.hook",),
 }
 
 
