@@ -23,7 +23,6 @@ def read_description() -> str:
     return readme.read_text(encoding="utf-8") if readme.exists() else ""
 
 
-HOROVOD = "horovod==0.28.1"
 X86 = "platform_machine == 'x86_64'"
 
 setup(
@@ -52,9 +51,10 @@ setup(
     python_requires=">=3.10,<3.13",
     install_requires=["numpy", "scipy", "cffi"],
     extras_require={
-        "torch": ["torch", HOROVOD],
-        "tensorflow": ["tensorflow", HOROVOD],
-        "tensorflow-cpu": ["tensorflow-cpu", HOROVOD],
+        "torch": ["torch"],
+        "tensorflow": ["tensorflow"],
+        "tensorflow-cpu": ["tensorflow-cpu"],
+        "horovod": ["horovod==0.28.1"],
         "mpi": ["mpi4py>=4"],
         "test": [
             "pytest",
