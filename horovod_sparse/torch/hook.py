@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from horovod_sparse.core.agreement import check_momentum
 from horovod_sparse.core.binding import refuse_class
 from horovod_sparse.torch.compressors import TorchCompressor
+from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.hooked import HookReducer
 
 _NO_FSDP = (
@@ -42,7 +43,7 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
     server = state.server
     if server is None:
         _check_optimizer(state, None)
-        server = HookReducer(state, None, bucket.buffer().device, {})
+        server = HookReducer(state, Group(None, bucket.buffer().device), {})
     if not isinstance(server, HookReducer):
         state.check_free()
         raise AssertionError
@@ -75,10 +76,10 @@ def register(
     compression.check_free()
     _check_optimizer(compression, optimizer)
     names = {parameter: name for name, parameter in model.module.named_parameters()}
-    device = next(iter(names)).device
+    group = Group(model.process_group, next(iter(names)).device)
     model.register_comm_hook(compression, comm_hook)
-    finds_unused = model.find_unused_parameters and not model.static_graph
-    HookReducer(compression, model.process_group, device, names, optimizer, finds_unused=finds_unused)
+    reducer = HookReducer(compression, group, names, optimizer)
+    reducer.finds_unused = model.find_unused_parameters and not model.static_graph
 
 
 def _check_compression(compression: object) -> None:
