@@ -13,6 +13,7 @@ from horovod_sparse.core.public import *
 from horovod_sparse.torch.compressors import *
 from horovod_sparse.torch.hook import comm_hook as comm_hook
 from horovod_sparse.torch.hook import register as register
+from horovod_sparse.torch.local import LocalUpdates as LocalUpdates
 
 if stock.module is not None:
     from horovod_sparse.core.checkpoint import Checkpoint as Checkpoint

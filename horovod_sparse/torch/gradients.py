@@ -33,7 +33,7 @@ def write_reduced(
         if not parameter.requires_grad:
             continue
         if target is None or target.is_sparse or parameter in as_sparse:
-            target = torch.empty(parameter.shape, dtype=_wide(parameter), device=parameter.device)
+            target = torch.empty(parameter.shape, dtype=wide(parameter), device=parameter.device)
             later.append((parameter, target))
         targets.append((slot, target))
     write_to(targets, reduced)
@@ -50,7 +50,7 @@ def write_to(targets: Sequence[tuple[Slot, Tensor]], reduced: Reduced) -> None:
             parts.append((slot.offset, target if target.dim() == 1 else target.view(-1)))
             continue
         # Half-precision sums are rounded once at the end, not after every rank.
-        flat = torch.empty(target.numel(), dtype=_wide(target), device=target.device)
+        flat = torch.empty(target.numel(), dtype=wide(target), device=target.device)
         parts.append((slot.offset, flat))
         rounded.append((target, flat))
     reduced.write(parts)
@@ -58,7 +58,8 @@ def write_to(targets: Sequence[tuple[Slot, Tensor]], reduced: Reduced) -> None:
         target.copy_(flat.view(target.shape))
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def wide(tensor: Tensor) -> torch.dtype:
+    """Return the type in which gradients of a tensor's type are summed."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
