@@ -84,6 +84,15 @@ class LocalUpdates:
         self._reducer = GroupReducer(self.compression, _transport(group, device), names)
         self._reducer.also_equal = {"local updates": f"{self.outer}, shared parameters {_digest(self._shared)}"}
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's."""
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as the optimizer does."""
+        self.optimizer.zero_grad(set_to_none)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the optimizer. After every `every`-th step, exchange. Return what the optimizer's `step` returns.
 
