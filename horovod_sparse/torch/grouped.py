@@ -86,6 +86,7 @@ class GroupReducer(Server):
         self.also_equal: dict[str, str] = {}
         """What else must be the same on all ranks, by name."""
         self._routes = Routes(compressor)
+        self._frozen: set[Tensor] = set()
         self._step = GroupStep()
 
     def reduce_all(self, gradients: Mapping[Tensor, Tensor]) -> None:
@@ -119,6 +120,7 @@ class GroupReducer(Server):
         if not step.begun:
             step.begun = True
             self._check_steps(pipeline)
+            self._drop_frozen(pipeline)
             pipeline.start_step(step.gradients.values(), self._scale)
         for parameter in parameters:
             together = self._routes.dense.get(parameter)
@@ -130,6 +132,13 @@ class GroupReducer(Server):
                 gradients = [step.gradients[member] for member in together.parameters]
                 message = dense_message(together, gradients, self.compressor, pipeline.preparation)
                 step.dense.append((together, message, self._transport.start(Collective("allreduce", message))))
+
+    def _drop_frozen(self, pipeline: Pipeline) -> None:
+        """Forget what is kept of parameters that are not trained any more."""
+        frozen = {parameter for parameter in self._routes.names if not parameter.requires_grad}
+        for parameter in frozen - self._frozen:
+            pipeline.drop(self._routes.names[parameter])
+        self._frozen = frozen
 
     def _take_compressed(self, pipeline: Pipeline, parameter: Tensor) -> None:
         step, name = self._step, self._routes.names[parameter]

@@ -96,6 +96,8 @@ class HookReducer(GroupReducer):
 
         def end() -> None:
             for parameter, reduced in gradients.items():
+                if not parameter.requires_grad:
+                    continue
                 if parameter.grad is None:
                     parameter.grad = reduced.clone()
                 elif self.finds_unused and not torch.equal(parameter.grad, reduced):

@@ -221,6 +221,23 @@ def nothing_is_lost_of_parameters_that_are_not_used(set_to_none: bool, arguments
         np.testing.assert_array_equal(sum(one[name] for one in residuals), total[name], err_msg=name)
 
 
+@scenario(TORCHRUN_2)
+def a_frozen_parameter_stands_still() -> None:
+    compression = TopK(0.02, bucket_bytes=16_000)
+    model = wrap(Exact(COMPRESSED), compression, find_unused_parameters=True)
+    optimizer, second = sgd(model, momentum=0.0), model.module.second
+    for step in range(6):
+        second.requires_grad_(step < 3)
+        before = second.detach().clone()
+        optimizer.zero_grad()
+        used = [name for name in COMPRESSED if name != "second" or step < 3]
+        model({name: normals(COMPRESSED[name], step=step, rank=ranks.rank()) for name in used}).backward()
+        optimizer.step()
+        assert torch.equal(before, second) == (step >= 3)
+    assert not compression.state_dict()["residuals"]["second"].any()
+    assert_identical(model)
+
+
 @scenario(*TORCHRUN)
 def not_finite_raises_on_all_ranks_and_training_goes_on() -> None:
     network, compression = overflowing(), SIDCo(0.01, bucket_bytes=BUCKET_BYTES)
