@@ -2,7 +2,7 @@
 
     sudo .venv/bin/python benchmarks/scaling.py --hosts 2 4 8 --rate 1gbit --picture docs/scaling.png
 
-Every number of hosts is a run of `step_time.py` with one worker on each, on hosts that are network namespaces of this machine. The
+Every number of hosts is a run of `step_time.py`, one worker on each host. Hosts are network namespaces of this machine, and the
 workers share its processors, so computation alone takes longer with more of them. What counts is its part of the step.
 What follows `--` goes to `step_time.py`.
 """
