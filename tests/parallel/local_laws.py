@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from backend import ORACLE
 from driver import dense_sum, exchange, make_pipeline
-from table import ORACLE
 
 from .common import normals, raised
 
