@@ -54,6 +54,11 @@ class Outer:
                 f"compression must have no momentum_correction with local updates, got {compressor.momentum_correction!r}; use "
                 "outer_momentum, or momentum in the optimizer (DGC: momentum=0)"
             )
+        if compressor.not_finite == "propagate":
+            raise ValueError(
+                "compression must have not_finite='raise' with local updates, got 'propagate': the shared parameters would "
+                "stay NaN"
+            )
         if compressor.lr_in_residual:
             raise ValueError(
                 "compression must have lr_in_residual=False with local updates, got True: residuals are in units of the "

@@ -83,8 +83,6 @@ class GroupReducer(Server):
         self._transport = transport
         self._given_names = names
         self._optimizer = optimizer
-        self.also_equal: dict[str, str] = {}
-        """What else must be the same on all ranks, by name."""
         self._routes = Routes(compressor)
         self._frozen: set[Tensor] = set()
         self._step = GroupStep()
@@ -186,7 +184,6 @@ class GroupReducer(Server):
             "compression": repr(compressor),
             "parameters": described(new),
         }
-        mine |= self.also_equal
         if compressor.lr_in_residual:
             mine["lr"] = [str(float(one["lr"])) for one in self._param_groups]
         everyone = group.everyone([mine, kernels.variant()])

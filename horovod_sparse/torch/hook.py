@@ -76,6 +76,13 @@ def register(
     compression.check_free()
     _check_optimizer(compression, optimizer)
     names = {parameter: name for name, parameter in model.module.named_parameters()}
+    if compression.lr_in_residual and optimizer is not None:
+        moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        absent = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in moved]
+        if absent:
+            raise ValueError(
+                f"optimizer must have all parameters of the model with lr_in_residual=True, got none of {absent}"
+            )
     group = Group(model.process_group, next(iter(names)).device)
     model.register_comm_hook(compression, comm_hook)
     reducer = HookReducer(compression, group, names, optimizer)

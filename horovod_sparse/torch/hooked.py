@@ -7,7 +7,7 @@ bucket ends all of them, in one order on all ranks, and writes the reduced gradi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ Future = torch.futures.Future
 class HookReducer(GroupReducer):
     """Reduces the gradients of one model. `GroupReducer` has its arguments."""
 
-    finds_unused = False
-    """Whether DDP leaves a gradient as it was if no rank has used the parameter in this step."""
+    finds_unused = True
+    """Whether DDP may leave a gradient as it was if no rank has used the parameter in this step."""
     scaler: torch.amp.GradScaler | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -33,12 +33,21 @@ class HookReducer(GroupReducer):
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         """See `TorchCompressor.scale_with`."""
+        if not scaler.is_enabled():
+            return
         if self.pipeline is not None or self.scaler not in (None, scaler):
             raise RuntimeError(
                 "scale_with must be called once, before the first step: residuals are kept without its scale"
             )
         self.compressor.discardable = True
         self.scaler = scaler
+
+    def rescale(self, factor: float) -> None:
+        if self.scaler is not None:
+            raise RuntimeError(
+                "rescale must not be called with scale_with(scaler): residuals are kept without the loss scale"
+            )
+        super().rescale(factor)
 
     # --- DDP's buckets ---
 
@@ -64,9 +73,19 @@ class HookReducer(GroupReducer):
         if bucket.index() == 0 and self._step.gradients:
             # Backward was interrupted.
             self._give_up_step()
+        self._check_known(bucket.parameters())
         self._step.gradients.update(zip(bucket.parameters(), bucket.gradients(), strict=True))
         if self.pipeline is not None and not self.compressor.holds_back:
             self._take(self.pipeline, bucket.parameters())
+
+    def _check_known(self, parameters: Iterable[Tensor]) -> None:
+        """Raise ValueError if a bucket is that of another model."""
+        known = self._routes.names or self._given_names
+        if known and any(parameter not in known for parameter in parameters):
+            raise ValueError(
+                f"compression must serve one model, but {self.compressor!r} is the hook of another one, too; give each model a "
+                "compressor of its own"
+            )
 
     def _give_up_step(self) -> None:
         self._promised = []
@@ -99,7 +118,8 @@ class HookReducer(GroupReducer):
                 if not parameter.requires_grad:
                     continue
                 if parameter.grad is None:
-                    parameter.grad = reduced.clone()
+                    # As with DDP alone, a parameter that was never used has no gradient.
+                    parameter.grad = reduced.clone() if reduced.any() else None
                 elif self.finds_unused and not torch.equal(parameter.grad, reduced):
                     parameter.grad.copy_(reduced)
             if error is not None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from horovod_sparse.core.agreement import compare
 from horovod_sparse.core.local import Outer
 from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
@@ -65,6 +66,7 @@ class LocalUpdates:
         group: Any = None,
     ) -> None:
         self.optimizer = optimizer
+        self._model = model
         self.outer = Outer(every, residual_decay, outer_lr, outer_momentum)
         self.compression = NoOp() if compression is None else compression
         if not isinstance(self.compression, TorchCompressor):
@@ -81,8 +83,12 @@ class LocalUpdates:
         self._parameters = {name: parameter for parameter, name in names.items()}
         self._steps = 0
         device = next(iter(names)).device
-        self._reducer = GroupReducer(self.compression, _transport(group, device), names)
-        self._reducer.also_equal = {"local updates": f"{self.outer}, shared parameters {_digest(self._shared)}"}
+        self._unchecked = True
+        """Whether the shared parameters are still to be compared with those of the other workers."""
+        self._transport = _transport(group, device)
+        self._reducer = GroupReducer(self.compression, self._transport, names)
+        # An exchange that fails must leave no trace, because the drift is still there.
+        self.compression.discardable = True
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -113,11 +119,13 @@ class LocalUpdates:
             FloatingPointError: on every worker, if a parameter of any worker holds NaN or infinity. All workers then have
                 the parameters of the last exchange again, and training can go on.
         """
-        drifts = {p: self._shared[name] - p.to(self._shared[name].dtype) for name, p in self._parameters.items()}
+        self._check()
+        drifts = {parameter: self._drift(name, parameter) for name, parameter in self._parameters.items()}
         self._steps = 0
         try:
             self._reducer.reduce_all(drifts)
         except FloatingPointError:
+            self._reducer.discard_step()
             self._spread()
             raise
         for name, parameter in self._parameters.items():
@@ -125,6 +133,24 @@ class LocalUpdates:
         self._spread()
         if self._reducer.pipeline is not None:
             self._reducer.pipeline.decay(self.outer.residual_decay)
+
+    def _check(self) -> None:
+        """Raise ValueError on all workers if they differ in what must be the same."""
+        _names(self.optimizer, self._model, self._parameters)
+        if not self._reducer.active:
+            return
+        # All of them say so whenever one has loaded a state, so that nobody waits.
+        parameters = _digest(self._shared) if self._unchecked else "as they were"
+        mine = {"local updates": str(self.outer), "shared parameters": parameters}
+        compare(mine, self._transport.everyone(mine), self._transport.rank)
+        self._unchecked = False
+
+    def _drift(self, name: str, parameter: Tensor) -> Tensor:
+        """Return how far a parameter has moved, the other way. It began with what its own type holds of the shared one."""
+        shared = self._shared[name]
+        if not parameter.requires_grad:
+            return torch.zeros_like(shared)
+        return shared.to(parameter.dtype).to(shared.dtype) - parameter.to(shared.dtype)
 
     def _spread(self) -> None:
         for name, parameter in self._parameters.items():
@@ -156,16 +182,24 @@ class LocalUpdates:
         for part, mine in (("shared", self._shared), ("momentum", self._momentum)):
             for name, tensor in mine.items():
                 tensor.copy_(state[part][name])
+        self._unchecked = True
         self._steps = int(state["steps"])
 
 
-def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor, str]:
-    """Return the optimizer's parameters with their names, in the order of the model."""
+def _names(
+    optimizer: torch.optim.Optimizer, model: nn.Module, known: Mapping[str, Tensor] | None = None
+) -> dict[Tensor, str]:
+    """Return the optimizer's parameters with their names, in the order of the model. They must be those that are `known`."""
     moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p in moved}
     if len(names) < len(moved):
         raise ValueError(
             f"optimizer must have parameters of the model only, got {len(moved) - len(names)} others; they would drift apart"
+        )
+    if known is not None and [*names.values()] != [*known]:
+        raise ValueError(
+            f"optimizer must have the parameters {[*known]}, with which LocalUpdates was made, got {[*names.values()]}; "
+            "make it again after parameters were added"
         )
     return names
 

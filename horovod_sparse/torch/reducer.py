@@ -95,7 +95,7 @@ class Reducer(Server):
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         """See `TorchCompressor.scale_with`."""
-        if self.scaler is scaler:
+        if self.scaler is scaler or not scaler.is_enabled():
             return
         if self.pipeline is not None or self.scaler is not None:
             raise RuntimeError(
