@@ -50,8 +50,10 @@ class LocalUpdates:
         self.outer.check(reduce.pipeline.compressor)
         self._reduce = reduce
         self._parameters = dict(parameters)
-        self._shared = {name: parameter.copy() for name, parameter in parameters.items()}
-        self._momentum = {name: np.zeros_like(p) for name, p in parameters.items() if outer_momentum}
+        if not reduce.pipeline.averages:
+            raise ValueError("reduce must be made with average=True for local updates, got average=False")
+        self._shared = {name: p.astype(np.promote_types(p.dtype, np.float32)) for name, p in parameters.items()}
+        self._momentum = {name: np.zeros_like(shared) for name, shared in self._shared.items() if outer_momentum}
         self._steps = 0
 
     def step(self) -> bool:
@@ -70,7 +72,11 @@ class LocalUpdates:
                 the parameters of the last exchange again, and training can go on.
         """
         self._steps = 0
-        drifts = {name: self._shared[name] - parameter for name, parameter in self._parameters.items()}
+        # A parameter began with what its own type holds of the shared one.
+        drifts = {
+            name: shared.astype(self._parameters[name].dtype).astype(shared.dtype) - self._parameters[name]
+            for name, shared in self._shared.items()
+        }
         try:
             means = self._reduce(drifts)
         except FloatingPointError:

@@ -49,7 +49,6 @@ def formulas(workers: Workers, decay: float, outer_lr: float, momentum: float) -
     for outer in range(5):
         for step in range(EVERY):
             move(_moves(EVERY * outer + step, workers.rank))
-        mine = {name: one.copy() for name, one in shared.items()}
         drifts = []
         for rank in range(workers.size):
             mine = {name: one.copy() for name, one in shared.items()}
