@@ -14,6 +14,7 @@ every round.
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import statistics
 import sys
@@ -172,6 +173,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, default=3, help="of charlm and linear")
     add("--parameters", type=int, default=1000, help="of many")
     add("--elements", type=int, default=10_000, help="of each parameter of many")
+    add("--log-file", type=Path, metavar="FILE", help="write each row's quartiles in milliseconds, as JSON")
     args = parser.parse_args(arguments)
     if args.rounds < 2:
         parser.error(f"--rounds must be at least 2, got {args.rounds}")
@@ -213,6 +215,9 @@ def main() -> None:
             f"Python {platform.python_version()}, PyTorch {torch.__version__}\n"
         )
         print(table(contenders, numel, unit), flush=True)
+        if args.log_file is not None:
+            rows = {contender.name: quartiles(contender.seconds) for contender in contenders}
+            args.log_file.write_text(json.dumps(rows) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
