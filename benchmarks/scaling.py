@@ -18,7 +18,7 @@ from pathlib import Path
 import hosts
 import machine
 
-ALONE, DENSE = "none: computation alone", "dense fp32"
+ALONE = "none: computation alone"
 ROWS = (
     "dense fp16",
     "DDP fp16",
