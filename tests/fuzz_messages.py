@@ -101,12 +101,13 @@ def damaged(recorded: Recorded, random: Random) -> tuple[list[np.ndarray], int]:
     for sender in changed:
         for _ in range(random.choice((1, 1, 1, 2, 4))):
             change(messages, sender, recorded.numel, random)
+    if recorded.exchange is owners.hierarchical and random.random() < 0.1:
+        # A cut message may have no rows left.
+        random.choice(messages)[:1, 0] = wire.BAD_PART
     gathered = np.concatenate(messages)
     if random.random() < 0.05:
         gathered = change_gathered(gathered, random)
     if recorded.exchange is owners.hierarchical:
-        if random.random() < 0.1:
-            gathered[random.choice((0, len(messages[0]))), 0] = wire.BAD_PART
         return [*_damaged_shard(*recorded.received, recorded.numel, random), gathered], len(changed)
     if pairs:
         return [gathered], len(changed)
