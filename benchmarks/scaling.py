@@ -18,7 +18,7 @@ from pathlib import Path
 import hosts
 import machine
 
-ALONE, DENSE = "none: computation alone", "dense fp32"
+ALONE = "none: computation alone"
 ROWS = (
     "dense fp16",
     "DDP fp16",
@@ -27,11 +27,10 @@ ROWS = (
     "SIDCo 0.01 bfloat16",
     "SIDCo 0.01 balanced",
     "SIDCo 0.001",
-    "DDP SIDCo 0.001",
     "MiCRO 0.01",
 )
 MODEL = ("--model", "linear", "--width", "512", "--layers", "24", "--batch-size", "16", "--rounds", "15")
-COLORS = ("#6b6b6b", "#b08d57", "#000000", "#009e73", "#3b7dd8", "#7fb2f0", "#cc79a7", "#c2410c", "#7a5195", "#ef9b20")
+COLORS = ("#6b6b6b", "#b08d57", "#000000", "#009e73", "#3b7dd8", "#7fb2f0", "#c2410c", "#7a5195", "#ef9b20")
 Steps = dict[str, dict[int, tuple[float, float, float]]]
 """Row -> number of hosts -> quartiles in milliseconds."""
 
