@@ -58,6 +58,10 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace, compression: Any)
     if not args.every:
         names = model.named_parameters()
         return hvd.DistributedOptimizer(optimizer, named_parameters=names, compression=compression), compression
+    if args.compression == "fp16":
+        raise SystemExit(
+            "--every needs --compression none or a sparsifier, got fp16: what is exchanged has no Horovod compression"
+        )
     if args.epoch_steps % args.every:
         raise SystemExit(f"--epoch-steps must be a multiple of --every, got {args.epoch_steps} and {args.every}")
     local = hvd.LocalUpdates(

@@ -14,8 +14,13 @@ theta = theta - alpha * (mean(sent_r) + mu * m).
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.ops.protocol import Array
@@ -73,3 +78,22 @@ class Outer:
             mean += self.outer_momentum * momentum
         mean *= self.outer_lr
         shared -= mean
+
+
+def digest(arrays: Iterable[NDArray[Any]]) -> str:
+    """Return what tells the values of arrays from others."""
+    sha = hashlib.sha256()
+    for array in arrays:
+        sha.update(array.tobytes())
+    return sha.hexdigest()[:16]
+
+
+def check_parts(state: Mapping[str, Any], mine: Mapping[str, Mapping[str, Array]]) -> None:
+    """Raise ValueError if a state is none of local updates, or if the arrays in a part have other shapes than `mine`."""
+    absent = [part for part in ("steps", "compression", *mine) if part not in state]
+    if absent:
+        raise ValueError(f"state must be what LocalUpdates.state_dict() returned, but it has no {absent}")
+    for part, arrays in mine.items():
+        shapes, theirs = ({name: tuple(one.shape) for name, one in some.items()} for some in (arrays, state[part]))
+        if shapes != theirs:
+            raise ValueError(f"the state's {part!r} must have the shapes {shapes}, got {theirs}; it is another model's")

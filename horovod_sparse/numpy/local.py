@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.core.local import Outer
+from horovod_sparse.core.local import Outer, check_parts, digest
 from horovod_sparse.numpy.allreduce import SparseAllreduce
 
 Array = NDArray[Any]
@@ -50,6 +50,8 @@ class LocalUpdates:
         self.outer.check(reduce.pipeline.compressor)
         self._reduce = reduce
         self._parameters = dict(parameters)
+        self._unchecked = True
+        """Whether the shared parameters are still to be compared with those of the other workers."""
         if not reduce.pipeline.averages:
             raise ValueError("reduce must be made with average=True for local updates, got average=False")
         self._shared = {name: p.astype(np.promote_types(p.dtype, np.float32)) for name, p in parameters.items()}
@@ -70,7 +72,11 @@ class LocalUpdates:
         Raises:
             FloatingPointError: on every worker, if a parameter of any worker holds NaN or infinity. All workers then have
                 the parameters of the last exchange again, and training can go on.
+            ValueError: on every worker, if they differ in settings or in the parameters with which they begin.
         """
+        shared = digest(self._shared.values()) if self._unchecked else "as they were"
+        self._reduce.compare("local updates", self.outer, "shared parameters", shared)
+        self._unchecked = False
         self._steps = 0
         # A parameter began with what its own type holds of the shared one.
         drifts = {
@@ -101,9 +107,15 @@ class LocalUpdates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, with the same parameters and settings."""
+        """Continue from what `state_dict` returned, with the same parameters and settings.
+
+        Raises:
+            ValueError: the state belongs to other parameters, or is none of `LocalUpdates`; nothing was changed.
+        """
+        check_parts(state, {"shared": self._shared, "momentum": self._momentum})
         self._reduce.load_state_dict(state["compression"], self._parameters)
         for part, mine in (("shared", self._shared), ("momentum", self._momentum)):
             for name, array in mine.items():
                 array[...] = state[part][name]
+        self._unchecked = True
         self._steps = int(state["steps"])

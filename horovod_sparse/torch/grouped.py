@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from horovod_sparse import kernels
-from horovod_sparse.compressors.schedules import Schedule
-from horovod_sparse.core.agreement import RELEASE, agree_on_states, compare, warn_of_kernels
+from horovod_sparse.core.agreement import RELEASE, agree_on_states, check_steps, compare, warn_of_kernels
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.pipeline import Pipeline, UnderWay, Wait
@@ -110,6 +109,13 @@ class GroupReducer(Server):
         """The loss scale of this step, if there is a scaler."""
         return None
 
+    def scale_with(self, scaler: torch.amp.GradScaler) -> None:
+        """See `TorchCompressor.scale_with`. Refused here, because nothing that is scaled is reduced."""
+        raise RuntimeError(
+            "scale_with must not be called with local updates, because the scaler's gradients stay on their worker: call "
+            "scaler.step(optimizer) with the optimizer itself, and then local.count_step()"
+        )
+
     # --- gradients in ---
 
     def _take(self, pipeline: Pipeline, parameters: Iterable[Tensor]) -> None:
@@ -117,7 +123,10 @@ class GroupReducer(Server):
         step = self._step
         if not step.begun:
             step.begun = True
-            self._check_steps(pipeline)
+            if pipeline.buckets:
+                check_steps(
+                    self.compressor, pipeline.buckets[0].state.step, self._transport.everyone, self._transport.rank
+                )
             self._drop_frozen(pipeline)
             pipeline.start_step(step.gradients.values(), self._scale)
         for parameter in parameters:
@@ -218,17 +227,6 @@ class GroupReducer(Server):
         state = self.deferred or empty_state()
         if holds_anything(state):
             check_state(state, self.compressor, *kept_shapes(shapes, self.compressor))
-
-    def _check_steps(self, pipeline: Pipeline) -> None:
-        """Raise RuntimeError on all ranks if they are in different steps: their messages would have different sizes."""
-        if isinstance(self.compressor.ratio, Schedule) or self.compressor.dense_steps:
-            step = pipeline.buckets[0].state.step if pipeline.buckets else 0
-            steps = self._transport.everyone(step)
-            if len(set(steps)) > 1:
-                raise RuntimeError(
-                    f"rank {self._transport.rank}: the ranks are in different steps of the schedule, {steps}; load the "
-                    "compression state on every rank or on none"
-                )
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
         super().load_compression_state(state)

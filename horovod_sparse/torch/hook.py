@@ -25,8 +25,8 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
         model = DistributedDataParallel(model)
         model.register_comm_hook(SIDCo(ratio=0.001), comm_hook)
 
-    The ranks are those of the default process group, and parameters are named by numbers. With another group, with
-    `lr_in_residual`, and to load a state before the first step, use `register`.
+    The ranks are those of the default process group. Parameters are named by numbers, in the order of DDP's first buckets. With
+    another group, with `lr_in_residual`, and to load a state before the first step, use `register`.
 
     Args:
         state: a compressor of this module; each model needs its own.
@@ -34,19 +34,18 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
 
     Raises:
         TypeError: `state` is not a compressor of this module, or the model is in FSDP.
-        ValueError: the compressor serves another model or optimizer, or ranks have different settings or parameters.
+        ValueError: the compressor serves another model or optimizer, a parameter has sparse gradients, or ranks have
+            different settings or parameters.
         FloatingPointError: on every rank, after the step, if a gradient of any rank holds NaN or infinity (see `not_finite`).
     """
     _check_compression(state)
     if not isinstance(bucket, GradBucket):
         raise TypeError(f"comm_hook must be registered with DistributedDataParallel, got {type(bucket)}. {_NO_FSDP}")
     server = state.server
-    if server is None:
-        _check_optimizer(state, None)
-        server = HookReducer(state, Group(None, bucket.buffer().device), {})
     if not isinstance(server, HookReducer):
         state.check_free()
-        raise AssertionError
+        _check_optimizer(state, None)
+        server = HookReducer(state, Group(None, bucket.buffer().device), {})
     return server.reduce(bucket)
 
 

@@ -7,7 +7,7 @@ bucket ends all of them, in one order on all ranks, and writes the reduced gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,39 +15,24 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from horovod_sparse.torch.grouped import GroupReducer
+from horovod_sparse.torch.scaler import ScaledServer
 
 Future = torch.futures.Future
+_NO_BACKWARD = -1
 
 
-class HookReducer(GroupReducer):
+class HookReducer(ScaledServer, GroupReducer):
     """Reduces the gradients of one model. `GroupReducer` has its arguments."""
 
     finds_unused = True
     """Whether DDP may leave a gradient as it was if no rank has used the parameter in this step."""
-    scaler: torch.amp.GradScaler | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._promised: list[tuple[Tensor, Future[Tensor]]] = []
         """DDP's buckets of this step, and what tells DDP that each is reduced."""
-
-    def scale_with(self, scaler: torch.amp.GradScaler) -> None:
-        """See `TorchCompressor.scale_with`."""
-        if not scaler.is_enabled():
-            return
-        if self.pipeline is not None or self.scaler not in (None, scaler):
-            raise RuntimeError(
-                "scale_with must be called once, before the first step: residuals are kept without its scale"
-            )
-        self.compressor.discardable = True
-        self.scaler = scaler
-
-    def rescale(self, factor: float) -> None:
-        if self.scaler is not None:
-            raise RuntimeError(
-                "rescale must not be called with scale_with(scaler): residuals are kept without the loss scale"
-            )
-        super().rescale(factor)
+        self._backward = _NO_BACKWARD
+        """The number that PyTorch has given to the backward pass in which this step began."""
 
     # --- DDP's buckets ---
 
@@ -70,18 +55,29 @@ class HookReducer(GroupReducer):
         return future
 
     def _take_bucket(self, bucket: Any) -> None:
-        if bucket.index() == 0 and self._step.gradients:
-            # Backward was interrupted.
-            self._give_up_step()
-        self._check_known(bucket.parameters())
+        if bucket.index() == 0:
+            backward = torch._C._current_graph_task_id()
+            if self._promised and backward != self._backward:
+                # Backward was interrupted.
+                self._give_up_step()
+            self._backward = backward
+        self._check_known(bucket)
+        if bucket.buffer().is_sparse:
+            # DDP reduces sparse gradients alone, in a bucket each.
+            names = [self._given_names.get(parameter, "(without a name)") for parameter in bucket.parameters()]
+            raise ValueError(
+                f"parameters must have dense gradients in DistributedDataParallel, got sparse ones of {names}; make the "
+                "embedding with sparse=False"
+            )
         self._step.gradients.update(zip(bucket.parameters(), bucket.gradients(), strict=True))
         if self.pipeline is not None and not self.compressor.holds_back:
             self._take(self.pipeline, bucket.parameters())
 
-    def _check_known(self, parameters: Iterable[Tensor]) -> None:
-        """Raise ValueError if a bucket is that of another model."""
+    def _check_known(self, bucket: Any) -> None:
+        """Raise ValueError if a bucket is that of another model, whose buckets have numbers of their own."""
         known = self._routes.names or self._given_names
-        if known and any(parameter not in known for parameter in parameters):
+        foreign = known and any(parameter not in known for parameter in bucket.parameters())
+        if foreign or bucket.index() != len(self._promised):
             raise ValueError(
                 f"compression must serve one model, but {self.compressor!r} is the hook of another one, too; give each model a "
                 "compressor of its own"
@@ -90,10 +86,6 @@ class HookReducer(GroupReducer):
     def _give_up_step(self) -> None:
         self._promised = []
         super()._give_up_step()
-
-    @property
-    def _scale(self) -> float | None:
-        return None if self.scaler is None else float(self.scaler.get_scale())
 
     def _finish(self) -> None:
         gradients, error = self._complete(), None
@@ -112,6 +104,11 @@ class HookReducer(GroupReducer):
 
         If it were raised before, training could not go on.
         """
+        if self._backward == _NO_BACKWARD:
+            # This rank has no data left, and takes part in the steps of the others: DDP's `join`.
+            if error is not None:
+                raise error
+            return
 
         def end() -> None:
             for parameter, reduced in gradients.items():

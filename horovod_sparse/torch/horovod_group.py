@@ -19,20 +19,19 @@ from horovod_sparse.torch.network import TimedCollectives
 
 
 class HorovodGroup:
-    """The ranks of a process set.
+    """The ranks of a process set. All groups of a set give their collectives the same names, so they are used in turn.
 
     Args:
         process_set: of Horovod.
-        name: of the collectives, which nobody else uses on these ranks.
         device: where the tensors are that are exchanged.
     """
 
-    def __init__(self, process_set: Any, name: str, device: torch.device) -> None:
+    def __init__(self, process_set: Any, device: torch.device) -> None:
         self.world: int = process_set.size()
         self.position: int = process_set.rank()
         self.rank: int = mpi_ops.rank()
         self._process_set = process_set
-        self._name = name
+        self._name = f"horovod_sparse.{process_set.process_set_id}.group"
         self._device = device
         self._collectives = Collectives(mpi_ops.Sum, 1.0, process_set)
         self._under_way = 0

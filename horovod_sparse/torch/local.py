@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from horovod_sparse.core.agreement import compare
-from horovod_sparse.core.local import Outer
+from horovod_sparse.core.local import Outer, check_parts, digest
 from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
 from horovod_sparse.torch.gradients import wide
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.grouped import GroupReducer, Transport
 
-_made = 0
-"""How many there are in this process: a part of the names of Horovod's collectives."""
+_agreed = 0
+"""The number of the next `LocalUpdates` that agrees with those of other workers. One that only one worker has made has none."""
 
 
 class LocalUpdates:
@@ -53,6 +52,9 @@ class LocalUpdates:
             the workers yet.
     """
 
+    _step_supports_amp_scaling = True
+    """A `GradScaler` then calls `step` in any case, which says what to do instead."""
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -83,6 +85,8 @@ class LocalUpdates:
         self._parameters = {name: parameter for parameter, name in names.items()}
         self._steps = 0
         device = next(iter(names)).device
+        self._number: int | None = None
+        """The same on all workers; None before the first exchange."""
         self._unchecked = True
         """Whether the shared parameters are still to be compared with those of the other workers."""
         self._transport = _transport(group, device)
@@ -105,11 +109,24 @@ class LocalUpdates:
         Raises:
             FloatingPointError: see `synchronize`.
         """
+        if hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "scaler.step must be given the optimizer itself, got LocalUpdates: call scaler.step(optimizer), "
+                "scaler.update(), and then local.count_step(), also where the scaler has left out the optimizer's step"
+            )
         loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        self.count_step()
+        return loss
+
+    def count_step(self) -> None:
+        """Count a step that the optimizer has made, or that a `GradScaler` has left out. Exchange after every `every`-th.
+
+        Raises:
+            FloatingPointError: see `synchronize`.
+        """
         self._steps += 1
         if self._steps >= self.outer.every:
             self.synchronize()
-        return loss
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -135,15 +152,26 @@ class LocalUpdates:
             self._reducer.pipeline.decay(self.outer.residual_decay)
 
     def _check(self) -> None:
-        """Raise ValueError on all workers if they differ in what must be the same."""
+        """Agree on a number. Raise ValueError on all workers if they differ in what must be the same."""
+        global _agreed
         _names(self.optimizer, self._model, self._parameters)
         if not self._reducer.active:
             return
         # All of them say so whenever one has loaded a state, so that nobody waits.
-        parameters = _digest(self._shared) if self._unchecked else "as they were"
-        mine = {"local updates": str(self.outer), "shared parameters": parameters}
-        compare(mine, self._transport.everyone(mine), self._transport.rank)
+        parameters = self._digest() if self._unchecked else "as they were"
+        mine = {
+            "local updates": f"{'new' if self._number is None else self._number}, {self.outer}",
+            "shared parameters": parameters,
+        }
+        everyone = self._transport.everyone([mine, _agreed])
+        compare(mine, [theirs for theirs, _ in everyone], self._transport.rank)
+        if self._number is None:
+            self._number = max(agreed for _, agreed in everyone)
+            _agreed = self._number + 1
         self._unchecked = False
+
+    def _digest(self) -> str:
+        return digest(shared.cpu().numpy() for shared in self._shared.values())
 
     def _drift(self, name: str, parameter: Tensor) -> Tensor:
         """Return how far a parameter has moved, the other way. It began with what its own type holds of the shared one."""
@@ -169,15 +197,12 @@ class LocalUpdates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, with the same model and settings.
 
+        Before the first exchange, the state of the compression is checked in that exchange, and all workers raise.
+
         Raises:
-            ValueError: the state belongs to another model or to other settings; nothing was changed.
+            ValueError: the state belongs to another model, or is none of `LocalUpdates`; nothing was changed.
         """
-        for part, mine in (("shared", self._shared), ("momentum", self._momentum)):
-            shapes, theirs = ({name: tuple(one.shape) for name, one in some.items()} for some in (mine, state[part]))
-            if shapes != theirs:
-                raise ValueError(
-                    f"the state's {part!r} must have the shapes {shapes}, got {theirs}; it is another model's"
-                )
+        check_parts(state, {"shared": self._shared, "momentum": self._momentum})
         self.compression.load_state_dict(state["compression"])
         for part, mine in (("shared", self._shared), ("momentum", self._momentum)):
             for name, tensor in mine.items():
@@ -205,19 +230,14 @@ def _names(
 
 
 def _transport(group: Any, device: torch.device) -> Transport:
-    global _made
-    _made += 1
     with_horovod = stock.module is not None and stock.module.is_initialized()
     if with_horovod and (isinstance(group, stock.module.ProcessSet) or (group is None and not dist.is_initialized())):
         from horovod_sparse.torch.horovod_group import HorovodGroup
 
-        process_set = stock.module.global_process_set if group is None else group
-        return HorovodGroup(process_set, f"horovod_sparse.local.{process_set.process_set_id}.{_made}", device)
+        return HorovodGroup(stock.module.global_process_set if group is None else group, device)
+    if not dist.is_initialized():
+        raise ValueError(
+            "nothing connects the workers yet; call hvd.init() or torch.distributed.init_process_group() before "
+            "LocalUpdates is made"
+        )
     return Group(group, device)
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    sha = hashlib.sha256()
-    for tensor in tensors.values():
-        sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
-    return sha.hexdigest()[:16]

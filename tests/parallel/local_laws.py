@@ -97,6 +97,7 @@ def a_resumed_run_goes_on_bit_for_bit(workers: Workers) -> None:
     parameters, move, local = make()
     for step in range(4 * EVERY + 1):
         move(_moves(step, workers.rank))
+    assert local.state_dict()["shared"]["first"].any()
     twin, twin_move, twin_local = make()
     twin_local.load_state_dict(local.state_dict())
     for name, parameter in parameters.items():
@@ -123,11 +124,24 @@ def what_is_not_finite_raises_on_all_and_training_goes_on(workers: Workers) -> N
     assert len({str([one.tobytes() for one in each]) for each in workers.everyone([*parameters.values()])}) == 1
 
 
+def other_beginnings_raise_on_all(workers: Workers) -> None:
+    """Other values, or other settings."""
+    for change in ({}, {"outer_lr": 1.0 + workers.rank}):
+        _, move, local = workers.make("TopK", {"ratio": 0.05}, **{"every": 1, **change})
+        if not change:
+            state = local.state_dict()
+            state["shared"]["second"][7] += workers.rank
+            local.load_state_dict(state)
+        text = raised(ValueError, lambda move=move: move(_moves(0, workers.rank)))
+        assert "shared parameters" in text or "local updates" in text, text
+
+
 LAWS: dict[str, tuple[Any, ...]] = {
     "formulas": (formulas, 0.95, 1.0, 0.0),
     "formulas-outer": (formulas, 0.9, 0.7, 0.5),
     "dense": (dense_is_the_mean_of_local_training,),
     "resumed": (a_resumed_run_goes_on_bit_for_bit,),
+    "other-beginnings": (other_beginnings_raise_on_all,),
     "not-finite": (what_is_not_finite_raises_on_all_and_training_goes_on,),
 }
 """The cases of a scenario."""
