@@ -129,10 +129,11 @@ def other_beginnings_raise_on_all(workers: Workers) -> None:
     for change in ({}, {"outer_lr": 1.0 + workers.rank}):
         _, move, local = workers.make("TopK", {"ratio": 0.05}, **{"every": 1, **change})
         if not change:
+            move(_moves(0, 0))
             state = local.state_dict()
             state["shared"]["second"][7] += workers.rank
             local.load_state_dict(state)
-        text = raised(ValueError, lambda move=move: move(_moves(0, workers.rank)))
+        text = raised(ValueError, lambda move=move: move(_moves(1, workers.rank)))
         assert "shared parameters" in text or "local updates" in text, text
 
 
