@@ -22,6 +22,15 @@ from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.torch.compiled import tensor_ops
 
 TIMES = 7
+COLUMNS = (
+    "select, ns per entry",
+    "row, ns",
+    "compact row, ns",
+    "half, ns per entry",
+    "balanced, ns per entry",
+    "owned row, ns",
+)
+"""The titles of `Costs`."""
 
 
 def main() -> None:
@@ -30,8 +39,8 @@ def main() -> None:
     ratio = parser.parse_args().ratio
     torch.set_num_threads(1)
     print(machine.describe())
-    print("| arrays | compressor | select, ns per entry | row, ns | compact row, ns | half, ns per entry |")
-    print("|---|---|---:|---:|---:|---:|")
+    columns = "arrays", "compressor", *COLUMNS
+    print(f"| {' | '.join(columns)} |\n|---|---|{'---:|' * len(COLUMNS)}")
     for title, ops, like in (("NumPy", host_ops(1), np.zeros(1)), ("PyTorch", tensor_ops(), torch.zeros(1))):
         for make in (compressors.SIDCo, compressors.TopK, compressors.GaussianK):
             found = [measured_costs(ops, make(ratio), like, no_device) for _ in range(TIMES)]

@@ -29,7 +29,7 @@ WAYS = (PAIRS, COMPACT, BALANCED, HALF)
 
 networks = st.builds(Network, st.floats(0, 0.1), st.floats(1e3, 1e12), st.floats(0, 0.01))
 speeds = st.floats(0, 1e-6)
-all_conditions = st.builds(Conditions, networks, st.builds(Costs, speeds, speeds, speeds, speeds))
+all_conditions = st.builds(Conditions, networks, st.builds(Costs, *[speeds] * 6))
 worlds = st.integers(2, 4096)
 
 
@@ -108,12 +108,23 @@ def test_what_is_chosen_where(network: str, world: int, ratio: float, way: Way) 
 def test_processors_that_compute_slowly_are_taken_into_account() -> None:
     """On a fast network the selection would take longer than what it saves."""
     where = parse_network("network", "1tbit 0us")
-    for costs, way in ((Costs(1e-8, 1e-9, 1e-9, 1e-10), HALF), (Costs(1e-10, 1e-9, 1e-10, 1e-8), PAIRS)):
+    for costs, way in (
+        (Costs(1e-8, 1e-9, 1e-9, 1e-10, 1e-8, 1e-9), HALF),
+        (Costs(1e-10, 1e-9, 1e-10, 1e-8, 1e-8, 1e-9), PAIRS),
+    ):
         assert Planner(Conditions(where, costs), 8, balances=False).fastest(10**7, 10**4, 10**4) == way
 
 
+def test_what_owners_compute_is_taken_into_account() -> None:
+    """On a fast network the balanced exchange sends less and computes more."""
+    where = parse_network("network", "10gbit 0us")
+    for owned, way in ((1e-9, BALANCED), (1e-7, PAIRS)):
+        costs = Costs(1e-9, 1e-9, 1e-6, 1e-6, 1e-9, owned)
+        assert Planner(Conditions(where, costs), 8, balances=True).fastest(10**7, 10**6, 10**6) == way
+
+
 def test_half_precision_is_left_out_where_its_flags_do_not_add_up() -> None:
-    where = Conditions(parse_network("network", "100gbit 0us"), Costs(1.0, 1.0, 1.0, 0.0))
+    where = Conditions(parse_network("network", "100gbit 0us"), Costs(1.0, 1.0, 1.0, 0.0, 1.0, 1.0))
     ways = {world: Planner(where, world, balances=True).fastest(10**7, 10**6, 10**6) for world in (2048, 2049)}
     assert ways[2048] == HALF and ways[2049] != HALF
 
@@ -326,7 +337,7 @@ def test_costs_are_measured(backend: Backend) -> None:
     compressor = compressors.SIDCo(0.01, network="measured", dense_steps=5, discardable=True)
     costs = measured_costs(backend.ops, compressor, like, no_device)
     assert 0 < costs.half < 1e-6 and 0 <= costs.select < 1e-6 and 0 <= costs.row < 1e-6
-    assert 0 < costs.compact < 1e-6
+    assert 0 < costs.compact < 1e-6 and 0 < costs.balanced < 1e-6 and 0 <= costs.owned < 1e-6
 
 
 def test_nothing_is_planned_before_it_is_measured() -> None:

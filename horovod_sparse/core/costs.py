@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.selector import DeviceSelectorFor
 from horovod_sparse.exchange.measure import QUICK, Collectives, agreed, measure
 from horovod_sparse.exchange.network import Network
-from horovod_sparse.exchange.planner import HALF, PAIRS, Conditions, Costs, Planner
+from horovod_sparse.exchange.planner import BALANCED, HALF, PAIRS, Conditions, Costs, Planner, rows_received
 from horovod_sparse.exchange.protocols import Reduced, Sent
 from horovod_sparse.exchange.rounds import Way
 from horovod_sparse.ops.protocol import Array, Ops
@@ -24,6 +25,8 @@ _STEPS = 8
 """The least of so many times counts, because the processors are shared with others."""
 _SHARE = 8
 """One entry of so many is in the message that is added up."""
+_RATIOS = 0.001, 0.1
+"""With these the balanced exchange is timed: they tell what it needs for each entry from what it needs for each row."""
 
 
 def measured_conditions(
@@ -41,7 +44,7 @@ def measured_conditions(
     Raises:
         RuntimeError: on every worker, if some worker could not measure its costs.
     """
-    problem, costs = "", Costs(0.0, 0.0, 0.0, 0.0)
+    problem, costs = "", Costs(*[0.0] * 6)
     try:
         costs = measured_costs(ops, compressor, like, device_selector)
     except Exception as error:
@@ -58,33 +61,57 @@ def measured_conditions(
 
 
 def measured_costs(ops: Ops, compressor: Compressor, like: Array, device_selector: DeviceSelectorFor) -> Costs:
-    """Time a bucket that no other worker sees. What all exchanges need is a part of both `select` and `half`."""
+    """Time a bucket that no other worker sees. What all exchanges need is a part of `select`, `half` and `balanced`."""
     dtype = compressor.residual_dtype or "float32"
     gradient, target = (ops.zeros(_SAMPLE, dtype, like) for _ in range(2))
     ops.assign(gradient, np.random.default_rng(0).laplace(size=_SAMPLE).astype(dtype))
     row, compact = _row_seconds(ops, gradient, target)
-    pairs, half = (_step_seconds(ops, compressor, way, gradient, target, device_selector) for way in (PAIRS, HALF))
-    received = compressor.message_capacity(_SAMPLE, compressor.target_count(_SAMPLE, compressor.ratio_at(0)), 1)
-    return Costs(max(0.0, pairs - row * received) / _SAMPLE, row, compact, half / _SAMPLE)
+
+    def step(way: Way, world: int, compressor: Compressor) -> tuple[float, int]:
+        k = compressor.target_count(_SAMPLE, compressor.ratio_at(0))
+        rows = rows_received(way, k, compressor.message_capacity(_SAMPLE, k, world), world)
+        return _step_seconds(ops, compressor, way, world, gradient, target, device_selector), rows
+
+    half, _ = step(HALF, 1, compressor)
+    pairs, rows = step(PAIRS, 1, compressor)
+    select = max(0.0, pairs - row * rows) / _SAMPLE
+    balanced = owned = 0.0
+    if compressor.balances:
+        # With two workers the region of each is the largest. A single one would send nothing to the regions of others.
+        few, many = (step(BALANCED, 2, _with_ratio(compressor, ratio)) for ratio in _RATIOS)
+        owned = max(0.0, many[0] - few[0]) / (many[1] - few[1])
+        balanced = max(0.0, few[0] - owned * few[1]) / _SAMPLE
+    return Costs(select, row, compact, half / _SAMPLE, balanced, owned)
+
+
+def _with_ratio(compressor: Compressor, ratio: float) -> Compressor:
+    changed = copy.copy(compressor)
+    changed.ratio = ratio
+    return changed
 
 
 def _step_seconds(
-    ops: Ops, compressor: Compressor, way: Way, gradient: Array, target: Array, device_selector: DeviceSelectorFor
+    ops: Ops,
+    compressor: Compressor,
+    way: Way,
+    world: int,
+    gradient: Array,
+    target: Array,
+    device_selector: DeviceSelectorFor,
 ) -> float:
-    """Return how long a step of one worker takes that exchanges in this way."""
-    planner = Planner(Conditions(Network(0.0, 1.0)), 1, balances=False)
+    """Return how long a step takes that exchanges in this way, if all workers send the same."""
+    planner = Planner(Conditions(Network(0.0, 1.0)), world, balances=False)
     planner.ways = [way]
     layout = Layout.of([("sample", (_SAMPLE,))], compressor.residual_dtype or "float32")
     residual = ops.zeros(_SAMPLE, layout.residual_dtype, gradient)
-    bucket = Bucket(ops, compressor, layout, Place("sample"), 0, residual, None, device_selector, planner)
+    bucket = Bucket(ops, compressor, layout, Place("sample", world=world), 0, residual, None, device_selector, planner)
     bucket.state.step = compressor.dense_steps
     spent = []
     for _ in range(_STEPS):
         begun = time.perf_counter()
         bucket.begin_step()
         bucket.accumulate([(layout.slots[0], gradient)])
-        # One worker gets what it has sent.
-        sent = _end_of(bucket, bucket.begin_exchange().message)
+        sent = _exchanged(bucket, world)
         bucket.conclude(sent)
         Reduced(ops, sent, 1.0).write([(0, target)])
         bucket.end(succeeded=True)
@@ -94,13 +121,21 @@ def _step_seconds(
     return min(spent[1:])
 
 
-def _end_of(bucket: Bucket, result: Array) -> Sent:
-    try:
-        bucket.advance(result)
-    except StopIteration as end:
-        sent: Sent = end.value
-        return sent
-    raise RuntimeError("the exchange has more than one round; this is a defect")
+def _exchanged(bucket: Bucket, world: int) -> Sent:
+    """Return what all workers have sent, if all send as this one does; to an owner, what this one sends to other owners."""
+    collective = bucket.begin_exchange()
+    while True:
+        result = collective.message
+        if world > 1:
+            rows = np.tile(np.arange(len(result)), world)
+            if collective.kind == "alltoall":
+                rows = np.roll(rows[: len(result)], len(result) // world)
+            result = result[bucket.ops.indices(rows, result)]
+        try:
+            collective = bucket.advance(result)
+        except StopIteration as end:
+            sent: Sent = end.value
+            return sent
 
 
 def _row_seconds(ops: Ops, values: Array, target: Array) -> tuple[float, float]:

@@ -28,9 +28,13 @@ class Costs(NamedTuple):
     """For each row of compact messages that a worker receives: to make it, and to expand it."""
     half: float
     """For each entry of the bucket: to round it to half precision, and to write the sum."""
+    balanced: float
+    """For each entry of the bucket: what the balanced exchange needs instead of `select`."""
+    owned: float
+    """For each row of pairs that a worker receives in the balanced exchange: what is needed instead of `row`."""
 
 
-TYPICAL = Costs(select=1.0e-9, row=1.4e-9, compact=2.4e-9, half=1.2e-9)
+TYPICAL = Costs(select=1.0e-9, row=1.4e-9, compact=2.4e-9, half=1.2e-9, balanced=3.5e-9, owned=17e-9)
 """About what one core of a server takes, where nothing was measured; `benchmarks/costs.py` prints what yours takes."""
 
 
@@ -80,12 +84,18 @@ class Planner:
         sent = where.seconds(_rounds(way, numel, k, capacity, world), world)
         if way.exchange is protocols.half:
             return sent + costs.half * numel
+        rows = rows_received(way, k, capacity, world)
         if way.exchange is owners.balanced:
-            rows = world * (regions.room(capacity, world) + regions.forwarded(k, world))
-        else:
-            rows = world * capacity
+            return sent + costs.balanced * numel + costs.owned * rows
         row = costs.row + (costs.compact if way.is_compact else 0.0)
         return sent + costs.select * numel + row * rows
+
+
+def rows_received(way: Way, k: int, capacity: int, world: int) -> int:
+    """Return how many rows of pairs a worker receives of one bucket."""
+    if way.exchange is owners.balanced:
+        return world * (regions.room(capacity, world) + regions.forwarded(k, world))
+    return world * capacity
 
 
 def _rounds(way: Way, numel: int, k: int, capacity: int, world: int) -> Rounds:
