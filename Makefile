@@ -2,7 +2,7 @@
 # PYTHON=python3.12 chooses the interpreter of a new .venv, TORCH=2.12.0 and TENSORFLOW=2.20.0 choose other releases than those of
 # constraints.txt, FRAMEWORKS=torch leaves TensorFlow out (docker/setup.sh).
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all sanitize package demo demo-tensorflow aarch64 docs lint types check clean
+.PHONY: help setup test test-all sanitize package demo demo-ddp demo-tensorflow aarch64 docs lint types check clean
 export PYTHON FRAMEWORKS TORCH TENSORFLOW HOROVOD_GPU
 
 bin := .venv/bin
@@ -37,6 +37,10 @@ package: setup ## build sdist and wheel, and try each extra alone in a new envir
 demo: ## train a small model on several processes, dense and sparse; sets up PyTorch alone if nothing is set up yet
 	@docker/setup.sh demo
 	$(bin)/python examples/demo.py
+
+demo-ddp: ## the same with torch.distributed alone: no Horovod, no compiler
+	@docker/setup.sh ddp
+	$(bin)/python examples/demo.py --transport ddp
 
 demo-tensorflow: setup ## the same with TensorFlow
 	$(bin)/python examples/demo.py --framework tensorflow

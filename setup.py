@@ -23,7 +23,6 @@ def read_description() -> str:
     return readme.read_text(encoding="utf-8") if readme.exists() else ""
 
 
-HOROVOD = "horovod==0.28.1"
 X86 = "platform_machine == 'x86_64'"
 
 setup(
@@ -43,18 +42,21 @@ setup(
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Programming Language :: Python :: 3.14",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Topic :: System :: Distributed Computing",
         "Typing :: Typed",
     ],
     packages=find_packages(include=["horovod_sparse", "horovod_sparse.*"]),
     package_data={"horovod_sparse": ["py.typed", "kernels/*.h"]},
-    python_requires=">=3.10,<3.13",
+    python_requires=">=3.10",
     install_requires=["numpy", "scipy", "cffi"],
     extras_require={
-        "torch": ["torch", HOROVOD],
-        "tensorflow": ["tensorflow", HOROVOD],
-        "tensorflow-cpu": ["tensorflow-cpu", HOROVOD],
+        "torch": ["torch"],
+        "tensorflow": ["tensorflow"],
+        "tensorflow-cpu": ["tensorflow-cpu"],
+        "horovod": ["horovod==0.28.1"],
         "mpi": ["mpi4py>=4"],
         "test": [
             "pytest",

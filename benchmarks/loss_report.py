@@ -29,6 +29,10 @@ COLORS = {
     "MiCRO 0.01": "#ef9b20",
     "RandomBlock 0.01": "#9bb83c",
     "Mem-SGD 0.01": "#a0522d",
+    "DiLoCo": "#444444",
+    "local TopK 0.01": "#2a9d8f",
+    "local TopK 0.03": "#e76f51",
+    "local SIDCo 0.01": "#264653",
 }
 
 

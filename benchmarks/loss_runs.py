@@ -43,6 +43,8 @@ class Task:
     """For momentum 0.9; each is twice the one before."""
     short: tuple[str, ...]
     """Options of a run that only times steps; the steps of its second epoch are timed."""
+    rows: tuple[str, ...] = ()
+    """Names of its rows beside dense fp32; empty for all but those of local updates."""
 
 
 TASKS = {
@@ -73,6 +75,16 @@ TASKS = {
         (0.015, 0.03, 0.06),
         ("--epochs", "2"),
     ),
+    "adamw": Task(
+        "transformer with AdamW",
+        "torch_charlm",
+        ("--width", "192", "--epochs", "8", "--epoch-steps", "750", "--optimizer", "adamw"),
+        "bits_per_character",
+        "held-out bits per character",
+        (0.001, 0.002, 0.004),
+        ("--epochs", "2", "--epoch-steps", "60"),
+        ("DiLoCo", "local TopK 0.01", "local TopK 0.03", "local SIDCo 0.01"),
+    ),
 }
 
 
@@ -96,6 +108,10 @@ def _sparse(compression: str, ratio: str, *options: str) -> Row:
     return Row(("--compression", compression, "--ratio", ratio, "--momentum-correction", *options))
 
 
+def _local(compression: str, *options: str) -> Row:
+    return Row(("--compression", compression, "--every", "30", *options))
+
+
 ROWS = {
     DENSE: Row(("--compression", "none")),
     "dense fp16": Row(("--compression", "fp16")),
@@ -117,11 +133,21 @@ ROWS = {
     "Mem-SGD 0.01": Row(
         ("--compression", "topk", "--ratio", "0.01", "--lr-in-residual", *NO_MOMENTUM), rate_factor=10.0
     ),
+    "DiLoCo": _local("none", "--outer-lr", "0.7", "--outer-momentum", "0.9"),
+    "local TopK 0.01": _local("topk", "--ratio", "0.01"),
+    "local TopK 0.03": _local("topk", "--ratio", "0.03"),
+    "local SIDCo 0.01": _local("sidco", "--ratio", "0.01"),
 }
 """Sparse rows have momentum before the selection, except Mem-SGD, Sparsified SGD with Memory, which has none. Dense training
 also has rows without momentum: masking weakens momentum, and what a row wins by that is no merit of its exchange."""
 DENSE_ROWS = (DENSE, "dense fp16", "dense fp16 no momentum", "DDP fp16", "DDP fp16 no momentum")
-TRAINED = [name for name, row in ROWS.items() if not row.same_curve]
+LOCAL = TASKS["adamw"].rows
+
+
+def rows_of(task: str) -> list[str]:
+    """The names of a task's rows."""
+    chosen = TASKS[task].rows
+    return [name for name in ROWS if name == DENSE or (name in chosen if chosen else name not in LOCAL)]
 
 
 @dataclass(frozen=True)

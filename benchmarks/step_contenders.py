@@ -146,6 +146,14 @@ def ddp(hook: str, model: nn.Module, optimizer: torch.optim.Optimizer, _: Settin
     return made, optimizer, None
 
 
+def hooked(compressor: type, options: Settings, model: nn.Module, optimizer: Any, settings: Settings) -> Made:
+    """DistributedDataParallel with one of our compressors."""
+    join_gloo()
+    made, compression = DistributedDataParallel(model), compressor(**options, **settings)
+    hvd.register(made, compression)
+    return made, optimizer, compression
+
+
 ALONE, DENSE = "none: computation alone", "dense fp32"
 CONTENDERS: dict[str, Callable[[nn.Module, Any, Settings], Made]] = {
     ALONE: alone,
@@ -167,10 +175,12 @@ CONTENDERS: dict[str, Callable[[nn.Module, Any, Settings], Made]] = {
     "SIDCo 0.001 bfloat16": partial(sparse, hvd.SIDCo, {"ratio": 0.001, "values": "bfloat16"}),
     "SIDCo 0.001 balanced": partial(sparse, hvd.SIDCo, {"ratio": 0.001, "balanced": True}),
     "SIDCo 0.001 hierarchical": partial(sparse, hvd.SIDCo, {"ratio": 0.001, "hierarchical": True}),
+    "DDP SIDCo 0.01": partial(hooked, hvd.SIDCo, {"ratio": 0.01}),
+    "DDP SIDCo 0.001": partial(hooked, hvd.SIDCo, {"ratio": 0.001}),
     "TopK 0.001": partial(sparse, hvd.TopK, {"ratio": 0.001}),
     "DGC 0.001": partial(sparse, hvd.DGC, {"ratio": 0.001, "momentum": 0.0}),
     "GaussianK 0.001": partial(sparse, hvd.GaussianK, {"ratio": 0.001}),
     "MiCRO 0.01": partial(sparse, hvd.MiCRO, {"ratio": 0.01}),
     "RandomBlock 0.01": partial(sparse, hvd.RandomBlock, {"ratio": 0.01}),
 }
-SPARSE = [name for name, made in CONTENDERS.items() if isinstance(made, partial) and made.func is sparse]
+SPARSE = [name for name, made in CONTENDERS.items() if isinstance(made, partial) and made.func in (sparse, hooked)]

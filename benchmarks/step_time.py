@@ -50,7 +50,7 @@ class Contender:
     model: nn.Module
     optimizer: Any
     compression: Any
-    """None unless Horovod exchanges the gradients."""
+    """None if nobody tells what is sent."""
     seconds: list[float] = field(default_factory=list)
     settled_at: tuple[float, float] = (0.0, 0.0)
     """What `entries` returned before the first timed step."""

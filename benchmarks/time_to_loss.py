@@ -25,14 +25,14 @@ from pathlib import Path
 import hosts
 import loss_report
 import machine
-from loss_runs import DENSE, ROWS, TASKS, TRAINED, Curve, MissingRunError, Store
+from loss_runs import DENSE, ROWS, TASKS, Curve, MissingRunError, Store, rows_of
 
 HOSTS = 2
 
 
 def train(args: argparse.Namespace, store: Store) -> None:
     """Train what is not there yet."""
-    for name in [row for row in TRAINED if row in args.rows]:
+    for name in [row for row in args.rows if not ROWS[row].same_curve]:
         rate, losses = store.tuned(name)
         print(f"{name}: {', '.join(f'{loss:.3f} at {tried:g}' for tried, loss in losses.items())}", flush=True)
         ends = ", ".join(f"{curve.last:.3f}" for curve in store.curves(name))
@@ -101,8 +101,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         command.set_defaults(action=action)
         add = command.add_argument
         add("task", choices=TASKS)
-        rows = [DENSE, "SIDCo 0.01"] if action is verify else list(ROWS)
-        add("--rows", nargs="+", choices=ROWS, default=rows, metavar="ROW")
+        rows = [DENSE, "SIDCo 0.01"] if action is verify else None
+        add("--rows", nargs="+", choices=ROWS, default=rows, metavar="ROW", help="default: all of the task")
         add("--output", type=Path, default=Path("time-to-loss-output"), help="folder of the runs' files")
         add("--timeout", type=float, default=1200, help="seconds after which a run is stopped")
         if action in (time, verify):
@@ -111,7 +111,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             add("--rounds", type=int, default=2, help="runs of each row")
         if action is report:
             add("--picture", type=Path, help="PNG to draw")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    args.rows = args.rows or rows_of(args.task)
+    return args
 
 
 def main() -> None:

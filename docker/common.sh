@@ -5,8 +5,8 @@ program=$(basename "$0" .sh)
 say() { printf '%s: %s\n' "$program" "$*" >&2; }
 die() { say "$*"; exit 1; }
 
-# The interpreter must be one that both frameworks publish wheels for.
-suits() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; }
+# suits PYTHON NEWEST: whether an interpreter is Python 3.10 to 3.NEWEST.
+suits() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, int(sys.argv[1])))' "$2" 2>/dev/null; }
 
 running=""
 stop_running() {

@@ -3,7 +3,7 @@
 #   docker build -f docker/cpu.Dockerfile -t horovod_sparse:cpu .
 #   docker run --rm horovod_sparse:cpu
 #
-#   --build-arg BASE=...                     another Debian or Ubuntu with Python 3.10 to 3.12
+#   --build-arg BASE=...                     another Debian or Ubuntu with Python 3.10 to 3.13
 #   --build-arg FRAMEWORKS=torch             without TensorFlow
 #   --build-arg TORCH=... TENSORFLOW=...     other releases than those in constraints.txt
 #   --build-arg PIP_EXTRA_INDEX_URL=...      an index with CPU builds of torch; else the one with CUDA's libraries is installed

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Install the system packages that are missing: an MPI with its compiler wrappers, a C++ compiler, make, Python's headers.
 #
-#   docker/system_packages.sh [PYTHON]
+#   docker/system_packages.sh [--python-only] [PYTHON]
 #
-#   PYTHON    the interpreter that the virtual environment will use; without it, Python itself counts as missing
+#   --python-only   only what virtual environments need: nothing will be compiled
+#   PYTHON          the interpreter that the virtual environment will use; without it, Python itself counts as missing
 #
 # Needs no root when nothing is missing. Knows apt (Debian, Ubuntu); elsewhere it says what to install.
 set -euo pipefail
@@ -33,6 +34,12 @@ PY
 }
 
 list_missing() {
+    local python_only=
+    if [ "${1:-}" = --python-only ]; then python_only=1; shift; fi
+    if [ -n "$python_only" ]; then
+        if [ -z "${1:-}" ]; then printf '%s\n' python3 python3-venv; else missing_for_python "$1" | grep -v -e '-dev$' || true; fi
+        return
+    fi
     has "${CXX:-g++}" || echo g++
     has make || echo make
     has mpirun || echo openmpi-bin
@@ -42,7 +49,7 @@ list_missing() {
 
 main() {
     local missing as_root=()
-    missing=$(list_missing "${1:-}" | xargs)
+    missing=$(list_missing "$@" | xargs)
     [ -n "$missing" ] || return 0
     has apt-get || die "please install what Debian calls: $missing (there is no apt-get here to do it)"
     if [ "$(id -u)" != 0 ]; then

@@ -153,6 +153,10 @@ class Traffic:
     bytes_per_step: float
     ratio: float
 
+    def spread_over(self, steps: int) -> Traffic:
+        """The same of one step, where there is an exchange only after so many."""
+        return Traffic(self.bytes_per_step / steps, self.ratio)
+
 
 def measure_traffic(compression: Any, parameters: int, hvd: ModuleType) -> Traffic:
     """Counted by the compressor if it is a sparse one, computed for a dense ring allreduce of so many parameters."""

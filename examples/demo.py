@@ -46,8 +46,21 @@ RUNS = (
 )
 
 
-def launcher(workers: int) -> list[str]:
-    """The command that starts local workers: mpirun where there is one, else horovodrun over Gloo."""
+TRANSPORTS = ("horovod", "ddp")
+
+
+def launcher(workers: int, transport: str = "horovod") -> list[str]:
+    """The command that starts local workers: mpirun where there is one, else horovodrun over Gloo; torchrun for DDP."""
+    if transport == "ddp":
+        return [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--no-python",
+            "--nproc-per-node",
+            str(workers),
+        ]
     if shutil.which("mpirun"):
         # Workers that wait must leave the core to those that compute, and Open MPI refuses root unless told.
         root = ["--allow-run-as-root"] if os.getuid() == 0 else []
@@ -80,9 +93,11 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def run_workers(script: Path, options: list[str], *, workers: int, output: Path, timeout: float) -> None:
+def run_workers(
+    script: Path, options: list[str], *, workers: int, output: Path, timeout: float, transport: str = "horovod"
+) -> None:
     """Run `script` on local workers with their output in a file; ends the demonstration if they fail."""
-    command = [*launcher(workers), sys.executable, str(script), *options]
+    command = [*launcher(workers, transport), sys.executable, str(script), *options]
     with output.open("w", encoding="utf-8") as file:
         # In a session of its own, so that an interrupt reaches the launcher through `stop` alone.
         process = subprocess.Popen(
@@ -177,6 +192,7 @@ def main() -> None:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--framework", choices=FRAMEWORKS, default="torch", help="whose digits example to train")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="horovod", help="ddp: torch.distributed, no Horovod")
     parser.add_argument(
         "--output",
         type=Path,
@@ -188,12 +204,15 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=120, help="seconds after which a run is stopped")
     args = parser.parse_args()
     script = EXAMPLES / f"{args.framework}_digits.py"
-    output = args.output / args.framework
+    through_ddp = args.transport == "ddp"
+    if through_ddp and args.framework != "torch":
+        parser.error(f"--transport ddp is for PyTorch, got --framework {args.framework}")
+    output = args.output / ("ddp" if through_ddp else args.framework)
     output.mkdir(parents=True, exist_ok=True)
 
     print(
         f"Training examples/{script.name} {len(RUNS)} times on {args.workers} workers "
-        f"({launcher(args.workers)[0]}), same settings and seed.",
+        f"({'torchrun' if through_ddp else launcher(args.workers)[0]}), same settings and seed.",
         flush=True,
     )
     epochs: dict[Run, list[dict[str, Any]]] = {}
@@ -201,10 +220,11 @@ def main() -> None:
         print(f"[{number}/{len(RUNS)}] {run.label:<12}", end=" ", flush=True)
         started = time.perf_counter()
         log = output / f"{run.name}.jsonl"
-        options = [*run.options, "--log-file", str(log)]
+        options = [*run.options, "--log-file", str(log), *(["--transport", "ddp"] if through_ddp else [])]
         if args.epochs is not None:
             options += ["--epochs", str(args.epochs)]
-        run_workers(script, options, workers=args.workers, output=output / f"{run.name}.txt", timeout=args.timeout)
+        text = output / f"{run.name}.txt"
+        run_workers(script, options, workers=args.workers, output=text, timeout=args.timeout, transport=args.transport)
         epochs[run] = read_epochs(log)
         print(
             f"accuracy {epochs[run][-1]['accuracy']:.2%} after {epochs[run][-1]['step']} steps, "

@@ -8,6 +8,7 @@ import statistics
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,47 @@ def make_text_parser(description: str, *, batch_size: int, lr: float, ratio: flo
     )
     parser.add_argument("--bytes", type=int, default=200_000, help="characters of source text, 5 %% are held out")
     parser.add_argument("--context", type=int, default=32, help="characters that the model sees")
+    parser.add_argument(
+        "--optimizer", choices=["sgd", "adamw"], default="sgd", help="adamw is for dense or local updates"
+    )
+    parser.add_argument(
+        "--every", type=int, default=0, metavar="STEPS", help="exchange local updates after so many steps; 0: gradients"
+    )
+    parser.add_argument("--residual-decay", type=float, default=0.95, help="of local updates")
+    parser.add_argument("--outer-lr", type=float, default=1.0, help="of local updates")
+    parser.add_argument("--outer-momentum", type=float, default=0.0, help="of local updates")
     return parser
+
+
+def make_optimizer(model: nn.Module, args: argparse.Namespace, compression: Any) -> tuple[Any, Any]:
+    """What is stepped, and the compressor that counts bytes."""
+    if args.optimizer == "adamw":
+        if not args.every and hasattr(compression, "stats"):
+            raise SystemExit(
+                "--optimizer adamw needs --compression none or fp16, or --every: Adam divides away what has waited"
+            )
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=optimizer_momentum(compression, args))
+    if not args.every:
+        names = model.named_parameters()
+        return hvd.DistributedOptimizer(optimizer, named_parameters=names, compression=compression), compression
+    if args.compression == "fp16":
+        raise SystemExit(
+            "--every needs --compression none or a sparsifier, got fp16: what is exchanged has no Horovod compression"
+        )
+    if args.epoch_steps % args.every:
+        raise SystemExit(f"--epoch-steps must be a multiple of --every, got {args.epoch_steps} and {args.every}")
+    local = hvd.LocalUpdates(
+        optimizer,
+        model,
+        compression if hasattr(compression, "stats") else None,
+        every=args.every,
+        residual_decay=args.residual_decay,
+        outer_lr=args.outer_lr,
+        outer_momentum=args.outer_momentum,
+    )
+    return local, local.compression
 
 
 def read_corpus(limit: int) -> Tensor:
@@ -78,12 +119,11 @@ def train(model: nn.Module, args: argparse.Namespace) -> None:
 
     # In your own script: compression = hvd.SIDCo(ratio=0.001).
     compression = make_compression(args, hvd)
-    # SGD, because a gradient entry that waited for n steps must move its weight n times as far: Adam would divide that away.
     # No clipping after the reduction, because it would cut off just what had waited.
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=optimizer_momentum(compression, args))
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    optimizer, compression = make_optimizer(model, args, compression)
+    if not args.every:
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
     numel = sum(parameter.numel() for parameter in model.parameters())
     log = RunLog(args.log_file, hvd)
@@ -115,7 +155,7 @@ def train(model: nn.Module, args: argparse.Namespace) -> None:
                 epoch,
                 step=step,
                 loss=mean_loss,
-                traffic=measure_traffic(compression, numel, hvd),
+                traffic=measure_traffic(compression, numel, hvd).spread_over(max(args.every, 1)),
                 seconds=seconds,
                 text=f"held out {bits:.3f} bits per character",
                 bits_per_character=bits,

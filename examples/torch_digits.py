@@ -2,6 +2,7 @@
 
     mpirun -np 2 python examples/torch_digits.py --compression sidco --ratio 0.001
     horovodrun -np 2 python examples/torch_digits.py --compression none
+    torchrun --nproc-per-node 2 examples/torch_digits.py --transport ddp
 
 With more workers than idle cores set OMP_NUM_THREADS=1, or the workers' threads fight for the cores.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +22,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
-
-import horovod_sparse.torch as hvd
 
 WARMUP_EPOCHS = 2
 
@@ -63,7 +63,14 @@ def evaluate(model: nn.Module, data: TensorDataset) -> tuple[float, float]:
 def main() -> None:
     parser = make_parser(__doc__.splitlines()[0], epochs=25, batch_size=16, lr=0.03, ratio=0.001)
     parser.add_argument("--width", type=int, default=32, help="channels of the first convolution")
+    parser.add_argument(
+        "--transport",
+        choices=["horovod", "ddp"],
+        default="horovod",
+        help="ddp: torch.distributed, which needs no Horovod",
+    )
     args = parser.parse_args()
+    hvd = import_module("ddp" if args.transport == "ddp" else "horovod_sparse.torch")
     hvd.init()
     torch.manual_seed(args.seed)
 
@@ -71,15 +78,19 @@ def main() -> None:
     sampler = DistributedSampler(train, num_replicas=hvd.size(), rank=hvd.rank(), seed=args.seed)
     loader = DataLoader(train, batch_size=args.batch_size, sampler=sampler, drop_last=True)
 
-    model = make_model(args.width)
+    network = model = make_model(args.width)
     # In your own script: compression = hvd.SIDCo(ratio=0.001).
     compression = make_compression(args, hvd)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=optimizer_momentum(compression, args))
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    if args.transport == "ddp":
+        model = hvd.wrap(network, compression, optimizer)
+    else:
+        names = network.named_parameters()
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=names, compression=compression)
+        hvd.broadcast_parameters(network.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-    numel = sum(parameter.numel() for parameter in model.parameters())
+    numel = sum(parameter.numel() for parameter in network.parameters())
     log = RunLog(args.log_file, hvd)
     log.write("settings", **vars(args), workers=hvd.size(), parameters=numel)
     warmup_steps = WARMUP_EPOCHS * len(loader)
@@ -102,7 +113,7 @@ def main() -> None:
 
         mean_loss = hvd.allreduce(torch.tensor(statistics.fmean(losses)), name="mean_loss").item()
         if hvd.rank() == 0:  # all workers hold the same parameters, so one evaluates for all
-            correct, held_out_loss = evaluate(model, held_out)
+            correct, held_out_loss = evaluate(network, held_out)
             log.write_epoch(
                 epoch,
                 step=step,
@@ -114,7 +125,7 @@ def main() -> None:
                 held_out_loss=held_out_loss,
             )
 
-    parameters = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    parameters = {name: parameter.detach().numpy() for name, parameter in network.named_parameters()}
     agreed = check_replicas(parameters, hvd.allgather_object)
     log.write("end", seconds=time.perf_counter() - started, parameter_hash=agreed)
 

@@ -1,6 +1,6 @@
 """Build the distributions, and use them as their users do, each extra alone in an environment of its own: make package.
 
-python tests/distributions.py [NAME...]     of: torch, tensorflow, numpy (default: all)
+python tests/distributions.py [NAME...]     of: torch, ddp, tensorflow, numpy (default: all)
 
 Every environment is new and outside of the checkout, and what is tested there is what the wheel installed: first that nothing
 else of ours and no other framework is there, then the tests of the core and of its adapter, then that two workers train.
@@ -60,13 +60,19 @@ class Installation:
 
 INSTALLATIONS = {
     "torch": Installation(
-        "torch,bench",
+        "torch,horovod,bench",
         ("torch", "horovod"),
         ("pool", "ops", "pipeline", "random", "seam", "torch_compressors"),
         ("examples/demo.py", "--framework", "torch", "--epochs", "1"),
     ),
+    "ddp": Installation(
+        "torch,bench",
+        ("torch",),
+        ("hook", "pool", "ops", "pipeline"),
+        ("examples/demo.py", "--transport", "ddp", "--epochs", "1"),
+    ),
     "tensorflow": Installation(
-        "tensorflow-cpu,bench",
+        "tensorflow-cpu,horovod,bench",
         ("tensorflow", "keras", "horovod"),
         ("tensorflow_graph", "tensorflow_host", "tensorflow_seam"),
         ("examples/demo.py", "--framework", "tensorflow", "--epochs", "1"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from table import Backend
+from backend import Backend
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.bucket import Bucket

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+from backend import ORACLE, Backend
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.base import Compressor
@@ -16,19 +17,6 @@ from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Ops
-
-
-@dataclass(frozen=True)
-class Backend:
-    name: str
-    ops: Ops
-    array: Callable[[np.ndarray], Any]
-    """A copy of a NumPy array in the backend."""
-    numpy: Callable[[Any], np.ndarray]
-    pipeline: Callable[..., Pipeline] = Pipeline
-
-    def __str__(self) -> str:
-        return self.name
 
 
 def _torch_backends() -> list[Backend]:
@@ -66,9 +54,6 @@ def _tensorflow_backends() -> list[Backend]:
 
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 """Whether `sanitize.py` runs this. TensorFlow cannot be imported then."""
-
-ORACLE = Backend("numpy", NumpyOps(), np.array, np.asarray)
-"""Held to all laws; the others are held to it."""
 
 BACKENDS = [
     ORACLE,

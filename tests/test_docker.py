@@ -166,6 +166,12 @@ def test_another_release_of_a_framework_leaves_the_other_pins() -> None:
 @pytest.mark.parametrize(
     ("before", "until", "frameworks"),
     [
+        ("", "ddp", "torch, without Horovod"),
+        ("torch, without Horovod", "ddp", "torch, without Horovod"),
+        ("torch, without Horovod", "demo", "torch, for the demo"),
+        ("torch, without Horovod", "''", "torch tensorflow"),
+        ("torch, for the demo", "ddp", "torch, for the demo"),
+        ("torch tensorflow", "ddp", "torch tensorflow"),
         ("", "demo", "torch, for the demo"),
         ("", "''", "torch tensorflow"),
         ("torch, for the demo", "demo", "torch, for the demo"),

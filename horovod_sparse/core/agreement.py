@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from horovod_sparse import __version__
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.schedules import Schedule
 
 Description = Mapping[str, str | list[str]]
 
@@ -28,8 +30,38 @@ def compare(mine: Description, everyone: Iterable[Description], rank: int) -> No
         if different:
             raise ValueError(
                 f"rank {rank}: all ranks must run the same model with the same compression, but worker {position} "
-                f"of the process set differs (mine, theirs): {different}"
+                f"of its group differs (mine, theirs): {different}"
             )
+
+
+def agree_on_states(check: Callable[[], None], gather: Callable[[object], list[Any]], rank: int) -> None:
+    """Raise ValueError on every rank if any rank has loaded a state for which `check` raises it. Blocks.
+
+    `gather` returns every rank's value, in rank order.
+    """
+    problem = ""
+    try:
+        check()
+    except ValueError as error:
+        problem = str(error)
+    compare({"problem": problem}, gather({"problem": problem}), rank)
+    if problem:
+        raise ValueError(f"rank {rank}: the state that was loaded does not fit: {problem}")
+
+
+def check_steps(compressor: Compressor, step: int, gather: Callable[[int], list[int]], rank: int) -> None:
+    """Raise RuntimeError on every rank if their steps differ: a schedule makes messages of other sizes. Blocks.
+
+    This is asked in every step, also after the schedule has ended. A rank cannot know whether another has loaded a state of an
+    earlier step since the last one, and the messages cannot tell it, because their sizes would already differ.
+    """
+    if not (isinstance(compressor.ratio, Schedule) or compressor.dense_steps):
+        return
+    steps = gather(step)
+    if len(set(steps)) > 1:
+        raise RuntimeError(
+            f"rank {rank}: the ranks are in different steps of the schedule, {steps}; load the state on every rank or on none"
+        )
 
 
 def op_name(op: object, average: object, total: object) -> str:
@@ -57,7 +89,7 @@ def warn_of_kernels(kernels: Sequence[str], position: int, rank: int) -> None:
     other = next((number for number, theirs in enumerate(kernels) if theirs != mine), None)
     if other is not None:
         warnings.warn(
-            f"horovod_sparse: rank {rank}: the kernels here are {mine!r}, but those of worker {other} of the process set are "
+            f"horovod_sparse: rank {rank}: the kernels here are {mine!r}, but those of worker {other} of its group are "
             f"{kernels[other]!r}. All replicas stay the same, but every step takes as long as on the slowest worker",
             stacklevel=1,
         )

@@ -51,11 +51,11 @@ class BoundCompressor(Compressor):
         return self._server
 
     def check_free(self) -> None:
-        """Raise ValueError if this compressor already serves an optimizer."""
+        """Raise ValueError if this compressor already serves an optimizer or a model."""
         if self._server is not None:
             raise ValueError(
-                f"compression must serve one optimizer, but {self!r} already serves another, whose residuals it would "
-                "mix in; give this optimizer a compressor of its own, for instance copy.deepcopy(compression)"
+                f"compression must serve one optimizer or model, but {self!r} already serves another, whose residuals it "
+                "would mix in; give this one a compressor of its own, for instance copy.deepcopy(compression)"
             )
 
     def choose_alone(self, ops: Ops, x: Array) -> Array:

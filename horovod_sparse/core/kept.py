@@ -226,6 +226,13 @@ class Kept:
             bucket.forget()
             bucket.state.rescale(factor)
 
+    def decay(self, factor: float) -> None:
+        """Multiply residuals, but nothing else, by `factor`. Call it between steps, on all ranks."""
+        if factor != 1.0:
+            self.residuals.rescale(factor)
+            for bucket in self.buckets:
+                bucket.forget()
+
     def reset(self) -> None:
         """Start afresh: residuals are zero, adaptive state and statistics are as before the first step."""
         self.residuals.reset()

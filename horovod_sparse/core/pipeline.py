@@ -232,6 +232,10 @@ class Pipeline(Kept):
         self._ended = []
         super().rescale(factor)
 
+    def decay(self, factor: float) -> None:
+        self._ended = []
+        super().decay(factor)
+
     def reset(self) -> None:
         self._begin_afresh()
         super().reset()

@@ -8,7 +8,8 @@ from horovod_sparse.compressors import *
 from horovod_sparse.core import public as _public
 from horovod_sparse.core.public import *
 from horovod_sparse.numpy.allreduce import SparseAllreduce
+from horovod_sparse.numpy.local import LocalUpdates
 
-__all__ = ["SparseAllreduce"]
+__all__ = ["LocalUpdates", "SparseAllreduce"]
 __all__ += _public.__all__
 __all__ += _compressors.__all__

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.compressors.schedules import Schedule
-from horovod_sparse.core.agreement import RELEASE
+from horovod_sparse.core.agreement import RELEASE, check_steps
 from horovod_sparse.core.binding import check_factor
 from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline, Wait
@@ -105,7 +104,8 @@ class SparseAllreduce:
     def _step(self, gradients: Mapping[str, Array], learning_rate: float | None) -> dict[str, Array]:
         # Release the memory of the collectives of aborted steps that MPI has completed.
         self._under_way = [started for started in self._under_way if not started.request.Test()]
-        self._check_steps()
+        if self.pipeline.buckets:
+            check_steps(self.pipeline.compressor, self.pipeline.buckets[0].state.step, self._steps, self._rank)
         self.pipeline.start_step(gradients.values())
         reduced = {name: np.zeros(shape, dtype) for name, (shape, dtype) in self._shapes.items()}
         waits: dict[str, Wait] = {}
@@ -195,13 +195,16 @@ class SparseAllreduce:
 
     def _agree(self, gradients: Mapping[str, Array]) -> None:
         arrays = [(n, g.shape, str(g.dtype)) for n, g in gradients.items()]
-        mine = f"release {RELEASE}", repr(self.pipeline.compressor), arrays, self.pipeline.divisor
+        self.compare(f"release {RELEASE}", repr(self.pipeline.compressor), arrays, self.pipeline.divisor)
+
+    def compare(self, *mine: object) -> None:
+        """Raise ValueError on every worker unless all of them give the same; what differs is told by its `repr`. Blocks."""
         digest = np.frombuffer(hashlib.sha256(repr(mine).encode()).digest(), np.uint8)
         everyone = self._start(Collective("allgather", digest))().reshape(self._world, -1)
         for rank, theirs in enumerate(everyone):
             if theirs.tobytes() != everyone[0].tobytes():
                 raise ValueError(
-                    f"rank {self._rank}: all workers must reduce the same arrays with the same compression, but worker {rank} "
+                    f"rank {self._rank}: all workers must reduce the same arrays with the same settings, but worker {rank} "
                     f"and worker 0 differ; this one has {mine}"
                 )
 
@@ -211,21 +214,10 @@ class SparseAllreduce:
         everyone = self._start(Collective("allgather", digest))().reshape(self._world, -1)
         return [theirs.tobytes().hex()[:12] for theirs in everyone]
 
-    def _check_steps(self) -> None:
-        """Raise RuntimeError if the workers' steps differ: a schedule makes messages of other sizes, which MPI would cut.
-
-        This is asked in every step, also after the schedule has ended. A worker cannot know whether another has loaded a state
-        of an earlier step since the last call, and the messages cannot tell it, because their sizes would already differ.
-        """
-        compressor = self.pipeline.compressor
-        if self.pipeline.buckets and (isinstance(compressor.ratio, Schedule) or compressor.dense_steps):
-            mine = np.array([self.pipeline.buckets[0].state.step])
-            steps = self._start(Collective("allgather", mine))().tolist()
-            if len(set(steps)) > 1:
-                raise RuntimeError(
-                    f"rank {self._rank}: the workers are in different steps of the schedule, {steps}; load the state on every "
-                    "worker or on none"
-                )
+    def _steps(self, mine: int) -> list[int]:
+        """Return every worker's step."""
+        steps: list[int] = self._start(Collective("allgather", np.array([mine])))().tolist()
+        return steps
 
     def stats(self) -> Stats:
         """Compute counts, bytes and residual norms per bucket and in total, of the last step and on average."""

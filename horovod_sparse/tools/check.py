@@ -72,11 +72,14 @@ class Line:
         return Finding(self.mark, self.what, self.detail or error, self.remedy)
 
 
+_PYTHONS = "use Python 3.10 to 3.13, or 3.14 without TensorFlow"
+
+
 def _python() -> str | Finding:
     version = platform.python_version()
-    if (3, 10) <= sys.version_info[:2] <= (3, 12):
+    if (3, 10) <= sys.version_info[:2] <= (3, 14):
         return version
-    return Finding("warn", "python", f"{version} is untested", "use Python 3.10 to 3.12")
+    return Finding("warn", "python", f"{version} is untested", _PYTHONS)
 
 
 def _version(library: str) -> str:
@@ -173,7 +176,7 @@ _TORCH_FIRST = "settle horovod for torch first"
 _ABSENT = "not found or not working"
 _GLOO = "install openmpi-bin, or start with horovodrun --gloo"
 LINES = (
-    Line("python", "host", _python, "warn", "use Python 3.10 to 3.12"),
+    Line("python", "host", _python, "warn", _PYTHONS),
     Line("numpy", "numpy", partial(_version, "numpy"), "missing", "pip install numpy"),
     Line("torch", "torch", _torch, "missing", f"pip install torch, then {_REBUILD}"),
     Line("tensorflow", "tf", partial(_version, "tensorflow"), "warn", _TF_INSTALL),

@@ -1,24 +1,37 @@
-"""PyTorch adapter: every name of ``horovod.torch``, and the compressors.
+"""PyTorch adapter: the compressors, for Horovod and for `torch.distributed`, and every name of ``horovod.torch``.
 
-Importing it extends stock Horovod's optimizer (see `seam`), so ``import horovod.torch as hvd`` works just as well.
+Importing it extends stock Horovod's optimizer (see `seam`), so ``import horovod.torch as hvd`` works just as well. Without
+Horovod, the names that need it are not there.
 """
 
-import horovod.torch as _stock
-from horovod.torch import *
+from horovod_sparse.torch import stock
 
-from horovod_sparse.core.checkpoint import Checkpoint as Checkpoint
+if stock.module is not None:
+    from horovod.torch import *
+
 from horovod_sparse.core.public import *
-from horovod_sparse.torch import seam
-from horovod_sparse.torch.checkpoint import load_checkpoint as load_checkpoint
-from horovod_sparse.torch.checkpoint import save_checkpoint as save_checkpoint
 from horovod_sparse.torch.compressors import *
-from horovod_sparse.torch.uneven import Join as Join
+from horovod_sparse.torch.hook import comm_hook as comm_hook
+from horovod_sparse.torch.hook import register as register
+from horovod_sparse.torch.local import LocalUpdates as LocalUpdates
 
-seam.install()
+if stock.module is not None:
+    from horovod_sparse.core.checkpoint import Checkpoint as Checkpoint
+    from horovod_sparse.torch import seam
+    from horovod_sparse.torch.checkpoint import load_checkpoint as load_checkpoint
+    from horovod_sparse.torch.checkpoint import save_checkpoint as save_checkpoint
+    from horovod_sparse.torch.uneven import Join as Join
 
-__all__ = [name for name in globals() if not name.startswith("_") and name != "seam"]
+    seam.install()
+
+__all__ = [name for name in globals() if not name.startswith("_") and name not in ("seam", "stock")]
 
 
 def __getattr__(name: str) -> object:
     """Return any other name of Horovod's module, private names included."""
-    return getattr(_stock, name)
+    if stock.module is None:
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}: horovod.torch cannot be imported ({stock.missing}). With "
+            "torch.distributed use comm_hook or register; for hvd.DistributedOptimizer install Horovod"
+        )
+    return getattr(stock.module, name)

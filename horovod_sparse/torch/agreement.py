@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from horovod.torch import mpi_ops
@@ -15,6 +15,7 @@ from horovod_sparse.core import agreement
 from horovod_sparse.core.agreement import check_sparse, compare, op_name, warn_of_kernels
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import gather_json
+from horovod_sparse.torch.parameters import check_real, described
 
 _agreed: Counter[tuple[int, ...]] = Counter()
 """How many optimizers have agreed so far, by process set. Each optimizer gets a number, which is part of its collectives'
@@ -76,12 +77,7 @@ def agree(
     compare(mine, [theirs for theirs, *_ in everyone], mpi_ops.rank())
     if number is None:
         warn_of_kernels([theirs for *_, theirs in everyone], process_set.rank(), mpi_ops.rank())
-    for parameter, name in new.items():
-        if parameter.is_complex():
-            raise TypeError(
-                f"parameter {name!r} must be real, got {parameter.dtype}, which Horovod cannot reduce; make the real view the "
-                "parameter (torch.view_as_real), and use torch.view_as_complex of it in the model"
-            )
+    check_real(new)
     found = {name for _, names, *_ in everyone for name in names}
     check_sparse(found, compressor, sparse_as_dense=optimizer.sparse_as_dense, rank=mpi_ops.rank())
     return Agreement(max(agreed for _, _, agreed, _ in everyone) if number is None else number, found, key)
@@ -100,7 +96,7 @@ def _describe(
         "release": agreement.RELEASE,
         "optimizer": "new" if number is None else str(number),
         "compression": repr(compressor),
-        "parameters": [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for parameter, name in new.items()],
+        "parameters": described(new),
         "op": op_name(optimizer.op, mpi_ops.Average, mpi_ops.Sum),
         "sparse_as_dense": str(bool(optimizer.sparse_as_dense)),
         "groups": [str([names[p] for p in group]) for group in dict.fromkeys(optimizer._p_to_group.values())],
@@ -118,14 +114,6 @@ def hosts(process_set: Any) -> list[str]:
     return gather_json(socket.gethostname(), f"{agreement_name(process_set)}.hosts", process_set)
 
 
-def agree_on_states(check: Callable[[], None], process_set: Any) -> None:
-    """Raise ValueError on every rank if any rank has loaded a state for which `check` raises it. Blocks."""
-    problem = ""
-    try:
-        check()
-    except ValueError as error:
-        problem = str(error)
-    everyone = gather_json({"problem": problem}, f"{agreement_name(process_set)}.state", process_set)
-    compare({"problem": problem}, everyone, mpi_ops.rank())
-    if problem:
-        raise ValueError(f"rank {mpi_ops.rank()}: the state that was loaded does not fit: {problem}")
+def gather_states(value: object, process_set: Any) -> list[Any]:
+    """Return every rank's `value`, in the order of the process set: what it has found wrong with a state. Blocks."""
+    return gather_json(value, f"{agreement_name(process_set)}.state", process_set)

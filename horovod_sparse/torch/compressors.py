@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from horovod.torch.compression import Compressor as HorovodCompressor
 from torch import Tensor
 
 from horovod_sparse import compressors
 from horovod_sparse.core.binding import BoundCompressor
+from horovod_sparse.torch import stock
 from horovod_sparse.torch.compiled import tensor_ops
 
 
-class TorchCompressor(BoundCompressor, HorovodCompressor):
-    """A sparsifier that serves one `hvd.DistributedOptimizer`; its state loads with `torch.load(weights_only=True)`."""
+class TorchCompressor(BoundCompressor, stock.Compressor):
+    """A sparsifier that serves one optimizer or model; its state loads with `torch.load(weights_only=True)`."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, None]:
         """Return a new tensor of the same shape and dtype in which all but the selected entries are zero.

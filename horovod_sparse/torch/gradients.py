@@ -26,29 +26,41 @@ def write_reduced(
     slots: Sequence[Slot], parameters: Sequence[Tensor], reduced: Reduced, as_sparse: Collection[Tensor]
 ) -> None:
     """Write the sum of all ranks' entries to the gradients of parameters, in their own memory where that is possible."""
-    parts: list[Part] = []
-    rounded: list[tuple[Tensor, Tensor]] = []
+    targets: list[tuple[Slot, Tensor]] = []
+    later: list[tuple[Tensor, Tensor]] = []
     for slot, parameter in zip(slots, parameters, strict=True):
-        gradient = parameter.grad
+        target = parameter.grad
         if not parameter.requires_grad:
             continue
-        if (
-            gradient is not None
-            and gradient.dtype in _WIDE
-            and not gradient.is_sparse
-            and gradient.is_contiguous()
-            and parameter not in as_sparse
-        ):
-            parts.append((slot.offset, gradient if gradient.dim() == 1 else gradient.view(-1)))
+        if target is None or target.is_sparse or parameter in as_sparse:
+            target = torch.empty(parameter.shape, dtype=wide(parameter), device=parameter.device)
+            later.append((parameter, target))
+        targets.append((slot, target))
+    write_to(targets, reduced)
+    for parameter, target in later:
+        write_dense(parameter, target, as_sparse=parameter in as_sparse)
+
+
+def write_to(targets: Sequence[tuple[Slot, Tensor]], reduced: Reduced) -> None:
+    """Write the sum of all ranks' entries to dense tensors, one for each slot."""
+    parts: list[Part] = []
+    rounded: list[tuple[Tensor, Tensor]] = []
+    for slot, target in targets:
+        if target.dtype in _WIDE and target.is_contiguous():
+            parts.append((slot.offset, target if target.dim() == 1 else target.view(-1)))
             continue
         # Half-precision sums are rounded once at the end, not after every rank.
-        wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        flat = torch.empty(parameter.numel(), dtype=wide, device=parameter.device)
+        flat = torch.empty(target.numel(), dtype=wide(target), device=target.device)
         parts.append((slot.offset, flat))
-        rounded.append((parameter, flat))
+        rounded.append((target, flat))
     reduced.write(parts)
-    for parameter, flat in rounded:
-        write_dense(parameter, flat.view(parameter.shape), as_sparse=parameter in as_sparse)
+    for target, flat in rounded:
+        target.copy_(flat.view(target.shape))
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """Return the type in which gradients of a tensor's type are summed."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def write_dense_parts(parameters: Sequence[Tensor], reduced: Sequence[Tensor], as_sparse: Collection[Tensor]) -> None:

@@ -21,17 +21,16 @@ import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from horovod_sparse.core.agreement import is_elastic
+from horovod_sparse.core.agreement import agree_on_states, is_elastic
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.pipeline import Pipeline, Wait
 from horovod_sparse.core.preparation import Arrived
-from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import check_discardable, check_state, empty_state, holds_anything, kept_shapes
 from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.exchange.protocols import Collective, Reduced
-from horovod_sparse.torch.agreement import agree, agree_on_states, check_momentum, hosts
+from horovod_sparse.torch.agreement import agree, check_momentum, gather_states, hosts
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
@@ -40,7 +39,8 @@ from horovod_sparse.torch.following import Workers
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
 from horovod_sparse.torch.network import TimedCollectives
-from horovod_sparse.torch.routes import Routes, dense_message
+from horovod_sparse.torch.routes import OptimizerRoutes, dense_message
+from horovod_sparse.torch.scaler import ScaledServer
 from horovod_sparse.torch.step import Step
 
 _WITH_SCALER = (
@@ -49,10 +49,8 @@ _WITH_SCALER = (
 )
 
 
-class Reducer(Server):
+class Reducer(ScaledServer):
     """Reduces the gradients of one `hvd.DistributedOptimizer`, whose arguments the seam has checked."""
-
-    compressor: TorchCompressor
 
     def __init__(self, optimizer: Any, compressor: TorchCompressor) -> None:
         compressor.bind(self)
@@ -65,7 +63,6 @@ class Reducer(Server):
         self._frozen: set[Tensor] = set()
         """Parameters that are not trained at the moment. They keep no residual and no velocity."""
         self.workers_before = Workers()
-        self.scaler: torch.amp.GradScaler | None = None
         self.active = self._process_set.included() and compresses(self._process_set.size())
         if self.active and mpi_ops.size() == 1 and not is_elastic():
             # Stock Horovod registers no hooks for a single worker.
@@ -77,7 +74,7 @@ class Reducer(Server):
         self._number: int | None = None
         """The optimizer's number, the same on every rank; None before the first agreement."""
         self._collectives = Collectives(optimizer.op, optimizer.gradient_predivide_factor, self._process_set)
-        self._routes = Routes(optimizer, self.compressor)
+        self._routes = OptimizerRoutes(optimizer, self.compressor)
         self.pipeline = None
 
     def begin_again(self, state: Mapping[str, Any] | None) -> None:
@@ -91,32 +88,11 @@ class Reducer(Server):
     def _name(self, what: str) -> str:
         return f"horovod_sparse.{self._process_set.process_set_id}.{self._number}.{what}"
 
-    # --- loss scaling ---
-
-    def scale_with(self, scaler: torch.amp.GradScaler) -> None:
-        """See `TorchCompressor.scale_with`."""
-        if self.scaler is scaler:
-            return
-        if self.pipeline is not None or self.scaler is not None:
-            raise RuntimeError(
-                "scale_with must be called once, before the first step, because residuals are kept without the loss scale; "
-                "make a new optimizer, or scale by hand: see docs/pytorch.md"
-            )
-        self.compressor.discardable = True
-        self.scaler = scaler
-
     def is_scaled_by(self, scaler: torch.amp.GradScaler) -> bool:
         """Return whether a scaler is this optimizer's. The first that is about to unscale is, if nothing was reduced yet."""
         if self.pipeline is None and self.scaler is None and not self._optimizer._synchronized:
             self.scale_with(scaler)
         return self.scaler is scaler
-
-    def rescale(self, factor: float) -> None:
-        if self.scaler is not None:
-            raise RuntimeError(
-                "rescale must not be called with scale_with(scaler): residuals are kept without the loss scale"
-            )
-        super().rescale(factor)
 
     # --- gradients in: called from hooks, never waits for another rank ---
 
@@ -151,8 +127,7 @@ class Reducer(Server):
         self._step.begun = True
         assert self.pipeline is not None
         self._drop_frozen(self.pipeline)
-        scaler = self.scaler
-        self.pipeline.start_step(self._gradients(), None if scaler is None else float(scaler.get_scale()))
+        self.pipeline.start_step(self._gradients(), self._scale)
 
     def _drop_frozen(self, pipeline: Pipeline) -> None:
         frozen = {parameter for parameter in self._routes.names if not parameter.requires_grad}
@@ -177,7 +152,8 @@ class Reducer(Server):
         if together is not None:
             step.arrived[together.name] += 1
             if step.arrived[together.name] == len(together.parameters):
-                message = dense_message(together, self.compressor, pipeline.preparation)
+                given = [gradient_of(member) for member in together.parameters]
+                message = dense_message(together, given, self.compressor, pipeline.preparation)
                 if parameter in step.handed and message is parameter.grad:
                     step.handed[parameter] = without_sample(step.handed[parameter])
                 wait = self._collectives.start("dense", message, self._name(together.name))
@@ -341,7 +317,8 @@ class Reducer(Server):
         if is_elastic() and self.pipeline is None:
             self.deferred = self.workers_before.align(self.deferred)
             deferred = self.deferred or deferred
-        agree_on_states(lambda: self._check(deferred, left_out), self._process_set)
+        gather = partial(gather_states, process_set=self._process_set)
+        agree_on_states(lambda: self._check(deferred, left_out), gather, mpi_ops.rank())
         agreement.conclude()
         self._number = agreement.number
         if self.pipeline is None:

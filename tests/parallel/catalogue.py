@@ -22,6 +22,7 @@ MODULES = {
         "plans",
         "parameters",
         "hierarchical",
+        "local",
     ),
     "tensorflow": (
         "tf.tape",
@@ -33,6 +34,7 @@ MODULES = {
         "tf.parameters",
         "tf.uneven",
     ),
+    "ddp": ("ddp.hook", "ddp.local"),
 }
 
 

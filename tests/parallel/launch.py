@@ -58,7 +58,7 @@ class Launch:
     """A launcher and a number of ranks; 0 starts one plain process without any launcher."""
 
     launcher: str
-    """"mpirun", "horovodrun", "elastic" (horovodrun with options of its own) or "plain"."""
+    """"mpirun", "horovodrun", "elastic" (horovodrun with options of its own), "torchrun" or "plain"."""
     ranks: int = 1
     framework: str = "torch"
     """Whose scenarios are run; every process has one framework only, since each brings a Horovod of its own."""
@@ -79,6 +79,9 @@ class Launch:
             return [str(Path(sys.executable).with_name("horovodrun")), "--gloo", *options]
         if self.launcher == "horovodrun":
             return [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", str(self.ranks)]
+        if self.launcher == "torchrun":
+            torchrun = str(Path(sys.executable).with_name("torchrun"))
+            return [torchrun, "--standalone", "--no-python", "--nproc-per-node", str(self.ranks)]
         command = [shutil.which("mpirun") or "mpirun", "-np", str(self.ranks), "--oversubscribe"]
         command += ["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
         return [*command, "--allow-run-as-root"] if os.geteuid() == 0 else command

@@ -18,6 +18,8 @@ TF_2, TF_4, TF_GLOO_2 = (
     for launcher, ranks in (("mpirun", 2), ("mpirun", 4), ("horovodrun", 2))
 )
 TF_SETS_4 = Launch("mpirun", 4, "tensorflow")
+TORCHRUN_2, TORCHRUN_4 = Launch("torchrun", 2, "ddp"), Launch("torchrun", 4, "ddp")
+TORCHRUN = (TORCHRUN_2, TORCHRUN_4)
 
 
 @dataclass(frozen=True)

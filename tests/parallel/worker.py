@@ -61,9 +61,9 @@ def run(one: Scenario, record: Record, hvd: Any, seed: Callable[[int], object]) 
 
 def main(framework: str, directory: Path, names: list[str]) -> int:
     known = scenarios(framework)
-    hvd = import_module(f"horovod.{framework}")
-    library = import_module(framework)
-    seed = library.manual_seed if framework == "torch" else library.random.set_seed
+    hvd = import_module("parallel.ddp.ranks" if framework == "ddp" else f"horovod.{framework}")
+    library = import_module("tensorflow" if framework == "tensorflow" else "torch")
+    seed = library.random.set_seed if framework == "tensorflow" else library.manual_seed
     hvd.init()
     record = Record(directory / f"rank{hvd.rank()}.jsonl")
     # What the frameworks have made stays: looking through it after every scenario takes longer than most scenarios.

@@ -1,0 +1,93 @@
+"""The collectives of a process group of `torch.distributed`. All its ranks must start them in the same order."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from horovod_sparse.core.pipeline import Wait
+from horovod_sparse.exchange.measure import Run
+from horovod_sparse.exchange.network import Call
+from horovod_sparse.exchange.protocols import Collective
+
+# PyTorch has renamed it.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
+
+class Group:
+    """A process group. It implements `exchange.measure.Collectives`, too.
+
+    Args:
+        group: the process group; None for the default one.
+        device: where the tensors are that are exchanged.
+
+    Raises:
+        ValueError: there is no process group, or this rank is not in it.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        if not dist.is_initialized():
+            raise ValueError("there is no process group; call torch.distributed.init_process_group first")
+        self.position = dist.get_rank(group)
+        self.rank = dist.get_rank()
+        if self.position < 0:
+            raise ValueError(f"rank {self.rank} is not in the process group {group}; use a group that this rank is in")
+        self.world: int = dist.get_world_size(group)
+        self._group = group
+        self._device = device
+
+    def start(self, collective: Collective) -> Wait:
+        """Start a collective, and return a function that waits for its result. An allreduce is in place."""
+        message = collective.message.contiguous()
+        work, result = self._begin(collective, message)
+
+        def wait() -> Tensor:
+            work.wait()
+            return result
+
+        return wait
+
+    def _begin(self, collective: Collective, message: Tensor) -> tuple[Any, Tensor]:
+        where: dict[str, Any] = {"group": self._group, "async_op": True}
+        if collective.kind == "allreduce":
+            return dist.all_reduce(message, **where), message
+        rows = self.world * len(message) if collective.kind == "allgather" else len(message)
+        result = message.new_empty((rows if collective.of is None else sum(collective.of), *message.shape[1:]))
+        if collective.kind == "allgather":
+            return _all_gather(result, message, **where), result
+        to, of = (None if rows is None else [*rows] for rows in (collective.to, collective.of))
+        return dist.all_to_all_single(result, message, of, to, **where), result
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, in rank order. Blocks. Uses JSON, because data from other machines is not unpickled."""
+        line = torch.frombuffer(bytearray(json.dumps(value).encode("ascii")), dtype=torch.uint8)
+        lengths = self.start(Collective("allgather", torch.tensor([len(line)], device=self._device)))().tolist()
+        message = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
+        message[: len(line)] = line
+        lines = self.start(Collective("allgather", message))().view(self.world, -1).cpu()
+        return [json.loads(one[:length].numpy().tobytes()) for one, length in zip(lines, lengths, strict=True)]
+
+    def hosts(self) -> list[str]:
+        """Return the name of each rank's host. Blocks."""
+        return self.everyone(socket.gethostname())
+
+    def run(self, calls: Sequence[Call], name: str) -> Run:
+        """See `exchange.measure.Collectives`."""
+
+        def message(call: Call) -> Tensor:
+            dtype = torch.float16 if call.itemsize == 2 else torch.float32
+            return torch.zeros(call.length, dtype=dtype, device=self._device)
+
+        messages = [Collective(call.kind, message(call)) for call in calls]
+
+        def run() -> None:
+            for wait in [self.start(one) for one in messages]:
+                wait()
+
+        return run

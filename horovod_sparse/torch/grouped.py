@@ -1,0 +1,233 @@
+"""Reduces gradients over a group of ranks, in one order on all of them. Never imports Horovod.
+
+Where gradients come from is left to others: DDP's hook (`hooked`) and local updates (`local`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from horovod_sparse import kernels
+from horovod_sparse.core.agreement import RELEASE, agree_on_states, check_steps, compare, warn_of_kernels
+from horovod_sparse.core.binding import compresses
+from horovod_sparse.core.layout import Slot
+from horovod_sparse.core.pipeline import Pipeline, UnderWay, Wait
+from horovod_sparse.core.preparation import Arrived
+from horovod_sparse.core.server import Server
+from horovod_sparse.core.state import check_state, empty_state, holds_anything, kept_shapes
+from horovod_sparse.exchange.grid import groups_of
+from horovod_sparse.exchange.measure import Collectives
+from horovod_sparse.exchange.protocols import Collective, Reduced
+from horovod_sparse.torch.compiled import tensor_ops
+from horovod_sparse.torch.compressors import TorchCompressor
+from horovod_sparse.torch.device import on_gpu
+from horovod_sparse.torch.gradients import write_to
+from horovod_sparse.torch.parameters import check_real, described
+from horovod_sparse.torch.routes import Routes, dense_message
+from horovod_sparse.torch.step import Step
+
+
+class Transport(Collectives, Protocol):
+    """The collectives of some ranks. All of them start the same ones in the same order."""
+
+    position: int
+    """This rank's number among them."""
+    rank: int
+    """This rank's number among all, for messages."""
+
+    def start(self, collective: Collective) -> Wait:
+        """Start a collective, and return a function that waits for its result. An allreduce is in place."""
+
+    def hosts(self) -> list[str]:
+        """Return the name of each rank's host. Blocks."""
+
+
+@dataclass
+class GroupStep(Step):
+    """What this rank has done in a step so far."""
+
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
+    """The gradients by parameter. The reduced gradients are written to their memory."""
+    under_way: list[UnderWay] = field(default_factory=list)
+
+
+class GroupReducer(Server):
+    """Reduces the gradients of some parameters.
+
+    Args:
+        compressor: what it serves from now on.
+        transport: the collectives.
+        names: the parameters' names, in the order of the model. If there are none, parameters get numbers in the reverse
+            order of their gradients.
+        optimizer: the optimizer, which `lr_in_residual` needs.
+    """
+
+    compressor: TorchCompressor
+
+    def __init__(
+        self,
+        compressor: TorchCompressor,
+        transport: Transport,
+        names: Mapping[Tensor, str],
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        compressor.bind(self)
+        self.compressor = compressor
+        self.active = compresses(transport.world)
+        self._transport = transport
+        self._given_names = names
+        self._optimizer = optimizer
+        self._routes = Routes(compressor)
+        self._frozen: set[Tensor] = set()
+        self._step = GroupStep()
+
+    def reduce_all(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Replace all gradients by their means over the ranks. All ranks call this together."""
+        if not self.active:
+            return
+        self._step.gradients.update(gradients)
+        try:
+            self._complete()
+        except BaseException:
+            self._give_up_step()
+            raise
+        assert self.pipeline is not None
+        self.pipeline.end_step()
+
+    def _give_up_step(self) -> None:
+        self._step = GroupStep()
+        if self.pipeline is not None:
+            self.pipeline.abort()
+
+    @property
+    def _scale(self) -> float | None:
+        """The loss scale of this step, if there is a scaler."""
+        return None
+
+    def scale_with(self, scaler: torch.amp.GradScaler) -> None:
+        """See `TorchCompressor.scale_with`. Refused here, because nothing that is scaled is reduced."""
+        raise RuntimeError(
+            "scale_with must not be called with local updates, because the scaler's gradients stay on their worker: call "
+            "scaler.step(optimizer) with the optimizer itself, and then local.count_step()"
+        )
+
+    # --- gradients in ---
+
+    def _take(self, pipeline: Pipeline, parameters: Iterable[Tensor]) -> None:
+        """Give gradients to the pipeline, and start the exchanges of buckets that are complete."""
+        step = self._step
+        if not step.begun:
+            step.begun = True
+            if pipeline.buckets:
+                check_steps(
+                    self.compressor, pipeline.buckets[0].state.step, self._transport.everyone, self._transport.rank
+                )
+            self._drop_frozen(pipeline)
+            pipeline.start_step(step.gradients.values(), self._scale)
+        for parameter in parameters:
+            together = self._routes.dense.get(parameter)
+            if together is None:
+                self._take_compressed(pipeline, parameter)
+                continue
+            step.arrived[together.name] += 1
+            if step.arrived[together.name] == len(together.parameters):
+                gradients = [step.gradients[member] for member in together.parameters]
+                message = dense_message(together, gradients, self.compressor, pipeline.preparation)
+                step.dense.append((together, message, self._transport.start(Collective("allreduce", message))))
+
+    def _drop_frozen(self, pipeline: Pipeline) -> None:
+        """Forget what is kept of parameters that are not trained any more."""
+        frozen = {parameter for parameter in self._routes.names if not parameter.requires_grad}
+        for parameter in frozen - self._frozen:
+            pipeline.drop(self._routes.names[parameter])
+        self._frozen = frozen
+
+    def _take_compressed(self, pipeline: Pipeline, parameter: Tensor) -> None:
+        step, name = self._step, self._routes.names[parameter]
+        rate = step.learning_rate(parameter, self._param_groups) if self.compressor.lr_in_residual else None
+        bucket = pipeline.bucket_of[name]
+        arrived = step.collect(bucket, Arrived(name, step.gradients[parameter], rate))
+        if arrived and pipeline.arrive_together(bucket, arrived) is not None:
+            step.under_way.append((bucket, self._transport.start(pipeline.begin(bucket))))
+
+    # --- reduced gradients out ---
+
+    def _complete(self) -> dict[Tensor, Tensor]:
+        """End all exchanges, and write the reduced gradients, which are returned, to the memory of the gradients."""
+        step = self._step
+        pipeline = self.pipeline or self._begin([*step.gradients])
+        if not step.begun:
+            self._take(pipeline, step.gradients)
+        pipeline.complete(step.under_way, self._write, lambda bucket, collective: self._transport.start(collective))
+        for together, message, wait in step.dense:
+            wait()
+            message /= self._transport.world
+            pipeline.finish_dense(together.name, message)
+            parts = torch.split(message.view(-1), [slot.numel for slot in together.layout.slots])
+            targets = [step.gradients[parameter] for parameter in together.parameters]
+            sources = [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
+            torch._foreach_copy_(targets, sources)
+        self._step = GroupStep()
+        return step.gradients
+
+    def _write(self, slots: Sequence[Slot], reduced: Reduced) -> None:
+        gradients, compressed = self._step.gradients, self._routes.compressed
+        write_to([(slot, gradients[compressed[slot.name]]) for slot in slots], reduced)
+
+    # --- agreement ---
+
+    def _begin(self, parameters: Sequence[Tensor]) -> Pipeline:
+        """Agree with the other ranks, make buckets for all parameters, and load the state that was deferred. Blocks."""
+        group, compressor = self._transport, self.compressor
+        new = {parameter: name for parameter, name in self._given_names.items() if parameter in self._step.gradients}
+        if not new:
+            # Backward begins with the last parameters of the model.
+            new = {parameter: f"parameter {number}" for number, parameter in reversed([*enumerate(parameters)])}
+        mine: dict[str, str | list[str]] = {
+            "release": RELEASE,
+            "compression": repr(compressor),
+            "parameters": described(new),
+        }
+        if compressor.lr_in_residual:
+            mine["lr"] = [str(float(one["lr"])) for one in self._param_groups]
+        everyone = group.everyone([mine, kernels.variant()])
+        compare(mine, [theirs for theirs, _ in everyone], group.rank)
+        warn_of_kernels([theirs for _, theirs in everyone], group.position, group.rank)
+        check_real(new)
+        agree_on_states(
+            lambda: self._check({name: tuple(p.shape) for p, name in new.items()}), group.everyone, group.rank
+        )
+        pipeline = Pipeline(
+            tensor_ops(),
+            compressor,
+            world=group.world,
+            position=group.position,
+            rank=group.rank,
+            groups=groups_of(compressor.hierarchical, group.world, group.hosts),
+            device_selector=on_gpu,
+        )
+        pipeline.measure(group, next(iter(new)))
+        self._routes.extend(new, (), pipeline)
+        self.pipeline = pipeline
+        if self.deferred is not None:
+            super().load_compression_state(self.deferred)
+        return pipeline
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return [] if self._optimizer is None else self._optimizer.param_groups
+
+    def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ValueError unless the state that is deferred fits the parameters."""
+        state = self.deferred or empty_state()
+        if holds_anything(state):
+            check_state(state, self.compressor, *kept_shapes(shapes, self.compressor))
+
+    def load_compression_state(self, state: Mapping[str, Any]) -> None:
+        super().load_compression_state(state)
+        self._step = GroupStep()

@@ -1,0 +1,106 @@
+"""The communication hook for PyTorch's `DistributedDataParallel`. Needs no Horovod.
+
+The annotations are no strings here: DDP compares those of a hook with its own classes.
+"""
+
+import torch
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from horovod_sparse.core.agreement import check_momentum
+from horovod_sparse.core.binding import refuse_class
+from horovod_sparse.torch.compressors import TorchCompressor
+from horovod_sparse.torch.group import Group
+from horovod_sparse.torch.hooked import HookReducer
+
+_NO_FSDP = (
+    "FSDP gives each rank another part of every gradient, which leaves nothing to choose from on all ranks; use "
+    "DistributedDataParallel"
+)
+
+
+def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Reduce a bucket of `DistributedDataParallel`, compressed by `state`.
+
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(SIDCo(ratio=0.001), comm_hook)
+
+    The ranks are those of the default process group. Parameters are named by numbers, in the order of DDP's first buckets. With
+    another group, with `lr_in_residual`, and to load a state before the first step, use `register`.
+
+    Args:
+        state: a compressor of this module; each model needs its own.
+        bucket: what DDP hands over. Its memory receives the reduced gradients.
+
+    Raises:
+        TypeError: `state` is not a compressor of this module, or the model is in FSDP.
+        ValueError: the compressor serves another model or optimizer, a parameter has sparse gradients, or ranks have
+            different settings or parameters.
+        FloatingPointError: on every rank, after the step, if a gradient of any rank holds NaN or infinity (see `not_finite`).
+    """
+    _check_compression(state)
+    if not isinstance(bucket, GradBucket):
+        raise TypeError(f"comm_hook must be registered with DistributedDataParallel, got {type(bucket)}. {_NO_FSDP}")
+    server = state.server
+    if not isinstance(server, HookReducer):
+        state.check_free()
+        _check_optimizer(state, None)
+        server = HookReducer(state, Group(None, bucket.buffer().device), {})
+    return server.reduce(bucket)
+
+
+def register(
+    model: DistributedDataParallel, compression: TorchCompressor, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Let `compression` reduce the gradients of a model, by its names, within its process group.
+
+        model = DistributedDataParallel(model)
+        register(model, SIDCo(ratio=0.001))
+
+    Args:
+        model: whose gradients are reduced. Call this on every rank of its process group, before the first step.
+        compression: a compressor of this module; each model needs its own.
+        optimizer: the model's; only `lr_in_residual` needs it. If given, its momentum is checked.
+
+    Raises:
+        TypeError: `model` is not a `DistributedDataParallel`, or `compression` is not a compressor of this module.
+        ValueError: the compressor already serves a model or an optimizer, or needs the optimizer.
+        RuntimeError: the model already has a hook.
+    """
+    _check_compression(compression)
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"model must be a torch.nn.parallel.DistributedDataParallel, got {type(model)}: wrap the model first. {_NO_FSDP}"
+        )
+    compression.check_free()
+    _check_optimizer(compression, optimizer)
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    if compression.lr_in_residual and optimizer is not None:
+        moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        absent = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in moved]
+        if absent:
+            raise ValueError(
+                f"optimizer must have all parameters of the model with lr_in_residual=True, got none of {absent}"
+            )
+    group = Group(model.process_group, next(iter(names)).device)
+    model.register_comm_hook(compression, comm_hook)
+    reducer = HookReducer(compression, group, names, optimizer)
+    reducer.finds_unused = model.find_unused_parameters and not model.static_graph
+
+
+def _check_compression(compression: object) -> None:
+    refuse_class(compression)
+    if not isinstance(compression, TorchCompressor):
+        raise TypeError(
+            f"compression must be a compressor of horovod_sparse.torch, such as TopK(ratio=0.01), got {compression!r}"
+        )
+
+
+def _check_optimizer(compression: TorchCompressor, optimizer: torch.optim.Optimizer | None) -> None:
+    if optimizer is None and compression.lr_in_residual:
+        raise ValueError(
+            "optimizer must be given with lr_in_residual=True, since residuals are in units of the update; call "
+            "register(model, compression, optimizer)"
+        )
+    for group in [] if optimizer is None else optimizer.param_groups:
+        check_momentum(compression, group.get("momentum"), group.get("betas"), "torch.optim.SGD(..., momentum=0)")

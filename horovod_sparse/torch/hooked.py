@@ -1,0 +1,127 @@
+"""Reduces the gradients of a model in `DistributedDataParallel`, whose hook hands them over bucket by bucket. No Horovod.
+
+DDP's buckets are not ours. DDP packs its own anew after the first step, and ours keep the residuals by parameter. A gradient is
+taken from DDP's bucket as soon as that is ready, and exchanges begin while backward goes on. The hook of DDP's last
+bucket ends all of them, in one order on all ranks, and writes the reduced gradients to the memory of DDP's buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from horovod_sparse.torch.grouped import GroupReducer
+from horovod_sparse.torch.scaler import ScaledServer
+
+Future = torch.futures.Future
+_NO_BACKWARD = -1
+
+
+class HookReducer(ScaledServer, GroupReducer):
+    """Reduces the gradients of one model. `GroupReducer` has its arguments."""
+
+    finds_unused = True
+    """Whether DDP may leave a gradient as it was if no rank has used the parameter in this step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._promised: list[tuple[Tensor, Future[Tensor]]] = []
+        """DDP's buckets of this step, and what tells DDP that each is reduced."""
+        self._backward = _NO_BACKWARD
+        """The number that PyTorch has given to the backward pass in which this step began."""
+
+    # --- DDP's buckets ---
+
+    @torch.no_grad()
+    def reduce(self, bucket: Any) -> Future[Tensor]:
+        """Take a bucket's gradients. Return the bucket, which holds the mean of all ranks' gradients once all are reduced."""
+        buffer = bucket.buffer()
+        future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+        if not self.active:
+            future.set_result(buffer)
+            return future
+        try:
+            self._take_bucket(bucket)
+            self._promised.append((buffer, future))
+            if bucket.is_last():
+                self._finish()
+        except BaseException:
+            self._give_up_step()
+            raise
+        return future
+
+    def _take_bucket(self, bucket: Any) -> None:
+        if bucket.index() == 0:
+            backward = torch._C._current_graph_task_id()
+            if self._promised and backward != self._backward:
+                # Backward was interrupted.
+                self._give_up_step()
+            self._backward = backward
+        self._check_known(bucket)
+        if bucket.buffer().is_sparse:
+            # DDP reduces sparse gradients alone, in a bucket each.
+            names = [self._given_names.get(parameter, "(without a name)") for parameter in bucket.parameters()]
+            raise ValueError(
+                f"parameters must have dense gradients in DistributedDataParallel, got sparse ones of {names}; make the "
+                "embedding with sparse=False"
+            )
+        self._step.gradients.update(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        if self.pipeline is not None and not self.compressor.holds_back:
+            self._take(self.pipeline, bucket.parameters())
+
+    def _check_known(self, bucket: Any) -> None:
+        """Raise ValueError if a bucket is that of another model, whose buckets have numbers of their own."""
+        known = self._routes.names or self._given_names
+        foreign = known and any(parameter not in known for parameter in bucket.parameters())
+        if foreign or bucket.index() != len(self._promised):
+            raise ValueError(
+                f"compression must serve one model, but {self.compressor!r} is the hook of another one, too; give each model a "
+                "compressor of its own"
+            )
+
+    def _give_up_step(self) -> None:
+        self._promised = []
+        super()._give_up_step()
+
+    def _finish(self) -> None:
+        gradients, error = self._complete(), None
+        try:
+            assert self.pipeline is not None
+            self.pipeline.end_step()
+        except FloatingPointError as raised:
+            error = raised
+        self._end_backward(gradients, error)
+        promised, self._promised = self._promised, []
+        for buffer, future in promised:
+            future.set_result(buffer)
+
+    def _end_backward(self, gradients: Mapping[Tensor, Tensor], error: BaseException | None) -> None:
+        """When DDP has ended its step, write the gradients that it has left out, and raise `error`, as all ranks do.
+
+        If it were raised before, training could not go on.
+        """
+        if self._backward == _NO_BACKWARD:
+            # This rank has no data left, and takes part in the steps of the others: DDP's `join`.
+            if error is not None:
+                raise error
+            return
+
+        def end() -> None:
+            for parameter, reduced in gradients.items():
+                if not parameter.requires_grad:
+                    continue
+                if parameter.grad is None:
+                    # As with DDP alone, a parameter that was never used has no gradient.
+                    parameter.grad = reduced.clone() if reduced.any() else None
+                elif self.finds_unused and not torch.equal(parameter.grad, reduced):
+                    parameter.grad.copy_(reduced)
+            if error is not None:
+                raise error
+
+        # DDP ends its step in a callback that comes between these two.
+        engine = Variable._execution_engine
+        engine.queue_callback(lambda: engine.queue_callback(end))

@@ -1,0 +1,22 @@
+"""What ranks compare of their parameters before they exchange anything. Never imports Horovod."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+
+def described(named: Mapping[Tensor, str]) -> list[str]:
+    """Return name, shape and type of each parameter."""
+    return [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for parameter, name in named.items()]
+
+
+def check_real(named: Mapping[Tensor, str]) -> None:
+    """Raise TypeError if a parameter is complex."""
+    for parameter, name in named.items():
+        if parameter.is_complex():
+            raise TypeError(
+                f"parameter {name!r} must be real, got {parameter.dtype}, which cannot be reduced; make the real view the "
+                "parameter (torch.view_as_real), and use torch.view_as_complex of it in the model"
+            )

@@ -1,0 +1,39 @@
+"""A server whose gradients a `GradScaler` has scaled. Never imports Horovod."""
+
+from __future__ import annotations
+
+import torch
+
+from horovod_sparse.core.server import Server
+from horovod_sparse.torch.compressors import TorchCompressor
+
+
+class ScaledServer(Server):
+    """Keeps residuals without the loss scale."""
+
+    compressor: TorchCompressor
+    scaler: torch.amp.GradScaler | None = None
+
+    def scale_with(self, scaler: torch.amp.GradScaler) -> None:
+        """See `TorchCompressor.scale_with`."""
+        if self.scaler is scaler or not scaler.is_enabled():
+            return
+        if self.pipeline is not None or self.scaler is not None:
+            raise RuntimeError(
+                "scale_with must be called once, before the first step, because residuals are kept without the loss scale; "
+                "make a new optimizer and a new compression, or scale by hand: see docs/pytorch.md"
+            )
+        self.compressor.discardable = True
+        self.scaler = scaler
+
+    def rescale(self, factor: float) -> None:
+        if self.scaler is not None:
+            raise RuntimeError(
+                "rescale must not be called with scale_with(scaler): residuals are kept without the loss scale"
+            )
+        super().rescale(factor)
+
+    @property
+    def _scale(self) -> float | None:
+        """The loss scale of this step, if there is a scaler."""
+        return None if self.scaler is None else float(self.scaler.get_scale())

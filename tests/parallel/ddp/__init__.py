@@ -1,0 +1,1 @@
+"""Scenarios for `torch.distributed`."""

@@ -1,0 +1,464 @@
+"""Scenarios: the hook of `DistributedDataParallel` against NumPy, and with all that DDP offers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from horovod_sparse.torch import NoOp, SIDCo, TopK, comm_hook, register
+from horovod_sparse.torch.group import Group
+
+from ..common import (
+    BUCKET_BYTES,
+    COMPRESSORS,
+    MakeCompression,
+    digest,
+    kept,
+    normals,
+    overflowing,
+    small_model,
+    whole_numbers,
+)
+from ..scenario import TORCHRUN, TORCHRUN_2, TORCHRUN_4, scenario
+from . import ranks
+from .common import Exact, Oracle, assert_identical, everyone_raises, loss_of, reduce, sgd, train, wrap
+
+SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
+COMPRESSED = {name: shape for name, shape in SHAPES.items() if name != "small"}
+
+
+@scenario(
+    *TORCHRUN,
+    cases={
+        f"{name}-{granularity}": (make, granularity)
+        for name, make in COMPRESSORS.items()
+        for granularity in ("bucket", "layer")
+    },
+)
+def the_hook_does_as_numpy_does(make: MakeCompression, granularity: str) -> None:
+    settings: dict[str, Any] = {"granularity": granularity, "bucket_bytes": 16_000}
+    compression = make(**settings)
+    model, oracle = wrap(Exact(SHAPES), compression), Oracle(make(**settings), COMPRESSED, ranks.size())
+    for step in range(6):
+        given = [
+            {name: normals(shape, step=step, rank=rank) for name, shape in SHAPES.items()}
+            for rank in range(ranks.size())
+        ]
+        reduced = reduce(model, given[ranks.rank()])
+        expected = oracle.reduce([{name: local[name] for name in COMPRESSED} for local in given])
+        small = np.mean([local["small"] for local in given], axis=0)
+        for name, gradient in {**expected, "small": small}.items():
+            # An allreduce adds in an order of its own.
+            np.testing.assert_allclose(reduced[name], gradient, rtol=1e-6, atol=1e-6, err_msg=f"{name}, {step}")
+    mine, theirs = compression.stats().mean.total, oracle.pipelines[ranks.rank()].stats().mean.total
+    assert mine.count == theirs.count > 0
+
+
+_FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one-bucket": {"bucket_cap_mb": 100},
+    "static-graph": {"static_graph": True},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "unused-views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+}
+
+
+@scenario(*TORCHRUN, cases={name: (arguments,) for name, arguments in _FEATURES.items()})
+def ratio_one_is_dense_training(arguments: dict[str, Any]) -> None:
+    dense = wrap(small_model(), **arguments)
+    train(dense, sgd(dense), range(10))
+    for compression in (NoOp(bucket_bytes=BUCKET_BYTES), TopK(1.0, bucket_bytes=BUCKET_BYTES)):
+        model = wrap(small_model(), compression, **arguments)
+        train(model, sgd(model), range(10))
+        for mine, theirs in zip(model.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        assert_identical(model)
+
+
+@scenario(
+    *TORCHRUN,
+    cases={
+        f"{name}-{feature}": (COMPRESSORS[name], _FEATURES[feature])
+        for name in ("SIDCo", "MiCRO")
+        for feature in _FEATURES
+    },
+)
+def replicas_stay_identical(make: MakeCompression, arguments: dict[str, Any]) -> None:
+    compression = make(bucket_bytes=BUCKET_BYTES)
+    model = wrap(small_model(), compression, **arguments)
+    train(model, sgd(model), range(30))
+    assert_identical(model)
+    assert len(compression.stats().last.buckets) == 3
+    assert len(set(ranks.allgather_object(digest(compression.state_dict()["residuals"].values())))) == ranks.size()
+
+
+@scenario(*TORCHRUN, cases={name: (COMPRESSORS[name],) for name in ("SIDCo", "MiCRO", "SIDCo-balanced")})
+def exchanges_begin_before_backward_ends(make: MakeCompression) -> None:
+    model = wrap(small_model(), make(bucket_bytes=BUCKET_BYTES))
+    optimizer, started, ended = sgd(model), [], []
+    start = Group.start
+
+    def recorded(self: Any, collective: Any) -> Any:
+        started.append(len(ended))
+        wait = start(self, collective)
+
+        def waited() -> Any:
+            ended.append(len(started))
+            return wait()
+
+        return waited
+
+    train(model, optimizer, range(3))
+    Group.start = recorded
+    try:
+        # The first layer's gradient comes last.
+        model.module[0].weight.register_hook(lambda gradient: started.append("last"))
+        train(model, optimizer, [3])
+    finally:
+        Group.start = start
+    before = started.index("last")
+    assert before >= 2 and set(started[:before]) == {0}, (started, ended)
+    assert ranks.allgather_object(started) == [started] * ranks.size()
+
+
+@scenario(TORCHRUN_2)
+def a_hook_without_names_does_the_same() -> None:
+    models = []
+    for named in (True, False):
+        model, compression = wrap(small_model()), TopK(0.01, bucket_bytes=BUCKET_BYTES)
+        if named:
+            register(model, compression)
+        else:
+            model.register_comm_hook(compression, comm_hook)
+        train(model, sgd(model), range(10))
+        models.append(model)
+    assert digest(models[0].parameters()) == digest(models[1].parameters())
+    # DDP has packed its buckets anew, and every parameter has kept its number.
+    assert len(compression.state_dict()["residuals"]) == 4
+
+
+@scenario(TORCHRUN_2, cases={"float16": (torch.float16,), "bfloat16": (torch.bfloat16,)})
+def half_precision(dtype: torch.dtype) -> None:
+    model = wrap(small_model(dtype=dtype), SIDCo(0.05, bucket_bytes=BUCKET_BYTES))
+    train(model, sgd(model, lr=0.01), range(20))
+    assert_identical(model)
+
+
+@scenario(TORCHRUN_2)
+def autocast_and_memory_layouts() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 32, 3), nn.Flatten(), nn.Linear(32 * 16, 4))
+    network = network.to(memory_format=torch.channels_last)
+    compression = TopK(0.05, bucket_bytes=BUCKET_BYTES)
+    model = wrap(network, compression)
+    optimizer = sgd(model)
+    for step in range(10):
+        images = torch.from_numpy(normals((4, 3, 8, 8), step=step, rank=ranks.rank()))
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(images.to(memory_format=torch.channels_last)).float(), torch.arange(4))
+        loss.backward()
+        optimizer.step()
+    assert_identical(model)
+
+
+@scenario(TORCHRUN_2)
+def passes_without_synchronisation_are_added_up() -> None:
+    compression = TopK(0.05, bucket_bytes=16_000)
+    model, oracle = wrap(Exact(SHAPES), compression), Oracle(TopK(0.05, bucket_bytes=16_000), COMPRESSED, 2)
+
+    def given(step: int, part: int, rank: int) -> dict[str, np.ndarray]:
+        return {name: whole_numbers(shape, step=step, rank=rank, salt=part) for name, shape in SHAPES.items()}
+
+    for step in range(3):
+        model.zero_grad()
+        with model.no_sync():
+            model(given(step, 0, ranks.rank())).backward()
+        model(given(step, 1, ranks.rank())).backward()
+        sums = [
+            {name: given(step, 0, rank)[name] + given(step, 1, rank)[name] for name in COMPRESSED} for rank in range(2)
+        ]
+        for name, expected in oracle.reduce(sums).items():
+            np.testing.assert_array_equal(getattr(model.module, name).grad.numpy(), expected)
+    assert compression.stats().steps == 3
+
+
+@scenario(
+    *TORCHRUN, cases={"none": (True, {}), "zeros": (False, {}), "views": (False, {"gradient_as_bucket_view": True})}
+)
+def nothing_is_lost_of_parameters_that_are_not_used(set_to_none: bool, arguments: dict[str, Any]) -> None:
+    """In every third step nobody uses the second parameter, and in others only rank 0 does."""
+    compression = TopK(0.02, bucket_bytes=16_000)
+    model = wrap(Exact(COMPRESSED), compression, find_unused_parameters=True, **arguments)
+    total, came = {name: np.zeros(shape) for name, shape in COMPRESSED.items()}, 0
+    for step in range(7):
+
+        def local(rank: int, step: int = step) -> dict[str, np.ndarray]:
+            used = [name for name in COMPRESSED if name != "second" or step % 3 == 0 or (step % 3 == 1 and rank == 0)]
+            return {name: whole_numbers(COMPRESSED[name], step=step, rank=rank) for name in used}
+
+        for one in map(local, range(ranks.size())):
+            for name, gradient in one.items():
+                total[name] += gradient
+        model.zero_grad(set_to_none=set_to_none)
+        model(local(ranks.rank())).backward()
+        for name in COMPRESSED:
+            reduced = getattr(model.module, name).grad.numpy()
+            total[name] -= reduced.astype(np.float64) * ranks.size()
+            came += np.count_nonzero(reduced) if name == "second" and step % 3 == 2 else 0
+    assert came > 0
+    residuals = ranks.allgather_object(
+        {name: one.double().numpy() for name, one in compression.state_dict()["residuals"].items()}
+    )
+    for name in COMPRESSED:
+        np.testing.assert_array_equal(sum(one[name] for one in residuals), total[name], err_msg=name)
+
+
+@scenario(TORCHRUN_2, cases={"TopK": (TopK, 1.0), "SIDCo": (SIDCo, 0.05)})
+def a_rank_without_data_takes_part_in_the_steps_of_others(make: Any, ratio: float) -> None:
+    """DDP's `join`. At ratio 1 it is as without a sparsifier."""
+    models = []
+    for compression in (None, make(ratio, bucket_bytes=BUCKET_BYTES)):
+        model = wrap(small_model(), compression)
+        with model.join():
+            train(model, sgd(model), range(4 + 3 * ranks.rank()))
+        assert_identical(model)
+        models.append(model)
+    assert compression.stats().steps == 7
+    if ratio == 1.0:
+        for mine, dense in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(mine, dense, rtol=1e-5, atol=1e-6)
+
+
+@scenario(TORCHRUN_2)
+def a_rank_without_data_raises_as_the_others_do() -> None:
+    network = overflowing()
+    model = wrap(network, TopK(0.05, bucket_bytes=BUCKET_BYTES))
+
+    def uneven() -> None:
+        with model.join():
+            for step in range(2 + 2 * ranks.rank()):
+                network.overflows = step == 3
+                train(model, sgd(model), [step])
+
+    assert "holds NaN or infinity" in everyone_raises(FloatingPointError, uneven)
+
+
+@scenario(TORCHRUN_2, cases={"reentrant": (True,), "not-reentrant": (False,)})
+def activations_are_computed_again(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = small_model()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = self.layers[0](x)
+            return checkpoint(self.layers[1:], first, use_reentrant=reentrant)
+
+    models = [wrap(one(), TopK(0.05, bucket_bytes=BUCKET_BYTES), static_graph=True) for one in (small_model, Again)]
+    for model in models:
+        train(model, sgd(model), range(6))
+    assert digest(models[0].parameters()) == digest(models[1].parameters())
+
+
+@scenario(TORCHRUN_2)
+def a_disabled_scaler_changes_nothing() -> None:
+    network, compression = overflowing(), TopK(0.01, bucket_bytes=BUCKET_BYTES)
+    model, scaler = wrap(network, compression), torch.amp.GradScaler("cpu", enabled=False)
+    compression.scale_with(scaler)
+    network.overflows = ranks.rank() == 1
+    loss = scaler.scale(loss_of(model, 0))
+    assert "holds NaN or infinity" in everyone_raises(FloatingPointError, loss.backward)
+
+
+@scenario(TORCHRUN_2, cases={"together": (True,), "in-turn": (False,)})
+def a_hook_serves_one_model(together: bool) -> None:
+    compression, models = TopK(0.01, bucket_bytes=BUCKET_BYTES), [wrap(small_model()) for _ in range(2)]
+    for model in models:
+        model.register_comm_hook(compression, comm_hook)
+    losses = [loss_of(model, 0) for model in models]
+    if not together:
+        losses.pop(0).backward()
+    text = everyone_raises(ValueError, sum(losses).backward)
+    assert "compression must serve one model" in text, text
+
+
+@scenario(TORCHRUN_2)
+def sparse_gradients_are_refused_by_name() -> None:
+    network = nn.Sequential(nn.Embedding(50, 40, sparse=True), nn.Flatten(), nn.Linear(80, 4))
+    model = wrap(network, TopK(0.1))
+    loss = model(torch.tensor([[1, 2], [3, 4]])).sum()
+    assert "got sparse ones of ['0.weight']" in everyone_raises(ValueError, loss.backward)
+
+
+@scenario(TORCHRUN_2)
+def a_frozen_parameter_stands_still() -> None:
+    compression = TopK(0.02, bucket_bytes=16_000)
+    model = wrap(Exact(COMPRESSED), compression, find_unused_parameters=True)
+    optimizer, second = sgd(model, momentum=0.0), model.module.second
+    for step in range(6):
+        second.requires_grad_(step < 3)
+        before = second.detach().clone()
+        optimizer.zero_grad()
+        used = [name for name in COMPRESSED if name != "second" or step < 3]
+        model({name: normals(COMPRESSED[name], step=step, rank=ranks.rank()) for name in used}).backward()
+        optimizer.step()
+        assert torch.equal(before, second) == (step >= 3)
+    assert not compression.state_dict()["residuals"]["second"].any()
+    assert_identical(model)
+
+
+@scenario(*TORCHRUN)
+def not_finite_raises_on_all_ranks_and_training_goes_on() -> None:
+    network, compression = overflowing(), SIDCo(0.01, bucket_bytes=BUCKET_BYTES)
+    model = wrap(network, compression)
+    optimizer = sgd(model)
+    for step in range(12):
+        network.overflows = step % 4 == 2 and ranks.rank() == 1
+        optimizer.zero_grad()
+        if step % 4 == 2:
+            text = everyone_raises(FloatingPointError, lambda step=step: loss_of(model, step).backward())
+            assert "parameter '0.weight'" in text if ranks.rank() == 1 else "of another rank" in text, text
+        else:
+            loss_of(model, step).backward()
+            optimizer.step()
+    assert_identical(model)
+
+
+@scenario(TORCHRUN_2)
+def a_scaler_leaves_out_the_step_on_all_ranks() -> None:
+    network, compression = overflowing(), TopK(0.01, bucket_bytes=BUCKET_BYTES)
+    model = wrap(network, compression)
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    compression.scale_with(scaler)
+    plain = wrap(small_model(), TopK(0.01, bucket_bytes=BUCKET_BYTES))
+    plain_optimizer = sgd(plain)
+    for step in range(10):
+        network.overflows = step == 5 and ranks.rank() == 1
+        before = kept(compression), digest(model.parameters())
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert (before == (kept(compression), digest(model.parameters()))) == (step == 5)
+    train(plain, plain_optimizer, [step for step in range(10) if step != 5])
+    assert scaler.get_scale() != 2.0**10
+    assert_identical(model)
+    assert digest(model.parameters()) == digest(plain.parameters())
+
+
+@scenario(*TORCHRUN, cases={name: (COMPRESSORS[name],) for name in ("SIDCo", "MiCRO", "RandomK", "DGC")})
+def a_resumed_run_goes_on_bit_for_bit(make: MakeCompression) -> None:
+    """Also where DDP of the resumed run begins with other buckets than those of the first run had at that time."""
+
+    def begin() -> tuple[Any, Any, Any]:
+        compression = make(bucket_bytes=BUCKET_BYTES)
+        model = wrap(small_model(), compression)
+        return model, sgd(model, momentum=0.0), compression
+
+    model, optimizer, compression = begin()
+    train(model, optimizer, range(6))
+    twin, twin_optimizer, twin_compression = begin()
+    twin.load_state_dict(model.state_dict())
+    twin_compression.load_state_dict(compression.state_dict())
+    for one, one_optimizer in ((model, optimizer), (twin, twin_optimizer)):
+        train(one, one_optimizer, range(6, 12))
+    assert digest(model.parameters()) == digest(twin.parameters())
+    assert kept(compression) == kept(twin_compression)
+
+
+@scenario(TORCHRUN_4)
+def groups_of_ranks_train_apart() -> None:
+    groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
+    mine = groups[ranks.rank() % 2]
+    model = wrap(small_model(), SIDCo(0.01, bucket_bytes=BUCKET_BYTES), process_group=mine)
+    train(model, sgd(model), range(10))
+    digests = ranks.allgather_object(digest(model.parameters()))
+    assert digests[0] == digests[2] != digests[1] == digests[3]
+    rank = f"rank {ranks.rank()} is not in the process group"
+    assert rank in everyone_raises(ValueError, lambda: register_in(groups[1 - ranks.rank() % 2]))
+
+
+def register_in(group: Any) -> None:
+    model = wrap(small_model())
+    model.process_group = group
+    register(model, TopK(0.01))
+
+
+@scenario(TORCHRUN_4)
+def hosts_act_as_one_worker() -> None:
+    model = wrap(small_model(), TopK(0.01, bucket_bytes=BUCKET_BYTES, hierarchical=2))
+    train(model, sgd(model), range(10))
+    assert_identical(model)
+
+
+@scenario(TORCHRUN_2)
+def the_network_is_measured() -> None:
+    compression = TopK(0.01, bucket_bytes=BUCKET_BYTES, network="measured")
+    model = wrap(small_model(), compression)
+    train(model, sgd(model), range(5))
+    assert_identical(model)
+    ways = [bucket.exchange for bucket in compression.stats().last.buckets]
+    assert ranks.allgather_object(ways) == [ways, ways]
+
+
+@scenario(
+    TORCHRUN_2,
+    cases={"ratio": (lambda: TopK(0.1 / (1 + ranks.rank())),), "kind": (lambda: (TopK, SIDCo)[ranks.rank()](0.1),)},
+)
+def other_settings_raise_on_all(make: Any) -> None:
+    model = wrap(small_model(), make())
+    text = everyone_raises(ValueError, lambda: train(model, sgd(model), range(1)))
+    assert "all ranks must run the same model with the same compression" in text
+
+
+@scenario(TORCHRUN_2)
+def a_state_that_does_not_fit_raises_on_all() -> None:
+    saved = TopK(0.01, min_numel=0)
+    other = wrap(small_model(), saved)
+    train(other, sgd(other), range(2))
+    compression = TopK(0.01, min_numel=0)
+    model = wrap(nn.Linear(32, 64), compression)
+    if ranks.rank() == 1:
+        compression.load_state_dict(saved.state_dict())
+    text = everyone_raises(ValueError, lambda: model(torch.ones(1, 32)).sum().backward())
+    # Each rank has what stops it, and what does not stop the other.
+    assert "'problem'" in text, text
+
+
+@scenario(TORCHRUN_2)
+def other_steps_of_a_schedule_raise_on_all() -> None:
+    compression = TopK(0.01, bucket_bytes=BUCKET_BYTES, dense_steps=3)
+    model = wrap(small_model(), compression)
+    optimizer = sgd(model)
+    train(model, optimizer, range(2))
+    if ranks.rank() == 1:
+        compression.reset()
+    text = everyone_raises(RuntimeError, lambda: train(model, optimizer, range(1)))
+    assert "the ranks are in different steps of the schedule, [2, 0]" in text, text
+
+
+@scenario(TORCHRUN_2)
+def the_learning_rate_is_in_the_residual() -> None:
+    """Sparsified SGD with Memory at ratio 1 is SGD, also while the learning rate changes."""
+    models = []
+    for compression in (None, TopK(1.0, bucket_bytes=BUCKET_BYTES, lr_in_residual=True)):
+        model = wrap(small_model())
+        optimizer = sgd(model, momentum=0.0)
+        if compression is not None:
+            register(model, compression, optimizer)
+        for step in range(8):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            train(model, optimizer, [step])
+        models.append(model)
+    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)

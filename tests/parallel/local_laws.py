@@ -1,0 +1,180 @@
+"""What local updates must do over every transport: Horovod, `torch.distributed`, and NumPy over MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from backend import ORACLE
+from driver import dense_sum, exchange, make_pipeline
+
+from .common import normals, raised
+
+SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "small": (30,)}
+EVERY = 3
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of a transport."""
+
+    rank: int
+    size: int
+    everyone: Callable[[Any], list[Any]]
+    make: Callable[..., tuple[dict[str, np.ndarray], Callable[[Mapping[str, np.ndarray]], object], Any]]
+    """(a compressor's class, its arguments, settings) -> views of the parameters, what moves them by arrays, local updates."""
+
+
+def _moves(step: int, rank: int) -> dict[str, np.ndarray]:
+    """How a worker's parameters move in a local step."""
+    return {name: 0.01 * normals(shape, step=step, rank=rank) for name, shape in SHAPES.items()}
+
+
+def formulas(workers: Workers, decay: float, outer_lr: float, momentum: float) -> None:
+    """Every exchange is what the formulas give with the NumPy pipelines of all workers."""
+    compressed = [name for name in SHAPES if name != "small"]
+    arguments: dict[str, Any] = {"ratio": 0.05, "bucket_bytes": 16_000}
+    settings = {"every": EVERY, "residual_decay": decay, "outer_lr": outer_lr, "outer_momentum": momentum}
+    parameters, move, _ = workers.make("TopK", arguments, **settings)
+    from horovod_sparse.compressors import TopK
+
+    pipelines = [
+        make_pipeline(ORACLE, TopK(**arguments), {n: SHAPES[n] for n in compressed}, world=workers.size, position=p)
+        for p in range(workers.size)
+    ]
+    shared = {name: one.copy() for name, one in parameters.items()}
+    velocity = {name: np.zeros_like(one) for name, one in shared.items()}
+    for outer in range(5):
+        for step in range(EVERY):
+            move(_moves(EVERY * outer + step, workers.rank))
+        drifts = []
+        for rank in range(workers.size):
+            mine = {name: one.copy() for name, one in shared.items()}
+            for step in range(EVERY):
+                for name, by in _moves(EVERY * outer + step, rank).items():
+                    mine[name] += by
+            drifts.append({name: shared[name] - mine[name] for name in SHAPES})
+        means = {"small": np.mean([one["small"] for one in drifts], axis=0, dtype=np.float32)}
+        for pipeline, drift in zip(pipelines, drifts, strict=True):
+            pipeline.start_step()
+            for name in compressed:
+                pipeline.arrive(name, drift[name])
+        for buckets in zip(*(pipeline.buckets for pipeline in pipelines), strict=True):
+            for name, parts in exchange(ORACLE, pipelines, buckets, float(workers.size))[0].items():
+                means[name] = dense_sum(parts, int(np.prod(SHAPES[name]))).reshape(SHAPES[name])
+        for pipeline in pipelines:
+            pipeline.end_step()
+            for name in compressed:
+                pipeline.residuals.view(name)[:] *= np.float32(decay)
+        for name, mean in means.items():
+            velocity[name] = np.float32(momentum) * velocity[name] + mean
+            shared[name] = shared[name] - np.float32(outer_lr) * (mean + np.float32(momentum) * velocity[name])
+            np.testing.assert_allclose(parameters[name], shared[name], rtol=1e-5, atol=1e-6, err_msg=f"{name}, {outer}")
+            # Rounding must not choose other entries in later steps.
+            shared[name] = parameters[name].copy()
+        assert len({str([one.tobytes() for one in each]) for each in workers.everyone([*parameters.values()])}) == 1
+
+
+def dense_is_the_mean_of_local_training(workers: Workers) -> None:
+    """Without compression and outer momentum, the workers' parameters are averaged."""
+    parameters, move, _ = workers.make("NoOp", {}, every=EVERY, residual_decay=1.0)
+    expected = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for outer in range(3):
+        for step in range(EVERY):
+            move(_moves(EVERY * outer + step, workers.rank))
+            for rank in range(workers.size):
+                for name, by in _moves(EVERY * outer + step, rank).items():
+                    expected[name] += by / workers.size
+        for name, parameter in parameters.items():
+            np.testing.assert_allclose(parameter, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def a_resumed_run_goes_on_bit_for_bit(workers: Workers) -> None:
+    """Also between two exchanges."""
+    make = lambda: workers.make("SIDCo", {"ratio": 0.05}, every=EVERY, outer_momentum=0.5)  # noqa: E731
+    parameters, move, local = make()
+    for step in range(4 * EVERY + 1):
+        move(_moves(step, workers.rank))
+    assert local.state_dict()["shared"]["first"].any()
+    twin, twin_move, twin_local = make()
+    twin_local.load_state_dict(local.state_dict())
+    for name, parameter in parameters.items():
+        twin[name][...] = parameter
+    for step in range(4 * EVERY + 1, 7 * EVERY):
+        move(_moves(step, workers.rank))
+        twin_move(_moves(step, workers.rank))
+    for name, parameter in parameters.items():
+        np.testing.assert_array_equal(twin[name], parameter)
+
+
+def what_is_not_finite_raises_on_all_and_training_goes_on(workers: Workers) -> None:
+    parameters, move, _ = workers.make("TopK", {"ratio": 0.05}, every=1)
+    move(_moves(0, workers.rank))
+    before = {name: one.copy() for name, one in parameters.items()}
+    bad = _moves(1, workers.rank)
+    if workers.rank == 1:
+        bad["first"][3, 4] = np.nan
+    raised(FloatingPointError, lambda: move(bad))
+    for name, parameter in parameters.items():
+        np.testing.assert_array_equal(parameter, before[name])
+    for step in range(2, 5):
+        move(_moves(step, workers.rank))
+    assert len({str([one.tobytes() for one in each]) for each in workers.everyone([*parameters.values()])}) == 1
+
+
+def other_beginnings_raise_on_all(workers: Workers) -> None:
+    """Other values, or other settings."""
+    for change in ({}, {"outer_lr": 1.0 + workers.rank}):
+        _, move, local = workers.make("TopK", {"ratio": 0.05}, **{"every": 1, **change})
+        if not change:
+            move(_moves(0, 0))
+            state = local.state_dict()
+            state["shared"]["second"][7] += workers.rank
+            local.load_state_dict(state)
+        text = raised(ValueError, lambda move=move: move(_moves(1, workers.rank)))
+        assert "shared parameters" in text or "local updates" in text, text
+
+
+LAWS: dict[str, tuple[Any, ...]] = {
+    "formulas": (formulas, 0.95, 1.0, 0.0),
+    "formulas-outer": (formulas, 0.9, 0.7, 0.5),
+    "dense": (dense_is_the_mean_of_local_training,),
+    "resumed": (a_resumed_run_goes_on_bit_for_bit,),
+    "other-beginnings": (other_beginnings_raise_on_all,),
+    "not-finite": (what_is_not_finite_raises_on_all_and_training_goes_on,),
+}
+"""The cases of a scenario."""
+
+
+def torch_maker(sparse: Any) -> Any:
+    """Return what makes local updates for PyTorch, of the module `sparse`."""
+    import torch
+    from torch import nn
+
+    class Given(torch.optim.Optimizer):
+        """Moves every parameter by what its gradient is."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter += parameter.grad
+
+    def make(name: str, arguments: dict[str, Any], **settings: Any) -> Any:
+        model = nn.Module()
+        for parameter, shape in SHAPES.items():
+            model.register_parameter(parameter, nn.Parameter(torch.zeros(tuple(shape))))
+        local = sparse.LocalUpdates(
+            Given(model.parameters(), {}), model, getattr(sparse, name)(**arguments), **settings
+        )
+
+        def move(by: Mapping[str, np.ndarray]) -> None:
+            for parameter, one in by.items():
+                getattr(model, parameter).grad = torch.from_numpy(one).clone()
+            local.step()
+
+        return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}, move, local
+
+    return make

@@ -1,0 +1,159 @@
+"""The hook of `DistributedDataParallel` in one process, where it is forced to compress: what it refuses, and what it needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from horovod_sparse.torch import DGC, TopK, comm_hook, register
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*all_gather:FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HOROVOD_SPARSE_FORCE", "1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_model() -> DistributedDataParallel:
+    return DistributedDataParallel(nn.Linear(20, 30))
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, 20)).sum().backward()
+
+
+def test_one_worker_sends_what_it_selects() -> None:
+    model, compression = make_model(), TopK(0.1, min_numel=0)
+    register(model, compression)
+    backward(model)
+    assert sum(int(parameter.grad.count_nonzero()) for parameter in model.parameters()) == 63
+    assert compression.stats().last.total.bytes_sent == 0
+
+
+def test_one_worker_without_force_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_SPARSE_FORCE", "0")
+    model, plain = make_model(), make_model()
+    with pytest.warns(UserWarning, match="there is one worker, so nothing is compressed"):
+        register(model, TopK(0.1))
+    for one in (model, plain):
+        backward(one)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "error", "text"),
+    [
+        (lambda: nn.Linear(2, 2), {}, TypeError, "model must be a torch.nn.parallel.DistributedDataParallel"),
+        (make_model, {"compression": TopK}, TypeError, "compression must be an instance, such as TopK"),
+        (make_model, {"compression": "TopK"}, TypeError, "compression must be a compressor of horovod_sparse.torch"),
+        (make_model, {"compression": TopK(0.1, lr_in_residual=True)}, ValueError, "optimizer must be given"),
+    ],
+)
+def test_what_cannot_be_registered_is_refused(make: Any, arguments: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        register(make(), **{"compression": TopK(0.1), **arguments})
+
+
+def test_a_compressor_serves_one_model() -> None:
+    compression = TopK(0.1)
+    register(make_model(), compression)
+    with pytest.raises(ValueError, match="compression must serve one optimizer"):
+        register(make_model(), compression)
+
+
+def test_a_model_has_one_hook() -> None:
+    model, second = make_model(), TopK(0.1)
+    register(model, TopK(0.1))
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        register(model, second)
+    register(make_model(), second)
+
+
+def test_momentum_is_not_applied_twice() -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match="optimizer must have momentum=0"):
+        register(model, DGC(0.1), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def test_a_hook_of_fsdp_is_refused() -> None:
+    with pytest.raises(TypeError, match="FSDP gives each rank another part"):
+        comm_hook(TopK(0.1), torch.ones(3))
+
+
+def test_a_hook_that_needs_the_optimizer_says_so() -> None:
+    model = make_model()
+    model.register_comm_hook(TopK(0.1, lr_in_residual=True), comm_hook)
+    with pytest.raises(ValueError, match="call register"):
+        backward(model)
+
+
+def test_complex_parameters_are_refused_by_name() -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+        def forward(self) -> torch.Tensor:
+            return self.phase.abs().sum()
+
+    model = DistributedDataParallel(Complex())
+    register(model, TopK(0.1))
+    with pytest.raises(TypeError, match="parameter 'phase' must be real"):
+        model().backward()
+
+
+def test_a_state_can_be_loaded_after_an_interrupted_backward_pass() -> None:
+    """DDP itself does not go on after it."""
+    layers = nn.Sequential(nn.Linear(20, 300), nn.Linear(300, 30))
+    model, compression = DistributedDataParallel(layers, bucket_cap_mb=0.001), TopK(0.1, min_numel=0, bucket_bytes=1000)
+    register(model, compression)
+    backward(model)
+    saved = compression.state_dict()
+
+    def interrupt(gradient: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    layers[0].weight.register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        backward(model)
+    compression.load_state_dict(saved)
+    residuals = compression.state_dict()["residuals"]
+    assert all(torch.equal(one, residuals[name]) for name, one in saved["residuals"].items())
+
+
+ALONE = """
+import sys
+sys.modules["horovod"] = None
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import horovod_sparse.torch as sparse
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model, compression = DistributedDataParallel(torch.nn.Linear(20, 30)), sparse.TopK(0.1, min_numel=0)
+sparse.register(model, compression)
+model(torch.ones(2, 20)).sum().backward()
+assert compression.stats().last.total.count == 63
+assert not [name for name in sys.modules if name.startswith("horovod.")]
+try:
+    sparse.DistributedOptimizer
+except AttributeError as error:
+    print(error)
+"""
+
+
+def test_horovod_is_not_needed() -> None:
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "horovod.torch cannot be imported" in done.stdout
