@@ -103,7 +103,7 @@ def numpy_workers_that_differ_all_raise() -> None:
 
     sparse_allreduce = SparseAllreduce(MPI.COMM_WORLD, NumpyTopK(0.1 if hvd.rank() == 0 else 0.2))
     message = raised(ValueError, lambda: sparse_allreduce({"weight": np.ones(1000)}))
-    assert "all workers must reduce the same arrays with the same compression" in message
+    assert "all workers must reduce the same arrays with the same settings" in message
 
     schedule = SparseAllreduce(MPI.COMM_WORLD, NumpyTopK(warmup(0.5, 0.1, 4)))
     schedule({"weight": np.ones(1000)})
