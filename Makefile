@@ -2,7 +2,7 @@
 # PYTHON=python3.12 chooses the interpreter of a new .venv, TORCH=2.12.0 and TENSORFLOW=2.20.0 choose other releases than those of
 # constraints.txt, FRAMEWORKS=torch leaves TensorFlow out (docker/setup.sh).
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all sanitize package demo demo-ddp demo-tensorflow aarch64 docs lint types check clean
+.PHONY: help setup test test-all sanitize package integrations demo demo-ddp demo-tensorflow aarch64 docs lint types check clean
 export PYTHON FRAMEWORKS TORCH TENSORFLOW HOROVOD_GPU
 
 bin := .venv/bin
@@ -33,6 +33,9 @@ aarch64: setup ## test the compiled kernels for AArch64 in an emulator; Debian, 
 
 package: setup ## build sdist and wheel, and try each extra alone in a new environment; some minutes
 	$(bin)/python tests/distributions.py
+
+integrations: setup ## train with Accelerate, Transformers' Trainer and Lightning, as docs/integrations.md says; minutes
+	$(bin)/python tests/integrations.py
 
 demo: ## train a small model on several processes, dense and sparse; sets up PyTorch alone if nothing is set up yet
 	@docker/setup.sh demo
