@@ -191,7 +191,9 @@ def check_installation(
     assert compiled == str(installation.compiled), f"{name}: expected compiled kernels: {installation.compiled}"
     assert sorted(found) == sorted(installation.modules), f"{name}: expected {installation.modules} alone, got {found}"
     tests = [f"tests/test_{test}.py" for test in (*CORE, *installation.tests)]
-    print(run(python, "-m", "pytest", "-q", *tests, cwd=folder, environment=environment).splitlines()[-1], flush=True)
+    # Without conftest.py, hypothesis would take an example for wrong that a busy machine takes long for.
+    pytest = ("-m", "pytest", "-q", "--hypothesis-profile", "ci")
+    print(run(python, *pytest, *tests, cwd=folder, environment=environment).splitlines()[-1], flush=True)
     start = start_two() if installation.launched else []
     print(run(*start, python, *installation.command, cwd=folder, environment=environment), flush=True)
     shutil.rmtree(venv)
