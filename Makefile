@@ -34,7 +34,7 @@ aarch64: setup ## test the compiled kernels for AArch64 in an emulator; Debian, 
 package: setup ## build sdist and wheel, and try each extra alone in a new environment; some minutes
 	$(bin)/python tests/distributions.py
 
-integrations: setup ## train with Accelerate, Transformers' Trainer and Lightning, as docs/integrations.md says; minutes
+integrations: setup ## run the scripts of docs/integrations.md and docs/ray-spark.md, with the libraries that they are about; minutes
 	$(bin)/python tests/integrations.py
 
 demo: ## train a small model on several processes, dense and sparse; sets up PyTorch alone if nothing is set up yet
