@@ -20,7 +20,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 import pages  # noqa: E402  (it is beside the pages)
 
-RELEASES = {"accelerate": "1.15.0", "transformers": "5.23.0", "lightning": "2.6.6", "ray": "2.60.0", "pyspark": "4.3.0"}
+RELEASES = {
+    "accelerate": "1.15.0",
+    "transformers": "5.23.0",
+    "lightning": "2.6.6",
+    "ray": "2.60.0",
+    "pyspark": "4.3.0",
+    # Horovod's module for Spark needs it.
+    "pyarrow": "26.0.1",
+}
 SCRIPTS = {
     "Accelerate": ("integrations.md", ("from accelerate import",)),
     "Transformers": ("integrations.md", ("from transformers import",)),
