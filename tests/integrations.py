@@ -1,5 +1,7 @@
 """Run the scripts of docs/integrations.md and docs/ray-spark.md, each on two workers: make integrations.
 
+python tests/integrations.py [NAME...]     of: Accelerate, Transformers, Lightning, "Ray Train" and so on (default: all)
+
 The libraries are installed into an environment of their own, which is removed again and finds everything else in the
 environment that runs this. Spark needs Java. After each script all ranks must have the same parameters, and must have used
 the compressor in every step.
@@ -24,7 +26,7 @@ RELEASES = {
     "accelerate": "1.15.0",
     "transformers": "5.23.0",
     "lightning": "2.6.6",
-    "ray": "2.60.0",
+    "ray[train]": "2.60.0",
     "pyspark": "4.3.0",
     # Horovod's module for Spark needs it.
     "pyarrow": "26.0.1",
@@ -47,7 +49,7 @@ checksum = sum(float(one.detach().double().sum()) for one in model.parameters())
 print(f"rank {__import__('os').environ['RANK']}: {compression.stats().steps} steps, checksum {checksum!r}", flush=True)
 """
 """What is added to scripts that torchrun starts. The others say it themselves."""
-SHOWN = re.compile(r"rank (\d): (\d+) steps, checksum (\S+)")
+SHOWN = re.compile(r"rank (\d): (\d+) steps, checksum ([-+.\de]+)")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -95,9 +97,14 @@ def check(name: str, output: str) -> str:
 
 
 def main() -> None:
+    names = sys.argv[1:] or list(SCRIPTS)
+    unknown = sorted(set(names) - set(SCRIPTS))
+    if unknown:
+        raise SystemExit(f"the arguments must be of {', '.join(SCRIPTS)}, got {', '.join(unknown)}")
     with tempfile.TemporaryDirectory(prefix="integrations-") as created:
         python = make_environment(Path(created) / "environment")
-        for name, (page, marks) in SCRIPTS.items():
+        for name in names:
+            page, marks = SCRIPTS[name]
             if "Spark" in name and shutil.which("java") is None:
                 print(f"{name}: left out, because there is no Java (Debian: default-jre-headless)", flush=True)
                 continue
