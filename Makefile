@@ -2,7 +2,7 @@
 # PYTHON=python3.12 chooses the interpreter of a new .venv, TORCH=2.12.0 and TENSORFLOW=2.20.0 choose other releases than those of
 # constraints.txt, FRAMEWORKS=torch leaves TensorFlow out (docker/setup.sh).
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all sanitize package demo demo-ddp demo-tensorflow aarch64 docs lint types check clean
+.PHONY: help setup test test-all sanitize package integrations slurm demo demo-ddp demo-tensorflow aarch64 docs lint types check clean
 export PYTHON FRAMEWORKS TORCH TENSORFLOW HOROVOD_GPU
 
 bin := .venv/bin
@@ -34,6 +34,12 @@ aarch64: setup ## test the compiled kernels for AArch64 in an emulator; Debian, 
 package: setup ## build sdist and wheel, and try each extra alone in a new environment; some minutes
 	$(bin)/python tests/distributions.py
 
+integrations: setup ## run the scripts of docs/integrations.md and docs/ray-spark.md, with the libraries that they are about; minutes
+	$(bin)/python tests/integrations.py
+
+slurm: setup ## train on a Slurm cluster of one node, in each of the ways of docs/launching.md; Debian, as root
+	tests/slurm.sh
+
 demo: ## train a small model on several processes, dense and sparse; sets up PyTorch alone if nothing is set up yet
 	@docker/setup.sh demo
 	$(bin)/python examples/demo.py
@@ -51,7 +57,7 @@ docs: setup ## write the API reference to build/api; a warning is an error
 lint: setup ## ruff: style and layout; shellcheck and hadolint, which are published for x86-64 only
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
-	[ ! -x $(bin)/shellcheck ] || $(bin)/shellcheck --external-sources --severity warning docker/*.sh .ci/run
+	[ ! -x $(bin)/shellcheck ] || $(bin)/shellcheck --external-sources --severity warning docker/*.sh tests/*.sh .ci/run
 	[ ! -x $(bin)/hadolint ] || $(bin)/hadolint --failure-threshold warning docker/*.Dockerfile
 
 types: setup ## mypy

