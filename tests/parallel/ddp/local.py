@@ -55,7 +55,11 @@ def a_scaler_belongs_to_its_worker() -> None:
 @scenario(TORCHRUN_2)
 def exchanges_in_another_order_raise_on_all() -> None:
     """Also where one worker has made more of them."""
-    make = lambda: sparse.LocalUpdates(torch.optim.SGD((model := nn.Linear(3, 4)).parameters(), lr=0.1), model)  # noqa: E731
+
+    def make() -> Any:
+        model = nn.Linear(3, 4)
+        return sparse.LocalUpdates(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
     if ranks.rank() == 1:
         make()
     for _ in range(2):
@@ -87,6 +91,17 @@ def half_precision_keeps_what_was_too_small_to_see(dtype: torch.dtype) -> None:
         expected = torch.tensor(1.0 - exchanges * torch.finfo(dtype).eps / 2).to(dtype)
         assert torch.equal(model.weight, expected.expand(50, 40)), exchanges
     assert_identical(model)
+
+
+@scenario(TORCHRUN_2)
+def parameters_that_one_worker_adds_raise_on_all() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    local = sparse.LocalUpdates(optimizer, model)
+    if ranks.rank() == 1:
+        optimizer.add_param_group({"params": [model.bias]})
+    assert "make it again after parameters were added" in everyone_raises(ValueError, local.synchronize)
 
 
 @scenario(TORCHRUN_2)
