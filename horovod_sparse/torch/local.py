@@ -154,27 +154,27 @@ class LocalUpdates:
     def _check(self) -> None:
         """Agree on a number. Raise ValueError on all workers if they differ in what must be the same."""
         global _agreed
-        problem = ""
+        problem = None
         try:
             _names(self.optimizer, self._model, self._parameters)
         except ValueError as error:
             # The others are told: they would wait.
-            problem = str(error)
+            problem = error
         if not self._reducer.active:
-            if problem:
-                raise ValueError(problem)
+            if problem is not None:
+                raise problem
             return
         # All of them say so whenever one has loaded a state, so that nobody waits.
         parameters = self._digest() if self._unchecked else "as they were"
         mine = {
             "local updates": f"{'new' if self._number is None else self._number}, {self.outer}",
             "shared parameters": parameters,
-            "problem": problem,
+            "problem": str(problem),
         }
         everyone = self._transport.everyone([mine, _agreed])
         compare(mine, [theirs for theirs, _ in everyone], self._transport.rank)
-        if problem:
-            raise ValueError(problem)
+        if problem is not None:
+            raise problem
         if self._number is None:
             self._number = max(agreed for _, agreed in everyone)
             _agreed = self._number + 1
