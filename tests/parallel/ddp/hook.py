@@ -293,6 +293,21 @@ def a_hook_serves_one_model(together: bool) -> None:
 
 
 @scenario(TORCHRUN_2)
+def a_second_model_is_noticed_while_the_first_one_waits() -> None:
+    """The first one to be reduced lacks a gradient, so its last bucket does not come."""
+    # DDP's first bucket has at least 1 MiB in the first step.
+    large = {"first": (600, 500), "second": (600, 500)}
+    compression, models = TopK(0.01, bucket_bytes=BUCKET_BYTES), [wrap(Exact(large)) for _ in range(2)]
+    for model in models:
+        model.register_comm_hook(compression, comm_hook)
+    ones = {name: np.ones(shape, np.float32) for name, shape in large.items()}
+    # Backward begins with what was computed last.
+    losses = [models[0](ones), models[1]({"second": ones["second"]})]
+    text = everyone_raises(ValueError, sum(losses).backward)
+    assert "compression must serve one model" in text, text
+
+
+@scenario(TORCHRUN_2)
 def sparse_gradients_are_refused_by_name() -> None:
     network = nn.Sequential(nn.Embedding(50, 40, sparse=True), nn.Flatten(), nn.Linear(80, 4))
     model = wrap(network, TopK(0.1))

@@ -83,12 +83,12 @@ def half_precision_keeps_what_was_too_small_to_see(dtype: torch.dtype) -> None:
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
-            model.weight -= torch.finfo(dtype).eps * (ranks.rank() == 0)
+            model.weight += torch.finfo(dtype).eps * (ranks.rank() == 0)
 
-    local = sparse.LocalUpdates(Alternating(model.parameters(), {}), model, every=1, residual_decay=1.0)
+    local = sparse.LocalUpdates(Alternating(model.parameters(), {}), model, every=1, residual_decay=1.0, outer_lr=0.5)
     for exchanges in range(1, 9):
         local.step()
-        expected = torch.tensor(1.0 - exchanges * torch.finfo(dtype).eps / 2).to(dtype)
+        expected = torch.tensor(1.0 + exchanges * torch.finfo(dtype).eps / 4).to(dtype)
         assert torch.equal(model.weight, expected.expand(50, 40)), exchanges
     assert_identical(model)
 
