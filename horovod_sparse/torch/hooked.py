@@ -74,10 +74,9 @@ class HookReducer(ScaledServer, GroupReducer):
             self._take(self.pipeline, bucket.parameters())
 
     def _check_known(self, bucket: Any) -> None:
-        """Raise ValueError if a bucket is that of another model, whose buckets have numbers of their own."""
+        """Raise ValueError if a bucket is that of another model."""
         known = self._routes.names or self._given_names
-        foreign = known and any(parameter not in known for parameter in bucket.parameters())
-        if foreign or bucket.index() != len(self._promised):
+        if known and any(parameter not in known for parameter in bucket.parameters()):
             raise ValueError(
                 f"compression must serve one model, but {self.compressor!r} is the hook of another one, too; give each model a "
                 "compressor of its own"

@@ -293,17 +293,23 @@ def a_hook_serves_one_model(together: bool) -> None:
 
 
 @scenario(TORCHRUN_2)
-def a_second_model_is_noticed_while_the_first_one_waits() -> None:
-    """The first one to be reduced lacks a gradient, so its last bucket does not come."""
-    # DDP's first bucket has at least 1 MiB in the first step.
-    large = {"first": (600, 500), "second": (600, 500)}
-    compression, models = TopK(0.01, bucket_bytes=BUCKET_BYTES), [wrap(Exact(large)) for _ in range(2)]
-    for model in models:
+def a_model_between_the_layers_of_another_is_noticed() -> None:
+    """Its bucket comes when the other one's first has come, and not its last."""
+    inner = wrap(nn.Linear(30, 30))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            # DDP's first bucket has at least 1 MiB, and with find_unused_parameters it is not the only one.
+            self.first, self.second = nn.Linear(30, 30), nn.Linear(30, 10_000)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(inner(self.first(x)))
+
+    outer, compression = wrap(Outer(), find_unused_parameters=True), TopK(0.01, bucket_bytes=BUCKET_BYTES)
+    for model in (outer, inner):
         model.register_comm_hook(compression, comm_hook)
-    ones = {name: np.ones(shape, np.float32) for name, shape in large.items()}
-    # Backward begins with what was computed last.
-    losses = [models[0](ones), models[1]({"second": ones["second"]})]
-    text = everyone_raises(ValueError, sum(losses).backward)
+    text = everyone_raises(ValueError, outer(torch.ones(2, 30)).sum().backward)
     assert "compression must serve one model" in text, text
 
 
