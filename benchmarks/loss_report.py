@@ -74,12 +74,20 @@ def page(store: Store, results: Results, target: float) -> str:
     """All tables, in Markdown."""
     dense = results[DENSE].curves[0]
     task = store.task
-    lines = [
+    run = (
         f"{task.title}, {dense.parameters:,} parameters, {WORKERS} workers, {dense.steps[-1]} steps, {len(SEEDS)} seeds "
-        f"(`examples/{task.example}.py {' '.join(task.options)}`). The target, {target:.3f} {task.unit}, is what {DENSE} "
-        f"has after {TARGET_PART:.0%} of its steps with the seed where it is largest. "
+        f"(`examples/{task.example}.py {' '.join(task.options)}`). "
+    )
+    rates = (
         f"Each row tries the learning rates {numbers(task.rates)}, and the next ones while its best is the smallest or the "
-        "largest. Rows without momentum, of which Mem-SGD is one, try ten times these. The other sparse rows have momentum "
+        "largest."
+    )
+    if task.rows:
+        return "\n".join([f"{run}{rates} The losses are {task.unit}.", "", *local_table(results)])
+    lines = [
+        f"{run}The target, {target:.3f} {task.unit}, is what {DENSE} "
+        f"has after {TARGET_PART:.0%} of its steps with the seed where it is largest. "
+        f"{rates} Rows without momentum, of which Mem-SGD is one, try ten times these. The other sparse rows have momentum "
         "before the selection. DDP fp16 is not trained: it has the losses of dense fp16.",
         "",
         *curve_table(results),
@@ -117,6 +125,22 @@ def curve_table(results: Results) -> list[str]:
         mean = "not reached" if result.mean_steps is None else f"{result.mean_steps:.0f}"
         tried = ", ".join(f"{loss(end)} ({factor * rate:g})" for rate, end in result.tried.items())
         rows.append([name, f"{factor * result.rate:g}", tried, ends, steps, mean])
+    return table(header, rows)
+
+
+def local_table(results: Results) -> list[str]:
+    """Learning rate, loss at the end, and bytes, beside those of dense training."""
+    header = ["exchange", "learning rate", "end with each rate, one seed", "end, each seed", "mean", "mean / dense's"]
+    header += ["bytes sent per step and worker", "dense's / it"]
+    dense = statistics.fmean(curve.last for curve in results[DENSE].curves)
+    dense_bytes = results[DENSE].curves[0].bytes_per_step
+    rows = []
+    for name, result in results.items():
+        ends = [curve.last for curve in result.curves]
+        sent = statistics.fmean(curve.bytes_per_step for curve in result.curves)
+        tried = ", ".join(f"{loss(end)} ({rate:g})" for rate, end in result.tried.items())
+        cells = [name, f"{result.rate:g}", tried, ", ".join(map(loss, ends)), loss(statistics.fmean(ends))]
+        rows.append([*cells, f"{statistics.fmean(ends) / dense:.3f}", f"{sent:,.0f}", f"{dense_bytes / sent:,.0f}"])
     return table(header, rows)
 
 

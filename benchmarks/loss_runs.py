@@ -81,7 +81,7 @@ TASKS = {
         ("--width", "192", "--epochs", "8", "--epoch-steps", "750", "--optimizer", "adamw"),
         "bits_per_character",
         "held-out bits per character",
-        (0.001, 0.002, 0.004),
+        (0.00025, 0.0005, 0.001),
         ("--epochs", "2", "--epoch-steps", "60"),
         ("DiLoCo", "local TopK 0.01", "local TopK 0.03", "local SIDCo 0.01"),
     ),
