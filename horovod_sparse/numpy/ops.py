@@ -64,7 +64,8 @@ class NumpyOps(Ops):
         return [int(np.count_nonzero(np.abs(x) > _limit(x, threshold))) for threshold in thresholds]
 
     def assign(self, residual: Array, gradient: Array) -> None:
-        residual[:] = gradient.reshape(-1)
+        # A loaded state may hold another framework's arrays, of which NumPy 2.2 cannot make a copy without a warning.
+        residual[:] = np.asarray(gradient).reshape(-1)
 
     def copy(self, array: Array) -> Array:
         return array.copy()
