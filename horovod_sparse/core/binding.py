@@ -88,6 +88,11 @@ class BoundCompressor(Compressor):
         return NO_STATS if self._server is None else self._server.stats()
 
     @property
+    def steps(self) -> int:
+        """Number of steps that `stats` counts, without the cost of computing the rest."""
+        return 0 if self._server is None else self._server.steps
+
+    @property
     def residual_bytes(self) -> int:
         """Memory that this rank's residuals take, in bytes; 0 before the first step."""
         return 0 if self._server is None else self._server.residual_bytes

@@ -189,6 +189,11 @@ class Kept:
             self.ops.assign(self.velocities.buffer(name), velocity)
         self._dense_before.clear()
 
+    @property
+    def steps(self) -> int:
+        """Number of steps in `stats`, at no cost."""
+        return max((bucket.tally.steps for bucket in self.buckets), default=0)
+
     def stats(self) -> Stats:
         """Return counts and bytes per bucket and in total, of the last step and on average. They are computed now."""
         buckets = [

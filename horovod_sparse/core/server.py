@@ -40,6 +40,10 @@ class Server:
         return NO_STATS if pipeline is None else pipeline.stats()
 
     @property
+    def steps(self) -> int:
+        return 0 if self.pipeline is None else self.pipeline.steps
+
+    @property
     def residual_bytes(self) -> int:
         return 0 if self.pipeline is None else self.pipeline.nbytes
 

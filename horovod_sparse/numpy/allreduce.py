@@ -219,6 +219,14 @@ class SparseAllreduce:
         steps: list[int] = self._start(Collective("allgather", np.array([mine])))().tolist()
         return steps
 
+    def __repr__(self) -> str:
+        return f"SparseAllreduce({self.pipeline.compressor!r})"
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that `stats` counts, without the cost of computing the rest."""
+        return self.pipeline.steps
+
     def stats(self) -> Stats:
         """Compute counts, bytes and residual norms per bucket and in total, of the last step and on average."""
         return self.pipeline.stats() if self._shapes else NO_STATS

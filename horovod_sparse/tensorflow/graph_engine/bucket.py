@@ -41,6 +41,11 @@ class GraphBucket:
     def name(self) -> str:
         return self.layout.name
 
+    @property
+    def steps(self) -> int:
+        """Number of steps so far."""
+        return int(numpy(self.tally)[1, 0])
+
     def totals(self, stages: int, world: int) -> Tally:
         """Return the counts of the last step and of all steps, which had so many stages and workers."""
         sent = cost.allgather_bytes(8 * self.capacity, world)

@@ -334,6 +334,11 @@ class GraphPipeline:
         """Raise RuntimeError: the graph keeps no copy of what was before a step."""
         raise RuntimeError("graph must be False in the compression to discard a step, and discardable True")
 
+    @property
+    def steps(self) -> int:
+        """Number of steps in `stats`."""
+        return max((bucket.steps for bucket in self.buckets), default=0)
+
     def stats(self) -> Stats:
         """Compute counts and bytes per bucket and in total, for the last step and on average."""
         stages = getattr(self.compressor, "stages", 0)

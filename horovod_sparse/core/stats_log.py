@@ -1,0 +1,207 @@
+"""The numbers of `compression.stats()`, written down while training goes on: lines of JSON, and scalars for TensorBoard.
+
+The first line of a log says what wrote it, and after which step it goes on. A resumed run adds such a line, and then its
+own lines. Imports no framework.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+from horovod_sparse import __version__
+from horovod_sparse.compressors.checks import check_integer
+from horovod_sparse.core.statistics import Stats
+
+FORMAT = 1
+"""The version of the lines."""
+_TOTAL = (
+    "numel", "target", "count", "ratio", "threshold", "stages", "truncated", "bytes_sent", "residual_norm",
+)  # fmt: skip
+"""What a line has of `StepStats.total`; see `BucketStats`."""
+NUMBERS = ("seconds", *_TOTAL, "dense_bytes_sent")
+"""The numbers of a line. Each is finite, or None if there is none."""
+
+
+class Source(Protocol):
+    """What a `StatsLog` reads: a compressor that serves an optimizer, or a `SparseAllreduce`."""
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that `stats` counts."""
+
+    def stats(self) -> Stats: ...
+
+
+class Writer(Protocol):
+    """What takes scalars: a `SummaryWriter` of `torch.utils.tensorboard` or of tensorboardX."""
+
+    def add_scalar(self, name: str, value: float, step: int, /) -> object: ...
+
+
+class StatsLog:
+    """Writes down what `compression.stats()` says of every `every`-th step, as a line of JSON, for TensorBoard, or both.
+
+        log = StatsLog(compression, "stats.jsonl")
+        for batch in batches:
+            train(batch)
+            log()
+
+    Call it after each step. It ignores its arguments, so it can be a hook: `optimizer.register_step_post_hook(log)` in
+    PyTorch, `keras.callbacks.LambdaCallback(on_train_batch_end=log)` in Keras. A step is what was exchanged: a call after
+    which the compressor counts no more steps than before does nothing. The numbers are those of this worker.
+
+    A file that exists is continued, after its last step. A last line that a killed run left incomplete is removed.
+
+    Args:
+        compression: a compressor that serves an optimizer, a tape or `LocalUpdates`, or a `SparseAllreduce`.
+        path: the file that gets the lines; None for no file.
+        writer: gets the same numbers, `add_scalar("horovod_sparse/ratio", value, step)` and so on; None for no writer.
+        every: a line is written after so many steps, >= 1. It costs one pass over the residuals.
+        start: number of steps that were done before, for instance those of a checkpoint; lines of later steps, which the file
+            may have, do not count any more. By default the last step of the file; 0 without one.
+
+    Raises:
+        TypeError: `compression` has no statistics, or `writer` no `add_scalar`.
+        ValueError: a number is out of range, there is neither path nor writer, or the file is no such log.
+    """
+
+    def __init__(
+        self,
+        compression: Source,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        writer: Writer | None = None,
+        every: int = 10,
+        start: int | None = None,
+    ) -> None:
+        check_integer("every", every, 1)
+        if start is not None:
+            check_integer("start", start, 0)
+        if isinstance(compression, type) or not (hasattr(compression, "stats") and hasattr(compression, "steps")):
+            raise TypeError(
+                "compression must be a compressor of horovod_sparse.torch or horovod_sparse.tensorflow, or a SparseAllreduce, "
+                f"got {compression!r}"
+            )
+        if path is None and writer is None:
+            raise ValueError("path or writer must be given, such as path='stats.jsonl', got None for both")
+        if writer is not None and not callable(getattr(writer, "add_scalar", None)):
+            raise TypeError(f"writer must have a method add_scalar, as a SummaryWriter has, got {writer!r}")
+        self._compression, self._writer, self._every = compression, writer, every
+        self._path = None if path is None else Path(path)
+        last = 0 if self._path is None else _continue(self._path)
+        self.step = last if start is None else start
+        """The number of the last step."""
+        self._written = self.step
+        self._seen = compression.steps
+        """Number of steps that the compressor counted at the last call."""
+        self._since: float | None = None
+        """When the last step ended; None before the first."""
+        self._times: list[float] = []
+        """Seconds of the steps since the last line."""
+        begin = {"format": FORMAT, "package": __version__, "compressor": repr(compression), "step": self.step}
+        self._append(begin)
+
+    def __call__(self, *_: object) -> None:
+        """Count what was exchanged since the last call, and write if it is time to."""
+        now, steps = time.perf_counter(), self._compression.steps
+        # The compressor counts anew after a reset and when the workers of an elastic job change.
+        new = steps - self._seen if steps >= self._seen else min(steps, 1)
+        self._seen = steps
+        if new == 0:
+            return
+        self.step += new
+        if self._since is not None:
+            self._times.append((now - self._since) / new)
+        if self.step - self._written >= self._every:
+            self._write()
+        # What the log itself takes is no part of the next step.
+        self._since = time.perf_counter()
+
+    def _write(self) -> None:
+        last = self._compression.stats().last
+        total = last.total
+        found = {"seconds": median(self._times) if self._times else math.nan}
+        found |= {name: getattr(total, name) for name in _TOTAL} | {"dense_bytes_sent": last.dense_bytes_sent}
+        numbers = {name: value if math.isfinite(value) else None for name, value in found.items()}
+        self._append({"step": self.step, **numbers, "exchange": total.exchange})
+        if self._writer is not None:
+            for name, value in numbers.items():
+                if value is not None:
+                    self._writer.add_scalar(f"horovod_sparse/{name}", value, self.step)
+        self._written = self.step
+        self._times.clear()
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+def _continue(path: Path) -> int:
+    """Prepare a file for more lines, and return its last step; 0 if it is new."""
+    content = path.read_bytes() if path.exists() else b""
+    if not content:
+        return 0
+    lines, rest = complete(content)
+    try:
+        last = [record["step"] for record in records(lines)][-1]
+    except ValueError as error:
+        raise ValueError(f"path must be a log of StatsLog, or not exist yet, got {str(path)!r}: {error}") from error
+    if rest:
+        os.truncate(path, len(content) - len(rest))
+    return int(last)
+
+
+def complete(content: bytes) -> tuple[bytes, bytes]:
+    """Return the complete lines of a log, and what a killed run left of the next one."""
+    end = content.rfind(b"\n") + 1
+    return content[:end], content[end:]
+
+
+def records(lines: bytes) -> Iterator[dict[str, Any]]:
+    """Check the complete lines of a log and return their content. Those that begin a run have the key "format".
+
+    Raises:
+        ValueError: a line is not what a `StatsLog` writes, or there is none.
+    """
+    before: int | None = None
+    """The step of the line before; None if there is none."""
+    for number, line in enumerate(lines.splitlines() or [b""], 1):
+        record = _record(number, line)
+        if "format" not in record and before is None:
+            raise ValueError(f"line {number} must have the format and the compressor, as a first line has, got a step")
+        if "format" not in record and before is not None and record["step"] <= before:
+            raise ValueError(
+                f"line {number} must have a step > {before}, got {record['step']}; each worker must have a file of its own"
+            )
+        before = record["step"]
+        yield record
+
+
+def _record(number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if isinstance(record, dict) and record.get("format", FORMAT) != FORMAT:
+        raise ValueError(
+            f"line {number} must have the format {FORMAT}, got {record['format']!r}: another release wrote it"
+        )
+    if not isinstance(record, dict) or not _is_whole(record):
+        raise ValueError(f"line {number} must be one of a StatsLog, got {line[:60].decode(errors='replace')!r}")
+    return record
+
+
+def _is_whole(record: dict[str, Any]) -> bool:
+    if type(record.get("step")) is not int:
+        return False
+    if "format" in record:
+        return isinstance(record.get("compressor"), str)
+    return all(name in record and isinstance(record[name], (int, float, type(None))) for name in NUMBERS)

@@ -1,0 +1,54 @@
+"""What was sent while training went on: a table, a picture and a page of the logs that `StatsLog` has written.
+
+Imports no framework.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from horovod_sparse.tools.report import table
+from horovod_sparse.tools.report.log import Log, read
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("logs", type=Path, nargs="+", metavar="LOG", help="a file of StatsLog, such as stats.jsonl")
+    parser.add_argument("--html", type=Path, metavar="FILE.html", help="write one page that needs no other file")
+    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw ratio, threshold, bytes and so on")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read the logs, print the table, write what was asked for, and return the exit status."""
+    wanted = [f"--{name}" for name in ("html", "picture") if getattr(arguments, name) is not None]
+    if wanted and find_spec("matplotlib") is None:
+        raise SystemExit(f"{' and '.join(wanted)}: matplotlib is needed and not installed: pip install matplotlib")
+    logs = [_read(path) for path in arguments.logs]
+    print(table.text(logs))
+    if wanted:
+        from horovod_sparse.tools.report import page, picture
+
+        if arguments.picture is not None:
+            picture.save(logs, arguments.picture)
+        if arguments.html is not None:
+            arguments.html.write_text(page.html(logs), encoding="utf-8")
+    return 0
+
+
+def _read(path: Path) -> Log:
+    try:
+        log = read(path)
+    except OSError as error:
+        raise SystemExit(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise SystemExit(f"{path} is no log of StatsLog: {error}") from error
+    if log.incomplete:
+        print(f"{path}: the last line is incomplete, as a killed run leaves it, and is left out", file=sys.stderr)
+    if not log.lines:
+        raise SystemExit(
+            f"{path} has no steps yet: StatsLog writes after every 10th step, or as its argument every says, of several workers"
+        )
+    return log

@@ -1,0 +1,226 @@
+"""The command `horovod-sparse report`, on logs of real runs with NumPy. In a real browser: browser.py."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_stats_log import reduction, train
+
+from horovod_sparse.numpy import SparseAllreduce, StatsLog, TopK, warmup
+from horovod_sparse.tools import cli
+from horovod_sparse.tools.report import log as logs
+from horovod_sparse.tools.report import picture, table
+
+VOID = {"meta", "br", "hr", "img", "input", "link", "source"}
+REFERENCES = {"src", "href", "xlink:href", "srcset", "action", "data", "poster"}
+
+
+class Page(HTMLParser):
+    """What is in a page of HTML. Fails where an element is not closed, or an attribute refers to another file."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.used: set[str] = set()
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            assert not name.startswith("on") and value is not None
+            if name == "id":
+                self.ids.append(value)
+            if name in REFERENCES:
+                assert value.startswith("#"), f"{tag} refers to {value}"
+            self.used |= set(
+                re.findall(r"^#(.*)$", value) if name in REFERENCES else re.findall(r"url\(#(.*?)\)", value)
+            )
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        assert "@import" not in data and not re.search(r"url\((?!#)", data)
+        if self._open:
+            self.texts.setdefault(self._open[-1], []).append(data)
+
+
+def write_log(path: Path, compression: Any = None, steps: int = 12, **arguments: Any) -> Path:
+    reduce = reduction() if compression is None else SparseAllreduce(None, compression)
+    train(reduce, StatsLog(reduce, path, every=2, **arguments), steps)
+    return path
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[list[str]]:
+    """The cells of the table that the command prints."""
+    assert cli.main(["report", *map(str, arguments)]) == 0
+    return [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_table_says_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_log(tmp_path / "stats.jsonl", TopK(0.1))
+    titles, row = report(capsys, path)
+    assert tuple(titles) == table.TITLES
+    assert row[:4] == [str(path), "TopK 0.1", "12", "0.10000"]
+    assert float(row[5]) > 0.0
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a log of given numbers. A tuple is a step; a number alone begins a run after that step."""
+
+    def make(*lines: Any, name: str = "made.jsonl", compressor: str = "SIDCo(a=1, ratio=0.1, z=2)") -> Path:
+        written = []
+        for line in lines:
+            if isinstance(line, int):
+                written.append({"format": 1, "package": "0", "compressor": compressor, "step": line})
+            else:
+                step, seconds, count, sent, dense = line
+                numbers = dict.fromkeys(("target", "stages", "truncated", "residual_norm"), 1.0)
+                numbers |= {"seconds": seconds, "numel": 1e3, "count": count, "ratio": count / 1e3, "threshold": None}
+                written.append({"step": step, **numbers, "bytes_sent": sent, "dense_bytes_sent": dense, "exchange": ""})
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(line) + "\n" for line in written))
+        return path
+
+    return make
+
+
+def test_a_line_stands_for_the_steps_since_the_line_before(made: Callable[..., Path]) -> None:
+    log = logs.read(made(4, (5, None, 100.0, 800.0, 40.0), (10, 0.25, 300.0, 2400.0, 40.0), (11, 0.75, 0.0, 0.0, 40.0)))
+    assert log.weights == [1, 5, 1]
+    assert log.ratio == pytest.approx((100 + 5 * 300) / 7000)
+    assert log.bytes_sent == 800 + 5 * 2400 + 7 * 40
+    assert log.seconds == 0.5
+    assert log.steps == 11
+    unknown = logs.read(made(0, (1, None, 1.0, 1.0, 1.0)))
+    assert math.isnan(unknown.seconds) and table.rows([unknown])[0][-1] == "unknown"
+
+
+def test_steps_that_are_made_again_replace_those_of_before(made: Callable[..., Path]) -> None:
+    steps = [(step, 0.1, 100.0, 8.0, 0.0) for step in (10, 20, 30)]
+    log = logs.read(made(0, *steps, 20, (30, 0.1, 500.0, 0.0, 0.0), 5, (15, 0.1, 700.0, 0.0, 0.0)))
+    assert log.column("step") == [15.0] and log.weights == [10]
+    log = logs.read(made(0, *steps, 20, (25, 0.1, 500.0, 0.0, 0.0)))
+    assert log.column("count") == [100.0, 100.0, 500.0] and log.weights == [10, 10, 5]
+
+
+@pytest.mark.parametrize(
+    ("compressor", "short"),
+    [
+        (TopK(0.25), "TopK 0.25"),
+        (SparseAllreduce(None, TopK(0.25)), "TopK 0.25"),
+        (TopK(warmup(0.25, 0.01, steps=20)), "TopK Warmup(start=0.25, end=0.01, steps=20, stairs=4)"),
+        ("Own(sample_ratio=0.1)", "Own"),
+    ],
+    ids=str,
+)
+def test_a_compressor_is_told_by_name_and_ratio(compressor: Any, short: str) -> None:
+    assert table.short(compressor if isinstance(compressor, str) else repr(compressor)) == short
+
+
+def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    one = write_log(tmp_path / "<b>&'\" $x^2$.jsonl")
+    two = write_log(tmp_path / "two.jsonl", TopK(0.1))
+    path = tmp_path / "report.html"
+    report(capsys, one, two, "--html", path)
+    html = path.read_text(encoding="utf-8")
+    assert html.startswith("<!DOCTYPE html>\n<html lang=")
+    found = Page(html)
+    assert found.texts["title"] == [f"Gradients sent: {one}, {two}"]
+    assert found.texts["td"][:4] == [str(one), str(two), "SIDCo 0.05", "TopK 0.1"]
+    assert found.texts["th"] == [*table.TITLES]
+    assert "SIDCo(" in found.texts["code"][0] and "ratio=0.05" in found.texts["code"][0]
+    # No script, no picture from elsewhere, no SVG within another; names of the drawing are its own.
+    assert found.tags.count("svg") == 1
+    assert {"script", "link", "img", "iframe", "image", "b", "metadata"}.isdisjoint(found.tags)
+    assert len(found.ids) == len(set(found.ids)) and found.used <= set(found.ids) and found.used
+    shown = found.texts["text"]
+    assert {panel.title for panel in picture.PANELS} | {str(one), str(two), "step"} <= set(shown)
+    assert re.findall(r"https?://[^\"]*", html) == ["http://www.w3.org/1999/xlink", "http://www.w3.org/2000/svg"]
+
+
+def test_every_log_has_a_line_in_every_panel(made: Callable[..., Path]) -> None:
+    pytest.importorskip("matplotlib")
+    steps = [(step, 0.002 * step, 100.0 / step, 800.0, 40.0) for step in (1, 10, 100)]
+    drawn = picture.figure([logs.read(made(0, *steps, name=f"{name}.jsonl")) for name in "ab"])
+    curves = [[line.get_ydata().tolist() for line in ax.get_lines()] for ax in drawn.axes]
+    assert [len(lines) for lines in curves] == [4, 2, 2, 2, 2]
+    assert curves[0][2] == [0.001] * 3, "the target's ratio"
+    assert all(math.isnan(value) for value in curves[1][0])
+    assert curves[2] == [[840.0] * 3] * 2
+    assert curves[4][0] == pytest.approx([2.0, 20.0, 200.0])
+    assert [ax.get_yscale() for ax in drawn.axes] == ["log", "linear", "linear", "linear", "log"]
+    (legend,) = drawn.legends
+    assert [Path(text.get_text()).name for text in legend.get_texts()] == ["a.jsonl", "b.jsonl"]
+
+
+def test_the_picture_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "report.png"
+    report(capsys, write_log(tmp_path / "stats.jsonl"), "--picture", path)
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n") and len(content) > 20_000
+    assert (int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")) == (600, 1200)
+
+
+def test_an_incomplete_last_line_is_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_log(tmp_path / "stats.jsonl")
+    content = path.read_bytes()
+    path.write_bytes(content[:-30])
+    assert cli.main(["report", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"  10  ", out)
+    assert err == f"{path}: the last line is incomplete, as a killed run leaves it, and is left out\n"
+    assert path.read_bytes() == content[:-30]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is no log of StatsLog: line 1 must be one of a StatsLog, got ''"),
+        (b"\x89PNG\r\n\x1a\n\x00", "is no log of StatsLog: line 1 must be one of a StatsLog, got '\ufffdPNG'"),
+        (b'{"format": 1, "compressor": "", "step": 0}\n', "has no steps yet: StatsLog writes after every 10th step"),
+        (b'{"format": 1, "compressor": "", "step": 0}\n{"step"', "has no steps yet"),
+        (b'{"format": 1, "compressor": "", "step": 0}\n{"step"\n', "is no log of StatsLog: line 2 must be one"),
+        (None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_what_is_no_log_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+    path, written = tmp_path / "stats.jsonl", tmp_path / "report.html"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SystemExit, match=re.escape(f"{path} {message}")):
+        cli.main(["report", str(path), "--html", str(written)])
+    assert not written.exists()
+
+
+def test_without_matplotlib_only_the_table_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_log(tmp_path / "stats.jsonl")
+    monkeypatch.setattr("horovod_sparse.tools.report.find_spec", lambda name: None)
+    wanted = ["--html", str(tmp_path / "a"), "--picture", str(tmp_path / "b")]
+    with pytest.raises(SystemExit, match="--html and --picture: matplotlib is needed and not installed: pip install m"):
+        cli.main(["report", str(path), *wanted])
+    assert capsys.readouterr().out == "" and [*tmp_path.iterdir()] == [path]
+    report(capsys, path)

@@ -1,0 +1,210 @@
+"""`StatsLog` in one process, with NumPy; in training: parallel/telemetry.py and parallel/tf/telemetry.py."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from horovod_sparse import __version__
+from horovod_sparse.core import stats_log
+from horovod_sparse.core.stats_log import NUMBERS
+from horovod_sparse.numpy import SIDCo, SparseAllreduce, StatsLog, TopK
+
+WRITER: Any = object()
+CLASS: Any = SparseAllreduce
+
+
+class Scalars:
+    """A writer that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int, /) -> None:
+        self.given.append((name, value, step))
+
+
+def reduction(**settings: Any) -> SparseAllreduce:
+    return SparseAllreduce(None, SIDCo(0.05, **settings))
+
+
+def train(reduce: SparseAllreduce, log: StatsLog, steps: int) -> None:
+    for step in range(steps):
+        reduce({"weight": np.random.default_rng(step).laplace(size=2000).astype(np.float32), "bias": np.ones(7)})
+        log()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        pytest.fail(f"{constant} is no JSON")
+
+    text = path.read_text(encoding="utf-8")
+    assert text.endswith("\n")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_lines_hold_what_stats_says(tmp_path: Path) -> None:
+    path = tmp_path / "stats.jsonl"
+    reduce = reduction()
+    log = StatsLog(reduce, path, every=3)
+    train(reduce, log, 6)
+    last = reduce.stats().last
+    train(reduce, log, 2)
+    first, *written = lines(path)
+    assert first == {"format": 1, "package": __version__, "compressor": repr(reduce), "step": 0}
+    assert "SIDCo(" in first["compressor"] and "ratio=0.05" in first["compressor"]
+    assert [line["step"] for line in written] == [3, 6]
+    seconds = written[-1].pop("seconds")
+    assert 0.0 < seconds < 60.0
+    names = set(NUMBERS) - {"seconds", "dense_bytes_sent"}
+    expected = {name: getattr(last.total, name) for name in names}
+    expected |= {"step": 6, "dense_bytes_sent": last.dense_bytes_sent, "exchange": last.total.exchange}
+    assert written[-1] == expected
+    assert written[-1]["residual_norm"] > 0.0 and 0.0 < written[-1]["ratio"] < 0.1
+
+
+def test_the_writer_gets_the_same_numbers(tmp_path: Path) -> None:
+    path, scalars = tmp_path / "stats.jsonl", Scalars()
+    reduce = reduction()
+    train(reduce, StatsLog(reduce, path, writer=scalars, every=2), 4)
+    _, *written = lines(path)
+    assert scalars.given == [
+        (f"horovod_sparse/{name}", line[name], line["step"]) for line in written for name in NUMBERS
+    ]
+
+
+def test_what_there_is_not_is_null(tmp_path: Path) -> None:
+    # Top-k has no threshold, and the first step no time since the one before.
+    path, scalars = tmp_path / "stats.jsonl", Scalars()
+    reduce = SparseAllreduce(None, TopK(0.1))
+    train(reduce, StatsLog(reduce, path, writer=scalars, every=1), 1)
+    (line,) = lines(path)[1:]
+    assert math.isnan(reduce.stats().last.total.threshold)
+    assert line["threshold"] is None and line["seconds"] is None
+    assert {name for name, *_ in scalars.given}.isdisjoint({"horovod_sparse/threshold", "horovod_sparse/seconds"})
+
+
+class Counter:
+    """A compressor that only counts."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.stats = reduction().stats
+
+
+def test_a_call_counts_what_was_exchanged_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(np.arange(100) / 4)
+    monkeypatch.setattr(stats_log.time, "perf_counter", lambda: float(next(clock)))
+    counter, scalars = Counter(), Scalars()
+    counter.steps = 7
+    log = StatsLog(counter, writer=scalars, every=4)
+    counted = []
+    # PyTorch calls hooks twice in a step of Horovod's optimizer. Keras can make several steps at once.
+    # 12 to 11: a step was discarded. 12 to 0 and 11 to 2: the statistics began anew.
+    for counter.steps in (7, 8, 8, 9, 12, 11, 12, 0, 1, 2):
+        log("ignored", counter)
+        counted.append(log.step)
+    assert counted == [0, 1, 1, 2, 5, 6, 7, 7, 8, 9]
+    assert [(value, step) for name, value, step in scalars.given if name == "horovod_sparse/seconds"] == [
+        # From 8 to 9 a quarter of a second for the call in between, and another; from 9 to 12 a quarter for three steps.
+        (pytest.approx((0.5 + 0.25 / 3) / 2), 5),
+        # To 11, to 12, to 1 with the call at 0 in between, and to 2.
+        (pytest.approx(0.25), 9),
+    ]
+
+
+def test_a_log_is_continued_after_its_last_step(tmp_path: Path) -> None:
+    path = tmp_path / "stats.jsonl"
+    for start, expected in ((None, 0), (None, 4), (2, 2)):
+        reduce = reduction()
+        log = StatsLog(reduce, path, every=2, start=start)
+        assert log.step == expected
+        train(reduce, log, 5)
+        assert log.step == expected + 5
+    found = [(line["step"], "format" in line) for line in lines(path)]
+    assert found == [
+        (0, True), (2, False), (4, False),
+        (4, True), (6, False), (8, False),
+        (2, True), (4, False), (6, False),
+    ]  # fmt: skip
+    assert StatsLog(reduction(), path).step == 6
+
+
+def test_a_line_that_a_killed_run_left_incomplete_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "stats.jsonl"
+    reduce = reduction()
+    train(reduce, StatsLog(reduce, path, every=2), 4)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    assert StatsLog(reduction(), path).step == 2
+    assert [line["step"] for line in lines(path)] == [0, 2, 2]
+    path.write_bytes(b"")
+    assert StatsLog(reduction(), path).step == 0
+    assert len(lines(path)) == 1
+
+
+HEADER = json.dumps({"format": 1, "package": "0", "compressor": "TopK()", "step": 0})
+STEP = json.dumps({"step": 1, **dict.fromkeys(NUMBERS, 1.0), "exchange": "pairs"})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("shopping list", "line 1 must be one of a StatsLog, got ''"),
+        ("a shopping list\n", "line 1 must be one of a StatsLog, got 'a shopping list'"),
+        ("\n", "line 1 must be one of a StatsLog, got ''"),
+        ("[1]\n", r"line 1 must be one of a StatsLog, got '\[1\]'"),
+        ('{"step": 1}\n', "line 1 must be one of a StatsLog"),
+        ('{"step": "1", "format": 1, "compressor": ""}\n', "line 1 must be one of a StatsLog"),
+        ('{"step": 1, "format": 2}\n', "line 1 must have the format 1, got 2: another release wrote it"),
+        (f"{STEP}\n", "line 1 must have the format and the compressor, as a first line has, got a step"),
+        (f"{HEADER}\n{STEP[:-30]}\n{STEP}\n", "line 2 must be one of a StatsLog"),
+        (f"{HEADER}\n{STEP}\n{STEP}\n", "line 3 must have a step > 1, got 1; each worker must have a file of its own"),
+    ],
+)
+def test_another_file_is_refused_and_left_alone(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"path must be a log of StatsLog, or not exist yet, got .*notes': {message}"):
+        StatsLog(reduction(), path)
+    assert path.read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ValueError, "path or writer must be given, such as path='stats.jsonl', got None for both"),
+        ({"path": "x", "every": 0}, ValueError, "every must be >= 1, got 0"),
+        ({"path": "x", "every": 0.5}, TypeError, "every must be an int >= 1, got 0.5"),
+        ({"path": "x", "start": -1}, ValueError, "start must be >= 0, got -1"),
+        (
+            {"writer": WRITER},
+            TypeError,
+            f"writer must have a method add_scalar, as a SummaryWriter has, got {WRITER!r}",
+        ),
+        ({"path": "x", "compression": TopK(0.1)}, TypeError, f"or a SparseAllreduce, got {TopK(0.1)!r}"),
+        ({"path": "x", "compression": CLASS}, TypeError, f"or a SparseAllreduce, got {CLASS!r}"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error) as raised:
+        StatsLog(**{"compression": reduction(), **arguments})
+    assert str(raised.value).endswith(message)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_that_is_not_there_is_noticed_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        StatsLog(reduction(), tmp_path / "absent" / "stats.jsonl")
