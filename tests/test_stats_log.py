@@ -107,7 +107,7 @@ def test_a_call_counts_what_was_exchanged_since_the_last(monkeypatch: pytest.Mon
     # PyTorch calls hooks twice in a step of Horovod's optimizer. Keras can make several steps at once.
     # 12 to 11: a step was discarded. 12 to 0 and 11 to 2: the statistics began anew.
     for counter.steps in (7, 8, 8, 9, 12, 11, 12, 0, 1, 2):
-        log("ignored", counter)
+        log("ignored", logs=counter)
         counted.append(log.step)
     assert counted == [0, 1, 1, 2, 5, 6, 7, 7, 8, 9]
     assert [(value, step) for name, value, step in scalars.given if name == "horovod_sparse/seconds"] == [

@@ -108,7 +108,7 @@ class StatsLog:
         begin = {"format": FORMAT, "package": __version__, "compressor": repr(compression), "step": self.step}
         self._append(begin)
 
-    def __call__(self, *_: object) -> None:
+    def __call__(self, *_: object, **__: object) -> None:
         """Count what was exchanged since the last call, and write if it is time to."""
         now, steps = time.perf_counter(), self._compression.steps
         # The compressor counts anew after a reset and when the workers of an elastic job change.

@@ -23,6 +23,7 @@ MODULES = {
         "parameters",
         "hierarchical",
         "local",
+        "telemetry",
     ),
     "tensorflow": (
         "tf.tape",
@@ -33,6 +34,7 @@ MODULES = {
         "tf.disagreement",
         "tf.parameters",
         "tf.uneven",
+        "tf.telemetry",
     ),
     "ddp": ("ddp.hook", "ddp.local"),
 }

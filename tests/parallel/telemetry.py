@@ -1,0 +1,123 @@
+"""Scenarios: a `StatsLog` of each rank, called in the ways in which a step can end."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+import horovod_sparse.torch as sparse
+from horovod_sparse import numpy as arrays
+from horovod_sparse.tools.report.log import read
+
+from .common import everyone, loss_of, small_model, train, wrap
+from .scenario import EVERYWHERE, MPI, scenario
+
+Source = Any
+STEPS = 6
+
+
+def _as_hook(path: Path) -> Source:
+    # PyTorch calls such a hook twice in each step of Horovod's optimizer, because its class has a base with a `step`.
+    model, compression = small_model(), sparse.SIDCo(0.05)
+    optimizer = wrap(model, compression)
+    optimizer.register_step_post_hook(sparse.StatsLog(compression, path, every=2))
+    train(model, optimizer, range(STEPS))
+    return compression
+
+
+def _after_steps(path: Path) -> Source:
+    model, compression = small_model(), sparse.SIDCo(0.05)
+    optimizer = wrap(model, compression, backward_passes_per_step=2)
+    log = sparse.StatsLog(compression, path, every=2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(2):
+            loss_of(model, 2 * step + part).backward()
+            log()
+        optimizer.step()
+        log()
+    return compression
+
+
+def _with_scaler(path: Path) -> Source:
+    model, compression = small_model(), sparse.SIDCo(0.05)
+    optimizer, scaler = wrap(model, compression), torch.amp.GradScaler("cpu", init_scale=2.0**7)
+    compression.scale_with(scaler)
+    log = sparse.StatsLog(compression, path, every=2)
+    for step in range(STEPS + 1):
+        optimizer.zero_grad()
+        # A step that overflows on one rank is left out on all.
+        overflows = (step, hvd.rank()) == (3, 1)
+        scaler.scale(loss_of(model, step) * (float("inf") if overflows else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        log()
+    return compression
+
+
+def _local_updates(path: Path) -> Source:
+    model, compression = small_model(), sparse.SIDCo(0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    local = sparse.LocalUpdates(optimizer, model, compression, every=3)
+    log = sparse.StatsLog(local.compression, path, every=2)
+    for step in range(3 * STEPS):
+        local.zero_grad()
+        loss_of(model, step).backward()
+        local.step()
+        log()
+    return compression
+
+
+def _arrays(path: Path) -> Source:
+    import mpi4py.MPI
+
+    reduce = arrays.SparseAllreduce(mpi4py.MPI.COMM_WORLD, arrays.SIDCo(0.05))
+    log = arrays.StatsLog(reduce, path, every=2)
+    for step in range(STEPS):
+        generator = np.random.default_rng((step, hvd.rank()))
+        reduce({"weight": generator.laplace(size=4000).astype(np.float32), "bias": np.ones(9, np.float32)})
+        log()
+    return reduce
+
+
+@scenario(
+    *EVERYWHERE,
+    cases={
+        "hook": (_as_hook,),
+        "accumulation": (_after_steps,),
+        "scaler": (_with_scaler,),
+        "local updates": (_local_updates,),
+    },
+)
+def a_log_has_every_second_step(run: Any) -> None:
+    _check(run)
+
+
+@scenario(*MPI)
+def a_log_of_arrays_has_every_second_step() -> None:
+    _check(_arrays)
+
+
+def _check(run: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"stats-{hvd.rank()}.jsonl"
+        source = run(path)
+        log = read(path)
+        begin = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
+    assert begin["compressor"] == repr(source)
+    assert source.stats().steps == source.steps == STEPS
+    assert log.column("step") == [2, 4, 6]
+    # Everything is as the statistics say of the last step, and a rank's own.
+    total = source.stats().last.total
+    assert log.lines[-1]["count"] == total.count > 0.0
+    assert log.lines[-1]["bytes_sent"] == total.bytes_sent > 0.0
+    assert log.lines[-1]["residual_norm"] == total.residual_norm
+    assert log.bytes_sent == STEPS * (total.bytes_sent + source.stats().last.dense_bytes_sent)
+    assert len(set(everyone(total.residual_norm))) == hvd.size()
+    assert all(0.0 < value < 60.0 for value in log.column("seconds"))
