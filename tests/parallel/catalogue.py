@@ -36,7 +36,7 @@ MODULES = {
         "tf.uneven",
         "tf.telemetry",
     ),
-    "ddp": ("ddp.hook", "ddp.local"),
+    "ddp": ("ddp.hook", "ddp.local", "ddp.telemetry"),
 }
 
 
