@@ -137,9 +137,12 @@ def test_a_compressor_is_told_by_name_and_ratio(compressor: Any, short: str) -> 
     assert table.short(compressor if isinstance(compressor, str) else repr(compressor)) == short
 
 
-def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_whole_and_needs_nothing_else(
+    tmp_path: Path, made: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
-    one = write_log(tmp_path / "<b>&'\" $x^2$.jsonl")
+    compressor = "Own(ratio=0.5, rule=<b>&amp;)"
+    one = made(0, (1, 0.1, 100.0, 800.0, 40.0), name="<b>&'\" $x^2$.jsonl", compressor=compressor)
     two = write_log(tmp_path / "two.jsonl", TopK(0.1))
     path = tmp_path / "report.html"
     report(capsys, one, two, "--html", path)
@@ -147,9 +150,9 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path, capsys: pytest
     assert html.startswith("<!DOCTYPE html>\n<html lang=")
     found = Page(html)
     assert found.texts["title"] == [f"Gradients sent: {one}, {two}"]
-    assert found.texts["td"][:4] == [str(one), str(two), "SIDCo 0.05", "TopK 0.1"]
+    assert found.texts["td"][:4] == [str(one), str(two), "Own 0.5", "TopK 0.1"]
     assert found.texts["th"] == [*table.TITLES]
-    assert "SIDCo(" in found.texts["code"][0] and "ratio=0.05" in found.texts["code"][0]
+    assert found.texts["code"][0] == compressor and "ratio=0.1" in found.texts["code"][1]
     # No script, no picture from elsewhere, no SVG within another; names of the drawing are its own.
     assert found.tags.count("svg") == 1
     assert {"script", "link", "img", "iframe", "image", "b", "metadata"}.isdisjoint(found.tags)

@@ -12,6 +12,7 @@ import pytest
 
 from horovod_sparse import __version__
 from horovod_sparse.core import stats_log
+from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.core.stats_log import NUMBERS
 from horovod_sparse.numpy import SIDCo, SparseAllreduce, StatsLog, TopK
 
@@ -89,33 +90,41 @@ def test_what_there_is_not_is_null(tmp_path: Path) -> None:
     assert {name for name, *_ in scalars.given}.isdisjoint({"horovod_sparse/threshold", "horovod_sparse/seconds"})
 
 
-class Counter:
-    """A compressor that only counts."""
+class Clock:
+    """A compressor that only counts, on a clock of its own. Its statistics take 100 seconds."""
 
     def __init__(self) -> None:
-        self.steps = 0
-        self.stats = reduction().stats
+        self.now, self.steps = 0.0, 0
+
+    def stats(self) -> Stats:
+        self.now += 100.0
+        return NO_STATS
 
 
 def test_a_call_counts_what_was_exchanged_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(np.arange(100) / 4)
-    monkeypatch.setattr(stats_log.time, "perf_counter", lambda: float(next(clock)))
-    counter, scalars = Counter(), Scalars()
-    counter.steps = 7
-    log = StatsLog(counter, writer=scalars, every=4)
+    clock, scalars = Clock(), Scalars()
+    monkeypatch.setattr(stats_log.time, "perf_counter", lambda: clock.now)
+    clock.steps = 7
+    log = StatsLog(clock, writer=scalars, every=4)
     counted = []
-    # PyTorch calls hooks twice in a step of Horovod's optimizer. Keras can make several steps at once.
-    # 12 to 11: a step was discarded. 12 to 0 and 11 to 2: the statistics began anew.
-    for counter.steps in (7, 8, 8, 9, 12, 11, 12, 0, 1, 2):
-        log("ignored", logs=counter)
+    for seconds, clock.steps in (
+        (1.0, 7),
+        (1.0, 8),  # Nobody knows when this step began.
+        (0.0, 8),  # PyTorch calls hooks twice in a step of Horovod's optimizer.
+        (1.0, 9),
+        (6.0, 12),  # Keras can make several steps at once: 2 seconds each, and the median is 1.5.
+        (3.0, 11),  # The statistics began anew; at least this step was made.
+        (5.0, 12),
+        (1.0, 0),
+        (3.0, 1),
+        (7.0, 2),  # Of 3, 5, 4 and 7 seconds the median is 4.5.
+    ):
+        clock.now += seconds
+        log("ignored", logs=clock)
         counted.append(log.step)
     assert counted == [0, 1, 1, 2, 5, 6, 7, 7, 8, 9]
-    assert [(value, step) for name, value, step in scalars.given if name == "horovod_sparse/seconds"] == [
-        # From 8 to 9 a quarter of a second for the call in between, and another; from 9 to 12 a quarter for three steps.
-        (pytest.approx((0.5 + 0.25 / 3) / 2), 5),
-        # To 11, to 12, to 1 with the call at 0 in between, and to 2.
-        (pytest.approx(0.25), 9),
-    ]
+    written = [(value, step) for name, value, step in scalars.given if name == "horovod_sparse/seconds"]
+    assert written == [(1.5, 5), (4.5, 9)]
 
 
 def test_a_log_is_continued_after_its_last_step(tmp_path: Path) -> None:
