@@ -22,6 +22,8 @@ from horovod_sparse.tools.report import picture, table
 WIDTHS = (412, 1280)
 """In pixels: a phone's and a screen's."""
 HEIGHT = 2400
+ROOM = 50 * 16
+"""The most that the page takes of the width, in pixels: 48 rem, and one on each side."""
 LIMIT = 120
 """Seconds after which the browser is stopped."""
 MEASURE = """
@@ -67,14 +69,18 @@ def check_content(page: Path, logs: list[Path]) -> None:
 
 
 def check_picture(page: Path, width: int, folder: Path) -> None:
-    """The curves of both logs are to be seen, below each other for as far as the page goes."""
+    """The curves of both logs are to be seen, from the left to the right and in the upper and the lower panels."""
     shot = folder / "page.png"
     browse(page, width, f"--screenshot={shot}")
     pixels = imread(shot)[..., :3]
     assert pixels.shape[:2] == (HEIGHT, width), pixels.shape
+    # The drawing is twice as high as it is wide.
+    drawn = min(width, ROOM) - 32
     for color in ("C0", "C1"):
         rows, columns = np.nonzero((np.abs(pixels - to_rgb(color)) < 0.02).all(axis=-1))
-        assert np.ptp(rows) > width and np.ptp(columns) > 0.6 * min(width, 768), f"{color} at {width} pixels"
+        assert rows.size, f"nothing is {color} at {width} pixels"
+        seen = np.ptp(columns), np.ptp(rows)
+        assert seen[0] > 0.7 * drawn and seen[1] > 1.2 * drawn, f"{color} at {width} pixels covers {seen}"
 
 
 def check_width(page: Path, width: int) -> None:
@@ -82,8 +88,7 @@ def check_width(page: Path, width: int) -> None:
     copy = page.with_name("measured.html")
     copy.write_text(page.read_text(encoding="utf-8").replace("</body>", MEASURE.format(width=width)), encoding="utf-8")
     (title,) = re.findall("<title>(.*)</title>", browse(copy, width, "--dump-dom"))
-    # 48 rem and the padding on both sides: see `page`.
-    room = min(width, 50 * 16)
+    room = min(width, ROOM)
     assert title == f"{room} of {room}", f"{title} pixels where there are {width}"
 
 

@@ -40,8 +40,6 @@ PANELS = (
     Panel("norm of the residual", lambda log: log.column("residual_norm")),
     Panel("time of a step, ms", lambda log: [1e3 * value for value in log.column("seconds")]),
 )
-
-
 _SHOWN = "Over the steps of training: " + ", ".join(panel.title for panel in PANELS)
 
 
