@@ -32,7 +32,7 @@ COLORS = {
     "DiLoCo": "#444444",
     "local TopK 0.01": "#2a9d8f",
     "local TopK 0.03": "#e76f51",
-    "local SIDCo 0.01": "#264653",
+    "local TopK 0.1": "#264653",
 }
 
 

@@ -83,7 +83,7 @@ TASKS = {
         "held-out bits per character",
         (0.00025, 0.0005, 0.001),
         ("--epochs", "2", "--epoch-steps", "60"),
-        ("DiLoCo", "local TopK 0.01", "local TopK 0.03", "local SIDCo 0.01"),
+        ("DiLoCo", "local TopK 0.01", "local TopK 0.03", "local TopK 0.1"),
     ),
 }
 
@@ -136,7 +136,7 @@ ROWS = {
     "DiLoCo": _local("none", "--outer-lr", "0.7", "--outer-momentum", "0.9"),
     "local TopK 0.01": _local("topk", "--ratio", "0.01"),
     "local TopK 0.03": _local("topk", "--ratio", "0.03"),
-    "local SIDCo 0.01": _local("sidco", "--ratio", "0.01"),
+    "local TopK 0.1": _local("topk", "--ratio", "0.1"),
 }
 """Sparse rows have momentum before the selection, except Mem-SGD, Sparsified SGD with Memory, which has none. Dense training
 also has rows without momentum: masking weakens momentum, and what a row wins by that is no merit of its exchange."""
