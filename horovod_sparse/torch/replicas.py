@@ -1,25 +1,73 @@
-"""Makes an optimizer and its parameters on some ranks equal to those of another rank."""
+"""Makes tensors and optimizers on some ranks equal to those of another rank, whatever their types and memory layouts are."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
 
+_WIRE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What entries are sent as, by their size in bytes: Horovod knows neither bfloat16 nor complex numbers."""
 
-def broadcast_optimizer(
-    optimizer: Any, scaler: torch.amp.GradScaler | None, root: int, name: str, *, is_behind: bool
-) -> None:
-    """Copy the parameters and the state of an optimizer, and the state of its loss scaler, from rank `root`. Blocks.
 
-    Unlike `hvd.broadcast_optimizer_state` it never calls `step`, it takes any optimizer, and it copies learning rates even if
-    there is nothing else to copy. `name` begins the collectives' names. Ranks that are not behind load no state.
+def broadcast_parameters(params: Mapping[str, Tensor] | Iterable[Tensor | tuple[str, Tensor]], root_rank: int) -> None:
+    """Copy tensors from rank `root_rank` to all others, in place. Blocks.
+
+    This replaces Horovod's function, which refuses bfloat16 and tensors that are not contiguous, such as channels_last.
+
+    Args:
+        params: `model.state_dict()`, or the tensors with or without their names; the same on all ranks.
+        root_rank: the rank that has the right ones.
+
+    Raises:
+        TypeError: something is no tensor.
     """
-    process_set, is_root = optimizer.process_set, mpi_ops.rank() == root
+    # The order of a dictionary may differ between ranks.
+    named = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    tensors = [one[1] if isinstance(one, tuple) else one for one in named]
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"params must have tensors only, got {type(tensor).__name__}; broadcast other objects with hvd.broadcast_object"
+            )
+    broadcast_tensors(tensors, root_rank, "horovod_sparse.parameters", mpi_ops.global_process_set)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: object = None) -> None:
+    """Copy the state of an optimizer and its settings, such as learning rates, from rank `root_rank` to all others. Blocks.
+
+    This replaces Horovod's function, which calls `step` with zeros to make a state, and refuses bfloat16, tensors that are
+    not contiguous, and LBFGS. What a compressor keeps is each rank's own, and is left alone.
+
+    Args:
+        optimizer: PyTorch's, or Horovod's.
+        root_rank: the rank that has the right state.
+        model: not used; Horovod's function has this argument.
+    """
+    is_behind = mpi_ops.rank() != root_rank
+    broadcast_states(
+        optimizer, None, root_rank, "horovod_sparse.optimizer", mpi_ops.global_process_set, is_behind=is_behind
+    )
+
+
+def broadcast_states(
+    optimizer: Any,
+    scaler: torch.amp.GradScaler | None,
+    root: int,
+    name: str,
+    process_set: Any,
+    *,
+    is_behind: bool,
+) -> None:
+    """Copy the state of an optimizer and of its loss scaler from rank `root`. Blocks.
+
+    `name` begins the collectives' names. Ranks that are not behind load no state.
+    """
+    is_root = mpi_ops.rank() == root
     state = {"optimizer": optimizer.state_dict(), "scaler": None if scaler is None else scaler.state_dict()}
     tensors: list[Tensor] = []
 
@@ -38,9 +86,9 @@ def broadcast_optimizer(
     frame = encode(_with_tensors(state, put_aside)) if is_root else b""
     frame = _broadcast_bytes(frame, root, name, process_set)
     if not is_root:
-        state = _with_tensors(torch.load(io.BytesIO(frame), weights_only=True), make_room)
-    parameters = [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
-    _broadcast_tensors([*tensors, *parameters], root, name, process_set)
+        # The other rank is trusted, and a learning rate may be a number of NumPy's.
+        state = _with_tensors(torch.load(io.BytesIO(frame), weights_only=False), make_room)
+    broadcast_tensors(tensors, root, name, process_set)
     if is_behind:
         optimizer.load_state_dict(state["optimizer"])
         if scaler is not None:
@@ -74,14 +122,14 @@ def _broadcast_bytes(content: bytes, root: int, name: str, process_set: Any) -> 
     return received
 
 
-def _broadcast_tensors(tensors: Iterable[Tensor], root: int, name: str, process_set: Any) -> None:
-    """Broadcast tensors in place. Each goes in one dimension; Horovod does not know bfloat16."""
+def broadcast_tensors(tensors: Iterable[Tensor], root: int, name: str, process_set: Any) -> None:
+    """Broadcast tensors in place. Each goes in one dimension."""
     under_way = []
-    for number, tensor in enumerate(tensors):
+    for number, tensor in enumerate(tensor.detach() for tensor in tensors):
         if tensor.numel() == 0:
             continue
         flat = tensor.reshape(-1)
-        wire = flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat
+        wire = flat.view(_WIRE[min(flat.itemsize, 8)])
         handle = mpi_ops.broadcast_async_(wire, root, f"{name}.{number}", process_set=process_set)
         under_way.append((tensor, flat, handle))
     for tensor, flat, handle in under_way:

@@ -18,7 +18,7 @@ from horovod.torch import mpi_ops
 
 from horovod_sparse.torch.exchange import gather_json
 from horovod_sparse.torch.reducer import Reducer
-from horovod_sparse.torch.replicas import broadcast_optimizer
+from horovod_sparse.torch.replicas import broadcast_states, broadcast_tensors
 
 _FAILED, _NOTHING = -2, -1
 """What a rank says beside the number of an optimizer: it leaves with an error, or has no data left."""
@@ -158,13 +158,11 @@ class Join:
         if min(reductions) == most:
             return
         for number, member in enumerate(self._members):
-            broadcast_optimizer(
-                member.optimizer,
-                member.reducer.scaler,
-                self.last_rank,
-                f"{self._name}.{number}",
-                is_behind=self._reductions < most,
-            )
+            name, optimizer = f"{self._name}.{number}", member.optimizer
+            is_behind, process_set = self._reductions < most, optimizer.process_set
+            broadcast_states(optimizer, member.reducer.scaler, self.last_rank, name, process_set, is_behind=is_behind)
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            broadcast_tensors(parameters, self.last_rank, f"{name}.parameters", process_set)
 
     def _break_off(self) -> None:
         """Give up the steps that have begun. Tell the other ranks, without waiting for them."""

@@ -21,6 +21,7 @@ MODULES = {
         "disagreement",
         "plans",
         "parameters",
+        "broadcast",
         "hierarchical",
         "local",
         "telemetry",
