@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.torch import DGC, TopK, comm_hook, register
+from horovod_sparse.torch import DGC, LocalUpdates, TopK, comm_hook, register
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*all_gather:FutureWarning")
 
@@ -28,6 +30,10 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def make_model() -> DistributedDataParallel:
     return DistributedDataParallel(nn.Linear(20, 30))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def backward(model: nn.Module) -> None:
@@ -113,6 +119,17 @@ def test_complex_parameters_are_refused_by_name() -> None:
     register(model, TopK(0.1))
     with pytest.raises(TypeError, match="parameter 'phase' must be real"):
         model().backward()
+
+
+@pytest.mark.parametrize(
+    "serve", [register, lambda model, compression: LocalUpdates(sgd(model), model.module, compression)]
+)
+def test_a_dtensor_is_refused_by_name(serve: Any) -> None:
+    model = make_model()
+    mesh = init_device_mesh("cpu", (1,))
+    model.module.weight = nn.Parameter(distribute_tensor(model.module.weight.detach(), mesh, [Replicate()]))
+    with pytest.raises(TypeError, match=r"parameter 'weight' must have its values in memory of its own, got a DTensor"):
+        serve(model, TopK(0.1))
 
 
 def test_a_state_can_be_loaded_after_an_interrupted_backward_pass() -> None:

@@ -12,6 +12,7 @@ from horovod_sparse.core.binding import refuse_class
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.hooked import HookReducer
+from horovod_sparse.torch.parameters import check_memory
 
 _NO_FSDP = (
     "FSDP gives each rank another part of every gradient, which leaves nothing to choose from on all ranks; use "
@@ -63,7 +64,8 @@ def register(
         optimizer: the model's; only `lr_in_residual` needs it. If given, its momentum is checked.
 
     Raises:
-        TypeError: `model` is not a `DistributedDataParallel`, or `compression` is not a compressor of this module.
+        TypeError: `model` is not a `DistributedDataParallel`, `compression` is not a compressor of this module, or a
+            parameter has no memory of its own.
         ValueError: the compressor already serves a model or an optimizer, or needs the optimizer.
         RuntimeError: the model already has a hook.
     """
@@ -75,6 +77,7 @@ def register(
     compression.check_free()
     _check_optimizer(compression, optimizer)
     names = {parameter: name for name, parameter in model.module.named_parameters()}
+    check_memory(names)
     if compression.lr_in_residual and optimizer is not None:
         moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         absent = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in moved]

@@ -16,6 +16,7 @@ from horovod_sparse.torch.compressors import NoOp, TorchCompressor
 from horovod_sparse.torch.gradients import wide
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.grouped import GroupReducer, Transport
+from horovod_sparse.torch.parameters import check_memory
 
 _agreed = 0
 """The number of the next `LocalUpdates` that agrees with those of other workers. One that only one worker has made has none."""
@@ -47,7 +48,7 @@ class LocalUpdates:
             initialised.
 
     Raises:
-        TypeError: `compression` is not a compressor of this module.
+        TypeError: `compression` is not a compressor of this module, or a parameter has no memory of its own.
         ValueError: a number is not in its range, the optimizer has parameters that the model has not, or nothing connects
             the workers yet.
     """
@@ -78,6 +79,7 @@ class LocalUpdates:
         self.outer.check(self.compression)
         self.compression.check_free()
         names = _names(optimizer, model)
+        check_memory(names)
         self._shared = {name: parameter.detach().to(wide(parameter), copy=True) for parameter, name in names.items()}
         self._momentum = {
             name: torch.zeros_like(shared) for name, shared in self._shared.items() if self.outer.outer_momentum

@@ -20,3 +20,22 @@ def check_real(named: Mapping[Tensor, str]) -> None:
                 f"parameter {name!r} must be real, got {parameter.dtype}, which cannot be reduced; make the real view the "
                 "parameter (torch.view_as_real), and use torch.view_as_complex of it in the model"
             )
+
+
+def check_memory(named: Mapping[Tensor, str]) -> None:
+    """Raise TypeError if a parameter has no memory of its own: a DTensor, another wrapper of tensors, or one on "meta"."""
+    for parameter, name in named.items():
+        if parameter.numel() and not _address(parameter):
+            raise TypeError(
+                f"parameter {name!r} must have its values in memory of its own, got a {type(parameter).__name__} on "
+                f"{parameter.device} without any; use plain tensors, with DistributedDataParallel or Horovod's optimizer, and "
+                "no FSDP2 or other wrapper; give tensors on 'meta' their values first"
+            )
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where the values of a tensor begin; 0 if nowhere."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0

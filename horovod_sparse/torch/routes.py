@@ -14,6 +14,7 @@ from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.preparation import Preparation
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.torch.compressors import TorchCompressor
+from horovod_sparse.torch.parameters import check_memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +136,8 @@ class OptimizerRoutes(Routes):
         for number, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
                 if parameter.requires_grad and parameter not in optimizer._requires_update:
-                    optimizer._parameter_names.setdefault(parameter, f"allreduce.noname.{number}.{position}")
+                    name = optimizer._parameter_names.setdefault(parameter, f"allreduce.noname.{number}.{position}")
+                    check_memory({parameter: name})
                     optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
                     if optimizer._groups is not None:
                         optimizer._p_to_group[parameter] = (parameter,)

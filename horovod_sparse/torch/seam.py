@@ -25,6 +25,7 @@ from horovod_sparse.core.binding import refuse_class, refuse_join
 from horovod_sparse.torch.agreement import check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.following import SparseStateHandler
+from horovod_sparse.torch.parameters import check_memory
 from horovod_sparse.torch.reducer import Reducer
 
 _SIGNATURES = {
@@ -139,13 +140,25 @@ def _init(stock: Method) -> Method:
         # Check before stock Horovod registers its hooks, which would outlive a refused optimizer.
         is_ours = _is_ours(compression, op, groups)
         if is_ours:
+            named = arguments.arguments["named_parameters"] = list(arguments.arguments["named_parameters"] or ())
+            check_memory(_names(params, named))
             check_momentum(params, compression)
             compression.check_free()
-        stock(self, *args, **kwargs)
+        stock(*arguments.args, **arguments.kwargs)
         if is_ours:
             self._sparse_reducer = Reducer(self, compression)
 
     return extended
+
+
+def _names(groups: list[dict[str, Any]], named: list[tuple[str, Any]]) -> dict[Any, str]:
+    """Return the parameters of some groups with their names, or with what Horovod names them by."""
+    names = {parameter: name for name, parameter in named}
+    return {
+        parameter: names.get(parameter, f"allreduce.noname.{number}.{position}")
+        for number, group in enumerate(groups)
+        for position, parameter in enumerate(group["params"])
+    }
 
 
 def _is_ours(compression: Any, op: Any, groups: Any) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 import horovod_sparse.torch as adapter
 
@@ -42,6 +43,22 @@ def small_model(seed: int = 1, dtype: torch.dtype = torch.float32) -> nn.Sequent
     torch.manual_seed(seed)
     layers = [nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(64, 10)).to(dtype)
+
+
+class Wrapper(Tensor):
+    """A tensor around another one, without memory of its own, as a DTensor is."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda one: one.inner, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, function(*args, **kwargs))
 
 
 class Overflowing(nn.Sequential):

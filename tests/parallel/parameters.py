@@ -17,6 +17,7 @@ from torch import nn
 from horovod_sparse.torch import MiCRO, NoOp, RandomK, SIDCo, TopK
 
 from .common import (
+    Wrapper,
     assert_close,
     assert_identical,
     everyone,
@@ -183,6 +184,17 @@ def a_new_shape_is_refused_where_it_has_no_gradient() -> None:
     optimizer.zero_grad()
     model[0].weight.square().sum().backward()
     assert "parameter '4.weight' must keep its shape" in raised(ValueError, optimizer.step)
+
+
+@scenario(MPI_2, cases={"weight": ("weight",), "bias": ("bias",)})
+def wrappers_without_memory_are_refused_by_name(name: str) -> None:
+    """Compressed ones, and ones that are reduced dense; at the beginning, and later."""
+    layer, optimizer = nn.Linear(100, 60), wrap(nn.Linear(100, 60), TopK(0.05))
+    setattr(layer, name, nn.Parameter(Wrapper(getattr(layer, name).detach())))
+    text = "must have its values in memory of its own, got a Wrapper"
+    assert f"parameter '{name}' {text}" in raised(TypeError, lambda: wrap(layer, TopK(0.05)))
+    late = {"params": [getattr(layer, name)]}
+    assert f"parameter 'allreduce.noname.1.0' {text}" in raised(TypeError, lambda: optimizer.add_param_group(late))
 
 
 @scenario(MPI_2)
