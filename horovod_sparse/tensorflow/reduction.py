@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from horovod.common import process_sets
 from horovod.tensorflow import mpi_ops
 
 from horovod_sparse.core.agreement import op_name
+from horovod_sparse.core.process_sets import complete_global_set
 from horovod_sparse.tensorflow.names import Names
 
 
@@ -27,6 +29,9 @@ class Reduction:
     """Whether `tf.IndexedSlices` are compressed like other gradients."""
     process_set: Any
     """The workers that exchange."""
+
+    def __post_init__(self) -> None:
+        complete_global_set(process_sets, mpi_ops._basics)
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> Reduction:

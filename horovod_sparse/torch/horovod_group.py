@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from horovod.common import process_sets
 from horovod.torch import mpi_ops
 from torch import Tensor
 
 from horovod_sparse.core.pipeline import Wait
+from horovod_sparse.core.process_sets import complete_global_set
 from horovod_sparse.exchange.measure import Run
 from horovod_sparse.exchange.network import Call
 from horovod_sparse.exchange.protocols import Collective
@@ -27,6 +29,7 @@ class HorovodGroup:
     """
 
     def __init__(self, process_set: Any, device: torch.device) -> None:
+        complete_global_set(process_sets, mpi_ops._basics)
         self.world: int = process_set.size()
         self.position: int = process_set.rank()
         self.rank: int = mpi_ops.rank()

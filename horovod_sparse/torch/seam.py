@@ -16,12 +16,14 @@ from typing import Any
 
 import horovod
 import torch
+from horovod.common import process_sets
 from horovod.torch import mpi_ops
 from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.elastic.state import TorchState, get_handler_registry, set_handler_registry
 
 from horovod_sparse.core.agreement import check_arguments
 from horovod_sparse.core.binding import refuse_class, refuse_join
+from horovod_sparse.core.process_sets import complete_global_set
 from horovod_sparse.torch.agreement import check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.following import SparseStateHandler
@@ -140,6 +142,7 @@ def _init(stock: Method) -> Method:
         # Check before stock Horovod registers its hooks, which would outlive a refused optimizer.
         is_ours = _is_ours(compression, op, groups)
         if is_ours:
+            complete_global_set(process_sets, mpi_ops._basics)
             named = arguments.arguments["named_parameters"] = list(arguments.arguments["named_parameters"] or ())
             check_memory(_names(params, named))
             check_momentum(params, compression)

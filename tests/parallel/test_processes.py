@@ -40,6 +40,25 @@ def test_order_of_imports_with_tensorflow(launch: Launch, case: str) -> None:
     assert ended.output.count(f"{case} works") == 2, str(ended)
 
 
+@pytest.mark.parallel
+@pytest.mark.parametrize(
+    ("launch", "trains", "last"),
+    [
+        (TF_2, "torch", "tensorflow"),
+        pytest.param(TF_2, "tensorflow", "torch", marks=pytest.mark.full),
+        pytest.param(TF_2, "keras", "torch", marks=pytest.mark.full),
+        pytest.param(TF_2, "torch", "torch", marks=pytest.mark.full),
+        pytest.param(TF_GLOO_2, "tensorflow", "tensorflow", marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_two_frameworks_in_one_process(launch: Launch, trains: str, last: str) -> None:
+    """Also the one that was imported first reduces its gradients."""
+    ended = launch.run("-m", "parallel.both", trains, last, limit=LIMIT)
+    assert ended.code == 0, str(ended)
+    assert ended.output.count(f"{trains} reduces") == 2, str(ended)
+
+
 def test_a_collective_begins_without_the_interpreters_lock() -> None:
     """Otherwise a process can wait for ever when another rank ends: see `release_gil` in docker/build_horovod.sh."""
     ended = ALONE.run("-m", "parallel.unlocked", limit=LIMIT)
