@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from horovod_sparse.compressors.base import Compressor
@@ -23,6 +24,7 @@ from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.compressors.sidco import SIDCo
+from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.statistics import Counts
 
@@ -107,6 +109,28 @@ def test_sidco_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
         SIDCo(0.1, **settings)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings"),
+    [
+        (SIDCo, {"ratio": 0.25, "slack": 1.5, "clip_norm": 2.0, "bucket_bytes": 1000, "min_numel": 3, "stages": 2}),
+        (
+            TopK,
+            {"ratio": 1, "dense_steps": 4, "residual": True, "union": False, "discardable": True, "hierarchical": 2},
+        ),
+        (DGC, {"ratio": 0.5, "momentum": 0.5, "warmup_steps": 10, "seed": 3, "nesterov": True}),
+        (Threshold, {"threshold": 0.125, "ratio": 0.5}),
+        (RandomBlock, {"ratio": 0.5, "blocks": 4, "seed": 1}),
+    ],
+)
+def test_numpy_scalars_are_numbers(cls: type[Compressor], settings: dict[str, Any]) -> None:
+    """They are kept as Python's, because ranks compare settings by their `repr`."""
+    types = {bool: np.bool_, int: np.int64, float: np.float32}
+    made = cls(**{name: types[type(value)](value) for name, value in settings.items()})
+    assert repr(made) == repr(cls(**settings))
+    with pytest.raises(ValueError, match="ratio must be in"):
+        cls(**{**settings, "ratio": np.float32(1.5)})
 
 
 @pytest.mark.parametrize("cls", [TopK, SIDCo, NoOp])

@@ -27,6 +27,7 @@ from horovod_sparse.compressors.checks import (
     warn_former,
 )
 from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.scalars import plain
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.exchange import owners, protocols
 from horovod_sparse.exchange.protocols import Exchange
@@ -187,6 +188,9 @@ class Compressor(ABC):
         self._check_together()
         self.ratio = ratio if isinstance(ratio, Schedule) else float(ratio)
         self.slack = float(self.slack)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, plain(value))
 
     def _check_together(self) -> None:
         """Raise ValueError if arguments that are right alone do not fit together."""

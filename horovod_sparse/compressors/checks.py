@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Collection
 
 from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.scalars import plain
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.exchange.network import MEASURED, parse_network
 
@@ -20,6 +21,7 @@ def check_number(name: str, value: object, expected: str, holds: bool) -> None:
 
 def check_integer(name: str, value: object, least: int) -> None:
     """Raise unless `value` is an int of at least `least`."""
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int >= {least}, got {value!r}")
     if value < least:
@@ -28,7 +30,7 @@ def check_integer(name: str, value: object, least: int) -> None:
 
 def check_boolean(name: str, value: object) -> None:
     """Raise unless `value` is True or False."""
-    if not isinstance(value, bool):
+    if not isinstance(plain(value), bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
@@ -48,6 +50,7 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 
 def as_number(value: object) -> float:
     """Return the value as a float, or NaN if it is not a number. NaN fails every range check."""
+    value = plain(value)
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
 
 

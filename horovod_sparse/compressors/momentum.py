@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from horovod_sparse.compressors.scalars import plain
 from horovod_sparse.ops.protocol import Array, Ops
 
 
@@ -31,6 +32,8 @@ class MomentumCorrection:
     masking: bool = True
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, plain(value))
         if isinstance(self.momentum, bool) or not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
         for name in ("nesterov", "masking"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from horovod_sparse.compressors.scalars import plain
+
 
 class Schedule(ABC):
     """The ratio as a function of the step. `repr` must differ between two different schedules, as a dataclass's does.
@@ -68,6 +70,7 @@ def warmup(start: float, end: float, steps: int, *, stairs: int = 4) -> Warmup:
     Raises:
         ValueError: naming the argument and its value.
     """
+    start, end, steps, stairs = plain(start), plain(end), plain(steps), plain(stairs)
     for name, value in (("start", start), ("end", end)):
         if not 0.0 < value <= 1.0:
             raise ValueError(f"{name} must be in (0, 1], got {value!r}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place, Settings, set_slack
 from horovod_sparse.compressors.checks import check_choice
+from horovod_sparse.compressors.scalars import plain
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.algebra import FLOATS, Algebra
@@ -116,6 +117,7 @@ class SIDCo(Compressor):
             set_slack(settings, _PAPER_SLACK)
         super().__init__(ratio, **settings)
         check_choice("distribution", distribution, ("exponential", "gamma", "gpareto"))
+        stages = plain(stages)
         if stages != "auto" and (isinstance(stages, bool) or not isinstance(stages, int) or not 1 <= stages <= 64):
             raise ValueError(f"stages must be 'auto' or an int in [1, 64], got {stages!r}")
         self.distribution: Distribution = distribution
