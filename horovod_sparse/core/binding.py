@@ -157,6 +157,23 @@ def refuse_class(compression: object) -> None:
         raise TypeError(f"compression must be an instance, such as {compression.__name__}(...), got the class itself")
 
 
+def check_kind(compression: object, kind: type, module: str) -> None:
+    """Raise TypeError unless `compression` is of `kind`, from the adapter `module`, or something that stock Horovod takes."""
+    refuse_class(compression)
+    if isinstance(compression, kind):
+        return
+    if isinstance(compression, Compressor):
+        raise TypeError(
+            f"compression must be a compressor of {module}, got one of {type(compression).__module__}, {compression!r}; import "
+            f"the class from {module}"
+        )
+    if not all(callable(getattr(compression, method, None)) for method in ("compress", "decompress")):
+        raise TypeError(
+            f"compression must be a compressor of {module}, such as TopK(ratio=0.01), or one of hvd.Compression, got "
+            f"{compression!r}"
+        )
+
+
 def refuse_join(instead: str) -> None:
     """Raise AssertionError if this process compresses. Stock `hvd.join` would let the other ranks hang.
 

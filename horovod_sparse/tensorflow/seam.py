@@ -25,7 +25,7 @@ import horovod
 import horovod._keras as horovod_keras
 import horovod.tensorflow as horovod_tensorflow
 
-from horovod_sparse.core.binding import refuse_class, refuse_join
+from horovod_sparse.core.binding import check_kind, refuse_join
 from horovod_sparse.tensorflow import following
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.names import plain
@@ -91,7 +91,7 @@ def _make_allreduce_grads_fn(stock: Function) -> Function:
     def extended(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         compression = given["compression"]
-        refuse_class(compression)
+        check_kind(compression, TensorflowCompressor, "horovod_sparse.tensorflow")
         if not isinstance(compression, TensorflowCompressor):
             return stock(*args, **kwargs)
         # A new tape is made in every step.
@@ -139,7 +139,7 @@ def _create_distributed_optimizer(stock: Function) -> Function:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         arguments = given.arguments
-        refuse_class(arguments["compression"])
+        check_kind(arguments["compression"], TensorflowCompressor, "horovod_sparse.tensorflow")
         # Imported here, because Keras takes seconds to import and a tape does not need it.
         import horovod_sparse.tensorflow.keras.optimizer as keras_optimizer
 

@@ -22,7 +22,7 @@ from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.elastic.state import TorchState, get_handler_registry, set_handler_registry
 
 from horovod_sparse.core.agreement import check_arguments
-from horovod_sparse.core.binding import refuse_class, refuse_join
+from horovod_sparse.core.binding import check_kind, refuse_join
 from horovod_sparse.core.process_sets import complete_global_set
 from horovod_sparse.torch.agreement import check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
@@ -166,7 +166,7 @@ def _names(groups: list[dict[str, Any]], named: list[tuple[str, Any]]) -> dict[A
 
 def _is_ours(compression: Any, op: Any, groups: Any) -> bool:
     """Return whether a compression is one of ours. Raise if it is, but cannot be used with the other arguments."""
-    refuse_class(compression)
+    check_kind(compression, TorchCompressor, "horovod_sparse.torch")
     if not isinstance(compression, TorchCompressor):
         return False
     check_arguments(op, mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum, groups, compression)

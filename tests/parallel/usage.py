@@ -923,6 +923,7 @@ def refused_arguments() -> None:
         assert "hvd.Average or hvd.Sum" in raised(ValueError, attempt(SIDCo(0.01), op=op))
     assert "must be an instance" in raised(TypeError, attempt(SIDCo))
     assert "must be an instance" in raised(TypeError, attempt(SIDCo, op=hvd.Adasum))
+    assert "must be a compressor of horovod_sparse.torch" in raised(TypeError, attempt("SIDCo"))
     assert "granularity='layer'" in raised(ValueError, attempt(SIDCo(0.01, granularity="layer"), groups=2))
     shared = SIDCo(0.01)
     wrap(small_model(), shared)

@@ -17,7 +17,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from horovod_sparse.core.agreement import check_momentum
-from horovod_sparse.core.binding import refuse_class
+from horovod_sparse.core.binding import check_kind
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.keras.loss_scaling import (
     check_scaler,
@@ -69,7 +69,7 @@ def make(
         ValueError: the optimizer or the compression cannot be used this way.
     """
     reduction = Reduction(**arguments)
-    refuse_class(compression)
+    check_kind(compression, TensorflowCompressor, "horovod_sparse.tensorflow")
     _check_optimizer(optimizer, backward_passes_per_step)
     _check_reduction(reduction)
     if isinstance(compression, TensorflowCompressor):

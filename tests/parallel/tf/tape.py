@@ -413,6 +413,7 @@ def misuse_is_refused() -> None:
         ValueError, lambda: reduce(TopK(0.1), weights, gradients, op=hvd.Adasum)
     )
     assert "must be an instance" in raised(TypeError, lambda: reduce(TopK, weights, gradients))
+    assert "of horovod_sparse.tensorflow" in raised(TypeError, lambda: reduce("TopK", weights, gradients))
     assert "lr_in_residual must be False" in raised(
         ValueError, lambda: reduce(TopK(0.1, lr_in_residual=True), weights, gradients)
     )

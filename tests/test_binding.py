@@ -1,0 +1,50 @@
+"""Whether something can be a `compression=` of an adapter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from horovod_sparse.compressors import topk
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.binding import check_kind
+from horovod_sparse.tensorflow.compressors import TensorflowCompressor
+from horovod_sparse.tensorflow.compressors import TopK as TensorflowTopK
+from horovod_sparse.torch.compressors import TopK, TorchCompressor
+
+
+class Stock:
+    """What stock Horovod takes: a class or an instance with these."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, None]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: None) -> Any:
+        return tensor
+
+
+@pytest.mark.parametrize("compression", [TopK(0.1), Stock, Stock()])
+def test_ours_and_stock_ones_are_taken(compression: Any) -> None:
+    check_kind(compression, TorchCompressor, "horovod_sparse.torch")
+
+
+@pytest.mark.parametrize("compression", [TensorflowTopK(0.1), topk.TopK(0.1)])
+def test_those_of_other_adapters_are_refused(compression: Compressor) -> None:
+    with pytest.raises(TypeError, match=r"must be a compressor of horovod_sparse.torch, got one of horovod_sparse.*ratio=0.1"):
+        check_kind(compression, TorchCompressor, "horovod_sparse.torch")
+    with pytest.raises(TypeError, match=r"import the class from horovod_sparse.tensorflow"):
+        check_kind(TopK(0.1), TensorflowCompressor, "horovod_sparse.tensorflow")
+
+
+@pytest.mark.parametrize("compression", ["TopK", None, 0.1, Compressor, object()])
+def test_what_compresses_nothing_is_refused(compression: Any) -> None:
+    with pytest.raises(TypeError, match=r"such as TopK\(ratio=0.01\), or one of hvd.Compression, got"):
+        check_kind(compression, TorchCompressor, "horovod_sparse.torch")
+
+
+def test_a_class_is_refused() -> None:
+    with pytest.raises(TypeError, match="compression must be an instance, such as TopK"):
+        check_kind(TopK, TorchCompressor, "horovod_sparse.torch")
