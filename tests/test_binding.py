@@ -33,7 +33,9 @@ def test_ours_and_stock_ones_are_taken(compression: Any) -> None:
 
 @pytest.mark.parametrize("compression", [TensorflowTopK(0.1), topk.TopK(0.1)])
 def test_those_of_other_adapters_are_refused(compression: Compressor) -> None:
-    with pytest.raises(TypeError, match=r"must be a compressor of horovod_sparse.torch, got one of horovod_sparse.*ratio=0.1"):
+    with pytest.raises(
+        TypeError, match=r"must be a compressor of horovod_sparse.torch, got one of horovod_sparse.*ratio=0.1"
+    ):
         check_kind(compression, TorchCompressor, "horovod_sparse.torch")
     with pytest.raises(TypeError, match=r"import the class from horovod_sparse.tensorflow"):
         check_kind(TopK(0.1), TensorflowCompressor, "horovod_sparse.tensorflow")
