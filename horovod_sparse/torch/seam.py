@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import horovod
@@ -143,8 +143,10 @@ def _init(stock: Method) -> Method:
         is_ours = _is_ours(compression, op, groups)
         if is_ours:
             complete_global_set(process_sets, mpi_ops._basics)
-            named = arguments.arguments["named_parameters"] = list(arguments.arguments["named_parameters"] or ())
-            check_memory(_names(params, named))
+            named = arguments.arguments["named_parameters"]
+            if named is not None:
+                named = arguments.arguments["named_parameters"] = list(named)
+            check_memory(_names(params, named or ()))
             check_momentum(params, compression)
             compression.check_free()
         stock(*arguments.args, **arguments.kwargs)
@@ -154,7 +156,7 @@ def _init(stock: Method) -> Method:
     return extended
 
 
-def _names(groups: list[dict[str, Any]], named: list[tuple[str, Any]]) -> dict[Any, str]:
+def _names(groups: list[dict[str, Any]], named: Iterable[tuple[str, Any]]) -> dict[Any, str]:
     """Return the parameters of some groups with their names, or with what Horovod names them by."""
     names = {parameter: name for name, parameter in named}
     return {
