@@ -5,9 +5,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
+
+with suppress(ImportError):
+    # PyTorch's wheels for GPUs bring it, and import it by and by. After TensorFlow, that ends the process.
+    import triton  # noqa: F401
 
 
 def _frameworks(last: str) -> dict[str, Any]:
