@@ -110,7 +110,7 @@ class Outcome:
         return re.search(_ENDS.get(fault.action, fault.text), self.ended.output) is not None
 
 
-_ENDS = {"_exit": rf"Exit code: *{STATUS}\b", "kill": r"exited on signal 9\b|Exit code: *(137|-9)\b"}
+_ENDS = {"_exit": rf"Exit code: *{STATUS}\b", "kill": r"exited on\s+signal 9\b|Exit code: *(137|-9)\b"}
 """What mpirun or horovodrun says of a process that could say nothing."""
 
 
