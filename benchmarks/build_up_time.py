@@ -4,8 +4,8 @@
 
 All workers run in this process, with gradients of their own, and collectives are carried out in memory. Only the first
 worker's computation is timed, as processor time: adding the gradient to the residual, selecting, packing, and adding up
-what all workers have sent. The compressors take turns. The network is not measured: its time is that of the planner's model
-(`horovod_sparse/exchange/network.py`) for the messages that were sent. Prints a table and draws it.
+what all workers have sent. The compressors take turns. The network is not measured: its time is that of the model of
+`horovod-sparse plan` for the messages that were sent. Prints a table and draws it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from tqdm import tqdm
 
 from horovod_sparse.core.layout import Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.exchange import network
-from horovod_sparse.exchange.network import Call, Network, Rounds, parse_network
 from horovod_sparse.exchange.protocols import Collective, Reduced
+from horovod_sparse.tools.plan import network
+from horovod_sparse.tools.plan.network import LATENCY, Call, Network, Rounds
+from horovod_sparse.tools.quantities import parse_bandwidth
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "build-up-time.png"
 CONTENDERS = ("TopK", "SIDCo", "MiCRO, equal parts", "SIDCo, balanced")
@@ -168,7 +169,7 @@ def table(results: Sequence[Result]) -> str:
         )
         cells = [one.row, str(one.workers), *computes, f"{one.sent():,.0f}"]
         for name in NETWORKS:
-            over = one.over(parse_network("network", name))
+            over = one.over(Network(LATENCY, parse_bandwidth("network", name)))
             cells += [f"{1e3 * over:.1f}", f"{1e3 * (over + one.quartiles[1]):.1f}"]
         lines.append(cells)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -189,7 +190,7 @@ def draw(results: Sequence[Result], picture: Path) -> None:
         if name not in DENSE:
             axes[0].plot(worlds, [1e3 * one.quartiles[1] for one in chosen], **style)
         for panel, where in zip(axes[1:], NETWORKS, strict=True):
-            over = parse_network("network", where)
+            over = Network(LATENCY, parse_bandwidth("network", where))
             panel.plot(worlds, [1e3 * (one.over(over) + one.quartiles[1]) for one in chosen], **style)
             panel.set_title(f"and network ({where}, predicted)", fontsize=10)
             panel.set_yscale("log")

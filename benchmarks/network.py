@@ -2,7 +2,7 @@
 
     sudo .venv/bin/python benchmarks/hosts.py --hosts 4 --rate 1gbit -- .venv/bin/python benchmarks/network.py
 
-The network is measured as `horovod-sparse plan --measure` does. Then the collectives of each method's step are timed, with
+The network is measured first. Then the collectives of each method's step are timed, with
 arrays of zeros of exactly the lengths and types that the method sends. These are collectives alone: nothing is selected,
 added up or trained. The table shows medians; the error is that of the prediction, as a part of what was measured.
 """
@@ -16,14 +16,12 @@ from typing import NamedTuple
 
 import horovod.torch as hvd
 import machine
+from network_measure import Collectives, agreed, measure, seconds
 
-from horovod_sparse.exchange.measure import agreed, seconds
-from horovod_sparse.exchange.network import Network, Rounds
-from horovod_sparse.exchange.quantities import parse_count
 from horovod_sparse.tools.options import quantity
-from horovod_sparse.tools.plan import measure
 from horovod_sparse.tools.plan.methods import DENSE16, DENSE32, METHODS, Method
-from horovod_sparse.torch.network import TimedCollectives
+from horovod_sparse.tools.plan.network import Network, Rounds
+from horovod_sparse.tools.quantities import parse_count
 
 BUDGET = 6.0
 """Seconds that the repetitions of one method take, if the prediction is right."""
@@ -49,7 +47,7 @@ class Row(NamedTuple):
         )
 
 
-def timed(collectives: TimedCollectives, rounds: Rounds, name: str, repetitions: int) -> float:
+def timed(collectives: Collectives, rounds: Rounds, name: str, repetitions: int) -> float:
     """The median time of a step's collectives, the same on all workers."""
     runs = [collectives.run(calls, f"{name}.{number}") for number, calls in enumerate(rounds)]
 
@@ -60,7 +58,7 @@ def timed(collectives: TimedCollectives, rounds: Rounds, name: str, repetitions:
     return agreed(collectives, seconds(step, repetitions))
 
 
-def compare(collectives: TimedCollectives, where: Network, parameters: int, ratios: Sequence[float]) -> Iterator[Row]:
+def compare(collectives: Collectives, where: Network, parameters: int, ratios: Sequence[float]) -> Iterator[Row]:
     """Time each sparse method at each ratio, and the dense ones once."""
     world = collectives.world
     cases: list[tuple[Method, float]] = [(method, 1.0) for method in (DENSE32, DENSE16)]
@@ -81,14 +79,14 @@ def main() -> None:
     parser.add_argument("--parameters", type=quantity(parse_count, "parameters"), default="25.2M", metavar="N")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.001, 0.01], metavar="RATIO")
     args = parser.parse_args()
-    found = measure.measured()
-    collectives = TimedCollectives(hvd.global_process_set, "benchmark")
-    rows = list(compare(collectives, found.network, args.parameters, args.ratios))
-    if found.rank:
+    hvd.init()
+    collectives = Collectives(hvd.global_process_set, "benchmark")
+    where = measure(collectives)
+    rows = list(compare(collectives, where, args.parameters, args.ratios))
+    if hvd.rank():
         return
-    where = found.network
     print(
-        f"{args.parameters:,} parameters, {found.workers} workers on {hvd.size() // hvd.local_size()} hosts; measured: "
+        f"{args.parameters:,} parameters, {hvd.size()} workers on {hvd.size() // hvd.local_size()} hosts; measured: "
         f"{where.bandwidth / 1e6:.1f} MB/s each way, {1e6 * where.latency:.0f} us per message, "
         f"{1e3 * where.wait:.2f} ms until a collective starts\n{machine.describe()}\n"
     )

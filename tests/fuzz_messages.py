@@ -89,7 +89,7 @@ def _expected_of(indices: list[list[int]], numel: int, *, finite: bool) -> str |
 
 def damaged(recorded: Recorded, random: Random) -> tuple[list[np.ndarray], int]:
     """Return the results of the collectives, changed, and the number of messages that were changed."""
-    if recorded.exchange in (protocols.shared_indices, protocols.dense, protocols.half):
+    if recorded.exchange in (protocols.shared_indices, protocols.dense):
         total = np.sum(recorded.messages, axis=0, dtype=recorded.messages[0].dtype)
         return [change_values(total, WORLD, 17, random)], 1
     pairs = recorded.exchange is protocols.sparse_allgather

@@ -13,7 +13,7 @@ from table import ORACLE, Backend
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.base import Compressor, Place
-from horovod_sparse.exchange import owners, protocols, regions, wire
+from horovod_sparse.exchange import owners, regions, wire
 from horovod_sparse.exchange.grid import Grid, grid
 from horovod_sparse.exchange.protocols import Exchange, Reduced
 from horovod_sparse.ops.protocol import Selection, Values
@@ -22,14 +22,6 @@ WORLD = 4
 GUARD = 64
 """Elements around every array that is written to. They must not change."""
 SENTINEL = -12345.0
-
-
-class Halves(compressors.TopK):
-    """Sends everything in half precision, as a plan may choose."""
-
-    @property
-    def exchange(self) -> Exchange:
-        return protocols.half
 
 
 CASES: dict[str, Compressor] = {
@@ -49,8 +41,6 @@ CASES: dict[str, Compressor] = {
     "values, blocks": compressors.RandomBlock(0.2),
     "dense": compressors.NoOp(),
     "dense, float64": compressors.NoOp(residual_dtype="float64"),
-    "dense, halves": Halves(0.2),
-    "dense, halves of float64": Halves(0.2, residual_dtype="float64"),
 }
 GROUPS = "aabb"
 """The host of each worker, where that matters."""
@@ -202,9 +192,6 @@ class Replay:
 
     def take_all(self) -> Any:
         return self._buffer
-
-    def take_half(self, limit: float) -> Any:
-        return self.ops.take_half(self.ops.copy(self._buffer), limit)
 
     def drop_rest(self) -> None: ...
 

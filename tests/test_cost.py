@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.exchange import network
 from horovod_sparse.exchange.cost import BYTES, allgather_bytes, allreduce_bytes, alltoall_bytes, break_even_ratio
-from horovod_sparse.exchange.network import Call, Network
-from horovod_sparse.tools.plan import methods
+from horovod_sparse.tools.plan import methods, network
 from horovod_sparse.tools.plan.methods import (
     BALANCED,
     COMPACT,
@@ -29,6 +27,7 @@ from horovod_sparse.tools.plan.methods import (
     break_even_workers,
     fastest,
 )
+from horovod_sparse.tools.plan.network import Call, Network
 
 FREE = Network(latency=0.0, bandwidth=1e9, wait=0.0)
 """Only bytes cost anything."""

@@ -1,4 +1,4 @@
-"""The command `horovod-sparse plan`: quantities with units, what it prints and draws, and a network that it measures."""
+"""The command `horovod-sparse plan`: quantities with units, what it prints and draws."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from parallel.launch import REPOSITORY, Launch
 from table import BACKENDS
 
 from horovod_sparse.compressors import COMPRESSORS
-from horovod_sparse.exchange.network import Call, Network
-from horovod_sparse.exchange.quantities import parse_bandwidth, parse_count, parse_latency
 from horovod_sparse.tools import cli
 from horovod_sparse.tools.plan import report
 from horovod_sparse.tools.plan.methods import DENSE16, METHODS, PAIRS, Method, break_even_ratio, break_even_workers
+from horovod_sparse.tools.plan.network import Call, Network
+from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency
 
 PLAN = ["plan", "--parameters", "25.6M", "--workers", "64", "--bandwidth", "10gbit"]
 NUMPY = next(backend for backend in BACKENDS if backend.name == "numpy")
@@ -182,20 +182,6 @@ def test_wrong_options_are_refused(options: list[str], message: str, capsys: pyt
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (PLAN[:3], "plan needs --workers and --bandwidth, such as"),
-        (PLAN[:5], "plan needs --bandwidth, such as"),
-        ([*PLAN, "--measure"], "--measure finds --bandwidth and --latency out"),
-        ([*PLAN[:3], "--latency", "1ms", "--measure"], "--measure finds --bandwidth and --latency out"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(options: list[str], message: str) -> None:
-    with pytest.raises(SystemExit, match=message):
-        cli.main(options)
-
-
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
@@ -214,33 +200,6 @@ def test_without_matplotlib_the_picture_is_refused(
     with pytest.raises(SystemExit, match=r"--picture needs matplotlib, .* pip install matplotlib"):
         cli.main([*PLAN, "--picture", str(tmp_path / "plan.png")])
     assert capsys.readouterr().out == "" and not [*tmp_path.iterdir()]
-
-
-def test_without_horovod_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "horovod.torch", None)
-    with pytest.raises(SystemExit, match=r"--measure needs PyTorch and Horovod for it .* see horovod-sparse check"):
-        cli.main([*PLAN[:3], "--measure"])
-
-
-COMMAND = ["-m", "horovod_sparse.tools.cli", *PLAN[:3], "--measure"]
-
-
-@pytest.mark.parallel
-def test_two_workers_measure_their_network() -> None:
-    ended = Launch("mpirun", 2).run(*COMMAND, limit=120)
-    assert ended.code == 0, str(ended)
-    # One worker alone prints.
-    assert ended.output.count("25,600,000 parameters, ratio 0.001, 2 workers") == 1, str(ended)
-    assert ended.output.count("Fastest: ") == 1, str(ended)
-    (rate,) = re.findall(r"^([\d,.]+) MB/s each way", ended.output, re.MULTILINE)
-    assert float(rate.replace(",", "")) > 0.0
-
-
-@pytest.mark.parallel
-def test_one_worker_cannot_measure() -> None:
-    ended = Launch("plain").run(*COMMAND, limit=120)
-    assert ended.code == 1, str(ended)
-    assert "--measure needs at least 2 workers, got 1: start it with a launcher, as in mpirun -np 2" in ended.output
 
 
 HALF = 0.005

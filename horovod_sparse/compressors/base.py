@@ -19,7 +19,6 @@ from horovod_sparse.compressors.checks import (
     check_groups,
     check_integer,
     check_momentum,
-    check_network,
     check_norm,
     check_patterns,
     check_ratio,
@@ -62,7 +61,6 @@ class Settings(TypedDict, total=False):
     values: Values
     balanced: bool
     hierarchical: bool | int
-    network: str | None
     not_finite: NotFinite
     discardable: bool
 
@@ -113,11 +111,6 @@ class Compressor(ABC):
             for its host. So each host sends the pairs of one worker, however many workers it has. All hosts must have the same
             number of workers. A number n instead of True takes n consecutive workers for a host. Other exchanges, `balanced`,
             and values in 16 bits refuse it.
-        network: None leaves each bucket to the exchange that the other settings say. A bandwidth, perhaps with a latency, such
-            as "1gbit" or "10gbit 50us", lets a model of the network choose for each bucket what takes the least time: pairs,
-            compact pairs (`values="bfloat16"`), the balanced exchange, or everything in half precision, with the rounding error
-            in the residual (`wire`, message 7). "measured" measures the network and the workers before the first step. Where
-            no pairs are sent, and with `balanced` or `values`, which the plan chooses, it must be None.
         not_finite: what a NaN or infinity in a gradient does. "raise": every rank raises FloatingPointError when the step
             is reduced, and the rank with that gradient names the parameter. "propagate": no rank raises, and the bucket's
             reduced gradient becomes NaN on every rank, which is what `torch.amp.GradScaler` needs to skip the step
@@ -135,7 +128,7 @@ class Compressor(ABC):
     needs_sums: bool = False
     """Whether `select` calls `ops.measure`. If so, its sums are computed while gradients are accumulated."""
     balances: bool = True
-    """Whether a plan may choose the exchange `balanced`. It needs entries that are spread over the bucket."""
+    """Whether the exchange `balanced` may be chosen. It needs entries that are spread over the bucket."""
 
     def __init__(
         self,
@@ -157,7 +150,6 @@ class Compressor(ABC):
         values: Values = "float32",
         balanced: bool = False,
         hierarchical: bool | int = False,
-        network: str | None = None,
         not_finite: NotFinite = "raise",
         discardable: bool = False,
     ) -> None:
@@ -180,7 +172,6 @@ class Compressor(ABC):
         self.values: Values = values
         self.balanced = balanced
         self.hierarchical = hierarchical
-        self.network = network
         self.not_finite: NotFinite = not_finite
         self.discardable = discardable
         for name, check in _CHECKS.items():
@@ -215,12 +206,6 @@ class Compressor(ABC):
             raise ValueError(
                 f"hierarchical must be False where no pairs are sent, and with balanced=True, got {self.hierarchical!r} for "
                 f"{type(self).__name__}; use union=False or shared=False if it has them"
-            )
-        if self.network is not None and (self.exchange is not protocols.sparse_allgather or self.values != "float32"):
-            raise ValueError(
-                f"network must be None for {type(self).__name__} with values={self.values!r} and balanced={self.balanced}, got "
-                f"{self.network!r}: a plan chooses for compressors that send pairs, and chooses values and balanced itself; "
-                "leave these two at their defaults, and use union=False or shared=False if it has them"
             )
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -344,7 +329,6 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "values": partial(check_choice, choices=get_args(Values)),
     "balanced": check_boolean,
     "hierarchical": check_groups,
-    "network": check_network,
     "not_finite": partial(check_choice, choices=get_args(NotFinite)),
     "discardable": check_boolean,
 }

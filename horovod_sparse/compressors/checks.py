@@ -10,7 +10,6 @@ from collections.abc import Collection
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.scalars import plain
 from horovod_sparse.compressors.schedules import Schedule
-from horovod_sparse.exchange.network import MEASURED, parse_network
 
 
 def check_number(name: str, value: object, expected: str, holds: bool) -> None:
@@ -97,18 +96,3 @@ def check_norm(name: str, value: object) -> None:
 def check_slack(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a multiple of k that leaves room for k entries."""
     check_number(name, value, "a finite multiple of k, >= 1", 1.0 <= as_number(value) < math.inf)
-
-
-def check_network(name: str, value: object) -> None:
-    """Raise ValueError unless `value` says a network, or that it is measured, or is None."""
-    if value is None or value == MEASURED:
-        return
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be None, {MEASURED!r} or a bandwidth such as '10gbit', got {value!r}")
-    try:
-        parse_network(name, value)
-    except ValueError:
-        raise ValueError(
-            f"{name} must be a bandwidth such as '100mbit', '10gbit' or '1.2GB', perhaps with a latency as in '10gbit 50us', "
-            f"or {MEASURED!r}, or None for no plan; got {value!r}"
-        ) from None

@@ -11,14 +11,12 @@ from typing import Any
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.owner import Owner, Region
-from horovod_sparse.core.planning import sparse_way, stands_in
 from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector, SlotGradient
 from horovod_sparse.core.statistics import Counts, Tally
 from horovod_sparse.exchange import cost, protocols
 from horovod_sparse.exchange.grid import Grid
-from horovod_sparse.exchange.planner import Planner
 from horovod_sparse.exchange.protocols import Collective, Entries, Sent
-from horovod_sparse.exchange.rounds import Way
+from horovod_sparse.exchange.rounds import Way, stands_in
 from horovod_sparse.ops.protocol import Array, Ops, Selection, Values
 
 _SAME_FACTOR = 1e-6
@@ -53,7 +51,6 @@ class Bucket(Owner):
         buffer: Array,
         velocity: Array | None,
         device_selector: DeviceSelectorFor,
-        planner: Planner | None = None,
         grid: Grid | None = None,
     ) -> None:
         self.ops = ops
@@ -75,8 +72,6 @@ class Bucket(Owner):
         """Number of consecutive steps, up to the last one, that found more entries than the message has room for."""
         self.device = device_selector(compressor, layout, buffer, velocity)
         """What selects on the bucket's device; None if the host does. It makes pairs; for all else there is the host."""
-        self.planner = planner
-        """What chooses the exchange; None if the compressor does."""
         self.way = self.sparse_way()
         """How the bucket is exchanged in this step, or was in the last one."""
         self.in_step = False
@@ -100,8 +95,6 @@ class Bucket(Owner):
         self.counts: Counts | None = None
         """Counts of this step, until it succeeds."""
         self._taken: Entries | None = None
-        self._halves: Array | None = None
-        """What was taken of all values in half precision."""
         self.own_region: Region | None = None
         """What this rank owns of the bucket, with the balanced or the hierarchical exchange."""
         self.masked: list[Array] | None = None
@@ -129,7 +122,7 @@ class Bucket(Owner):
         self._in_dense_steps = self.sparse_step < 0
         sparse = self.sparse_way()
         self.way = Way(protocols.dense) if self._in_dense_steps else sparse
-        self.stands_in = stands_in(self.compressor, sparse, self.way)
+        self.stands_in = stands_in(self.way.exchange, sparse.exchange)
         """What ranks in other steps would begin with, if that is another collective."""
         on_device = self.device is not None and self.way.exchange is protocols.sparse_allgather
         self.selector: Selector = self.device if self.device is not None and on_device else self._host
@@ -139,7 +132,7 @@ class Bucket(Owner):
         """Return how the bucket is exchanged in this step if it is not one of the dense steps; set k and the capacity."""
         self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
         self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
-        return sparse_way(self.compressor, self.planner, self.numel, self.k, self.capacity)
+        return Way(self.compressor.exchange, self.compressor.values)
 
     def accumulate(self, gradients: Sequence[SlotGradient]) -> None:
         self.selector.accumulate(gradients, self.state, self.k)
@@ -165,8 +158,7 @@ class Bucket(Owner):
         if self.mixed_factors and self.selector is self._host:
             # Ranks may have seen the factors in another order. What they all know stays the same on all of them.
             self.start_again()
-        everything = self.way.exchange in (protocols.dense, protocols.half)
-        self.target = self.numel if everything else self.k
+        self.target = self.numel if self.way.exchange is protocols.dense else self.k
         self.exchange = self.way.exchange(self)
         return self._counted(next(self.exchange))
 
@@ -175,10 +167,6 @@ class Bucket(Owner):
     @property
     def finite(self) -> bool:
         return not self._host.not_finite
-
-    @property
-    def step(self) -> int:
-        return self.state.step
 
     @property
     def values(self) -> Values:
@@ -212,12 +200,6 @@ class Bucket(Owner):
     def take_all(self) -> Array:
         self._taken = Entries(None, self.buffer)
         return self.buffer
-
-    def take_half(self, limit: float) -> Array:
-        self._halves = self.ops.take_half(self.buffer, limit)
-        self.forget()
-        self.drop_rest()
-        return self._halves
 
     def drop_rest(self) -> None:
         """Zero the buffer if `residual` is False. Then nothing is kept, not even from a step that fails."""
@@ -308,8 +290,6 @@ class Bucket(Owner):
         taken = self._entries()
         if taken is not None and taken.indices is not None and self.compressor.residual:
             self.ops.put(self.buffer, taken.indices, taken.values)
-        if self._halves is not None:
-            self.buffer += self._halves
         if self.own_region is not None and self.own_region.before is not None:
             self.buffer[self.own_region.place] = self.own_region.before
         self.drop_rest()

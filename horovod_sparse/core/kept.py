@@ -7,18 +7,13 @@ from typing import Any
 
 from horovod_sparse.compressors.base import Compressor, Place
 from horovod_sparse.core.bucket import Bucket
-from horovod_sparse.core.costs import measured_conditions
 from horovod_sparse.core.layout import Layout, check_limits
-from horovod_sparse.core.planning import planner_for
 from horovod_sparse.core.preparation import Preparation
 from horovod_sparse.core.residuals import Residuals, multiply
 from horovod_sparse.core.selector import DeviceSelectorFor, no_device
 from horovod_sparse.core.state import VERSION
 from horovod_sparse.core.statistics import Stats, Tallied, combined
 from horovod_sparse.exchange.grid import grid
-from horovod_sparse.exchange.measure import Collectives
-from horovod_sparse.exchange.network import MEASURED
-from horovod_sparse.exchange.planner import Conditions
 from horovod_sparse.ops.protocol import Array, Moving, Ops
 
 
@@ -56,11 +51,6 @@ class Kept:
         self.averages = averages
         self._grid = grid(groups, position) if compressor.hierarchical else None
         self._device_selector = device_selector
-        self._told = False
-        """Whether the plan was logged."""
-        self._measured: Conditions | None = None
-        """The network and the costs, if they were measured."""
-        self.planner = planner_for(compressor, world, None)
         self.residuals = Residuals(ops)
         self.velocities = Residuals(ops)
         """With momentum correction: velocities of the parameters in buckets and of those that are reduced dense."""
@@ -73,20 +63,9 @@ class Kept:
         self.dense_bytes_sent = 0.0
         self.bucket_of: dict[str, Bucket] = {}
 
-    def measure(self, collectives: Collectives, like: Array) -> None:
-        """Measure the network if the compressor wants that. All workers call this before they have buckets. It may block.
-
-        `like` is an array on the device where the buckets will be.
-        """
-        if self.compressor.network == MEASURED and self.world > 1:
-            self._measured = measured_conditions(self.ops, self.compressor, like, self._device_selector, collectives)
-            self.planner = planner_for(self.compressor, self.world, self._measured)
-
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Add buckets. `like(name)` returns an array on the device where the parameter's bucket will be kept."""
         check_limits(layouts, self.compressor, self.world)
-        if self.compressor.network == MEASURED and self.world > 1 and self._measured is None:
-            raise RuntimeError("measure must be called before there are buckets; this is a defect")
         for layout in layouts:
             self.residuals.allocate(layout, like(layout.name))
             if self.compressor.momentum_correction is not None:
@@ -97,10 +76,8 @@ class Kept:
         buffer = self.residuals.buffer(layout.name)
         velocity = self.velocities.buffer(layout.name) if self.compressor.momentum_correction is not None else None
         place = Place(layout.name, self.position, self.world)
-        selector, planner = self._device_selector, self.planner
-        bucket = Bucket(
-            self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector, planner, self._grid
-        )
+        selector = self._device_selector
+        bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector, self._grid)
         self.buckets.append(bucket)
         self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
 
@@ -120,7 +97,6 @@ class Kept:
         self.world, self.position, self.rank = world, position, rank
         self.preparation = Preparation(self.ops, self.compressor, world, averages=self.averages)
         self.preparation.learning_rates = rates
-        self.planner = planner_for(self.compressor, world, self._measured)
         self.buckets = []
         for bucket in former:
             self._add_bucket(bucket.layout)

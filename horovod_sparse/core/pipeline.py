@@ -12,7 +12,6 @@ from typing import Any
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.kept import Kept
 from horovod_sparse.core.layout import Slot
-from horovod_sparse.core.planning import log_plan
 from horovod_sparse.core.preparation import Arrived
 from horovod_sparse.core.residuals import multiply
 from horovod_sparse.core.selector import SlotGradient
@@ -171,9 +170,6 @@ class Pipeline(Kept):
             if bucket.truncated_steps >= _LASTING and not self._warned:
                 self._warned = True
                 bucket.warn_truncated()
-        if self.planner is not None and not self._told and self.position == 0:
-            self._told = True
-            log_plan(self.planner, [(bucket.name, bucket.numel, bucket.way) for bucket in self.buckets])
         if found and self._has_scaler:
             self._discard_last()
         elif found and self.compressor.not_finite == "raise":

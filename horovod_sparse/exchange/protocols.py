@@ -78,10 +78,6 @@ class Sender(Protocol):
     """Index of this rank among those that exchange."""
 
     @property
-    def step(self) -> int:
-        """The number of this step, which must be the same on all ranks."""
-
-    @property
     def finite(self) -> bool:
         """Whether all of this rank's gradients are finite."""
 
@@ -136,9 +132,6 @@ class Sender(Protocol):
     def take_all(self) -> Array:
         """Return all values: the bucket's own memory, which becomes zero when the step succeeds."""
 
-    def take_half(self, limit: float) -> Array:
-        """Take what float16 holds of all values, up to `limit`, and return it (`Ops.take_half`)."""
-
     def drop_rest(self) -> None:
         """Set the residual to zero if it is not kept from step to step."""
 
@@ -183,17 +176,10 @@ def dense(bucket: Sender) -> Generator[Collective, Any, Sent]:
     return (yield from _sum(bucket, None, bucket.take_all(), bucket.numel, bucket.checksum()))
 
 
-def half(bucket: Sender) -> Generator[Collective, Any, Sent]:
-    """Exchange everything in half precision, by one allreduce of float16 (`wire`, message 7)."""
-    values = bucket.take_half(wire.half_limit(bucket.world))
-    # The adaptive numbers may differ between the ranks. Only the step must be the same.
-    return (yield from _sum(bucket, None, values, bucket.numel, bucket.step))
-
-
 def _sum(
     bucket: Sender, indices: Array | None, values: Array, length: int, checksum: int
 ) -> Generator[Collective, Any, Sent]:
-    """Exchange the values at indices that all ranks know, as message 2 or 7."""
+    """Exchange the values at indices that all ranks know, as message 2."""
     bucket.sent(len(values))
     tail = wire.tail(bucket.finite, checksum)
     total = yield Collective("allreduce", bucket.ops.pack_values(values, length, tail))

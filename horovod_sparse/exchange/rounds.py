@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from horovod_sparse.exchange.owners import balanced, hierarchical
-from horovod_sparse.exchange.protocols import Exchange, Kind, dense, half, shared_indices, sparse_allgather, union
+from horovod_sparse.exchange.protocols import Exchange, Kind, dense, shared_indices, sparse_allgather, union
 from horovod_sparse.ops.protocol import Values
 
 
@@ -21,7 +21,6 @@ ROUNDS: dict[Exchange, tuple[Round, ...]] = {
     sparse_allgather: (Round("allgather", "int32"),),
     shared_indices: (Round("allreduce", "float32"),),
     dense: (Round("allreduce", None),),
-    half: (Round("allreduce", "float16"),),
     union: (Round("allgather", "int32"), Round("allreduce", "float32")),
     balanced: (Round("alltoall", "int32"), Round("allgather", "int32")),
     hierarchical: (Round("alltoall", None), Round("alltoall", "int32"), Round("alltoall", "int32")),
@@ -33,7 +32,6 @@ TITLES: dict[Exchange, str] = {
     sparse_allgather: "pairs",
     shared_indices: "shared indices",
     dense: "dense",
-    half: "dense float16",
     union: "union",
     balanced: "balanced",
     hierarchical: "hierarchical",

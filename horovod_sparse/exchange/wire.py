@@ -45,13 +45,6 @@ the second message after indices, `(min(world * capacity, bucket size),)`.
 - The last row holds the checksum of the regions' bounds (31 bits), or -2 from a rank whose gradient or whose sums are not
   finite; and then the number of entries that the rank has received, or -3 if a part of message 5 was not as required.
 
-**7. Halves** (allreduce, sum): float16 of shape `(bucket size + 17,)`.
-
-- First come all values of the bucket, rounded to float16, in order. No magnitude is above the largest power of two that is
-  at most 65,504 / workers, so that no sum overflows. What rounding and this limit leave stays in the residual.
-- The 17 numbers that follow are those of message 2. The checksum is the number of the step. There are at most 2048 workers,
-  because float16 holds all whole numbers up to that one.
-
 **8, 9, 10. Hosts that act as one worker** (alltoalls with parts of different sizes, some empty).
 
 - 8: the bucket's values in the residual's type, a shard for each rank of the host (`grid`).
@@ -65,7 +58,7 @@ Gathered messages stand one after the other, in rank order.
 
 A receiver checks what it got before it adds anything: the length and the type together, the indices (`flaw`; if the counts of
 message 4 are wrong, its first index reads as -3), the header of message 3 (`header_flaw`), the last row of message 6 and the
-numbers that follow the values of messages 2 and 7. What is wrong in message 5, 8 or 9 only one rank can see, and message
+numbers that follow the values of message 2. What is wrong in message 5, 8 or 9 only one rank can see, and message
 6 or 10 tells the others.
 
 It raises an error if indices are in any other order: two rows of the same entry, rows in use after padding, an index outside
@@ -93,10 +86,8 @@ HEADER = 2
 BAD_PART = -3
 """What a rank sends in message 6, 9 or 10 if it has received a part of message 5, 8 or 9 that is not as required."""
 _CHECKSUM_BITS = 16
-LARGEST_HALF = 65504
-"""The largest float16."""
-MOST_HALF_WORKERS = 2048
-"""The largest number of workers whose flags float16 adds up exactly."""
+HALF_LIMIT = 2.0**15
+"""The largest power of two that float16 holds. Powers of two leave the rest of a value exact."""
 RUN_BITS = 16
 RUN = 1 << RUN_BITS
 """Number of positions in a run of message 4."""
@@ -137,11 +128,6 @@ def split(gathered: Array, world: int) -> list[Array]:
 def tail(finite: bool, checksum: int) -> list[float]:
     """Return the numbers that follow the values of a rank in message 2."""
     return [0.0 if finite else 1.0, *(float(checksum >> bit & 1) for bit in range(_CHECKSUM_BITS))]
-
-
-def half_limit(world: int) -> float:
-    """Return the largest power of two that float16 holds `world` times. Powers of two leave the rest of a value exact."""
-    return 2.0 ** math.floor(math.log2(LARGEST_HALF / world))
 
 
 def float_bits(number: float) -> int:

@@ -676,26 +676,6 @@ int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count,
     return 1;
 }
 
-void hs_take_half(void* x, int type, int64_t n, double limit, int threads, uint16_t* halves) {
-    in_parallel(n, threads, [&](int64_t, int64_t first, int64_t end) {
-        const int64_t begin = first * kBlock, count = std::min(n, end * kBlock) - begin;
-        if (type == HS_FLOAT32)
-            loops<float>().take_half(static_cast<float*>(x) + begin, count, static_cast<float>(limit), halves + begin);
-        else
-            loops<double>().take_half(static_cast<double*>(x) + begin, count, limit, halves + begin);
-    });
-}
-
-void hs_widen(const uint16_t* halves, int64_t n, int threads, void* x, int type) {
-    in_parallel(n, threads, [&](int64_t, int64_t first, int64_t end) {
-        const int64_t begin = first * kBlock, count = std::min(n, end * kBlock) - begin;
-        if (type == HS_FLOAT32)
-            loops<float>().convert(halves, HS_FLOAT16, begin, count, static_cast<float*>(x) + begin);
-        else
-            loops<double>().convert(halves, HS_FLOAT16, begin, count, static_cast<double*>(x) + begin);
-    });
-}
-
 int hs_send(void* x, int type, int64_t n, const int64_t* indices, int64_t count, int64_t capacity, int32_t* message) {
     if (!in_range(indices, count, n)) return 0;
     if (type == HS_FLOAT32)

@@ -80,11 +80,6 @@ int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, in
 /* Sets values to x[indices] rounded to float32, and subtracts them from x. Changes nothing and returns 0 if an index is
    outside [0, n). */
 int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, float* values);
-/* Returns what float16 holds of all entries, and subtracts it from x. Magnitudes above the limit, a power of two from 1 to 32768,
-   become the limit, or zero where the neighbouring numbers of the type are further apart. */
-void hs_take_half(void* x, int type, int64_t n, double limit, int threads, uint16_t* halves);
-/* Writes float16 to x. */
-void hs_widen(const uint16_t* halves, int64_t n, int threads, void* x, int type);
 /* Does as hs_take, and writes the message of pairs as hs_pack does. */
 int hs_send(void* x, int type, int64_t n, const int64_t* indices, int64_t count, int64_t capacity, int32_t* message);
 /* Writes those of `count` indices whose values are above the threshold, and returns their number. `picked` has room for all. */

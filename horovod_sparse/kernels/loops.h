@@ -404,36 +404,13 @@ void convert(const void* gradient, int type, int64_t begin, int64_t count, T* to
     }
 }
 
-// Takes what float16 holds of each entry, up to the limit. An entry whose neighbours are further apart than the limit stays.
-template <class T>
-void take_half(T* x, int64_t count, T limit, uint16_t* halves) {
-    using Bit = typename Type<T>::Bit;
-    const T coarse = limit * (2 / std::numeric_limits<T>::epsilon());
-    Bit limit_bits, coarse_bits;
-    __builtin_memcpy(&limit_bits, &limit, sizeof limit);
-    __builtin_memcpy(&coarse_bits, &coarse, sizeof coarse);
-    for (int64_t i = 0; i < count; ++i) {
-        // With bits, because compilers do not vectorize a choice between floats.
-        Bit bits;
-        __builtin_memcpy(&bits, x + i, sizeof bits);
-        const Bit magnitude = bits & Type<T>::magnitude;
-        const Bit clipped = (bits & ~Type<T>::magnitude) | std::min(magnitude, limit_bits);
-        const Bit sent_bits = clipped & -Bit{magnitude < coarse_bits};
-        T sent;
-        __builtin_memcpy(&sent, &sent_bits, sizeof sent);
-        const uint16_t half = to_float16(static_cast<float>(sent));
-        halves[i] = half;
-        x[i] -= static_cast<T>(from_float16(half));
-    }
-}
-
 template <class T>
 constexpr Loops<T> loops() {
     return {{{accumulate<T, false, false, false>, accumulate<T, true, false, false>},
              {accumulate<T, false, true, false>, accumulate<T, true, true, false>},
              {accumulate<T, false, true, true>, accumulate<T, true, true, true>}},
             measure<T, false>, measure<T, true>, count_above<T>, groups_above<T>,
-            find<T>, finite<T>, convert<T>, take_half<T>};
+            find<T>, finite<T>, convert<T>};
 }
 
 }  // namespace detail

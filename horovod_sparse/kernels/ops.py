@@ -129,14 +129,6 @@ class KernelOps(HostOps):
         _check_range(lib.hs_take(*at.write(), some.pointer(), some.numel, _written(values)), at)
         return self.array(values)
 
-    def take_half(self, x: Array, limit: float) -> Array:
-        at = self._wide(x)
-        if at is None:
-            return super().take_half(x, limit)
-        halves = pool.lend(at.numel, TYPES[FLOAT16])
-        lib.hs_take_half(*at.write(), limit, self.threads(), ffi.from_buffer("uint16_t *", halves))
-        return self.array(halves)
-
     def send(self, x: Array, indices: Array, capacity: int) -> Array:
         at = self._wide(x)
         if at is None:
@@ -159,7 +151,7 @@ class KernelOps(HostOps):
 
     def pack_values(self, values: Array, length: int, tail: list[float]) -> Array:
         at = self.memory(values)
-        if at is None or at.type not in (FLOAT32, FLOAT64, FLOAT16):
+        if at is None or at.type not in (FLOAT32, FLOAT64):
             return super().pack_values(values, length, tail)
         # It may be as large as the residual.
         lent = pool.lend(length + len(tail), TYPES[at.type])

@@ -87,7 +87,6 @@ struct Loops {
     int64_t (*find)(const T*, int64_t, uint32_t, Bit, int32_t, int32_t*, T*);
     bool (*finite)(const T*, int64_t);
     void (*convert)(const void*, int, int64_t, int64_t, T*);
-    void (*take_half)(T*, int64_t, T, uint16_t*);
 };
 
 struct Variant {

@@ -21,7 +21,6 @@ from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.numpy.compiled import host_ops
-from horovod_sparse.numpy.network import TimedCollectives, half_sum
 
 Array = NDArray[Any]
 
@@ -158,11 +157,7 @@ class SparseAllreduce:
             request = self._comm.Ialltoall(message, result)
         elif collective.kind == "allreduce":
             result = np.empty_like(message)
-            if message.dtype == np.float16:
-                bits = message.view(np.uint16), result.view(np.uint16)
-                request = self._comm.Iallreduce(*bits, op=half_sum(self._comm))
-            else:
-                request = self._comm.Iallreduce(message, result)
+            request = self._comm.Iallreduce(message, result)
         else:
             result = np.empty((self._world * message.shape[0], *message.shape[1:]), message.dtype)
             request = self._comm.Iallgather(message, result)
@@ -193,7 +188,6 @@ class SparseAllreduce:
         self._agree(gradients, "")
         types = {name: compressor.residual_dtype or str(_wide(g.dtype)) for name, g in gradients.items()}
         dense = {name for name, gradient in gradients.items() if compressor.leaves_dense(name, gradient.size)}
-        self.pipeline.measure(TimedCollectives(self._start, self._world), np.zeros(1))
         self._shapes, self._dense = _shapes(gradients), dense
         self.pipeline.dense_bytes_sent = sum(
             allreduce_bytes(gradients[name].size * _wide(gradients[name].dtype).itemsize, self._world) for name in dense

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse import kernels
-from horovod_sparse.kernels.memory import FLOAT64, Memory, type_of
+from horovod_sparse.kernels.memory import Memory, type_of
 from horovod_sparse.kernels.ops import KernelOps
 from horovod_sparse.numpy.ops import NumpyOps
 
@@ -51,16 +51,6 @@ class CompiledOps(KernelOps, NumpyOps):
             array = np.require(array, requirements=("C", "A"))
         address = int(kernels.ffi.cast("uintptr_t", kernels.ffi.from_buffer(array)))
         return Memory(address, number, array.size, array, kept and flags.writeable)
-
-    def assign(self, residual: Array, gradient: Array) -> None:
-        # It may be an array of another framework.
-        is_half = isinstance(gradient, np.ndarray) and gradient.dtype == np.float16
-        to, halves = self.memory(residual), self.memory(gradient) if is_half else None
-        if to is None or to.type > FLOAT64 or halves is None or to.numel != halves.numel:
-            super().assign(residual, gradient)
-            return
-        pointer, code, numel = to.write()
-        kernels.lib.hs_widen(kernels.ffi.cast("uint16_t *", halves.address), numel, self._threads, pointer, code)
 
     def array(self, host: Array) -> Array:
         return host

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.exchange.wire import BAD_COUNTS, NOT_FINITE, PADDING, RUN, RUN_BITS, half_limit, runs_of, split
+from horovod_sparse.exchange.wire import BAD_COUNTS, HALF_LIMIT, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
 from horovod_sparse.ops.cached import Cached
 from horovod_sparse.ops.distinct import distinct
 from horovod_sparse.ops.protocol import Half, Moments, Moving, Ops, Part, Selection, Sums, Tracked
@@ -128,11 +128,6 @@ class NumpyOps(Ops):
         x[indices] = 0.0 if x.dtype == np.float32 else taken - values
         return values
 
-    def take_half(self, x: Array, limit: float) -> Array:
-        values = _float16(x, limit)
-        x -= values
-        return values
-
     def send(self, x: Array, indices: Array, capacity: int) -> Array:
         return self.pack(indices, self.take(x, indices), capacity)
 
@@ -223,17 +218,17 @@ def _bfloat16(values: Array) -> Array:
     return np.where(infinite, bits & np.uint32(0x80000000) | np.uint32(0x7F7F0000), rounded).view(np.float32)
 
 
-def _float16(values: Array, limit: float) -> Array:
-    """Return values rounded to the nearest float16 as `Ops.take_half` does."""
-    halves = values.clip(-limit, limit).astype(np.float32).astype(np.float16)
-    halves[np.abs(values) >= limit / np.finfo(values.dtype).epsneg] = 0
+def _float16(values: Array) -> Array:
+    """Return values rounded to the nearest float16 as `Ops.compact` does."""
+    halves = values.clip(-HALF_LIMIT, HALF_LIMIT).astype(np.float32).astype(np.float16)
+    halves[np.abs(values) >= HALF_LIMIT / np.finfo(values.dtype).epsneg] = 0
     return halves
 
 
 def _rounded(values: Array, half: Half) -> tuple[Array, Array]:
     """Return float32 values rounded to another type, and an int32 array with their bits in that type in the upper half."""
     if half == "float16":
-        halves = _float16(values, half_limit(1))
+        halves = _float16(values)
         return halves.astype(np.float32), halves.view(np.int16).astype(np.int32) << RUN_BITS
     rounded = _bfloat16(values)
     return rounded, rounded.view(np.int32)

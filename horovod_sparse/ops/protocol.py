@@ -158,13 +158,6 @@ class Ops(Protocol):
     def take(self, x: Array, indices: Array) -> Array:
         """Return x[indices] rounded to float32 and subtract it from x, so that sent + kept is x exactly."""
 
-    def take_half(self, x: Array, limit: float) -> Array:
-        """Return all of x as float16 and subtract it from x, so that sent + kept is x exactly.
-
-        Values are rounded to float32 and then to float16, to the nearest and then to even. Magnitudes above `limit`, a power
-        of two, become `limit`; or zero, where x is so large that the neighbouring numbers of its type are further apart.
-        """
-
     def send(self, x: Array, indices: Array, capacity: int) -> Array:
         """Return the message of pairs with what `take` takes out of `x`."""
 
@@ -187,7 +180,8 @@ class Ops(Protocol):
         """Return a message of pairs, whose entries were taken out of `x`, as a compact one (`wire`, message 4).
 
         Its values are rounded to the type `values`, also in `message`, in place. The rest returns to `x`, so that sent + kept
-        stays exact. With float16 magnitudes are limited as in `take_half`, to 2^15.
+        stays exact. With float16 a magnitude above 2^15 becomes 2^15; or zero, where the neighbouring numbers of the
+        type of `x` are further apart.
         """
 
     def expand(self, gathered: Array, world: int, numel: int, values: Half) -> Array:

@@ -17,8 +17,6 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.compressors.schedules import Schedule
-from horovod_sparse.core.agreement import is_elastic
 from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Layout, Slot
@@ -87,12 +85,6 @@ class HostPipeline(Pipeline):
     @staticmethod
     def check(compressor: Compressor) -> None:
         """Raise ValueError if a graph's exchanges would have to change, which are fixed when it is traced."""
-        scheduled = isinstance(compressor.ratio, Schedule)
-        if compressor.network is not None and (scheduled or is_elastic()):
-            raise ValueError(
-                f"network must be None with TensorFlow in an elastic job or with a schedule, got {compressor.network!r} and "
-                f"ratio={compressor.ratio!r}: a graph's exchanges are fixed; use a number as ratio, or network=None"
-            )
 
     @staticmethod
     def check_mode() -> None:

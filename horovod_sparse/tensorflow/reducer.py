@@ -26,7 +26,6 @@ from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.host import HostPipeline
 from horovod_sparse.tensorflow.names import Names, plain, renamed
-from horovod_sparse.tensorflow.network import TimedCollectives
 from horovod_sparse.tensorflow.plan import Plan, first_collective
 from horovod_sparse.tensorflow.reduction import Reduction
 from horovod_sparse.tensorflow.step import Step
@@ -291,8 +290,6 @@ class Reducer(Server):
             averages=self.reduction.averages,
             groups=self._collectives.groups(self.compressor.hierarchical),
         )
-        if self.compressor.network is not None:
-            pipeline.measure(TimedCollectives(self._collectives, self._process_set.size()), None)
         return pipeline
 
     def _agree(self, names: Sequence[str], new: Mapping[str, Any], sparse: Sequence[str], problem: str) -> None:

@@ -69,7 +69,7 @@ class TorchCompressor(BoundCompressor, stock.Compressor):
 
         Raises:
             ValueError: the coefficient is not in its range, the optimizer has other parameters, or a residual may also hold
-                what other ranks have sent (`balanced`, `hierarchical`, `network`).
+                what other ranks have sent (`balanced`, `hierarchical`).
             RuntimeError: the compressor serves no optimizer and no model in DDP yet, or parameters were changed within the
                 block; they are restored all the same.
         """

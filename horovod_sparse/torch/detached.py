@@ -16,9 +16,9 @@ def check_detachable(compressor: Compressor, coefficient: float) -> None:
     """Raise ValueError unless a rank's residual holds what this rank has not sent, and the coefficient is in its range."""
     if isinstance(coefficient, bool) or not 0.0 <= coefficient <= 1.0:
         raise ValueError(f"coefficient must be in [0, 1], got {coefficient!r}")
-    if compressor.balanced or compressor.hierarchical or compressor.network is not None:
+    if compressor.balanced or compressor.hierarchical:
         raise ValueError(
-            "balanced and hierarchical must be False and network None for detached error feedback, because residuals else hold "
+            "balanced and hierarchical must be False for detached error feedback, because residuals else hold "
             f"what other ranks have sent, too; got {compressor!r}"
         )
 

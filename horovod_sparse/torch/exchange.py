@@ -17,9 +17,6 @@ from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.pipeline import Wait
 from horovod_sparse.exchange.protocols import Collective, disagreement
 
-_MARKERS = {"allreduce": torch.uint8, "alltoall": torch.int8}
-"""The type of the message that goes before another collective than the usual one, by the kind of that collective."""
-
 Kind = Literal["allgather", "allreduce", "alltoall", "dense", "sparse"]
 """The collectives of exchanges (`protocols.Collective`), or Horovod's own reduction of a dense or a sparse gradient."""
 
@@ -87,7 +84,7 @@ class Collectives:
         """
         begun: list[Wait] = []
         if bucket.stands_in is not None:
-            marker = collective.message.new_zeros(bucket.world, dtype=_MARKERS[collective.kind])
+            marker = collective.message.new_zeros(bucket.world, dtype=torch.uint8)
             begun.append(self.start(bucket.stands_in, marker, name(f"{bucket.name}.{bucket.rounds}")))
         number = bucket.rounds + len(begun)
         begun.append(self.start(collective.kind, collective.message, name(f"{bucket.name}.{number}"), collective.to))

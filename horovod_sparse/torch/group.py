@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from horovod_sparse.core.pipeline import Wait
-from horovod_sparse.exchange.measure import Run
-from horovod_sparse.exchange.network import Call
 from horovod_sparse.exchange.protocols import Collective
 
 # PyTorch has renamed it.
@@ -21,7 +18,7 @@ _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else 
 
 
 class Group:
-    """A process group. It implements `exchange.measure.Collectives`, too.
+    """A process group.
 
     Args:
         group: the process group; None for the default one.
@@ -76,18 +73,3 @@ class Group:
     def hosts(self) -> list[str]:
         """Return the name of each rank's host. Blocks."""
         return self.everyone(socket.gethostname())
-
-    def run(self, calls: Sequence[Call], name: str) -> Run:
-        """See `exchange.measure.Collectives`."""
-
-        def message(call: Call) -> Tensor:
-            dtype = torch.float16 if call.itemsize == 2 else torch.float32
-            return torch.zeros(call.length, dtype=dtype, device=self._device)
-
-        messages = [Collective(call.kind, message(call)) for call in calls]
-
-        def run() -> None:
-            for wait in [self.start(one) for one in messages]:
-                wait()
-
-        return run

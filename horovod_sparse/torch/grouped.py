@@ -22,7 +22,6 @@ from horovod_sparse.core.preparation import Arrived
 from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import check_state, empty_state, holds_anything, kept_shapes
 from horovod_sparse.exchange.grid import groups_of
-from horovod_sparse.exchange.measure import Collectives
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
@@ -33,13 +32,17 @@ from horovod_sparse.torch.routes import Routes, dense_message
 from horovod_sparse.torch.step import Step
 
 
-class Transport(Collectives, Protocol):
+class Transport(Protocol):
     """The collectives of some ranks. All of them start the same ones in the same order."""
 
+    world: int
     position: int
     """This rank's number among them."""
     rank: int
     """This rank's number among all, for messages."""
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Return every rank's value, which JSON can hold, in rank order. Blocks."""
 
     def start(self, collective: Collective) -> Wait:
         """Start a collective, and return a function that waits for its result. An allreduce is in place."""
@@ -219,7 +222,6 @@ class GroupReducer(Server):
             groups=groups_of(compressor.hierarchical, group.world, group.hosts),
             device_selector=on_gpu,
         )
-        pipeline.measure(group, next(iter(new)))
         self._routes.extend(new, (), pipeline)
         self.pipeline = pipeline
         if self.deferred is not None:

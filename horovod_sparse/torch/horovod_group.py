@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +11,9 @@ from torch import Tensor
 
 from horovod_sparse.core.pipeline import Wait
 from horovod_sparse.core.process_sets import complete_global_set
-from horovod_sparse.exchange.measure import Run
-from horovod_sparse.exchange.network import Call
 from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.torch.agreement import hosts
 from horovod_sparse.torch.exchange import Collectives, gather_json
-from horovod_sparse.torch.network import TimedCollectives
 
 
 class HorovodGroup:
@@ -61,6 +57,3 @@ class HorovodGroup:
 
     def hosts(self) -> list[str]:
         return hosts(self._process_set)
-
-    def run(self, calls: Sequence[Call], name: str) -> Run:
-        return TimedCollectives(self._process_set, self._name, self._device).run(calls, name)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_sparse.exchange.wire import BAD_COUNTS, NOT_FINITE, PADDING, RUN, RUN_BITS, half_limit, runs_of, split
+from horovod_sparse.exchange.wire import BAD_COUNTS, HALF_LIMIT, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
 from horovod_sparse.ops.cached import Cached
 from horovod_sparse.ops.distinct import distinct
 from horovod_sparse.ops.protocol import Half, Moments, Moving, Ops, Part, Selection, Sums, Tracked
@@ -188,17 +188,6 @@ class TorchOps(Ops):
         x[indices] = taken - values
         return values
 
-    def take_half(self, x: Tensor, limit: float) -> Tensor:
-        values = torch.empty(x.numel(), dtype=torch.float16, device=x.device)
-        for into, chunk in zip(_chunks(values), _chunks(x), strict=True):
-            # On the host the usual chunk is rounded only. A device would have to be waited for.
-            if chunk.device.type != "cpu" or max(map(abs, torch.stack(chunk.aminmax()).tolist())) > limit:
-                into.copy_(_float16(chunk, limit))
-            else:
-                into.copy_(chunk.float())
-            chunk.sub_(into)
-        return values
-
     def send(self, x: Tensor, indices: Tensor, capacity: int) -> Tensor:
         return self.pack(indices, self.take(x, indices), capacity)
 
@@ -347,16 +336,16 @@ def _write_added_up(
         torch._foreach_copy_([target for _, target in parts], sources)
 
 
-def _float16(values: Tensor, limit: float) -> Tensor:
-    """Return values rounded to the nearest float16 as `Ops.take_half` does."""
-    coarse = 2.0 * limit / torch.finfo(values.dtype).eps
-    return torch.where(values.abs() < coarse, values.clamp(-limit, limit), 0.0).float().half()
+def _float16(values: Tensor) -> Tensor:
+    """Return values rounded to the nearest float16 as `Ops.compact` does."""
+    coarse = 2.0 * HALF_LIMIT / torch.finfo(values.dtype).eps
+    return torch.where(values.abs() < coarse, values.clamp(-HALF_LIMIT, HALF_LIMIT), 0.0).float().half()
 
 
 def _rounded(values: Tensor, half: Half) -> Tensor:
     """Return float32 values rounded to another type, but never to infinity."""
     if half == "float16":
-        return _float16(values, half_limit(1))
+        return _float16(values)
     rounded = values.bfloat16()
     return torch.where(rounded.isinf(), rounded.sign() * torch.finfo(torch.bfloat16).max, rounded)
 

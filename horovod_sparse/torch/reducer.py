@@ -38,7 +38,6 @@ from horovod_sparse.torch.exchange import Collectives, empty_sparse
 from horovod_sparse.torch.following import Workers
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
-from horovod_sparse.torch.network import TimedCollectives
 from horovod_sparse.torch.routes import OptimizerRoutes, dense_message
 from horovod_sparse.torch.scaler import ScaledServer
 from horovod_sparse.torch.step import Step
@@ -346,8 +345,6 @@ class Reducer(ScaledServer):
                 ),
                 device_selector=on_gpu,
             )
-            first = next(iter(new))
-            pipeline.measure(TimedCollectives(self._process_set, self._name("network"), first.device), first)
             self.pipeline = pipeline
         self._routes.extend(new, agreement.sparse, self.pipeline)
         self.sparse = [self._routes.names[parameter] for parameter in self._routes.sparse]

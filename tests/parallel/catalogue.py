@@ -22,7 +22,6 @@ MODULES = {
         "uneven_errors",
         "policies",
         "disagreement",
-        "plans",
         "parameters",
         "broadcast",
         "hierarchical",

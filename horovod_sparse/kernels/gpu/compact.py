@@ -5,13 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from horovod_sparse.exchange.wire import BAD_COUNTS, NOT_FINITE, PADDING, RUN, RUN_BITS, half_limit
+from horovod_sparse.exchange.wire import BAD_COUNTS, HALF_LIMIT, NOT_FINITE, PADDING, RUN, RUN_BITS
 from horovod_sparse.kernels.gpu.floats import clip
 
 _PADDING, _NOT_FINITE, _BAD_COUNTS = tl.constexpr(PADDING), tl.constexpr(NOT_FINITE), tl.constexpr(BAD_COUNTS)
 _RUN, _RUN_BITS = tl.constexpr(RUN), tl.constexpr(RUN_BITS)
-_LIMIT = tl.constexpr(half_limit(1))
-_COARSE = tl.constexpr(half_limit(1) * 2.0**24)
+_LIMIT = tl.constexpr(HALF_LIMIT)
+_COARSE = tl.constexpr(HALF_LIMIT * 2.0**24)
 """Neighbouring float32 numbers are further apart than the limit from here on."""
 
 

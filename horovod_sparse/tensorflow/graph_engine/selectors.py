@@ -71,7 +71,6 @@ def check(compressor: Compressor) -> None:
         ("values", compressor.values != "float32", "the graph packs float32 only", "use values='float32'"),
         ("balanced", compressor.balanced, "the graph has no alltoall", "use balanced=False"),
         ("hierarchical", compressor.hierarchical, "the graph has no alltoall", "use hierarchical=False"),
-        ("network", compressor.network is not None, "the graph exchanges pairs only", "use network=None"),
         ("discardable", compressor.discardable, "the graph keeps no copy of a step", "use discardable=False"),
         (
             "lr_in_residual",

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from horovod_sparse import kernels
-from horovod_sparse.exchange.quantities import parse_count
 from horovod_sparse.tools.bench import measure
 from horovod_sparse.tools.bench.rows import ROWS, Conditions
 from horovod_sparse.tools.options import quantity
+from horovod_sparse.tools.quantities import parse_count
 
 BACKENDS = ("torch", "numpy")
 

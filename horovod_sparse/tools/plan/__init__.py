@@ -1,7 +1,4 @@
-"""Which exchange is the fastest on a network: bytes and time of a step's communication, predicted without training.
-
-Imports no framework, but with `--measure`, which measures the network with Horovod.
-"""
+"""Which exchange is the fastest on a network: bytes and time of a step's communication, predicted. Imports no framework."""
 
 from __future__ import annotations
 
@@ -9,11 +6,11 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
-from horovod_sparse.exchange.network import LATENCY, Network
-from horovod_sparse.exchange.quantities import parse_bandwidth, parse_count, parse_latency
 from horovod_sparse.tools.options import quantity
 from horovod_sparse.tools.plan import report
 from horovod_sparse.tools.plan.methods import MOST_WORKERS
+from horovod_sparse.tools.plan.network import LATENCY, Network
+from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency
 
 
 def _workers(name: str, text: str) -> int:
@@ -37,39 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add = parser.add_argument
     add("--parameters", type=quantity(parse_count, "parameters"), required=True, metavar="N", help="as 25.6M or 350k")
-    add("--workers", type=quantity(_workers, "workers"), metavar="N", help="with --measure those of the run")
+    add("--workers", type=quantity(_workers, "workers"), required=True, metavar="N", help="at least 2")
     bandwidth = "of a worker in each direction, as 10gbit or 1.2GB"
-    add("--bandwidth", type=quantity(parse_bandwidth, "bandwidth"), metavar="RATE", help=bandwidth)
+    add("--bandwidth", type=quantity(parse_bandwidth, "bandwidth"), required=True, metavar="RATE", help=bandwidth)
     latency = f"of a message, as 50us or 0.1ms; default: {1e6 * LATENCY:g}us"
-    add("--latency", type=quantity(parse_latency, "latency"), metavar="TIME", help=latency)
+    add("--latency", type=quantity(parse_latency, "latency"), default=LATENCY, metavar="TIME", help=latency)
     add("--ratio", type=quantity(_ratio, "ratio"), default=0.001, help="of the entries that are sent; default: 0.001")
-    add("--measure", action="store_true", help="measure the network that mpirun or horovodrun has started this on")
     add("--picture", type=Path, metavar="FILE.png", help="draw the time against the number of workers")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Predict, print the results on one worker, and return the exit status."""
+    """Predict, print the results, and return the exit status."""
     if arguments.picture is not None and find_spec("matplotlib") is None:
         raise SystemExit("--picture needs matplotlib, which is not installed: pip install matplotlib")
-    prints = True
-    if arguments.measure:
-        if arguments.bandwidth is not None or arguments.latency is not None:
-            raise SystemExit("--measure finds --bandwidth and --latency out: leave these two away, or --measure")
-        from horovod_sparse.tools.plan import measure
-
-        found = measure.measured()
-        where, prints = found.network, found.rank == 0
-        workers = arguments.workers or found.workers
-    else:
-        missing = [f"--{name}" for name in ("workers", "bandwidth") if getattr(arguments, name) is None]
-        if missing:
-            raise SystemExit(
-                f"plan needs {' and '.join(missing)}, such as --workers 64 --bandwidth 10gbit, or --measure"
-            )
-        latency = LATENCY if arguments.latency is None else arguments.latency
-        where, workers = Network(latency, arguments.bandwidth), arguments.workers
-    if prints:
-        print(report.text(where, arguments.parameters, arguments.ratio, workers))
-        if arguments.picture is not None:
-            report.draw(where, arguments.parameters, arguments.ratio, workers, arguments.picture)
+    where, workers = Network(arguments.latency, arguments.bandwidth), arguments.workers
+    print(report.text(where, arguments.parameters, arguments.ratio, workers))
+    if arguments.picture is not None:
+        report.draw(where, arguments.parameters, arguments.ratio, workers, arguments.picture)
     return 0

@@ -10,8 +10,8 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.exchange import network
-from horovod_sparse.exchange.network import Call, Network, Rounds
+from horovod_sparse.tools.plan import network
+from horovod_sparse.tools.plan.network import Call, Network, Rounds
 
 MOST_WORKERS = 2**20
 """The largest number of workers that is looked at."""

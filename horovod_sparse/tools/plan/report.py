@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from horovod_sparse.exchange.network import Network
 from horovod_sparse.tools.plan.methods import (
     DENSE16,
     DENSE32,
@@ -16,6 +15,7 @@ from horovod_sparse.tools.plan.methods import (
     break_even_workers,
     fastest,
 )
+from horovod_sparse.tools.plan.network import Network
 
 LEFT_OUT = """\
 Left out: the time to select and to add up, what backward hides of the communication, and waiting

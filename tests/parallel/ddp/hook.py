@@ -422,16 +422,6 @@ def hosts_act_as_one_worker() -> None:
     assert_identical(model)
 
 
-@scenario(TORCHRUN_2)
-def the_network_is_measured() -> None:
-    compression = TopK(0.01, bucket_bytes=BUCKET_BYTES, network="measured")
-    model = wrap(small_model(), compression)
-    train(model, sgd(model), range(5))
-    assert_identical(model)
-    ways = [bucket.exchange for bucket in compression.stats().last.buckets]
-    assert ranks.allgather_object(ways) == [ways, ways]
-
-
 @scenario(
     TORCHRUN_2,
     cases={"ratio": (lambda: TopK(0.1 / (1 + ranks.rank())),), "kind": (lambda: (TopK, SIDCo)[ranks.rank()](0.1),)},

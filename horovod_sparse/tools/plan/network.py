@@ -13,14 +13,11 @@ from typing import NamedTuple
 
 from horovod_sparse.exchange import cost, regions, wire
 from horovod_sparse.exchange.protocols import Kind
-from horovod_sparse.exchange.quantities import parse_bandwidth, parse_latency
 
 CYCLE = 0.001
 """Horovod's default cycle in seconds (`HOROVOD_CYCLE_TIME`)."""
 FUSION_BYTES = 128 * 2**20
 """Bytes that Horovod reduces together by default (`HOROVOD_FUSION_THRESHOLD`)."""
-MEASURED = "measured"
-"""In place of a network: it is measured when training starts."""
 LATENCY = 50e-6
 """Seconds of a message, if nobody says otherwise; about what TCP takes within a data centre."""
 PAIR = 2
@@ -87,30 +84,10 @@ class Network:
         return len(rounds) * self.wait + messages * self.latency + sent / self.bandwidth
 
 
-def parse_network(name: str, text: str) -> Network:
-    """Return the network that `text` says: a bandwidth, then a latency or nothing.
-
-    Args:
-        name: of the argument, for the error.
-        text: such as "10gbit" or "10gbit 50us"; see `parse_bandwidth` and `parse_latency`. The latency is 50 us if left out.
-
-    Raises:
-        ValueError: the text is anything else.
-    """
-    bandwidth, *latency = text.split() or [""]
-    seconds = parse_latency(name, " ".join(latency)) if latency else LATENCY
-    return Network(seconds, parse_bandwidth(name, bandwidth))
-
-
 def dense(numel: int, itemsize: int) -> list[Call]:
     """Return the allreduces of `numel` numbers of `itemsize` bytes, as many together as Horovod fuses."""
     most = FUSION_BYTES // itemsize
     return [Call("allreduce", min(most, numel - start), itemsize) for start in range(0, numel, most)]
-
-
-def half(numel: int) -> list[Call]:
-    """Return the collectives of one bucket that is sent in half precision (`wire`, message 7)."""
-    return [Call("allreduce", numel + len(wire.tail(finite=True, checksum=0)), 2)]
 
 
 def pairs(capacity: int) -> list[Call]:

@@ -1,4 +1,4 @@
-"""Measure the network that joins some workers, by the time that collectives of arrays of zeros take. Imports no framework.
+"""Measure the network that joins some workers, by the time that Horovod's collectives of zeros take.
 
 Medians of a few timings: the processors are shared with others, so some timings are far too long and none is too short.
 """
@@ -9,48 +9,60 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any
 
-from horovod_sparse.exchange.network import CYCLE, Call, Network
+import torch
+from horovod.torch import mpi_ops
+
 from horovod_sparse.exchange.protocols import Kind
+from horovod_sparse.tools.plan.network import CYCLE, Call, Network
+from horovod_sparse.torch.exchange import gather_json
 
 TINY = 1
 """Numbers of each part of a message that takes no time beyond its latency."""
 FIRST, MOST = 2**14, 2**24
 """Numbers in the first message of the search for one that is long enough, and in the longest."""
+REPETITIONS = 21
+TOGETHER = 32
+"""Alltoalls that are started together. Horovod carries them out one after the other: it does not fuse them."""
+LONG = 0.02
+"""Seconds that a message must take for its bytes to be what counts."""
 
 Run = Callable[[], object]
 """Starts collectives and waits for them."""
 
 
-class Collectives(Protocol):
-    """What a framework supplies to measure with. All workers call the same methods in the same order."""
+class Collectives:
+    """Horovod's collectives of zeros in a process set. All workers call the same methods in the same order."""
 
-    world: int
+    def __init__(self, process_set: Any, prefix: str) -> None:
+        self._process_set = process_set
+        self._prefix = prefix
+        self.world: int = process_set.size()
 
     def run(self, calls: Sequence[Call], name: str) -> Run:
         """Return what starts collectives of zeros together, and waits for all of them."""
+        begin = [self._starter(call, f"{self._prefix}.{name}.{number}") for number, call in enumerate(calls)]
+
+        def run() -> None:
+            for handle in [start() for start in begin]:
+                mpi_ops.synchronize(handle)
+
+        return run
+
+    def _starter(self, call: Call, name: str) -> Callable[[], Any]:
+        reduces = call.kind == "allreduce"
+        dtype = torch.float16 if call.itemsize == 2 else torch.float32 if reduces else torch.int32
+        message = torch.zeros(call.length, dtype=dtype)
+        where = {"name": name, "process_set": self._process_set}
+        if reduces:
+            return partial(mpi_ops.allreduce_async_, message, op=mpi_ops.Sum, **where)
+        return partial(getattr(mpi_ops, f"{call.kind}_async"), message, **where)
 
     def everyone(self, value: Any) -> list[Any]:
-        """Return every worker's value, which JSON can hold, in rank order. This blocks."""
-
-
-class Effort(NamedTuple):
-    """How exactly the network is measured."""
-
-    repetitions: int
-    together: int
-    """Alltoalls that are started together. Horovod carries them out one after the other: it does not fuse them."""
-    long: float
-    """Seconds that a message must take for its bytes to be what counts."""
-
-
-THOROUGH = Effort(repetitions=21, together=32, long=0.02)
-"""It takes a few seconds."""
-QUICK = Effort(repetitions=7, together=8, long=0.01)
-"""It takes less than a second where a message's latency is below a millisecond."""
-_LEAST = 3
-"""The least number of repetitions of long messages."""
+        """Return every worker's value, in rank order. This blocks."""
+        return gather_json(value, f"{self._prefix}.everyone", self._process_set)
 
 
 def agreed(collectives: Collectives, number: float) -> float:
@@ -71,32 +83,32 @@ def seconds(run: Run, repetitions: int) -> float:
     return statistics.median(spent[1:])
 
 
-def measure(collectives: Collectives, effort: Effort = THOROUGH) -> Network:
+def measure(collectives: Collectives) -> Network:
     """Measure the network. All workers, at least 2, call this and get the same numbers."""
 
     def spent(calls: int, name: str) -> float:
-        return agreed(collectives, seconds(collectives.run([tiny] * calls, name), effort.repetitions))
+        return agreed(collectives, seconds(collectives.run([tiny] * calls, name), REPETITIONS))
 
     tiny = Call("alltoall", TINY * collectives.world)
-    one, many = spent(1, "plan.one"), spent(effort.together, "plan.many")
+    one, many = spent(1, "plan.one"), spent(TOGETHER, "plan.many")
     # One more alltoall takes its messages' latency, and does not wait for Horovod's next cycle.
-    latency = max(0.0, (many - one) / (effort.together - 1) / tiny.messages(collectives.world))
+    latency = max(0.0, (many - one) / (TOGETHER - 1) / tiny.messages(collectives.world))
     wait = max(0.0, one - tiny.messages(collectives.world) * latency)
     known = Network(latency, 1.0, wait)
-    rates = _rate(collectives, "allreduce", known, effort), _rate(collectives, "allgather", known, effort)
+    rates = _rate(collectives, "allreduce", known), _rate(collectives, "allgather", known)
     return Network(latency, statistics.mean(rates), wait)
 
 
-def _rate(collectives: Collectives, kind: Kind, known: Network, effort: Effort) -> float:
+def _rate(collectives: Collectives, kind: Kind, known: Network) -> float:
     """Return the bytes per second of a collective, without what is known of its latency."""
     world, length = collectives.world, FIRST
     while True:
         call = Call(kind, length)
         run = collectives.run([call], f"plan.{kind}.{length}")
         spent = agreed(collectives, seconds(run, 1))
-        if spent >= effort.long or length >= MOST:
+        if spent >= LONG or length >= MOST:
             break
         length *= 4
-    spent = agreed(collectives, seconds(run, max(effort.repetitions // 4, _LEAST)))
+    spent = agreed(collectives, seconds(run, REPETITIONS // 4))
     rest = spent - known.wait - call.messages(world) * known.latency
     return call.bytes_sent(world) / max(rest, 0.1 * spent)
