@@ -34,7 +34,6 @@ MODULES = {
     "tensorflow": (
         "tf.tape",
         "tf.keras3",
-        "tf.graph",
         "tf.checkpoints",
         "tf.scaling",
         "tf.disagreement",
