@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.core.layout import Parameter, plan
 from horovod_sparse.tensorflow.exchange import Collectives
-from horovod_sparse.tensorflow.host import HostPipeline
-from horovod_sparse.tensorflow.step import Step
+from horovod_sparse.tensorflow.host import HostPipeline, Step
 from horovod_sparse.tools.bench.rows import Conditions, Row
 
 

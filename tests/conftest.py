@@ -40,7 +40,7 @@ QUICK_BACKENDS = ("numpy", "numpy-compiled", "torch")
 EVERY_BACKEND = ("test_wire",)
 
 
-SLOW = ("test_tensorflow_graph", "test_tensorflow_steps", "test_triton", "test_triton_pipeline")
+SLOW = ("test_tensorflow_host", "test_triton", "test_triton_pipeline")
 """Of the tests of these modules, whose cases take long, `make test` runs the first case only."""
 
 

@@ -77,7 +77,7 @@ INSTALLATIONS = {
     "tensorflow": Installation(
         "tensorflow-cpu,horovod,bench",
         ("tensorflow", "keras", "horovod"),
-        ("tensorflow_graph", "tensorflow_host", "tensorflow_seam"),
+        ("tensorflow_host", "tensorflow_seam"),
         ("examples/demo.py", "--framework", "tensorflow", "--epochs", "1"),
     ),
     "numpy": Installation(

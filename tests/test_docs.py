@@ -215,8 +215,9 @@ def test_the_page_of_settings_has_every_setting() -> None:
 
 def test_pages_pass_arguments_that_exist() -> None:
     """Every compressor that a page of Markdown makes can be made so, as far as its arguments' names go."""
-    known = set(Settings.__annotations__) | {"graph"}
-    parameters = {cls.__name__: known | set(inspect.signature(cls).parameters) for cls in COMPRESSORS}
+    parameters = {
+        cls.__name__: set(Settings.__annotations__) | set(inspect.signature(cls).parameters) for cls in COMPRESSORS
+    }
     for page in pages.pages():
         for name, arguments in re.findall(r"\b([A-Z]\w+)\(([^()]*)\)", page.read_text(encoding="utf-8")):
             given = set(re.findall(r"\b([a-z_]+) ?=", arguments))

@@ -8,14 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fuzz_messages import damaged, expected, fuzz
-from receivers import CASES, GUARD, SENTINEL, WORLD, Receiver, record
+from fuzz_messages import damaged, fuzz
+from receivers import CASES, GUARD, SENTINEL, WORLD, record
 from table import ORACLE, WITH_OPERATIONS
 
-from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.exchange import protocols, wire
-
-PAIRS = [name for name, one in CASES.items() if one.exchange is protocols.sparse_allgather and one.values == "float32"]
 
 
 @pytest.mark.parametrize("messages", [400, pytest.param(20_000, marks=pytest.mark.full)])
@@ -51,45 +48,6 @@ def test_the_fuzzer_notices_what_is_written_beyond_the_parts(monkeypatch: pytest
     monkeypatch.setattr(type(ORACLE.ops), "assembler", broken)
     with pytest.raises(AssertionError, match="beyond the parts"):
         fuzz("pairs", [ORACLE], 200, seed=1, whole=1.0)
-
-
-@pytest.mark.parametrize("name", PAIRS[:1] + [pytest.param(name, marks=pytest.mark.full) for name in PAIRS[1:]])
-def test_tensorflow_refuses_and_decodes_the_same(name: str) -> None:
-    tf = pytest.importorskip("tensorflow")
-    pytest.importorskip("horovod.tensorflow", reason="Horovod was built without TensorFlow", exc_type=ImportError)
-    from horovod_sparse.tensorflow.graph_engine.messages import receive
-
-    recorded, random = record(CASES[name]), Random(name)
-    oracle, received = Receiver(ORACLE, recorded, 0), 0
-    layout = Layout((Slot("p2", 0, recorded.numel, (recorded.numel,)),), recorded.dtype)
-    bucket: Any = SimpleNamespace(layout=layout, name="p2", capacity=recorded.capacity)
-    function = tf.function(
-        lambda gathered: receive(bucket, gathered, tf.constant(float(WORLD)), world=WORLD, rank=0),
-        input_signature=[tf.TensorSpec([None, 2], tf.int32)],
-    )
-    for _ in range(300):
-        (gathered, *_), _ = damaged(recorded, random)
-        if gathered.shape[1:] != (2,) or gathered.dtype != np.int32:
-            # TensorFlow itself knows the type and the number of columns.
-            continue
-        received += 1
-        right = expected(recorded, [gathered])
-        if right:
-            what = right.split(" for bucket")[0] if "worker" in right else "rows together"
-            with pytest.raises(tf.errors.InvalidArgumentError, match=what):
-                function(tf.constant(gathered))
-            continue
-        flat, finite = (tensor.numpy() for tensor in function(tf.constant(gathered)))
-        with np.errstate(all="ignore"):
-            written = oracle.receive([gathered])
-        assert finite == (right is not None) == (written is not None)
-        if isinstance(written, np.ndarray):
-            # TensorFlow's own operations flush the smallest numbers to zero.
-            got, exact = (
-                np.where(np.abs(one) < np.finfo(one.dtype).tiny, 0.0, one) for one in (flat, written[oracle.inside])
-            )
-            np.testing.assert_array_equal(got, exact)
-    assert received > 200
 
 
 @pytest.mark.parametrize("numel", [64, pytest.param(7, marks=pytest.mark.full)])

@@ -115,21 +115,6 @@ def test_there_is_no_circle_of_modules() -> None:
         arrows = {name: targets for name, targets in arrows.items() if name not in free}
 
 
-def test_one_function_alone_imports_the_experimental_engine() -> None:
-    """So it can be removed in one commit."""
-    folder = PACKAGE / "tensorflow" / "graph_engine"
-    others = [path for path in PACKAGE.rglob("*.py") if folder not in path.parents]
-    names = {path: [name for name in imported(path) if "graph_engine" in name] for path in others}
-    (user,) = (path for path in others if names[path])
-    assert user == PACKAGE / "tensorflow" / "compressors.py"
-    assert sorted(names[user]) == [
-        "horovod_sparse.tensorflow.graph_engine.pipeline",
-        "horovod_sparse.tensorflow.graph_engine.pipeline.GraphPipeline",
-    ]
-    top_level = [node for node in ast.parse(user.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    assert "graph_engine" not in "".join(map(ast.unparse, top_level))
-
-
 def test_adapters_never_import_each_other() -> None:
     """But for the array operations in NumPy, which are TensorFlow's path on the CPU."""
     adapters = ("numpy", "torch", "tensorflow")

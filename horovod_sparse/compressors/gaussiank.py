@@ -11,7 +11,6 @@ from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compre
 from horovod_sparse.compressors.checks import check_choice
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation import fits
-from horovod_sparse.estimation.algebra import FLOATS, Algebra
 from horovod_sparse.estimation.search import below_largest, search_threshold
 from horovod_sparse.ops.protocol import Array, Moments, Ops, Selection
 
@@ -107,11 +106,10 @@ class GaussianK(Compressor):
         return threshold
 
 
-def fit(whole: Moments, k: int, numel: int, m: Algebra = FLOATS) -> float:
+def fit(whole: Moments, k: int, numel: int) -> float:
     """Return eta = sigma z, from the moments of all non-zero entries."""
     mean_square = whole.variance + whole.mean * whole.mean
     # Where float64 does not hold the mean square: a normal distribution has the mean magnitude sigma sqrt(2/pi).
-    deviation = m.choose(
-        fits.is_held(mean_square), lambda: m.sqrt(mean_square), lambda: whole.mean * math.sqrt(math.pi / 2)
-    )
-    return deviation * m.sqrt(whole.count / numel) * -NormalDist().inv_cdf(k / numel / 2)
+    held = fits.is_held(mean_square)
+    deviation = math.sqrt(mean_square) if held else whole.mean * math.sqrt(math.pi / 2)
+    return deviation * math.sqrt(whole.count / numel) * -NormalDist().inv_cdf(k / numel / 2)

@@ -12,7 +12,6 @@ from horovod_sparse.compressors.checks import check_choice
 from horovod_sparse.compressors.scalars import plain
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation import fits
-from horovod_sparse.estimation.algebra import FLOATS, Algebra
 from horovod_sparse.estimation.controllers import StageController, most_stages
 from horovod_sparse.estimation.search import below_largest, search_threshold
 from horovod_sparse.ops.cached import narrow
@@ -243,7 +242,6 @@ def last_stage(
     k: float,
     stages: int,
     fit: Callable[[Moments, float], float],
-    m: Algebra = FLOATS,
 ) -> tuple[float, float]:
     """Return the threshold fitted to the `tail` above a cut, and the next step's cut.
 
@@ -251,13 +249,12 @@ def last_stage(
     and k are wanted.
     """
     following = cut + fit(tail, tail_aim(count, k, stages) / tail.count)
-    is_cut = m.minimum(following, largest - following) > 0.0
-    return cut + fit(tail, k / tail.count), m.choose(is_cut, lambda: following, lambda: math.inf)
+    return cut + fit(tail, k / tail.count), following if 0.0 < following < largest else math.inf
 
 
-def nearer(previous: float, before: float, threshold: float, left: float, k: float, m: Algebra = FLOATS) -> float:
+def nearer(previous: float, before: float, threshold: float, left: float, k: float) -> float:
     """Return the threshold whose count is off by the smaller factor: `previous` leaves `before` > k, the other `left` <= k."""
-    return m.choose(before * left >= k * k, lambda: threshold, lambda: previous)
+    return threshold if before * left >= k * k else previous
 
 
 def tail_aim(count: float, k: float, stages: int) -> float:
@@ -266,10 +263,10 @@ def tail_aim(count: float, k: float, stages: int) -> float:
     return aim
 
 
-def next_aim(aim: float, achieved: float, k: int, m: Algebra = FLOATS) -> float:
+def next_aim(aim: float, achieved: float, k: int) -> float:
     """Return the next aim, as a multiple of k, after `achieved` entries were selected instead of k."""
 
     def within(x: float) -> float:
-        return m.minimum(m.maximum(x, 1.0 / _MOST_AIM), _MOST_AIM)
+        return min(max(x, 1.0 / _MOST_AIM), _MOST_AIM)
 
-    return within(aim * within(k / m.maximum(achieved, 1)) ** _AIM_GAIN)
+    return within(aim * within(k / max(achieved, 1)) ** _AIM_GAIN)

@@ -1,7 +1,5 @@
 """Compute the threshold that a given ratio of a distribution's magnitudes exceeds, from their moments. Scalars only.
 
-The scalars are floats or, with another `m` (see `algebra`), what stands for floats there.
-
 With `L = ln(1/ratio)`, each fit solves `P(|X| > threshold) = ratio` for one sparsity-inducing distribution of SIDCo
 (arXiv 2101.10761, https://arxiv.org/abs/2101.10761). All fits are scale-equivariant: moments of c|X| give c * threshold.
 Applied to the excesses over an earlier threshold, they give the step to the next one. A ratio above 1 extrapolates
@@ -15,8 +13,6 @@ from __future__ import annotations
 
 import math
 
-from horovod_sparse.estimation.algebra import FLOATS, Algebra
-
 # If variance / mean^2 is below this, all magnitudes are equal as far as float32 data can tell, and no shape can be fitted.
 _CONSTANT = 1e-12
 LEAST_SQUARE = 1e-290
@@ -25,30 +21,28 @@ LEAST_SQUARE = 1e-290
 
 def is_held(square: float) -> bool:
     """Return whether float64 holds a mean of squares: it has neither overflowed nor underflowed."""
-    return (square >= LEAST_SQUARE) & (square < math.inf)
+    return LEAST_SQUARE <= square < math.inf
 
 
-def exponential(mean: float, ratio: float, m: Algebra = FLOATS) -> float:
+def exponential(mean: float, ratio: float) -> float:
     """Fit exponential magnitudes (double-exponential gradients): `threshold = beta L`, `beta = mean`."""
-    return mean * -m.log(ratio)
+    return mean * -math.log(ratio)
 
 
-def generalized_pareto(mean: float, variance: float, ratio: float, m: Algebra = FLOATS) -> float:
+def generalized_pareto(mean: float, variance: float, ratio: float) -> float:
     """Fit generalised Pareto magnitudes with location 0, by the method of moments.
 
     `alpha = (1 - mean^2/variance)/2`, `beta = mean (mean^2/variance + 1)/2`,
     `threshold = beta (exp(alpha L) - 1)/alpha`. The shape alpha is below 1/2; alpha = 0 is the exponential. If float64 does
     not hold the squares, the exponential is fitted, since it needs none.
     """
-
-    def fitted() -> float:
-        squared_mean_over_variance = mean * mean / m.maximum(variance, _CONSTANT * mean * mean)
-        shape = 0.5 * (1.0 - squared_mean_over_variance)
-        scale = 0.5 * mean * (squared_mean_over_variance + 1.0)
-        log_survival = -m.log(ratio)
-        return scale * log_survival * _expm1_over(shape * log_survival, m)
-
-    return m.choose(is_held(mean * mean + variance), fitted, lambda: exponential(mean, ratio, m))
+    if not is_held(mean * mean + variance):
+        return exponential(mean, ratio)
+    squared_mean_over_variance = mean * mean / max(variance, _CONSTANT * mean * mean)
+    shape = 0.5 * (1.0 - squared_mean_over_variance)
+    scale = 0.5 * mean * (squared_mean_over_variance + 1.0)
+    log_survival = -math.log(ratio)
+    return scale * log_survival * _expm1_over(shape * log_survival)
 
 
 def gamma(mean: float, mean_log: float, ratio: float, *, closed_form: bool = False) -> float:
@@ -75,6 +69,6 @@ def gamma(mean: float, mean_log: float, ratio: float, *, closed_form: bool = Fal
     return scale * float(gammainccinv(shape, ratio))
 
 
-def _expm1_over(x: float, m: Algebra) -> float:
+def _expm1_over(x: float) -> float:
     """Return (exp(x) - 1)/x without cancellation near 0; for x > 700 a large number instead of an overflow."""
-    return m.choose(abs(x) < 1e-4, lambda: 1.0 + x / 2.0 + x * x / 6.0, lambda: m.expm1(m.minimum(x, 700.0)) / x)
+    return 1.0 + x / 2.0 + x * x / 6.0 if abs(x) < 1e-4 else math.expm1(min(x, 700.0)) / x

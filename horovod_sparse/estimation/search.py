@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 
-from horovod_sparse.estimation.algebra import FLOATS, Algebra
 from horovod_sparse.ops.protocol import Array, Ops
 
 MOST_COUNTS = 12
@@ -46,13 +45,15 @@ def search_threshold(
         return low
     best, best_error = low, math.log(most / k)
     for step in range(MOST_COUNTS):
-        guess = next_guess(step % 2 == 1, low, high, most, fewest, k)
+        part = 0.5 if step % 2 else math.log(most / k) / math.log(most / max(fewest, 0.5))
+        guess = low + (high - low) * min(max(part, 0.01), 0.99)
         if step == 0 and low < start < high:
             guess = start
         if not low < guess < high:
             break
         (count,) = ops.counts(x, [guess])
-        error = error_of(count, k)
+        # A count of zero is taken as half an entry.
+        error = abs(math.log(max(count, 0.5) / k))
         if error < best_error:
             best, best_error = guess, error
         if abs(count - k) <= tolerance * k:
@@ -62,21 +63,6 @@ def search_threshold(
         else:
             high, fewest = guess, count
     return best
-
-
-def next_guess(bisect: bool, low: float, high: float, most: float, fewest: float, k: int, m: Algebra = FLOATS) -> float:
-    """Return the threshold to count at next, between `low`, which `most` entries exceed, and `high`, which `fewest` exceed."""
-
-    def on_line() -> float:
-        line = m.log(most / k) / m.log(most / m.maximum(fewest, 0.5))
-        return m.minimum(m.maximum(line, 0.01), 0.99)
-
-    return low + (high - low) * m.choose(bisect, lambda: 0.5, on_line)
-
-
-def error_of(count: float, k: int, m: Algebra = FLOATS) -> float:
-    """Return |ln(count/k)|; a count of zero is taken as half an entry."""
-    return abs(m.log(m.maximum(count, 0.5) / k))
 
 
 def largest_candidates(ops: Ops, x: Array, k: int) -> Array | None:

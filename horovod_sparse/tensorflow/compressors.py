@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor as HorovodCompressor
+from numpy.typing import NDArray
 
 from horovod_sparse import compressors
-from horovod_sparse.compressors.checks import check_boolean
 from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.core.packing import packed_state, unpacked_state
 from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import check_parts, empty_state
-from horovod_sparse.tensorflow.host import HostPipeline
+from horovod_sparse.numpy.compiled import host_ops
 
 Tensor = Any
 
@@ -25,39 +26,18 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
 
     `state_dict` returns NumPy arrays and plain values. `tf.train.Checkpoint(compression=compression, ...)` saves it too; every
     rank must save its own checkpoint.
-
-    Args:
-        graph: if False, selection and reduction are NumPy code, called from the graph on the CPU. True is EXPERIMENTAL: they
-            are only TensorFlow operations, on the device of the variables: for GPUs, and where Python calls are not allowed.
-            Settings that a graph cannot support are refused here. A gradient with NaN or infinity raises
-            `tf.errors.InvalidArgumentError`.
-        others: the algorithm's arguments.
     """
 
     _pending: dict[str, Any] | None = None
     _follower: Any = None
 
-    def __init__(self, *args: Any, graph: bool = False, **settings: Any) -> None:
+    def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        check_boolean("graph", graph)
-        self.graph = graph
-        self.engine_class.check(self)
         if not tf.executing_eagerly():
             raise RuntimeError(
                 f"{type(self).__name__} must not be made inside of a function that is being traced: every trace would begin "
                 "with an empty residual; make it once, outside"
             )
-
-    @property
-    def engine_class(self) -> type[HostPipeline]:
-        """The class of what selects and reduces."""
-        if self.graph:
-            # The one place that knows the EXPERIMENTAL engine. To remove it, delete its folder, this and the argument `graph`.
-            from horovod_sparse.tensorflow.graph_engine.pipeline import GraphPipeline
-
-            # It has all methods that are called here and in the reducer.
-            return cast("type[HostPipeline]", GraphPipeline)
-        return HostPipeline
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_pending", "_follower")
@@ -90,7 +70,16 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
         known = tensor.shape.is_fully_defined()
         if not tensor.dtype.is_floating or (known and self.leaves_dense("", tensor.shape.num_elements())):
             return tensor, None
-        chosen = self.engine_class.chosen(self, tensor, self.residual_dtype_of(tensor))
+        dtype = self.residual_dtype_of(tensor)
+
+        def choose(array: NDArray[Any]) -> NDArray[np.bool_]:
+            if self.leaves_dense("", array.size) or not np.isfinite(array).all():
+                return np.ones(array.shape, np.bool_)
+            chosen = np.zeros(array.size, np.bool_)
+            chosen[self.choose_alone(host_ops(), array.reshape(-1).astype(dtype))] = True
+            return chosen.reshape(array.shape)
+
+        chosen = tf.ensure_shape(tf.numpy_function(choose, [tensor], tf.bool), tensor.shape)
         # This is differentiable, as Horovod's own compressors are.
         return tf.where(chosen, tensor, tf.zeros_like(tensor)), None
 

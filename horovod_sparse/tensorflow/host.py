@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.pipeline import Pipeline, Write
@@ -29,10 +29,75 @@ from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.ops.protocol import Array
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.memory import check_memory, make_variable, memory_of
-from horovod_sparse.tensorflow.step import Pack, Step
 
 Tensor = Any
 Variable = Any
+
+_PACK_BYTES = 2**20
+"""Gradients that are reduced dense share messages of up to this many bytes. A larger one is sent alone, uncopied."""
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Parameters that are reduced dense in one message: one collective per small parameter would take longer than its data."""
+
+    dtype: Any
+    """The dtype of their gradients."""
+    shapes: dict[str, tuple[int, ...]]
+    """The parameters' shapes by name."""
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.shapes)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [math.prod(shape) for shape in self.shapes.values()]
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the parts' tensors, flattened and concatenated."""
+        return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return the tensor of each part, in its shape, by name."""
+        pieces = zip(self.shapes.items(), tf.split(flat, self.sizes), strict=True)
+        return {name: tf.reshape(piece, shape) for (name, shape), piece in pieces}
+
+
+@dataclass(frozen=True)
+class Step:
+    """The gradients of one step and how they are reduced."""
+
+    buckets: Sequence[Layout]
+    """The buckets that take part."""
+    gradients: Mapping[str, Tensor]
+    """Gradients of the parameters in the buckets, by name. A missing gradient counts as zero."""
+    dense: Mapping[str, Tensor]
+    """Gradients of the parameters that are reduced dense, by name."""
+    others: Mapping[str, Tensor]
+    """Values, by name, that are already reduced and only have to be finite."""
+    dtypes: Mapping[str, Any]
+    """The dtypes of the gradients of all parameters, by name."""
+    rate: Tensor
+    """The learning rate, float64; NaN if it is unknown."""
+    scale: Tensor
+    """The loss scale by which the gradients are multiplied, float64; NaN if there is no loss scaler."""
+    op: Any
+    """Horovod's reduction operation for the dense gradients."""
+    predivide: float
+    """`gradient_predivide_factor`, for the dense gradients."""
+    frozen: Collection[str] = ()
+    """Names of parameters that are not trained any more; their residuals and velocities are dropped."""
+
+    def packs(self) -> list[Pack]:
+        """Return the parameters that are reduced dense, grouped by message."""
+        packs: list[Pack] = []
+        for name, gradient in self.dense.items():
+            room = _PACK_BYTES // gradient.dtype.size - gradient.shape.num_elements()
+            if not packs or packs[-1].dtype != gradient.dtype or sum(packs[-1].sizes) > room:
+                packs.append(Pack(gradient.dtype, {}))
+            packs[-1].shapes[name] = tuple(gradient.shape)
+        return packs
 
 
 class HostPipeline(Pipeline):
@@ -79,40 +144,6 @@ class HostPipeline(Pipeline):
         if velocity is not None:
             self.velocities.rebind(bucket.name, velocity)
         bucket.rebind(buffer, velocity)
-
-    # --- what the engines of TensorFlow differ in ---
-
-    @staticmethod
-    def check(compressor: Compressor) -> None:
-        """Raise ValueError if a graph's exchanges would have to change, which are fixed when it is traced."""
-
-    @staticmethod
-    def check_mode() -> None:
-        """Raise RuntimeError if TensorFlow calls functions eagerly."""
-        if tf.config.functions_run_eagerly():
-            raise RuntimeError(
-                "tf.config.run_functions_eagerly must be False with a sparsifier, got True: functions that are called "
-                "eagerly get copies, and what is added to a residual would be lost; for Keras use "
-                "model.compile(run_eagerly=True)"
-            )
-
-    @staticmethod
-    def chosen(compressor: BoundCompressor, tensor: Tensor, dtype: str) -> Tensor:
-        """Return which entries of a tensor are selected outside of any bucket; `dtype` is that of a residual."""
-
-        def choose(array: NDArray[Any]) -> NDArray[np.bool_]:
-            if compressor.leaves_dense("", array.size) or not np.isfinite(array).all():
-                return np.ones(array.shape, np.bool_)
-            chosen = np.zeros(array.size, np.bool_)
-            chosen[compressor.choose_alone(host_ops(), array.reshape(-1).astype(dtype))] = True
-            return chosen.reshape(array.shape)
-
-        return tf.ensure_shape(tf.numpy_function(choose, [tensor], tf.bool), tensor.shape)
-
-    @staticmethod
-    def device_of(device: str) -> str:
-        """Return "cpu": all residuals are where NumPy can reach them."""
-        return "cpu"
 
     # --- called while a graph is built ---
 

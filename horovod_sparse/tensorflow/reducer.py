@@ -24,11 +24,10 @@ from horovod_sparse.core.state import check_state, kept_shapes, merged, names_in
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
-from horovod_sparse.tensorflow.host import HostPipeline
-from horovod_sparse.tensorflow.names import Names, plain, renamed
+from horovod_sparse.tensorflow.host import HostPipeline, Step
+from horovod_sparse.tensorflow.names import Names, renamed
 from horovod_sparse.tensorflow.plan import Plan, first_collective
 from horovod_sparse.tensorflow.reduction import Reduction
-from horovod_sparse.tensorflow.step import Step
 
 Tensor = Any
 Variable = Any
@@ -110,7 +109,12 @@ class Reducer(Server):
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         if not self.active:
             return list(gradients)
-        self.compressor.engine_class.check_mode()
+        if tf.config.functions_run_eagerly():
+            raise RuntimeError(
+                "tf.config.run_functions_eagerly must be False with a sparsifier, got True: functions that are called "
+                "eagerly get copies, and what is added to a residual would be lost; for Keras use "
+                "model.compile(run_eagerly=True)"
+            )
         rate, scale = (
             tf.constant(math.nan, tf.float64) if one is None else tf.cast(one, tf.float64)
             for one in (learning_rate, loss_scale)
@@ -208,26 +212,25 @@ class Reducer(Server):
                 f"in an elastic job compression must follow a state, but {self.compressor!r} follows none; pass it to the "
                 "state: hvd.elastic.TensorFlowState(variables, compression=compression), or TensorFlowKerasState"
             )
-        devices = {name: plain(variable).device for name, variable in zip(names, variables, strict=True)}
         sparse = [name for name, gradient in new.items() if isinstance(gradient, tf.IndexedSlices)]
         try:
-            planned, layouts = self._plan(new, sparse, self.reduction.group_numbers(variables, self.names), devices)
+            planned, layouts = self._plan(new, sparse, self.reduction.group_numbers(variables, self.names))
             deferred = self._deferred_for([*planned, *layouts])
         except Exception as error:
             # Every kind of error is caught: a damaged state raises others than ValueError.
             self._agree(names, new, sparse, f"{type(error).__name__}: {error}")
             raise
         self._agree(names, new, sparse, "")
-        self._carry_out(Plan(planned, layouts, sparse, {n: g.dtype for n, g in new.items()}), devices.__getitem__)
+        self._carry_out(Plan(planned, layouts, sparse, {n: g.dtype for n, g in new.items()}))
         if deferred is not None:
             self.deferred = deferred
             self._load_deferred()
 
-    def _carry_out(self, agreed: Plan, device_of: Callable[[str], str]) -> None:
+    def _carry_out(self, agreed: Plan) -> None:
         """Make what keeps and reduces the variables of a plan."""
         pipeline = self.pipeline = self.pipeline or self._make_pipeline()
-        pipeline.add_buckets(agreed.buckets, device_of)
-        pipeline.add_dense(agreed.dense, device_of)
+        pipeline.add_buckets(agreed.buckets)
+        pipeline.add_dense(agreed.dense, lambda name: None)
         self._plans.append(agreed)
         self._bucket_of.update((slot.name, layout) for layout in agreed.buckets for slot in layout.slots)
         self.sparse.extend(agreed.sparse)
@@ -247,7 +250,7 @@ class Reducer(Server):
         self._load(merged(kept, self.deferred), names_in(kept))
 
     def _plan(
-        self, new: Mapping[str, Any], sparse: Sequence[str], groups: Mapping[str, int], devices: Mapping[str, str]
+        self, new: Mapping[str, Any], sparse: Sequence[str], groups: Mapping[str, int]
     ) -> tuple[list[Layout], list[Layout]]:
         """Return the layouts of the buckets of new variables, and those of the variables that are reduced dense."""
         parameters, layouts = [], []
@@ -264,8 +267,7 @@ class Reducer(Server):
             if self.compressor.leaves_dense(name, math.prod(shape)):
                 layouts.append(Layout.of([(name, shape)], residual))
             else:
-                kind = self.compressor.engine_class.device_of(devices[name])
-                parameters.append(Parameter(name, shape, residual, kind, groups.get(name)))
+                parameters.append(Parameter(name, shape, residual, "cpu", groups.get(name)))
         planned = plan(parameters, self.compressor, self._process_set.size())
         check_limits(planned, self.compressor, self._process_set.size())
         return planned, layouts
@@ -281,7 +283,7 @@ class Reducer(Server):
         return deferred
 
     def _make_pipeline(self) -> HostPipeline:
-        pipeline: HostPipeline = self.compressor.engine_class(
+        pipeline = HostPipeline(
             self.compressor,
             self._collectives,
             world=self._process_set.size(),
@@ -349,7 +351,7 @@ class Reducer(Server):
         compare(self._all_settings(), [told["settings"]], mpi_ops.rank())
         self._take_number(told["number"])
         for agreed in told["plans"][len(self._plans) :]:
-            self._carry_out(Plan.of_json(agreed), lambda name: "")
+            self._carry_out(Plan.of_json(agreed))
         self._agreements = len(self._plans)
         if self.deferred is not None:
             self._load_deferred()

@@ -33,7 +33,6 @@ MODULES = {
     "tensorflow": (
         "tf.tape",
         "tf.keras3",
-        "tf.graph",
         "tf.checkpoints",
         "tf.scaling",
         "tf.disagreement",

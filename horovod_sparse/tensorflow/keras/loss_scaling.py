@@ -14,8 +14,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from horovod_sparse.tensorflow.compressors import TensorflowCompressor
-
 Tensor = Any
 Variable = Any
 
@@ -33,15 +31,6 @@ def inner_of(optimizer: Any) -> Any:
 def scale_of(scaler: Any) -> Tensor:
     """Return the factor by which the gradients of this step are too large."""
     return tf.convert_to_tensor(scaler.dynamic_scale if scaler.built else scaler.initial_scale)
-
-
-def check_scaler(compression: TensorflowCompressor) -> None:
-    """Raise ValueError if a compressor cannot be used with a LossScaleOptimizer."""
-    if compression.graph:
-        raise ValueError(
-            "graph must be False in the compression with a LossScaleOptimizer, got True: the graph keeps no copy of a step "
-            "that is left out"
-        )
 
 
 @functools.cache

@@ -19,14 +19,7 @@ from horovod.tensorflow import mpi_ops
 from horovod_sparse.core.agreement import check_momentum
 from horovod_sparse.core.binding import check_kind
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
-from horovod_sparse.tensorflow.keras.loss_scaling import (
-    check_scaler,
-    follow_scalers,
-    inner_of,
-    is_scaler,
-    scale_of,
-    spoiled,
-)
+from horovod_sparse.tensorflow.keras.loss_scaling import follow_scalers, inner_of, is_scaler, scale_of, spoiled
 from horovod_sparse.tensorflow.memory import unwatched
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
@@ -226,7 +219,6 @@ def _compressed(reducer: Reducer) -> Reduce:
     def reduce(gradients: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
         rate = tf.convert_to_tensor(optimizer.learning_rate) if reducer.compressor.lr_in_residual else None
         if is_scaler(optimizer):
-            check_scaler(reducer.compressor)
             # A step that is left out is discarded.
             reducer.compressor.discardable = True
             return list(reducer(gradients, variables, learning_rate=rate, loss_scale=scale_of(optimizer)))
@@ -375,8 +367,6 @@ def check_compression(optimizer: Any, compression: TensorflowCompressor) -> None
     check_momentum(
         compression, getattr(inner, "momentum", None), betas or None, "keras.optimizers.SGD(..., momentum=0.0)"
     )
-    if inner is not optimizer:
-        check_scaler(compression)
 
 
 def _check_callers(optimizer: Any) -> None:

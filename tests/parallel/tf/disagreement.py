@@ -42,7 +42,6 @@ def dense_steps_that_end_in_different_steps_raise_on_all(make: MakeCompression) 
         "pairs": (lambda: TopK(0.05, granularity="model", min_numel=0),),
         "union": (lambda: TopK(0.05, union=True, granularity="model", min_numel=0),),
         "shared": (lambda: RandomBlock(0.05, granularity="model", min_numel=0),),
-        "graph": (lambda: TopK(0.05, granularity="model", min_numel=0, graph=True),),
         "dense": (lambda: TopK(0.05, exclude=["*"]),),
     },
 )

@@ -378,11 +378,11 @@ def optimizers_that_differ_raise(named: str, settings: dict[str, Any], other: di
     assert f"'{named}': (" in message, message
 
 
-@scenario(TF_2, cases={"host": (False,), "graph": (True,)})
-def a_frozen_variable_stays_where_it_is(graph: bool) -> None:
+@scenario(TF_2)
+def a_frozen_variable_stays_where_it_is() -> None:
     """And what waits for it is dropped; one that has no gradient in a step goes on."""
     frozen, idle, other = (keras.Variable(np.zeros((20, 30)), name=name) for name in ("frozen", "idle", "other"))
-    variables, compression = [frozen, idle, other], TopK(0.05, graph=graph)
+    variables, compression = [frozen, idle, other], TopK(0.05)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
     optimizer.build(variables)
 
@@ -412,7 +412,6 @@ def a_frozen_variable_stays_where_it_is(graph: bool) -> None:
         "model": (lambda: TopK(0.05, granularity="model"),),
         "momentum": (lambda: DGC(0.05, granularity="model"),),
         "layer": (lambda: SIDCo(0.05, granularity="layer"),),
-        "graph": (lambda: TopK(0.05, granularity="model", graph=True),),
     },
 )
 def a_layer_is_frozen_and_the_model_compiled_again(make: MakeCompression) -> None:

@@ -232,9 +232,3 @@ def nestings_that_cannot_work_are_refused() -> None:
     assert "is distributed already" in message
     model = compiled(_scaled(_Other(distributed)))
     assert "must be directly inside of a LossScaleOptimizer" in raised(ValueError, lambda: fit(model, [0]))
-    for wrap in (_inside, _around):
-        message = raised(
-            ValueError,
-            lambda wrap=wrap: fit(compiled(wrap(keras.optimizers.SGD(0.1), SIDCo(0.02, stages=3, graph=True))), [0]),
-        )
-        assert "graph must be False in the compression with a LossScaleOptimizer" in message

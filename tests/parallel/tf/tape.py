@@ -723,16 +723,16 @@ DAMAGED = {
 """What is wrong with a state, by what the error says."""
 
 
-@scenario(TF_2, cases={"host": (False,), "graph": (True,)})
-def a_damaged_state_is_refused_when_it_is_loaded(graph: bool) -> None:
+@scenario(TF_2)
+def a_damaged_state_is_refused_when_it_is_loaded() -> None:
     """Before a reducer is there, while it has planned nothing, when it has, and from bytes; nothing is changed then."""
     weights = variables(SHAPES)
-    trained, running, waiting = (TopK(0.05, graph=graph) for _ in range(3))
+    trained, running, waiting = (TopK(0.05) for _ in range(3))
     reduce(trained, weights, gradients_of(0))
     reduce(running, weights, gradients_of(1))
     reduce(waiting, variables({"a": (1,)}), {})
     state = trained.state_dict()
-    for compression in (TopK(0.05, graph=graph), waiting, running):
+    for compression in (TopK(0.05), waiting, running):
         before, packed = compression.serialize(), trained.serialize()
         for message, spoil in DAMAGED.items():
             damaged = spoil(copy.deepcopy(state))

@@ -35,8 +35,8 @@ def _two_at_once(path: Path) -> Any:
     return _with_fit(path, steps_per_execution=2)
 
 
-def _with_a_tape(path: Path, **settings: Any) -> Any:
-    compression = adapter.SIDCo(0.05, **settings)
+def _with_a_tape(path: Path) -> Any:
+    compression = adapter.SIDCo(0.05)
     log = adapter.StatsLog(compression, path, every=2)
     variables = {"weight": tf.Variable(tf.zeros((40, 50))), "bias": tf.Variable(tf.zeros(9))}
     for step in range(STEPS):
@@ -46,10 +46,6 @@ def _with_a_tape(path: Path, **settings: Any) -> Any:
     return compression
 
 
-def _in_the_graph(path: Path) -> Any:
-    return _with_a_tape(path, graph=True, stages=3)
-
-
 @scenario(
     TF_2,
     TF_4,
@@ -57,7 +53,6 @@ def _in_the_graph(path: Path) -> Any:
         "fit": (_with_fit,),
         "several steps at once": (_two_at_once,),
         "tape": (_with_a_tape,),
-        "graph": (_in_the_graph,),
     },
 )
 def a_log_has_every_second_step(run: Any) -> None:

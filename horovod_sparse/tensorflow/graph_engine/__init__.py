@@ -1,1 +1,0 @@
-"""EXPERIMENTAL and frozen: the engine of `graph=True`, all operations of TensorFlow. Nothing else depends on it."""
