@@ -13,17 +13,12 @@ help: ## say what can be made
 setup: ## install everything into .venv; about a second when that is done already
 	@docker/setup.sh
 
-# Tests of one process share the cores; those that start several need them all. Tests marked `full` are left to test-all.
-in_process = $(bin)/python -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
-launches = $(bin)/python -m pytest tests
+# Every part of the tests runs, also after another has failed (ci/tests.py). Tests marked `full` are left to test-all.
+test: setup lint types ## lint, types, then the quick tests: about 5 minutes on 2 cores
+	$(bin)/python ci/tests.py
 
-test: setup lint types ## lint, types, then the quick tests: about 10 minutes on 2 cores
-	$(in_process) -m "not full and not parallel"
-	$(launches) -m "not full and parallel"
-
-test-all: test ## the same, then all other tests: about an hour on 2 cores
-	$(in_process) -m "(full or hypothesis) and not parallel" --hypothesis-profile full
-	$(launches) -m "full and parallel"
+test-all: setup lint types ## the same, then all other tests: about 40 minutes on 2 cores
+	$(bin)/python ci/tests.py --full
 
 sanitize: setup ## test the compiled kernels, also with a million damaged messages, with the sanitizers; about 8 minutes
 	$(bin)/python tests/sanitize.py

@@ -4,6 +4,7 @@
         --model linear --width 1024 --layers 24 --batch-size 16 --rows "SIDCo 0.001" --picture docs/step.png
 
 Takes the options of step_time.py, and draws one row of it (`--rows`): the first step of all, and a step of the median length.
+"Waiting for all" begins when the first worker is ready, which may be another one than the one whose computation is shown.
 """
 
 from __future__ import annotations
@@ -159,10 +160,11 @@ def main() -> None:
     panels = [(f"step {number}", rows_of(steps[number], spans)) for number in (0, middle)]
     for name, rows in panels:
         (_, (_, backward, update)), *exchanged = rows
-        first, last = min(row[0].begin for _, row in exchanged), max(row[-1].end for _, row in exchanged)
+        sent = [span for _, row in exchanged for span in row if span.what == "on its way"]
+        first, last = min(span.begin for span in sent), max(span.end for span in sent)
         print(
-            f"{name}: backward {backward.begin:.1f} to {backward.end:.1f} ms, collectives {first:.1f} to {last:.1f} ms, "
-            f"the step ends at {update.end:.1f} ms"
+            f"{name}: backward {backward.begin:.1f} to {backward.end:.1f} ms, collectives on their way {first:.1f} to "
+            f"{last:.1f} ms, the step ends at {update.end:.1f} ms"
         )
     draw(panels, f"{contender.name}, {task.title}, {hvd.size()} workers\n{machine.describe()}", picture)
     print(f"Picture: {picture}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from parallel.launch import launcher_variables
+from parallel.launch import Launch, launcher_variables
 
 # Triton's kernels are interpreted, on the CPU.
 os.environ["TRITON_INTERPRET"] = "1"
@@ -68,3 +68,16 @@ def _no_launcher_variables_are_left() -> Iterator[None]:
     assert not left, (
         f"the test has left {sorted(left)} in the environment: start a process for what initialises Horovod"
     )
+
+
+@pytest.fixture(autouse=True)
+def _only_parallel_tests_launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests without the mark `parallel` share the cores: several processes of each would wait for each other for too long."""
+    if request.node.get_closest_marker("parallel") is None:
+        monkeypatch.setattr(Launch, "_command", _plain)
+
+
+def _plain(launch: Launch, options: Sequence[str]) -> list[str]:
+    if launch.launcher != "plain":
+        pytest.fail(f"a test that starts {launch} must have the mark 'parallel'")
+    return []
