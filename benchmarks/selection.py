@@ -2,9 +2,9 @@
 
     python benchmarks/selection.py [--sizes 25M] [--memory] [--bars] [--markdown] [--json FILE] [--picture FILE]
 
-Does as `horovod-sparse bench`, with more rows, on three kinds of gradients, and in TensorFlow too. Times one worker's whole
-step but for the collectives: the gradient is taken in, entries are selected, packed, and taken out of the residual; and, in a
-row of its own, what comes after the collective. Rows take turns, with the unit before and after each. Fails when a selection is
+Times one worker's whole step but for the collectives, on three kinds of gradients, in PyTorch, NumPy or TensorFlow: the
+gradient is taken in, entries are selected, packed, and taken out of the residual; and, in a row of its own, what comes after
+the collective. Rows take turns, with the unit before and after each. Fails when a selection is
 not what the NumPy oracle selects, and with --bars when a row takes longer than it may.
 """
 
@@ -14,19 +14,20 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 import selection_memory as memory
 import selection_report as report
 from selection_contestants import Measured, Rows
-from selection_rows import CASES, Case
+from selection_rows import CASES, Case, Conditions
+from selection_turns import take_turns, unit
+from selection_worker import make_backend
 from tqdm import tqdm
 
 from horovod_sparse import kernels
-from horovod_sparse.tools import bench
-from horovod_sparse.tools.bench.measure import take_turns, unit
-from horovod_sparse.tools.bench.rows import Conditions
-from horovod_sparse.tools.bench.worker import make_backend
+from horovod_sparse.tools.options import quantity
+from horovod_sparse.tools.quantities import parse_count
 
 
 def measure(conditions: Conditions, cases: Sequence[Case], arguments: argparse.Namespace) -> list[Measured]:
@@ -78,13 +79,17 @@ def held(results: Sequence[Measured]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Those of `horovod-sparse bench`, and more."""
     options = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    bench.add_arguments(options, sizes=(25_000_000,), repetitions=15)
     add = options.add_argument
-    add("--backend", choices=[*bench.BACKENDS, "tensorflow"], default="torch")
+    sizes = quantity(parse_count, "sizes")
+    add("--sizes", nargs="+", type=sizes, default=[25_000_000], metavar="N", help="elements, as 1000000 or 25M")
+    add("--ratios", nargs="+", type=float, default=[0.001], metavar="RATIO", help="of the entries that are sent")
+    add("--threads", nargs="+", type=int, default=[1], metavar="N", help="of PyTorch and the kernels")
+    add("--repetitions", type=int, default=15, metavar="N")
+    add("--rows", nargs="+", default=[""], metavar="TEXT", help="only rows whose titles contain one of these")
+    add("--backend", choices=["torch", "numpy", "tensorflow"], default="torch")
     variants = ["auto", "off", *kernels.NAMES]
     text = f"any of {', '.join(variants)}"
     add("--kernels", nargs="+", choices=variants, default=["auto"], metavar="VARIANT", help=text)
@@ -105,11 +110,12 @@ def main() -> int:
     missing = set(arguments.kernels).difference(here)
     if missing:
         raise SystemExit(f"--kernels must be among {', '.join(here)} on this machine, got {', '.join(missing)}")
-    cases = [case for case in CASES if bench.asked(case.title, arguments)]
+    cases = [case for case in CASES if any(text.lower() in case.title.lower() for text in arguments.rows)]
     results = []
     for variant in arguments.kernels:
         with kernels_set(variant):
-            for conditions in bench.conditions(arguments):
+            for threads, size, ratio in product(arguments.threads, arguments.sizes, arguments.ratios):
+                conditions = Conditions(size, ratio, threads, arguments.backend, kernels.variant())
                 results += measure(conditions, cases, arguments)
     print(report.markdown(results) if arguments.markdown else report.text(results))
     if arguments.json:

@@ -12,15 +12,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 from horovod.torch.compression import Compression
-from selection_rows import DATA, Case
+from selection_rows import DATA, Case, Conditions
+from selection_turns import ELEMENTS, Result, Run
+from selection_worker import Backend, Gradients, Worker
 from torch import Tensor
 from tqdm import tqdm
 
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.ops.protocol import Array, Ops
-from horovod_sparse.tools.bench.measure import ELEMENTS, Result, Run
-from horovod_sparse.tools.bench.rows import Conditions
-from horovod_sparse.tools.bench.worker import Backend, Gradients, Worker
 
 
 @dataclass

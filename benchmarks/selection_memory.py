@@ -16,11 +16,10 @@ import sys
 from pathlib import Path
 
 from selection_contestants import Stepper
-from selection_rows import CASES, DATA
+from selection_rows import CASES, DATA, Conditions
+from selection_worker import Gradients, make_backend
 
 from horovod_sparse import kernels
-from horovod_sparse.tools.bench.rows import Conditions
-from horovod_sparse.tools.bench.worker import Gradients, make_backend
 
 _PEAK = Path("/proc/self/clear_refs")
 

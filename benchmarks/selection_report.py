@@ -10,11 +10,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import selection_turns as turns
 from machine import processor
 from selection_contestants import Measured
 
 from horovod_sparse import __version__
-from horovod_sparse.tools.bench import measure
 from horovod_sparse.tools.check import instruction_sets
 
 
@@ -37,7 +37,7 @@ def text(results: Sequence[Measured]) -> str:
     """Return the results as text for a terminal."""
     lines = []
     for _, members in _tables(results):
-        lines.append(measure.text(members))
+        lines.append(turns.text(members))
         for result in members:
             if result.operations:
                 operations = ", ".join(f"{operation} {units:.2f}" for operation, units in result.operations.items())

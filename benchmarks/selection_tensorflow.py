@@ -8,11 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 from numpy.typing import NDArray
+from selection_rows import Conditions, Row
 
 from horovod_sparse.core.layout import Parameter, plan
 from horovod_sparse.tensorflow.exchange import Collectives
 from horovod_sparse.tensorflow.host import HostPipeline, Step
-from horovod_sparse.tools.bench.rows import Conditions, Row
 
 
 def set_threads(threads: int) -> None:

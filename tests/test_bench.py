@@ -1,4 +1,4 @@
-"""The command `horovod-sparse bench`, and `benchmarks/selection.py`, which is built on it."""
+"""`benchmarks/selection.py`: it times what a step does, and notices a wrong selection."""
 
 import json
 import subprocess
@@ -18,11 +18,12 @@ from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Selection
-from horovod_sparse.tools import cli
-from horovod_sparse.tools.bench.rows import ROWS, Conditions, Row
-from horovod_sparse.tools.bench.worker import Gradients, Worker, make_backend
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+from selection_rows import ROWS, Conditions, Row  # noqa: E402
+from selection_worker import Gradients, Worker, make_backend  # noqa: E402
+
 CONDITIONS = Conditions(10_000, 0.01, 1, "numpy", kernels.variant())
 SMALL = ["--sizes", "10k", "--ratios", "0.01", "--repetitions", "2"]
 TOPK = next(row for row in ROWS if row.title == "TopK")
@@ -95,27 +96,8 @@ def test_the_messages_of_all_workers_are_written() -> None:
     assert np.array_equal(dense[dense != 0.0], 4.0 * gradient[dense != 0.0])
 
 
-@pytest.mark.parametrize("backend", ["numpy", pytest.param("torch", marks=pytest.mark.full)])
-def test_the_command_times_every_row(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if backend == "torch":
-        pytest.importorskip("horovod.torch")
-    assert cli.main(["bench", *SMALL, "--backend", backend]) == 0
-    printed = capsys.readouterr().out
-    assert f"10,000 elements, ratio 0.01, {backend}, kernels: {kernels.variant()}, threads: 1" in printed
-    for row in ROWS:
-        (line,) = (line for line in printed.splitlines() if line.startswith(f"{row.title}  "))
-        assert float(line.removeprefix(row.title).split()[0]) > 0.0
-
-
-def test_the_command_times_only_the_rows_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", *SMALL, "--backend", "numpy", "--rows", "topk", "Block"]) == 0
-    titles = [line.split()[0] for line in capsys.readouterr().out.splitlines()[3:]]
-    assert titles == ["TopK", "RandomBlock"]
-
-
 def run_selection(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
     pytest.importorskip("horovod.torch")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "argv", ["selection.py", *SMALL, *options])
     status: int = import_module("selection").main()
     return status
@@ -133,6 +115,18 @@ def test_the_benchmark_times_whole_steps_in_tensorflow() -> None:
     for where in ("eager code", "a tf.function", "PyTorch"):
         (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"TopK, whole step in {where}  "))
         assert float(line.removeprefix(f"TopK, whole step in {where}").split()[0]) > 0.0
+
+
+def test_the_benchmark_times_every_row_in_numpy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row.title for row in ROWS]
+    assert run_selection(monkeypatch, "--backend", "numpy", "--rows", *rows) == 0
+    printed = capsys.readouterr().out
+    assert f"10,000 elements, ratio 0.01, numpy, kernels: {kernels.variant()}, threads: 1" in printed
+    for title in rows:
+        (line,) = (line for line in printed.splitlines() if line.startswith(f"{title}  "))
+        assert float(line.removeprefix(title).split()[0]) > 0.0
 
 
 @pytest.mark.full

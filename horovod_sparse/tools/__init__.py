@@ -1,1 +1,1 @@
-"""The command line: `horovod-sparse check` and `horovod-sparse bench`."""
+"""The command line `horovod-sparse`: `check`, `plan` and `report`."""

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from horovod_sparse import __version__
-from horovod_sparse.tools import bench, check, plan, report
+from horovod_sparse.tools import check, plan, report
 
 
 def _check(_: argparse.Namespace) -> int:
@@ -24,11 +24,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     text = "say what this machine can do, and what to install; exit status 0 if training with torch can run"
     commands.add_parser("check", help=text, description=text).set_defaults(run=_check)
-    text = "time the compressors on this machine, in units of residual.add_(gradient)"
-    measured = commands.add_parser("bench", help=text, description=text)
-    bench.add_arguments(measured, sizes=(1_000_000, 25_000_000), repetitions=5)
-    measured.add_argument("--backend", choices=bench.BACKENDS, default="torch")
-    measured.set_defaults(run=bench.run)
     text = "predict how long each exchange of gradients takes on a network, without training"
     planned = commands.add_parser("plan", help=text, description=text)
     plan.add_arguments(planned)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from selection_rows import Conditions, Draw, Row, Spent, laplace
 
 from horovod_sparse.compressors.base import BucketState
 from horovod_sparse.core.layout import Parameter, Slot, plan
@@ -19,7 +20,6 @@ from horovod_sparse.exchange.protocols import Collective, Reduced, union
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Array, Ops
-from horovod_sparse.tools.bench.rows import Conditions, Row, Spent
 
 _ALIGNMENT = 16
 """Number of elements in a cache line."""
@@ -53,17 +53,6 @@ def make_backend(name: str, threads: int) -> Backend:
 
     torch.set_num_threads(threads)
     return Backend(tensor_ops(), torch.zeros(1), torch.cat, torch.Tensor.numpy)
-
-
-Draw = Callable[[np.random.Generator, int], NDArray[Any]]
-"""Draws the entries of a gradient."""
-
-
-def laplace(rng: np.random.Generator, size: int) -> NDArray[Any]:
-    """Draw entries from the Laplace distribution."""
-    entries = rng.standard_exponential(size, np.float32)
-    entries.view(np.uint32)[...] |= rng.integers(2, size=size, dtype=np.uint32) << 31
-    return entries
 
 
 class Gradients:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
-
-from horovod_sparse.tools.bench.rows import Conditions, Row
-from horovod_sparse.tools.bench.worker import Backend, Gradients, Worker, make_backend
+from selection_rows import Conditions
+from selection_worker import Backend, Gradients
 
 ELEMENTS = 2_000_000
 """Steps of small buckets are repeated until this many elements have been processed."""
@@ -43,32 +42,6 @@ class Result:
         rate = 12e-9 * self.conditions.size / float(np.median(self.seconds))
         quartiles = f"{self.quantile(0.25):.2f}-{self.quantile(0.75):.2f}"
         return {"row": self.title, "units": f"{self.units:.2f}", "quartiles": quartiles, "GB/s": f"{rate:.1f}"}
-
-
-def measure(conditions: Conditions, rows: Sequence[Row], repetitions: int) -> list[Result]:
-    """Time rows under the same conditions."""
-    backend = make_backend(conditions.backend, conditions.threads)
-    gradients = Gradients(backend, conditions.size)
-    workers, contestants = [], []
-    for row in rows:
-        worker = Worker(backend, row, conditions, backend.zeros(conditions.size) if row.receives else None)
-        workers.append(worker)
-        contestants.append((Result(row.title, conditions), stepper(worker, row, gradients)))
-    take_turns(contestants, unit(backend, gradients, conditions.size), range(repetitions))
-    for worker in workers:
-        worker.check()
-    return [result for result, _ in contestants]
-
-
-def stepper(worker: Worker, row: Row, gradients: Gradients) -> Run:
-    """Warm a worker up, and return what takes its next step."""
-
-    def run() -> float:
-        return row.part(worker.step(gradients.next()))
-
-    for _ in range(row.warm_steps):
-        run()
-    return run
 
 
 def unit(backend: Backend, gradients: Gradients, size: int) -> Run:
