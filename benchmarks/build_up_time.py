@@ -30,8 +30,7 @@ from tqdm import tqdm
 from horovod_sparse.core.layout import Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange.protocols import Collective, Reduced
-from horovod_sparse.tools.plan import network
-from horovod_sparse.tools.plan.network import LATENCY, Call, Network, Rounds
+from horovod_sparse.tools.plan import DENSE16, DENSE32, LATENCY, Call, Network, Rounds
 from horovod_sparse.tools.quantities import parse_bandwidth
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "build-up-time.png"
@@ -150,8 +149,8 @@ def measure(args: argparse.Namespace) -> list[Result]:
 def dense(args: argparse.Namespace) -> list[Result]:
     """Dense exchanges, of which only the network's time is known."""
     return [
-        Result(name, workers, (0.0, 0.0, 0.0), 0.0, [network.dense(args.numel, itemsize)])
-        for name, itemsize in zip(DENSE, (4, 2), strict=True)
+        Result(name, workers, (0.0, 0.0, 0.0), 0.0, method.rounds(args.numel, 1.0, workers))
+        for name, method in zip(DENSE, (DENSE32, DENSE16), strict=True)
         for workers in args.workers
     ]
 

@@ -18,10 +18,8 @@ import horovod.torch as hvd
 import machine
 from network_measure import Collectives, agreed, measure, seconds
 
-from horovod_sparse.tools.options import quantity
-from horovod_sparse.tools.plan.methods import DENSE16, DENSE32, METHODS, Method
-from horovod_sparse.tools.plan.network import Network, Rounds
-from horovod_sparse.tools.quantities import parse_count
+from horovod_sparse.tools.plan import DENSE16, DENSE32, METHODS, POWER, Method, Network, Rounds
+from horovod_sparse.tools.quantities import parse_count, quantity
 
 BUDGET = 6.0
 """Seconds that the repetitions of one method take, if the prediction is right."""
@@ -61,8 +59,8 @@ def timed(collectives: Collectives, rounds: Rounds, name: str, repetitions: int)
 def compare(collectives: Collectives, where: Network, parameters: int, ratios: Sequence[float]) -> Iterator[Row]:
     """Time each sparse method at each ratio, and the dense ones once."""
     world = collectives.world
-    cases: list[tuple[Method, float]] = [(method, 1.0) for method in (DENSE32, DENSE16)]
-    cases += [(method, ratio) for ratio in ratios for method in METHODS if method not in (DENSE32, DENSE16)]
+    cases: list[tuple[Method, float]] = [(method, 1.0) for method in (DENSE32, DENSE16, POWER)]
+    cases += [(method, ratio) for ratio in ratios for method in METHODS if method not in (DENSE32, DENSE16, POWER)]
     for method, ratio in cases:
         predicted = method.seconds(where, parameters, ratio, world)
         repetitions = min(MOST_REPETITIONS, max(1, int(BUDGET / predicted)))

@@ -16,7 +16,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from horovod_sparse.exchange.protocols import Kind
-from horovod_sparse.tools.plan.network import CYCLE, Call, Network
+from horovod_sparse.tools.plan import CYCLE, Call, Network
 from horovod_sparse.torch.exchange import gather_json
 
 TINY = 1

@@ -26,8 +26,7 @@ from selection_worker import make_backend
 from tqdm import tqdm
 
 from horovod_sparse import kernels
-from horovod_sparse.tools.options import quantity
-from horovod_sparse.tools.quantities import parse_count
+from horovod_sparse.tools.quantities import parse_count, quantity
 
 
 def measure(conditions: Conditions, cases: Sequence[Case], arguments: argparse.Namespace) -> list[Measured]:

@@ -10,29 +10,24 @@ from hypothesis import strategies as st
 
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.exchange.cost import BYTES, allgather_bytes, allreduce_bytes, alltoall_bytes, break_even_ratio
-from horovod_sparse.tools.plan import methods, network
-from horovod_sparse.tools.plan.methods import (
+from horovod_sparse.tools.plan import (
     BALANCED,
     COMPACT,
     DENSE16,
     DENSE32,
     METHODS,
-    MOST_WORKERS,
     PAIRS,
+    POWER,
     SHARED,
     UNION,
+    Call,
     Method,
-    break_even_workers,
-    fastest,
+    Network,
 )
-from horovod_sparse.tools.plan.network import Call, Network
 
 FREE = Network(latency=0.0, bandwidth=1e9, wait=0.0)
 """Only bytes cost anything."""
-EXACT_PAIRS = Method("pairs without spare room", "TopK({ratio})", methods.pairs(TopK))
-SPARSE = [method for method in METHODS if method not in (DENSE32, DENSE16)]
 
 
 def test_bytes() -> None:
@@ -84,6 +79,8 @@ def test_messages_worked_by_hand() -> None:
     numel, ratio, world = 10_000_000, 0.001, 8
     assert DENSE32.rounds(numel, ratio, world) == [[Call("allreduce", numel)]]
     assert DENSE16.rounds(numel, ratio, world) == [[Call("allreduce", numel, 2)]]
+    # Rank 4: of each matrix of 1024 x 1024, first 1024 x 4 numbers, then 4 x 1024.
+    assert POWER.rounds(2**22, ratio, world) == [[Call("allreduce", 4 * 1024 * 4)]] * 2
     # SIDCo has room for 1.25 k.
     assert PAIRS.rounds(numel, ratio, world) == [(Call("allgather", 2 * 8192), Call("allgather", 2 * 4308))]
     assert COMPACT.rounds(numel, ratio, world) == [(Call("allgather", 100 + 8192), Call("allgather", 53 + 4308))]
@@ -102,9 +99,9 @@ def test_messages_worked_by_hand() -> None:
 
 def test_dense_gradients_are_fused_as_horovod_does() -> None:
     """128 MiB hold 2^25 numbers of 4 bytes."""
-    assert network.dense(2**25, 4) == [Call("allreduce", 2**25)]
-    assert network.dense(2**25 + 1, 4) == [Call("allreduce", 2**25), Call("allreduce", 1)]
-    assert network.dense(2**25 + 1, 2) == [Call("allreduce", 2**25 + 1, 2)]
+    assert DENSE32.rounds(2**25, 1.0, 2) == [[Call("allreduce", 2**25)]]
+    assert DENSE32.rounds(2**25 + 1, 1.0, 2) == [[Call("allreduce", 2**25), Call("allreduce", 1)]]
+    assert DENSE16.rounds(2**25 + 1, 1.0, 2) == [[Call("allreduce", 2**25 + 1, 2)]]
 
 
 networks = st.builds(Network, latency=st.floats(0.0, 0.01), bandwidth=st.floats(1e6, 1e11), wait=st.floats(0.0, 0.01))
@@ -151,63 +148,3 @@ def test_messages_are_as_long_as_the_compressor_says(method: Method, compressor:
     capacity = made.message_capacity(numel, made.target_count(numel), world)
     first = method.rounds(numel, 0.01, world)[0][0]
     assert first.length == (2 * capacity if method is PAIRS else 2 + capacity)
-
-
-@pytest.mark.parametrize("world", [2, 8, 50, 500])
-@pytest.mark.parametrize(("dense", "itemsize"), [(DENSE32, 4), (DENSE16, 2)])
-def test_the_search_finds_the_break_even_ratio(dense: Method, itemsize: int, world: int) -> None:
-    """Where only bytes count and messages have no spare room, it is that of the formula."""
-    numel = 20_000_000
-    found = methods.break_even_ratio(FREE, numel, world, EXACT_PAIRS, dense)
-    # Each of the four buckets sends whole entries.
-    assert found == pytest.approx(break_even_ratio(itemsize, world), abs=4 / numel)
-
-
-@pytest.mark.parametrize("where", [FREE, Network(50e-6, 125e6), Network(0.001, 1e9)], ids=["free", "1gbit", "far"])
-@pytest.mark.parametrize("dense", [DENSE32, DENSE16], ids=lambda method: method.title)
-@pytest.mark.parametrize("method", [PAIRS, EXACT_PAIRS, COMPACT], ids=lambda method: method.title)
-def test_beyond_the_break_even_point_dense_wins(method: Method, dense: Method, where: Network) -> None:
-    numel, ratio = 25_000_000, 0.005
-    most = break_even_workers(where, numel, ratio, method, dense)
-    assert 2 <= most < MOST_WORKERS
-    for world in [*range(2, 300), most, most + 1]:
-        wins = method.seconds(where, numel, ratio, world) < dense.seconds(where, numel, ratio, world)
-        assert wins == (world <= most)
-    largest = methods.break_even_ratio(where, numel, 8, method, dense)
-    limit = dense.seconds(where, numel, 1.0, 8)
-    assert method.seconds(where, numel, 0.999 * largest, 8) < limit <= method.seconds(where, numel, 1.001 * largest, 8)
-
-
-def test_break_even_points_that_do_not_exist() -> None:
-    slow = Network(latency=1.0, bandwidth=1e12, wait=0.0)
-    # Four buckets take 4 (n - 1) messages, a dense allreduce 2 (n - 1).
-    assert break_even_workers(slow, 25_000_000, 1e-6, PAIRS, DENSE32) == 0
-    assert methods.break_even_ratio(slow, 25_000_000, 8, PAIRS, DENSE32) == 0.0
-    # One bucket takes n - 1.
-    assert break_even_workers(slow, 1_000_000, 1e-6, PAIRS, DENSE32) == MOST_WORKERS
-    assert methods.break_even_ratio(FREE, 1_000_000, 8, COMPACT, DENSE32) < 1.0
-    assert methods.break_even_ratio(slow, 1_000_000, 2, PAIRS, DENSE32) == 1.0
-
-
-def test_the_fastest_method_takes_the_least_time() -> None:
-    assert fastest(FREE, 25_000_000, 0.5, 64) is DENSE16
-    assert fastest(FREE, 25_000_000, 0.001, 64) is SHARED
-    # Many messages cost more than many bytes, and compact pairs need the fewest of both.
-    assert fastest(Network(50e-6, 1.25e9), 25_000_000, 0.001, 64) is COMPACT
-    for method in SPARSE:
-        assert fastest(FREE, 25_000_000, 0.001, 64, [DENSE32, method]) is method
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((-1.0, 1e9), "latency must be a finite number of seconds >= 0, got -1.0"),
-        ((math.nan, 1e9), "latency must be a finite number of seconds >= 0, got nan"),
-        ((0.0, 0.0), "bandwidth must be a finite number of bytes per second > 0, got 0.0"),
-        ((0.0, math.inf), "bandwidth must be a finite number of bytes per second > 0, got inf"),
-        ((0.0, 1e9, -0.5), "wait must be a finite number of seconds >= 0, got -0.5"),
-    ],
-)
-def test_networks_that_cannot_be_are_refused(arguments: tuple[float, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Network(*arguments)

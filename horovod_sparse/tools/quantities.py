@@ -1,11 +1,16 @@
-"""Quantities with units, as people write them: counts, bandwidths and latencies. Plain Python, no framework."""
+"""Options of commands, as people write them: counts, bandwidths, latencies and numbers. Plain Python, no framework."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from argparse import ArgumentTypeError as Refusal
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)\s*([A-Za-zµ]*)")
 _LEAST, _MOST = Fraction(1, 10**30), Fraction(10**30)
@@ -71,6 +76,34 @@ def parse_latency(name: str, text: str) -> float:
     if number is None:
         raise ValueError(f"{name} must be a time in us, ms or s, such as 50us, got {text!r}")
     return float(number)
+
+
+def parse_number(name: str, text: str, *, least: float, most: float, example: str, whole: bool = False) -> float:
+    """Return the number that `text` says, in (least, most], and a whole one if it must be.
+
+    Raises:
+        ValueError: the text is anything else.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not least < number <= most or (whole and not number.is_integer()):
+        kind = "a whole number" if whole else "a number"
+        raise ValueError(f"{name} must be {kind} > {least:g} and <= {most:g}, such as {example}, got {text!r}")
+    return number
+
+
+def quantity(parse: Callable[[str, str], T], name: str) -> Callable[[str], T]:
+    """Return the `type` of an option: `parse(name, text)`. argparse prints the message of its ValueError as it is."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(name, text)
+        except ValueError as error:
+            raise Refusal(str(error)) from error
+
+    return parsed
 
 
 def _number(text: str, units: Mapping[str, int | Fraction]) -> Fraction | None:

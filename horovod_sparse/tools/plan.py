@@ -1,0 +1,254 @@
+"""Predict bytes and time of a step with each exchange, on a network and without training. Imports no framework.
+
+A collective of n workers is a number of messages one after the other, in a ring. A message of m bytes takes `alpha + m/B`.
+Horovod looks for collectives once in a cycle, so each round of them also waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.micro import MiCRO
+from horovod_sparse.compressors.randomblock import RandomBlock
+from horovod_sparse.compressors.sidco import SIDCo
+from horovod_sparse.exchange import cost, regions, wire
+from horovod_sparse.exchange.protocols import Kind
+from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency, parse_number, quantity
+
+CYCLE = 0.001
+"""Horovod's default cycle in seconds (`HOROVOD_CYCLE_TIME`)."""
+FUSION_BYTES = 128 * 2**20
+"""Bytes that Horovod reduces together by default (`HOROVOD_FUSION_THRESHOLD`)."""
+LATENCY = 50e-6
+"""Seconds of a message, if nobody says otherwise; about what TCP takes within a data centre."""
+MOST_WORKERS = 10**6
+_MATRIX, _RANK = 1024, 4
+"""PowerSGD's bytes depend on the shapes of the parameters: these are taken to be square matrices with so many rows."""
+LEFT_OUT = f"""\
+Left out: the time to select, to add up and to factorise, what backward hides of the communication, and
+waiting for slow workers. All collectives are taken to be rings; PowerSGD's matrices have {_MATRIX} rows.
+RandomBlock trains only with detached error feedback. To measure instead: horovod-sparse try"""
+
+
+class Call(NamedTuple):
+    """One collective of a step."""
+
+    kind: Kind
+    length: int
+    """Numbers in this worker's message."""
+    itemsize: int = 4
+    """Bytes of a number."""
+
+    def bytes_sent(self, world: int) -> float:
+        """Return the bytes that each of `world` workers sends."""
+        return cost.BYTES[self.kind](self.itemsize * self.length, world)
+
+    def messages(self, world: int) -> int:
+        """Return the number of messages that each of `world` workers sends one after the other."""
+        # An allreduce is a reduce-scatter and an allgather. Before an alltoall, Horovod exchanges how long the parts are.
+        return (world - 1) * (1 if self.kind == "allgather" else 2)
+
+
+Rounds = Sequence[Sequence[Call]]
+"""The collectives of a step. Those of one round do not wait for each other; a round waits for the one before."""
+
+
+class Network(NamedTuple):
+    """A network that joins workers, with one card each."""
+
+    latency: float
+    """alpha, seconds that a message takes beyond its bytes."""
+    bandwidth: float
+    """B, bytes per second of one worker in each direction."""
+    wait: float = CYCLE / 2
+    """Seconds from handing a collective to Horovod to its first message. At a random time half of its cycle is left."""
+
+    def seconds(self, rounds: Rounds, world: int) -> float:
+        """Return how long rounds of collectives take with `world` workers.
+
+        `sum over rounds of (wait + sum over its collectives of (messages * latency + bytes sent / bandwidth))`. In a ring all
+        workers send and receive at the same time, so only one direction counts.
+        """
+        calls = [call for together in rounds for call in together]
+        messages = sum(call.messages(world) for call in calls)
+        sent = sum(call.bytes_sent(world) for call in calls)
+        return len(rounds) * self.wait + messages * self.latency + sent / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of exchanging the gradients of a model."""
+
+    title: str
+    argument: str
+    """What chooses it; `{ratio}` stands for the ratio."""
+    rounds: Callable[[int, float, int], Rounds]
+    """Takes parameters, ratio and workers; returns the collectives of a step."""
+    trains: bool = True
+    """Whether it trains as it stands."""
+
+    def bytes_sent(self, parameters: int, ratio: float, world: int) -> float:
+        """Return the bytes that each worker sends in a step."""
+        rounds = self.rounds(parameters, ratio, world)
+        return sum(call.bytes_sent(world) for together in rounds for call in together)
+
+    def seconds(self, where: Network, parameters: int, ratio: float, world: int) -> float:
+        """Return how long the collectives of a step take."""
+        return where.seconds(self.rounds(parameters, ratio, world), world)
+
+
+BucketCalls = Callable[[int, int, int, int], Sequence[Call]]
+"""Takes a bucket's size, k, capacity and workers; returns one collective for each round."""
+
+
+def sparse(make: Callable[[float], Compressor], calls: BucketCalls) -> Callable[[int, float, int], Rounds]:
+    """Return `Method.rounds` of a compressor, with its own buckets and messages (`wire`)."""
+
+    def rounds(parameters: int, ratio: float, world: int) -> Rounds:
+        compressor = make(ratio)
+        most = max(1, compressor.bucket_bytes // 4)
+        buckets = []
+        for start in range(0, parameters, most):
+            numel = min(most, parameters - start)
+            k = compressor.target_count(numel)
+            buckets.append(calls(numel, k, compressor.message_capacity(numel, k, world), world))
+        return list(zip(*buckets, strict=True))
+
+    return rounds
+
+
+def pairs(make: Callable[[float], Compressor]) -> Callable[[int, float, int], Rounds]:
+    """Return `Method.rounds` of a compressor that sends pairs."""
+    return sparse(make, lambda numel, k, room, n: [Call("allgather", 2 * room)])
+
+
+def _dense(itemsize: int) -> Callable[[int, float, int], Rounds]:
+    """Return the allreduces of all parameters, as many together as Horovod fuses."""
+    most = FUSION_BYTES // itemsize
+    return lambda parameters, ratio, world: [
+        [Call("allreduce", min(most, parameters - start), itemsize) for start in range(0, parameters, most)]
+    ]
+
+
+def _power(parameters: int, ratio: float, world: int) -> Rounds:
+    """Return PowerSGD's allreduces of all left and of all right factors."""
+    return [[Call("allreduce", math.ceil(_RANK * parameters / _MATRIX))]] * 2
+
+
+DENSE32 = Method("dense float32", "hvd.Compression.none", _dense(4))
+DENSE16 = Method("dense float16", "hvd.Compression.fp16", _dense(2))
+POWER = Method(f"PowerSGD rank {_RANK}", "DDP's powerSGD_hook", _power)
+PAIRS = Method("pairs", "SIDCo({ratio})", pairs(SIDCo))
+COMPACT = Method(
+    "compact pairs",
+    'SIDCo({ratio}, values="bfloat16")',
+    sparse(
+        partial(SIDCo, values="bfloat16"), lambda numel, k, room, n: [Call("allgather", wire.runs_of(numel) + room)]
+    ),
+)
+BALANCED = Method(
+    "balanced",
+    "SIDCo({ratio}, balanced=True)",
+    sparse(
+        partial(SIDCo, balanced=True),
+        lambda numel, k, room, n: [
+            Call("alltoall", 2 * n * regions.room(room, n)),
+            Call("allgather", 2 * (regions.forwarded(k, n) + 1)),
+        ],
+    ),
+)
+UNION = Method(
+    "union",
+    "MiCRO({ratio})",
+    sparse(
+        MiCRO,
+        lambda numel, k, room, n: [Call("allgather", wire.HEADER + room), Call("allreduce", min(n * room, numel))],
+    ),
+)
+SHARED = Method(
+    "shared indices",
+    "RandomBlock({ratio})",
+    sparse(RandomBlock, lambda numel, k, room, n: [Call("allreduce", room + len(wire.tail(True, 0)))]),
+    trains=False,
+)
+METHODS = (DENSE32, DENSE16, POWER, PAIRS, COMPACT, BALANCED, UNION, SHARED)
+
+
+def text(where: Network, parameters: int, ratio: float, world: int, computing: float) -> str:
+    """Return the whole report. `computing` is what a worker computes in a step, in seconds."""
+    rows = [("method", "bytes per step", "exchange ms", "step ms", "dense fp16 / it", "what to write")]
+    steps = {method: computing + method.seconds(where, parameters, ratio, world) for method in METHODS}
+    for method, step in steps.items():
+        numbers = f"{1e3 * (step - computing):,.2f}", f"{1e3 * step:,.2f}", f"{steps[DENSE16] / step:.2f}"
+        sent = f"{method.bytes_sent(parameters, ratio, world):,.0f}"
+        rows.append((method.title, sent, *numbers, method.argument.format(ratio=repr(ratio))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    best = min((method for method in METHODS if method.trains), key=steps.__getitem__)
+    heading = (
+        f"{parameters:,} parameters, ratio {ratio:g}, {world:,} workers, {1e3 * computing:g} ms of computing\n"
+        f"{where.bandwidth / 1e6:,.1f} MB/s each way ({8e-9 * where.bandwidth:.3g} gbit), {1e6 * where.latency:.3g} us per "
+        f"message, {1e3 * where.wait:.3g} ms until a collective starts\n"
+    )
+    lines = [
+        "  ".join([title.ljust(widths[0]), *map(str.rjust, numbers, widths[1:]), what])
+        for title, *numbers, what in rows
+    ]
+    fewer = f"Without spare room, pairs send fewer bytes than dense float16 up to ratio {cost.break_even_ratio(2, world):.3g}."
+    advice = f"Fastest exchange of those that train: {best.title}, {best.argument.format(ratio=repr(ratio))}"
+    return "\n".join([heading, *lines, "", fewer, advice, LEFT_OUT])
+
+
+def draw(where: Network, parameters: int, ratio: float, world: int, computing: float, path: Path) -> None:
+    """Draw the predicted time of a step against the number of workers, from 2 to 1024. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    ax = figure.subplots()
+    worlds = sorted({round(2 ** (step / 4)) for step in range(4, 41)} | {world})
+    for number, method in enumerate(METHODS):
+        times = [1e3 * (computing + method.seconds(where, parameters, ratio, workers)) for workers in worlds]
+        # Thinner lines on thicker ones: all are visible where several methods take the same time.
+        ax.plot(worlds, times, linewidth=5.0 - 0.5 * number, label=method.title)
+    ax.axvline(world, color="0.6", linestyle=":", label=f"{world} workers")
+    ax.set(xscale="log", yscale="log", xlabel="workers", ylabel="predicted step, ms")
+    ax.set_title(text(where, parameters, ratio, world, computing).partition("\n\n")[0], fontsize=9)
+    ax.legend()
+    figure.savefig(path, dpi=120, format="png")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    ratio = partial(parse_number, least=0.0, most=1.0, example="0.001")
+    computing = partial(parse_number, least=0.0, most=1e9, example="110")
+    workers = partial(parse_number, least=1.0, most=MOST_WORKERS, example="64", whole=True)
+    add = parser.add_argument
+    add("--parameters", type=quantity(parse_count, "parameters"), required=True, metavar="N", help="as 25.6M or 350k")
+    add("--workers", type=quantity(workers, "workers"), required=True, metavar="N", help="at least 2")
+    bandwidth = "of a worker in each direction, as 10gbit or 1.2GB"
+    add("--bandwidth", type=quantity(parse_bandwidth, "bandwidth"), required=True, metavar="RATE", help=bandwidth)
+    text = "what a worker computes in a step, without any exchange"
+    add("--step-ms", type=quantity(computing, "step-ms"), required=True, metavar="MS", help=text)
+    text = f"of a message, as 50us or 0.1ms; default: {1e6 * LATENCY:g}us"
+    add("--latency", type=quantity(parse_latency, "latency"), default=LATENCY, metavar="TIME", help=text)
+    add("--ratio", type=quantity(ratio, "ratio"), default=0.001, help="of the entries that are sent; default: 0.001")
+    add("--picture", type=Path, metavar="FILE.png", help="draw the time against the number of workers")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Predict, print the results, and return the exit status."""
+    if arguments.picture is not None and find_spec("matplotlib") is None:
+        raise SystemExit("--picture needs matplotlib, which is not installed: pip install matplotlib")
+    where, workers = Network(arguments.latency, arguments.bandwidth), int(arguments.workers)
+    given = where, arguments.parameters, arguments.ratio, workers, arguments.step_ms / 1e3
+    print(text(*given))
+    if arguments.picture is not None:
+        draw(*given, arguments.picture)
+    return 0
