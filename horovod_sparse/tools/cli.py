@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from horovod_sparse import __version__
-from horovod_sparse.tools import check, plan, report
+from horovod_sparse.tools import check, plan, report, trial
 
 
 def _check(_: argparse.Namespace) -> int:
@@ -24,6 +24,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     text = "say what this machine can do, and what to install; exit status 0 if training with torch can run"
     commands.add_parser("check", help=text, description=text).set_defaults(run=_check)
+    text = "time steps with dense and sparse exchanges, under mpirun, horovodrun or torchrun, and say what to use"
+    tried = commands.add_parser("try", help=text, description=text)
+    trial.add_arguments(tried)
+    tried.set_defaults(run=trial.run)
     text = "predict how long each exchange of gradients takes on a network, without training"
     planned = commands.add_parser("plan", help=text, description=text)
     plan.add_arguments(planned)

@@ -1,0 +1,308 @@
+"""Time steps of a model with dense and sparse exchanges, on the machines where a launcher has started this. Needs PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from horovod_sparse.exchange.cost import allreduce_bytes
+from horovod_sparse.tools.quantities import parse_count, parse_number, quantity
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MODELS = ("linear", "transformer", "cnn")
+ALONE = "none: computation alone"
+DENSE = ("dense fp32", "dense fp16", "PowerSGD rank 4")
+RATIOS = (0.01, 0.001)
+WARM_STEPS = 4
+"""Steps before the first that is timed. PowerSGD begins in the third, and thresholds have settled by then."""
+_NO_GAIN = 0.95
+"""A step that takes more than this part of another one's time is not worth a change."""
+
+
+class Result(NamedTuple):
+    """The steps of one contender."""
+
+    title: str
+    use: str
+    """What a user writes."""
+    bytes_sent: float | None
+    """Bytes that a worker sends in a step; None if nobody counts them."""
+    seconds: Sequence[float]
+    """Of each round, the seconds of the slowest worker."""
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.seconds))
+
+
+def advice(results: Sequence[Result]) -> str:
+    """Return the sentence that says what to use. The first result is computation alone."""
+    alone, *others = results
+    fastest = min(one.median for one in others)
+    # Of those that are as fast, the first changes least.
+    chosen = next(one for one in others if _NO_GAIN * one.median <= fastest)
+    dense = min((one for one in others if one.title in DENSE), key=lambda one: one.median)
+    if _NO_GAIN * chosen.median < alone.median:
+        return f"Use {chosen.use}: a step takes {chosen.median / alone.median:.2f} times as long as computation alone."
+    if chosen.title in DENSE:
+        return f"Use {chosen.use}: no other exchange makes a step more than {100 * (1 - _NO_GAIN):.0f} % faster."
+    return f"Use {chosen.use}: a step takes {chosen.median / dense.median:.2f} times as long as with {dense.use}."
+
+
+def table(results: Sequence[Result]) -> list[str]:
+    """Return a Markdown table."""
+    lines = ["| exchange | bytes sent per step and worker | step, ms: median (quartiles) | beyond computation, ms |"]
+    lines.append("|---|---:|---:|---:|")
+    for one in results:
+        first, third = 1e3 * np.quantile(one.seconds, [0.25, 0.75])
+        sent = "not counted" if one.bytes_sent is None else f"{one.bytes_sent:,.0f}"
+        beyond = 1e3 * (one.median - results[0].median)
+        lines.append(f"| {one.title} | {sent} | {1e3 * one.median:.1f} ({first:.1f}–{third:.1f}) | {beyond:.1f} |")
+    return lines
+
+
+def draw(results: Sequence[Result], title: str, path: Path) -> None:
+    """Draw the steps as bars. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.6 + 0.4 * len(results)), layout="constrained")
+    ax = figure.subplots()
+    ax.barh([one.title for one in results], [1e3 * one.median for one in results], color="#3b7dd8")
+    ax.axvline(1e3 * results[0].median, color="0.4", linestyle=":")
+    ax.invert_yaxis()
+    ax.set(xlabel="ms per step, median", title=title)
+    figure.savefig(path, dpi=120, format="png")
+
+
+def _group() -> tuple[Any, Any]:
+    """Start Horovod, or torch.distributed under torchrun. Return the transport and this worker's device."""
+    import torch
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        local = os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or "0"
+        device = torch.device("cuda", int(os.environ.get("HOROVOD_LOCAL_RANK", local)))
+        torch.cuda.set_device(device)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from horovod_sparse.torch.group import Group
+
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        return Group(None, device), device
+    try:
+        import horovod.torch as hvd
+
+        from horovod_sparse.torch.horovod_group import HorovodGroup
+    except ImportError as error:
+        raise SystemExit(f"try needs Horovod with PyTorch ({error}), or torchrun; see horovod-sparse check") from error
+    hvd.init()
+    if hvd.size() < 2:
+        raise SystemExit(
+            "try needs at least 2 workers, got 1: mpirun -np 2 horovod-sparse try --parameters 25M --step-ms 110"
+        )
+    return HorovodGroup(hvd.global_process_set, device), device
+
+
+def model_of(arguments: argparse.Namespace) -> tuple[nn.Module, Callable[[int], Any]]:
+    """Return a model whose output is its loss, and what makes the input of a step."""
+    import torch
+    from torch import nn
+
+    class Loss(nn.Module):
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*layers)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.layers(x).square().mean()
+            return loss
+
+    def noise(*shape: int) -> Callable[[int], torch.Tensor]:
+        return lambda step: torch.randn(*shape, generator=torch.Generator().manual_seed(step))
+
+    batch = arguments.batch_size
+    if arguments.model == "linear":
+        return Loss(*(nn.Linear(1024, 1024) for _ in range(24))), noise(batch, 1024)
+    if arguments.model == "transformer":
+        layers = (nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True) for _ in range(6))
+        return Loss(*layers), noise(batch, 64, 512)
+    if arguments.model == "cnn":
+        widths = (3, 64, 128, 256, 512)
+        parts = [(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)) for a, b in pairwise(widths)]
+        return Loss(*chain(*parts), nn.Flatten(), nn.Linear(2048, 1000)), noise(batch, 3, 32, 32)
+    return _sleeper(arguments.parameters, arguments.step_ms / 1e3), lambda step: torch.zeros((), requires_grad=True)
+
+
+def _sleeper(parameters: int, seconds: float) -> nn.Module:
+    """Return a model with so many parameters that sleeps for so long in a step, a third forward and two thirds backward.
+
+    A worker that sleeps leaves the processor to the exchange, as one that computes on a GPU does.
+    """
+    import torch
+    from torch import nn
+
+    most = 2**20
+    sizes = [min(most, parameters - start) for start in range(0, parameters, most)]
+    noise = torch.randn(most)
+
+    class Layer(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: torch.Tensor, weight: torch.Tensor, pause: float) -> torch.Tensor:
+            context.weight, context.pause = weight, pause
+            time.sleep(pause)
+            return x.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            end = time.perf_counter() + 2 * context.pause
+            made = noise[: context.weight.numel()].to(context.weight.device, copy=True)
+            time.sleep(max(0.0, end - time.perf_counter()))
+            return gradient, made, None
+
+    class Sleeper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for weight in self.weights:
+                x = Layer.apply(x, weight, seconds / 3 * weight.numel() / parameters)  # type: ignore[no-untyped-call]
+            return x
+
+    return Sleeper()
+
+
+Made = tuple[Any, Any, Any]
+"""The model to call, its optimizer and its compression, if that counts bytes."""
+
+
+def _with_horovod(compression: str, model: nn.Module, optimizer: Any) -> Made:
+    hvd: Any = import_module("horovod_sparse.torch")
+    chosen = {"dense fp32": hvd.Compression.none, "dense fp16": hvd.Compression.fp16}.get(compression)
+    made = chosen if chosen is not None else hvd.SIDCo(ratio=float(compression))
+    named = model.named_parameters()
+    return model, hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=made), made
+
+
+def _with_ddp(compression: str, model: nn.Module, optimizer: Any) -> Made:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    from horovod_sparse.torch import SIDCo, register
+
+    # PowerSGD in one bucket: with several, its callbacks race over Gloo.
+    made = DistributedDataParallel(model, bucket_cap_mb=1 << 20 if compression in DENSE[2:] else 25)
+    if compression == "dense fp16":
+        made.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif compression in DENSE[2:]:
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        made.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif compression != "dense fp32":
+        sparse = SIDCo(ratio=float(compression))
+        register(made, sparse, optimizer=optimizer)
+        return made, optimizer, sparse
+    return made, optimizer, None
+
+
+def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
+    """Time the contenders in turns. Return the results, the number of workers and this worker's rank."""
+    import torch
+
+    group, device = _group()
+    under_ddp = "TORCHELASTIC_RUN_ID" in os.environ
+    make = _with_ddp if under_ddp else _with_horovod
+    titles = [ALONE, *(DENSE if under_ddp else DENSE[:2]), *(f"SIDCo {ratio:g}" for ratio in RATIOS)]
+    uses = [
+        "",
+        *(
+            ("DDP as it is", "DDP's fp16_compress_hook", "DDP's powerSGD_hook")
+            if under_ddp
+            else ("Compression.none", "Compression.fp16")
+        ),
+        *(f"SIDCo(ratio={ratio:g})" for ratio in RATIOS),
+    ]
+    contenders: list[Made] = []
+    for title in titles:
+        torch.manual_seed(0)
+        model, batch = model_of(arguments)
+        model.to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        contenders.append(
+            (model, optimizer, None) if title == ALONE else make(title.removeprefix("SIDCo "), model, optimizer)
+        )
+
+    def step(contender: Made, number: int) -> float:
+        called, stepper, _ = contender
+        x = batch(group.rank + number * group.world).to(device)
+        group.everyone(0)
+        begun = time.perf_counter()
+        stepper.zero_grad()
+        called(x).backward()
+        stepper.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun
+
+    seconds: list[list[float]] = [[] for _ in contenders]
+    for number in range(WARM_STEPS + arguments.rounds):
+        for contender, times in zip(contenders, seconds, strict=True):
+            spent = step(contender, number)
+            if number >= WARM_STEPS:
+                times.append(spent)
+    slowest = np.max(group.everyone(seconds), axis=0)
+    numel = sum(parameter.numel() for parameter in contenders[0][0].parameters())
+    dense = {
+        "dense fp32": allreduce_bytes(4 * numel, group.world),
+        "dense fp16": allreduce_bytes(2 * numel, group.world),
+    }
+    results = []
+    for title, use, (_, _, compression), times in zip(titles, uses, contenders, slowest.tolist(), strict=True):
+        sent = compression.stats().last.total.bytes_sent if title.startswith("SIDCo") else dense.get(title)
+        results.append(Result(title, use, 0.0 if title == ALONE else sent, times))
+    return results, group.world, group.rank
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    count = partial(parse_number, least=0, most=1e6, whole=True)
+    add = parser.add_argument
+    add("--model", choices=MODELS, help="a model to train, instead of --parameters and --step-ms")
+    add("--batch-size", type=quantity(partial(count, example="32"), "batch-size"), default=32, metavar="N")
+    add("--parameters", type=quantity(parse_count, "parameters"), metavar="N", help="of your model, as 25M or 350k")
+    milliseconds = partial(parse_number, least=0.0, most=1e6, example="110")
+    text = "what a worker computes in a step of your model"
+    add("--step-ms", type=quantity(milliseconds, "step-ms"), metavar="MS", help=text)
+    text = "steps of each exchange; default: 10"
+    add("--rounds", type=quantity(partial(count, example="10"), "rounds"), default=10, metavar="N", help=text)
+    add("--picture", type=Path, metavar="FILE.png", help="draw the medians")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print the results on one worker, and return the exit status."""
+    given = [arguments.parameters, arguments.step_ms]
+    if None in given if arguments.model is None else given != [None, None]:
+        raise SystemExit("try needs --model, or --parameters and --step-ms, such as --parameters 25M --step-ms 110")
+    if arguments.picture is not None and find_spec("matplotlib") is None:
+        raise SystemExit("--picture needs matplotlib, which is not installed: pip install matplotlib")
+    if find_spec("torch") is None:
+        raise SystemExit("try needs PyTorch, which is not installed; see horovod-sparse check")
+    arguments.batch_size, arguments.rounds = int(arguments.batch_size), int(arguments.rounds)
+    results, workers, rank = measure(arguments)
+    if rank == 0:
+        what = arguments.model or f"{arguments.parameters:,} parameters, {arguments.step_ms:g} ms of computing"
+        title = f"{what}, {workers} workers, {arguments.rounds} rounds"
+        print(title, "", *table(results), "", advice(results), sep="\n", flush=True)
+        if arguments.picture is not None:
+            draw(results, title, arguments.picture)
+    return 0

@@ -1,0 +1,102 @@
+"""The command `horovod-sparse try`: what it advises, and real runs under each launcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from parallel.launch import Launch
+
+from horovod_sparse.tools import cli, trial
+from horovod_sparse.tools.trial import Result
+
+SMALL = ["-m", "horovod_sparse.tools.cli", "try", "--parameters", "100k", "--step-ms", "5", "--rounds", "2"]
+
+
+def results(alone: float, **medians: float) -> list[Result]:
+    titles = {
+        "fp32": "dense fp32",
+        "fp16": "dense fp16",
+        "power": "PowerSGD rank 4",
+        "some": "SIDCo 0.01",
+        "few": "SIDCo 0.001",
+    }
+    others = [Result(titles[name], name, None, [median]) for name, median in medians.items()]
+    return [Result(trial.ALONE, "", 0.0, [alone]), *others]
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        (results(100, fp32=300, fp16=200, some=120, few=110), "Use few: a step takes 0.55 times as long as with fp16."),
+        # Within 5 % the one that sends more is chosen.
+        (
+            results(100, fp32=300, fp16=200, some=122, few=120),
+            "Use some: a step takes 0.61 times as long as with fp16.",
+        ),
+        (
+            results(100, fp32=300, fp16=210, power=200, some=150, few=150),
+            "Use some: a step takes 0.75 times as long as with power.",
+        ),
+        (
+            results(100, fp32=300, fp16=200, power=130, some=135, few=131),
+            "Use power: no other exchange makes a step more than 5 % faster.",
+        ),
+        (
+            results(100, fp32=120, fp16=121, some=119, few=160),
+            "Use fp32: no other exchange makes a step more than 5 % faster.",
+        ),
+        # Where an exchange costs nothing, the plainest one is right.
+        (
+            results(100, fp32=102, fp16=101, some=101, few=100),
+            "Use fp32: a step takes 1.02 times as long as computation alone.",
+        ),
+    ],
+)
+def test_advice_is_the_first_that_is_as_fast_as_the_fastest(given: list[Result], advice: str) -> None:
+    assert trial.advice(given) == advice
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--parameters", "1M"], ["--step-ms", "1"], ["--model", "cnn", "--step-ms", "1"]],
+)
+def test_a_model_or_its_size_and_time_must_be_given(options: list[str]) -> None:
+    with pytest.raises(SystemExit, match="try needs --model, or --parameters and --step-ms, such as"):
+        cli.main(["try", *options])
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize(
+    ("launch", "options"),
+    [
+        (Launch("mpirun", 2), []),
+        pytest.param(Launch("horovodrun", 2), [], marks=pytest.mark.full),
+        pytest.param(Launch("torchrun", 2, "ddp"), [], marks=pytest.mark.full),
+        pytest.param(Launch("torchrun", 2, "ddp"), ["--model", "cnn", "--batch-size", "2"], marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_every_exchange_is_timed(launch: Launch, options: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "steps.png"
+    command = [*SMALL[:3], *options, "--rounds", "2"] if options else SMALL
+    ended = launch.run(*command, "--picture", str(picture), limit=120)
+    assert ended.code == 0, str(ended)
+    # horovodrun writes the rank before each line.
+    lines = [line.partition("<stdout>:")[2] or line for line in ended.output.splitlines()]
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][1:]
+    power = ["PowerSGD rank 4"] if launch.launcher == "torchrun" else []
+    assert [row[0] for row in rows] == [trial.ALONE, "dense fp32", "dense fp16", *power, "SIDCo 0.01", "SIDCo 0.001"]
+    sent = {row[0]: row[1].replace(",", "") for row in rows}
+    assert int(sent["dense fp32"]) == 2 * int(sent["dense fp16"]) > 10 * int(sent["SIDCo 0.01"]) > 0
+    # Rank 0 alone prints.
+    assert sum(line.startswith("Use ") for line in lines) == 1, str(ended)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parallel
+@pytest.mark.full
+def test_one_worker_is_refused() -> None:
+    ended = Launch("plain").run(*SMALL, limit=120)
+    assert ended.code == 1 and "try needs at least 2 workers, got 1: mpirun -np 2 horovod-sparse try" in ended.output
