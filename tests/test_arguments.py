@@ -15,18 +15,15 @@ import pytest
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.dgc import DGC
-from horovod_sparse.compressors.gaussiank import GaussianK
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.noop import NoOp
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.randomk import RandomK
-from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.core.statistics import Counts
 
 
 @dataclass(frozen=True)
@@ -169,9 +166,6 @@ def test_what_is_off_by_default_and_what_is_on() -> None:
     assert DGC(0.1).momentum_correction == MomentumCorrection(0.9, nesterov=False, masking=True)
 
 
-# --- former names ---
-
-
 @pytest.mark.parametrize(
     "make",
     [partial(TopK, 0.1, union=True), partial(RandomK, 0.1), partial(RandomBlock, 0.1), partial(MiCRO, 0.1), NoOp],
@@ -189,51 +183,3 @@ def test_only_pairs_have_another_type_of_values_or_are_balanced(make: Callable[.
         TopK(0.1, values="bfloat16", balanced=True)
     assert RandomK(0.1, shared=False, values="bfloat16").values == "bfloat16"
     assert "values='bfloat16'" in repr(TopK(0.1, values="bfloat16"))
-
-
-def test_the_former_name_of_slack_works_and_says_so() -> None:
-    for make in (
-        TopK,
-        partial(SIDCo, adapt="paper"),
-        partial(GaussianK, refine="paper"),
-        partial(RedSync, method="bisect"),
-    ):
-        with pytest.warns(FutureWarning, match="the argument capacity is called slack now"):
-            assert make(0.1, capacity=3.0).slack == 3.0
-        assert make(0.1, slack=3.0).slack == 3.0
-    with pytest.warns(FutureWarning, match="asked is called target_count now"):
-        assert TopK(0.1).asked(100) == 10
-
-
-def test_former_names_that_a_compressor_overrides_work_and_say_so() -> None:
-    with pytest.warns(FutureWarning, match="default_capacity of Old is called default_slack now"):
-
-        class Old(TopK):
-            default_capacity = 3.0
-
-    assert Old(0.1).message_capacity(1000, 100, 1) == 300
-
-
-def test_former_methods_work_and_name_the_line_that_uses_them(recwarn: pytest.WarningsRecorder) -> None:
-    class Older(TopK):
-        def asked(self, numel: int, ratio: float | None = None) -> int:
-            return 2 * super().asked(numel, ratio)
-
-        def room(self, numel: int, k: int, world: int) -> int:
-            return super().room(numel, k, world) + 1
-
-    assert Older(0.1).target_count(100) == 20
-    assert Older(0.1).message_capacity(100, 20, 1) == 21
-    assert MiCRO(0.1, slack=1.5).room(1000, 100, 4) == 38
-    assert TopK(0.1).capacity == 1.0
-    TopK(0.1, capacity=1.5)
-    assert len(recwarn) == 7
-    assert {warning.filename for warning in recwarn} == {__file__}
-
-
-def test_the_former_names_of_statistics_work_and_say_so() -> None:
-    total = Counts(target=5, truncated=2).stats("p", 10, "pairs", 0.0)
-    with pytest.warns(FutureWarning, match="asked is called target now"):
-        assert total.asked == total.target == 5
-    with pytest.warns(FutureWarning, match="overflow is called truncated now"):
-        assert total.overflow == total.truncated == 2

@@ -23,7 +23,6 @@ from horovod_sparse.compressors.checks import (
     check_patterns,
     check_ratio,
     check_slack,
-    warn_former,
 )
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.scalars import plain
@@ -57,7 +56,6 @@ class Settings(TypedDict, total=False):
     clip_norm: float | None
     clip_scope: ClipScope
     slack: float | None
-    capacity: float | None
     values: Values
     balanced: bool
     hierarchical: bool | int
@@ -98,7 +96,6 @@ class Compressor(ABC):
             together, as with `torch.nn.utils.clip_grad_norm_`. With "model" nothing is exchanged before backward has ended.
         slack: capacity of a message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit stays in the
             residual.
-        capacity: the former name of `slack`.
         values: the type of the values in messages of pairs: "float32", with 8 bytes per entry, or "bfloat16" or "float16",
             with 4 bytes per entry (`wire`, message 4). What rounding leaves stays in the residual. "float16" rounds less, but
             magnitudes below 2^-25 become zero, those above 2^15 are sent in several steps, and those of 2^39 or more stay in
@@ -146,7 +143,6 @@ class Compressor(ABC):
         clip_norm: float | None = None,
         clip_scope: ClipScope = "layer",
         slack: float | None = None,
-        capacity: float | None = None,
         values: Values = "float32",
         balanced: bool = False,
         hierarchical: bool | int = False,
@@ -165,9 +161,6 @@ class Compressor(ABC):
         self.momentum_correction = momentum_correction
         self.clip_norm = clip_norm
         self.clip_scope: ClipScope = clip_scope
-        if capacity is not None:
-            warn_former("the argument capacity", "slack")
-            slack = capacity
         self.slack = self.default_slack if slack is None else slack
         self.values: Values = values
         self.balanced = balanced
@@ -207,13 +200,6 @@ class Compressor(ABC):
                 f"hierarchical must be False where no pairs are sent, and with balanced=True, got {self.hierarchical!r} for "
                 f"{type(self).__name__}; use union=False or shared=False if it has them"
             )
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        for former, name in _FORMER.items():
-            if former in vars(cls) and name not in vars(cls):
-                warn_former(f"{former} of {cls.__name__}", name)
-                setattr(cls, name, vars(cls)[former])
 
     @abstractmethod
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
@@ -258,27 +244,6 @@ class Compressor(ABC):
         # Round first: 0.29 * 100 is 28.999999999999996, but 29 is meant.
         return max(1, math.floor(round(ratio * numel, 6)))
 
-    def asked(self, numel: int, ratio: float | None = None) -> int:
-        """The former name of `target_count`."""
-        warn_former("asked", "target_count")
-        return int(self._current("target_count", "asked")(numel, ratio))
-
-    def room(self, numel: int, k: int, world: int) -> int:
-        """The former name of `message_capacity`."""
-        warn_former("room", "message_capacity")
-        return int(self._current("message_capacity", "room")(numel, k, world))
-
-    @property
-    def capacity(self) -> float:
-        """The former name of `slack`."""
-        warn_former("the attribute capacity", "slack")
-        return self.slack
-
-    def _current(self, name: str, former: str) -> Callable[..., Any]:
-        """Return the method `name`; that of this class if a subclass overrides it by its former name, and calls `super()`."""
-        method: Callable[..., Any] = getattr(self, name)
-        return partial(getattr(Compressor, name), self) if method.__name__ == former else method
-
     def message_capacity(self, numel: int, k: int, world: int) -> int:
         """Return the capacity of one rank's message in entries, for a bucket of `numel`: ceil(slack * k), at most numel."""
         return min(numel, math.ceil(self.slack * k))
@@ -305,12 +270,9 @@ class Compressor(ABC):
 
 def set_slack(settings: Settings, slack: float) -> None:
     """Set the slack, unless the user has set it."""
-    if settings.get("slack") is None and settings.get("capacity") is None:
+    if settings.get("slack") is None:
         settings["slack"] = slack
 
-
-_FORMER = {"default_capacity": "default_slack", "room": "message_capacity", "asked": "target_count"}
-"""Names that compressors may override, by their former names."""
 
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "ratio": check_ratio,

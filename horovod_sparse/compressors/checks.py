@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import warnings
 from collections.abc import Collection
 
 from horovod_sparse.compressors.momentum import MomentumCorrection
@@ -51,15 +49,6 @@ def as_number(value: object) -> float:
     """Return the value as a float, or NaN if it is not a number. NaN fails every range check."""
     value = plain(value)
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-
-
-def warn_former(former: str, name: str) -> None:
-    """Warn the caller of a public function that it uses a former name."""
-    frame, level = sys._getframe(1), 2
-    # Python itself makes subclasses in `abc`.
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith(("horovod_sparse.", "abc")):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(f"horovod_sparse: {former} is called {name} now", FutureWarning, stacklevel=level)
 
 
 def check_fraction(name: str, value: object) -> None:

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from horovod_sparse.compressors.checks import warn_former
-
 
 @dataclass(frozen=True)
 class BucketStats:
@@ -43,18 +41,6 @@ class BucketStats:
     def ratio(self) -> float:
         """Entries sent / entries selected from."""
         return self.count / self.numel if self.numel else math.nan
-
-    @property
-    def asked(self) -> float:
-        """The former name of `target`."""
-        warn_former("asked", "target")
-        return self.target
-
-    @property
-    def overflow(self) -> float:
-        """The former name of `truncated`."""
-        warn_former("overflow", "truncated")
-        return self.truncated
 
 
 @dataclass(frozen=True)
