@@ -38,7 +38,7 @@ def expected(recorded: Recorded, results: Sequence[np.ndarray]) -> str | None:
     first, disagree = results[0], "the ranks disagree on the state of bucket 'p2'"
     if recorded.received:
         # Whatever is wrong with it, the other workers learn by this worker's message, which is not among the others here.
-        first = results[-1]
+        first = results[len(recorded.received)]
     gathers = recorded.exchange in (protocols.sparse_allgather, protocols.union, owners.balanced, owners.hierarchical)
     like, many = recorded.messages[0], WORLD if gathers else 1
     if first.dtype != like.dtype or first.shape != (many * len(like), *like.shape[1:]):
@@ -51,8 +51,12 @@ def expected(recorded: Recorded, results: Sequence[np.ndarray]) -> str | None:
     messages = np.split(_as_pairs(first, WORLD, recorded), WORLD)
     if recorded.exchange is owners.balanced:
         return _expected_of_sums(messages, recorded.numel)
-    if recorded.exchange is owners.hierarchical and any(message[0, 0] == wire.BAD_PART for message in messages):
-        return disagree
+    if recorded.exchange is owners.hierarchical:
+        digests = results[-1].tolist()
+        if results[-1].shape != (WORLD,) or results[-1].dtype != np.int32 or wire.BAD_PART in digests:
+            return disagree
+        if len(set(digests)) > 1:
+            return "the message of a host for bucket 'p2' is damaged"
     if recorded.exchange in (protocols.sparse_allgather, owners.hierarchical):
         return _expected_of([message[:, 0].tolist() for message in messages], recorded.numel, finite=False)
     headers = [(message[0].item(), message[1:2].view(np.float32).item()) for message in messages]
@@ -101,14 +105,19 @@ def damaged(recorded: Recorded, random: Random) -> tuple[list[np.ndarray], int]:
     for sender in changed:
         for _ in range(random.choice((1, 1, 1, 2, 4))):
             change(messages, sender, recorded.numel, random)
-    if recorded.exchange is owners.hierarchical and random.random() < 0.1:
-        # A cut message may have no rows left.
-        random.choice(messages)[:1, 0] = wire.BAD_PART
     gathered = np.concatenate(messages)
     if random.random() < 0.05:
         gathered = change_gathered(gathered, random)
     if recorded.exchange is owners.hierarchical:
-        return [*_damaged_shard(*recorded.received, recorded.numel, random), gathered], len(changed)
+        received = [*_damaged_shard(*recorded.received, recorded.numel, random), gathered]
+        likes = (*recorded.received, np.concatenate(recorded.messages))
+        fits = all(
+            one.shape == like.shape and one.dtype == like.dtype for one, like in zip(received, likes, strict=True)
+        )
+        digests = np.full(WORLD, wire.digest(gathered) if fits else wire.BAD_PART, np.int32)
+        if random.random() < 0.2:
+            digests[random.randrange(WORLD)] = random.choice((wire.BAD_PART, digests[0] + 1))
+        return [*received, change_gathered(digests, random) if random.random() < 0.05 else digests], len(changed)
     if pairs:
         return [gathered], len(changed)
     room = min(recorded.numel, recorded.capacity * WORLD)

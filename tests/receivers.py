@@ -49,7 +49,7 @@ SIZES = (23, 1, 40)
 
 
 ALLTOALLS: dict[Exchange, int] = {owners.balanced: 1, owners.hierarchical: 2}
-"""How many of an exchange's collectives come before the last and are seen by their receiver only."""
+"""How many of an exchange's collectives are seen by their receiver only, before what is added up."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Recorded:
     """Each worker's residual before the selection."""
     selected: list[np.ndarray]
     messages: list[np.ndarray]
-    """The messages that the last collective brings the first worker, or whose sum it takes."""
+    """The messages with what is added up, as the first worker gets them, or whose sum it takes."""
     received: list[np.ndarray]
     """What the first worker has got by alltoall before that."""
     bounds: list[int]
@@ -160,7 +160,7 @@ class Replay:
     def message_of_shard(self, received: Any) -> Any:
         message = self.ops.copy(self._message)
         if received is None:
-            message[0, 0] = wire.BAD_PART
+            message[0, 0] = wire.NOT_FINITE
             return message
         assert received.dtype == self._buffer.dtype
         shard = self.ops.copy(self._buffer[: self.grid.shards(self.numel)[1]])

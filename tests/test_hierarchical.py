@@ -29,7 +29,7 @@ from test_balanced import (
 from horovod_sparse import compressors
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.exchange import regions, wire
+from horovod_sparse.exchange import regions
 from horovod_sparse.exchange.grid import grid, groups_of
 
 SETTINGS: dict[str, Any] = {"min_numel": 0, "granularity": "model", "hierarchical": True}
@@ -119,7 +119,7 @@ def test_a_step_that_is_given_up_changes_nothing_but_its_gradients() -> None:
     rng = np.random.default_rng(1)
     pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.2, **SETTINGS))
     step(ORACLE, pipelines, dyadic(rng, 4))
-    assert_giving_up_restores(pipelines, rng, rounds=3)
+    assert_giving_up_restores(pipelines, rng, rounds=4)
 
 
 def test_training_goes_on_from_a_saved_state() -> None:
@@ -158,8 +158,8 @@ def test_what_leaves_a_host_does_not_depend_on_its_slots() -> None:
         step(ORACLE, pipelines, dyadic(np.random.default_rng(6), len(groups)))
         of_host = [one for one, name in zip(pipelines, groups, strict=True) if name == "a"]
         sums.append(sum(one.stats().last.total.bytes_sent for one in of_host))
-    # k = 9, rounded up to a multiple of the slots.
-    assert sums == [8 * 9, 8 * 10, 8 * 12]
+    # k = 9, rounded up to a multiple of the slots; and each worker's number for all others.
+    assert sums == [8 * 9 + 4, 8 * 10 + 2 * 3 * 4, 8 * 12 + 4 * 7 * 4]
 
 
 # --- messages ---
@@ -178,44 +178,92 @@ def test_ranks_at_different_steps_of_a_schedule_all_raise() -> None:
         received = np.concatenate([np.split(one.message, 2)[0] for one in peers])
         shards[first], shards[first + 2] = (buckets[rank].advance(received) for rank in (first, first + 2))
     for first in (0, 2):
-        of_host = [np.split(one.message, 2)[0] for one in shards[first : first + 2]]
-        for bucket in buckets[first : first + 2]:
-            with pytest.raises(RuntimeError, match="the ranks disagree on the state"):
-                bucket.advance(np.concatenate(of_host))
+        received = np.concatenate([np.split(one.message, 2)[0] for one in shards[first : first + 2]])
+        shards[first : first + 2] = [bucket.advance(received) for bucket in buckets[first : first + 2]]
+    answers = collective(ORACLE, shards)
+    for bucket, answer in zip(buckets, answers, strict=True):
+        with pytest.raises(RuntimeError, match="the ranks disagree on the state"):
+            bucket.advance(answer)
 
 
-@pytest.mark.parametrize("index", [97, -4, -3])
-@pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
-def test_a_damaged_message_is_an_error_on_all_ranks(backend: Backend, index: int) -> None:
-    pipelines = pipelines_of(backend, "aabb", compressors.TopK(0.1, **SETTINGS))
-    arrive(backend, pipelines, dyadic(np.random.default_rng(4), 4))
-    buckets = [one.buckets[0] for one in pipelines]
+def index_of(number: int) -> Any:
+    """A change of an index in the message of worker 1."""
+
+    def change(pairs: Any) -> Any:
+        pairs[len(pairs) // 4, 0] = number
+        return pairs
+
+    return change
+
+
+def other_sign(pairs: Any) -> Any:
+    pairs[0, 1] ^= -(2**31)
+    return pairs
+
+
+DAMAGE: dict[str, tuple[int, list[int], Any, str]] = {
+    "values, shorter": (0, [2], lambda values: values[:-1], "disagree"),
+    "values, of another type": (0, [2], lambda values: values.astype(np.float64), "disagree"),
+    "pairs of one shard, shorter": (1, [2], lambda pairs: pairs[:-1], "disagree"),
+    "pairs of one shard, another index": (1, [2], index_of(97), "another copy than worker 0"),
+    "pairs of one shard, another value": (1, [0], other_sign, "another copy than worker 0"),
+    "all pairs, shorter, one copy": (2, [3], lambda pairs: pairs[:-1], "disagree"),
+    "all pairs, another index, one copy": (2, [3], index_of(97), "worker 3 has received another copy than worker 0"),
+    "all pairs, another value, one copy": (2, [1], other_sign, "worker 1 has received another copy than worker 0"),
+    "all pairs, another index": (2, [0, 1, 2, 3], index_of(97), "the message of worker 1 for bucket 'b' is damaged"),
+    "all pairs, a negative index": (2, [0, 1, 2, 3], index_of(-4), "the message of worker 1 for bucket 'b' is damaged"),
+}
+"""The round, who receives something else, what, and what all ranks say."""
+
+
+def step_with(backend: Backend, pipelines: list[Pipeline], damage: tuple[int, list[int], Any]) -> list[str]:
+    """The errors of all ranks in a step in which some of them receive something else; "" where there is none."""
+    buckets, errors = [one.buckets[0] for one in pipelines], []
     following = [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)]
-    for _ in range(2):
+    for number in range(4):
         answers = collective(backend, following)
-        following = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
-    answers = collective(backend, following)
-    text = "the ranks disagree" if index == wire.BAD_PART else "the message of worker 1 for bucket 'b' is damaged"
-    for bucket, answer in zip(buckets, answers, strict=True):
-        answer[len(answer) // 4, 0] = index
-        with pytest.raises(RuntimeError, match=text):
-            bucket.advance(answer)
+        for rank in damage[1] if number == damage[0] else ():
+            answers[rank] = backend.array(damage[2](backend.numpy(answers[rank]).copy()))
+        if number < 3:
+            following = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
+    for pipeline, bucket, answer in zip(pipelines, buckets, answers, strict=True):
+        try:
+            pipeline.advance(bucket, answer, 1.0, lambda slots, reduced: None)
+            errors.append("")
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
 
 
-@pytest.mark.parametrize("change", [lambda values: values[:-1], lambda values: values.astype(np.float64)])
-def test_values_of_another_length_or_type_are_an_error_on_all_ranks(change: Any) -> None:
-    """Only one rank has received them, and none is left waiting."""
+@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
+def test_what_one_rank_or_all_receive_damaged_is_an_error_on_all(backend: Backend, name: str) -> None:
+    """None is left waiting, and none applies what another refuses."""
+    *damage, text = DAMAGE[name]
+    pipelines = pipelines_of(backend, "aabb", compressors.TopK(0.1, **SETTINGS))
+    gradients = dyadic(np.random.default_rng(4), 4)
+    arrive(backend, pipelines, gradients)
+    errors = step_with(backend, pipelines, damage)
+    assert all(text in error for error in errors), errors
+    for pipeline, gradient in zip(pipelines, gradients, strict=True):
+        pipeline.abort()
+        np.testing.assert_array_equal(flat(backend, pipeline), in_order(gradient))
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+def test_nan_among_received_values_fails_the_step_and_is_not_kept(sender: int) -> None:
+    def nan_from(values: Any) -> Any:
+        values[sender * len(values) // 2 + 3] = np.nan
+        return values
+
     pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.1, **SETTINGS))
-    arrive(ORACLE, pipelines, dyadic(np.random.default_rng(4), 4))
-    buckets = [one.buckets[0] for one in pipelines]
-    answers = collective(ORACLE, [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)])
-    answers[2] = change(answers[2])
-    for _ in range(2):
-        following = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
-        answers = collective(ORACLE, following)
-    for bucket, answer in zip(buckets, answers, strict=True):
-        with pytest.raises(RuntimeError, match="the ranks disagree on the state of bucket 'b'"):
-            bucket.advance(answer)
+    gradients = dyadic(np.random.default_rng(4), 4)
+    arrive(ORACLE, pipelines, gradients)
+    assert step_with(ORACLE, pipelines, (0, [2], nan_from)) == [""] * 4
+    for pipeline, gradient in zip(pipelines, gradients, strict=True):
+        with pytest.raises(FloatingPointError, match="holds NaN or infinity"):
+            pipeline.end_step()
+        np.testing.assert_array_equal(flat(ORACLE, pipeline), in_order(gradient))
 
 
 # --- hosts and slots ---

@@ -117,9 +117,11 @@ class Owner(ABC):
     def message_of_shard(self, received: Array | None) -> Array:
         grid, bounds = self.grid, self.grid.shards(self.numel)
         first, after = bounds[grid.slot], bounds[grid.slot + 1]
-        parts = [self.buffer[first:after]] if received is None else received.reshape(grid.slots, after - first)
-        shard = self.ops.copy(parts[0])
-        overflows = [self.ops.accumulate(shard, [(0, part)]) for part in parts[1:] if len(part)]
+        parts = [] if received is None else received.reshape(grid.slots, after - first)
+        shard = self.ops.copy(self.buffer[first:after])
+        # The first part is added like the others: it may hold NaN, which must not reach the residual.
+        shard[:] = 0
+        overflows = [self.ops.accumulate(shard, [(0, part)]) for part in parts if len(part)]
         k = regions.forwarded(self.k, grid.slots)
         # All slots have room for as many.
         capacity = self.compressor.message_capacity(-(-self.numel // grid.slots), k, self.world)
@@ -132,7 +134,7 @@ class Owner(ABC):
         self.sent(len(selection.indices), selection.found - len(selection.indices))
         message = self.ops.pack(selection.indices + first, self.ops.take(shard, selection.indices), capacity)
         if not is_finite:
-            message[0, 0] = wire.BAD_PART if received is None else wire.NOT_FINITE
+            message[0, 0] = wire.NOT_FINITE
         return message
 
     def host_sent(self, indices: Sequence[Array]) -> None:

@@ -63,7 +63,7 @@ def balanced(bucket: Sender) -> Generator[Collective, Any, Sent]:
 
 
 def hierarchical(bucket: Sender) -> Generator[Collective, Any, Sent]:
-    """Exchange as one worker per host: each rank sums up a shard for its host and selects from it (`wire`, messages 8 to 10).
+    """Exchange as one worker per host: each rank sums up a shard for its host and selects from it (`wire`, messages 8 to 11).
 
     What leaves a host is what one worker of `sparse_allgather` would send. What is not sent stays with the owner of the shard.
     """
@@ -74,19 +74,27 @@ def hierarchical(bucket: Sender) -> Generator[Collective, Any, Sent]:
     received = yield Collective(
         "alltoall", values, grid.lengths(grid.neighbours, sizes), grid.lengths(grid.neighbours, mine)
     )
-    # An error here would leave the other ranks waiting: they are told, and all raise.
+    # An error before the last collective would leave other ranks waiting: it tells them, and all raise.
     fits = received.shape == (sum(mine),) and received.dtype == values.dtype
     message = bucket.message_of_shard(received if fits else None)
     rows = grid.lengths(grid.peers, [len(message)] * grid.hosts)
     of_shard = yield Collective("alltoall", _repeated(ops, message, grid.hosts), rows, rows)
     if of_shard.shape != (grid.hosts * len(message), 2) or of_shard.dtype != message.dtype:
-        of_shard = _repeated(ops, message, grid.hosts)
-        of_shard[0, 0] = wire.BAD_PART
+        of_shard, fits = _repeated(ops, message, grid.hosts), False
     rows = grid.lengths(grid.neighbours, [len(of_shard)] * grid.slots)
     gathered = yield Collective("alltoall", _repeated(ops, of_shard, grid.slots), rows, rows)
-    check_result(bucket, gathered, (grid.slots * len(of_shard), 2), message.dtype)
-    if wire.BAD_PART in gathered[:: len(message), 0].tolist():
+    fits = fits and gathered.shape == (grid.slots * len(of_shard), 2) and gathered.dtype == message.dtype
+    # Each rank has copies of its own.
+    digest = ops.copy(message[:1, 0])
+    digest[0] = wire.digest(gathered) if fits else wire.BAD_PART
+    digests = yield Collective("allgather", digest)
+    check_result(bucket, digests, (bucket.world,), message.dtype)
+    known = digests.tolist()
+    if not fits or wire.BAD_PART in known:
         raise disagreement(bucket)
+    if len(set(known)) > 1:
+        other = next(rank for rank, one in enumerate(known) if one != known[0])
+        raise damaged(bucket, "message of a host", f"worker {other} has received another copy than worker 0")
     used = rows_of(bucket, gathered, bucket.world)
     if used is None:
         return None

@@ -101,7 +101,7 @@ class Sender(Protocol):
     def message_of_shard(self, received: Array | None) -> Array:
         """Add up what was received of this rank's shard, select from the sum, and return message 9 for one host.
 
-        If nothing of use was received, that is None.
+        If nothing of use was received, that is None. The message then says that a gradient is not finite.
         """
 
     def host_sent(self, indices: Sequence[Array]) -> None:
@@ -210,7 +210,7 @@ def union(bucket: Sender) -> Generator[Collective, Any, Sent]:
     _check_headers(bucket, headers)
     indices = ops.union(gathered, bucket.world, wire.HEADER, bucket.numel)
     if indices is None:
-        raise _firstdamaged(bucket, gathered)
+        raise _first_damaged(bucket, gathered)
     bucket.sent(len(indices), selection.found - len(selection.indices))
     bucket.observe(indices, [proposed for _, proposed in headers])
     room = min(bucket.capacity * bucket.world, bucket.numel)
@@ -245,7 +245,7 @@ def _header(numbers: Sequence[float]) -> tuple[int, float]:
     return int(checksum), wire.float_of(int(bits))
 
 
-def _firstdamaged(bucket: Sender, gathered: Array) -> RuntimeError:
+def _first_damaged(bucket: Sender, gathered: Array) -> RuntimeError:
     """Return the error for the first message of indices that is not as `wire` requires."""
     messages = [message[wire.HEADER :] for message in wire.split(gathered, bucket.world)]
     flaws = [bucket.ops.rows_in_use(message, 1, bucket.numel)[0] in (None, wire.NOT_FINITE) for message in messages]

@@ -23,7 +23,7 @@ ROUNDS: dict[Exchange, tuple[Round, ...]] = {
     dense: (Round("allreduce", None),),
     union: (Round("allgather", "int32"), Round("allreduce", "float32")),
     balanced: (Round("alltoall", "int32"), Round("allgather", "int32")),
-    hierarchical: (Round("alltoall", None), Round("alltoall", "int32"), Round("alltoall", "int32")),
+    hierarchical: (Round("alltoall", None), *[Round("alltoall", "int32")] * 2, Round("allgather", "int32")),
 }
 """All collectives that an exchange may ask for. If a gradient is not finite, it can end before the last one."""
 

@@ -45,21 +45,20 @@ the second message after indices, `(min(world * capacity, bucket size),)`.
 - The last row holds the checksum of the regions' bounds (31 bits), or -2 from a rank whose gradient or whose sums are not
   finite; and then the number of entries that the rank has received, or -3 if a part of message 5 was not as required.
 
-**8, 9, 10. Hosts that act as one worker** (alltoalls with parts of different sizes, some empty).
+**8 to 11. Hosts that act as one worker** (alltoalls with parts of different sizes, some empty; then an allgather).
 
 - 8: the bucket's values in the residual's type, a shard for each rank of the host (`grid`).
 - 9: message 1 of a shard of the host's sum, with indices of the bucket, for the rank with the same slot on every host.
 - 10: what a rank has received as message 9, in rank order, for every rank of its host.
-
-If message 8 or 9 had another length or type than a rank expects, the first index of what it sends next is -3, and the other
-rows do not count.
+- 11: a number, int32: `digest` of what a rank has received as message 10, or -3 if message 8, 9 or 10 had another length or
+  type than it expects.
 
 Gathered messages stand one after the other, in rank order.
 
 A receiver checks what it got before it adds anything: the length and the type together, the indices (`flaw`; if the counts of
 message 4 are wrong, its first index reads as -3), the header of message 3 (`header_flaw`), the last row of message 6 and the
-numbers that follow the values of message 2. What is wrong in message 5, 8 or 9 only one rank can see, and message
-6 or 10 tells the others.
+numbers that follow the values of message 2. What is wrong in message 5, 8, 9 or 10 only some ranks can see, and
+message 6 or 11 tells the others.
 
 It raises an error if indices are in any other order: two rows of the same entry, rows in use after padding, an index outside
 of the bucket or a negative number without a meaning. If the first row of message 1, the first count of message 4, the header
@@ -84,7 +83,7 @@ LARGEST = 3.4028234663852886e38
 HEADER = 2
 """How many numbers come before the indices in message 3."""
 BAD_PART = -3
-"""What a rank sends in message 6, 9 or 10 if it has received a part of message 5, 8 or 9 that is not as required."""
+"""What a rank sends in message 6 or 11 if it has received a part of message 5, 8, 9 or 10 that is not as required."""
 _CHECKSUM_BITS = 16
 HALF_LIMIT = 2.0**15
 """The largest power of two that float16 holds. Powers of two leave the rest of a value exact."""
@@ -140,6 +139,12 @@ def float_of(bits: int) -> float:
     """Return the float32 that has these bits."""
     number: float = struct.unpack("<f", struct.pack("<i", bits))[0]
     return number
+
+
+def digest(pairs: Array) -> int:
+    """Return a number in [0, 2^31 - 1) that tells whether ranks have received the same pairs: the sum of index XOR bits."""
+    # No change of one bit adds a multiple of this modulus.
+    return int((pairs[:, 0] ^ pairs[:, 1]).sum()) % (2**31 - 1)
 
 
 def header_flaw(checksum: int, proposed: float) -> str | None:
