@@ -12,12 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pages
 import pytest
 import source_blocks
+from driver import dense_sum, exchange, make_pipeline
+from table import ORACLE
 
 from horovod_sparse.compressors import COMPRESSORS
 from horovod_sparse.compressors.base import Compressor, Settings
+from horovod_sparse.numpy import SparseAllreduce
 
 ROOT = Path(__file__).parent.parent
 
@@ -63,6 +67,32 @@ def test_the_compressor_of_the_page_passes_all_laws() -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"\n[1-9]\d* passed", done.stdout), done.stdout[-3000:]
+
+
+def test_the_exchange_of_the_page_loses_nothing() -> None:
+    """What three workers have sent and kept is what came, all of them get the same, and NaN fails the step of all."""
+    page = ROOT / "docs" / "adding-a-compressor.md"
+    (code,) = (block.text for block in pages.blocks(page, "python") if "class LeaderK" in block.text)
+    names: dict[str, Any] = {"np": np, "SparseAllreduce": SparseAllreduce}
+    exec(code, names)
+    compressor = names["LeaderK"](0.1, min_numel=0, not_finite="propagate", dense_steps=1)
+    pipelines = [make_pipeline(ORACLE, compressor, {"p": (50,)}, world=3, position=rank) for rank in range(3)]
+    rng, total = np.random.default_rng(0), np.zeros(50)
+    for step in range(6):
+        gradients = rng.integers(-99, 99, (3, 50)).astype(np.float32)
+        gradients[1, 7] = np.nan if step == 4 else 0
+        buckets = [one.arrive("p", gradient) for one, gradient in zip(pipelines, gradients, strict=True)]
+        results = [result["p"] for result in exchange(ORACLE, pipelines, buckets)]
+        total += np.nan_to_num(gradients).sum(axis=0)
+        assert [parts is None for parts in results] == [step == 4] * 3
+        if step != 4:
+            reduced = [dense_sum(parts, 50) for parts in results]
+            assert all(one.tobytes() == reduced[0].tobytes() for one in reduced)
+            assert np.count_nonzero(reduced[0]) == (5 if step else 49)
+            total -= reduced[0]
+        for pipeline in pipelines:
+            pipeline.end_step()
+        np.testing.assert_array_equal(sum(one.residuals.view("p") for one in pipelines), total)
 
 
 def test_what_a_compressor_can_override_is_there() -> None:

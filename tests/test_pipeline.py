@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import math
 import warnings
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from driver import exchange, make_pipeline, send
-from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
+from table import BACKENDS, COMPRESSORS, ORACLE, Backend, Row, gradients
 
 from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.sidco import SIDCo
@@ -19,6 +20,8 @@ from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Parameter, plan
 from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.exchange.protocols import Collective, Exchange, Sender, Sent, sparse_allgather
+from horovod_sparse.exchange.rounds import Round
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 SHAPES = {"weight": (30, 40), "kernel": (500,), "head": (7, 11)}
@@ -407,3 +410,41 @@ def test_the_first_gradient_that_is_not_finite_is_named(backend: Backend) -> Non
         exchange(backend, [pipeline], [bucket])
     with pytest.raises(FloatingPointError, match="the gradient of parameter 'p' holds NaN"):
         pipeline.end_step()
+
+
+# --- a compressor's own exchange ---
+
+
+def own_exchange(bucket: Sender) -> Generator[Collective, Any, Sent]:
+    """The pairs of all workers. Nothing is known of it before it begins."""
+    return (yield from sparse_allgather(bucket))
+
+
+class OwnExchange(TopK):
+    @property
+    def exchange(self) -> Exchange:
+        return own_exchange
+
+
+@on_every_backend
+def test_an_exchange_of_which_nothing_is_known_works(backend: Backend) -> None:
+    own, usual = (pipeline_of(backend, cls(0.1, min_numel=0)) for cls in (OwnExchange, TopK))
+    for seed in range(3):
+        step(backend, own, seed)
+        step(backend, usual, seed)
+    assert own.stats().last.total.exchange == "own_exchange"
+    for name in SHAPES:
+        np.testing.assert_array_equal(*(backend.numpy(one.residuals.view(name)) for one in (own, usual)))
+
+
+def test_with_dense_steps_the_first_collective_must_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    compressor = OwnExchange(0.1, min_numel=0, dense_steps=1)
+    with pytest.raises(ValueError, match=r"^dense_steps must be 0 for OwnExchange.*got 1.*write exchange\.rounds = "):
+        pipeline_of(ORACLE, compressor)
+    monkeypatch.setattr(own_exchange, "rounds", (Round("allgather", "int32"),), raising=False)
+    pipeline, first = pipeline_of(ORACLE, compressor), []
+    for seed in range(2):
+        step(ORACLE, pipeline, seed)
+        first.append(pipeline.buckets[0].stands_in)
+    # In the dense step, ranks in other steps are met under the name of their first collective.
+    assert first == ["allgather", None]

@@ -8,8 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import make_pipeline, send
-from table import BACKENDS, COMPRESSORS, DEGENERATE, KINDS, SCALES_WITHOUT_SQUARES, Backend, Row, gradients
+from driver import exchange, make_pipeline, send
+from table import (
+    BACKENDS,
+    COMPRESSORS,
+    DEGENERATE,
+    KINDS,
+    SCALES_WITHOUT_SQUARES,
+    WITH_OPERATIONS,
+    Backend,
+    Row,
+    gradients,
+)
 
 from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.gaussiank import GaussianK
@@ -20,6 +30,7 @@ from horovod_sparse.compressors.threshold import Threshold, suggested_threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.ops.protocol import Selection
 
 OPS = NumpyOps()
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
@@ -374,3 +385,60 @@ def test_something_is_above_but_hardly_more_than_the_largest(largest: float) -> 
 def test_arguments(make: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         make()
+
+
+# --- what `select` returns is checked ---
+
+
+def some(*indices: int, found: Any = 2, dtype: str = "int64") -> Any:
+    """Return these indices, as an array of the framework."""
+
+    def select(ops: Any, x: Any) -> Any:
+        chosen = ops.indices(np.array(indices, np.int64), x)
+        return Selection(chosen if dtype == "int64" else chosen // 1.0, found)
+
+    return select
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "unsorted": (some(3, 1), ValueError, "got indices that do not ascend, or occur twice"),
+    "twice": (some(3, 3), ValueError, "got indices that do not ascend, or occur twice"),
+    "beyond": (some(3, 8), ValueError, "got indices from 3 to 8"),
+    "negative": (some(-1, 3), ValueError, "got indices from -1 to 3"),
+    "too many": (some(0, 1, 2, 3, 4, found=5), ValueError, r"got indices of shape \(5,\)"),
+    "found too few": (some(1, 3, found=1), ValueError, "got found=1 with 2 indices"),
+    "found no int": (some(1, 3, found=2.0), TypeError, "got found=2.0"),
+    "floats": (some(1, 3, dtype="float"), TypeError, "got indices of type (torch.)?float.."),
+    "a list": (lambda ops, x: Selection([1, 3], 2), TypeError, "got indices of type list for entries of type"),
+    "no array": (lambda ops, x: ([1, 3], 2), TypeError, "got an object of type tuple"),
+    "indices alone": (
+        lambda ops, x: some(1, 3)(ops, x).indices,
+        TypeError,
+        "got an object of type (ndarray|Tensor)",
+    ),
+}
+
+
+@pytest.mark.parametrize("hierarchical", [False, True])
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
+def test_what_is_no_selection_is_refused_by_name(backend: Backend, name: str, hierarchical: bool) -> None:
+    select, error, text = WRONG[name]
+
+    class Mine(TopK):
+        def select(self, ops: Any, x: Any, *arguments: Any) -> Any:
+            return select(ops, x)
+
+    compressor = Mine(0.5, min_numel=0, hierarchical=hierarchical)
+    groups = "ab" if hierarchical else ""
+    pipelines = [
+        make_pipeline(backend, compressor, {"p": (8,)}, world=1 + hierarchical, position=rank, groups=groups)
+        for rank in range(1 + hierarchical)
+    ]
+    buckets = [one.arrive("p", backend.array(np.ones(8, np.float32))) for one in pipelines]
+    with pytest.raises(
+        error, match=rf"^Mine\.select must return Selection\(indices, found\) with at most 4 .* {text}.*; use"
+    ):
+        exchange(backend, pipelines, buckets)
+    pipelines[0].abort()
+    np.testing.assert_array_equal(backend.numpy(pipelines[0].residuals.view("p")), 1)

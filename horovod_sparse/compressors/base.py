@@ -22,6 +22,7 @@ from horovod_sparse.compressors.checks import (
     check_norm,
     check_patterns,
     check_ratio,
+    check_selection,
     check_slack,
 )
 from horovod_sparse.compressors.momentum import MomentumCorrection
@@ -209,9 +210,15 @@ class Compressor(ABC):
         the workers, this holds for all workers together. `state` is this bucket's own.
         """
 
+    def choose(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
+        """Return what `select` returns. Raise TypeError or ValueError if that is no selection from `x`."""
+        selection = self.select(ops, x, k, capacity, state)
+        check_selection(type(self).__name__, selection, x, capacity)
+        return selection
+
     @property
     def exchange(self) -> Exchange:
-        """How the selections of all ranks become one gradient."""
+        """How the selections of all ranks become one gradient: a generator function (`protocols.Exchange`)."""
         if self.hierarchical:
             return owners.hierarchical
         return owners.balanced if self.balanced else protocols.sparse_allgather

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from numbers import Integral
+from typing import Any
 
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.scalars import plain
 from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.ops.protocol import Array, Selection
 
 
 def check_number(name: str, value: object, expected: str, holds: bool) -> None:
@@ -85,3 +88,50 @@ def check_norm(name: str, value: object) -> None:
 def check_slack(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a multiple of k that leaves room for k entries."""
     check_number(name, value, "a finite multiple of k, >= 1", 1.0 <= as_number(value) < math.inf)
+
+
+def check_selection(name: str, selection: object, x: Array, capacity: int) -> None:
+    """Raise TypeError or ValueError unless `select` of the class `name` has returned a selection from `x`.
+
+    The indices themselves are looked at on the host only. A device is not waited for.
+    """
+    kind: type[Exception] = TypeError
+    what = _wrong_types(selection, x)
+    if isinstance(selection, Selection) and not what:
+        kind, what = ValueError, _wrong_indices(selection.indices, x, capacity)
+        if not what and selection.found < len(selection.indices):
+            what = f"found={selection.found} with {len(selection.indices)} indices"
+    if what:
+        raise kind(
+            f"{name}.select must return Selection(indices, found) with at most {capacity} indices (int64, ascending, each "
+            f"once, in [0, {len(x)})) and the number of entries that qualified (an int, no less), got {what}; use "
+            "Selection(ops.indices(chosen, x), len(chosen)), or what ops.select_largest returns"
+        )
+
+
+def _wrong_types(selection: object, x: Array) -> str:
+    """Return what is wrong with the types in a selection from `x`; "" if nothing is."""
+    if not isinstance(selection, Selection):
+        return f"an object of type {type(selection).__name__}"
+    indices: Any = selection.indices
+    found: object = selection.found
+    if not (isinstance(indices, type(x)) or isinstance(x, type(indices))):
+        return f"indices of type {type(indices).__name__} for entries of type {type(x).__name__}"
+    if str(indices.dtype) not in ("int64", "torch.int64"):
+        return f"indices of type {indices.dtype}"
+    return "" if isinstance(found, Integral) else f"found={found!r}"
+
+
+def _wrong_indices(indices: Array, x: Array, capacity: int) -> str:
+    """Return what is wrong with indices into `x`; "" if nothing is."""
+    place, device = (str(getattr(array, "device", "cpu")) for array in (indices, x))
+    if indices.ndim != 1 or len(indices) > capacity:
+        return f"indices of shape {tuple(indices.shape)}"
+    if place != device:
+        return f"indices on {place} for entries on {device}"
+    if device != "cpu" or not len(indices):
+        return ""
+    first, last = int(indices[0]), int(indices[-1])
+    if not bool((indices[1:] > indices[:-1]).all()):
+        return "indices that do not ascend, or occur twice"
+    return "" if 0 <= first <= last < len(x) else f"indices from {first} to {last}"

@@ -65,7 +65,7 @@ class BoundCompressor(Compressor):
         # Random choices differ from call to call.
         state.step = self._calls
         self._calls += 1
-        return self.select(ops, x, k, self.message_capacity(len(x), k, 1), state).indices
+        return self.choose(ops, x, k, self.message_capacity(len(x), k, 1), state).indices
 
     def warn_dense(self) -> None:
         """Warn that Horovod allreduces what `compress` returns. Python shows a warning once per place, so it appears once."""

@@ -129,7 +129,7 @@ class Owner(ABC):
         is_finite = received is not None and self.finite and not any(map(any, overflows))
         if len(shard) and is_finite:
             most = min(capacity, len(shard))
-            selection = self.compressor.select(self.ops, shard, min(k, most), most, self.state)
+            selection = self.compressor.choose(self.ops, shard, min(k, most), most, self.state)
         self.own_region, self.target = Region(slice(first, after), after=shard), k
         self.sent(len(selection.indices), selection.found - len(selection.indices))
         message = self.ops.pack(selection.indices + first, self.ops.take(shard, selection.indices), capacity)

@@ -111,7 +111,7 @@ class HostSelector:
 
     def select(self, state: BucketState, k: int, capacity: int) -> Selection:
         """Return what the compressor selects from the residual."""
-        selection = self._compressor.select(self._tracked, self._buffer, k, capacity, state)
+        selection = self._compressor.choose(self._tracked, self._buffer, k, capacity, state)
         self._tracked.forget()
         return selection
 

@@ -168,18 +168,26 @@ def sparse_allgather(bucket: Sender) -> Generator[Collective, Any, Sent]:
 def shared_indices(bucket: Sender) -> Generator[Collective, Any, Sent]:
     """Exchange entries that all ranks choose alike, by one allreduce of their values (`wire`, message 2)."""
     indices = bucket.select().indices
-    return (yield from _sum(bucket, indices, bucket.take(indices), bucket.capacity, bucket.checksum()))
+    return (yield from summed(bucket, indices, bucket.take(indices), bucket.capacity, bucket.checksum()))
 
 
 def dense(bucket: Sender) -> Generator[Collective, Any, Sent]:
     """Exchange everything, by one allreduce in the residual's own type (message 2 with all entries)."""
-    return (yield from _sum(bucket, None, bucket.take_all(), bucket.numel, bucket.checksum()))
+    return (yield from summed(bucket, None, bucket.take_all(), bucket.numel, bucket.checksum()))
 
 
-def _sum(
+def summed(
     bucket: Sender, indices: Array | None, values: Array, length: int, checksum: int
 ) -> Generator[Collective, Any, Sent]:
-    """Exchange the values at indices that all ranks know, as message 2."""
+    """Exchange the values at indices that all ranks know (None: all entries), as message 2.
+
+    Args:
+        bucket: the bucket, out of whose residual `values` were taken.
+        indices: ascending and unique.
+        values: one for each index, at most `length`.
+        length: number of values in the message, the same on all ranks.
+        checksum: a number >= 0. If its lowest 16 bits differ between the ranks, all raise RuntimeError.
+    """
     bucket.sent(len(values))
     tail = wire.tail(bucket.finite, checksum)
     total = yield Collective("allreduce", bucket.ops.pack_values(values, length, tail))

@@ -57,10 +57,24 @@ class Way(NamedTuple):
         return f"compact {name}" if self.is_compact else name
 
 
+EXAMPLE = (
+    'exchange.rounds = (Round("allgather", "int32"),), with all of its collectives (horovod_sparse.exchange.rounds)'
+)
+"""How a user says the collectives of an exchange."""
+
+
+def rounds_of(exchange: Exchange) -> tuple[Round, ...] | None:
+    """Return all collectives of an exchange. A user's own may say them in its attribute `rounds`; else they are not known."""
+    return ROUNDS.get(exchange) or getattr(exchange, "rounds", None)
+
+
 def stands_in(used: Exchange, usual: Exchange) -> Kind | None:
     """Return the first collective of an exchange if another one, which begins differently, is used in its place."""
-    first = ROUNDS[usual][0].kind
-    return first if used is not usual and first != ROUNDS[used][0].kind else None
+    if used == usual:
+        return None
+    first, other = rounds_of(usual), rounds_of(used)
+    assert first is not None and other is not None
+    return first[0].kind if first[0].kind != other[0].kind else None
 
 
 FROM_PARTS: tuple[Exchange, ...] = (balanced, hierarchical)

@@ -23,7 +23,7 @@ from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.pipeline import Pipeline, Write
 from horovod_sparse.core.preparation import Arrived
 from horovod_sparse.exchange.protocols import Collective, Exchange, Reduced, dense
-from horovod_sparse.exchange.rounds import ROUNDS, Round
+from horovod_sparse.exchange.rounds import Round, rounds_of
 from horovod_sparse.kernels.pool import BufferPool
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.ops.protocol import Array
@@ -192,7 +192,7 @@ class HostPipeline(Pipeline):
     def _exchange(self, step: Step, buckets: list[Bucket], exchanges: list[Exchange]) -> list[Tensor]:
         # TensorFlow runs Python calls in the order in which they are written here. So all buckets are begun before any
         # result is requested, and their collectives run at the same time.
-        rounds = {bucket.name: ROUNDS[exchange] for bucket, exchange in zip(buckets, exchanges, strict=True)}
+        rounds = {one.name: rounds_of(exchange) or () for one, exchange in zip(buckets, exchanges, strict=True)}
         tensors = {bucket.name: self._begin(step, bucket, rounds[bucket.name][0]) for bucket in buckets}
         for number in range(max(map(len, rounds.values()))):
             going_on = [bucket for bucket in buckets if number < len(rounds[bucket.name])]
