@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors import COMPRESSORS
+from horovod_sparse.compressors.base import Compressor, Settings
 from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.noop import NoOp
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.randomk import RandomK
-from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.compressors.schedules import Schedule, warmup
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
@@ -40,7 +41,8 @@ class Fixed(Schedule):
 @pytest.mark.parametrize("cls", [TopK, SIDCo])
 @pytest.mark.parametrize("ratio", [0.0, -0.1, 1.0000001, math.nan, math.inf, "0.1", None, True])
 def test_ratio(cls: type[Compressor], ratio: Any) -> None:
-    with pytest.raises(ValueError, match=r"ratio must be in \(0, 1\], got "):
+    text = ", a string; write ratio=0.1" if isinstance(ratio, str) else ""
+    with pytest.raises(ValueError, match=rf"ratio must be in \(0, 1\], got {re.escape(repr(ratio))}{text}$"):
         cls(ratio)
 
 
@@ -68,13 +70,20 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"residual": 1}, "residual must be True or False, got 1"),
     ({"residual_dtype": "float16"}, "residual_dtype must be one of None, 'float32', 'float64', got 'float16'"),
     ({"lr_in_residual": None}, "lr_in_residual must be True or False, got None"),
-    ({"momentum_correction": 0.9}, "momentum_correction must be a MomentumCorrection or None, got 0.9"),
+    (
+        {"momentum_correction": 0.8},
+        "momentum_correction must be a MomentumCorrection or None, got 0.8; write MomentumCorrection(0.8)",
+    ),
+    (
+        {"momentum_correction": "yes"},
+        "momentum_correction must be a MomentumCorrection or None, got 'yes'; write MomentumCorrection(0.9)",
+    ),
     (
         {"momentum_correction": MomentumCorrection(0.9), "residual": False},
         "residual must be True with momentum_correction, got False: velocities are kept in it",
     ),
     ({"clip_norm": 0.0}, "clip_norm must be a finite norm > 0, got 0.0"),
-    ({"clip_norm": "1"}, "clip_norm must be a finite norm > 0, got '1'"),
+    ({"clip_norm": "1"}, "clip_norm must be a finite norm > 0, got '1', a string; write clip_norm=1"),
     ({"slack": 0.9}, "slack must be a finite multiple of k, >= 1, got 0.9"),
     ({"slack": math.inf}, "slack must be a finite multiple of k, >= 1, got inf"),
     ({"values": "float64"}, "values must be one of 'float32', 'bfloat16', 'float16', got 'float64'"),
@@ -130,10 +139,56 @@ def test_numpy_scalars_are_numbers(cls: type[Compressor], settings: dict[str, An
         cls(**{**settings, "ratio": np.float32(1.5)})
 
 
-@pytest.mark.parametrize("cls", [TopK, SIDCo, NoOp])
-def test_everything_after_ratio_is_keyword_only(cls: type[Compressor]) -> None:
-    kinds = {name: parameter.kind for name, parameter in inspect.signature(cls).parameters.items() if name != "ratio"}
-    assert set(kinds.values()) <= {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
+class Own(SIDCo):
+    """A user's, which passes on what it does not know."""
+
+    def __init__(self, *args: Any, own: int = 1, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.own = own
+
+
+ARGUMENTS: dict[type[Compressor], set[str]] = {
+    TopK: {"ratio", "union"},
+    SIDCo: {"ratio", "distribution", "stages", "adapt"},
+    Own: {"ratio", "distribution", "stages", "adapt", "own"},
+    DGC: {"ratio", "momentum", "nesterov", "masking", "sample_ratio", "warmup_steps", "seed"},
+    NoOp: set(),
+}
+"""What classes have beside the settings that are common to all."""
+
+
+@pytest.mark.parametrize("cls", ARGUMENTS)
+def test_every_argument_is_in_the_signature_and_all_after_ratio_by_name(cls: type[Compressor]) -> None:
+    parameters = inspect.signature(cls).parameters
+    common = set(Settings.__annotations__) - ({"momentum_correction"} if cls is DGC else set())
+    assert set(parameters) == common | ARGUMENTS[cls]
+    assert {one.kind for name, one in parameters.items() if name != "ratio"} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: TopK(0.1, momentum_corection=None),
+            "TopK must be .*got momentum_corection=None; did you mean mom.*ion$",
+        ),
+        (
+            lambda: SIDCo(0.1, distribusion="gamma"),
+            "SIDCo must be .*got distribusion='gamma'; did you mean distribution$",
+        ),
+        (
+            lambda: Own(0.1, union=True),
+            "Own must be given arguments that it has, got union=True; it has ratio, .*, slack",
+        ),
+        (lambda: NoOp(ratio=0.1), "NoOp must be given arguments that it has, got ratio=0.1; it has granularity, "),
+        (lambda: DGC(0.1, momentum_correction=None), "DGC has its own momentum correction; set momentum, nesterov"),
+    ],
+)
+def test_an_unknown_argument_is_named_with_the_class_and_what_is_near(
+    make: Callable[[], Compressor], text: str
+) -> None:
+    with pytest.raises(TypeError, match=f"^{text}"):
+        make()
 
 
 @pytest.mark.parametrize(
@@ -152,9 +207,34 @@ def test_k_and_capacity(ratio: float, slack: float, numel: int, target: int, cap
     assert (compressor.target_count(numel), compressor.message_capacity(numel, target, 1)) == (target, capacity)
 
 
-def test_repr_can_be_read_back() -> None:
-    compressor = SIDCo(0.01, distribution="gamma", slack=2)
-    assert repr(eval(repr(compressor), {"SIDCo": SIDCo})) == repr(compressor)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "SIDCo(ratio=0.001)",
+        "SIDCo(ratio=0.01, distribution='gamma', slack=2.0)",
+        "SIDCo(ratio=0.01, adapt='paper', slack=24.0)",
+        "TopK(ratio=warmup(start=0.25, end=0.01, steps=9), exclude=('*.bias',))",
+        "TopK(ratio=0.1, momentum_correction=MomentumCorrection(momentum=0.9))",
+        "TopK(ratio=0.1, momentum_correction=MomentumCorrection(momentum=0.9, nesterov=True))",
+        "DGC(ratio=0.1, momentum=0.5, masking=False)",
+        "RandomBlock(ratio=0.1, blocks=3, seed=7, values='bfloat16', shared=False)",
+        "Threshold(threshold=0.5)",
+        "Own(ratio=0.1, own=2)",
+        "NoOp()",
+    ],
+)
+def test_repr_has_what_differs_from_the_defaults_and_can_be_read_back(text: str) -> None:
+    names = {one.__name__: one for one in (*COMPRESSORS, MomentumCorrection, Own, warmup)}
+    made = eval(text, names)
+    assert repr(made) == repr(eval(repr(made), names))
+    assert sorted(re.findall(r"\w+=[^,()]+", repr(made))) == sorted(re.findall(r"\w+=[^,()]+", text))
+
+
+def test_repr_tells_what_was_changed_later() -> None:
+    """Ranks compare settings by it."""
+    compressor = DGC(0.1)
+    compressor.discardable = True
+    assert repr(compressor) == "DGC(ratio=0.1, discardable=True)"
 
 
 def test_what_is_off_by_default_and_what_is_on() -> None:

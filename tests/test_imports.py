@@ -54,6 +54,15 @@ def test_the_proof_can_fail() -> None:
     assert loaded_frameworks("torch") == "['torch']"
 
 
+@pytest.mark.parametrize("name", ["SIDCo", "MomentumCorrection", "warmup"])
+def test_a_public_name_is_said_to_be_in_the_adapters(name: str) -> None:
+    with pytest.raises(
+        ImportError, match=f"^{name} must be imported for a framework: from horovod_sparse.torch import {name}"
+    ):
+        exec(f"from horovod_sparse import {name}")
+    assert not hasattr(horovod_sparse, "Absent") and not hasattr(horovod_sparse, "absent")
+
+
 def test_the_triton_kernels_import_no_horovod() -> None:
     assert loaded_frameworks("horovod_sparse.kernels.gpu") == "[]"
     assert loaded_frameworks("horovod_sparse.kernels.gpu.bucket") == "['torch']"

@@ -294,6 +294,22 @@ def test_statistics_are_true(backend: Backend) -> None:
     residual = np.concatenate([backend.numpy(r).reshape(-1) for r in pipeline.state_dict()["residuals"].values()])
     for snapshot in (stats.last, stats.mean):
         assert snapshot.total.residual_norm == pytest.approx(np.linalg.norm(residual), rel=1e-6)
+    # What is printed: buckets and total with entries, target, sent, ratio, truncated, bytes.
+    lines = [line.replace(",", "").split() for line in str(stats).splitlines()]
+    assert lines[0][:4] == ["mean", "of", "4", "steps"] and lines[1][:5] == [
+        "bucket",
+        "entries",
+        "target",
+        "sent",
+        "ratio",
+    ]
+    printed = {name: [float(number) for number in numbers] for name, *numbers in lines[2:-1]}
+    for one in (*stats.mean.buckets, stats.mean.total):
+        entries, target, sent, ratio, truncated, sent_bytes = printed.pop(one.name)
+        assert ratio == pytest.approx(one.ratio, rel=0.005)
+        known = [one.numel, one.target, one.count, one.truncated, one.bytes_sent]
+        np.testing.assert_allclose([entries, target, sent, truncated, sent_bytes], known, atol=0.5, rtol=0)
+    assert not printed
 
 
 @on_every_backend

@@ -128,7 +128,7 @@ def test_steps_that_are_made_again_replace_those_of_before(made: Callable[..., P
     [
         (TopK(0.25), "TopK 0.25"),
         (SparseAllreduce(None, TopK(0.25)), "TopK 0.25"),
-        (TopK(warmup(0.25, 0.01, steps=20)), "TopK Warmup(start=0.25, end=0.01, steps=20, stairs=4)"),
+        (TopK(warmup(0.25, 0.01, steps=20)), "TopK warmup(start=0.25, end=0.01, steps=20)"),
         ("Own(sample_ratio=0.1)", "Own"),
     ],
     ids=str,

@@ -34,6 +34,11 @@ def test_few_message_shapes() -> None:
         ({"end": 1.5}, r"end must be in \(0, 1\], got 1.5"),
         ({"steps": 0}, "steps must be an int >= 1, got 0"),
         ({"stairs": 2.0}, "stairs must be an int >= 1, got 2.0"),
+        ({"start": "0.25"}, r"start must be in \(0, 1\], got '0.25', a string; write start=0.25"),
+        (
+            {"start": 0.001, "end": 0.25},
+            r"end must be at most start=0.001, got 0.25.*write warmup\(0.25, 0.001, steps=",
+        ),
     ],
 )
 def test_arguments(arguments: dict[str, Any], message: str) -> None:

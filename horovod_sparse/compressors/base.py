@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
+import inspect
 import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, get_args
 
 from horovod_sparse.compressors.bucket_state import ALONE as ALONE
 from horovod_sparse.compressors.bucket_state import BucketState as BucketState
@@ -26,16 +28,20 @@ from horovod_sparse.compressors.checks import (
     check_slack,
 )
 from horovod_sparse.compressors.momentum import MomentumCorrection
-from horovod_sparse.compressors.scalars import plain
+from horovod_sparse.compressors.scalars import plain, shown
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.exchange import owners, protocols
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.ops.protocol import Array, Ops, Selection, Values
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 Granularity = Literal["layer", "bucket", "model"]
 NotFinite = Literal["raise", "propagate"]
 ClipScope = Literal["layer", "model"]
 
+_PASSED_ON = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
 POSITIVE = (5e-324, sys.float_info.max)
@@ -125,8 +131,11 @@ class Compressor(ABC):
     """Capacity of a message as a multiple of k, unless the user says otherwise."""
     needs_sums: bool = False
     """Whether `select` calls `ops.measure`. If so, its sums are computed while gradients are accumulated."""
+    sets_itself: tuple[str, ...] = ()
+    """Arguments below that an algorithm sets itself, so that they are none of its own."""
     balances: bool = True
     """Whether the exchange `balanced` may be chosen. It needs entries that are spread over the bucket."""
+    __signature__: ClassVar[inspect.Signature]
 
     def __init__(
         self,
@@ -173,6 +182,23 @@ class Compressor(ABC):
         self._check_together()
         self.ratio = ratio if isinstance(ratio, Schedule) else float(ratio)
         self.slack = float(self.slack)
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Give a class the signature that users see: all arguments by name, those of its bases too."""
+        super().__init_subclass__(**arguments)
+        cls.__signature__ = _signature(cls)
+
+    def __new__(cls, *arguments: Any, **settings: Any) -> Self:
+        """Raise TypeError if an argument has an unknown name. Python would name the base that refuses it."""
+        known = inspect.signature(cls).parameters
+        for name in settings:
+            if name not in known and name not in cls.sets_itself:
+                near = difflib.get_close_matches(name, known, 1)
+                remedy = f"did you mean {near[0]}" if near else f"it has {', '.join(known)}"
+                raise TypeError(
+                    f"{cls.__name__} must be given arguments that it has, got {name}={settings[name]!r}; {remedy}"
+                )
+        return super().__new__(cls)
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, plain(value))
@@ -271,8 +297,28 @@ class Compressor(ABC):
         }
 
     def __repr__(self) -> str:
-        settings = self.settings()
-        return f"{settings.pop('compressor')}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+        known, settings = inspect.signature(type(self)).parameters, self.settings()
+        # What is no argument, but an attribute of `Compressor`, follows from the arguments.
+        names = [*known, *(name for name in settings if name not in {*known, *_CHECKS, "compressor"})]
+        defaults = {name: one.default for name, one in known.items()} | {"slack": type(self).default_slack}
+        return shown(type(self).__name__, {name: settings[name] for name in names if name in settings}, defaults)
+
+
+def _signature(cls: type[Compressor]) -> inspect.Signature:
+    """Return the arguments of a class: those of its `__init__` and, where that passes others on, those of its bases."""
+    found: dict[str, inspect.Parameter] = {}
+    passed = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    for init in [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]:
+        _, *own = inspect.signature(init).parameters.values()
+        for one in own:
+            by_name = one.kind is inspect.Parameter.KEYWORD_ONLY
+            way = inspect.Parameter.VAR_KEYWORD if by_name else inspect.Parameter.VAR_POSITIONAL
+            if one.kind not in _PASSED_ON and way in passed and one.name not in cls.sets_itself:
+                found.setdefault(one.name, one)
+        passed &= {one.kind for one in own}
+        if not passed:
+            break
+    return inspect.Signature(sorted(found.values(), key=lambda one: one.kind))
 
 
 def set_slack(settings: Settings, slack: float) -> None:

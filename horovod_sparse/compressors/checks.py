@@ -8,30 +8,13 @@ from numbers import Integral
 from typing import Any
 
 from horovod_sparse.compressors.momentum import MomentumCorrection
-from horovod_sparse.compressors.scalars import plain
+from horovod_sparse.compressors.scalars import as_number as as_number
+from horovod_sparse.compressors.scalars import check_boolean as check_boolean
+from horovod_sparse.compressors.scalars import check_fraction as check_fraction
+from horovod_sparse.compressors.scalars import check_integer as check_integer
+from horovod_sparse.compressors.scalars import check_number as check_number
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.ops.protocol import Array, Selection
-
-
-def check_number(name: str, value: object, expected: str, holds: bool) -> None:
-    """Raise ValueError unless the condition on a number holds."""
-    if not holds:
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-
-
-def check_integer(name: str, value: object, least: int) -> None:
-    """Raise unless `value` is an int of at least `least`."""
-    value = plain(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int >= {least}, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be >= {least}, got {value!r}")
-
-
-def check_boolean(name: str, value: object) -> None:
-    """Raise unless `value` is True or False."""
-    if not isinstance(plain(value), bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_groups(name: str, value: object) -> None:
@@ -46,17 +29,6 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
-def as_number(value: object) -> float:
-    """Return the value as a float, or NaN if it is not a number. NaN fails every range check."""
-    value = plain(value)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-
-
-def check_fraction(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a number in (0, 1]."""
-    check_number(name, value, "in (0, 1]", 0.0 < as_number(value) <= 1.0)
 
 
 def check_ratio(name: str, value: object) -> None:
@@ -77,7 +49,10 @@ def check_patterns(name: str, value: Collection[object]) -> None:
 def check_momentum(name: str, value: object) -> None:
     """Raise TypeError unless `value` is a momentum correction or None."""
     if value is not None and not isinstance(value, MomentumCorrection):
-        raise TypeError(f"{name} must be a MomentumCorrection or None, got {value!r}")
+        factor = value if 0.0 <= as_number(value) < 1.0 else 0.9
+        raise TypeError(
+            f"{name} must be a MomentumCorrection or None, got {value!r}; write MomentumCorrection({factor})"
+        )
 
 
 def check_norm(name: str, value: object) -> None:

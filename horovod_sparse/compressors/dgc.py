@@ -45,6 +45,7 @@ class DGC(Compressor):
     """
 
     default_slack = _TOO_MANY
+    sets_itself = ("momentum_correction",)
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class DGC(Compressor):
         correction = MomentumCorrection(momentum, nesterov, masking)
         settings["momentum_correction"] = correction if momentum else None
         super().__init__(ratio, **settings)
+        self.momentum, self.nesterov, self.masking = correction.momentum, nesterov, masking
         check_fraction("sample_ratio", sample_ratio)
         check_integer("seed", seed, 0)
         self.sample_ratio = float(sample_ratio)

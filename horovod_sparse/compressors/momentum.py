@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from horovod_sparse.compressors.scalars import plain
+from horovod_sparse.compressors.scalars import as_number, check_boolean, check_number, plain, shown
 from horovod_sparse.ops.protocol import Array, Ops
 
 
@@ -34,11 +34,12 @@ class MomentumCorrection:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             object.__setattr__(self, name, plain(value))
-        if isinstance(self.momentum, bool) or not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
-        for name in ("nesterov", "masking"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        check_number("momentum", self.momentum, "in [0, 1)", 0.0 <= as_number(self.momentum) < 1.0)
+        check_boolean("nesterov", self.nesterov)
+        check_boolean("masking", self.masking)
+
+    def __repr__(self) -> str:
+        return shown("MomentumCorrection", vars(self), {"nesterov": False, "masking": True})
 
 
 def clip_limit(clip_norm: float, world: int, *, averages: bool) -> float:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from horovod_sparse.compressors.scalars import plain
+from horovod_sparse.compressors.scalars import check_fraction, plain, shown
+
+_STAIRS = 4
 
 
 class Schedule(ABC):
@@ -38,9 +40,12 @@ class Warmup(Schedule):
     steps: int
     stairs: int
 
+    def __repr__(self) -> str:
+        return shown("warmup", vars(self), {"stairs": _STAIRS})
+
     @property
     def highest(self) -> float:
-        return max(self.start, self.end)
+        return self.start
 
     @property
     def final(self) -> float:
@@ -53,7 +58,7 @@ class Warmup(Schedule):
         return float(self.start * (self.end / self.start) ** (stair / self.stairs))
 
 
-def warmup(start: float, end: float, steps: int, *, stairs: int = 4) -> Warmup:
+def warmup(start: float, end: float, steps: int, *, stairs: int = _STAIRS) -> Warmup:
     """Lower the ratio from `start` to `end` in geometric stairs: `start * (end/start)^(i/stairs)` on stair i, then `end`.
 
     With `start=0.25, end=0.001, stairs=4` and an epoch per stair, this is the warm-up of Deep Gradient Compression
@@ -63,18 +68,22 @@ def warmup(start: float, end: float, steps: int, *, stairs: int = 4) -> Warmup:
 
     Args:
         start: ratio of the first step, in (0, 1].
-        end: ratio after the warm-up, in (0, 1].
+        end: ratio after the warm-up, in (0, start].
         steps: how many steps the warm-up takes, >= 1.
         stairs: number of stairs, >= 1.
 
     Raises:
         ValueError: naming the argument and its value.
     """
-    start, end, steps, stairs = plain(start), plain(end), plain(steps), plain(stairs)
-    for name, value in (("start", start), ("end", end)):
-        if not 0.0 < value <= 1.0:
-            raise ValueError(f"{name} must be in (0, 1], got {value!r}")
+    check_fraction("start", start)
+    check_fraction("end", end)
+    steps, stairs = plain(steps), plain(stairs)
     for name, number in (("steps", steps), ("stairs", stairs)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} must be an int >= 1, got {number!r}")
+    if end > start:
+        raise ValueError(
+            f"end must be at most start={start!r}, got {end!r}: a warm-up lowers the ratio; write warmup({end!r}, {start!r}, "
+            "steps=...)"
+        )
     return Warmup(float(start), float(end), steps, stairs)

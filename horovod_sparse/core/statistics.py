@@ -79,6 +79,18 @@ class Stats:
     last: StepStats
     mean: StepStats
 
+    def __str__(self) -> str:
+        """Return a table: entries, counts, achieved ratio and bytes of a worker in a step, on average over all steps."""
+        rows = [("bucket", "entries", "target", "sent", "ratio", "truncated", "bytes sent")]
+        for one in (*self.mean.buckets, self.mean.total):
+            numbers = (one.numel, one.target, one.count, one.truncated, one.bytes_sent)
+            entries, target, sent, truncated, sent_bytes = (f"{number:,.0f}" for number in numbers)
+            rows.append((one.name, entries, target, sent, f"{one.ratio:.3g}", truncated, sent_bytes))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join([name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]) for name, *numbers in rows]
+        dense = f"dense beside the buckets: {self.mean.dense_bytes_sent:,.0f} bytes sent"
+        return "\n".join([f"mean of {self.steps} steps, for each worker and step", *lines, dense])
+
 
 NO_STATS = Stats(0, StepStats((), 0.0), StepStats((), 0.0))
 """The statistics before the first step."""
