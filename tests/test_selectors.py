@@ -21,6 +21,7 @@ from table import (
     gradients,
 )
 
+from horovod_sparse.compressors.checks import check_selection
 from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.gaussiank import GaussianK
 from horovod_sparse.compressors.randomk import RandomK
@@ -442,3 +443,17 @@ def test_what_is_no_selection_is_refused_by_name(backend: Backend, name: str, hi
         exchange(backend, pipelines, buckets)
     pipelines[0].abort()
     np.testing.assert_array_equal(backend.numpy(pipelines[0].residuals.view("p")), 1)
+
+
+def test_a_device_is_not_waited_for() -> None:
+    """Whoever asks what is in an array on the device "meta" gets an error."""
+    torch = pytest.importorskip("torch")
+    x, indices = torch.empty(8, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
+    check_selection("Mine", Selection(indices, 2), x, 4)
+    for wrong, error in (
+        (indices.int(), TypeError),
+        (indices.reshape(1, 2), ValueError),
+        (torch.arange(2), ValueError),
+    ):
+        with pytest.raises(error, match=r"^Mine.select must return .* got indices o(f|n) "):
+            check_selection("Mine", Selection(wrong, 2), x, 4)
