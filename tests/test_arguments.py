@@ -170,17 +170,17 @@ def test_every_argument_is_in_the_signature_and_all_after_ratio_by_name(cls: typ
     [
         (
             lambda: TopK(0.1, momentum_corection=None),
-            "TopK must be .*got momentum_corection=None; did you mean mom.*ion$",
+            "TopK must be .*got momentum_corection; did you mean mom.*ion$",
         ),
         (
             lambda: SIDCo(0.1, distribusion="gamma"),
-            "SIDCo must be .*got distribusion='gamma'; did you mean distribution$",
+            "SIDCo must be .*got distribusion; did you mean distribution$",
         ),
         (
             lambda: Own(0.1, union=True),
-            "Own must be given arguments that it has, got union=True; it has ratio, .*, slack",
+            "Own must be given arguments that it has, got union; it has ratio, .*, slack",
         ),
-        (lambda: NoOp(ratio=0.1), "NoOp must be given arguments that it has, got ratio=0.1; it has granularity, "),
+        (lambda: NoOp(union=True), "NoOp must be given arguments that it has, got union; it has granularity, "),
         (lambda: DGC(0.1, momentum_correction=None), "DGC has its own momentum correction; set momentum, nesterov"),
     ],
 )

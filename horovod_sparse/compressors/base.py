@@ -8,9 +8,9 @@ import inspect
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, get_args
+from typing import Any, ClassVar, Literal, NoReturn, TypedDict, get_args
 
 from horovod_sparse.compressors.bucket_state import ALONE as ALONE
 from horovod_sparse.compressors.bucket_state import BucketState as BucketState
@@ -33,9 +33,6 @@ from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.exchange import owners, protocols
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.ops.protocol import Array, Ops, Selection, Values
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Granularity = Literal["layer", "bucket", "model"]
 NotFinite = Literal["raise", "propagate"]
@@ -158,7 +155,9 @@ class Compressor(ABC):
         hierarchical: bool | int = False,
         not_finite: NotFinite = "raise",
         discardable: bool = False,
+        **unknown: NoReturn,
     ) -> None:
+        self._refuse(unknown)
         self.ratio = ratio
         self.granularity: Granularity = granularity
         self.bucket_bytes = bucket_bytes
@@ -188,17 +187,13 @@ class Compressor(ABC):
         super().__init_subclass__(**arguments)
         cls.__signature__ = _signature(cls)
 
-    def __new__(cls, *arguments: Any, **settings: Any) -> Self:
-        """Raise TypeError if an argument has an unknown name. Python would name the base that refuses it."""
-        known = inspect.signature(cls).parameters
-        for name in settings:
-            if name not in known and name not in cls.sets_itself:
-                near = difflib.get_close_matches(name, known, 1)
-                remedy = f"did you mean {near[0]}" if near else f"it has {', '.join(known)}"
-                raise TypeError(
-                    f"{cls.__name__} must be given arguments that it has, got {name}={settings[name]!r}; {remedy}"
-                )
-        return super().__new__(cls)
+    def _refuse(self, unknown: Iterable[str]) -> None:
+        """Raise TypeError if there are arguments of unknown names. Python would name the base that does not know them."""
+        for name in unknown:
+            known = inspect.signature(type(self)).parameters
+            near = difflib.get_close_matches(name, known, 1)
+            remedy = f"did you mean {near[0]}" if near else f"it has {', '.join(known)}"
+            raise TypeError(f"{type(self).__name__} must be given arguments that it has, got {name}; {remedy}")
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, plain(value))
@@ -308,16 +303,16 @@ def _signature(cls: type[Compressor]) -> inspect.Signature:
     """Return the arguments of a class: those of its `__init__` and, where that passes others on, those of its bases."""
     found: dict[str, inspect.Parameter] = {}
     passed = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    for init in [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]:
-        _, *own = inspect.signature(init).parameters.values()
+    for base in cls.__mro__:
+        if not passed or not issubclass(base, Compressor) or "__init__" not in vars(base):
+            continue
+        _, *own = inspect.signature(vars(base)["__init__"]).parameters.values()
         for one in own:
             by_name = one.kind is inspect.Parameter.KEYWORD_ONLY
             way = inspect.Parameter.VAR_KEYWORD if by_name else inspect.Parameter.VAR_POSITIONAL
             if one.kind not in _PASSED_ON and way in passed and one.name not in cls.sets_itself:
                 found.setdefault(one.name, one)
         passed &= {one.kind for one in own}
-        if not passed:
-            break
     return inspect.Signature(sorted(found.values(), key=lambda one: one.kind))
 
 
