@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
+from horovod_sparse.exchange.protocols import Collective, Exchange, Sender, Sent, sparse_allgather
 from horovod_sparse.torch import NoOp, SIDCo, TopK
 
 from .common import (
@@ -37,6 +38,20 @@ SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "third
 COMPRESSED = ("first", "second", "third")
 
 
+def own_exchange(bucket: Sender) -> Generator[Collective, Any, Sent]:
+    """A user's own, of which nothing is known before it begins."""
+    return (yield from sparse_allgather(bucket))
+
+
+class OwnExchange(TopK):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(0.01, **settings)
+
+    @property
+    def exchange(self) -> Exchange:
+        return own_exchange
+
+
 def _residuals(compression: Any) -> dict[str, np.ndarray]:
     state = compression.state_dict()["residuals"]
     return {name: state[name].double().numpy() if name in state else np.zeros(SHAPES[name]) for name in SHAPES}
@@ -55,6 +70,7 @@ def _total(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         for name, make in COMPRESSORS.items()
         for granularity in ("layer", "model")
     }
+    | {"own exchange": (OwnExchange, "model", torch.float32)}
     | {"TopK-float64": (COMPRESSORS["TopK"], "bucket", torch.float64)},
 )
 def nothing_is_lost(make: MakeCompression, granularity: str, dtype: torch.dtype) -> None:
