@@ -165,6 +165,10 @@ class Bucket(Owner):
     # --- as the exchange sees it: `protocols.Sender` ---
 
     @property
+    def step(self) -> int:
+        return self.state.step
+
+    @property
     def finite(self) -> bool:
         return not self._host.not_finite
 

@@ -78,6 +78,10 @@ class Sender(Protocol):
     """Index of this rank among those that exchange."""
 
     @property
+    def step(self) -> int:
+        """The number of this step, which must be the same on all ranks."""
+
+    @property
     def finite(self) -> bool:
         """Whether all of this rank's gradients are finite."""
 
