@@ -24,6 +24,7 @@ ROWS = runs.DENSE | {
     "SIDCo 0.001": ["--compression", "sidco", "--ratio", "0.001"],
     "SIDCo 0.001, bfloat16": ["--compression", "sidco", "--ratio", "0.001", "--values", "bfloat16"],
     "SIDCo 0.001, balanced": ["--compression", "sidco", "--ratio", "0.001", "--balanced"],
+    "DGC 0.001": ["--compression", "dgc", "--ratio", "0.001"],
     "DGC 0.001, warm-up": ["--compression", "dgc", "--ratio", "0.001", *WARM_UP],
 }
 """Warm-up: the ratio comes down from 0.25 in the first 200 steps."""

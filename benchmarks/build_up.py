@@ -5,7 +5,7 @@
 Trains the model of an example. All workers run in this process: each has its own data, its own residual and its own pipeline.
 They share one model, which the reduced gradient updates. Collectives are carried out in memory. The density is the number of
 entries in the reduced gradient, which is the union of all workers' entries, divided by the size of the bucket. Prints its
-median over the last third of the steps as a table, draws it, and prints how MiCRO's count develops.
+median over the last third of the steps as a table, draws it, and prints the training loss and how MiCRO's count develops.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,17 +44,20 @@ def _default(cls: Callable[..., Compressor], **chosen: Any) -> Make:
     return lambda ratio, threshold: cls(ratio, granularity="model", **chosen)
 
 
+BALANCED_PARTS = "MiCRO, balanced parts"
 ROWS: dict[str, Make] = {
     **{cls.__name__: _default(cls) for cls in COMPRESSORS if cls not in (MiCRO, NoOp, Threshold)},
     "MiCRO, equal parts": _default(MiCRO),
-    "MiCRO, balanced parts": _default(MiCRO, parts="balanced"),
+    BALANCED_PARTS: _default(MiCRO, parts="balanced"),
     "Threshold": lambda ratio, threshold: Threshold(threshold, ratio=ratio, granularity="model"),
     "MiCRO, paper": _default(MiCRO, scaling="paper"),
     "TopK, union": _default(TopK, union=True),
     "SIDCo, balanced": _default(SIDCo, balanced=True),
+    "dense": lambda ratio, threshold: NoOp(granularity="model"),
 }
-"""All compressors but NoOp; MiCRO's variants; and two exchanges that others can choose."""
-BALANCED_PARTS = "MiCRO, balanced parts"
+"""All compressors; MiCRO's variants; and two exchanges that others can choose. Dense has a loss, and no build-up."""
+PICTURED = ("Threshold", "TopK", "TopK, union", "MiCRO, paper", BALANCED_PARTS, "RandomBlock")
+"""The other rows lie on one of these, within a few percent: those of pairs on TopK's, the others on RandomBlock's."""
 MICRO = ("MiCRO, equal parts", BALANCED_PARTS, "MiCRO, paper")
 INDEPENDENT = "independent choices"
 
@@ -77,6 +80,8 @@ class Training:
     def __init__(self, make: Make, task: str, ratio: float, workers: int, seed: int) -> None:
         torch.manual_seed(seed)
         self.task = RECORDED[task](workers, seed)
+        self.losses: list[float] = []
+        """Every worker's, step by step, after that of the first gradient."""
         self.parameters = {f"p{number}": one for number, one in enumerate(self.task.model.parameters())}
         first = torch.cat([g.abs().flatten() for g in self._gradients(self.task.losses[0])])
         self.compressor = make(ratio, OPS.kth_largest(first, int(ratio * len(first))))
@@ -90,7 +95,9 @@ class Training:
         self.steps = 0
 
     def _gradients(self, loss: Callable[[], Tensor]) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(loss(), list(self.parameters.values()))
+        value = loss()
+        self.losses.append(value.item())
+        return torch.autograd.grad(value, list(self.parameters.values()))
 
     def step(self) -> Step:
         """One step of all workers."""
@@ -167,6 +174,13 @@ class Result:
     numel: int
     k: int
     steps: list[Step]
+    losses: list[float]
+    """Every worker's, step by step."""
+
+    @property
+    def loss(self) -> float:
+        """The training loss: mean of the last third of the steps."""
+        return statistics.fmean(self.losses[-(len(self.steps) // 3) * self.workers :])
 
     @property
     def growth(self) -> float:
@@ -181,21 +195,33 @@ def measure(args: argparse.Namespace) -> list[Result]:
         training = Training(ROWS[row], args.task, args.ratio, workers, args.seed)
         numel = training.pipelines[0].buckets[0].numel
         steps = [training.step() for _ in range(args.steps)]
-        results.append(Result(row, workers, numel, training.compressor.target_count(numel), steps))
+        k = training.compressor.target_count(numel)
+        results.append(Result(row, workers, numel, k, steps, training.losses))
     return results
 
 
-def table(results: Sequence[Result]) -> str:
-    """One line per compressor, one column per number of workers; last, what independent choices would give."""
-    worlds = sorted({one.workers for one in results})
-    lines = {
-        row: [one.growth for one in results if one.row == row] for row in dict.fromkeys(one.row for one in results)
+def by_row(results: Sequence[Result], figure: Callable[[Result], float]) -> dict[str, list[float]]:
+    """A figure of each row, for every number of workers."""
+    return {
+        row: [figure(one) for one in results if one.row == row] for row in dict.fromkeys(one.row for one in results)
     }
-    lines[INDEPENDENT] = [independent(results[0].k / results[0].numel, n) for n in worlds]
+
+
+def growths(results: Sequence[Result]) -> dict[str, list[float]]:
+    """The growth of each row that is not dense; last, what independent choices would give."""
+    sparse = [one for one in results if one.k < one.numel]
+    lines = by_row(sparse, lambda one: one.growth)
+    if sparse:
+        ratio, worlds = sparse[0].k / sparse[0].numel, sorted({one.workers for one in sparse})
+        lines[INDEPENDENT] = [independent(ratio, n) for n in worlds]
+    return lines
+
+
+def table(lines: Mapping[str, Sequence[float]], worlds: Sequence[int], digits: int = 2) -> str:
+    """One line per row, one column per number of workers."""
     header = [f"| compressor | {' | '.join(f'{n} workers' for n in worlds)} |", "|---|" + "---:|" * len(worlds)]
-    return "\n".join(
-        [*header, *(f"| {row} | {' | '.join(f'{x:.2f}' for x in cells)} |" for row, cells in lines.items())]
-    )
+    cells = [f"| {row} | {' | '.join(f'{x:.{digits}f}' for x in figures)} |" for row, figures in lines.items()]
+    return "\n".join([*header, *cells])
 
 
 def independent(ratio: float, workers: int) -> float:
@@ -235,32 +261,34 @@ def largest(counts: Sequence[int]) -> float:
     return max(counts) * len(counts) / sum(counts)
 
 
-def draw(results: Sequence[Result], picture: Path) -> None:
-    """Left: growth against the number of workers. Right: MiCRO's count in every step."""
+def draw(
+    lines: Mapping[str, Sequence[float]], worlds: Sequence[int], counts: Mapping[int, Sequence[float]], picture: Path
+) -> None:
+    """Left: growth against the number of workers. Right: MiCRO's count / k in every step, by number of workers."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5))
-    worlds = sorted({one.workers for one in results})
-    for number, row in enumerate(dict.fromkeys(one.row for one in results)):
-        style = {"marker": "ov^sD"[number % 5], "color": plt.get_cmap("tab20")(number % 20), "markersize": 4}
-        left.plot(worlds, [one.growth for one in results if one.row == row], label=row, **style)
-    ratio = results[0].k / results[0].numel
-    left.plot(worlds, [independent(ratio, n) for n in worlds], "k--", linewidth=0.8, label=INDEPENDENT)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
+    for number, row in enumerate(row for row in lines if row in PICTURED):
+        left.plot(worlds, lines[row], marker="ov^sDP"[number], markersize=5, label=row)
+    if INDEPENDENT in lines:
+        left.plot(worlds, lines[INDEPENDENT], "k--", linewidth=0.8, label=INDEPENDENT)
     left.set(xscale="log", yscale="log", xlabel="workers", ylabel="density of the reduced gradient / ratio")
     left.set_xticks(worlds, [str(n) for n in worlds], minor=False)
     left.set_xticks([], minor=True)
-    left.yaxis.set_major_formatter("{x:g}")
-    left.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    for one in results:
-        if one.row == BALANCED_PARTS:
-            counts = [step.count / one.k for step in one.steps]
-            right.plot(counts, linewidth=0.7, label=f"{one.row}, {one.workers} workers")
-    right.set(xlabel="step", ylabel="count / k")
-    right.legend(fontsize=7, frameon=False)
-    figure.tight_layout()
+    ticks = [1, 2, 5, 10, 20, 50]
+    left.set_yticks(ticks, [str(tick) for tick in ticks], minor=False)
+    left.set_yticks([], minor=True)
+    for workers, count in counts.items():
+        right.plot(range(1, len(count) + 1), count, linewidth=0.8, label=f"{workers} workers")
+    right.set(xlabel="step", ylabel="count / k", title=BALANCED_PARTS)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        # Beside the data, never over them.
+        if axes.lines:
+            axes.legend(fontsize=9, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
 
@@ -289,14 +317,19 @@ def main() -> None:
     warnings.filterwarnings(
         "ignore", message=".*entries of bucket .* than its message has room for", category=UserWarning
     )
+    args.workers.sort()
     results = measure(args)
-    one = results[0]
+    one, last = min(results, key=lambda one: one.k), args.steps // 3
     print(f"{args.task}: bucket of {one.numel:,} entries, k = {one.k:,}, {args.steps} steps, seed {args.seed}\n")
-    print(f"Density of the reduced gradient / ratio, median of the last {args.steps // 3} steps:\n\n{table(results)}\n")
+    lines, worlds = growths(results), args.workers
+    print(f"Density of the reduced gradient / ratio, median of the last {last} steps:\n\n{table(lines, worlds)}\n")
+    losses = table(by_row(results, lambda one: one.loss), worlds, digits=4)
+    print(f"Training loss, mean of the last {last} steps:\n\n{losses}\n")
     micro = [one for one in results if one.row in MICRO]
     if micro:
         print(micro_table(micro))
-    draw(results, args.picture)
+    counts = {one.workers: [step.count / one.k for step in one.steps] for one in results if one.row == BALANCED_PARTS}
+    draw(lines, worlds, counts, args.picture)
 
 
 if __name__ == "__main__":

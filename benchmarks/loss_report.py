@@ -179,18 +179,25 @@ def quotient(reference: float | None, time: float | None) -> str:
 
 
 def draw(store: Store, results: Results, target: float, picture: Path) -> None:
-    """Held-out loss over time, mean of the seeds: one panel per network."""
+    """Held-out loss over time, mean of the seeds: one panel per network.
+
+    The axis ends where dense fp32 begins, so that a row that does not train does not flatten the others.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     networks = store.networks()
     if not networks:
         raise SystemExit("no step times are there, so there is no picture: run `time` first")
     figure, axes = plt.subplots(
-        1, len(networks), figsize=(8 * len(networks), 4.8), layout="constrained", sharey=True, squeeze=False
+        1, len(networks), figsize=(8 * len(networks) + 2, 4.8), layout="constrained", sharey=True, squeeze=False
     )
+    whole = [one for one in results.values() if not any(math.isinf(curve.last) for curve in one.curves)]
+    top = 1.1 * max(np.mean([curve.losses for curve in results[DENSE].curves], axis=0))
+    bottom = 0.95 * min(np.mean([curve.losses for curve in one.curves], axis=0).min() for one in whole)
     for panel, network in zip(axes[0], networks, strict=True):
         for name, result in results.items():
             step = store.step_seconds(network, name)
@@ -198,14 +205,21 @@ def draw(store: Store, results: Results, target: float, picture: Path) -> None:
                 continue
             mean = np.mean([curve.losses for curve in result.curves], axis=0)
             seconds = [step * number for number in result.curves[0].steps]
-            panel.plot(seconds, mean, color=COLORS[name], linewidth=1.8, marker="o", markersize=2.5, label=name)
+            label = f"{name} (above)" if min(mean) > top else name
+            panel.plot(seconds, mean, color=COLORS[name], linewidth=1.8, marker="o", markersize=2.5, label=label)
         panel.axhline(target, color="#000000", linewidth=0.8, linestyle=":")
         panel.set_xscale("log")
+        panel.set_yscale("log" if top > 10 * bottom else "linear")
+        panel.set_ylim(bottom, top)
+        for axis in (panel.xaxis, panel.yaxis)[: 1 + (top > 10 * bottom)]:
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axis.set_minor_formatter(NullFormatter())
         panel.set_xlabel("seconds of training (log scale)")
         panel.set_title(f"{store.task.title}, {WORKERS} hosts at {network}", loc="left", fontsize=11)
         panel.grid(color="#e5e5e5", linewidth=0.8)
         panel.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel(store.task.unit)
-    axes[0][-1].legend(frameon=False, fontsize=9)
+    axes[0][-1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(picture, dpi=150)
     plt.close(figure)

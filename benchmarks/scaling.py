@@ -72,7 +72,7 @@ def draw(steps: Steps, numbers: list[int], rate: str, picture: Path) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import PercentFormatter
 
-    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 4.8), layout="constrained")
     rows = [name for name in steps if name != ALONE]
     for name, color in zip(rows, COLORS, strict=True):
         parts = [steps[ALONE][number][1] / steps[name][number][1] for number in numbers]
@@ -85,7 +85,7 @@ def draw(steps: Steps, numbers: list[int], rate: str, picture: Path) -> None:
     axes.set_title(f"The part of a step that is computation, {rate}", loc="left", fontsize=11)
     axes.grid(color="#e5e5e5", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(picture, dpi=150)
     plt.close(figure)
 
