@@ -40,7 +40,7 @@ MOST_TAIL = 2.0 * FIRST_RATIO
 _SPARE = 1.5
 """Room for entries above a cut, as a multiple of what it should leave, or of what the last cut left if that is more."""
 _MOST_LEFT = 4.0
-"""A cut that leaves more than this multiple of the entries that it should leave is an accident."""
+"""The next cut has no room for more than this multiple of what it should leave, however many entries the last one left."""
 _MOST_AIM = 4.0
 _AIM_GAIN = 0.1
 """The part of a step's relative error in the count that the next step's aim corrects."""

@@ -81,7 +81,7 @@ class Outer:
 
 
 def digest(arrays: Iterable[NDArray[Any]]) -> str:
-    """Return what tells the values of arrays from others."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of the arrays' values."""
     sha = hashlib.sha256()
     for array in arrays:
         sha.update(array.tobytes())

@@ -1,4 +1,4 @@
-"""What serves a compressor: the statistics and the state of one optimizer or tape. Imports no framework."""
+"""The base class of reducers: the statistics and the state of one optimizer or tape. Imports no framework."""
 
 from __future__ import annotations
 

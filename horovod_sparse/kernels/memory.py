@@ -32,7 +32,7 @@ class Memory(NamedTuple):
     owner: object
     """The array, or the contiguous copy of it. It must live as long as the memory is used."""
     writable: bool
-    """Whether what is written to the memory is written to the array: it is no copy."""
+    """Whether kernels may write to the memory: it is the array's own, and no copy."""
 
     def pointer(self) -> Any:
         """Return the address as kernels take it."""
@@ -43,7 +43,7 @@ class Memory(NamedTuple):
         return self.pointer(), self.type, self.numel
 
     def write(self) -> Block:
-        """Return the same for an array that they write to. Raise ValueError if they cannot."""
+        """Return what kernels take for an array that they write to. Raise ValueError if the memory is not writable."""
         if not self.writable:
             raise self.refusal()
         return self.pointer(), self.type, self.numel
