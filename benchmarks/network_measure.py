@@ -1,4 +1,4 @@
-"""Measure the network that joins some workers, by the time that Horovod's collectives of zeros take.
+"""Measure the network between some workers: the time that Horovod's collectives take to send zeros.
 
 Medians of a few timings: the processors are shared with others, so some timings are far too long and none is too short.
 """
@@ -34,7 +34,7 @@ Run = Callable[[], object]
 
 
 class Collectives:
-    """Horovod's collectives of zeros in a process set. All workers call the same methods in the same order."""
+    """Horovod's collectives in a process set, sending zeros. All workers call the same methods in the same order."""
 
     def __init__(self, process_set: Any, prefix: str) -> None:
         self._process_set = process_set
@@ -42,7 +42,7 @@ class Collectives:
         self.world: int = process_set.size()
 
     def run(self, calls: Sequence[Call], name: str) -> Run:
-        """Return what starts collectives of zeros together, and waits for all of them."""
+        """Return a function that starts these collectives together, sends zeros, and waits for all of them."""
         begin = [self._starter(call, f"{self._prefix}.{name}.{number}") for number, call in enumerate(calls)]
 
         def run() -> None:
