@@ -18,7 +18,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source docker/common.sh
 
 image=localhost/horovod_sparse:cpu
-log=${TMPDIR:-/tmp}/build_without_daemon.log
 chroots=(--isolation chroot --network host)
 namespaces=()
 servers=()
@@ -37,7 +36,8 @@ make_storage() {
     mkdir -p "$storage"
     buildah=(buildah --storage-driver vfs --root "$storage/images" --runroot "$storage/run")
     trap clean_up EXIT
-    : >"$log"
+    # In a new folder: nobody else can have put a link to another file in its place.
+    log=$(mktemp -d "${TMPDIR:-/tmp}/build_without_daemon.XXXXXX")/log
     say "images are kept in $storage for the time being; the log is $log"
 }
 

@@ -71,10 +71,13 @@ def _no_launcher_variables_are_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _only_parallel_tests_launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _only_parallel_tests_launch(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests without the mark `parallel` share the cores: several processes of each would wait for each other for too long."""
-    if request.node.get_closest_marker("parallel") is None:
-        monkeypatch.setattr(Launch, "_command", _plain)
+    # Not by the fixture `monkeypatch`: a test's own changes must be undone before its other fixtures end.
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("parallel") is None:
+            patch.setattr(Launch, "_command", _plain)
+        yield
 
 
 def _plain(launch: Launch, options: Sequence[str]) -> list[str]:

@@ -270,6 +270,31 @@ def test_building_without_a_daemon_says_what_it_lacks(programs: dict[str, str], 
     assert (tmp_path / "id").exists(), "nothing that was there before is removed"
 
 
+def test_the_log_of_building_without_a_daemon_is_a_new_file(tmp_path: Path) -> None:
+    """This runs as root, and anyone may write to the folder of temporary files."""
+    victim, temporary = tmp_path / "victim", tmp_path / "temporary"
+    temporary.mkdir()
+    victim.write_text("kept")
+    for name in ("build_without_daemon.log", "build_without_daemon", "log"):
+        (temporary / name).symlink_to(victim)
+    programs = {
+        "id": "echo 0",
+        "buildah": "echo built; exit 1",
+        "ip": "",
+        "seq": "",
+        "sleep": "",
+        "tail": "",
+        "grep": "",
+    }
+    done = run(f"{DOCKER}/build_without_daemon.sh", PATH=pretend(tmp_path, **programs), TMPDIR=str(temporary), BASE="x")
+    assert done.returncode == 1
+    assert victim.read_text() == "kept"
+    (log,) = re.findall(r"the whole log is (\S+)", done.stderr)
+    assert Path(log).read_text() == "built\n" and Path(log).parent.stat().st_mode & 0o777 == 0o700
+    left = {path.name for path in temporary.iterdir() if not path.is_symlink()}
+    assert left == {Path(log).parent.name}, "the storage is removed"
+
+
 def test_the_hosted_ci_runs_the_same_script() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     steps = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]

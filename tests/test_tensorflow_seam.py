@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import inspect
 import subprocess
 import sys
@@ -13,10 +14,11 @@ from typing import Any
 
 import horovod._keras
 import horovod.tensorflow
+import keras
 import pytest
 
 import horovod_sparse.tensorflow
-from horovod_sparse.tensorflow import seam
+from horovod_sparse.tensorflow import TopK, seam
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -75,6 +77,18 @@ def test_uninstall_restores_stock_exactly() -> None:
         seam.install()
     assert [function.__wrapped__ for function in extended] == stock
     assert [function.__wrapped__ for function in _functions()] == stock
+
+
+@pytest.mark.parametrize("compression", [TopK(0.1), horovod.tensorflow.Compression.none])
+@pytest.mark.parametrize("optimizer", ["sgd", keras.optimizers.SGD, None])
+@pytest.mark.parametrize(
+    "module", ["horovod.tensorflow.keras", "horovod_sparse.tensorflow.keras", "horovod_sparse.tensorflow"]
+)
+def test_what_is_no_optimizer_is_refused(module: str, optimizer: Any, compression: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"optimizer must be a Keras optimizer, such as keras.optimizers.SGD\(0.1\), got "
+    ):
+        importlib.import_module(module).DistributedOptimizer(optimizer, compression=compression)
 
 
 def test_stock_join_is_refused_beside_a_compressor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,11 @@ _TOTAL = (
 )  # fmt: skip
 """What a line has of `StepStats.total`; see `BucketStats`."""
 NUMBERS = ("seconds", *_TOTAL, "dense_bytes_sent")
-"""The numbers of a line. Each is finite, or None if there is none."""
+"""The numbers of a line. Each is in [-`LARGEST`, `LARGEST`], or None if there is none."""
+LARGEST = 1e200
+"""No sum or ratio of the numbers of a log overflows."""
+_LAST_STEP = 2**53
+"""A float holds every step up to this one."""
 
 
 class Source(Protocol):
@@ -129,7 +133,7 @@ class StatsLog:
         total = last.total
         found = {"seconds": median(self._times) if self._times else math.nan}
         found |= {name: getattr(total, name) for name in _TOTAL} | {"dense_bytes_sent": last.dense_bytes_sent}
-        numbers = {name: value if math.isfinite(value) else None for name, value in found.items()}
+        numbers = {name: value if abs(value) <= LARGEST else None for name, value in found.items()}
         self._append({"step": self.step, **numbers, "exchange": total.exchange})
         if self._writer is not None:
             for name, value in numbers.items():
@@ -188,7 +192,7 @@ def records(lines: bytes) -> Iterator[dict[str, Any]]:
 def _record(number: int, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
     if isinstance(record, dict) and record.get("format", FORMAT) != FORMAT:
         raise ValueError(
@@ -200,8 +204,13 @@ def _record(number: int, line: bytes) -> dict[str, Any]:
 
 
 def _is_whole(record: dict[str, Any]) -> bool:
-    if type(record.get("step")) is not int:
+    if type(record.get("step")) is not int or not 0 <= record["step"] <= _LAST_STEP:
         return False
     if "format" in record:
         return isinstance(record.get("compressor"), str)
-    return all(name in record and isinstance(record[name], (int, float, type(None))) for name in NUMBERS)
+    return all(name in record and _is_number(record[name]) for name in NUMBERS)
+
+
+def _is_number(value: object) -> bool:
+    # Python reads NaN and Infinity, and 1e400 as infinity. An int may be too large for a float.
+    return value is None or (isinstance(value, (int, float)) and abs(value) <= LARGEST)

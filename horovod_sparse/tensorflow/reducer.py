@@ -7,9 +7,12 @@ ranks compare their settings then, so that a difference raises on all of them in
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -25,7 +28,7 @@ from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.host import HostPipeline, Step
-from horovod_sparse.tensorflow.names import Names, renamed
+from horovod_sparse.tensorflow.names import Names, name_of, plain, renamed
 from horovod_sparse.tensorflow.plan import Plan, first_collective
 from horovod_sparse.tensorflow.reduction import Reduction
 
@@ -36,6 +39,22 @@ Variable = Any
 # number identifies the same reducer on all ranks, even if a rank has made reducers that it does not use. The ranks are part of
 # the key because Horovod gives the number of a removed set to the next one that is added.
 _agreed: Counter[tuple[int, ...]] = Counter()
+
+
+@dataclass
+class _Use:
+    """What is known of a compressor that serves tapes, also when it is gone."""
+
+    compressor: weakref.ref[TensorflowCompressor]
+    settings: str
+    steps: int = 0
+    """Steps that it has reduced. A function that is traced counts as two, because it may run many times."""
+    lost: int = 0
+    """How many compressors with the same settings were there before, one after the other, each for one step and then gone."""
+
+
+_uses: dict[int, _Use] = {}
+"""The `id` of a variable -> the compressor that was the last to reduce it for a tape."""
 
 
 class Reducer(Server):
@@ -51,6 +70,7 @@ class Reducer(Server):
         """Returns the optimizer's settings by name, which must also be equal on all ranks."""
         self.compressor = compressor
         self.names = Names()
+        self._use = _Use(weakref.ref(compressor), repr(compressor))
         self._process_set = reduction.process_set
         self._collectives = Collectives(self._process_set)
         self._agreements = 0
@@ -127,6 +147,7 @@ class Reducer(Server):
         self._extend(names, gradients, variables)
         given = {name for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
         frozen = self.names.frozen({*names, *self._bucket_of} - given)
+        self._use.steps += 1 if tf.executing_eagerly() else 2
         reduce = self._function if tf.executing_eagerly() else self._reduce
         return list(reduce(self._agreements, names, frozen, list(gradients), rate, scale))
 
@@ -214,6 +235,7 @@ class Reducer(Server):
             )
         sparse = [name for name, gradient in new.items() if isinstance(gradient, tf.IndexedSlices)]
         try:
+            self._check_lasting(variables)
             planned, layouts = self._plan(new, sparse, self.reduction.group_numbers(variables, self.names))
             deferred = self._deferred_for([*planned, *layouts])
         except Exception as error:
@@ -225,6 +247,28 @@ class Reducer(Server):
         if deferred is not None:
             self.deferred = deferred
             self._load_deferred()
+
+    def _check_lasting(self, variables: Sequence[Variable]) -> None:
+        """Raise RuntimeError if every step makes a compressor of its own for its tape. Else remember which one this is."""
+        if not self.shared:
+            return
+        use, known = self._use, {id(variable): variable for variable in map(plain, variables)}
+        before = [_uses[one] for one in known if _uses.get(one, use) is not use]
+        like_this = [one for one in before if (one.steps, one.settings) == (1, use.settings)]
+        if like_this and self.compressor.residual and self.deferred is None:
+            # They may still be in cycles of references.
+            gc.collect()
+            use.lost = max((one.lost + 1 for one in like_this if one.compressor() is None), default=0)
+            if use.lost == 2:
+                raise RuntimeError(
+                    f"compression must outlast the step, but {self.compressor!r} is the third that reduces variable "
+                    f"{name_of(variables[0])!r}: those before are gone, each after one step, and their residuals are lost; "
+                    "make the compressor once, outside of the step, and give it to every tape"
+                )
+        for number, variable in known.items():
+            if number not in _uses:
+                weakref.finalize(variable, _uses.pop, number, None)
+            _uses[number] = use
 
     def _carry_out(self, agreed: Plan) -> None:
         """Make what keeps and reduces the variables of a plan."""

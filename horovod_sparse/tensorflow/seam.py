@@ -1,4 +1,4 @@
-"""The seam to stock Horovod for TensorFlow: six of its functions are replaced in place.
+"""The seam to stock Horovod for TensorFlow: functions of its modules and methods of its classes, replaced in place.
 
 - `horovod.tensorflow._make_allreduce_grads_fn` makes the function that reduces gradients, for tapes and for all optimizers
   except those of Keras 3.
@@ -144,6 +144,10 @@ def _create_distributed_optimizer(stock: Function) -> Function:
         # Imported here, because Keras takes seconds to import and a tape does not need it.
         import horovod_sparse.tensorflow.keras.optimizer as keras_optimizer
 
+        if not hasattr(type(arguments["optimizer"]), "from_config"):
+            raise TypeError(
+                f"optimizer must be a Keras optimizer, such as keras.optimizers.SGD(0.1), got {arguments['optimizer']!r}"
+            )
         is_ours = isinstance(arguments["compression"], TensorflowCompressor)
         if not keras_optimizer.is_keras_3(arguments["optimizer"]):
             if is_ours:

@@ -23,7 +23,7 @@ from typing import Literal
 from horovod_sparse import kernels
 
 Mark = Literal["ok", "missing", "warn"]
-"""The result: "missing" marks what torch training cannot do without, "warn" marks other problems."""
+"""The result: "missing" marks what some of `WAYS` cannot do without, "warn" marks other problems."""
 HOROVOD_VERSION = "0.28.1"
 _REBUILD = "build Horovod: make setup, or docker/build_horovod.sh PYTHON"
 _INSTALL_MPI = f"install libopenmpi-dev, then {_REBUILD}"
@@ -104,6 +104,19 @@ def _imported(module: str, detail: str = "") -> str:
     return detail or f"{module} extends the installed Horovod"
 
 
+def _ddp() -> str | Finding:
+    import_module("horovod_sparse.torch")
+    if import_module("torch.distributed").is_available():
+        return "torch.distributed"
+    return Finding("missing", "DDP", "torch was built without torch.distributed", "install another build of torch")
+
+
+def _seam() -> str:
+    # Without Horovod, the adapter is imported without its seam.
+    import_module("horovod.torch")
+    return _imported("horovod_sparse.torch")
+
+
 def _controllers() -> str | Finding:
     hvd = import_module("horovod.torch")
     found = [name for name, built in (("MPI", hvd.mpi_built()), ("Gloo", hvd.gloo_built())) if built]
@@ -179,23 +192,34 @@ LINES = (
     Line("python", "host", _python, "warn", _PYTHONS),
     Line("numpy", "numpy", partial(_version, "numpy"), "missing", "pip install numpy"),
     Line("torch", "torch", _torch, "missing", f"pip install torch, then {_REBUILD}"),
-    Line("tensorflow", "tf", partial(_version, "tensorflow"), "warn", _TF_INSTALL),
+    Line("tensorflow", "tf", partial(_version, "tensorflow"), "missing", _TF_INSTALL),
     Line("horovod", "host", _horovod, "missing", _REBUILD, "not installed"),
     Line("horovod for torch", "torch", partial(_imported, "horovod.torch", "compiled"), "missing", _REBUILD),
-    Line("horovod for tf", "tf", partial(_imported, "horovod.tensorflow", "compiled"), "warn", f"{_FOR_TF} {_REBUILD}"),
+    Line(
+        "horovod for tf", "tf", partial(_imported, "horovod.tensorflow", "compiled"), "missing", f"{_FOR_TF} {_REBUILD}"
+    ),
     Line("controllers", "torch", _controllers, "missing", _TORCH_FIRST, "unknown"),
     Line("GPU operations", "torch", _gpu_operations, "warn", _TORCH_FIRST, "unknown"),
     Line("mpirun", "host", partial(_program, "mpirun"), "warn", _GLOO, _ABSENT),
     Line("horovodrun", "host", partial(_program, "horovodrun"), "warn", f"{_REBUILD}, or start with mpirun", _ABSENT),
-    Line("mpi4py", "numpy", _mpi4py, "warn", "only for NumPy arrays over MPI: pip install 'mpi4py>=4'"),
-    Line("seam", "torch", partial(_imported, "horovod_sparse.torch"), "missing", _ALL_FIRST),
-    Line("seam for tf", "tf", partial(_imported, "horovod_sparse.tensorflow"), "warn", _TF_FIRST),
+    Line("mpi4py", "numpy", _mpi4py, "missing", "only for NumPy arrays over MPI: pip install 'mpi4py>=4'"),
+    Line("DDP", "torch", _ddp, "missing", "settle torch first"),
+    Line("seam", "torch", _seam, "missing", _ALL_FIRST),
+    Line("seam for tf", "tf", partial(_imported, "horovod_sparse.tensorflow"), "missing", _TF_FIRST),
     Line("kernels", "host", _kernels, "warn", f"unset {kernels.VARIABLE}"),
 )
 
+WAYS = {
+    "torch with Horovod": ("numpy", "torch", "horovod", "horovod for torch", "controllers", "seam", "kernels"),
+    "torch with DistributedDataParallel": ("numpy", "torch", "DDP", "kernels"),
+    "TensorFlow with Horovod": ("numpy", "tensorflow", "horovod", "horovod for tf", "seam for tf", "kernels"),
+    "NumPy over MPI": ("numpy", "mpi4py", "kernels"),
+}
+"""The ways of training, and the lines that must not be ``missing`` for each."""
+
 
 def findings() -> list[Finding]:
-    """Run all checks, and return one finding for each. Training with torch can run if none is ``missing``."""
+    """Run all checks, and return one finding for each."""
     processes = dict.fromkeys(line.process for line in LINES)
     with ThreadPoolExecutor(len(processes)) as pool:
         found = ChainMap(*pool.map(ask, processes))

@@ -13,16 +13,18 @@ def _check(_: argparse.Namespace) -> int:
     findings = check.findings()
     for finding in findings:
         print(finding)
-    missing = [finding.what for finding in findings if finding.mark == "missing"]
-    print(f"Training with torch cannot run: {', '.join(missing)}" if missing else "Training with torch can run.")
-    return 1 if missing else 0
+    missing = {finding.what for finding in findings if finding.mark == "missing"}
+    lacking = {way: [what for what in needed if what in missing] for way, needed in check.WAYS.items()}
+    for way, lines in lacking.items():
+        print(f"{way} cannot run: {', '.join(lines)}" if lines else f"{way} can run.")
+    return 1 if all(lacking.values()) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="horovod-sparse", description="Gradient sparsification for Horovod.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    text = "say what this machine can do, and what to install; exit status 0 if training with torch can run"
+    text = "say what this machine can do, and what to install; exit status 0 if a way of training can run"
     commands.add_parser("check", help=text, description=text).set_defaults(run=_check)
     text = "time steps with dense and sparse exchanges, under mpirun, horovodrun or torchrun, and say what to use"
     tried = commands.add_parser("try", help=text, description=text)

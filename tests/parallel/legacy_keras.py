@@ -5,8 +5,10 @@ python -m parallel.legacy_keras
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow.keras as stock
@@ -102,6 +104,16 @@ def main() -> None:
     fit(model, [hvd.rank()], [hvd.callbacks.LearningRateWarmupCallback(0.05, warmup_epochs=1)])
     assert_in_step(model)
     assert abs(float(model.optimizer.learning_rate) - 0.05) < 1e-6
+
+    for suffix in ("keras", "h5"):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"model.{suffix}"
+            model.save(path)
+            loaded = hvd.load_model(path, compression=TopK(0.05))
+        for mine, theirs in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True):
+            np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
+        fit(loaded, [hvd.rank()])
+        assert_in_step(loaded)
 
     refused(lambda: stock.DistributedOptimizer(sgd(0.1, momentum=0.9), compression=DGC(0.01)), "momentum=0.9")
     refused(lambda: stock.DistributedOptimizer(sgd(0.1), compression=compression), "copy.deepcopy")

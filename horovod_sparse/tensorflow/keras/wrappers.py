@@ -7,6 +7,7 @@ from typing import Any
 
 import horovod.tensorflow.keras as stock
 import keras
+import tensorflow as tf
 from horovod.tensorflow import Average, Compression, global_process_set
 
 from horovod_sparse.tensorflow.keras.optimizer import LEGACY, is_keras_3, make
@@ -85,10 +86,22 @@ def load_model(
         ValueError: the model was saved without an optimizer.
     """
     if LEGACY:
-        return stock.load_model(filepath, custom_optimizers, custom_objects, compression, legacy_opts, **arguments)
+        # A file in the format ".keras" names a class that stock Horovod made for one optimizer, and that no module has.
+        classes = (*tf.keras.optimizers.Optimizer.__subclasses__(), *(custom_optimizers or ()))
+        known = {cls.__name__: _distributing(cls, compression) for cls in classes} | dict(custom_objects or {})
+        return stock.load_model(filepath, custom_optimizers, known, compression, legacy_opts, **arguments)
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=known)
     if model.optimizer is None:
         raise ValueError(f"filepath must be a model that was saved with its optimizer, got {str(filepath)!r}")
     DistributedOptimizer(model.optimizer, compression=compression, **arguments)
     return model
+
+
+def _distributing(cls: Any, compression: Any) -> type:
+    """Return a class like a legacy optimizer's, but whose `from_config` makes the optimizer distributed."""
+
+    def from_config(config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None) -> Any:
+        return stock.DistributedOptimizer(cls.from_config(config, custom_objects), compression=compression)
+
+    return type(cls.__name__, (cls,), {"from_config": staticmethod(from_config)})

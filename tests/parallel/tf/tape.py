@@ -316,6 +316,24 @@ def everything_sent_is_dense_training() -> None:
 
 
 @scenario(TF_2)
+def a_compressor_of_every_step_is_refused() -> None:
+    """It takes its residuals along. Compressors that are kept, or differ, may take turns."""
+    kept = [TopK(0.05) for _ in range(3)]
+    weights = variables(SHAPES)
+    for number, compression in enumerate([*kept, TopK(0.1), TopK(0.2), *kept]):
+        reduce(compression, weights, gradients_of(number))
+    del compression
+    for number in range(2):
+        reduce(TopK(0.04), weights, gradients_of(number))
+    message = raised(RuntimeError, lambda: reduce(TopK(0.04), weights, gradients_of(2)))
+    assert "make the compressor once, outside of the step" in message and "'first'" in message, message
+    function = graph_reducer(kept[0], weights)
+    for number in range(3):
+        function(tensors(gradients_of(number)))
+    reduce(TopK(0.05), weights, gradients_of(0))
+
+
+@scenario(TF_2)
 def a_retraced_function_keeps_the_residuals() -> None:
     """Batches of other sizes are traced again; the same steps without that give the same."""
 
