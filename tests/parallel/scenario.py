@@ -22,6 +22,10 @@ TORCHRUN_2, TORCHRUN_4 = Launch("torchrun", 2, "ddp"), Launch("torchrun", 4, "dd
 TORCHRUN = (TORCHRUN_2, TORCHRUN_4)
 
 
+_TENSORFLOW = 4
+"""So many scenarios of a module are run by `make test` with TensorFlow."""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """A function with its arguments, and where it is to run."""
@@ -31,16 +35,17 @@ class Scenario:
     arguments: tuple[Any, ...]
     launches: tuple[Launch, ...]
     typical: bool = True
-    """Whether it stands for its function's other cases: the first and the last do; with TensorFlow only the first."""
+    """Whether it stands for its function's other cases: the first does."""
 
     leads: bool = False
     """Whether it is the first of its module that horovodrun starts too."""
 
     def is_quick(self, launch: Launch) -> bool:
         """Whether `make test` runs it there: with the launch that is named first; what leads, with horovodrun too."""
-        with_horovodrun = self.leads and launch.launcher == "horovodrun"
+        with_tensorflow = launch.framework == "tensorflow"
         # With four processes TensorFlow takes half a minute to start.
-        quick = launch.ranks <= (2 if launch.framework == "tensorflow" else 4)
+        quick = launch.ranks <= (2 if with_tensorflow else 4)
+        with_horovodrun = self.leads and launch.launcher == "horovodrun" and not with_tensorflow
         return self.typical and quick and (launch == self.launches[0] or with_horovodrun)
 
 
@@ -60,10 +65,8 @@ def scenario(
         name = function.__name__
         made = {f"{name}[{case}]": arguments for case, arguments in cases.items()} if cases is not None else {name: ()}
         marked: Any = function
-        first, last = next(iter(made)), next(reversed(made))
-        ends = (first,) if launches[0].framework == "tensorflow" else (first, last)
-        ends = ends if quick else ()
-        marked.scenarios = [Scenario(case, function, made[case], launches, case in ends) for case in made]
+        first = next(iter(made))
+        marked.scenarios = [Scenario(case, function, made[case], launches, quick and case == first) for case in made]
         return function
 
     return mark
@@ -74,12 +77,14 @@ def scenarios_of(modules: Iterable[ModuleType]) -> dict[str, Scenario]:
     found = {}
     seen: dict[str, Callable[..., None]] = {}
     for module in modules:
-        led = False
+        led, typical = False, 0
         for function in vars(module).values():
             for one in getattr(function, "scenarios", ()):
                 if seen.setdefault(one.name, function) is not function:
                     raise ValueError(f"there are two scenarios {one.name!r}")
                 leads = not led and any(launch.launcher == "horovodrun" for launch in one.launches)
-                led = led or leads
-                found.setdefault(one.name, replace(one, leads=leads))
+                led, typical = led or leads, typical + one.typical
+                # Its graphs take seconds to trace.
+                is_one_of_many = one.launches[0].framework == "tensorflow" and typical > _TENSORFLOW
+                found.setdefault(one.name, replace(one, leads=leads, typical=one.typical and not is_one_of_many))
     return found
