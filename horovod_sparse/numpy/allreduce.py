@@ -240,6 +240,8 @@ class SparseAllreduce:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this worker's residuals and adaptive state by array name, once there was a first call."""
+        # An interrupt may have come while a step was given up.
+        self.pipeline.abort()
         return self.pipeline.state_dict()
 
     @property
