@@ -225,3 +225,41 @@ def test_the_norm_of_all_arrays_together_is_clipped() -> None:
     norm = np.sqrt(25 + 400)
     for name, gradient in given.items():
         np.testing.assert_allclose(reduced[name], gradient * 2 / norm, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("large", "settings"), [("w", {}), ("b", {"momentum_correction": MomentumCorrection(0.9)})])
+def test_a_sum_that_its_type_cannot_hold_fails_the_step(large: str, settings: dict[str, Any]) -> None:
+    """Gradients of half precision add up in residuals and velocities, which have more range."""
+    reduce = SparseAllreduce(None, TopK(0.01, min_numel=50, **settings))
+    rng = np.random.default_rng(0)
+    errors = []
+    for _ in range(100):
+        given = {name: rng.uniform(900, 1000, size).astype(np.float16) for name, size in (("w", 300), ("b", 9))}
+        given = {name: gradient * np.float16(8 if name == large else 0.01) for name, gradient in given.items()}
+        try:
+            assert all(np.isfinite(reduced).all() for reduced in reduce(given).values())
+        except FloatingPointError as error:
+            errors.append(str(error))
+    expected = f"rank 0: the reduced gradient of parameter '{large}' is finite, but beyond the range of its type"
+    assert len(errors) > 50 and all(expected in error for error in errors)
+    assert np.isfinite(reduce.state_dict()["residuals"]["w"]).all()
+
+
+@pytest.mark.parametrize(
+    ("rates", "wrong"),
+    [((), np.nan), ((), np.inf), ((), -0.1), ((0.1,), 1e-310), ((1e-310,), 0.1)],
+    ids=["NaN", "infinity", "negative", "tiny", "after a tiny one"],
+)
+def test_a_learning_rate_that_is_no_unit_is_refused_and_changes_nothing(rates: tuple[float, ...], wrong: float) -> None:
+    reduce, other = (SparseAllreduce(None, SIDCo(0.1, lr_in_residual=True)) for _ in range(2))
+    for one in (reduce, other):
+        for step, rate in enumerate(rates):
+            one(local(step), learning_rate=rate)
+    with pytest.raises(ValueError, match=rf"learning rate of parameter 'kernel' must be 0, or .* got {wrong!r}"):
+        reduce(local(7), learning_rate=wrong)
+    right = rates[-1] if rates else 0.1
+    for step in range(8, 10):
+        mine, theirs = (one(local(step), learning_rate=np.float64(right)) for one in (reduce, other))
+        for name in SHAPES:
+            np.testing.assert_array_equal(mine[name], theirs[name])
+    assert {type(rate) for rate in reduce.state_dict()["learning_rates"].values()} == {float}

@@ -30,8 +30,8 @@ _NOT_FINITE = (
     "not_finite='propagate'"
 )
 
-Write = Callable[[Sequence[Slot], Reduced], None]
-"""Writes the reduced gradient to where the adapter wants it."""
+Write = Callable[[Sequence[Slot], Reduced], Iterable[str] | None]
+"""Writes the reduced gradient to where the adapter wants it. Returns the parameters whose type cannot hold it, if any."""
 Wait = Callable[[], Array]
 """Waits for a collective that was started, and returns its result."""
 UnderWay = tuple[Bucket, Wait]
@@ -145,7 +145,8 @@ class Pipeline(Kept):
             step.failures_elsewhere.append(
                 f"the gradient of some parameter in bucket {bucket.name!r} of another rank {_NOT_FINITE}"
             )
-        write(bucket.layout.slots, Reduced(self.ops, sent, divisor))
+        for name in write(bucket.layout.slots, Reduced(self.ops, sent, divisor)) or ():
+            self.note_overflow(name)
         return None
 
     def complete(self, under_way: Sequence[UnderWay], write: Write, start: Start) -> None:
@@ -162,6 +163,13 @@ class Pipeline(Kept):
     def note_not_finite(self, name: str) -> None:
         """Let the step fail, because the reduced gradient of a parameter is not finite."""
         self._begun().failures_elsewhere.append(f"the gradient of parameter {name!r} {_NOT_FINITE}")
+
+    def note_overflow(self, name: str) -> None:
+        """Let the step fail, because a parameter's type cannot hold its reduced gradient, which is the same on all ranks."""
+        self._begun().failures_elsewhere.append(
+            f"the reduced gradient of parameter {name!r} is finite, but beyond the range of its type; what was sent has "
+            "returned to the residuals. Use gradients of bfloat16 or float32, or a larger ratio"
+        )
 
     def finish_dense(self, name: str, reduced: Array) -> None:
         """Apply momentum, in place, to a reduced gradient that did not come through a bucket.
@@ -190,6 +198,9 @@ class Pipeline(Kept):
             if scale != 1.0:
                 corrected *= scale
             reduced[...] = corrected.reshape(reduced.shape)
+            if reduced.nbytes == 2 * len(flat):
+                # Half precision has less range than the velocity.
+                good = [self.ops.all_finite(flat[slot.offset : slot.offset + slot.numel]) for slot in slots]
         for slot, is_good in zip(slots, good, strict=True):
             if not is_good:
                 self.note_not_finite(slot.name)

@@ -127,7 +127,8 @@ class SparseAllreduce:
         for name, wait in waits.items():
             mean = wait() / self.pipeline.divisor
             self.pipeline.finish_dense(name, mean)
-            reduced[name][...] = mean
+            if not _fits(reduced[name], mean):
+                self.pipeline.note_overflow(name)
         self.pipeline.end_step()
         return reduced
 
@@ -136,10 +137,9 @@ class SparseAllreduce:
             name: np.empty(array.size, _wide(array.dtype)) for name, array in reduced.items() if name not in self._dense
         }
 
-        def write(slots: Sequence[Slot], sent: Reduced) -> None:
+        def write(slots: Sequence[Slot], sent: Reduced) -> list[str]:
             sent.write([(slot.offset, wide[slot.name]) for slot in slots])
-            for slot in slots:
-                reduced[slot.name][...] = wide[slot.name].reshape(slot.shape)
+            return [slot.name for slot in slots if not _fits(reduced[slot.name], wide[slot.name])]
 
         self.pipeline.complete(under_way, write, lambda bucket, collective: self._start(collective))
 
@@ -303,6 +303,13 @@ def _arrays(gradients: Mapping[str, Array]) -> dict[str, Array]:
 
 def _shapes(gradients: Mapping[str, Array]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     return {name: (gradient.shape, gradient.dtype) for name, gradient in gradients.items()}
+
+
+def _fits(target: Array, values: Array) -> bool:
+    """Copy values to an array, perhaps of half precision. Return whether its type can hold them."""
+    with np.errstate(over="ignore"):
+        target[...] = values.reshape(target.shape)
+    return target.dtype != np.float16 or not np.isinf(target).any()
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
