@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from table import gradients
+from virtual_mpi import Comm, run
 
 from horovod_sparse.numpy import DGC, MiCRO, MomentumCorrection, NoOp, RandomK, SIDCo, SparseAllreduce, TopK
 
@@ -263,3 +264,93 @@ def test_a_learning_rate_that_is_no_unit_is_refused_and_changes_nothing(rates: t
         for name in SHAPES:
             np.testing.assert_array_equal(mine[name], theirs[name])
     assert {type(rate) for rate in reduce.state_dict()["learning_rates"].values()} == {float}
+
+
+# --- several workers ---
+
+
+def of_rank(step: int, rank: int) -> dict[str, np.ndarray]:
+    return local(10 * step + rank)
+
+
+def stopped(reduce: SparseAllreduce, step: int, rank: int, at: str) -> None:
+    """A call that is interrupted when a method of the pipeline is called."""
+    method = getattr(reduce.pipeline, at)
+    setattr(reduce.pipeline, at, interrupted)
+    with pytest.raises(Interruption):
+        reduce(of_rank(step, rank))
+    setattr(reduce.pipeline, at, method)
+
+
+def interrupted(*_: Any) -> None:
+    raise Interruption
+
+
+MAKERS = {
+    "pairs": lambda: TopK(0.1),
+    "layer": lambda: SIDCo(0.1, granularity="layer"),
+    "union": lambda: MiCRO(0.1),
+    "shared": lambda: RandomK(0.1),
+    "balanced": lambda: TopK(0.1, balanced=True),
+}
+
+
+@pytest.mark.parametrize("hierarchical", [True, 2])
+def test_workers_that_differ_in_hierarchical_are_told(hierarchical: Any) -> None:
+    def work(comm: Comm) -> None:
+        reduce = SparseAllreduce(comm, TopK(0.1, hierarchical=hierarchical if comm.Get_rank() == 0 else False))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="all workers must reduce the same arrays with the same settings"):
+                reduce(local(0))
+
+    assert run(2, work) == [None, None]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("before", [True, False], ids=["before it ends", "when it has ended"])
+def test_a_call_that_raises_on_one_worker_alone_is_noticed(name: str, before: bool) -> None:
+    """Its result is lost there, and the other has it."""
+
+    def work(comm: Comm) -> dict[str, np.ndarray]:
+        rank = comm.Get_rank()
+        reduce = SparseAllreduce(comm, MAKERS[name]())
+        reduce(of_rank(0, rank))
+        saved = reduce.state_dict()
+        if rank == 0:
+            reduce(of_rank(1, rank))
+        elif before:
+            stopped(reduce, 1, rank, "end_step")
+        else:
+            end = reduce.pipeline.end_step
+            reduce.pipeline.end_step = lambda: [end(), interrupted()]  # type: ignore[method-assign]
+            with pytest.raises(Interruption):
+                reduce(of_rank(1, rank))
+            reduce.pipeline.end_step = end  # type: ignore[method-assign]
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"as many calls must have returned on all workers, got \[2, 1\]"):
+                reduce(of_rank(2, rank))
+        reduce.load_state_dict(saved)
+        return reduce(of_rank(3, rank))
+
+    check_alike(run(2, work))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_workers_that_stop_at_different_points_meet_again(name: str) -> None:
+    """Some of their collectives were started on one worker alone."""
+
+    def work(comm: Comm) -> dict[str, np.ndarray]:
+        rank = comm.Get_rank()
+        reduce = SparseAllreduce(comm, MAKERS[name]())
+        reduce(of_rank(0, rank))
+        stopped(reduce, 1, rank, ("begin", "complete")[rank])
+        return reduce(of_rank(2, rank))
+
+    check_alike(run(2, work))
+
+
+def check_alike(outcomes: list[Any]) -> None:
+    for outcome in outcomes:
+        assert isinstance(outcome, dict), outcomes
+        for name in SHAPES:
+            np.testing.assert_array_equal(outcome[name], outcomes[0][name])

@@ -31,7 +31,7 @@ DENSE = "bias"
 MOMENTUM = MomentumCorrection(0.5, masking=True)
 SETTLED = 3
 """The number of steps before the one that is interrupted."""
-EVERY = 2 if profile.get_current_profile_name() == "full" else 23
+EVERY = 5 if profile.get_current_profile_name() == "full" else 23
 """An exception comes at one of so many lines."""
 
 
@@ -109,11 +109,12 @@ class Worker:
     def __init__(self, case: Case, backend: Any, until: str) -> None:
         self.case = case
         self.reduce = SparseAllreduce(None, case.make(0.1, **{"min_numel": 10, **case.settings}))
+        self.step = 0
+        self.reduce._ops = backend.ops
+        self.reduce._plan(self.gradients())
         pipeline = self.pipeline = self.reduce.pipeline
-        self.reduce._ops = pipeline.ops = backend.ops
         start = pipeline.start_step
         pipeline.start_step = lambda gradients: start(gradients, case.scale)  # type: ignore[method-assign, misc, assignment]
-        self.step = 0
         for _ in range(SETTLED):
             self.take_step()
         if until == "whole":

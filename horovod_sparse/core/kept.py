@@ -49,7 +49,7 @@ class Kept:
         self.position = position
         self.rank = rank
         self.averages = averages
-        self._grid = grid(groups, position) if compressor.hierarchical else None
+        self._grid = grid(groups, position) if groups else None
         self._device_selector = device_selector
         self.residuals = Residuals(ops)
         self.velocities = Residuals(ops)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +29,18 @@ _TYPES = (np.float16, np.float32, np.float64)
 """Residuals of wider types would not hold what they are given."""
 
 
-class _Started(NamedTuple):
+@dataclass(eq=False)
+class _Started:
     """A collective that was started. MPI reads and writes the memory until it has completed, so this keeps the memory alive."""
 
-    request: Any
     message: Array
     result: Array
+    request: Any = None
+    """None if an interrupt came while it was started."""
+
+    def wait(self) -> Array:
+        self.request.Wait()
+        return self.result
 
 
 class SparseAllreduce:
@@ -67,16 +74,20 @@ class SparseAllreduce:
         self._dense: set[str] = set()
         self._under_way: list[_Started] = []
         """The collectives of this step, and those of aborted steps until MPI has completed them."""
-        groups = groups_of(compression.hierarchical, self._world, self._hosts)
-        self.pipeline = Pipeline(
-            self._ops,
-            compression,
-            world=self._world,
-            position=self._rank,
-            rank=self._rank,
-            averages=average,
-            groups=groups,
-        )
+        self._lane = comm
+        """The communicator of steps. MPI matches by order, so after a step that was given up there must be another."""
+        self._meeting: Wait | None = None
+        """Waits for what the workers tell each other before a step."""
+        self._given_up: list[int] = []
+        """How many steps every worker had given up when `_lane` was made."""
+        self._unfinished = self._returned = 0
+        """How many steps this worker has begun and given up within their collectives, and how many calls have returned."""
+        self._average = average
+        self.pipeline = self._new_pipeline(compression, ())
+
+    def _new_pipeline(self, compression: Compressor, groups: Sequence[str]) -> Pipeline:
+        where = {"world": self._world, "position": self._rank, "rank": self._rank}
+        return Pipeline(self._ops, compression, **where, averages=self._average, groups=groups)
 
     def __call__(self, gradients: Mapping[str, Array], *, learning_rate: float | None = None) -> dict[str, Array]:
         """Return the average of all workers' `gradients`, as new arrays by name.
@@ -89,6 +100,7 @@ class SparseAllreduce:
             TypeError: `gradients` is no mapping of names to arrays of float16, float32 or float64.
             ValueError: names, shapes or types differ from those of the first call, or from another worker's.
             FloatingPointError: on every worker, if an array of any worker holds NaN or infinity (see `not_finite`).
+            RuntimeError: on every worker, if the last call has returned on some workers and raised on others.
         """
         gradients = _arrays(gradients)
         if not self._shapes:
@@ -102,13 +114,13 @@ class SparseAllreduce:
             self.pipeline.abort()
             raise
         self._under_way.clear()
+        self._returned += 1
         return reduced
 
     def _step(self, gradients: Mapping[str, Array], learning_rate: float | None) -> dict[str, Array]:
         # Release the memory of the collectives of aborted steps that MPI has completed.
-        self._under_way = [started for started in self._under_way if not started.request.Test()]
-        if self.pipeline.buckets:
-            check_steps(self.pipeline.compressor, self.pipeline.buckets[0].state.step, self._steps, self._rank)
+        self._under_way = [one for one in self._under_way if one.request is None or not one.request.Test()]
+        self._meet()
         self.pipeline.start_step(gradients.values())
         reduced = {name: np.zeros(shape, dtype) for name, (shape, dtype) in self._shapes.items()}
         waits: dict[str, Wait] = {}
@@ -118,17 +130,18 @@ class SparseAllreduce:
             if name in self._dense:
                 wide = _wide(gradients[name].dtype)
                 clipped = self.pipeline.preparation.clipped(gradients[name].astype(wide), str(wide))
-                waits[name] = self._start(Collective("allreduce", clipped))
+                waits[name] = self._start(Collective("allreduce", clipped), self._lane)
             else:
                 bucket = self.pipeline.arrive(name, gradients[name], learning_rate)
                 if bucket is not None:
-                    under_way.append((bucket, self._start(self.pipeline.begin(bucket))))
+                    under_way.append((bucket, self._start(self.pipeline.begin(bucket), self._lane)))
         self._finish(under_way, reduced)
         for name, wait in waits.items():
             mean = wait() / self.pipeline.divisor
             self.pipeline.finish_dense(name, mean)
             if not _fits(reduced[name], mean):
                 self.pipeline.note_overflow(name)
+        self._unfinished -= 1
         self.pipeline.end_step()
         return reduced
 
@@ -141,33 +154,48 @@ class SparseAllreduce:
             sent.write([(slot.offset, wide[slot.name]) for slot in slots])
             return [slot.name for slot in slots if not _fits(reduced[slot.name], wide[slot.name])]
 
-        self.pipeline.complete(under_way, write, lambda bucket, collective: self._start(collective))
+        self.pipeline.complete(under_way, write, lambda bucket, collective: self._start(collective, self._lane))
 
-    def _start(self, collective: Collective) -> Wait:
+    def _meet(self) -> None:
+        """Find out where the other workers are before a step begins. Blocks."""
+        step = self.pipeline.buckets[0].state.step if self.pipeline.buckets else 0
+        if self._meeting is None:
+            # After an interrupt the others know these numbers already.
+            self._meeting = self._start(Collective("allgather", np.array([self._returned, self._unfinished, step])))
+        returned, unfinished, steps = self._meeting().reshape(self._world, -1).T.tolist()
+        # In one statement: either the others are still to be met, or this worker takes part in their step.
+        self._meeting, self._unfinished = None, self._unfinished + 1
+        if len(set(returned)) > 1:
+            raise RuntimeError(
+                f"rank {self._rank}: as many calls must have returned on all workers, got {returned}: the last one has raised "
+                "on some alone, and their parameters may differ. Load a checkpoint on all workers"
+            )
+        check_steps(self.pipeline.compressor, step, lambda _: steps, self._rank)
+        if unfinished != (self._given_up or [0] * self._world):
+            self._lane, self._given_up = self._comm and self._comm.Dup(), unfinished
+
+    def _start(self, collective: Collective, comm: Any = None) -> Wait:
         message = np.ascontiguousarray(collective.message)
-        if self._comm is None:
+        comm = self._comm if comm is None else comm
+        if comm is None:
             return lambda: message
+        to_all: dict[str, Callable[..., Any]] = {
+            "allgather": comm.Iallgather,
+            "allreduce": comm.Iallreduce,
+            "alltoall": comm.Ialltoall,
+        }
+        rows = self._world * len(message) if collective.kind == "allgather" else len(message)
+        given: tuple[Any, Any] | None = None
         if collective.to is not None and collective.of is not None:
-            width = message[0].size if message.ndim > 1 else 1
-            to, of = [width * rows for rows in collective.to], [width * rows for rows in collective.of]
-            result = np.empty((sum(collective.of), *message.shape[1:]), message.dtype)
-            request = self._comm.Ialltoallv([message, to], [result, of])
-        elif collective.kind == "alltoall":
-            result = np.empty_like(message)
-            request = self._comm.Ialltoall(message, result)
-        elif collective.kind == "allreduce":
-            result = np.empty_like(message)
-            request = self._comm.Iallreduce(message, result)
-        else:
-            result = np.empty((self._world * message.shape[0], *message.shape[1:]), message.dtype)
-            request = self._comm.Iallgather(message, result)
-        self._under_way.append(_Started(request, message, result))
-
-        def wait() -> Array:
-            request.Wait()
-            return result
-
-        return wait
+            rows, width = sum(collective.of), message[0].size if message.ndim > 1 else 1
+        result = np.empty((rows, *message.shape[1:]), message.dtype)
+        if collective.to is not None and collective.of is not None:
+            given = [message, [width * n for n in collective.to]], [result, [width * n for n in collective.of]]
+        started = _Started(message, result)
+        # First, because MPI may write to this memory as soon as the collective has begun.
+        self._under_way.append(started)
+        started.request = to_all[collective.kind](message, result) if given is None else comm.Ialltoallv(*given)
+        return started.wait
 
     def _plan(self, gradients: Mapping[str, Array], state: Mapping[str, Any] | None = None) -> None:
         """Fix names, shapes and types. Raise ValueError first if `state`, which will be loaded, does not fit them."""
@@ -186,18 +214,21 @@ class SparseAllreduce:
             self._agree(gradients, str(error))
             raise
         self._agree(gradients, "")
+        # Only workers with the same settings gather their hosts.
+        pipeline = self._new_pipeline(compressor, groups_of(compressor.hierarchical, self._world, self._hosts))
         types = {name: compressor.residual_dtype or str(_wide(g.dtype)) for name, g in gradients.items()}
         dense = {name for name, gradient in gradients.items() if compressor.leaves_dense(name, gradient.size)}
-        self._shapes, self._dense = _shapes(gradients), dense
-        self.pipeline.dense_bytes_sent = sum(
+        pipeline.dense_bytes_sent = sum(
             allreduce_bytes(gradients[name].size * _wide(gradients[name].dtype).itemsize, self._world) for name in dense
         )
         parameters = [
             Parameter(name, g.shape, types[name], "cpu") for name, g in gradients.items() if name not in dense
         ]
-        self.pipeline.add_buckets(plan(parameters, compressor, self._world), gradients.__getitem__)
+        pipeline.add_buckets(plan(parameters, compressor, self._world), gradients.__getitem__)
         layouts = [Layout.of([(name, g.shape)], types[name]) for name, g in gradients.items() if name in dense]
-        self.pipeline.add_dense(layouts, gradients.__getitem__)
+        pipeline.add_dense(layouts, gradients.__getitem__)
+        lane = self._comm and self._comm.Dup()
+        self.pipeline, self._lane, self._shapes, self._dense = pipeline, lane, _shapes(gradients), dense
 
     def _agree(self, gradients: Mapping[str, Array], problem: str) -> None:
         """Compare arrays and settings with the other workers. `problem` is the error that stops this one, if any."""
@@ -220,11 +251,6 @@ class SparseAllreduce:
         digest = np.frombuffer(hashlib.sha256(socket.gethostname().encode()).digest(), np.uint8)
         everyone = self._start(Collective("allgather", digest))().reshape(self._world, -1)
         return [theirs.tobytes().hex()[:12] for theirs in everyone]
-
-    def _steps(self, mine: int) -> list[int]:
-        """Return every worker's step."""
-        steps: list[int] = self._start(Collective("allgather", np.array([mine])))().tolist()
-        return steps
 
     def __repr__(self) -> str:
         return f"SparseAllreduce({self.pipeline.compressor!r})"
@@ -274,6 +300,7 @@ class SparseAllreduce:
                 )
             self._plan(_arrays(gradients), state)
         self.pipeline.load_state_dict(state)
+        self._returned = 0
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals, because gradients will be `factor` times as large from now on; `factor` > 0."""
@@ -289,8 +316,9 @@ class SparseAllreduce:
         self.pipeline.discard_step()
 
     def reset(self) -> None:
-        """Forget residuals, adaptive state and statistics."""
+        """Forget residuals, adaptive state and statistics. Call it on every worker."""
         self.pipeline.reset()
+        self._returned = 0
 
 
 def _arrays(gradients: Mapping[str, Array]) -> dict[str, Array]:
