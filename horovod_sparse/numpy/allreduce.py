@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,6 +166,7 @@ class SparseAllreduce:
         # In one statement: either the others are still to be met, or this worker takes part in their step.
         self._meeting, self._unfinished = None, self._unfinished + 1
         if len(set(returned)) > 1:
+            self._returned = max(returned)
             raise RuntimeError(
                 f"rank {self._rank}: as many calls must have returned on all workers, got {returned}: the last one has raised "
                 "on some alone, and their parameters may differ. Load a checkpoint on all workers"
@@ -179,22 +180,18 @@ class SparseAllreduce:
         comm = self._comm if comm is None else comm
         if comm is None:
             return lambda: message
-        to_all: dict[str, Callable[..., Any]] = {
-            "allgather": comm.Iallgather,
-            "allreduce": comm.Iallreduce,
-            "alltoall": comm.Ialltoall,
-        }
-        rows = self._world * len(message) if collective.kind == "allgather" else len(message)
-        given: tuple[Any, Any] | None = None
-        if collective.to is not None and collective.of is not None:
-            rows, width = sum(collective.of), message[0].size if message.ndim > 1 else 1
-        result = np.empty((rows, *message.shape[1:]), message.dtype)
-        if collective.to is not None and collective.of is not None:
-            given = [message, [width * n for n in collective.to]], [result, [width * n for n in collective.of]]
-        started = _Started(message, result)
+        rows = len(message) * (self._world if collective.kind == "allgather" else 1)
+        rows = rows if collective.of is None else sum(collective.of)
+        started = _Started(message, np.empty((rows, *message.shape[1:]), message.dtype))
         # First, because MPI may write to this memory as soon as the collective has begun.
         self._under_way.append(started)
-        started.request = to_all[collective.kind](message, result) if given is None else comm.Ialltoallv(*given)
+        if collective.to is not None and collective.of is not None:
+            width = message[0].size if message.ndim > 1 else 1
+            to, of = [width * rows for rows in collective.to], [width * rows for rows in collective.of]
+            started.request = comm.Ialltoallv([message, to], [started.result, of])
+        else:
+            begin = {"allgather": comm.Iallgather, "allreduce": comm.Iallreduce, "alltoall": comm.Ialltoall}
+            started.request = begin[collective.kind](message, started.result)
         return started.wait
 
     def _plan(self, gradients: Mapping[str, Array], state: Mapping[str, Any] | None = None) -> None:
@@ -300,7 +297,6 @@ class SparseAllreduce:
                 )
             self._plan(_arrays(gradients), state)
         self.pipeline.load_state_dict(state)
-        self._returned = 0
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals, because gradients will be `factor` times as large from now on; `factor` > 0."""
@@ -316,9 +312,8 @@ class SparseAllreduce:
         self.pipeline.discard_step()
 
     def reset(self) -> None:
-        """Forget residuals, adaptive state and statistics. Call it on every worker."""
+        """Forget residuals, adaptive state and statistics."""
         self.pipeline.reset()
-        self._returned = 0
 
 
 def _arrays(gradients: Mapping[str, Array]) -> dict[str, Array]:
