@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.agreement import RELEASE, check_steps
+from horovod_sparse.core.agreement import RELEASE, check_returned, check_steps
 from horovod_sparse.core.binding import check_factor
 from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline, Wait
@@ -165,12 +165,9 @@ class SparseAllreduce:
         returned, unfinished, steps = self._meeting().reshape(self._world, -1).T.tolist()
         # In one statement: either the others are still to be met, or this worker takes part in their step.
         self._meeting, self._unfinished = None, self._unfinished + 1
-        if len(set(returned)) > 1:
-            self._returned = max(returned)
-            raise RuntimeError(
-                f"rank {self._rank}: as many calls must have returned on all workers, got {returned}: the last one has raised "
-                "on some alone, and their parameters may differ. Load a checkpoint on all workers"
-            )
+        # This is told once.
+        self._returned = max(returned)
+        check_returned(returned, self._rank)
         check_steps(self.pipeline.compressor, step, lambda _: steps, self._rank)
         if unfinished != (self._given_up or [0] * self._world):
             self._lane, self._given_up = self._comm and self._comm.Dup(), unfinished
