@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -332,6 +333,33 @@ def test_a_call_that_raises_on_one_worker_alone_is_noticed(name: str, before: bo
         return reduce(of_rank(3, rank))
 
     check_alike(run(2, work))
+
+
+@pytest.mark.parametrize(
+    ("at", "names"),
+    [
+        ("arrive", [*MAKERS]),
+        ("begin", [*MAKERS]),
+        ("complete", ["union", "balanced"]),
+        ("advance", ["union", "balanced"]),
+    ],
+)
+def test_no_worker_waits_for_one_that_has_raised_within_a_step(at: str, names: list[str]) -> None:
+    """In exchanges of one round all collectives are under way before the first result is used, so the others get theirs."""
+
+    def work(comm: Comm, name: str) -> dict[str, np.ndarray]:
+        rank = comm.Get_rank()
+        reduce = SparseAllreduce(comm, MAKERS[name]())
+        reduce(of_rank(0, rank))
+        if rank == 1:
+            stopped(reduce, 1, rank, at)
+        else:
+            with pytest.raises(RuntimeError, match=f"rank {rank}: another worker has raised within this step"):
+                reduce(of_rank(1, rank))
+        return reduce(of_rank(2, rank))
+
+    for name in names:
+        check_alike(run(3, partial(work, name=name)))
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,17 @@ class _Started:
 
     def wait(self) -> Array:
         self.request.Wait()
+        return self.result
+
+    def wait_unless_told(self, comm: Any) -> Array:
+        """Do as `wait`, but raise RuntimeError if another worker has given up the step: it may never take part."""
+        while not self.request.Test():
+            if comm.Iprobe():
+                raise RuntimeError(
+                    f"rank {comm.Get_rank()}: another worker has raised within this step, and given it up; see its error"
+                )
+            # As MPI does where there are more workers than processors.
+            time.sleep(0)
         return self.result
 
 
@@ -80,8 +93,9 @@ class SparseAllreduce:
         """Waits for what the workers tell each other before a step."""
         self._given_up: list[int] = []
         """How many steps every worker had given up when `_lane` was made."""
-        self._unfinished = self._returned = 0
-        """How many steps this worker has begun and given up within their collectives, and how many calls have returned."""
+        self._unfinished = self._told = self._returned = 0
+        """How many steps this worker has given up within their collectives, how many of them the others were told of, and how
+        many calls have returned."""
         self._average = average
         self.pipeline = self._new_pipeline(compression, ())
 
@@ -112,6 +126,7 @@ class SparseAllreduce:
             reduced = self._step(gradients, learning_rate)
         except BaseException:
             self.pipeline.abort()
+            self._tell_others()
             raise
         self._under_way.clear()
         self._returned += 1
@@ -189,7 +204,18 @@ class SparseAllreduce:
         else:
             begin = {"allgather": comm.Iallgather, "allreduce": comm.Iallreduce, "alltoall": comm.Ialltoall}
             started.request = begin[collective.kind](message, started.result)
-        return started.wait
+        return started.wait if comm is self._comm else partial(started.wait_unless_told, comm)
+
+    def _tell_others(self) -> None:
+        """Tell the other workers that this one has given up a step whose collectives they may wait for. Does not wait."""
+        if self._unfinished == self._told or self._lane is None:
+            return
+        self._told = self._unfinished
+        for other in range(self._world):
+            if other != self._rank:
+                told = _Started(np.zeros(1, np.uint8), np.zeros(0))
+                self._under_way.append(told)
+                told.request = self._lane.Isend(told.message, other)
 
     def _plan(self, gradients: Mapping[str, Array], state: Mapping[str, Any] | None = None) -> None:
         """Fix names, shapes and types. Raise ValueError first if `state`, which will be loaded, does not fit them."""
