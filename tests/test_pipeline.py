@@ -15,10 +15,11 @@ from driver import exchange, make_pipeline, send
 from table import BACKENDS, COMPRESSORS, ORACLE, Backend, Row, gradients
 
 from horovod_sparse.compressors.dgc import DGC
+from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.core.layout import Parameter, plan
+from horovod_sparse.core.layout import Layout, Parameter, plan
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange.protocols import Collective, Exchange, Sender, Sent, sparse_allgather
 from horovod_sparse.exchange.rounds import Round
@@ -492,3 +493,19 @@ def test_a_sum_that_its_type_cannot_hold_fails_the_step(dtype: torch.dtype, has_
         pipeline.end_step()
     assert not torch.equal(before, pipeline.residuals.view("q"))
     assert torch.equal(pipeline.residuals.view("q"), torch.full((20,), 1e6))
+
+
+def test_a_moved_gradient_that_its_type_cannot_hold_fails_the_step() -> None:
+    """What is reduced dense in half precision gets its momentum from a velocity of more range."""
+    backend = next(one for one in BACKENDS if one.name == "torch")
+    pipeline = make_pipeline(backend, TopK(0.1, momentum_correction=MomentumCorrection(0.9)), {})
+    layout = Layout.of([("p", (4,))], "float32")
+    pipeline.add_dense([layout], lambda name: torch.zeros(1))
+    for step in range(2):
+        pipeline.start_step()
+        reduced = torch.full((4,), 4e4, dtype=torch.float16)
+        pipeline.finish_dense("p", reduced)
+        if step == 0:
+            pipeline.end_step()
+    with pytest.raises(FloatingPointError, match="the gradient of parameter 'p' holds NaN or infinity"):
+        pipeline.end_step()
