@@ -35,8 +35,8 @@ PACKAGE = "horovod_sparse"
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
 
 TESTS = {
-    "core/pipeline": "pipeline giving_up laws momentum numpy_allreduce random",
-    "core/bucket": "pipeline giving_up laws momentum numpy_allreduce",
+    "core/pipeline": "pipeline giving_up step laws momentum numpy_allreduce random",
+    "core/bucket": "pipeline giving_up step laws momentum numpy_allreduce",
     "core/selector": "pipeline giving_up laws momentum cached",
     "core/preparation": "momentum pipeline giving_up laws",
     "core/state": "pipeline state giving_up numpy_allreduce momentum laws",

@@ -450,10 +450,10 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def no_step_is_open(self) -> None:
         for pipeline in (pipeline for world in self.all for pipeline in world.pipelines):
-            assert not pipeline._open and not pipeline._not_finite and not pipeline._not_finite_elsewhere
+            assert pipeline._step is None
             for bucket in pipeline.buckets:
-                assert not bucket.in_step and bucket.exchange is None and bucket.missing == set(bucket.slots)
-                assert bucket._message is None and bucket._taken is None
+                assert bucket.exchange is None and bucket.missing == set(bucket.slots)
+                assert bucket._message is None and not bucket._taken
                 assert bucket.state.step == self.steps, "every step counts once"
 
     @invariant()

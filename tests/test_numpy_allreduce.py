@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from table import gradients
+from virtual_mpi import Comm, run
 
 from horovod_sparse.numpy import DGC, MiCRO, MomentumCorrection, NoOp, RandomK, SIDCo, SparseAllreduce, TopK
 
@@ -225,3 +227,157 @@ def test_the_norm_of_all_arrays_together_is_clipped() -> None:
     norm = np.sqrt(25 + 400)
     for name, gradient in given.items():
         np.testing.assert_allclose(reduced[name], gradient * 2 / norm, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("large", "settings"), [("w", {}), ("b", {"momentum_correction": MomentumCorrection(0.9)})])
+def test_a_sum_that_its_type_cannot_hold_fails_the_step(large: str, settings: dict[str, Any]) -> None:
+    """Gradients of half precision add up in residuals and velocities, which have more range."""
+    reduce = SparseAllreduce(None, TopK(0.01, min_numel=50, **settings))
+    rng = np.random.default_rng(0)
+    errors = []
+    for _ in range(100):
+        given = {name: rng.uniform(900, 1000, size).astype(np.float16) for name, size in (("w", 300), ("b", 9))}
+        given = {name: gradient * np.float16(8 if name == large else 0.01) for name, gradient in given.items()}
+        try:
+            assert all(np.isfinite(reduced).all() for reduced in reduce(given).values())
+        except FloatingPointError as error:
+            errors.append(str(error))
+    expected = f"rank 0: the reduced gradient of parameter '{large}' is finite, but beyond the range of its type"
+    assert len(errors) > 50 and all(expected in error for error in errors)
+    assert np.isfinite(reduce.state_dict()["residuals"]["w"]).all()
+
+
+@pytest.mark.parametrize(
+    ("rates", "wrong"),
+    [((), np.nan), ((), np.inf), ((), -0.1), ((0.1,), 1e-310), ((1e-310,), 0.1)],
+    ids=["NaN", "infinity", "negative", "tiny", "after a tiny one"],
+)
+def test_a_learning_rate_that_is_no_unit_is_refused_and_changes_nothing(rates: tuple[float, ...], wrong: float) -> None:
+    reduce, other = (SparseAllreduce(None, SIDCo(0.1, lr_in_residual=True)) for _ in range(2))
+    for one in (reduce, other):
+        for step, rate in enumerate(rates):
+            one(local(step), learning_rate=rate)
+    with pytest.raises(ValueError, match=rf"learning rate of parameter 'kernel' must be 0, or .* got {wrong!r}"):
+        reduce(local(7), learning_rate=wrong)
+    right = rates[-1] if rates else 0.1
+    for step in range(8, 10):
+        mine, theirs = (one(local(step), learning_rate=np.float64(right)) for one in (reduce, other))
+        for name in SHAPES:
+            np.testing.assert_array_equal(mine[name], theirs[name])
+    assert {type(rate) for rate in reduce.state_dict()["learning_rates"].values()} == {float}
+
+
+# --- several workers ---
+
+
+def of_rank(step: int, rank: int) -> dict[str, np.ndarray]:
+    return local(10 * step + rank)
+
+
+def stopped(reduce: SparseAllreduce, step: int, rank: int, at: str) -> None:
+    """A call that is interrupted when a method of the pipeline is called."""
+    method = getattr(reduce.pipeline, at)
+    setattr(reduce.pipeline, at, interrupted)
+    with pytest.raises(Interruption):
+        reduce(of_rank(step, rank))
+    setattr(reduce.pipeline, at, method)
+
+
+def interrupted(*_: Any) -> None:
+    raise Interruption
+
+
+MAKERS = {
+    "pairs": lambda: TopK(0.1),
+    "layer": lambda: SIDCo(0.1, granularity="layer"),
+    "union": lambda: MiCRO(0.1),
+    "shared": lambda: RandomK(0.1),
+    "balanced": lambda: TopK(0.1, balanced=True),
+}
+
+
+@pytest.mark.parametrize("hierarchical", [True, 2])
+def test_workers_that_differ_in_hierarchical_are_told(hierarchical: Any) -> None:
+    def work(comm: Comm) -> None:
+        reduce = SparseAllreduce(comm, TopK(0.1, hierarchical=hierarchical if comm.Get_rank() == 0 else False))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="all workers must reduce the same arrays with the same settings"):
+                reduce(local(0))
+
+    assert run(2, work) == [None, None]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("before", [True, False], ids=["before it ends", "when it has ended"])
+def test_a_call_that_raises_on_one_worker_alone_is_noticed(name: str, before: bool) -> None:
+    """Its result is lost there, and the other has it."""
+
+    def work(comm: Comm) -> dict[str, np.ndarray]:
+        rank = comm.Get_rank()
+        reduce = SparseAllreduce(comm, MAKERS[name]())
+        reduce(of_rank(0, rank))
+        saved = reduce.state_dict()
+        if rank == 0:
+            reduce(of_rank(1, rank))
+        elif before:
+            stopped(reduce, 1, rank, "end_step")
+        else:
+            end = reduce.pipeline.end_step
+            reduce.pipeline.end_step = lambda: [end(), interrupted()]  # type: ignore[method-assign]
+            with pytest.raises(Interruption):
+                reduce(of_rank(1, rank))
+            reduce.pipeline.end_step = end  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match=r"as many calls must have returned on all workers, got \[2, 1\]"):
+            reduce(of_rank(2, rank))
+        reduce.load_state_dict(saved)
+        return reduce(of_rank(3, rank))
+
+    check_alike(run(2, work))
+
+
+@pytest.mark.parametrize(
+    ("at", "names"),
+    [
+        ("arrive", [*MAKERS]),
+        ("begin", [*MAKERS]),
+        ("complete", ["union", "balanced"]),
+        ("advance", ["union", "balanced"]),
+    ],
+)
+def test_no_worker_waits_for_one_that_has_raised_within_a_step(at: str, names: list[str]) -> None:
+    """In exchanges of one round all collectives are under way before the first result is used, so the others get theirs."""
+
+    def work(comm: Comm, name: str) -> dict[str, np.ndarray]:
+        rank = comm.Get_rank()
+        reduce = SparseAllreduce(comm, MAKERS[name]())
+        reduce(of_rank(0, rank))
+        if rank == 1:
+            stopped(reduce, 1, rank, at)
+        else:
+            with pytest.raises(RuntimeError, match=f"rank {rank}: another worker has raised within this step"):
+                reduce(of_rank(1, rank))
+        return reduce(of_rank(2, rank))
+
+    for name in names:
+        check_alike(run(3, partial(work, name=name)))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_workers_that_stop_at_different_points_meet_again(name: str) -> None:
+    """Some of their collectives were started on one worker alone."""
+
+    def work(comm: Comm) -> dict[str, np.ndarray]:
+        rank = comm.Get_rank()
+        reduce = SparseAllreduce(comm, MAKERS[name]())
+        reduce(of_rank(0, rank))
+        stopped(reduce, 1, rank, ("begin", "complete")[rank])
+        return reduce(of_rank(2, rank))
+
+    check_alike(run(2, work))
+
+
+def check_alike(outcomes: list[Any]) -> None:
+    for outcome in outcomes:
+        assert isinstance(outcome, dict), outcomes
+        for name in SHAPES:
+            np.testing.assert_array_equal(outcome[name], outcomes[0][name])

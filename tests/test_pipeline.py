@@ -15,13 +15,15 @@ from driver import exchange, make_pipeline, send
 from table import BACKENDS, COMPRESSORS, ORACLE, Backend, Row, gradients
 
 from horovod_sparse.compressors.dgc import DGC
+from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.core.layout import Parameter, plan
+from horovod_sparse.core.layout import Layout, Parameter, plan
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange.protocols import Collective, Exchange, Sender, Sent, sparse_allgather
 from horovod_sparse.exchange.rounds import Round
+from horovod_sparse.torch.gradients import write_reduced
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 SHAPES = {"weight": (30, 40), "kernel": (500,), "head": (7, 11)}
@@ -464,3 +466,46 @@ def test_with_dense_steps_the_first_collective_must_be_known(monkeypatch: pytest
         first.append(pipeline.buckets[0].stands_in)
     # In the dense step, ranks in other steps are met under the name of their first collective.
     assert first == ["allgather", None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_a_sum_that_its_type_cannot_hold_fails_the_step(dtype: torch.dtype, has_gradient: bool) -> None:
+    """Gradients of PyTorch. bfloat16 has the range of float32."""
+    backend = next(one for one in BACKENDS if one.name == "torch")
+    pipeline = make_pipeline(backend, TopK(0.1), {"p": (20,), "q": (20,)})
+    parameters = {name: torch.zeros(20, dtype=dtype, requires_grad=True) for name in ("p", "q")}
+    pipeline.start_step()
+    for name, parameter in parameters.items():
+        parameter.grad = torch.ones(20, dtype=dtype) if has_gradient else None
+        bucket = pipeline.arrive(name, torch.full((20,), 1e6 if name == "q" else 1.0))
+    assert bucket is not None
+
+    def write(slots: Any, reduced: Any) -> list[str]:
+        return write_reduced(slots, [parameters[slot.name] for slot in slots], reduced, ())
+
+    assert pipeline.advance(bucket, pipeline.begin(bucket).message, 1.0, write) is None
+    before = pipeline.residuals.view("q").clone()
+    if dtype != torch.float16:
+        pipeline.end_step()
+        return
+    with pytest.raises(FloatingPointError, match="parameter 'q' is finite, but beyond the range of its type"):
+        pipeline.end_step()
+    assert not torch.equal(before, pipeline.residuals.view("q"))
+    assert torch.equal(pipeline.residuals.view("q"), torch.full((20,), 1e6))
+
+
+def test_a_moved_gradient_that_its_type_cannot_hold_fails_the_step() -> None:
+    """What is reduced dense in half precision gets its momentum from a velocity of more range."""
+    backend = next(one for one in BACKENDS if one.name == "torch")
+    pipeline = make_pipeline(backend, TopK(0.1, momentum_correction=MomentumCorrection(0.9)), {})
+    layout = Layout.of([("p", (4,))], "float32")
+    pipeline.add_dense([layout], lambda name: torch.zeros(1))
+    for step in range(2):
+        pipeline.start_step()
+        reduced = torch.full((4,), 4e4, dtype=torch.float16)
+        pipeline.finish_dense("p", reduced)
+        if step == 0:
+            pipeline.end_step()
+    with pytest.raises(FloatingPointError, match="the gradient of parameter 'p' holds NaN or infinity"):
+        pipeline.end_step()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from backend import ORACLE
 from driver import make_pipeline
-from table import gradients
+from table import BACKENDS, gradients
 
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod.tensorflow", reason="Horovod was built without TensorFlow", exc_type=ImportError)
@@ -31,6 +31,8 @@ from horovod_sparse.tensorflow.host import HostPipeline, Step  # noqa: E402
 
 Given = Mapping[str, np.ndarray]
 SHAPES = {"a": (40, 10), "b": (300,), "c": (20,)}
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 
 @pytest.mark.parametrize(
@@ -523,3 +525,18 @@ def test_the_collectives_of_an_own_exchange_must_be_known(monkeypatch: pytest.Mo
         Own(0.1)
     monkeypatch.setattr(own_exchange, "rounds", (Round("allgather", "int32"),), raising=False)
     assert Own(0.1).exchange is own_exchange
+
+
+@pytest.mark.parametrize("dtype", [tf.float16, tf.float32])
+def test_a_sum_that_its_type_cannot_hold_fails_the_step(dtype: Any) -> None:
+    backend = next(one for one in BACKENDS if one.name == "tensorflow")
+    pipeline: Any = make_pipeline(backend, TopK(0.1), {"p": (2,)})
+    pipeline.start_step()
+    pipeline._reduced["p"] = [np.array([1.0, 1e6], np.float32)]
+    (written,) = pipeline._write_out("p", [dtype], np.zeros(1))
+    assert written.dtype == dtype.as_numpy_dtype
+    if dtype == tf.float32:
+        pipeline.end_step()
+        return
+    with pytest.raises(FloatingPointError, match="parameter 'p' is finite, but beyond the range of its type"):
+        pipeline.end_step()

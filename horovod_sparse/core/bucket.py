@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
@@ -13,6 +12,7 @@ from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.owner import Owner, Region
 from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector, SlotGradient
 from horovod_sparse.core.statistics import Counts, Tally
+from horovod_sparse.core.step import Before, Ending
 from horovod_sparse.exchange import cost, protocols
 from horovod_sparse.exchange.grid import Grid
 from horovod_sparse.exchange.protocols import Collective, Entries, Sent
@@ -21,18 +21,6 @@ from horovod_sparse.ops.protocol import Array, Ops, Selection, Values
 
 _SAME_FACTOR = 1e-6
 """Largest relative difference of two factors that are equal except for rounding."""
-
-
-@dataclass(slots=True)
-class Before:
-    """A bucket as it was before a step, kept in case the step is given up."""
-
-    state: dict[str, Any]
-    tally: Tally
-    truncated_steps: int
-    residual: Array | None = None
-    """A copy of the residual, with `discardable`; else None. The same holds for the velocity."""
-    velocity: Array | None = None
 
 
 class Bucket(Owner):
@@ -74,18 +62,15 @@ class Bucket(Owner):
         """What selects on the bucket's device; None if the host does. It makes pairs; for all else there is the host."""
         self.way = self.sparse_way()
         """How the bucket is exchanged in this step, or was in the last one."""
-        self.in_step = False
-        self.before: Before | None = None
-        """The bucket before this step or, between two steps, before the last one."""
         self.factor: float | None = None
         """The factor that the residual was multiplied by in this step, with `lr_in_residual`; None until it is known."""
         self.mixed_factors = False
         """Whether the factor differs between the parameters."""
-        self._host = HostSelector(ops, compressor, buffer, velocity)
-        self._close()
+        self.rebind(buffer, velocity)
+        self.close()
 
-    def _close(self) -> None:
-        self.in_step = False
+    def close(self) -> None:
+        """Forget the step that has ended."""
         self.missing = set(self.slots)
         """Parameters whose gradient has not arrived in this step."""
         self.exchange: Generator[Collective, Any, Sent] | None = None
@@ -94,30 +79,32 @@ class Bucket(Owner):
         self.outcome = Outcome()
         self.counts: Counts | None = None
         """Counts of this step, until it succeeds."""
-        self._taken: Entries | None = None
+        self._taken: list[Entries] = []
+        """Entries of the residual that were taken, with the values that they had before. They are the residual's own."""
+        self._all_taken = False
+        """Whether everything is sent. The residual still holds it then."""
         self.own_region: Region | None = None
         """What this rank owns of the bucket, with the balanced or the hierarchical exchange."""
         self.masked: list[Array] | None = None
         """Indices of entries whose velocity is masked, if these are not the entries that were taken."""
         self._message: Array | None = None
-        """The message with what was taken. Its number of entries may not be known yet."""
+        """The message that a device makes with what it takes. Its number of entries may not be known yet."""
 
     def rebind(self, buffer: Array, velocity: Array | None) -> None:
         """Use other memory for the residual and the velocity from now on."""
         self.buffer, self.velocity = buffer, velocity
-        self._host = HostSelector(self.ops, self.compressor, buffer, velocity)
+        self._host = HostSelector(self.ops, self.compressor, buffer, velocity, self._remember)
 
     # --- gradients in ---
 
-    def begin_step(self) -> None:
-        """Begin a step, when its first gradient arrives."""
-        self.in_step = True
-        self.factor, self.mixed_factors = None, False
-        old, self.before = self.before, Before(self.state.snapshot(), self.tally, self.truncated_steps)
+    def begin_step(self, spare: Before | None) -> Before:
+        """Begin a step, when its first gradient arrives. Return what is needed to undo it, perhaps in the memory of `spare`."""
+        before = Before(self.state.snapshot(), self.tally, self.truncated_steps)
         if self.compressor.discardable:
-            self.before.residual = _copy(self.ops, self.buffer, old and old.residual)
+            before.residual = _copy(self.ops, self.buffer, spare and spare.residual)
             if self.velocity is not None:
-                self.before.velocity = _copy(self.ops, self.velocity, old and old.velocity)
+                before.velocity = _copy(self.ops, self.velocity, spare and spare.velocity)
+        self.factor, self.mixed_factors = None, False
         self.sparse_step = self.state.step - self.compressor.dense_steps
         self._in_dense_steps = self.sparse_step < 0
         sparse = self.sparse_way()
@@ -127,6 +114,8 @@ class Bucket(Owner):
         on_device = self.device is not None and self.way.exchange is protocols.sparse_allgather
         self.selector: Selector = self.device if self.device is not None and on_device else self._host
         self.selector.begin()
+        self._before = before.state
+        return before
 
     def sparse_way(self) -> Way:
         """Return how the bucket is exchanged in this step if it is not one of the dense steps; set k and the capacity."""
@@ -177,7 +166,9 @@ class Bucket(Owner):
         return self.way.values
 
     def message(self) -> Array:
-        message = self._message = self.selector.message(self.state, self.k, self.capacity)
+        message = self.selector.message(self.state, self.k, self.capacity)
+        if self.selector is self.device:
+            self._message = message
         if self.values != "float32":
             message = self.ops.compact(self.buffer, message, self.values)
         self.drop_rest()
@@ -193,16 +184,19 @@ class Bucket(Owner):
         return self._host.select(self.state, k, capacity)
 
     def taken_indices(self) -> list[Array]:
-        return [] if self._taken is None or self._taken.indices is None else [self._taken.indices]
+        return [entries.indices for entries in self._taken]
+
+    def _remember(self, indices: Array) -> None:
+        self._taken.append(Entries(indices, self.buffer[indices]))
 
     def take(self, indices: Array) -> Array:
+        self._remember(indices)
         values = self.ops.take(self.buffer, indices)
-        self._taken = Entries(indices, values)
         self.drop_rest()
         return values
 
     def take_all(self) -> Array:
-        self._taken = Entries(None, self.buffer)
+        self._all_taken = True
         return self.buffer
 
     def drop_rest(self) -> None:
@@ -253,16 +247,23 @@ class Bucket(Owner):
         offsets: Sequence[int] = self._host.not_finite if self.selector is self._host else self.outcome.not_finite
         return [slot.name for slot in self.layout.slots if slot.offset in offsets] if offsets else []
 
-    def end(self, *, succeeded: bool) -> None:
-        """End the step: what was taken is sent if it succeeded, else it returns to the residual."""
-        if succeeded:
+    def end(self, ending: Ending, before: Before) -> None:
+        """End the step, so that it can be done again. It may have reached any point, or have ended and be `UNDONE` now."""
+        if ending is Ending.SENT:
             self._commit()
-        else:
-            self._restore()
-        if succeeded and self.counts is not None:
-            self.tally = self.tally.with_step(self.counts)
-            self.truncated_steps = self.truncated_steps + 1 if self.counts.truncated else 0
-        self._close()
+            if self.counts is not None:
+                self.tally = before.tally.with_step(self.counts)
+                self.truncated_steps = before.truncated_steps + 1 if self.counts.truncated else 0
+            return
+        self._restore()
+        if ending is Ending.UNDONE:
+            self.forget()
+            self.state.restore(before.state)
+            self.tally, self.truncated_steps = before.tally, before.truncated_steps
+            if before.residual is not None:
+                self.ops.assign(self.buffer, before.residual)
+                if self.velocity is not None:
+                    self.ops.assign(self.velocity, before.velocity)
 
     def warn_truncated(self) -> None:
         last = self.tally.last
@@ -275,66 +276,42 @@ class Bucket(Owner):
 
     def _commit(self) -> None:
         """Keep what is left: what was taken has been sent."""
-        correction = self.compressor.momentum_correction
-        masks = correction is not None and correction.masking and not self._in_dense_steps
-        taken = self._entries() if masks or self._taken is not None else None
-        if taken is None:
-            return
-        if taken.indices is None:
+        if self._all_taken:
             self.buffer[:] = 0
-        if masks and self.velocity is not None:
-            taken_indices = slice(None) if taken.indices is None else taken.indices
-            for indices in [taken_indices] if self.masked is None else self.masked:
+        correction = self.compressor.momentum_correction
+        if correction is not None and correction.masking and not self._in_dense_steps and self.velocity is not None:
+            self._recall()
+            everything = [slice(None)] if self._all_taken else []
+            for indices in self.masked if self.masked is not None else everything + self.taken_indices():
                 self.velocity[indices] = 0
-        if self.own_region is not None and self.compressor.residual:
+        if self.own_region is not None and self.own_region.after is not None and self.compressor.residual:
             self.buffer[self.own_region.place] = self.own_region.after
 
     def _restore(self) -> None:
-        """Return what was taken to the residual, because the step has failed on some rank."""
-        taken = self._entries()
-        if taken is not None and taken.indices is not None and self.compressor.residual:
-            self.ops.put(self.buffer, taken.indices, taken.values)
+        """Return what was taken to the residual."""
+        self._recall()
+        for indices, values in self._taken:
+            self.buffer[indices] = values
         if self.own_region is not None and self.own_region.before is not None:
             self.buffer[self.own_region.place] = self.own_region.before
         self.drop_rest()
 
-    def _entries(self) -> Entries | None:
-        """Return what was taken in this step, if anything was."""
-        if self._message is None:
-            return self._taken
-        rows = protocols.rows_of(self, self._message, 1)
-        return None if rows is None else Entries(*self.ops.unpack(self._message, rows[0]))
-
-    # --- steps that are given up ---
-
-    def bring_back(self) -> None:
-        """Go back to before the step, which may have reached any point or have ended.
-
-        Without `discardable`, the arrays stay as they are.
-        """
-        if self.in_step:
-            self._restore()
-            self._close()
-        before, self.before = self.before, None
-        assert before is not None
-        self.forget()
-        self.state.restore(before.state)
-        self.tally, self.truncated_steps = before.tally, before.truncated_steps
-        if before.residual is not None:
-            self.ops.assign(self.buffer, before.residual)
-            if self.velocity is not None:
-                self.ops.assign(self.velocity, before.velocity)
+    def _recall(self) -> None:
+        """Find out what a device has taken. What is left of it in the residual, and what was sent, are what it was before."""
+        rows = None if self._message is None else protocols.rows_of(self, self._message, 1)
+        if rows is not None:
+            indices, values = self.ops.unpack(self._message, rows[0])
+            self._taken, self._message = [Entries(indices, self.buffer[indices] + values)], None
 
     def start_again(self) -> None:
         """Restart the algorithm within the same step, because nothing that it knew of the residual holds.
 
         A device has used the state while gradients arrived. So it goes on with that state until its selection is made.
         """
-        assert self.before is not None
         step = self.state.step
         self.state = self.compressor.new_state(self.state.place)
         self.state.step = step
-        self.state.keep_unit(self.before.state)
+        self.state.keep_unit(self._before)
         self.forget()
 
     def reset(self) -> None:

@@ -9,12 +9,12 @@ from horovod_sparse.compressors.base import Compressor, Place
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Layout, check_limits
 from horovod_sparse.core.preparation import Preparation
-from horovod_sparse.core.residuals import Residuals, multiply
+from horovod_sparse.core.residuals import Residuals
 from horovod_sparse.core.selector import DeviceSelectorFor, no_device
 from horovod_sparse.core.state import VERSION
 from horovod_sparse.core.statistics import Stats, Tallied, combined
 from horovod_sparse.exchange.grid import grid
-from horovod_sparse.ops.protocol import Array, Moving, Ops
+from horovod_sparse.ops.protocol import Array, Ops
 
 
 class Kept:
@@ -49,7 +49,7 @@ class Kept:
         self.position = position
         self.rank = rank
         self.averages = averages
-        self._grid = grid(groups, position) if compressor.hierarchical else None
+        self._grid = grid(groups, position) if groups else None
         self._device_selector = device_selector
         self.residuals = Residuals(ops)
         self.velocities = Residuals(ops)
@@ -57,8 +57,6 @@ class Kept:
         self.buckets: list[Bucket] = []
         self._dense: dict[str, Layout] = {}
         """Parameters that are reduced dense. Those that are reduced together are listed under the name of the first."""
-        self._dense_before: dict[str, Array] = {}
-        """Their velocities before this step or the last one, with `discardable`."""
         self.preparation = Preparation(ops, compressor, world, averages=averages)
         self.dense_bytes_sent = 0.0
         self.bucket_of: dict[str, Bucket] = {}
@@ -119,51 +117,6 @@ class Kept:
             self.residuals.view(name)[:] = 0
         if self.compressor.momentum_correction is not None:
             self.velocities.view(name)[:] = 0
-
-    def _correct_dense(self, name: str, reduced: Array) -> list[str]:
-        """Apply momentum, in place, to reduced gradients that have the loss scale; see `Pipeline.finish_dense`.
-
-        Return the parameters that are not finite, or overflow. If the reduced gradient is not finite, nothing is changed. A
-        velocity that overflows stays at the largest number.
-        """
-        finite, correction = self.ops.all_finite(reduced), self.compressor.momentum_correction
-        if finite and correction is None:
-            return []
-        flat, slots = reduced.reshape(-1), self._dense[name].slots
-        parts = [(slot.offset, flat[slot.offset : slot.offset + slot.numel]) for slot in slots]
-        if not finite or correction is None:
-            good = [self.ops.all_finite(part) for _, part in parts]
-        else:
-            velocity = self.velocities.buffer(name)
-            if self.compressor.discardable:
-                self._dense_before[name] = self.ops.copy(velocity)
-            corrected = self.ops.copy(velocity)
-            corrected[:] = 0
-            scale = self.preparation.scale
-            if scale != 1.0:
-                flat /= scale
-            moving = Moving(velocity, correction.momentum, correction.nesterov)
-            good = [not overflowed for overflowed in self.ops.accumulate(corrected, parts, moving)]
-            if scale != 1.0:
-                corrected *= scale
-            reduced[...] = corrected.reshape(reduced.shape)
-        return [slot.name for slot, is_good in zip(slots, good, strict=True) if not is_good]
-
-    def _bring_back(self, buckets: Sequence[Bucket]) -> None:
-        """Go back to before a step that has reached these buckets."""
-        discardable = self.compressor.discardable
-        for bucket in buckets:
-            keeps_gradients = bucket.in_step and not discardable
-            bucket.bring_back()
-            for name in bucket.slots if keeps_gradients else ():
-                # Ranks may have come to different points of the step, and must have the same thresholds again.
-                factor = self.preparation.back_to_unit(name)
-                if factor != 1.0:
-                    multiply(self.residuals.view(name), factor)
-        self.preparation.bring_back(gradients_too=discardable)
-        for name, velocity in self._dense_before.items():
-            self.ops.assign(self.velocities.buffer(name), velocity)
-        self._dense_before.clear()
 
     @property
     def steps(self) -> int:

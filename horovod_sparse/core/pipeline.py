@@ -9,21 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.kept import Kept
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.preparation import Arrived
-from horovod_sparse.core.residuals import multiply
+from horovod_sparse.core.residuals import within_range
 from horovod_sparse.core.selector import SlotGradient
 from horovod_sparse.core.state import check_discardable, check_state
+from horovod_sparse.core.step import Ending, Step
 from horovod_sparse.exchange.protocols import Collective, Reduced, Sent
-from horovod_sparse.ops.protocol import Array
+from horovod_sparse.ops.protocol import Array, Moving
 
 _LASTING = 100
 """Number of consecutive steps with a truncated message after which a warning is issued."""
 
-Write = Callable[[Sequence[Slot], Reduced], None]
-"""Writes the reduced gradient to where the adapter wants it."""
+_NOT_FINITE = (
+    "holds NaN or infinity, or overflows its residual; it was kept out of the residual. Lower the learning rate, or set "
+    "not_finite='propagate'"
+)
+
+Write = Callable[[Sequence[Slot], Reduced], Iterable[str] | None]
+"""Writes the reduced gradient to where the adapter wants it. Returns the parameters whose type cannot hold it, if any."""
 Wait = Callable[[], Array]
 """Waits for a collective that was started, and returns its result."""
 UnderWay = tuple[Bucket, Wait]
@@ -35,13 +43,10 @@ class Pipeline(Kept):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._not_finite: list[str] = []
-        """What held NaN or infinity in this step: gradients of this rank in buckets. The next list holds what others found."""
-        self._not_finite_elsewhere: list[str] = []
-        self._open: list[Bucket] = []
-        """Buckets that a gradient of this step has reached."""
-        self._ended: list[Bucket] = []
-        """Buckets of the last step, if it can be discarded."""
+        self._step: Step | None = None
+        """The step that has begun."""
+        self._last: Step | None = None
+        """The last step, while it can be discarded."""
         self._warned = False
         self._has_scaler = False
         """Whether a loss scaler leaves out the update of a step that fails."""
@@ -58,56 +63,65 @@ class Pipeline(Kept):
         self.abort()
         self._has_scaler = scale is not None
         self.preparation.begin(gradients, 1.0 if scale is None else scale)
+        self._begun()
 
     def arrive(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> Bucket | None:
         """Do as `arrive_together`, for one parameter."""
         return self.arrive_together(self.bucket_of[name], [Arrived(name, gradient, learning_rate)])
 
-    def arrive_together(self, bucket: Bucket, arrived: Iterable[Arrived]) -> Bucket | None:
+    def arrive_together(self, bucket: Bucket, arrived: Sequence[Arrived]) -> Bucket | None:
         """Add gradients of a bucket to its residual. Return the bucket if it is complete, else None.
 
         The gradients' memory is free afterwards. NaN and infinity are kept out of the residual. A sum that would overflow the
         residual stays at the largest number of its type. In both cases the bucket's exchange returns None on every rank.
+
+        Raises:
+            RuntimeError: a gradient has arrived before in this step.
+            ValueError: `lr_in_residual` cannot use a learning rate; nothing was changed.
         """
+        in_units = self.compressor.lr_in_residual
+        factors = [self.preparation.change_of_unit(name, rate) if in_units else 1.0 for name, _, rate in arrived]
         gradients: list[SlotGradient] = []
-        for name, gradient, learning_rate in arrived:
+        for (name, gradient, learning_rate), factor in zip(arrived, factors, strict=True):
             if name not in bucket.missing:
                 raise RuntimeError(f"the gradient of {name!r} arrived twice in one step")
-            if not bucket.in_step:
-                self._enter(bucket)
+            step = self._begun()
+            if bucket.name not in step.buckets:
+                step.buckets[bucket.name] = bucket.begin_step(step.spare.get(bucket.name))
             bucket.missing.discard(name)
-            if self.compressor.lr_in_residual:
-                gradient = self._keep_unit(bucket, name, gradient, learning_rate)
+            if factor is None:
+                # The learning rate is 0.
+                gradient = None
+            elif learning_rate is not None and in_units:
+                # If a gradient is added, that notices what leaves the range.
+                self._change_unit(name, factor, learning_rate, keeps_range=gradient is None)
+                bucket.change_unit(factor)
             if gradient is not None:
                 gradient = self.preparation.prepared(gradient, bucket.layout.residual_dtype)
             gradients.append((bucket.slots[name], gradient))
         bucket.accumulate(gradients)
         return None if bucket.missing else bucket
 
-    def _enter(self, bucket: Bucket) -> None:
-        """Add a bucket to the step when its first gradient arrives."""
-        if not self._open:
-            self.preparation.remember()
-            self._dense_before.clear()
-        self._open.append(bucket)
-        bucket.begin_step()
+    def _begun(self) -> Step:
+        """Return the step that has begun. If none has, one begins."""
+        if self._step is None:
+            spare = {} if self._last is None else self._last.buckets
+            # From here on the last step cannot be discarded, because its memory is used again.
+            self._step, self._last = Step(dict(self.preparation.learning_rates), spare), None
+        return self._step
 
-    def _keep_unit(
-        self, bucket: Bucket, name: str, gradient: Array | None, learning_rate: float | None
-    ) -> Array | None:
-        """Keep a residual in units of the update. Return the gradient if it counts: not if the learning rate is 0."""
-        factor = self.preparation.change_of_unit(name, learning_rate)
-        if factor is None:
-            return None
-        if factor != 1.0:
-            residual = self.residuals.view(name)
-            if gradient is None:
-                multiply(residual, factor)
-            else:
-                # Adding the gradient notices what leaves the range.
-                residual *= factor
-        bucket.change_unit(factor)
-        return gradient
+    def _change_unit(self, name: str, factor: float, learning_rate: float, *, keeps_range: bool) -> None:
+        """Multiply a residual by `factor`, because it is in units of `learning_rate` from now on."""
+        residual, rates = self.residuals.view(name), self.preparation.learning_rates
+        if factor == 1.0:
+            rates[name] = float(learning_rate)
+            return
+        with np.errstate(over="ignore"):
+            product = residual * factor
+        if keeps_range:
+            product = within_range(product)
+        # In one statement, so that the residual is never in another unit than is recorded.
+        residual[:], rates[name] = product, float(learning_rate)
 
     def begin(self, bucket: Bucket) -> Collective:
         """Select from a complete bucket; return its exchange's first collective. What is not selected stays in the residual."""
@@ -125,10 +139,14 @@ class Pipeline(Kept):
         except StopIteration as end:
             sent: Sent = end.value
         own = bucket.conclude(sent)
-        self._not_finite += [f"parameter {name!r}" for name in own]
+        step = self._begun()
+        step.failures += [f"the gradient of parameter {name!r} {_NOT_FINITE}" for name in own]
         if sent is None and not own:
-            self._not_finite_elsewhere.append(f"some parameter in bucket {bucket.name!r} of another rank")
-        write(bucket.layout.slots, Reduced(self.ops, sent, divisor))
+            step.failures_elsewhere.append(
+                f"the gradient of some parameter in bucket {bucket.name!r} of another rank {_NOT_FINITE}"
+            )
+        for name in write(bucket.layout.slots, Reduced(self.ops, sent, divisor)) or ():
+            self.note_overflow(name)
         return None
 
     def complete(self, under_way: Sequence[UnderWay], write: Write, start: Start) -> None:
@@ -144,15 +162,48 @@ class Pipeline(Kept):
 
     def note_not_finite(self, name: str) -> None:
         """Let the step fail, because the reduced gradient of a parameter is not finite."""
-        self._not_finite_elsewhere.append(f"parameter {name!r}")
+        self._begun().failures_elsewhere.append(f"the gradient of parameter {name!r} {_NOT_FINITE}")
+
+    def note_overflow(self, name: str) -> None:
+        """Let the step fail, because a parameter's type cannot hold its reduced gradient, which is the same on all ranks."""
+        self._begun().failures_elsewhere.append(
+            f"the reduced gradient of parameter {name!r} is finite, but beyond the range of its type; what was sent has "
+            "returned to the residuals. Use gradients of bfloat16 or float32, or a larger ratio"
+        )
 
     def finish_dense(self, name: str, reduced: Array) -> None:
         """Apply momentum, in place, to a reduced gradient that did not come through a bucket.
 
-        If several parameters are reduced together, `name` is the first one's, and their gradients lie one after the other.
+        If several parameters are reduced together, `name` is the first one's, and their gradients lie one after the other. If
+        the reduced gradient is not finite, nothing is changed. A velocity that overflows stays at the largest number.
         """
-        for bad in self._correct_dense(name, reduced):
-            self.note_not_finite(bad)
+        finite, correction = self.ops.all_finite(reduced), self.compressor.momentum_correction
+        if finite and correction is None:
+            return
+        flat, slots = reduced.reshape(-1), self._dense[name].slots
+        parts = [(slot.offset, flat[slot.offset : slot.offset + slot.numel]) for slot in slots]
+        if not finite or correction is None:
+            good = [self.ops.all_finite(part) for _, part in parts]
+        else:
+            velocity = self.velocities.buffer(name)
+            # The ranks go on with the same velocities, whatever point of the step they give up at.
+            self._begun().velocities[name] = self.ops.copy(velocity)
+            corrected = self.ops.copy(velocity)
+            corrected[:] = 0
+            scale = self.preparation.scale
+            if scale != 1.0:
+                flat /= scale
+            moving = Moving(velocity, correction.momentum, correction.nesterov)
+            good = [not overflowed for overflowed in self.ops.accumulate(corrected, parts, moving)]
+            if scale != 1.0:
+                corrected *= scale
+            reduced[...] = corrected.reshape(reduced.shape)
+            if reduced.nbytes == 2 * len(flat):
+                # Half precision has less range than the velocity.
+                good = [self.ops.all_finite(flat[slot.offset : slot.offset + slot.numel]) for slot in slots]
+        for slot, is_good in zip(slots, good, strict=True):
+            if not is_good:
+                self.note_not_finite(slot.name)
 
     def end_step(self) -> None:
         """End a step after all reduced gradients are there. It succeeds on every rank or fails on every rank.
@@ -162,38 +213,62 @@ class Pipeline(Kept):
         failed step raises FloatingPointError on every rank, unless `not_finite="propagate"`. Training can go on.
         With a loss scaler, which leaves out the update, the failed step is discarded instead.
         """
-        found = self._not_finite + self._not_finite_elsewhere
-        self._forget_step()
-        self._ended, self._open = self._open, []
-        for bucket in self._ended:
-            bucket.end(succeeded=not found)
-            if bucket.truncated_steps >= _LASTING and not self._warned:
-                self._warned = True
-                bucket.warn_truncated()
-        if found and self._has_scaler:
-            self._discard_last()
-        elif found and self.compressor.not_finite == "raise":
-            raise FloatingPointError(
-                f"rank {self.rank}: the gradient of {found[0]} holds NaN or infinity, or overflows its residual; it was kept "
-                "out of the residual. Lower the learning rate, or set not_finite='propagate'"
-            )
+        step = self._begun()
+        found = step.failures + step.failures_elsewhere
+        failed = Ending.UNDONE if self._has_scaler else Ending.FAILED
+        step.ending = failed if found else Ending.SENT
+        self._finish()
+        truncated = next((bucket for bucket in self.buckets if bucket.truncated_steps >= _LASTING), None)
+        if truncated is not None and not self._warned:
+            self._warned = True
+            truncated.warn_truncated()
+        if found and not self._has_scaler and self.compressor.not_finite == "raise":
+            raise FloatingPointError(f"rank {self.rank}: {found[0]}")
+
+    def _finish(self) -> None:
+        """End the step as was decided. If an interrupt comes, this is done again, from the beginning."""
+        step = self._step
+        if step is None or step.ending is None:
+            return
+        reached = [bucket for bucket in self.buckets if bucket.name in step.buckets]
+        for bucket in reached:
+            bucket.end(step.ending, step.buckets[bucket.name])
+        if step.ending is Ending.UNDONE:
+            for name, velocity in step.velocities.items():
+                self.ops.assign(self.velocities.buffer(name), velocity)
+            self._bring_back_rates(step, [name for bucket in reached for name in bucket.slots])
+        for bucket in reached:
+            bucket.close()
+        self.preparation.end()
+        is_last = self.compressor.discardable and step.ending is not Ending.UNDONE
+        self._step, self._last = None, step if is_last else None
+
+    def _bring_back_rates(self, step: Step, reached: Iterable[str]) -> None:
+        """Go back to the learning rates of before a step, and to the units of the residuals."""
+        rates = self.preparation.learning_rates
+        if self.compressor.discardable:
+            # The residuals are those of before the step already.
+            self.preparation.learning_rates = dict(step.learning_rates)
+            return
+        for name in reached:
+            # Ranks may have come to different points of the step, and must have the same thresholds again. A gradient that was
+            # the first of its parameter stays in its unit.
+            former = step.learning_rates.get(name)
+            if former is not None and rates[name] != former:
+                self._change_unit(name, rates[name] / former, former, keeps_range=True)
 
     # --- steps that are given up ---
-
-    def _forget_step(self) -> None:
-        self._not_finite, self._not_finite_elsewhere = [], []
-        self.preparation.end()
 
     def abort(self) -> None:
         """Give up the step that has begun, if there is one, so that the next can begin after an exception.
 
         What the step had taken returns to the residuals. Every parameter's residual is then as before the step, or also holds
-        its whole gradient if that had arrived. With `discardable`, everything is as before the step.
+        its whole gradient if that had arrived. With `discardable`, everything is as before the step. If the end of the step was
+        interrupted, after it was decided that it succeeds or fails, the end is completed instead.
         """
-        given_up, self._open = self._open, []
-        self._forget_step()
-        if given_up:
-            self._bring_back(given_up)
+        if self._step is not None and self._step.ending is None:
+            self._step.ending = Ending.UNDONE
+        self._finish()
 
     def discard_step(self) -> None:
         """Throw away the step that has begun or, between two steps, the last one. Everything is then as before that step.
@@ -202,16 +277,14 @@ class Pipeline(Kept):
             RuntimeError: the compressor is not `discardable`, or no step has ended since the last one was discarded.
         """
         check_discardable(self.compressor)
-        if self._open:
+        if self._step is not None:
             self.abort()
             return
-        if not self._ended:
+        if self._last is None:
             raise RuntimeError("there is no step to discard; discard a step once, after it and before the next one")
-        self._discard_last()
-
-    def _discard_last(self) -> None:
-        ended, self._ended = self._ended, []
-        self._bring_back(ended)
+        self._last.ending = Ending.UNDONE
+        self._step, self._last = self._last, None
+        self._finish()
 
     # --- state: a step that has begun is given up, and the last one can no longer be discarded ---
 
@@ -224,12 +297,18 @@ class Pipeline(Kept):
         self._begin_afresh()
         super().change_workers(world=world, position=position, rank=rank)
 
+    def state_dict(self) -> dict[str, Any]:
+        self._finish()
+        return super().state_dict()
+
     def rescale(self, factor: float) -> None:
-        self._ended = []
+        self._finish()
+        self._last = None
         super().rescale(factor)
 
     def decay(self, factor: float) -> None:
-        self._ended = []
+        self._finish()
+        self._last = None
         super().decay(factor)
 
     def reset(self) -> None:
@@ -238,4 +317,4 @@ class Pipeline(Kept):
 
     def _begin_afresh(self) -> None:
         self.abort()
-        self._ended = []
+        self._last = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -33,7 +34,6 @@ class Preparation:
         """The factor by which this step's gradients are clipped, with `clip_scope="model"`."""
         self.learning_rates: dict[str, float] = {}
         """The last learning rate of each parameter that is not zero, with `lr_in_residual`."""
-        self._rates_before: dict[str, float] = {}
 
     def begin(self, gradients: Iterable[Array], scale: float) -> None:
         """Begin a step. If the compressor holds gradients back, these are all gradients of this rank."""
@@ -60,27 +60,18 @@ class Preparation:
         return clipped if self.scale == 1.0 else momentum.scaled(self._ops, clipped, 1.0 / self.scale, dtype)
 
     def change_of_unit(self, name: str, learning_rate: float | None) -> float | None:
-        """Record a parameter's learning rate. Return the factor that brings its residual to the new unit of the update.
+        """Return the factor that brings a parameter's residual to the unit of the update; None if a gradient adds nothing.
 
-        If the rate is 0, return None and record nothing: the gradient adds nothing.
+        Raise ValueError for a learning rate that residuals cannot be in units of. Nothing is changed.
         """
         if learning_rate is None:
             raise ValueError("learning_rate must be given with lr_in_residual=True, got None")
         if learning_rate == 0.0:
             return None
-        factor = self.learning_rates.get(name, learning_rate) / learning_rate
-        self.learning_rates[name] = learning_rate
-        return factor
-
-    def remember(self) -> None:
-        """Remember the learning rates, in case the step that begins is given up."""
-        self._rates_before = dict(self.learning_rates)
-
-    def back_to_unit(self, name: str) -> float:
-        """Return the factor that brings a parameter's residual back to the unit that was remembered, if it had one."""
-        rate = self.learning_rates.get(name)
-        return 1.0 if rate is None else rate / self._rates_before.get(name, rate)
-
-    def bring_back(self, *, gradients_too: bool) -> None:
-        """Go back to the learning rates that were remembered. A gradient that was first of its parameter stays in its unit."""
-        self.learning_rates = {**({} if gradients_too else self.learning_rates), **self._rates_before}
+        former = self.learning_rates.get(name, learning_rate)
+        if not (0.0 < learning_rate < math.inf and max(former / learning_rate, learning_rate / former) < math.inf):
+            raise ValueError(
+                f"the learning rate of parameter {name!r} must be 0, or a finite number > 0 whose ratio to the last one is "
+                f"finite, with lr_in_residual=True; got {learning_rate!r} after {former!r}. Correct the schedule"
+            )
+        return former / learning_rate

@@ -79,6 +79,11 @@ def multiply(array: Array, factor: float) -> None:
     """Multiply a residual by `factor` > 0, in place. What leaves the range of its type stays at the type's largest number."""
     with np.errstate(over="ignore"):
         array *= factor
+    if factor > 1.0:
+        array[...] = within_range(array)
+
+
+def within_range(array: Array) -> Array:
+    """Return a residual whose infinities are the largest number of their type."""
     largest = _LARGEST.get(str(array.dtype).removeprefix("torch."))
-    if factor > 1.0 and largest is not None:
-        array[...] = array.clip(-largest, largest)
+    return array if largest is None else array.clip(-largest, largest)

@@ -67,14 +67,23 @@ def no_device(compressor: Compressor, layout: Layout, buffer: Array, velocity: A
 class HostSelector:
     """Selects by the operations of the framework, as the compressor's `select` says. The arrays may be on any device.
 
-    The residual and the velocity belong to the caller, and are changed here.
+    The residual and the velocity belong to the caller, and are changed here. `remember` is called with the indices of entries
+    that are about to be taken.
     """
 
-    def __init__(self, ops: Ops, compressor: Compressor, buffer: Array, velocity: Array | None) -> None:
+    def __init__(
+        self,
+        ops: Ops,
+        compressor: Compressor,
+        buffer: Array,
+        velocity: Array | None,
+        remember: Callable[[Array], None],
+    ) -> None:
         self._ops = ops
         self._compressor = compressor
         self._buffer = buffer
         self._velocity = velocity
+        self._remember = remember
         self._tracked = ops.tracked(buffer)
         self._hinted = False
         self.not_finite: list[int] = []
@@ -124,6 +133,7 @@ class HostSelector:
         indices, found, _ = self.select(state, k, capacity)
         self._sent = len(indices)
         self._truncated = found - self._sent
+        self._remember(indices)
         return self._ops.send(self._buffer, indices, capacity)
 
     def finish(self, state: BucketState, k: int, capacity: int) -> Outcome:

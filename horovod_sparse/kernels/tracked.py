@@ -61,8 +61,9 @@ class TrackedMemory:
 
     def _hold(self, values: NDArray[Any], indices: NDArray[Any]) -> None:
         """Use this memory for entries that are noted, and for their indices."""
-        self._values, self._indices = values, indices
-        self._at_values, self._at_indices = ffi.from_buffer("void *", values), ffi.from_buffer("int32_t *", indices)
+        addresses = ffi.from_buffer("void *", values), ffi.from_buffer("int32_t *", indices)
+        # In one statement: a kernel must never write to memory of another size.
+        self._values, self._indices, (self._at_values, self._at_indices) = values, indices, addresses
 
     # --- gradients in ---
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.agreement import RELEASE, check_steps
+from horovod_sparse.core.agreement import RELEASE, check_returned, check_steps
 from horovod_sparse.core.binding import check_factor
 from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline, Wait
@@ -28,12 +31,29 @@ _TYPES = (np.float16, np.float32, np.float64)
 """Residuals of wider types would not hold what they are given."""
 
 
-class _Started(NamedTuple):
+@dataclass(eq=False)
+class _Started:
     """A collective that was started. MPI reads and writes the memory until it has completed, so this keeps the memory alive."""
 
-    request: Any
     message: Array
     result: Array
+    request: Any = None
+    """None if an interrupt came while it was started."""
+
+    def wait(self) -> Array:
+        self.request.Wait()
+        return self.result
+
+    def wait_unless_told(self, comm: Any) -> Array:
+        """Do as `wait`, but raise RuntimeError if another worker has given up the step: it may never take part."""
+        while not self.request.Test():
+            if comm.Iprobe():
+                raise RuntimeError(
+                    f"rank {comm.Get_rank()}: another worker has raised within this step, and given it up; see its error"
+                )
+            # As MPI does where there are more workers than processors.
+            time.sleep(0)
+        return self.result
 
 
 class SparseAllreduce:
@@ -67,16 +87,21 @@ class SparseAllreduce:
         self._dense: set[str] = set()
         self._under_way: list[_Started] = []
         """The collectives of this step, and those of aborted steps until MPI has completed them."""
-        groups = groups_of(compression.hierarchical, self._world, self._hosts)
-        self.pipeline = Pipeline(
-            self._ops,
-            compression,
-            world=self._world,
-            position=self._rank,
-            rank=self._rank,
-            averages=average,
-            groups=groups,
-        )
+        self._lane = comm
+        """The communicator of steps. MPI matches by order, so after a step that was given up there must be another."""
+        self._meeting: Wait | None = None
+        """Waits for what the workers tell each other before a step."""
+        self._given_up: list[int] = []
+        """How many steps every worker had given up when `_lane` was made."""
+        self._unfinished = self._told = self._returned = 0
+        """How many steps this worker has given up within their collectives, how many of them the others were told of, and how
+        many calls have returned."""
+        self._average = average
+        self.pipeline = self._new_pipeline(compression, ())
+
+    def _new_pipeline(self, compression: Compressor, groups: Sequence[str]) -> Pipeline:
+        where = {"world": self._world, "position": self._rank, "rank": self._rank}
+        return Pipeline(self._ops, compression, **where, averages=self._average, groups=groups)
 
     def __call__(self, gradients: Mapping[str, Array], *, learning_rate: float | None = None) -> dict[str, Array]:
         """Return the average of all workers' `gradients`, as new arrays by name.
@@ -89,6 +114,7 @@ class SparseAllreduce:
             TypeError: `gradients` is no mapping of names to arrays of float16, float32 or float64.
             ValueError: names, shapes or types differ from those of the first call, or from another worker's.
             FloatingPointError: on every worker, if an array of any worker holds NaN or infinity (see `not_finite`).
+            RuntimeError: on every worker, if the last call has returned on some workers and raised on others.
         """
         gradients = _arrays(gradients)
         if not self._shapes:
@@ -100,15 +126,16 @@ class SparseAllreduce:
             reduced = self._step(gradients, learning_rate)
         except BaseException:
             self.pipeline.abort()
+            self._tell_others()
             raise
         self._under_way.clear()
+        self._returned += 1
         return reduced
 
     def _step(self, gradients: Mapping[str, Array], learning_rate: float | None) -> dict[str, Array]:
         # Release the memory of the collectives of aborted steps that MPI has completed.
-        self._under_way = [started for started in self._under_way if not started.request.Test()]
-        if self.pipeline.buckets:
-            check_steps(self.pipeline.compressor, self.pipeline.buckets[0].state.step, self._steps, self._rank)
+        self._under_way = [one for one in self._under_way if one.request is None or not one.request.Test()]
+        self._meet()
         self.pipeline.start_step(gradients.values())
         reduced = {name: np.zeros(shape, dtype) for name, (shape, dtype) in self._shapes.items()}
         waits: dict[str, Wait] = {}
@@ -118,16 +145,18 @@ class SparseAllreduce:
             if name in self._dense:
                 wide = _wide(gradients[name].dtype)
                 clipped = self.pipeline.preparation.clipped(gradients[name].astype(wide), str(wide))
-                waits[name] = self._start(Collective("allreduce", clipped))
+                waits[name] = self._start(Collective("allreduce", clipped), self._lane)
             else:
                 bucket = self.pipeline.arrive(name, gradients[name], learning_rate)
                 if bucket is not None:
-                    under_way.append((bucket, self._start(self.pipeline.begin(bucket))))
+                    under_way.append((bucket, self._start(self.pipeline.begin(bucket), self._lane)))
         self._finish(under_way, reduced)
         for name, wait in waits.items():
             mean = wait() / self.pipeline.divisor
             self.pipeline.finish_dense(name, mean)
-            reduced[name][...] = mean
+            if not _fits(reduced[name], mean):
+                self.pipeline.note_overflow(name)
+        self._unfinished -= 1
         self.pipeline.end_step()
         return reduced
 
@@ -136,38 +165,57 @@ class SparseAllreduce:
             name: np.empty(array.size, _wide(array.dtype)) for name, array in reduced.items() if name not in self._dense
         }
 
-        def write(slots: Sequence[Slot], sent: Reduced) -> None:
+        def write(slots: Sequence[Slot], sent: Reduced) -> list[str]:
             sent.write([(slot.offset, wide[slot.name]) for slot in slots])
-            for slot in slots:
-                reduced[slot.name][...] = wide[slot.name].reshape(slot.shape)
+            return [slot.name for slot in slots if not _fits(reduced[slot.name], wide[slot.name])]
 
-        self.pipeline.complete(under_way, write, lambda bucket, collective: self._start(collective))
+        self.pipeline.complete(under_way, write, lambda bucket, collective: self._start(collective, self._lane))
 
-    def _start(self, collective: Collective) -> Wait:
+    def _meet(self) -> None:
+        """Find out where the other workers are before a step begins. Blocks."""
+        step = self.pipeline.buckets[0].state.step if self.pipeline.buckets else 0
+        if self._meeting is None:
+            # After an interrupt the others know these numbers already.
+            self._meeting = self._start(Collective("allgather", np.array([self._returned, self._unfinished, step])))
+        returned, unfinished, steps = self._meeting().reshape(self._world, -1).T.tolist()
+        # In one statement: either the others are still to be met, or this worker takes part in their step.
+        self._meeting, self._unfinished = None, self._unfinished + 1
+        # This is told once.
+        self._returned = max(returned)
+        check_returned(returned, self._rank)
+        check_steps(self.pipeline.compressor, step, lambda _: steps, self._rank)
+        if unfinished != (self._given_up or [0] * self._world):
+            self._lane, self._given_up = self._comm and self._comm.Dup(), unfinished
+
+    def _start(self, collective: Collective, comm: Any = None) -> Wait:
         message = np.ascontiguousarray(collective.message)
-        if self._comm is None:
+        comm = self._comm if comm is None else comm
+        if comm is None:
             return lambda: message
+        rows = len(message) * (self._world if collective.kind == "allgather" else 1)
+        rows = rows if collective.of is None else sum(collective.of)
+        started = _Started(message, np.empty((rows, *message.shape[1:]), message.dtype))
+        # First, because MPI may write to this memory as soon as the collective has begun.
+        self._under_way.append(started)
         if collective.to is not None and collective.of is not None:
             width = message[0].size if message.ndim > 1 else 1
             to, of = [width * rows for rows in collective.to], [width * rows for rows in collective.of]
-            result = np.empty((sum(collective.of), *message.shape[1:]), message.dtype)
-            request = self._comm.Ialltoallv([message, to], [result, of])
-        elif collective.kind == "alltoall":
-            result = np.empty_like(message)
-            request = self._comm.Ialltoall(message, result)
-        elif collective.kind == "allreduce":
-            result = np.empty_like(message)
-            request = self._comm.Iallreduce(message, result)
+            started.request = comm.Ialltoallv([message, to], [started.result, of])
         else:
-            result = np.empty((self._world * message.shape[0], *message.shape[1:]), message.dtype)
-            request = self._comm.Iallgather(message, result)
-        self._under_way.append(_Started(request, message, result))
+            begin = {"allgather": comm.Iallgather, "allreduce": comm.Iallreduce, "alltoall": comm.Ialltoall}
+            started.request = begin[collective.kind](message, started.result)
+        return started.wait if comm is self._comm else partial(started.wait_unless_told, comm)
 
-        def wait() -> Array:
-            request.Wait()
-            return result
-
-        return wait
+    def _tell_others(self) -> None:
+        """Tell the other workers that this one has given up a step whose collectives they may wait for. Does not wait."""
+        if self._unfinished == self._told or self._lane is None:
+            return
+        self._told = self._unfinished
+        for other in range(self._world):
+            if other != self._rank:
+                told = _Started(np.zeros(1, np.uint8), np.zeros(0))
+                self._under_way.append(told)
+                told.request = self._lane.Isend(told.message, other)
 
     def _plan(self, gradients: Mapping[str, Array], state: Mapping[str, Any] | None = None) -> None:
         """Fix names, shapes and types. Raise ValueError first if `state`, which will be loaded, does not fit them."""
@@ -186,18 +234,21 @@ class SparseAllreduce:
             self._agree(gradients, str(error))
             raise
         self._agree(gradients, "")
+        # Only workers with the same settings gather their hosts.
+        pipeline = self._new_pipeline(compressor, groups_of(compressor.hierarchical, self._world, self._hosts))
         types = {name: compressor.residual_dtype or str(_wide(g.dtype)) for name, g in gradients.items()}
         dense = {name for name, gradient in gradients.items() if compressor.leaves_dense(name, gradient.size)}
-        self._shapes, self._dense = _shapes(gradients), dense
-        self.pipeline.dense_bytes_sent = sum(
+        pipeline.dense_bytes_sent = sum(
             allreduce_bytes(gradients[name].size * _wide(gradients[name].dtype).itemsize, self._world) for name in dense
         )
         parameters = [
             Parameter(name, g.shape, types[name], "cpu") for name, g in gradients.items() if name not in dense
         ]
-        self.pipeline.add_buckets(plan(parameters, compressor, self._world), gradients.__getitem__)
+        pipeline.add_buckets(plan(parameters, compressor, self._world), gradients.__getitem__)
         layouts = [Layout.of([(name, g.shape)], types[name]) for name, g in gradients.items() if name in dense]
-        self.pipeline.add_dense(layouts, gradients.__getitem__)
+        pipeline.add_dense(layouts, gradients.__getitem__)
+        lane = self._comm and self._comm.Dup()
+        self.pipeline, self._lane, self._shapes, self._dense = pipeline, lane, _shapes(gradients), dense
 
     def _agree(self, gradients: Mapping[str, Array], problem: str) -> None:
         """Compare arrays and settings with the other workers. `problem` is the error that stops this one, if any."""
@@ -221,11 +272,6 @@ class SparseAllreduce:
         everyone = self._start(Collective("allgather", digest))().reshape(self._world, -1)
         return [theirs.tobytes().hex()[:12] for theirs in everyone]
 
-    def _steps(self, mine: int) -> list[int]:
-        """Return every worker's step."""
-        steps: list[int] = self._start(Collective("allgather", np.array([mine])))().tolist()
-        return steps
-
     def __repr__(self) -> str:
         return f"SparseAllreduce({self.pipeline.compressor!r})"
 
@@ -240,6 +286,8 @@ class SparseAllreduce:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this worker's residuals and adaptive state by array name, once there was a first call."""
+        # An interrupt may have come while a step was given up.
+        self.pipeline.abort()
         return self.pipeline.state_dict()
 
     @property
@@ -301,6 +349,13 @@ def _arrays(gradients: Mapping[str, Array]) -> dict[str, Array]:
 
 def _shapes(gradients: Mapping[str, Array]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     return {name: (gradient.shape, gradient.dtype) for name, gradient in gradients.items()}
+
+
+def _fits(target: Array, values: Array) -> bool:
+    """Copy values to an array, perhaps of half precision. Return whether its type can hold them."""
+    with np.errstate(over="ignore"):
+        target[...] = values.reshape(target.shape)
+    return target.dtype != np.float16 or not np.isinf(target).any()
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:

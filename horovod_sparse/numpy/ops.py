@@ -34,21 +34,20 @@ class NumpyOps(Ops):
         if first < 0 or residual.size != gradient.size:
             raise ValueError(f"gradients must be within the residual's {buffer.size} elements, got {part}")
         added, not_finite = _finite(gradient, residual.dtype)
+        velocity = None if moving is None else moving.velocity[part]
         with np.errstate(over="ignore"):
-            if moving is None:
-                residual += added
+            if moving is None or velocity is None:
+                moved = added
+            elif moving.nesterov:
+                moved = (velocity + added) * moving.momentum
             else:
-                velocity = moving.velocity[part]
-                if moving.nesterov:
-                    velocity += added
-                    residual += added
-                    velocity *= moving.momentum
-                else:
-                    velocity *= moving.momentum
-                    velocity += added
-                residual += velocity
-                keep_finite(velocity)
-        return not_finite + keep_finite(residual)
+                moved = velocity * moving.momentum + added
+            total = residual + added + moved if moving is not None and moving.nesterov else residual + moved
+        keep_finite(moved)
+        overflowed = keep_finite(total)
+        # In one statement, so that an interrupt finds both as they were or both as they will be.
+        (added if velocity is None else velocity)[:], residual[:] = moved, total
+        return not_finite + overflowed
 
     def measure(self, x: Array) -> Sums:
         magnitudes = np.abs(x).astype(np.float64)

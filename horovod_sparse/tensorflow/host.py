@@ -314,11 +314,12 @@ class HostPipeline(Pipeline):
         exchanging = bucket.exchange is not None
         if exchanging and self.advance(bucket, result, self.divisor, self._keep_reduced(bucket)) is not None:
             raise RuntimeError(f"the exchange of bucket {name!r} has more rounds than its graph; this is a defect")
-        flat = self._reduced.pop(name)
-        return [
-            array.reshape(slot.shape).astype(dtype.as_numpy_dtype, copy=False)
-            for array, slot, dtype in zip(flat, bucket.layout.slots, types, strict=True)
-        ]
+        written = []
+        for array, slot, dtype in zip(self._reduced.pop(name), bucket.layout.slots, types, strict=True):
+            written.append(array.reshape(slot.shape).astype(dtype.as_numpy_dtype, copy=False))
+            if dtype.size == 2 and np.isinf(written[-1]).any():
+                self.note_overflow(slot.name)
+        return written
 
     def _keep_reduced(self, bucket: Bucket) -> Write:
         kept = self._reduced[bucket.name] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from horovod_sparse.exchange.protocols import Reduced
 from horovod_sparse.ops.protocol import Part
 
 _WIDE = (torch.float32, torch.float64)
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -24,25 +25,39 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 def write_reduced(
     slots: Sequence[Slot], parameters: Sequence[Tensor], reduced: Reduced, as_sparse: Collection[Tensor]
-) -> None:
-    """Write the sum of all ranks' entries to the gradients of parameters, in their own memory where that is possible."""
+) -> list[str]:
+    """Write the sum of all ranks' entries to the gradients of parameters, in their own memory where that is possible.
+
+    Return the names of those whose gradients cannot hold it (`infinite`).
+    """
     targets: list[tuple[Slot, Tensor]] = []
-    later: list[tuple[Tensor, Tensor]] = []
+    later: list[tuple[Slot, Tensor, Tensor]] = []
     for slot, parameter in zip(slots, parameters, strict=True):
         target = parameter.grad
         if not parameter.requires_grad:
             continue
         if target is None or target.is_sparse or parameter in as_sparse:
             target = torch.empty(parameter.shape, dtype=wide(parameter), device=parameter.device)
-            later.append((parameter, target))
+            later.append((slot, parameter, target))
         targets.append((slot, target))
-    write_to(targets, reduced)
-    for parameter, target in later:
+    beyond = write_to(targets, reduced)
+    for slot, parameter, target in later:
         write_dense(parameter, target, as_sparse=parameter in as_sparse)
+        beyond += infinite([(slot.name, parameter.grad)])
+    return beyond
 
 
-def write_to(targets: Sequence[tuple[Slot, Tensor]], reduced: Reduced) -> None:
-    """Write the sum of all ranks' entries to dense tensors, one for each slot."""
+def infinite(gradients: Iterable[tuple[str, Tensor | None]]) -> list[str]:
+    """Return the names of gradients in half precision that hold infinity. A device is waited for once."""
+    half = [(name, tensor) for name, tensor in gradients if tensor is not None and tensor.dtype in _HALF]
+    if not half:
+        return []
+    found = torch.stack([(t._values() if t.is_sparse else t).isinf().any() for _, t in half]).tolist()
+    return [name for (name, _), is_infinite in zip(half, found, strict=True) if is_infinite]
+
+
+def write_to(targets: Sequence[tuple[Slot, Tensor]], reduced: Reduced) -> list[str]:
+    """Write the sum of all ranks' entries to dense tensors, one for each slot. Return those that cannot hold it."""
     parts: list[Part] = []
     rounded: list[tuple[Tensor, Tensor]] = []
     for slot, target in targets:
@@ -56,6 +71,7 @@ def write_to(targets: Sequence[tuple[Slot, Tensor]], reduced: Reduced) -> None:
     reduced.write(parts)
     for target, flat in rounded:
         target.copy_(flat.view(target.shape))
+    return infinite((slot.name, target) for slot, target in targets)
 
 
 def wide(tensor: Tensor) -> torch.dtype:

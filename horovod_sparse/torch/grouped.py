@@ -186,9 +186,9 @@ class GroupReducer(Server):
         self._step = GroupStep()
         return step.gradients
 
-    def _write(self, slots: Sequence[Slot], reduced: Reduced) -> None:
+    def _write(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
         gradients, compressed = self._step.gradients, self._routes.compressed
-        write_to([(slot, gradients[compressed[slot.name]]) for slot in slots], reduced)
+        return write_to([(slot, gradients[compressed[slot.name]]) for slot in slots], reduced)
 
     # --- agreement ---
 

@@ -296,9 +296,9 @@ class Reducer(ScaledServer):
             if parameter.requires_grad:
                 parameter.grad = reduced
 
-    def _write(self, slots: Sequence[Slot], reduced: Reduced) -> None:
+    def _write(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
         parameters = [self._routes.compressed[slot.name] for slot in slots]
-        write_reduced(slots, parameters, reduced, self._routes.sparse_as_dense)
+        return write_reduced(slots, parameters, reduced, self._routes.sparse_as_dense)
 
     @property
     def given_up(self) -> bool:

@@ -191,6 +191,17 @@ def numpy_workers_go_on_after_an_exception() -> None:
         mine = everyone(residual + gradients(7)[name] - after[name])
         np.testing.assert_allclose(sent[name], np.mean(mine, axis=0), rtol=1e-5, atol=1e-6)
 
+    # One worker alone is interrupted in the same place. The other does not wait for it.
+    arrived.clear()
+    if hvd.rank() == 1:
+        disturbed.pipeline.arrive = arrive_or_stop  # type: ignore[method-assign]
+        raised(KeyboardInterrupt, lambda: disturbed(gradients(8)))
+        disturbed.pipeline.arrive = arrive  # type: ignore[method-assign]
+    else:
+        assert "another worker has raised within this step" in raised(RuntimeError, lambda: disturbed(gradients(8)))
+    for array in disturbed(gradients(9)).values():
+        np.testing.assert_array_equal(*everyone(array))
+
 
 # --- exchanges ---
 
