@@ -16,9 +16,28 @@ from horovod_sparse.core.state import ARRAYS
 def pack(arrays: Mapping[str, NDArray[Any]], plain: Mapping[str, Any]) -> bytes:
     """Return arrays, by names that contain a slash, and values that JSON can express as one byte string."""
     file = io.BytesIO()
-    entries: dict[str, Any] = {"json": np.array(json.dumps(plain)), **arrays}
+    entries: dict[str, Any] = {"json": np.array(json.dumps(plain, default=_number)), **arrays}
     np.savez(file, **entries)
     return file.getvalue()
+
+
+def check_plain(name: str, value: object, other: str = "") -> None:
+    """Raise ValueError unless JSON can express a value. `other` is what else the value could be, with `or`."""
+    try:
+        json.dumps(value, default=_number)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must {other}be a value that JSON can express, got {type(value).__name__}: {error}; convert it, such as "
+            "with str(...) or .tolist()"
+        ) from error
+
+
+def _number(value: object) -> Any:
+    """Return a number of NumPy's as Python's."""
+    number = value.item() if isinstance(value, np.generic) else value
+    if type(number) not in (bool, int, float, str):
+        raise TypeError(f"got {type(value).__name__} in it")
+    return number
 
 
 def unpack(packed: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
@@ -29,7 +48,9 @@ def unpack(packed: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """
     try:
         with np.load(io.BytesIO(packed), allow_pickle=False) as file:
-            return {name: file[name] for name in file.files if name != "json"}, json.loads(str(file["json"]))
+            # By their whole names in the archive: "w.npy" is the file of "w", not of "w.npy".
+            arrays = {name: file[f"{name}.npy"] for name in file.files if name != "json"}
+            return arrays, json.loads(str(file["json.npy"]))
     except Exception as error:
         # The errors that NumPy, zip files and JSON raise for damaged bytes have no common class.
         raise ValueError(
