@@ -22,22 +22,19 @@ def pack(arrays: Mapping[str, NDArray[Any]], plain: Mapping[str, Any]) -> bytes:
 
 
 def check_plain(name: str, value: object, other: str = "") -> None:
-    """Raise ValueError unless JSON can express a value. `other` is what else the value could be, with `or`."""
+    """Raise ValueError unless JSON can express a value. `other` says what else would do."""
     try:
         json.dumps(value, default=_number)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{name} must {other}be a value that JSON can express, got {type(value).__name__}: {error}; convert it, such as "
+            f"{name} must be a value that JSON can express{other}, got {type(value).__name__}: {error}; convert it, such as "
             "with str(...) or .tolist()"
         ) from error
 
 
 def _number(value: object) -> Any:
-    """Return a number of NumPy's as Python's."""
-    number = value.item() if isinstance(value, np.generic) else value
-    if type(number) not in (bool, int, float, str):
-        raise TypeError(f"got {type(value).__name__} in it")
-    return number
+    """Return a number of NumPy's as Python's, and raise TypeError for everything else."""
+    return value.item() if isinstance(value, np.generic) else json.JSONEncoder().default(value)
 
 
 def unpack(packed: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
@@ -57,6 +54,11 @@ def unpack(packed: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
             f"the saved state must be what a compressor wrote, but its {len(packed)} bytes cannot be read "
             f"({type(error).__name__}: {error}); the file is damaged or incomplete, load an older one"
         ) from error
+
+
+def viewed(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return an unpacked array in the type that it had if that is one of those that NumPy does not know."""
+    return array.view(dtype) if array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize else array
 
 
 def packed_state(state: Mapping[str, Any]) -> bytes:

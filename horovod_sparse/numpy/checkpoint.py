@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.core import checkpoint
 from horovod_sparse.core.checkpoint import Checkpoint, Damaged, Folder, Loaded, Workers
-from horovod_sparse.core.packing import check_plain, pack, packed_state, unpack, unpacked_state
+from horovod_sparse.core.packing import check_plain, pack, packed_state, unpack, unpacked_state, viewed
 from horovod_sparse.core.state import joined
 from horovod_sparse.numpy.allreduce import SparseAllreduce
 
@@ -102,6 +102,7 @@ def _loading(found: Loaded, allreduce: SparseAllreduce | None, arrays: Mapping[s
     held, described = unpack(found.shared)
     own = [unpack(one) for one in found.own]
     saved = {name.removeprefix("arrays/"): array for name, array in held.items()}
+    saved |= {name: viewed(saved[name], one.dtype) for name, one in arrays.items() if name in saved}
     if {n: (a.shape, a.dtype) for n, a in saved.items()} != {n: (a.shape, a.dtype) for n, a in arrays.items()}:
         raise ValueError(
             f"arrays must be like those that were saved, {_described(saved)}, got {_described(arrays)}; use the same ones"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.core import checkpoint
 from horovod_sparse.core.checkpoint import Checkpoint, Damaged, Folder, Loaded, Workers
-from horovod_sparse.core.packing import check_plain, pack, unpack, unpacked_state
+from horovod_sparse.core.packing import check_plain, pack, unpack, unpacked_state, viewed
 from horovod_sparse.core.randomness import random_state, set_random_state
 from horovod_sparse.core.state import joined
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
@@ -74,7 +74,7 @@ def _contents(objects: Mapping[str, Any], rank: int) -> list[bytes]:
             for number, variable in enumerate(variables):
                 (shared if _is_shared(one, variable, local) else own)[f"{name}/{number}"] = variable
         elif not isinstance(one, TensorflowCompressor):
-            check_plain(name, one, "have variables, or ")
+            check_plain(name, one, " or have variables")
             values[name] = one
     compressors = _compressors(objects)
     states = {f"{name}/state": np.frombuffer(one.serialize(), np.uint8) for name, one in compressors.items()}
@@ -155,10 +155,8 @@ def _assignments(
             f"{name}.build(...) before, or use the same {name}"
         )
     for number, variable in enumerate(variables):
-        array, saved = arrays[f"{name}/{number}"], names[name][number]
-        dtype = _dtype(variable)
-        if array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize:
-            array = array.view(dtype)
+        dtype, saved = _dtype(variable), names[name][number]
+        array = viewed(arrays[f"{name}/{number}"], dtype)
         # An optimizer names its variables after the model's, and otherwise when it has been loaded.
         is_same = _is_optimizer(one) or same_name(saved, name_of(variable))
         if (array.shape, array.dtype) != (tuple(variable.shape), dtype) or not is_same:

@@ -107,7 +107,7 @@ def broadcast_states(
             frame = encode({"problem": str(error)})
     state = decode(_broadcast_bytes(frame, root, name, process_set))
     if "problem" in state:
-        raise ValueError(state["problem"])
+        raise ValueError(f"optimizer must have settings that can be sent: {state['problem']}")
     if not is_root:
         state = mapped(state, make_room)
     broadcast_tensors(tensors, root, name, process_set)
