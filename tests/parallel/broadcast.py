@@ -119,7 +119,7 @@ def an_optimizer_without_a_state_gets_the_gradients_that_horovod_gives(sparse: b
         optimizer = stock.DistributedOptimizer(optimizer, named, sparse_as_dense=sparse)
         broadcast(optimizer, 0, model)
         gradients.append(
-            [None if one.grad is None else (one.grad.is_sparse, one.grad.to_dense()) for one in parameters]
+            [None if one.grad is None else (one.grad.is_sparse, one.grad.to_dense().clone()) for one in parameters]
         )
         assert model.chosen.grad is None
         model().backward()

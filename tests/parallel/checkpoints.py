@@ -101,6 +101,12 @@ def checkpoint_keeps_what_belongs_to_one_rank() -> None:
         assert torch.equal(second.data.get_state(), first.data.get_state())
 
 
+def everything(training: Training) -> list[str]:
+    """What loading a checkpoint may change, as text."""
+    states = [training.optimizer.state_dict(), training.scheduler.state_dict(), training.data.get_state()]
+    return [training.digest(), *map(str, states), digest([torch.get_rng_state()])]
+
+
 @scenario(MPI_2)
 def checkpoint_that_does_not_fit_raises_on_every_rank() -> None:
     with shared_folder() as folder:
@@ -113,17 +119,11 @@ def checkpoint_that_does_not_fit_raises_on_every_rank() -> None:
         assert "rank 0: the checkpoint of step 2 does not fit" in message and "rank 1" in message
         # Only one rank has another model. The other has loaded everything when it learns this.
         first.train(2)
-        before = (
-            first.digest(),
-            str(first.optimizer.state_dict()),
-            str(first.scheduler.state_dict()),
-            torch.get_rng_state(),
-        )
         objects = {**first.objects, "model": first.model if hvd.rank() == 0 else nn.Linear(2, 2)}
+        before = everything(first)
         message = raised(RuntimeError, lambda: load_checkpoint(folder, **objects))
         assert message.startswith("the checkpoint failed: rank 1: the checkpoint of step 2 does not fit")
-        after = first.digest(), str(first.optimizer.state_dict()), str(first.scheduler.state_dict())
-        assert after == before[:3] and torch.equal(torch.get_rng_state(), before[3])
+        assert everything(first) == before
         first.train(2)
         assert_identical(first.model)
 
