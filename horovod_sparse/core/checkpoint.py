@@ -124,9 +124,9 @@ def save(
     from the disk. It raises if it cannot.
 
     Raises:
-        TypeError, ValueError: on this rank, if `contents` raises it, an argument is wrong, or steps differ.
-        RuntimeError: on all others then, and on every rank if another job saves in the folder, one cannot write, or `read`
-            raises. Older checkpoints are not touched.
+        TypeError, ValueError: on this rank, if `contents` or `read` raises it, an argument is wrong, or steps differ.
+        RuntimeError: on all others then, and on every rank if another job saves in the folder, or one cannot write. Older
+            checkpoints are not touched.
     """
     folder = Path(folder)
     files: dict[str, bytes] = {}

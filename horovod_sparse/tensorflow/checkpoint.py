@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,6 @@ from horovod_sparse.tensorflow.names import name_of, plain, same_name
 
 Variable = Any
 
-_COLLECTIVE = "horovod_sparse.checkpoint"
 _GENERATORS = ("seed_generator_state", "StateVar")
 """Names of the variables in which Keras and TensorFlow keep the states of random generators."""
 
@@ -168,9 +168,7 @@ def _assignments(
 
 
 def _workers() -> Workers:
-    def gather(value: Any) -> list[Any]:
-        return gather_json(value, _COLLECTIVE, mpi_ops.global_process_set)
-
+    gather = partial(gather_json, name="horovod_sparse.checkpoint", process_set=mpi_ops.global_process_set)
     return Workers(mpi_ops.rank(), mpi_ops.size(), gather)
 
 

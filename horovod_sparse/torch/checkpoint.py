@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.encoding import decode, encode, mapped
 from horovod_sparse.torch.exchange import gather_json
 
-_COLLECTIVE = "horovod_sparse.checkpoint"
 _SHARED = (torch.nn.Module, torch.optim.Optimizer)
 """Whose state is the same on every rank."""
 
@@ -96,9 +96,8 @@ def _loading(found: Loaded, objects: Mapping[str, Any]) -> Iterator[dict[str, An
         if name not in state["compression"]:
             raise ValueError(f"{name} was saved without a compressor, but has {compressor!r} now")
         state["compression"][name] = joined([part["compression"][name] for part in parts], zero=found.is_new)
-    before = mapped(
-        {**_own_state(objects), "own": {**_states(objects, shared=False), **_states(objects, shared=True)}}, _copied
-    )
+    now = {**_own_state(objects), "own": {name: _state_of(one) for name, one in objects.items()}}
+    before = mapped(now, lambda _, one: one.to("cpu", copy=True) if isinstance(one, Tensor) else one)
     if found.is_new:
         # A new worker would draw the same random numbers as the one whose file it reads.
         state["random"] = before["random"]
@@ -121,12 +120,7 @@ def _own_state(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 def _states(objects: Mapping[str, Any], *, shared: bool) -> dict[str, Any]:
     """Return the states of the objects that have the same one on every rank, or of the others."""
-    chosen = {name: one for name, one in objects.items() if shared == isinstance(one, _SHARED)}
-    return {name: _state_of(one) for name, one in chosen.items()}
-
-
-def _copied(_: str, value: Any) -> Any:
-    return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+    return {name: _state_of(one) for name, one in objects.items() if shared == isinstance(one, _SHARED)}
 
 
 def _set_state(objects: Mapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -144,9 +138,7 @@ def _set_state(objects: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
 
 def _workers() -> Workers:
-    def gather(value: Any) -> list[Any]:
-        return gather_json(value, _COLLECTIVE, mpi_ops.global_process_set)
-
+    gather = partial(gather_json, name="horovod_sparse.checkpoint", process_set=mpi_ops.global_process_set)
     return Workers(mpi_ops.rank(), mpi_ops.size(), gather)
 
 
