@@ -228,10 +228,12 @@ CASES += [("manifest.json", damage) for damage in MANIFESTS.values()]
 def test_damage_is_seen_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[[Path], None]
 ) -> None:
-    read = Path.read_bytes
+    read, bad = Path.read_bytes, []
 
     def careful(path: Path) -> bytes:
-        assert path.is_file(), "a pipe blocks"
+        if not path.is_file() or path.stat().st_size > 1 << 30:
+            bad.append(path)
+            return b""
         return read(path)
 
     save(tmp_path, 1)
@@ -241,6 +243,7 @@ def test_damage_is_seen_on_every_rank(
     errors = load(tmp_path, damaged="raise")
     assert all(type(error) is RuntimeError and "step-000000002 is damaged" in str(error) for error in errors), errors
     assert len(set(map(str, errors))) == 1
+    assert not bad, "a pipe would block, a huge file fill the memory"
     with pytest.warns(UserWarning, match="step-000000002 is damaged.*an older one is used"):
         assert load(tmp_path) == expected(1, 2, 2)
 
@@ -363,10 +366,10 @@ def test_a_folder_in_which_another_job_saves_is_refused_until_that_job_is_killed
     save(tmp_path, 1)
     with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        errors = save(tmp_path, 2)
-        assert all("rank 0: cannot save: another job saves in" in str(error) for error in errors), errors
-        assert load(tmp_path) == expected(1, 2, 2), "loading needs no lock"
+        errors, loaded = save(tmp_path, 2), load(tmp_path)
         other.kill()
+    assert all("rank 0: cannot save: another job saves in" in str(error) for error in errors), errors
+    assert loaded == expected(1, 2, 2), "loading needs no lock"
     assert save(tmp_path, 2) == [None, None]
     assert names(tmp_path) == ["step-000000001", "step-000000002"]
 
