@@ -78,7 +78,7 @@ def test_numbers_of_numpys_come_back_as_pythons(tmp_path: Path) -> None:
         ({}, {"home": Path("a")}, "home must be a value that JSON can express, got PosixPath"),
         ({}, {"nested": [{"a": {1}}]}, "nested must be a value that JSON can express, got list: Object of type set"),
         ({}, {"rows": np.ones(2)}, "rows must be a value that JSON can express, got ndarray"),
-        ({"a": np.array([None])}, {}, "arrays/a must hold numbers, got object"),
+        ({"a": np.array([None])}, {}, "arrays/a must be an array of numbers, got object"),
     ],
 )
 def test_what_could_not_be_read_again_is_not_saved(

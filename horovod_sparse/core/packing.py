@@ -21,7 +21,9 @@ def pack(arrays: Mapping[str, NDArray[Any]], plain: Mapping[str, Any]) -> bytes:
     """
     for name, array in arrays.items():
         if array.dtype.hasobject:
-            raise ValueError(f"{name} must hold numbers, got {array.dtype}; convert it, such as with .astype(...)")
+            raise ValueError(
+                f"{name} must be an array of numbers, got {array.dtype}; convert it, such as with .astype(...)"
+            )
     file = io.BytesIO()
     entries: dict[str, Any] = {"json": np.array(json.dumps(plain, default=_number)), **arrays}
     np.savez(file, **entries)
