@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,21 +53,37 @@ def content(step: int, rank: int) -> bytes:
     return f"rank {rank} in step {step}".encode()
 
 
-def save(folder: Path, step: int, size: int = 2, keep: int = 3) -> list[Any]:
+def save(folder: Path, step: Any, size: int = 2, keep: Any = 3) -> list[Any]:
     def action(workers: Workers) -> None:
-        shared = content(step, -1) if workers.rank == 0 else None
-        checkpoint.save(folder, step, content(step, workers.rank), shared, workers, keep)
+        contents = [content(step, one) for one in (workers.rank, -1)]
+        checkpoint.save(folder, step, keep, workers, lambda: contents[: 1 + (workers.rank == 0)], len)
 
     return together(size, action)
 
 
-def load(folder: Path, size: int = 2, damaged: checkpoint.Damaged = "skip") -> list[Any]:
-    return together(size, lambda workers: checkpoint.load(folder, workers, damaged))
+def load(folder: Path, size: int = 2, damaged: Any = "skip") -> list[Any]:
+    """What each rank is given, or raises; None where there is no checkpoint."""
+
+    def action(workers: Workers) -> Any:
+        found = checkpoint.restore(folder, workers, damaged, lambda one: contextlib.nullcontext({"": one}))
+        return found.values.get("")
+
+    return together(size, action)
 
 
 def expected(step: int, size: int, saved: int) -> list[Loaded]:
-    ranks = [continued_by(rank, size, saved) or [rank % saved] for rank in range(size)]
-    return [Loaded(step, saved, content(step, -1), [content(step, one) for one in mine]) for mine in ranks]
+    mine = [continued_by(rank, size, saved) for rank in range(size)]
+    return [
+        Loaded(
+            step, saved, content(step, -1), [content(step, one) for one in ranks or [rank % saved]], is_new=not ranks
+        )
+        for rank, ranks in enumerate(mine)
+    ]
+
+
+def names(folder: Path) -> list[str]:
+    """The names of what is in a folder, but for the lock."""
+    return sorted(path.name for path in folder.iterdir() if path.name != checkpoint.LOCK)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -77,6 +96,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "saved"), [(1, 4), (2, 5), (3, 2), (4, 1)])
+@pytest.mark.filterwarnings("ignore:.*workers saved the checkpoint")
 def test_every_rank_that_saved_is_continued_by_exactly_one(tmp_path: Path, size: int, saved: int) -> None:
     save(tmp_path, 7, saved)
     assert load(tmp_path, size) == expected(7, size, saved)
@@ -86,11 +106,9 @@ def test_every_rank_that_saved_is_continued_by_exactly_one(tmp_path: Path, size:
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in range(1, 7):
         save(tmp_path, step, keep=2)
-        assert sorted(path.name for path in tmp_path.iterdir()) == [
-            f"step-{kept:09d}" for kept in range(max(1, step - 1), step + 1)
-        ]
+        assert names(tmp_path) == [f"step-{kept:09d}" for kept in range(max(1, step - 1), step + 1)]
     save(tmp_path, 3, keep=1)
-    assert {path.name for path in tmp_path.iterdir()} == {f"step-{step:09d}" for step in (3, 5, 6)}, "later ones stay"
+    assert names(tmp_path) == [f"step-{step:09d}" for step in (3, 5, 6)], "later ones stay"
 
 
 def test_a_step_is_saved_again(tmp_path: Path) -> None:
@@ -104,11 +122,12 @@ class Killed(BaseException):
     """Ends a rank where it stands; nothing catches it."""
 
 
-@pytest.mark.parametrize("at", range(12))
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("at", range(20))
 def test_a_rank_that_is_killed_leaves_the_old_or_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, step: int
 ) -> None:
-    """Rank 0, which does the most, ends before its operation number `at` on the file system."""
+    """Rank 0, which does the most, ends before its operation number `at` on the file system. It saves step 1 again, or 2."""
     save(tmp_path, 1, size=1)
     done = 0
 
@@ -127,14 +146,30 @@ def test_a_rank_that_is_killed_leaves_the_old_or_the_new_one(
             patch.setattr(owner, name, dying(getattr(owner, name)))
         # A killed process does not run `finally` either: `rmtree` ends at once.
         with contextlib.suppress(Killed):
-            save(tmp_path, 2, size=1, keep=1)
-    assert load(tmp_path, size=1, damaged="raise") in (expected(1, 1, 1), expected(2, 1, 1))
+            save(tmp_path, step, size=1, keep=1)
+    assert load(tmp_path, size=1, damaged="raise") in (expected(1, 1, 1), expected(step, 1, 1))
     save(tmp_path, 3, size=1, keep=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000000003"], "the remains are removed"
+    assert names(tmp_path) == ["step-000000003"], "the remains are removed"
 
 
-def _remove(path: Path) -> None:
-    path.unlink()
+def test_a_step_that_was_being_replaced_counts_until_the_new_one_is_there(tmp_path: Path) -> None:
+    """A rank was killed between the two renames."""
+    save(tmp_path, 3)
+    save(tmp_path, 5)
+    (tmp_path / "step-000000005").rename(tmp_path / ".replaced-step-000000005")
+    assert load(tmp_path) == expected(5, 2, 2)
+    save(tmp_path, 7, keep=2)
+    assert names(tmp_path) == [".replaced-step-000000005", "step-000000007"]
+    save(tmp_path, 5, keep=2)
+    assert names(tmp_path) == ["step-000000005", "step-000000007"]
+
+
+@contextlib.contextmanager
+def changed(path: Path) -> Iterator[dict[str, Any]]:
+    """Change a manifest."""
+    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
+    yield manifest
+    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
 
 
 def _change(path: Path) -> None:
@@ -143,21 +178,208 @@ def _change(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
-@pytest.mark.parametrize("name", ["shared", "rank-00000", "rank-00001", "manifest.json"])
-@pytest.mark.parametrize("damage", [_remove, _truncate, _change])
-def test_damage_is_seen_on_every_rank(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _entry(path: Path, value: object) -> None:
+    with changed(path.parent) as manifest:
+        manifest["files"] = dict.fromkeys(manifest["files"], value)
+
+
+def _world(path: Path, value: object) -> None:
+    with changed(path.parent) as manifest:
+        manifest["world"] = value
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "removed": Path.unlink,
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]) and None,
+    "changed": _change,
+    "grown": lambda path: os.truncate(path, 1 << 40),
+    "pipe": _pipe,
+    "folder": _folder,
+}
+MANIFESTS: dict[str, Callable[[Path], None]] = {
+    "empty entry": lambda path: _entry(path, []),
+    "entry of numbers": lambda path: _entry(path, [1, 2]),
+    "entry of text": lambda path: _entry(path, ["1", "2"]),
+    "no entry": lambda path: _entry(path, None),
+    "many ranks": lambda path: _world(path, 10**15),
+    "no ranks": lambda path: _world(path, 0),
+    "a rank less than none": lambda path: _world(path, -1),
+    "ranks in text": lambda path: _world(path, "2"),
+    "list": lambda path: path.write_text("[]") and None,
+    "deep": lambda path: path.write_text("[" * 100_000) and None,
+}
+CASES = [
+    (name, damage) for name in ("shared", "rank-00000", "rank-00001", "manifest.json") for damage in DAMAGES.values()
+]
+CASES += [("manifest.json", damage) for damage in MANIFESTS.values()]
+
+
+@pytest.mark.parametrize(("name", "damage"), CASES)
+def test_damage_is_seen_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[[Path], None]
+) -> None:
+    read, bad = Path.read_bytes, []
+
+    def careful(path: Path) -> bytes:
+        if not path.is_file() or path.stat().st_size > 1 << 30:
+            bad.append(path)
+            return b""
+        return read(path)
+
     save(tmp_path, 1)
     save(tmp_path, 2)
     damage(tmp_path / "step-000000002" / name)
+    monkeypatch.setattr(Path, "read_bytes", careful)
     errors = load(tmp_path, damaged="raise")
-    assert all(isinstance(error, RuntimeError) and "step-000000002 is damaged" in str(error) for error in errors)
+    assert all(type(error) is RuntimeError and "step-000000002 is damaged" in str(error) for error in errors), errors
     assert len(set(map(str, errors))) == 1
+    assert not bad, "a pipe would block, a huge file fill the memory"
     with pytest.warns(UserWarning, match="step-000000002 is damaged.*an older one is used"):
         assert load(tmp_path) == expected(1, 2, 2)
+
+
+def test_training_does_not_begin_anew_beside_checkpoints_that_cannot_be_read(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+        (tmp_path / f"step-{step:09d}" / "rank-00001").write_bytes(b"")
+    with pytest.warns(UserWarning, match="step-000000002 is damaged"):
+        errors = load(tmp_path)
+    assert all(isinstance(error, RuntimeError) for error in errors)
+    assert all("none of the 2 checkpoints in" in str(error) and "move them away" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize(
+    "name", ["step-\u0663" + "0" * 8, "step-0000000005", "step-12", "step-000000005 ", "old-step-000000005"]
+)
+def test_other_folders_are_no_checkpoints(tmp_path: Path, name: str) -> None:
+    save(tmp_path, 5)
+    (tmp_path / "step-000000005").rename(tmp_path / name)
+    assert load(tmp_path, damaged="raise") == [None, None]
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a fraction": ({"step": 5.0}, TypeError, "step must be an int >= 0, got 5.0"),
+    "a step below 0": ({"step": -1}, ValueError, "step must be >= 0, got -1"),
+    "a text": ({"step": "5"}, TypeError, "step must be an int >= 0, got '5'"),
+    "half": ({"keep": 2.5}, TypeError, "keep must be an int >= 1, got 2.5"),
+    "none": ({"keep": 0}, ValueError, "keep must be >= 1, got 0"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "error", "text"), WRONG.values(), ids=WRONG)
+def test_a_wrong_argument_raises_on_every_rank(
+    tmp_path: Path, wrong: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    """Also if it is wrong on one rank only: the others then raise, and do not wait."""
+
+    def action(workers: Workers) -> None:
+        arguments = {"step": 5, "keep": 1, **(wrong if workers.rank else {})}
+        checkpoint.save(tmp_path, **arguments, workers=workers, contents=lambda: [b"", b""], read=len)
+
+    errors = together(2, action)
+    assert type(errors[1]) is error and str(errors[1]) == text
+    assert type(errors[0]) is RuntimeError and str(errors[0]) == f"the checkpoint failed: rank 1: cannot save: {text}"
+    assert names(tmp_path) == []
+
+
+def test_a_step_may_be_a_number_of_numpys(tmp_path: Path) -> None:
+    assert save(tmp_path, np.int64(5), keep=np.int32(1)) == [None, None]
+    assert load(tmp_path) == expected(5, 2, 2)
+
+
+def test_a_word_for_damaged_is_checked(tmp_path: Path) -> None:
+    (error,) = load(tmp_path, size=1, damaged="ignore")
+    assert type(error) is ValueError and str(error) == "damaged must be one of 'skip', 'raise', got 'ignore'"
+
+
+class OddError(Exception):
+    """Nothing that anybody expects."""
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), IndexError("odd"), OddError("odd"), OSError("odd"), KeyError("odd")], ids=repr
+)
+@pytest.mark.parametrize("moment", ["contents", "read", "write", "look", "use", "end"])
+def test_whatever_one_rank_raises_all_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, error: Exception
+) -> None:
+    save(tmp_path, 1)
+    failing = 0 if moment == "look" else 1
+    left: list[Any] = []
+
+    def fail(workers: Workers, now: str) -> None:
+        if now == moment and workers.rank == failing:
+            raise error
+
+    @contextlib.contextmanager
+    def use(workers: Workers) -> Iterator[dict[str, Any]]:
+        fail(workers, "use")
+        try:
+            yield {}
+        except RuntimeError as undone:
+            left.append(undone)
+            raise
+        fail(workers, "end")
+
+    def action(workers: Workers) -> None:
+        monkeypatch.setattr(
+            checkpoint, "_write", lambda path, _: "1" in path.name and fail(Workers(1, 2, list), "write")
+        )
+        if moment == "look":
+            monkeypatch.setattr(checkpoint, "_checkpoints", lambda _: fail(workers, "look"))
+        if moment in ("look", "use", "end"):
+            checkpoint.restore(tmp_path, workers, "skip", lambda _: use(workers))
+            return
+        contents = [b"own", b"shared"][: 1 + (workers.rank == 0)]
+        checkpoint.save(
+            tmp_path, 2, 1, workers, lambda: fail(workers, "contents") or contents, lambda _: fail(workers, "read")
+        )
+
+    errors = together(2, action)
+    assert all(type(one) is RuntimeError and f"rank {failing}:" in str(one) for one in errors), errors
+    assert all((str(error) or "MemoryError()") in str(one) for one in errors)
+    monkeypatch.undo()
+    assert load(tmp_path) == expected(1, 2, 2) and names(tmp_path) == ["step-000000001"]
+    assert len(left) == (moment == "use"), "the other rank has undone what it loaded"
+
+
+HOLD = """
+import sys, time, pathlib
+from horovod_sparse.core import checkpoint
+with checkpoint._locked(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_folder_in_which_another_job_saves_is_refused_until_that_job_is_killed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        errors, loaded = save(tmp_path, 2), load(tmp_path)
+        other.kill()
+    assert all("rank 0: cannot save: another job saves in" in str(error) for error in errors), errors
+    assert loaded == expected(1, 2, 2), "loading needs no lock"
+    assert save(tmp_path, 2) == [None, None]
+    assert names(tmp_path) == ["step-000000001", "step-000000002"]
+
+
+def test_a_file_system_without_locks_is_used_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(checkpoint.fcntl, "flock", refuse)
+    assert save(tmp_path, 1) == [None, None]
 
 
 def test_a_rank_that_cannot_write_raises_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,19 +395,19 @@ def test_a_rank_that_cannot_write_raises_on_all(tmp_path: Path, monkeypatch: pyt
     errors = save(tmp_path, 2)
     assert all(isinstance(error, RuntimeError) and "rank 1: cannot write" in str(error) for error in errors)
     assert load(tmp_path) == expected(1, 2, 2)
-    assert len(list(tmp_path.iterdir())) == 1, "what was written is removed"
+    assert names(tmp_path) == ["step-000000001"], "what was written is removed"
 
 
 def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     def action(workers: Workers) -> None:
-        checkpoint.save(tmp_path / str(workers.rank), 1, b"own", b"" if workers.rank == 0 else None, workers, 3)
+        checkpoint.save(tmp_path / str(workers.rank), 1, 3, workers, lambda: [b"own", b""][: 2 - workers.rank], len)
 
     errors = together(2, action)
     assert all("folder must be on a file system that all hosts share" in str(error) for error in errors)
 
 
 def test_ranks_in_different_steps_are_refused(tmp_path: Path) -> None:
-    errors = together(2, lambda workers: checkpoint.save(tmp_path, workers.rank, b"", b"", workers, 3))
+    errors = together(2, lambda workers: checkpoint.save(tmp_path, workers.rank, 3, workers, list, len))
     assert [str(error) for error in errors] == ["step must be the same on every rank, got [0, 1]"] * 2
 
 

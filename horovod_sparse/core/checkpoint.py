@@ -4,31 +4,44 @@ A checkpoint is a folder `step-000000500`. The ranks write their files to a fold
 the disk, rank 0 adds a manifest with their sizes and digests, and renames the folder. So a folder with the final name is
 complete, whatever the moment at which a process was killed. All ranks must see the same folder.
 
-Errors are agreed on: a problem of one rank raises on all of them.
+Errors are agreed on: whatever a rank raises, all of them raise.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from horovod_sparse.compressors.checks import check_choice, check_integer
+
 VERSION = 1
 MANIFEST = "manifest.json"
+LARGEST_MANIFEST = 1 << 26
+"""In bytes; enough for half a million ranks."""
 SHARED = "shared"
 """The name of the file that is the same for all ranks; rank 0 writes it."""
+LOCK = ".lock"
 
-_STEP = re.compile(r"step-(\d{9,})")
+_NAME = re.compile(r"(\.replaced-)?step-([0-9]{9}|[1-9][0-9]{9,})")
+_REPLACED = ".replaced-"
+"""Begins the name of a checkpoint whose step is being saved again. It counts until the new one has its name."""
 _UNFINISHED = ".unfinished-"
 
 Damaged = Literal["skip", "raise"]
+Folder = str | os.PathLike[str]
 
 
 class Workers(NamedTuple):
@@ -39,12 +52,27 @@ class Workers(NamedTuple):
     gather: Callable[[Any], list[Any]]
     """Returns every rank's value, in rank order. Values are what JSON can express. It blocks."""
 
-    def agree(self, problem: str) -> None:
-        """Raise RuntimeError on every rank if any rank has a problem. An empty text is none."""
-        found = [(rank, text) for rank, text in enumerate(self.gather(problem)) if text]
+    def agreed(self, what: str, action: Callable[[], Any], own: tuple[type[Exception], ...] = ()) -> list[Any]:
+        """Return what `action` returns on every rank: values that JSON can express. `what` begins the message of an error.
+
+        Raises:
+            RuntimeError: on every rank, if `action` raises anything on any. But errors of the classes `own` stay what they are
+                on the rank that has them.
+        """
+        value, problem, error = None, "", None
+        try:
+            value = action()
+        except Exception as caught:
+            error = caught
+            is_clear = isinstance(error, (OSError, RuntimeError, TypeError, ValueError))
+            problem = f"{what}: {error if is_clear else repr(error)}"
+        everyone = self.gather([problem, value])
+        if isinstance(error, own):
+            raise error
+        found = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text)
         if found:
-            everything = "; ".join(f"rank {rank}: {text}" for rank, text in found)
-            raise RuntimeError(f"the checkpoint failed: {everything}")
+            raise RuntimeError(f"the checkpoint failed: {found}") from error
+        return [theirs for _, theirs in everyone]
 
 
 class Checkpoint(NamedTuple):
@@ -64,7 +92,9 @@ class Loaded(NamedTuple):
     """Number of ranks that saved it."""
     shared: bytes
     own: list[bytes]
-    """The files of the ranks that this rank continues; see `continued_by`."""
+    """The files of the ranks that this rank continues; for a new rank, the file of another."""
+    is_new: bool
+    """Whether this rank continues none: it has no residual, but needs to know what else the ranks keep."""
 
 
 def rank_file(rank: int) -> str:
@@ -80,63 +110,78 @@ def continued_by(rank: int, size: int, saved: int) -> list[int]:
     return list(range(rank, saved, size))
 
 
-def save(folder: Path, step: int, own: bytes, shared: bytes | None, workers: Workers, keep: int) -> None:
+def save(
+    folder: Folder,
+    step: int,
+    keep: int,
+    workers: Workers,
+    contents: Callable[[], Iterable[bytes]],
+    read: Callable[[bytes], object],
+) -> None:
     """Write a checkpoint, and then remove all earlier ones but the newest `keep` - 1. Blocks until it is complete.
 
-    Args:
-        folder: the folder of all checkpoints.
-        step: number of steps that are done.
-        own: content of this rank's file.
-        shared: content of the shared file on rank 0, else None.
-        workers: the ranks.
-        keep: how many checkpoints are kept, this one included.
+    `contents` returns the content of this rank's file and, on rank 0, that of the shared one. `read` is what will read them
+    from the disk. It raises if it cannot.
 
     Raises:
-        ValueError: `keep` is below 1, or `step` differs between ranks.
-        RuntimeError: on every rank, if one could not write. Older checkpoints are not touched.
+        TypeError, ValueError: on this rank, if `contents` or `read` raises it, an argument is wrong, or steps differ.
+        RuntimeError: on all others then, and on every rank if another job saves in the folder, or one cannot write. Older
+            checkpoints are not touched.
     """
-    if keep < 1:
-        raise ValueError(f"keep must be >= 1, got {keep}; every call saves a checkpoint that is kept")
-    begun = workers.gather([step, uuid.uuid4().hex])
-    if any(theirs != step for theirs, _ in begun):
-        raise ValueError(f"step must be the same on every rank, got {[theirs for theirs, _ in begun]}")
-    unfinished = folder / f"{_UNFINISHED}{begun[0][1]}"
-    files = {rank_file(workers.rank): own} | ({} if shared is None else {SHARED: shared})
-    written, problem = {}, ""
-    try:
-        unfinished.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            _write(unfinished / name, content)
-            written[name] = [len(content), _digest(content)]
-    except OSError as error:
-        problem = f"cannot write the checkpoint: {error}"
-    everyone = workers.gather([problem, written])
-    # The next collective tells all ranks whether the checkpoint is complete.
-    if workers.rank == 0 and not any(text for text, _ in everyone):
-        parts = {name: entry for _, entries in everyone for name, entry in entries.items()}
-        try:
-            _check_visible(unfinished, parts)
+    folder = Path(folder)
+    files: dict[str, bytes] = {}
+    with ExitStack() as at_the_end:
+
+        def prepare() -> Any:
+            check_integer("step", step, 0)
+            check_integer("keep", keep, 1)
+            files.update(zip((rank_file(workers.rank), SHARED), contents(), strict=False))
+            for content in files.values():
+                read(content)
+            if workers.rank == 0:
+                at_the_end.enter_context(_locked(folder))
+            return [int(step), uuid.uuid4().hex]
+
+        def write() -> Any:
+            unfinished.mkdir(parents=True, exist_ok=True)
+            for name, content in files.items():
+                _write(unfinished / name, content)
+            return {name: [len(content), _digest(content)] for name, content in files.items()}
+
+        def complete() -> None:
             _complete(unfinished, folder / f"step-{step:09d}", {"step": step, "world": workers.size, "files": parts})
             _remove_old(folder, step, keep)
-        except OSError as error:
-            problem = f"cannot complete the checkpoint: {error}"
-    try:
-        workers.agree(problem)
-    finally:
+
+        begun = workers.agreed("cannot save", prepare, own=(TypeError, ValueError))
+        steps = [theirs for theirs, _ in begun]
+        if len(set(steps)) > 1:
+            raise ValueError(f"step must be the same on every rank, got {steps}")
+        step = steps[0]
+        unfinished = folder / f"{_UNFINISHED}{begun[0][1]}"
         if workers.rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            at_the_end.callback(shutil.rmtree, unfinished, ignore_errors=True)
+        written = workers.agreed("cannot write the checkpoint", write)
+        parts = {name: entry for entries in written for name, entry in entries.items()}
+        workers.agreed("cannot complete the checkpoint", complete if workers.rank == 0 else lambda: None)
 
 
-def restore(folder: Path, workers: Workers, damaged: Damaged, use: Callable[[Loaded], dict[str, Any]]) -> Checkpoint:
-    """Read the newest complete checkpoint, as `load` does, and let `use` load it. `use` returns the values that are left.
+def restore(
+    folder: Folder,
+    workers: Workers,
+    damaged: Damaged,
+    use: Callable[[Loaded], AbstractContextManager[dict[str, Any]]],
+) -> Checkpoint:
+    """Read the newest complete checkpoint of which every rank can read its part, and let `use` load it.
+
+    `use` returns a context whose value is what is left. It raises at its beginning if the checkpoint does not fit. What it
+    changes, it changes at its end, or undoes if the end is an error: then the checkpoint does not fit on another rank.
 
     Raises:
-        ValueError: `damaged` is neither "skip" nor "raise".
-        RuntimeError: on every rank, if `use` raises on one, or with damaged="raise" as `load` does.
+        ValueError: `damaged` is neither "skip" nor "raise" on this rank.
+        RuntimeError: on every rank, if `use` raises on one, the newest checkpoint is damaged and damaged="raise", or there are
+            checkpoints and none can be read.
     """
-    if damaged not in ("skip", "raise"):
-        raise ValueError(f"damaged must be 'skip' or 'raise', got {damaged!r}")
-    found = load(folder, workers, damaged)
+    found = _newest(Path(folder), workers, damaged)
     if found is None:
         return Checkpoint(0, {})
     if found.world != workers.size and workers.rank == 0:
@@ -145,99 +190,123 @@ def restore(folder: Path, workers: Workers, damaged: Damaged, use: Callable[[Loa
             "sum of their residuals is kept",
             stacklevel=3,
         )
-    values, problem = {}, ""
-    try:
-        values = use(found)
-    except Exception as error:
-        problem = f"the checkpoint of step {found.step} does not fit: {error}"
-    workers.agree(problem)
+    values: dict[str, Any] = {}
+    with ExitStack() as loading:
+        workers.agreed(
+            f"the checkpoint of step {found.step} does not fit",
+            lambda: values.update(loading.enter_context(use(found))),
+        )
+        workers.agreed(f"the checkpoint of step {found.step} cannot be loaded", loading.close)
     return Checkpoint(found.step, values)
 
 
-def load(folder: Path, workers: Workers, damaged: Damaged) -> Loaded | None:
-    """Read the newest complete checkpoint of which every rank can read its part. Return None if there is none.
+def _newest(folder: Path, workers: Workers, damaged: Damaged) -> Loaded | None:
+    def look() -> Any:
+        check_choice("damaged", damaged, ("skip", "raise"))
+        return [(step, path.name) for step, path in _checkpoints(folder)] if workers.rank == 0 else []
 
-    Args:
-        folder: the folder of all checkpoints.
-        workers: the ranks. Their number may differ from when the checkpoint was saved.
-        damaged: what happens if a file is missing or changed: "skip" warns and takes an older checkpoint, "raise" raises.
-
-    Raises:
-        RuntimeError: on every rank, with damaged="raise".
-    """
-    for step in workers.gather(_steps(folder) if workers.rank == 0 else [])[0]:
-        path = folder / f"step-{step:09d}"
-        loaded, problem = None, ""
+    names = workers.agreed("cannot look for checkpoints", look, own=(ValueError,))[0]
+    for number, (step, name) in enumerate(names, 1):
+        loaded: list[Loaded] = []
         try:
-            loaded = _read(path, step, workers)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            problem = f"{path} is damaged: {error}"
-        try:
-            workers.agree(problem)
+            workers.agreed(f"{folder / name} is damaged", partial(_read, folder / name, step, workers, loaded))
+            return loaded[0]
         except RuntimeError as error:
-            if damaged == "raise":
+            # A subclass is an error of the collective.
+            if damaged == "raise" or type(error) is not RuntimeError:
                 raise
+            if number == len(names):
+                raise RuntimeError(
+                    f"{error}; none of the {number} checkpoints in {folder} can be read; move them away to begin anew"
+                ) from error
             if workers.rank == 0:
-                warnings.warn(f"horovod_sparse: {error}; an older one is used", stacklevel=1)
-            continue
-        assert loaded is not None
-        return loaded
+                warnings.warn(f"horovod_sparse: {error}; an older one is used", stacklevel=4)
     return None
 
 
-def _steps(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in a folder, newest first."""
-    return sorted((step for step, _ in _checkpoints(folder)), reverse=True)
+def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Return the steps and the paths of the checkpoints in a folder, newest first, and one that is being replaced last."""
+    found = [
+        (int(name[2]), not name[1], path)
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (name := _NAME.fullmatch(path.name))
+    ]
+    return [(step, path) for step, _, path in sorted(found, reverse=True)]
 
 
-def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
-    for path in folder.iterdir() if folder.is_dir() else ():
-        name = _STEP.fullmatch(path.name)
-        if name:
-            yield int(name[1]), path
-
-
-def _read(path: Path, step: int, workers: Workers) -> Loaded:
-    manifest = json.loads((path / MANIFEST).read_bytes())
+def _read(path: Path, step: int, workers: Workers, loaded: list[Loaded]) -> None:
+    """Append to `loaded` what this rank needs of a checkpoint."""
+    manifest = json.loads(_content(path / MANIFEST, LARGEST_MANIFEST))
     if manifest["version"] != VERSION:
         raise ValueError(f"its version must be {VERSION}, got {manifest['version']!r}; another release saved it")
-    world = int(manifest["world"])
-    if manifest["step"] != step or manifest["files"].keys() != {SHARED, *map(rank_file, range(world))}:
+    world, files = manifest["world"], manifest["files"]
+    # A damaged number may be large.
+    is_whole = len(files) == world + 1 and files.keys() == {SHARED, *map(rank_file, range(world))}
+    if manifest["step"] != step or not is_whole:
         raise ValueError(f"manifest.json is not that of {world} ranks in step {step}")
-    # A new rank has no residual, but needs to know what else the ranks keep.
-    ranks = continued_by(workers.rank, workers.size, world) or [workers.rank % world]
-    shared, *own = (_verified(path / name, manifest["files"][name]) for name in (SHARED, *map(rank_file, ranks)))
-    return Loaded(step, world, shared, own)
+    mine = continued_by(workers.rank, workers.size, world)
+    ranks = mine or [workers.rank % world]
+    shared, *own = (_verified(path / name, *files[name]) for name in (SHARED, *map(rank_file, ranks)))
+    loaded.append(Loaded(step, world, shared, own, is_new=not mine))
 
 
-def _verified(path: Path, entry: Sequence[Any]) -> bytes:
-    content = path.read_bytes()
-    if [len(content), _digest(content)] != [*entry]:
-        raise ValueError(f"{path.name} has {len(content)} bytes that are not the {entry[0]} bytes that were written")
+def _verified(path: Path, size: int, digest: str) -> bytes:
+    content = _content(path, size)
+    if len(content) != size or _digest(content) != digest:
+        raise ValueError(f"{path.name} has {len(content)} bytes that are not the {size} bytes that were written")
     return content
+
+
+def _content(path: Path, most: int) -> bytes:
+    """Return what is in a file of at most `most` bytes, and open no other: a pipe would block, a huge one fill the memory."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size > most:
+        raise ValueError(f"{path.name} must be a file of at most {most} bytes, got {found.st_size} bytes")
+    return path.read_bytes()
 
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make the folder, and refuse it to other jobs meanwhile. The system ends the lock of a process that is killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(
+                f"another job saves in {folder} at this moment; give every job a folder of its own"
+            ) from None
+        except OSError:
+            # A file system without locks.
+            pass
+        try:
+            yield
+        finally:
+            # Processes that were forked meanwhile have the file open, too.
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+
 def _complete(unfinished: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Give the folder of a checkpoint its final name. An older one of the same step is replaced."""
-    _write(unfinished / MANIFEST, json.dumps({"version": VERSION, **manifest}, indent=1).encode())
-    _flush(unfinished)
-    if final.exists():
-        final.rename(final.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}"))
-    unfinished.rename(final)
-    _flush(final.parent)
-
-
-def _check_visible(unfinished: Path, parts: Mapping[str, Any]) -> None:
-    hidden = sorted(name for name in parts if not (unfinished / name).exists())
+    hidden = sorted(name for name in manifest["files"] if not (unfinished / name).exists())
     if hidden:
         raise OSError(
             f"rank 0 cannot see {hidden} in {unfinished}, which other ranks wrote; folder must be on a file system that all "
             "hosts share"
         )
+    _write(unfinished / MANIFEST, json.dumps({"version": VERSION, **manifest}, indent=1).encode())
+    _flush(unfinished)
+    if final.exists():
+        replaced = final.with_name(f"{_REPLACED}{final.name}")
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    unfinished.rename(final)
+    _flush(final.parent)
 
 
 def _remove_old(folder: Path, step: int, keep: int) -> None:
@@ -246,8 +315,10 @@ def _remove_old(folder: Path, step: int, keep: int) -> None:
     Later ones stay, although they must be of another run: only the user knows whether they are needed.
     """
     unfinished = [path for path in folder.iterdir() if path.name.startswith(_UNFINISHED)]
-    older = sorted((one for one in _checkpoints(folder) if one[0] <= step), reverse=True)[keep:]
-    for path in [*unfinished, *(path for _, path in older)]:
+    older = [(number, path) for number, path in _checkpoints(folder) if number <= step]
+    # Of a step that was replaced, the first is the new one.
+    kept = [*dict(reversed(older)).values()][-keep:]
+    for path in [*unfinished, *(path for _, path in older if path not in kept)]:
         shutil.rmtree(path, ignore_errors=True)
 
 

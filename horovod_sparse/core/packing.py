@@ -14,11 +14,36 @@ from horovod_sparse.core.state import ARRAYS
 
 
 def pack(arrays: Mapping[str, NDArray[Any]], plain: Mapping[str, Any]) -> bytes:
-    """Return arrays, by names that contain a slash, and values that JSON can express as one byte string."""
+    """Return arrays, by names that contain a slash, and values that JSON can express as one byte string.
+
+    Raises:
+        ValueError: an array holds objects.
+    """
+    for name, array in arrays.items():
+        if array.dtype.hasobject:
+            raise ValueError(
+                f"{name} must be an array of numbers, got {array.dtype}; convert it, such as with .astype(...)"
+            )
     file = io.BytesIO()
-    entries: dict[str, Any] = {"json": np.array(json.dumps(plain)), **arrays}
+    entries: dict[str, Any] = {"json": np.array(json.dumps(plain, default=_number)), **arrays}
     np.savez(file, **entries)
     return file.getvalue()
+
+
+def check_plain(name: str, value: object, other: str = "") -> None:
+    """Raise ValueError unless JSON can express a value. `other` says what else would do."""
+    try:
+        json.dumps(value, default=_number)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must be a value that JSON can express{other}, got {type(value).__name__}: {error}; convert it, such as "
+            "with str(...) or .tolist()"
+        ) from error
+
+
+def _number(value: object) -> Any:
+    """Return a number of NumPy's as Python's, and raise TypeError for everything else."""
+    return value.item() if isinstance(value, np.generic) else json.JSONEncoder().default(value)
 
 
 def unpack(packed: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
@@ -29,13 +54,20 @@ def unpack(packed: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """
     try:
         with np.load(io.BytesIO(packed), allow_pickle=False) as file:
-            return {name: file[name] for name in file.files if name != "json"}, json.loads(str(file["json"]))
+            # By their whole names in the archive: "w.npy" is the file of "w", not of "w.npy".
+            arrays = {name: file[f"{name}.npy"] for name in file.files if name != "json"}
+            return arrays, json.loads(str(file["json.npy"]))
     except Exception as error:
         # The errors that NumPy, zip files and JSON raise for damaged bytes have no common class.
         raise ValueError(
             f"the saved state must be what a compressor wrote, but its {len(packed)} bytes cannot be read "
             f"({type(error).__name__}: {error}); the file is damaged or incomplete, load an older one"
         ) from error
+
+
+def viewed(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return an unpacked array in the type that it had if that is one of those that NumPy does not know."""
+    return array.view(dtype) if array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize else array
 
 
 def packed_state(state: Mapping[str, Any]) -> bytes:

@@ -5,17 +5,16 @@ Files hold NumPy arrays and JSON (`core.packing`). Reading them runs no code.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from pathlib import Path
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.core import checkpoint
-from horovod_sparse.core.checkpoint import Checkpoint, Damaged, Loaded, Workers
-from horovod_sparse.core.packing import pack, packed_state, unpack, unpacked_state
+from horovod_sparse.core.checkpoint import Checkpoint, Damaged, Folder, Loaded, Workers
+from horovod_sparse.core.packing import check_plain, pack, packed_state, unpack, unpacked_state, viewed
 from horovod_sparse.core.state import joined
 from horovod_sparse.numpy.allreduce import SparseAllreduce
 
@@ -25,7 +24,7 @@ _STATE = "allreduce/state"
 
 
 def save_checkpoint(
-    folder: str | os.PathLike[str],
+    folder: Folder,
     step: int,
     comm: Any,
     allreduce: SparseAllreduce | None,
@@ -39,8 +38,8 @@ def save_checkpoint(
     Blocks until the checkpoint is on the disk.
 
     Args:
-        folder: the folder of all checkpoints, on a file system that all hosts share.
-        step: number of steps that are done.
+        folder: the folder of all checkpoints of this job, on a file system that all hosts share.
+        step: number of steps that are done, >= 0.
         comm: the workers' mpi4py communicator; None for a single worker.
         allreduce: what holds the residuals; None if there are none.
         arrays: what is the same on all workers, such as weights, by name. Worker 0's arrays are saved.
@@ -48,24 +47,29 @@ def save_checkpoint(
         **values: what is this worker's own, such as `generator.bit_generator.state`: values that JSON can express.
 
     Raises:
-        ValueError: `keep` is below 1, or `step` differs between workers.
-        TypeError: a value cannot be expressed in JSON.
-        RuntimeError: on every worker, if one could not write. Older checkpoints are not touched.
+        TypeError, ValueError: `step` or `keep` is wrong, `step` differs between workers, an array holds objects, or JSON cannot
+            express a value. Workers on which that is not so raise RuntimeError.
+        RuntimeError: on every worker, if one cannot write, or another job saves in the folder. Older checkpoints stay.
     """
     workers = _workers(comm)
-    state: dict[str, Array] = {}
-    if allreduce is not None:
-        state[_STATE] = np.frombuffer(packed_state(allreduce.state_dict()), np.uint8)
-    known = {} if allreduce is None else allreduce.shapes
-    shapes = [(name, shape, str(dtype)) for name, (shape, dtype) in known.items()]
-    shared = None
-    if workers.rank == 0:
-        shared = pack({f"arrays/{name}": np.asarray(array) for name, array in arrays.items()}, {"gradients": shapes})
-    checkpoint.save(Path(folder), step, pack(state, values), shared, workers, keep)
+
+    def contents() -> list[bytes]:
+        for name, value in values.items():
+            check_plain(name, value)
+        state: dict[str, Array] = {}
+        if allreduce is not None:
+            state[_STATE] = np.frombuffer(packed_state(allreduce.state_dict()), np.uint8)
+        known = {} if allreduce is None else allreduce.shapes
+        shapes = [(name, shape, str(dtype)) for name, (shape, dtype) in known.items()]
+        held = {f"arrays/{name}": np.asarray(array) for name, array in arrays.items()}
+        own = pack(state, values)
+        return [own] if workers.rank else [own, pack(held, {"gradients": shapes})]
+
+    checkpoint.save(folder, step, keep, workers, contents, unpack)
 
 
 def load_checkpoint(
-    folder: str | os.PathLike[str],
+    folder: Folder,
     comm: Any,
     allreduce: SparseAllreduce | None,
     arrays: Mapping[str, Array],
@@ -86,34 +90,19 @@ def load_checkpoint(
 
     Raises:
         ValueError: `damaged` is neither.
-        RuntimeError: on every worker, if the checkpoint does not fit, or is damaged and damaged="raise".
+        RuntimeError: on every worker, if there are checkpoints and none can be read, if the newest is damaged and
+            damaged="raise", or if it does not fit. Nothing changes then.
     """
-    workers = _workers(comm)
-    parts: dict[str, Any] = {}
-
-    def use(found: Loaded) -> dict[str, Any]:
-        # Each worker checks its own files here. What calls collectives comes when all of them have agreed.
-        parts.update(_checked(found, allreduce, arrays, is_new=workers.rank >= found.world))
-        values: dict[str, Any] = parts["values"]
-        return values
-
-    found = checkpoint.restore(Path(folder), workers, damaged, use)
-    if not parts:
-        return found
-    if allreduce is not None and parts["gradients"]:
-        allreduce.load_state_dict(parts["state"], parts["gradients"])
-    for name, saved in parts["arrays"].items():
-        arrays[name][...] = saved
-    return found
+    return checkpoint.restore(folder, _workers(comm), damaged, lambda found: _loading(found, allreduce, arrays))
 
 
-def _checked(
-    found: Loaded, allreduce: SparseAllreduce | None, arrays: Mapping[str, Array], *, is_new: bool
-) -> dict[str, Any]:
-    """Return the parts of a checkpoint that fits the arrays and what reduces. Raise ValueError otherwise."""
+@contextlib.contextmanager
+def _loading(found: Loaded, allreduce: SparseAllreduce | None, arrays: Mapping[str, Array]) -> Iterator[dict[str, Any]]:
+    """Check that a checkpoint fits, yield the values, and load the rest when all workers have agreed."""
     held, described = unpack(found.shared)
     own = [unpack(one) for one in found.own]
     saved = {name.removeprefix("arrays/"): array for name, array in held.items()}
+    saved |= {name: viewed(saved[name], one.dtype) for name, one in arrays.items() if name in saved}
     if {n: (a.shape, a.dtype) for n, a in saved.items()} != {n: (a.shape, a.dtype) for n, a in arrays.items()}:
         raise ValueError(
             f"arrays must be like those that were saved, {_described(saved)}, got {_described(arrays)}; use the same ones"
@@ -121,12 +110,15 @@ def _checked(
     if (_STATE in own[0][0]) != (allreduce is not None):
         expected = "a SparseAllreduce" if allreduce is None else "None"
         raise ValueError(f"allreduce must be {expected}, as when the checkpoint was saved, got {allreduce!r}")
-    parts: dict[str, Any] = {"arrays": saved, "gradients": {}, "values": own[0][1]}
+    gradients = {name: np.zeros(shape, dtype) for name, shape, dtype in described["gradients"]}
     if allreduce is not None:
-        parts["gradients"] = {name: np.zeros(shape, dtype) for name, shape, dtype in described["gradients"]}
-        parts["state"] = joined([unpacked_state(one[_STATE].tobytes()) for one, _ in own], zero=is_new)
-        allreduce.check_state(parts["state"], parts["gradients"])
-    return parts
+        state = joined([unpacked_state(one[_STATE].tobytes()) for one, _ in own], zero=found.is_new)
+        allreduce.check_state(state, gradients)
+    yield own[0][1]
+    if allreduce is not None and gradients:
+        allreduce.load_state_dict(state, gradients)
+    for name, array in saved.items():
+        arrays[name][...] = array
 
 
 def _described(arrays: Mapping[str, Array]) -> dict[str, str]:

@@ -5,10 +5,10 @@ Files hold NumPy arrays and JSON (`packing`). Reading them runs no code.
 
 from __future__ import annotations
 
-import json
-import os
+import contextlib
+import copy
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ from horovod.tensorflow import mpi_ops
 from numpy.typing import NDArray
 
 from horovod_sparse.core import checkpoint
-from horovod_sparse.core.checkpoint import Checkpoint, Damaged, Loaded, Workers
-from horovod_sparse.core.packing import pack, unpack, unpacked_state
+from horovod_sparse.core.checkpoint import Checkpoint, Damaged, Folder, Loaded, Workers
+from horovod_sparse.core.packing import check_plain, pack, unpack, unpacked_state, viewed
 from horovod_sparse.core.randomness import random_state, set_random_state
 from horovod_sparse.core.state import joined
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
@@ -27,12 +27,11 @@ from horovod_sparse.tensorflow.names import name_of, plain, same_name
 
 Variable = Any
 
-_COLLECTIVE = "horovod_sparse.checkpoint"
 _GENERATORS = ("seed_generator_state", "StateVar")
 """Names of the variables in which Keras and TensorFlow keep the states of random generators."""
 
 
-def save_checkpoint(folder: str | os.PathLike[str], step: int, *, keep: int = 3, **objects: Any) -> None:
+def save_checkpoint(folder: Folder, step: int, *, keep: int = 3, **objects: Any) -> None:
     """Save a checkpoint from which training continues bit for bit. Call it on every rank, between two steps.
 
     It holds `objects`, the residuals and the adaptive state of the optimizers' compressors, and the states of the random
@@ -40,22 +39,29 @@ def save_checkpoint(folder: str | os.PathLike[str], step: int, *, keep: int = 3,
     (running means, states of random generators) is saved for every rank. Blocks until the checkpoint is on the disk.
 
     Args:
-        folder: the folder of all checkpoints, on a file system that all hosts share.
-        step: number of steps that are done.
+        folder: the folder of all checkpoints of this job, on a file system that all hosts share.
+        step: number of steps that are done, >= 0.
         keep: how many checkpoints are kept, >= 1. Older ones are removed when this one is complete.
         **objects: what to save, by name: models, optimizers and whatever else has `variables`, variables,
             `tf.random.Generator`s, compressors, and values that JSON can express. The compressor of a Keras 3 optimizer is
             saved with it; those of tapes and other optimizers must be among the objects.
 
     Raises:
-        ValueError: `keep` is below 1, `step` differs between ranks, or gradients of several passes are being summed.
-        RuntimeError: on every rank, if a rank could not write its file. Older checkpoints are not touched.
+        TypeError, ValueError: `step` or `keep` is wrong, `step` differs between ranks, gradients of several passes are being
+            summed, or an object cannot be saved. Ranks on which that is not so raise RuntimeError.
+        RuntimeError: on every rank, if one cannot write, or another job saves in the folder. Older checkpoints stay.
     """
     workers = _workers()
+    checkpoint.save(folder, step, keep, workers, lambda: _contents(objects, workers.rank), unpack)
+
+
+def _contents(objects: Mapping[str, Any], rank: int) -> list[bytes]:
+    """Return what is this rank's own and, on rank 0, what is the same on all."""
     local = _local_variables(objects)
     shared: dict[str, Variable] = {}
     own: dict[str, Variable] = {}
     names: dict[str, list[str]] = {}
+    values: dict[str, Any] = {}
     for name, one in objects.items():
         if passes_of(one):
             raise ValueError(
@@ -67,20 +73,16 @@ def save_checkpoint(folder: str | os.PathLike[str], step: int, *, keep: int = 3,
             names[name] = [name_of(variable) for variable in variables]
             for number, variable in enumerate(variables):
                 (shared if _is_shared(one, variable, local) else own)[f"{name}/{number}"] = variable
+        elif not isinstance(one, TensorflowCompressor):
+            check_plain(name, one, " or have variables")
+            values[name] = one
     compressors = _compressors(objects)
-    values = {
-        name: _checked(name, one)
-        for name, one in objects.items()
-        if name not in names and not isinstance(one, TensorflowCompressor)
-    }
     states = {f"{name}/state": np.frombuffer(one.serialize(), np.uint8) for name, one in compressors.items()}
     mine = pack({**_arrays(own), **states}, {"values": values, "random": random_state()})
-    checkpoint.save(
-        Path(folder), step, mine, pack(_arrays(shared), {"names": names}) if workers.rank == 0 else None, workers, keep
-    )
+    return [mine] if rank else [mine, pack(_arrays(shared), {"names": names})]
 
 
-def load_checkpoint(folder: str | os.PathLike[str], *, damaged: Damaged = "skip", **objects: Any) -> Checkpoint:
+def load_checkpoint(folder: Folder, *, damaged: Damaged = "skip", **objects: Any) -> Checkpoint:
     """Load the newest complete checkpoint into `objects`. Call it on every rank, when all variables have been made.
 
     If there is no checkpoint, nothing changes and `step` is 0. If the number of workers differs from when it was saved, the
@@ -94,41 +96,44 @@ def load_checkpoint(folder: str | os.PathLike[str], *, damaged: Damaged = "skip"
 
     Raises:
         ValueError: `damaged` is neither.
-        RuntimeError: on every rank, if the checkpoint does not fit the objects, or is damaged and damaged="raise".
+        RuntimeError: on every rank, if there are checkpoints and none can be read, if the newest is damaged and
+            damaged="raise", or if it does not fit the objects. These are then as before.
     """
-    workers = _workers()
-    return checkpoint.restore(
-        Path(folder), workers, damaged, lambda found: _load(found, objects, is_new=workers.rank >= found.world)
-    )
+    return checkpoint.restore(folder, _workers(), damaged, lambda found: _loading(found, objects))
 
 
-def _load(found: Loaded, objects: Mapping[str, Any], *, is_new: bool) -> dict[str, Any]:
-    """Load what was saved into the objects, and return the values. A worker is new if it continues none of those that saved."""
+@contextlib.contextmanager
+def _loading(found: Loaded, objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Load the compressors, yield the values, and load the rest when all ranks have agreed."""
     arrays, described = unpack(found.shared)
     parts = [unpack(own) for own in found.own]
     arrays |= parts[0][0]
-    # Everything is checked before anything changes.
     assignments = [
         assignment
         for name, one in objects.items()
         for assignment in _assignments(name, one, described["names"], arrays)
     ]
-    states = {}
-    for name, compressor in _compressors(objects).items():
+    compressors, states = _compressors(objects), {}
+    for name, compressor in compressors.items():
         if f"{name}/state" not in arrays:
             raise ValueError(f"{name} was saved without a compressor, but has {compressor!r} now")
         own = [unpacked_state(part[f"{name}/state"].tobytes()) for part, _ in parts]
-        states[name] = joined(own, zero=is_new)
-    for name, compressor in _compressors(objects).items():
-        compressor.load_state_dict(states[name])
+        states[name] = joined(own, zero=found.is_new)
+    before = {name: copy.deepcopy(compressor.state_dict()) for name, compressor in compressors.items()}
+    try:
+        for name, compressor in compressors.items():
+            compressor.load_state_dict(states[name])
+        yield parts[0][1]["values"]
+    except BaseException:
+        for name, compressor in compressors.items():
+            compressor.load_state_dict(before[name])
+        raise
     for variable, array in assignments:
         # A new worker would draw the same random numbers as the one whose file it reads.
-        if not (is_new and name_of(variable).rsplit("/", 1)[-1] in _GENERATORS):
+        if not (found.is_new and name_of(variable).rsplit("/", 1)[-1] in _GENERATORS):
             variable.assign(array)
-    if not is_new:
+    if not found.is_new:
         set_random_state(parts[0][1]["random"])
-    values: dict[str, Any] = parts[0][1]["values"]
-    return values
 
 
 def _assignments(
@@ -150,10 +155,8 @@ def _assignments(
             f"{name}.build(...) before, or use the same {name}"
         )
     for number, variable in enumerate(variables):
-        array, saved = arrays[f"{name}/{number}"], names[name][number]
-        dtype = _dtype(variable)
-        if array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize:
-            array = array.view(dtype)
+        dtype, saved = _dtype(variable), names[name][number]
+        array = viewed(arrays[f"{name}/{number}"], dtype)
         # An optimizer names its variables after the model's, and otherwise when it has been loaded.
         is_same = _is_optimizer(one) or same_name(saved, name_of(variable))
         if (array.shape, array.dtype) != (tuple(variable.shape), dtype) or not is_same:
@@ -165,9 +168,7 @@ def _assignments(
 
 
 def _workers() -> Workers:
-    def gather(value: Any) -> list[Any]:
-        return gather_json(value, _COLLECTIVE, mpi_ops.global_process_set)
-
+    gather = partial(gather_json, name="horovod_sparse.checkpoint", process_set=mpi_ops.global_process_set)
     return Workers(mpi_ops.rank(), mpi_ops.size(), gather)
 
 
@@ -222,16 +223,6 @@ def _compressors(objects: Mapping[str, Any]) -> dict[str, TensorflowCompressor]:
     of_optimizers = {name: one for name, one in found.items() if isinstance(one, TensorflowCompressor)}
     known = {id(one) for one in given.values()}
     return {**given, **{name: one for name, one in of_optimizers.items() if id(one) not in known}}
-
-
-def _checked(name: str, value: Any) -> Any:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{name} must have variables, or be a value that JSON can express, got {type(value).__name__}: {error}"
-        ) from error
-    return value
 
 
 def _dtype(variable: Variable) -> np.dtype[Any]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
 
+from horovod_sparse.torch.encoding import decode, encode, mapped
+
 _WIRE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """What entries are sent as, by their size in bytes: Horovod knows neither bfloat16 nor complex numbers."""
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 def broadcast_parameters(params: Mapping[str, Tensor] | Iterable[Tensor | tuple[str, Tensor]], root_rank: int) -> None:
@@ -40,14 +42,27 @@ def broadcast_parameters(params: Mapping[str, Tensor] | Iterable[Tensor | tuple[
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: object = None) -> None:
     """Copy the state of an optimizer and its settings, such as learning rates, from rank `root_rank` to all others. Blocks.
 
-    This replaces Horovod's function, which calls `step` with zeros to make a state, and refuses bfloat16, tensors that are
-    not contiguous, and LBFGS. What a compressor keeps is each rank's own, and is left alone.
+    This replaces Horovod's function, which refuses bfloat16, tensors that are not contiguous, and LBFGS. As there, parameters
+    of an optimizer without a state get gradients of zeros if they have none. But no step is made with them: weight decay
+    would move the parameters. What a compressor keeps is each rank's own, and is left alone.
 
     Args:
         optimizer: PyTorch's, or Horovod's.
         root_rank: the rank that has the right state.
-        model: not used; Horovod's function has this argument.
+        model: has the embeddings whose gradients are sparse.
+
+    Raises:
+        ValueError: on every rank, if a setting on rank `root_rank` is of a type that `torch.load(weights_only=True)` does not
+            read.
     """
+    if not optimizer.state:
+        modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+        sparse = {id(one.weight) for one in modules if isinstance(one, _EMBEDDINGS) and one.sparse}
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            if parameter.requires_grad and parameter.grad is None:
+                is_sparse = isinstance(optimizer, torch.optim.SparseAdam) or id(parameter) in sparse
+                zeros = torch.zeros_like(parameter)
+                parameter.grad = zeros.to_sparse(1) if is_sparse else zeros
     is_behind = mpi_ops.rank() != root_rank
     broadcast_states(
         optimizer, None, root_rank, "horovod_sparse.optimizer", mpi_ops.global_process_set, is_behind=is_behind
@@ -68,49 +83,38 @@ def broadcast_states(
     `name` begins the collectives' names. Ranks that are not behind load no state.
     """
     is_root = mpi_ops.rank() == root
-    state = {"optimizer": optimizer.state_dict(), "scaler": None if scaler is None else scaler.state_dict()}
     tensors: list[Tensor] = []
 
-    def put_aside(tensor: Tensor) -> Tensor:
-        if tensor.layout != torch.strided:
-            return tensor
-        tensors.append(tensor.cpu())
-        return tensor.to("meta")
+    def put_aside(_: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            return value
+        tensors.append(value.cpu())
+        return value.to("meta")
 
-    def make_room(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return tensor
-        tensors.append(torch.empty(tensor.shape, dtype=tensor.dtype))
+    def make_room(_: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_meta:
+            return value
+        tensors.append(torch.empty(value.shape, dtype=value.dtype))
         return tensors[-1]
 
-    frame = encode(_with_tensors(state, put_aside)) if is_root else b""
-    frame = _broadcast_bytes(frame, root, name, process_set)
+    frame = b""
+    if is_root:
+        parts = {"optimizer": optimizer, **({} if scaler is None else {"scaler": scaler})}
+        try:
+            frame = encode(mapped({part: one.state_dict() for part, one in parts.items()}, put_aside))
+        except Exception as error:
+            # The other ranks wait for the frame.
+            frame = encode({"problem": str(error)})
+    state = decode(_broadcast_bytes(frame, root, name, process_set))
+    if "problem" in state:
+        raise ValueError(f"optimizer must have settings that can be sent: {state['problem']}")
     if not is_root:
-        # The other rank is trusted, and a learning rate may be a number of NumPy's.
-        state = _with_tensors(torch.load(io.BytesIO(frame), weights_only=False), make_room)
+        state = mapped(state, make_room)
     broadcast_tensors(tensors, root, name, process_set)
     if is_behind:
         optimizer.load_state_dict(state["optimizer"])
         if scaler is not None:
             scaler.load_state_dict(state["scaler"])
-
-
-def _with_tensors(state: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of a state with other tensors."""
-    if isinstance(state, Tensor):
-        return replace(state)
-    if isinstance(state, dict):
-        return {key: _with_tensors(value, replace) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(_with_tensors(value, replace) for value in state)
-    return state
-
-
-def encode(state: Any) -> bytes:
-    """Return what `torch.load` reads."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
 
 
 def _broadcast_bytes(content: bytes, root: int, name: str, process_set: Any) -> bytes:

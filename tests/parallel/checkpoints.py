@@ -101,6 +101,12 @@ def checkpoint_keeps_what_belongs_to_one_rank() -> None:
         assert torch.equal(second.data.get_state(), first.data.get_state())
 
 
+def everything(training: Training) -> list[str]:
+    """What loading a checkpoint may change, as text."""
+    states = [training.optimizer.state_dict(), training.scheduler.state_dict(), training.data.get_state()]
+    return [training.digest(), *map(str, states), digest([torch.get_rng_state()])]
+
+
 @scenario(MPI_2)
 def checkpoint_that_does_not_fit_raises_on_every_rank() -> None:
     with shared_folder() as folder:
@@ -111,10 +117,13 @@ def checkpoint_that_does_not_fit_raises_on_every_rank() -> None:
         assert "['other'] were not saved" in message
         message = raised(RuntimeError, lambda: load_checkpoint(folder, model=nn.Linear(2, 2)))
         assert "rank 0: the checkpoint of step 2 does not fit" in message and "rank 1" in message
-        # Only one rank has another model.
-        model = first.model if hvd.rank() == 0 else nn.Linear(2, 2)
-        message = raised(RuntimeError, lambda: load_checkpoint(folder, model=model))
+        # Only one rank has another model. The other has loaded everything when it learns this.
+        first.train(2)
+        objects = {**first.objects, "model": first.model if hvd.rank() == 0 else nn.Linear(2, 2)}
+        before = everything(first)
+        message = raised(RuntimeError, lambda: load_checkpoint(folder, **objects))
         assert message.startswith("the checkpoint failed: rank 1: the checkpoint of step 2 does not fit")
+        assert everything(first) == before
         first.train(2)
         assert_identical(first.model)
 
@@ -132,3 +141,17 @@ def damaged_checkpoint_is_skipped_or_refused() -> None:
         message = raised(RuntimeError, lambda: load_checkpoint(folder, damaged="raise", **first.objects))
         assert message.startswith("the checkpoint failed: rank 1:") and "step-000000004 is damaged" in message
         assert load_checkpoint(folder, **first.objects).step == 2
+
+
+@scenario(MPI_2)
+def what_one_rank_cannot_save_raises_on_every_rank() -> None:
+    with shared_folder() as folder:
+        first = Training(TopK(0.01))
+        first.optimizer.param_groups[0]["lr"] = 0.05 * (1 + np.cos(0.3))
+        save_checkpoint(folder, np.int64(1), **first.objects)
+        error = ValueError if hvd.rank() == 1 else RuntimeError
+        message = raised(
+            error, lambda: save_checkpoint(folder, 2, **first.objects, extra=Path("a") if hvd.rank() else "a")
+        )
+        assert "own['extra'] must be what torch.load(weights_only=True) reads, got PosixPath" in message
+        assert load_checkpoint(folder, **Training(TopK(0.01)).objects).step == 1
