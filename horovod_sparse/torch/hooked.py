@@ -90,7 +90,7 @@ class HookReducer(ScaledServer, GroupReducer):
         gradients, error = self._complete(), None
         try:
             assert self.pipeline is not None
-            self.pipeline.end_step()
+            self._end_step(self.pipeline)
         except FloatingPointError as raised:
             error = raised
         self._end_backward(gradients, error)
