@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_sparse import kernels
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.agreement import RELEASE, check_steps
 from horovod_sparse.core.binding import check_factor
 from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline, Wait
+from horovod_sparse.core.server import log_start
 from horovod_sparse.core.state import check_state, kept_shapes
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.exchange.cost import allreduce_bytes
@@ -198,6 +200,7 @@ class SparseAllreduce:
         self.pipeline.add_buckets(plan(parameters, compressor, self._world), gradients.__getitem__)
         layouts = [Layout.of([(name, g.shape)], types[name]) for name, g in gradients.items() if name in dense]
         self.pipeline.add_dense(layouts, gradients.__getitem__)
+        log_start(self.pipeline, kernels.variant())
 
     def _agree(self, gradients: Mapping[str, Array], problem: str) -> None:
         """Compare arrays and settings with the other workers. `problem` is the error that stops this one, if any."""

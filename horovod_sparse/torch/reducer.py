@@ -23,12 +23,14 @@ from horovod.torch import mpi_ops
 from torch import Tensor
 from torch.autograd import Variable
 
+from horovod_sparse import kernels
 from horovod_sparse.core.agreement import agree_on_states, is_elastic
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.pipeline import Pipeline, Wait
 from horovod_sparse.core.preparation import Arrived
+from horovod_sparse.core.server import log_start
 from horovod_sparse.core.state import check_discardable, check_state, empty_state, holds_anything, kept_shapes
 from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.exchange.protocols import Collective, Reduced
@@ -371,6 +373,7 @@ class Reducer(ScaledServer):
         agree_on_states(lambda: self._check(deferred, left_out), gather, mpi_ops.rank())
         agreement.conclude()
         self._number = agreement.number
+        is_first = self.pipeline is None
         if self.pipeline is None:
             pipeline = Pipeline(
                 self._ops,
@@ -389,6 +392,8 @@ class Reducer(ScaledServer):
         self.sparse = [self._routes.names[parameter] for parameter in self._routes.sparse]
         if self.deferred is not None:
             super().load_compression_state(self.deferred)
+        if is_first:
+            log_start(self.pipeline, kernels.variant())
 
     def _check(self, state: Mapping[str, Any], sparse: Collection[str]) -> None:
         """Raise ValueError unless a state fits the parameters. Those named in `sparse` have none."""
