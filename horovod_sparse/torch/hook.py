@@ -19,7 +19,10 @@ _NO_FSDP = (
     "FSDP gives each rank another part of every gradient, which leaves nothing to choose from on all ranks; use "
     "DistributedDataParallel"
 )
-_NO_PYTHON_REDUCER = "torch._dynamo.config.optimize_ddp='python_reducer' reduces every gradient alone; set it to True, or to 'ddp_optimizer'"
+_NO_PYTHON_REDUCER = (
+    "torch._dynamo.config.optimize_ddp='python_reducer' reduces every gradient alone; set it to True, or to "
+    "'ddp_optimizer'"
+)
 
 
 @uncompiled

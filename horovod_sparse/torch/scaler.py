@@ -53,7 +53,8 @@ class ScaledServer(Server):
         try:
             pipeline.end_step()
         except FloatingPointError as error:
-            raise FloatingPointError(f"{error}. {WITH_SCALER}") from None
+            error.args = (f"{error}. {WITH_SCALER}",)
+            raise
 
     @property
     def _scale(self) -> float | None:
