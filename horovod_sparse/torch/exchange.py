@@ -180,8 +180,8 @@ class Collectives:
         if min(steps) < max(steps):
             raise RuntimeError(
                 f"rank {mpi_ops.rank()}: replicas differ, because some ranks have given up a step that the others have made "
-                f"(steps by rank: {steps}); load a checkpoint on all ranks, or call hvd.broadcast_parameters and "
-                "hvd.broadcast_optimizer_state"
+                f"(steps by rank: {steps}); load a checkpoint on all ranks, or call hvd.broadcast_parameters, "
+                "hvd.broadcast_optimizer_state and compression.reset() on all"
             )
 
     def say_so(self) -> None:

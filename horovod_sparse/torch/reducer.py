@@ -238,6 +238,7 @@ class Reducer(ScaledServer):
             try:
                 self._end_step(self.pipeline)
             except BaseException as error:
+                self.pipeline.abort()
                 self.update_failed(error)
                 raise
 
