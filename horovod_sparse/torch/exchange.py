@@ -154,11 +154,11 @@ class Collectives:
         """
         if not self.given_up:
             return
-        self.say_so()
+        self._say_so()
         met = mpi_ops.allgather_async(torch.zeros(1), name=name, process_set=self._process_set)
         while not mpi_ops.poll(met):
             time.sleep(0.001)
-            self.say_so()
+            self._say_so()
         mpi_ops.synchronize(met)
         # From here on no rank starts anything but what is missing.
         mine = {
@@ -184,7 +184,7 @@ class Collectives:
                 "hvd.broadcast_optimizer_state and compression.reset() on all"
             )
 
-    def say_so(self) -> None:
+    def _say_so(self) -> None:
         """Tell ranks that are in a step that it was given up: under each name that they may wait for, once. Never waits."""
         for key, kind in self._kinds.items():
             started = self._started.get(key)

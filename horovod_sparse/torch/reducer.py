@@ -245,8 +245,6 @@ class Reducer(ScaledServer):
     @torch.no_grad()
     def _reduce(self) -> None:
         self.check_unchanged()
-        if self.given_up:
-            self._collectives.say_so()
         if self.announce is not None:
             self.announce()
         self._routes.adopt()
