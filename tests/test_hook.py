@@ -94,17 +94,18 @@ def test_momentum_is_not_applied_twice() -> None:
         register(model, DGC(0.1), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
-def test_a_hook_of_fsdp_is_refused() -> None:
-    with pytest.raises(TypeError, match="FSDP gives each rank another part"):
-        comm_hook(TopK(0.1), torch.ones(3))
-
-
-def test_the_reducer_in_python_is_refused_by_name() -> None:
-    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        model = make_model()
-        register(model, TopK(0.1))
-        with pytest.raises(TypeError, match="set it to True, or to 'ddp_optimizer'"):
-            backward(model)
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (torch.ones(3), "FSDP gives each rank another part"),
+        # As torch._dynamo.config.optimize_ddp = "python_reducer" calls it, which would keep the model alive.
+        ((torch.ones(3), nn.Parameter(torch.ones(3))), "set it to True, or to 'ddp_optimizer'"),
+    ],
+    ids=["FSDP", "python_reducer"],
+)
+def test_what_is_no_bucket_of_ddp_is_refused(given: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        comm_hook(TopK(0.1), given)
 
 
 def test_a_hook_that_needs_the_optimizer_says_so() -> None:
