@@ -83,7 +83,7 @@ def test_a_compressor_serves_one_model() -> None:
 def test_a_model_has_one_hook() -> None:
     model, second = make_model(), TopK(0.1)
     register(model, TopK(0.1))
-    with pytest.raises(RuntimeError, match="can only be called once"):
+    with pytest.raises(RuntimeError, match="model must have no communication hook yet"):
         register(model, second)
     register(make_model(), second)
 
@@ -94,9 +94,18 @@ def test_momentum_is_not_applied_twice() -> None:
         register(model, DGC(0.1), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
-def test_a_hook_of_fsdp_is_refused() -> None:
-    with pytest.raises(TypeError, match="FSDP gives each rank another part"):
-        comm_hook(TopK(0.1), torch.ones(3))
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (torch.ones(3), "FSDP gives each rank another part"),
+        # As torch._dynamo.config.optimize_ddp = "python_reducer" calls it, which would keep the model alive.
+        ((torch.ones(3), nn.Parameter(torch.ones(3))), "set it to True, or to 'ddp_optimizer'"),
+    ],
+    ids=["FSDP", "python_reducer"],
+)
+def test_what_is_no_bucket_of_ddp_is_refused(given: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        comm_hook(TopK(0.1), given)
 
 
 def test_a_hook_that_needs_the_optimizer_says_so() -> None:
@@ -139,13 +148,20 @@ def test_a_state_can_be_loaded_after_an_interrupted_backward_pass() -> None:
     register(model, compression)
     backward(model)
     saved = compression.state_dict()
+    model.zero_grad()
+    given: dict[str, torch.Tensor] = {}
 
     def interrupt(gradient: torch.Tensor) -> None:
         raise KeyboardInterrupt
 
+    layers[1].weight.register_hook(lambda gradient: given.update({"1.weight": gradient.clone()}))
     layers[0].weight.register_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         backward(model)
+    # What had arrived is there whole, also what was on its way.
+    interrupted = compression.state_dict()["residuals"]
+    assert torch.equal(interrupted["0.weight"], saved["residuals"]["0.weight"])
+    torch.testing.assert_close(interrupted["1.weight"], saved["residuals"]["1.weight"] + given["1.weight"])
     compression.load_state_dict(saved)
     residuals = compression.state_dict()["residuals"]
     assert all(torch.equal(one, residuals[name]) for name, one in saved["residuals"].items())

@@ -10,6 +10,7 @@ import pytest
 from table import gradients
 from virtual_mpi import Comm, run
 
+from horovod_sparse import kernels
 from horovod_sparse.numpy import DGC, MiCRO, MomentumCorrection, NoOp, RandomK, SIDCo, SparseAllreduce, TopK
 
 SHAPES = {"weight": (30, 40), "kernel": (500,), "bias": (7,)}
@@ -41,6 +42,14 @@ def test_what_is_sent_and_kept_is_what_was_given(make: Any) -> None:
     for name in SHAPES:
         np.testing.assert_allclose(sent[name] + kept.get(name, 0.0), given[name], rtol=1e-5, atol=1e-5)
     assert reduce.stats().steps == 5
+
+
+def test_the_first_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "horovod_sparse")
+    reduce = SparseAllreduce(None, TopK(0.1, granularity="layer"))
+    for step in range(2):
+        reduce(local(step))
+    assert caplog.messages == [f"TopK 0.1: 2 buckets, 1700 entries, 1 parameters dense, kernels {kernels.variant()}"]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])

@@ -104,6 +104,20 @@ def warn_of_kernels(kernels: Sequence[str], position: int, rank: int) -> None:
         )
 
 
+def warn_of_values(names: Sequence[str], sums: Sequence[Sequence[int]], position: int, rank: int, remedy: str) -> None:
+    """Warn if parameters have other values on another worker. `sums` are all workers' numbers, in the order of `names`."""
+    for other, theirs in enumerate(sums):
+        different = [name for name, *pair in zip(names, sums[position], theirs, strict=True) if pair[0] != pair[1]]
+        if different:
+            warnings.warn(
+                f"horovod_sparse: rank {rank}: before the first step {len(different)} of {len(names)} parameters, such as "
+                f"{different[0]!r}, have other values here than on worker {other} of its group. Gradients are reduced, but "
+                f"replicas stay apart; {remedy}",
+                stacklevel=1,
+            )
+            return
+
+
 def check_arguments(op: object, average: object, total: object, adasum: object, groups: object, c: Compressor) -> None:
     """Refuse what a sparse exchange cannot honour; `average`, `total` and `adasum` are Horovod's operations."""
     if op == adasum:

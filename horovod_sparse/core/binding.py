@@ -14,7 +14,7 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.agreement import is_elastic
 from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import check_parts
-from horovod_sparse.core.statistics import NO_STATS, Stats
+from horovod_sparse.core.statistics import Stats
 from horovod_sparse.ops.protocol import Array, Ops
 
 _FORCE = "HOROVOD_SPARSE_FORCE"
@@ -85,7 +85,7 @@ class BoundCompressor(Compressor):
 
     def stats(self) -> Stats:
         """Return counts, bytes and residual norms per bucket and in total, of the last step and on average; computed now."""
-        return NO_STATS if self._server is None else self._server.stats()
+        return self._bound().stats()
 
     @property
     def steps(self) -> int:

@@ -107,6 +107,12 @@ class Kept:
             if self.compressor.momentum_correction is not None:
                 self.velocities.allocate(layout, like(layout.name))
 
+    def describe(self) -> str:
+        """Return how many parameters are compressed and how many are not, in a line."""
+        numel, dense = sum(one.numel for one in self.buckets), sum(len(one.slots) for one in self._dense.values())
+        entries = f"{numel / 1e6:.1f} M" if numel >= 1e5 else str(numel)
+        return f"{len(self.buckets)} buckets, {entries} entries, {dense} parameters dense"
+
     @property
     def nbytes(self) -> int:
         return self.residuals.nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -10,6 +11,16 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.state import empty_state, holds_anything, merged, names_in, part_of, rescale_state
 from horovod_sparse.core.statistics import NO_STATS, Stats
+
+_log = logging.getLogger("horovod_sparse")
+
+
+def log_start(pipeline: Pipeline, kernels: str) -> None:
+    """Log in the first step, on the first worker, what is compressed. `kernels` is the name of the compiled ones."""
+    if pipeline.position == 0:
+        ratio = pipeline.compressor.ratio
+        what = f"{ratio:g}" if isinstance(ratio, float) else repr(ratio)
+        _log.info("%s %s: %s, kernels %s", type(pipeline.compressor).__name__, what, pipeline.describe(), kernels)
 
 
 class Server:

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_sparse import kernels
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.agreement import RELEASE, check_returned, check_steps
 from horovod_sparse.core.binding import check_factor
 from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline, Wait
+from horovod_sparse.core.server import log_start
 from horovod_sparse.core.state import check_state, kept_shapes
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.exchange.cost import allreduce_bytes
@@ -249,6 +251,7 @@ class SparseAllreduce:
         pipeline.add_dense(layouts, gradients.__getitem__)
         lane = self._comm and self._comm.Dup()
         self.pipeline, self._lane, self._shapes, self._dense = pipeline, lane, _shapes(gradients), dense
+        log_start(pipeline, kernels.variant())
 
     def _agree(self, gradients: Mapping[str, Array], problem: str) -> None:
         """Compare arrays and settings with the other workers. `problem` is the error that stops this one, if any."""

@@ -22,7 +22,7 @@ from horovod_sparse import kernels
 from horovod_sparse.core.agreement import RELEASE, check_arguments, check_sparse, compare, is_elastic, warn_of_kernels
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Layout, Parameter, check_limits, plan
-from horovod_sparse.core.server import Server
+from horovod_sparse.core.server import Server, log_start
 from horovod_sparse.core.state import check_state, kept_shapes, merged, names_in, part_of
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
@@ -272,9 +272,12 @@ class Reducer(Server):
 
     def _carry_out(self, agreed: Plan) -> None:
         """Make what keeps and reduces the variables of a plan."""
+        is_first = self.pipeline is None
         pipeline = self.pipeline = self.pipeline or self._make_pipeline()
         pipeline.add_buckets(agreed.buckets)
         pipeline.add_dense(agreed.dense, lambda name: None)
+        if is_first:
+            log_start(pipeline, kernels.variant())
         self._plans.append(agreed)
         self._bucket_of.update((slot.name, layout) for layout in agreed.buckets for slot in layout.slots)
         self.sparse.extend(agreed.sparse)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from horovod_sparse import kernels
 from horovod_sparse.core import agreement
-from horovod_sparse.core.agreement import check_sparse, compare, op_name, warn_of_kernels
+from horovod_sparse.core.agreement import check_sparse, compare, op_name, warn_of_kernels, warn_of_values
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import gather_json
-from horovod_sparse.torch.parameters import check_real, described
+from horovod_sparse.torch.parameters import check_real, described, sums
 
 _agreed: Counter[tuple[int, ...]] = Counter()
 """How many optimizers have agreed so far, by process set. Each optimizer gets a number, which is part of its collectives'
@@ -73,14 +73,18 @@ def agree(
     key = (process_set.process_set_id, *process_set.ranks)
     # Before the first agreement an optimizer has no number, so the collective's name cannot contain it. The description
     # that is compared does.
-    everyone = gather_json([mine, sparse, _agreed[key], kernels.variant()], agreement_name(process_set), process_set)
+    everyone = gather_json(
+        [mine, sparse, _agreed[key], kernels.variant(), sums(new)], agreement_name(process_set), process_set
+    )
     compare(mine, [theirs for theirs, *_ in everyone], mpi_ops.rank())
     if number is None:
-        warn_of_kernels([theirs for *_, theirs in everyone], process_set.rank(), mpi_ops.rank())
+        warn_of_kernels([theirs for *_, theirs, _ in everyone], process_set.rank(), mpi_ops.rank())
+    values = [theirs for *_, theirs in everyone]
+    warn_of_values([*new.values()], values, process_set.rank(), mpi_ops.rank(), "call hvd.broadcast_parameters first")
     check_real(new)
     found = {name for _, names, *_ in everyone for name in names}
     check_sparse(found, compressor, sparse_as_dense=optimizer.sparse_as_dense, rank=mpi_ops.rank())
-    return Agreement(max(agreed for _, _, agreed, _ in everyone) if number is None else number, found, key)
+    return Agreement(max(agreed for _, _, agreed, *_ in everyone) if number is None else number, found, key)
 
 
 def agreement_name(process_set: Any) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,6 +22,10 @@ from horovod_sparse.exchange.protocols import Collective, disagreement
 Kind = Literal["allgather", "allreduce", "alltoall", "dense", "sparse"]
 """The collectives of exchanges (`protocols.Collective`), or Horovod's own reduction of a dense or a sparse gradient."""
 
+_GIVEN_UP = "int64"
+"""The type of a message that a rank sends in place of one of a step that it has given up. No other message has it, so that
+Horovod raises on all ranks if one of them is in a step."""
+
 
 @dataclass
 class _Started:
@@ -27,6 +33,17 @@ class _Started:
     message: Tensor
     wait: Callable[[], Tensor] | None
     """Waits for the result; None once it has been waited for."""
+    handle: int | None
+    """Horovod's; None for sparse gradients, which have two."""
+
+    @property
+    def dtype(self) -> str:
+        return str(self.message.dtype).removeprefix("torch.")
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody has to wait for it."""
+        return self.wait is None or (self.handle is not None and mpi_ops.poll(self.handle))
 
 
 class Collectives:
@@ -38,41 +55,58 @@ class Collectives:
         self._process_set = process_set
         self._started: dict[str, _Started] = {}
         """The collectives that were started in this step, by name."""
+        self._kinds: dict[str, Kind] = {}
+        """The kinds of all that were ever started, by name: what other ranks may wait for."""
+        self._starts: Counter[str] = Counter()
+        """How often each was started."""
+        self.steps = 0
+        """Steps of which all collectives have ended."""
         self.given_up = False
         """True if a step was given up. Nobody waits for the collectives that it may have left under way."""
 
     def start(self, kind: Kind, message: Tensor, name: str, to: Sequence[int] | None = None) -> Callable[[], Tensor]:
         """Start a collective and return a function that waits for its result. Allreduces of dense messages are in place.
 
-        `to` is that of `protocols.Collective`.
+        `to` is that of `protocols.Collective`. The function raises RuntimeError if another rank has given up the step.
         """
-        wait = self._begin(kind, message, name, to)
-        started = self._started[name] = _Started(kind, message, wait)
+        wait, handle = self._begin(kind, message, name, to)
+        started = self._started[name] = _Started(kind, message, wait, handle)
+        self._kinds[name] = kind
+        self._starts[name] += 1
 
         def result() -> Tensor:
             started.wait = None
-            return wait()
+            try:
+                return wait()
+            except HorovodInternalError as error:
+                if _GIVEN_UP in str(error):
+                    raise RuntimeError(
+                        f"rank {mpi_ops.rank()}: another rank has given up a step after an exception, so this rank gives up "
+                        "its own; see what the other rank reports. All ranks may go on with the next step"
+                    ) from error
+                raise
 
         return result
 
-    def _begin(self, kind: Kind, message: Tensor, name: str, to: Sequence[int] | None) -> Callable[[], Tensor]:
+    def _begin(
+        self, kind: Kind, message: Tensor, name: str, to: Sequence[int] | None
+    ) -> tuple[Callable[[], Tensor], int | None]:
         mine = self._process_set
         if kind == "sparse":
-            result: Callable[[], Tensor] = mpi_ops.sparse_allreduce_async(message, name, self._op, mine)
-            return result
+            return mpi_ops.sparse_allreduce_async(message, name, self._op, mine), None
         if kind == "allgather":
             handle = mpi_ops.allgather_async(message, name=name, process_set=mine)
         elif kind == "alltoall":
             splits = None if to is None else torch.tensor(to, dtype=torch.int32)
             handle = mpi_ops.alltoall_async(message, splits, name, mine)
             # The second result is how much came from each rank.
-            return lambda: mpi_ops.synchronize(handle)[0]
-        elif kind == "allreduce":
+            return lambda: mpi_ops.synchronize(handle)[0], handle
+        elif kind == "allreduce" or message.dtype == getattr(torch, _GIVEN_UP):
             handle = mpi_ops.allreduce_async_(message, name=name, op=mpi_ops.Sum, process_set=mine)
         else:
             scales = {"prescale_factor": 1.0 / self._predivide, "postscale_factor": self._predivide}
             handle = mpi_ops.allreduce_async_(message, name=name, op=self._op, process_set=mine, **scales)
-        return lambda: mpi_ops.synchronize(handle)
+        return lambda: mpi_ops.synchronize(handle), handle
 
     def start_round(self, bucket: Bucket, collective: Collective, name: Callable[[str], str]) -> Wait:
         """Start a bucket's next collective and return a function that waits for its result.
@@ -102,30 +136,69 @@ class Collectives:
     def end_step(self) -> None:
         """Forget the step's collectives, which have all been waited for."""
         self._started.clear()
+        self.steps += 1
+
+    def take_back_step(self) -> None:
+        """Note that this rank has not made the step whose collectives have ended. Others may have made it."""
+        if not self.given_up:
+            self.given_up = True
+            self.steps -= 1
 
     def clear_up(self, name: str) -> None:
-        """End the collectives that a given-up step left under way, on this rank or another. Blocks if there was such a step.
+        """Meet the other ranks after a step that was given up, on this rank or another. Blocks if there was such a step.
 
-        If a rank gave up before it had started a collective that others wait for, it takes part with zeros.
+        Collectives that such steps left under way are ended. A rank takes part with zeros in what only others have started.
+
+        Raises:
+            RuntimeError: on every rank, if some have made a step that others have given up.
         """
         if not self.given_up:
             return
-        mine = {key: _describe(started.kind, started.message) for key, started in self._started.items()}
-        for theirs in gather_json(mine, name, self._process_set):
-            for key, (kind, *like) in theirs.items():
-                if key not in self._started:
+        self._say_so()
+        met = mpi_ops.allgather_async(torch.zeros(1), name=name, process_set=self._process_set)
+        while not mpi_ops.poll(met):
+            time.sleep(0.001)
+            self._say_so()
+        mpi_ops.synchronize(met)
+        # From here on no rank starts anything but what is missing.
+        mine = {
+            key: (self._starts[key], one.kind, list(one.message.shape), one.dtype, one.message.device.type)
+            for key, one in self._started.items()
+        }
+        everyone = gather_json((self.steps, mine), f"{name}.left", self._process_set)
+        for _, theirs in everyone:
+            for key, (starts, kind, *like) in theirs.items():
+                if self._starts[key] < starts:
+                    self._end(key)
                     self.start(kind, _nothing(kind, *like), key)
-        for started in self._started.values():
-            if started.wait is not None:
-                # The result is not needed any more. If Horovod is down, the next collective says so.
-                with contextlib.suppress(HorovodInternalError):
-                    started.wait()
+        for key in self._started:
+            self._end(key)
         self._started.clear()
         self.given_up = False
+        steps = [theirs for theirs, _ in everyone]
+        self.steps = max(steps)
+        if min(steps) < max(steps):
+            raise RuntimeError(
+                f"rank {mpi_ops.rank()}: replicas differ, because some ranks have given up a step that the others have made "
+                f"(steps by rank: {steps}); load a checkpoint on all ranks, or call hvd.broadcast_parameters, "
+                "hvd.broadcast_optimizer_state and compression.reset() on all"
+            )
 
+    def _say_so(self) -> None:
+        """Tell ranks that are in a step that it was given up: under each name that they may wait for, once. Never waits."""
+        for key, kind in self._kinds.items():
+            started = self._started.get(key)
+            if started is None or (started.dtype != _GIVEN_UP and started.over):
+                self._end(key)
+                self.start(kind, _nothing(kind, (1, 1), _GIVEN_UP, "cpu"), key)
 
-def _describe(kind: Kind, message: Tensor) -> tuple[Any, ...]:
-    return kind, list(message.shape), str(message.dtype).removeprefix("torch."), message.device.type
+    def _end(self, key: str) -> None:
+        started = self._started.get(key)
+        if started is not None and started.wait is not None:
+            # The result is not needed any more. If Horovod is down, the next collective says so.
+            with contextlib.suppress(HorovodInternalError):
+                started.wait()
+            started.wait = None
 
 
 def _nothing(kind: Kind, shape: Sequence[int], dtype: str, device: str) -> Tensor:

@@ -19,7 +19,7 @@ from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.pipeline import Pipeline, UnderWay, Wait
 from horovod_sparse.core.preparation import Arrived
-from horovod_sparse.core.server import Server
+from horovod_sparse.core.server import Server, log_start
 from horovod_sparse.core.state import check_state, empty_state, holds_anything, kept_shapes
 from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.exchange.protocols import Collective, Reduced
@@ -226,6 +226,7 @@ class GroupReducer(Server):
         self.pipeline = pipeline
         if self.deferred is not None:
             super().load_compression_state(self.deferred)
+        log_start(pipeline, kernels.variant())
         return pipeline
 
     @property

@@ -19,6 +19,10 @@ _NO_FSDP = (
     "FSDP gives each rank another part of every gradient, which leaves nothing to choose from on all ranks; use "
     "DistributedDataParallel"
 )
+_NO_PYTHON_REDUCER = (
+    "torch._dynamo.config.optimize_ddp='python_reducer' reduces every gradient alone; set it to True, or to "
+    "'ddp_optimizer'"
+)
 
 
 @uncompiled
@@ -42,8 +46,7 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
         FloatingPointError: on every rank, after the step, if a gradient of any rank holds NaN or infinity (see `not_finite`).
     """
     _check_compression(state)
-    if not isinstance(bucket, GradBucket):
-        raise TypeError(f"comm_hook must be registered with DistributedDataParallel, got {type(bucket)}. {_NO_FSDP}")
+    _check_bucket(bucket)
     server = state.server
     if not isinstance(server, HookReducer):
         state.check_free()
@@ -88,9 +91,22 @@ def register(
                 f"optimizer must have all parameters of the model with lr_in_residual=True, got none of {absent}"
             )
     group = Group(model.process_group, next(iter(names)).device)
-    model.register_comm_hook(compression, comm_hook)
+    try:
+        model.register_comm_hook(compression, comm_hook)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "model must have no communication hook yet, and DistributedDataParallel takes only one; call register once for "
+            "each model, or wrap the module in a new DistributedDataParallel to give it another compression"
+        ) from error
     reducer = HookReducer(compression, group, names, optimizer)
     reducer.finds_unused = model.find_unused_parameters and not model.static_graph
+
+
+def _check_bucket(bucket: object) -> None:
+    if not isinstance(bucket, GradBucket):
+        # DDP's other reducer hands over a gradient and its parameter.
+        why = _NO_PYTHON_REDUCER if isinstance(bucket, tuple) else _NO_FSDP
+        raise TypeError(f"comm_hook must get the buckets of DistributedDataParallel, got {type(bucket)}. {why}")
 
 
 def _check_compression(compression: object) -> None:

@@ -82,6 +82,12 @@ class HookReducer(ScaledServer, GroupReducer):
                 "compressor of its own"
             )
 
+    def state_dict(self) -> dict[str, Any]:
+        if self._step.begun:
+            # The last bucket of a backward pass ends the step, so this one was interrupted.
+            self._give_up_step()
+        return super().state_dict()
+
     def _give_up_step(self) -> None:
         self._promised = []
         super()._give_up_step()
@@ -90,7 +96,7 @@ class HookReducer(ScaledServer, GroupReducer):
         gradients, error = self._complete(), None
         try:
             assert self.pipeline is not None
-            self.pipeline.end_step()
+            self._end_step(self.pipeline)
         except FloatingPointError as raised:
             error = raised
         self._end_backward(gradients, error)

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 
 def described(named: Mapping[Tensor, str]) -> list[str]:
     """Return name, shape and type of each parameter."""
     return [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for parameter, name in named.items()]
+
+
+def sums(named: Mapping[Tensor, str]) -> list[int]:
+    """Return a number for each parameter that tells its values from others: the sum of its bits, read as whole numbers."""
+    parts = []
+    for parameter in named:
+        flat = parameter.detach().reshape(-1)
+        if flat.storage_offset() * flat.itemsize % 8:
+            flat = flat.clone()
+        parts.append(flat.view(torch.uint8 if flat.nbytes % 8 else torch.int64).sum(dtype=torch.int64))
+    return [int(part) for part in parts]
 
 
 def check_real(named: Mapping[Tensor, str]) -> None:

@@ -13,6 +13,7 @@ Some steps are held back, and reduced as a whole in `synchronize`:
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,13 +21,16 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
+from torch.autograd import Variable
 
+from horovod_sparse import kernels
 from horovod_sparse.core.agreement import agree_on_states, is_elastic
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.pipeline import Pipeline, Wait
 from horovod_sparse.core.preparation import Arrived
+from horovod_sparse.core.server import log_start
 from horovod_sparse.core.state import check_discardable, check_state, empty_state, holds_anything, kept_shapes
 from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.exchange.protocols import Collective, Reduced
@@ -39,14 +43,9 @@ from horovod_sparse.torch.following import Workers
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
 from horovod_sparse.torch.routes import OptimizerRoutes, dense_message
-from horovod_sparse.torch.scaler import ScaledServer
+from horovod_sparse.torch.scaler import WITH_SCALER, ScaledServer
 from horovod_sparse.torch.step import Step
 from horovod_sparse.torch.uncompiled import uncompiled
-
-_WITH_SCALER = (
-    "With torch.amp.GradScaler, call compression.scale_with(scaler) before the first step, so that all ranks leave out the "
-    "same steps"
-)
 
 
 def reducer_of(optimizer: Any) -> Reducer | None:
@@ -67,9 +66,12 @@ class Reducer(ScaledServer):
         self._process_set = optimizer.process_set
         self._forget_workers()
         self._step = Step()
+        self._passes: dict[int, weakref.ref[object]] = {}
+        """What PyTorch calls at the end of a backward pass, by its number. PyTorch drops that of an interrupted pass."""
         self._frozen: set[Tensor] = set()
         """Parameters that are not trained at the moment. They keep no residual and no velocity."""
         self.workers_before = Workers()
+        optimizer.register_step_pre_hook(self._note_step)
         self.active = self._process_set.included() and compresses(self._process_set.size())
         if self.active and mpi_ops.size() == 1 and not is_elastic():
             # Stock Horovod registers no hooks for a single worker.
@@ -102,6 +104,38 @@ class Reducer(ScaledServer):
         return self.scaler is scaler
 
     # --- gradients in: called from hooks, never waits for another rank ---
+
+    def note_backward(self, parameter: Tensor) -> None:
+        """Note that a gradient comes from the backward pass that goes on. Give up a step that an earlier one has not ended."""
+        number, gradient = torch._C._current_graph_task_id(), parameter.grad
+        if number not in self._passes:
+            handed = self._step.handed.get(parameter)
+            # If the gradient was added to the one that was handed over, stock Horovod raises.
+            if handed is None or handed.gradient is not gradient:
+                self.end_interrupted()
+                parameter.grad = gradient
+
+            def ended() -> None:
+                self._passes.pop(number, None)
+
+            self._passes[number] = weakref.ref(ended)
+            Variable._execution_engine.queue_callback(ended)
+
+    def _note_step(self, *arguments: Any) -> None:
+        self._step.ending = bool(self._step.handed)
+
+    def end_interrupted(self) -> None:
+        """Give up a step of which backward, or `step` of the optimizer, has ended with an exception."""
+        if self._step.ending or any(held() is None for held in self._passes.values()):
+            self._passes.clear()
+            self._give_up_step()
+
+    def update_failed(self, error: BaseException) -> None:
+        """Give up the step in which `step` of the optimizer has raised. Other ranks may have made it."""
+        if self.optimizer._handles:
+            self._give_up_step()
+        elif self.optimizer._synchronized and not isinstance(error, FloatingPointError):
+            self._collectives.take_back_step()
 
     @uncompiled
     def submit(self, parameter: Tensor) -> None:
@@ -201,7 +235,12 @@ class Reducer(ScaledServer):
         self._restore_hooks()
         optimizer._synchronized = True
         if self.pipeline is not None:
-            self.pipeline.end_step()
+            try:
+                self._end_step(self.pipeline)
+            except BaseException as error:
+                self.pipeline.abort()
+                self.update_failed(error)
+                raise
 
     @torch.no_grad()
     def _reduce(self) -> None:
@@ -262,7 +301,7 @@ class Reducer(ScaledServer):
             "optimizer.synchronize(), change them, and step with optimizer.skip_synchronize(); or local ones, with "
             "parameter.register_hook(). To clip, pass clip_norm to the compressor, which clips before the selection. If a "
             "library clips or measures gradients (Lightning, Accelerate, Transformers), docs/recipes.md shows where to call "
-            f"optimizer.synchronize() before it does. {_WITH_SCALER}"
+            f"optimizer.synchronize() before it does. {WITH_SCALER}"
         )
 
     @uncompiled
@@ -277,7 +316,7 @@ class Reducer(ScaledServer):
                 self._give_up_step()
                 raise RuntimeError(
                     f"rank {mpi_ops.rank()}: optimizer.step() was left out after loss.backward(), and the gradient of "
-                    f"parameter {name!r} holds NaN or infinity: other ranks may have stepped. {_WITH_SCALER}"
+                    f"parameter {name!r} holds NaN or infinity: other ranks may have stepped. {WITH_SCALER}"
                 )
 
     def _finish(self, pipeline: Pipeline) -> None:
@@ -333,6 +372,7 @@ class Reducer(ScaledServer):
         agree_on_states(lambda: self._check(deferred, left_out), gather, mpi_ops.rank())
         agreement.conclude()
         self._number = agreement.number
+        is_first = self.pipeline is None
         if self.pipeline is None:
             pipeline = Pipeline(
                 self._ops,
@@ -351,6 +391,8 @@ class Reducer(ScaledServer):
         self.sparse = [self._routes.names[parameter] for parameter in self._routes.sparse]
         if self.deferred is not None:
             super().load_compression_state(self.deferred)
+        if is_first:
+            log_start(self.pipeline, kernels.variant())
 
     def _check(self, state: Mapping[str, Any], sparse: Collection[str]) -> None:
         """Raise ValueError unless a state fits the parameters. Those named in `sparse` have none."""
@@ -358,6 +400,15 @@ class Reducer(ScaledServer):
             check_state(state, self.compressor, *kept_shapes(self._routes.shapes(sparse), self.compressor))
 
     # --- statistics and state: see `Server` ---
+
+    def state_dict(self) -> dict[str, Any]:
+        self.end_interrupted()
+        if self._step.begun:
+            raise RuntimeError(
+                f"rank {mpi_ops.rank()}: state_dict must be called between two steps, got a call after loss.backward(), when "
+                "the residuals lack what is on its way; call optimizer.step() first"
+            )
+        return super().state_dict()
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
         if self.pipeline is None and self.active:

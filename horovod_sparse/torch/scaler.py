@@ -6,10 +6,16 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.server import Server
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.detached import check_detachable, moved
 from horovod_sparse.torch.routes import Routes
+
+WITH_SCALER = (
+    "With torch.amp.GradScaler, call compression.scale_with(scaler) before the first step, so that all ranks leave out the "
+    "same steps"
+)
 
 
 class ScaledServer(Server):
@@ -42,6 +48,13 @@ class ScaledServer(Server):
                 "rescale must not be called with scale_with(scaler): residuals are kept without the loss scale"
             )
         super().rescale(factor)
+
+    def _end_step(self, pipeline: Pipeline) -> None:
+        try:
+            pipeline.end_step()
+        except FloatingPointError as error:
+            error.args = (f"{error}. {WITH_SCALER}",)
+            raise
 
     @property
     def _scale(self) -> float | None:

@@ -187,6 +187,23 @@ def _refuse_adasum(stock: Method) -> Method:
     return extended
 
 
+def _make_hook(stock: Method) -> Method:
+    def extended(self: Any, p: Any) -> Any:
+        hook = stock(self, p)
+        if not isinstance(self._compression, TorchCompressor):
+            return hook
+
+        def noted(*ignored: Any) -> None:
+            reducer = reducer_of(self)
+            if reducer is not None and reducer.active:
+                reducer.note_backward(p)
+            hook(*ignored)
+
+        return noted
+
+    return extended
+
+
 def _allreduce_grad_async(stock: Method) -> Method:
     def extended(self: Any, p: Any) -> Any:
         reducer = reducer_of(self)
@@ -260,12 +277,16 @@ def _step(self: Any, reducer: Reducer, stock: Method, closure: Any = None) -> An
             # Stock Horovod warns here if the gradients are reduced already, as it reduces them again. This does not.
             self.synchronize()
         return _above_horovod(self).step()
+    except BaseException as error:
+        reducer.update_failed(error)
+        raise
     finally:
         self._synchronized = False
 
 
 @_if_ours
 def _zero_grad(self: Any, reducer: Reducer, stock: Method, *args: Any, **kwargs: Any) -> None:
+    reducer.end_interrupted()
     if self._handles:
         reducer.check_not_left_out()
         raise AssertionError(
@@ -279,6 +300,7 @@ def _zero_grad(self: Any, reducer: Reducer, stock: Method, *args: Any, **kwargs:
 
 @_if_ours
 def _load_state_dict(self: Any, reducer: Reducer, stock: Method, *args: Any, **kwargs: Any) -> None:
+    reducer.end_interrupted()
     if self._handles:
         # Collectives that are under way must finish before the handles are dropped.
         self.synchronize()
@@ -346,6 +368,7 @@ def _is_scaled(scaler: Any, optimizer: Any) -> bool:
 
 _EXTENSIONS: dict[str, Callable[[Any], Method]] = {
     "__init__": _init,
+    "_make_hook": _make_hook,
     "_allreduce_grad_async": _allreduce_grad_async,
     "_grouped_allreduce_grad_async": _grouped_allreduce_grad_async,
     "set_backward_passes_per_step": _of_the_optimizer,

@@ -35,6 +35,8 @@ class Step:
     """The gradients that backward has handed over, by parameter."""
     begun: bool = False
     """True once gradients are being taken: they are in residuals, or on their way."""
+    ending: bool = False
+    """True once the optimizer's `step` was called."""
     taken: set[Tensor] = field(default_factory=set)
     """Parameters that have been taken, with a gradient or without one."""
     exchanges: dict[str, Wait] = field(default_factory=dict)

@@ -53,6 +53,23 @@ def dense_steps_that_end_in_different_steps_raise_on_all(make: MakeCompression) 
     assert compression.stats().last.total.ratio < 0.1
 
 
+@scenario(*PAIR)
+def weights_that_were_not_broadcast_cause_a_warning() -> None:
+    """Once, on all ranks that differ, with the first parameter's name; none if they are equal, whatever their layout is."""
+    for seeds, names in (((1, 2), ["0.weight"]), ((1, 1), [])):
+        model = small_model(seed=seeds[hvd.rank() % 2])
+        if hvd.rank() == 1:
+            model[4].weight.data = model[4].weight.data.t().contiguous().t()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(model, wrap(model, TopK(0.01)), range(2))
+        texts = [str(warning.message) for warning in caught]
+        assert len(texts) == len(names), texts
+        for text, name in zip(texts, names, strict=True):
+            assert f"8 of 8 parameters, such as {name!r}, have other values here than on worker" in text, text
+            assert "call hvd.broadcast_parameters first" in text, text
+
+
 @scenario(
     MPI_2,
     cases={

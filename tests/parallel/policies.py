@@ -511,7 +511,7 @@ def not_finite_raises_on_all_ranks_and_training_can_go_on(make: MakeCompression,
         else:
             messages = everyone(raised(FloatingPointError, lambda local=local: reduce(optimizer, parameters, local)))
             assert all(f"rank {rank}: the gradient of" in message for rank, message in enumerate(messages))
-            assert f"parameter {where!r} holds NaN" in messages[1]
+            assert f"parameter {where!r} holds NaN" in messages[1] and "scale_with(scaler)" in messages[1]
         state = compression.state_dict()["residuals"]
         for name, residual in state.items():
             if step in (0, 2):

@@ -7,12 +7,14 @@ import itertools
 import warnings
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import horovod.torch as hvd
 import numpy as np
 import torch
 from torch import nn
 
+from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.torch import DGC, MiCRO, NoOp, SIDCo, TopK, seam
 
 from .common import (
@@ -23,6 +25,7 @@ from .common import (
     everyone,
     feed,
     gradient_of,
+    kept,
     loss_of,
     raised,
     reduce,
@@ -437,8 +440,8 @@ def learning_rate_schedule() -> None:
 
 @scenario(MPI_2, cases={"none": (True,), "zero": (False,), "default": (None,)})
 def zero_grad_takes_its_argument(set_to_none: bool | None) -> None:
-    model = small_model()
-    optimizer = wrap(model, SIDCo(0.05))
+    model, compression = small_model(), SIDCo(0.05)
+    optimizer = wrap(model, compression)
     for step in range(4):
         optimizer.zero_grad() if set_to_none is None else optimizer.zero_grad(set_to_none=set_to_none)
         gradients = [parameter.grad for parameter in model.parameters()]
@@ -448,6 +451,8 @@ def zero_grad_takes_its_argument(set_to_none: bool | None) -> None:
             assert gradients == [None] * len(gradients)
         loss_of(model, step).backward()
         assert "before optimizer.step()" in raised(AssertionError, optimizer.zero_grad)
+        if step:
+            assert "call optimizer.step() first" in raised(RuntimeError, compression.state_dict)
         optimizer.step()
     assert_identical(model)
 
@@ -744,6 +749,113 @@ def an_exception_loses_nothing_and_counts_nothing_twice() -> None:
     kept = everyone({n: (compression.state_dict()["residuals"][n] - r).numpy() for n, r in after.items()})
     for name in after:
         np.testing.assert_array_equal(sent[name] + sum(one[name] for one in kept), 0.0, err_msg=name)
+
+
+class _StoppedError(Exception):
+    """Raised by the user's own code."""
+
+
+def _stop(*_: Any) -> None:
+    raise _StoppedError
+
+
+def _stopped_in_backward(model: nn.Module, optimizer: Any, step: int) -> None:
+    # The last weight in backward: the others are on their way.
+    hook = model[0].weight.register_hook(_stop)
+    try:
+        loss_of(model, step).backward()
+    finally:
+        hook.remove()
+
+
+def _stopped_in_a_closure(model: nn.Module, optimizer: Any, step: int) -> None:
+    def closure() -> Any:
+        loss_of(model, step).backward()
+        _stop()
+
+    optimizer.step(closure)
+
+
+def _stopped_before_the_step(model: nn.Module, optimizer: Any, step: int) -> None:
+    loss_of(model, step).backward()
+    hook = optimizer.register_step_pre_hook(_stop)
+    try:
+        optimizer.step()
+    finally:
+        hook.remove()
+
+
+def _stopped_at_the_end(model: nn.Module, optimizer: Any, step: int) -> None:
+    # As by a signal.
+    with patch.object(Pipeline, "end_step", _stop):
+        train(model, optimizer, [step])
+
+
+_STOPPED = {
+    "backward": _stopped_in_backward,
+    "closure": _stopped_in_a_closure,
+    "pre_hook": _stopped_before_the_step,
+    "end": _stopped_at_the_end,
+}
+_EXCHANGED: dict[str, Any] = {
+    "TopK": lambda **s: TopK(0.02, **s),
+    "union": lambda **s: TopK(0.02, union=True, **s),
+    "balanced": lambda **s: SIDCo(0.02, balanced=True, **s),
+    "dense": lambda **s: TopK(0.02, min_numel=10**6, **s),
+}
+_PLACES = {f"{place}-{name}": (_STOPPED[place], make) for place in _STOPPED for name, make in _EXCHANGED.items()}
+
+
+@scenario(*PAIR, cases=_PLACES)
+def an_exception_of_the_users_on_all_ranks_leaves_no_trace(stopped: Any, make: Any) -> None:
+    models = small_model(), small_model()
+    compressions = [make(bucket_bytes=BUCKET_BYTES, discardable=True) for _ in models]
+    disturbed, plain = (wrap(model, one) for model, one in zip(models, compressions, strict=True))
+    train(models[1], plain, range(7))
+    for step in range(7):
+        before = kept(compressions[0]) if step else ""
+        if step in (0, 3, 4, 6):
+            disturbed.zero_grad()
+            raised(_StoppedError, lambda step=step: stopped(models[0], disturbed, 40 + step))
+        if step == 4:
+            assert kept(compressions[0]) == before
+        if step == 6 and stopped is _stopped_in_backward:
+            # The next backward pass finds that the last one was interrupted.
+            models[0].zero_grad()
+            loss_of(models[0], step).backward()
+            disturbed.step()
+        else:
+            train(models[0], disturbed, [step])
+    assert digest(models[0].parameters()) == digest(models[1].parameters())
+    assert kept(compressions[0]) == kept(compressions[1])
+    assert_identical(models[0])
+
+
+@scenario(*EVERYWHERE, cases=_PLACES)
+def an_exception_of_the_users_on_one_rank_is_told_to_all(stopped: Any, make: Any) -> None:
+    """Nobody waits, and replicas do not differ without a word."""
+    model = small_model()
+    compression = make(bucket_bytes=BUCKET_BYTES)
+    optimizer = wrap(model, compression)
+    train(model, optimizer, range(3))
+    # If this rank has sent all that the others need, they make the step.
+    has_one_round = make in (_EXCHANGED["TopK"], _EXCHANGED["dense"])
+    is_made = stopped is _stopped_at_the_end or (stopped is not _stopped_in_backward and has_one_round)
+    optimizer.zero_grad()
+    if hvd.rank() == hvd.size() - 1:
+        raised(_StoppedError, lambda: stopped(model, optimizer, 3))
+    else:
+        train(model, optimizer, [3] if is_made else [])
+        assert "another rank has given up a step" in raised(RuntimeError, lambda: train(model, optimizer, [4]))
+    if is_made:
+        steps = [4] * (hvd.size() - 1) + [3]
+        text = raised(RuntimeError, lambda: train(model, optimizer, [4]))
+        assert f"some ranks have given up a step that the others have made (steps by rank: {steps})" in text, text
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        compression.reset()
+    train(model, optimizer, range(5, 8))
+    assert_identical(model)
 
 
 @scenario(

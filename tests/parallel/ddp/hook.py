@@ -277,7 +277,8 @@ def a_disabled_scaler_changes_nothing() -> None:
     compression.scale_with(scaler)
     network.overflows = ranks.rank() == 1
     loss = scaler.scale(loss_of(model, 0))
-    assert "holds NaN or infinity" in everyone_raises(FloatingPointError, loss.backward)
+    text = everyone_raises(FloatingPointError, loss.backward)
+    assert "holds NaN or infinity" in text and "call compression.scale_with(scaler)" in text
 
 
 @scenario(TORCHRUN_2, cases={"together": (True,), "in-turn": (False,)})
