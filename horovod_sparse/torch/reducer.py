@@ -21,7 +21,7 @@ import torch
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from horovod_sparse.core.agreement import agree_on_states, is_elastic
+from horovod_sparse.core.agreement import agree_on_states, check_momentum, is_elastic
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Slot
@@ -30,7 +30,7 @@ from horovod_sparse.core.preparation import Arrived
 from horovod_sparse.core.state import check_discardable, check_state, empty_state, holds_anything, kept_shapes
 from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.exchange.protocols import Collective, Reduced
-from horovod_sparse.torch.agreement import agree, check_momentum, gather_states, hosts
+from horovod_sparse.torch.agreement import agree, gather_states, hosts
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
@@ -319,7 +319,7 @@ class Reducer(ScaledServer):
 
     def settings_changed(self) -> None:
         """Check the optimizer's settings, which may have changed."""
-        check_momentum(self.optimizer.param_groups, self.compressor)
+        check_momentum(self.compressor, self.optimizer.param_groups)
 
     def _extend_routes(self) -> None:
         new = self._routes.without_route()
