@@ -159,7 +159,7 @@ def _check_arguments(optimizer: object, model: object) -> None:
     """Raise TypeError unless the optimizer and the model leave gradients on their worker."""
     if not hasattr(optimizer, "param_groups") or not isinstance(model, nn.Module):
         raise TypeError(
-            "optimizer and model must come in this order, LocalUpdates(optimizer, model, compression), got "
+            "optimizer and model must be given in this order, LocalUpdates(optimizer, model, compression), got "
             f"{type(optimizer).__name__} and {type(model).__name__}"
         )
     if hasattr(optimizer, "_allreduce_grad_async"):
@@ -169,8 +169,8 @@ def _check_arguments(optimizer: object, model: object) -> None:
         )
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise TypeError(
-            "model must not be in DistributedDataParallel with local updates, which would average all gradients; leave "
-            "DistributedDataParallel out"
+            "model must be a plain one with local updates, got one in DistributedDataParallel, which would average all "
+            "gradients; leave DistributedDataParallel out"
         )
 
 

@@ -113,7 +113,7 @@ def wrong_settings_are_refused() -> None:
         ({"optimizer": model, "model": optimizer}, "LocalUpdates(optimizer, model, compression), got Linear and AdamW"),
         (
             {"model": nn.Sequential(nn.parallel.DistributedDataParallel(model))},
-            "must not be in DistributedDataParallel",
+            "leave DistributedDataParallel out",
         ),
     ):
         settings = {"optimizer": optimizer, "model": model, **arguments}
