@@ -28,6 +28,14 @@ import numpy as np
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.ops.protocol import Array
 
+_NEEDED = (
+    ("momentum_correction", None, "use outer_momentum, or momentum in the optimizer (DGC: momentum=0)"),
+    ("clip_norm", None, "movement that is clipped off would be lost; clip gradients before the optimizer's step"),
+    ("not_finite", "raise", "the shared parameters would stay NaN"),
+    ("lr_in_residual", False, "residuals are in units of the parameters already"),
+)
+"""Settings of a compressor, what they must be, and why."""
+
 
 @dataclass(frozen=True)
 class Outer:
@@ -57,26 +65,11 @@ class Outer:
 
     def check(self, compressor: Compressor) -> None:
         """Raise ValueError if a compressor does what has no meaning here."""
-        if compressor.momentum_correction is not None:
-            raise ValueError(
-                f"compression must have no momentum_correction with local updates, got {compressor.momentum_correction!r}; use "
-                "outer_momentum, or momentum in the optimizer (DGC: momentum=0)"
-            )
-        if compressor.clip_norm is not None:
-            raise ValueError(
-                f"compression must have clip_norm=None with local updates, got {compressor.clip_norm!r}: movement that is "
-                "clipped off would be lost; clip each worker's own gradients before the optimizer's step"
-            )
-        if compressor.not_finite == "propagate":
-            raise ValueError(
-                "compression must have not_finite='raise' with local updates, got 'propagate': the shared parameters would "
-                "stay NaN"
-            )
-        if compressor.lr_in_residual:
-            raise ValueError(
-                "compression must have lr_in_residual=False with local updates, got True: residuals are in units of the "
-                "parameters already"
-            )
+        for name, needed, why in _NEEDED:
+            if getattr(compressor, name) != needed:
+                raise ValueError(
+                    f"compression must have {name}={needed!r} with local updates, got {getattr(compressor, name)!r}: {why}"
+                )
 
     def update(self, shared: Array, mean: Array, momentum: Array | None) -> None:
         """Move a shared parameter by the mean of what was sent. `mean` is changed, and `momentum` if there is one."""
