@@ -201,7 +201,7 @@ def next_number() -> int:
 
 
 def digest(arrays: Mapping[str, Array]) -> str:
-    """Return what tells the names and values of arrays, or of PyTorch's tensors, from others."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of the names and values of arrays, or of PyTorch's tensors."""
     sha = hashlib.sha256()
     for name, array in arrays.items():
         sha.update(name.encode())

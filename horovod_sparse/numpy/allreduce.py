@@ -108,7 +108,7 @@ class SparseAllreduce:
         # Release the memory of the collectives of aborted steps that MPI has completed.
         self._under_way = [started for started in self._under_way if not started.request.Test()]
         if self.pipeline.buckets:
-            check_steps(self.pipeline.compressor, self.pipeline.buckets[0].state.step, self.everyone, self._rank)
+            check_steps(self.pipeline.compressor, self.pipeline.buckets[0].state.step, self._steps, self._rank)
         self.pipeline.start_step(gradients.values())
         reduced = {name: np.zeros(shape, dtype) for name, (shape, dtype) in self._shapes.items()}
         waits: dict[str, Wait] = {}
@@ -204,6 +204,11 @@ class SparseAllreduce:
         arrays = [(n, g.shape, str(g.dtype)) for n, g in gradients.items()]
         self.compare(f"release {RELEASE}", repr(self.pipeline.compressor), arrays, self.pipeline.divisor, problem)
 
+    def everyone(self, mine: int) -> list[int]:
+        """Return every worker's number. Blocks."""
+        numbers: list[int] = self._start(Collective("allgather", np.array([mine])))().tolist()
+        return numbers
+
     def compare(self, *mine: object) -> None:
         """Raise ValueError on every worker unless all of them give the same; what differs is told by its `repr`. Blocks."""
         digest = np.frombuffer(hashlib.sha256(repr(mine).encode()).digest(), np.uint8)
@@ -221,10 +226,10 @@ class SparseAllreduce:
         everyone = self._start(Collective("allgather", digest))().reshape(self._world, -1)
         return [theirs.tobytes().hex()[:12] for theirs in everyone]
 
-    def everyone(self, mine: int) -> list[int]:
-        """Return every worker's number. Blocks."""
-        numbers: list[int] = self._start(Collective("allgather", np.array([mine])))().tolist()
-        return numbers
+    def _steps(self, mine: int) -> list[int]:
+        """Return every worker's step."""
+        steps: list[int] = self._start(Collective("allgather", np.array([mine])))().tolist()
+        return steps
 
     def __repr__(self) -> str:
         return f"SparseAllreduce({self.pipeline.compressor!r})"

@@ -31,17 +31,20 @@ class HorovodGroup:
         self.rank: int = mpi_ops.rank()
         self._process_set = process_set
         self._name = f"horovod_sparse.{process_set.process_set_id}.group"
+        self._is_together = False
         self._begin()
 
     def _begin(self) -> None:
         """Let names begin anew, on all ranks: Horovod remembers them."""
         self._collectives = Collectives(mpi_ops.Sum, 1.0, self._process_set)
-        self._number = self._meetings = 0
-        self._met = True
-        """Whether all ranks are known to have started what this one has started."""
+        self._number = self._meetings = self._under_way = 0
 
     def start(self, collective: Collective) -> Wait:
-        self._met = False
+        if not self._under_way and not self._is_together:
+            self._begin()
+        self._under_way += 1
+        # Within `together`, whether all ranks have started this is not known.
+        self._met = not self._is_together
         name = f"{self._name}.{self._number}"
         self._number += 1
         wait = self._collectives.start(collective.kind, collective.message.contiguous(), name, collective.to)
@@ -50,6 +53,7 @@ class HorovodGroup:
             if not self._met:
                 self.everyone("here")
                 self._met = True
+            self._under_way -= 1
             return wait()
 
         return result
@@ -77,6 +81,7 @@ class HorovodGroup:
         come to the next meeting, and then takes part in what others have started already.
         """
         self._begin()
+        self._is_together = True
         try:
             yield
             self.everyone("here")
@@ -87,6 +92,8 @@ class HorovodGroup:
                 self._collectives.given_up = True
                 self._collectives.clear_up(f"{self._name}.clear")
             raise
+        finally:
+            self._is_together = False
 
     def hosts(self) -> list[str]:
         hosts: list[str] = self.everyone(socket.gethostname())
