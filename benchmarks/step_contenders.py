@@ -150,7 +150,7 @@ def hooked(compressor: type, options: Settings, model: nn.Module, optimizer: Any
     """DistributedDataParallel with one of our compressors."""
     join_gloo()
     made, compression = DistributedDataParallel(model), compressor(**options, **settings)
-    hvd.register(made, compression)
+    hvd.register(made, compression, optimizer)
     return made, optimizer, compression
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.torch import DGC, LocalUpdates, TopK, comm_hook, register
+from horovod_sparse.torch import DGC, LocalUpdates, NoOp, TopK, comm_hook, register
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*all_gather:FutureWarning")
 
@@ -66,6 +67,7 @@ def test_one_worker_without_force_changes_nothing(monkeypatch: pytest.MonkeyPatc
         (make_model, {"compression": TopK}, TypeError, "compression must be an instance, such as TopK"),
         (make_model, {"compression": "TopK"}, TypeError, "compression must be a compressor of horovod_sparse.torch"),
         (make_model, {"compression": TopK(0.1, lr_in_residual=True)}, ValueError, "optimizer must be given"),
+        (make_model, {"compression": DGC(0.1)}, ValueError, "optimizer must be given with MomentumCorrection"),
     ],
 )
 def test_what_cannot_be_registered_is_refused(make: Any, arguments: Any, error: type[Exception], text: str) -> None:
@@ -108,10 +110,31 @@ def test_what_is_no_bucket_of_ddp_is_refused(given: Any, text: str) -> None:
         comm_hook(TopK(0.1), given)
 
 
-def test_a_hook_that_needs_the_optimizer_says_so() -> None:
+@pytest.mark.parametrize("name", ["Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "NAdam", "RMSprop", "Rprop"])
+def test_an_optimizer_that_divides_by_the_size_of_the_gradient_causes_a_warning(name: str) -> None:
+    make = getattr(torch.optim, name)
+    for compression in (TopK(0.1), DGC(1.0)):
+        model = make_model()
+        with pytest.warns(UserWarning, match=rf"train worse with {name} than with SGD.*LocalUpdates") as caught:
+            register(model, compression, make(model.parameters()))
+        assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("compression", "name"), [(NoOp(), "Adam"), (TopK(1.0), "Adam"), (DGC(0.1), "SGD"), (TopK(0.1), "ASGD")]
+)
+def test_other_optimizers_cause_no_warning(compression: Any, name: str) -> None:
     model = make_model()
-    model.register_comm_hook(TopK(0.1, lr_in_residual=True), comm_hook)
-    with pytest.raises(ValueError, match="call register"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        register(model, compression, getattr(torch.optim, name)(model.parameters()))
+
+
+@pytest.mark.parametrize("compression", [TopK(0.1, lr_in_residual=True), DGC(0.1)])
+def test_a_hook_that_needs_the_optimizer_says_so(compression: Any) -> None:
+    model = make_model()
+    model.register_comm_hook(compression, comm_hook)
+    with pytest.raises(ValueError, match=r"call register\(model, compression, optimizer\)"):
         backward(model)
 
 

@@ -17,6 +17,9 @@ RELEASE = __version__
 """The release of this package: a part of every first description."""
 _ABSENT = "not there"
 
+DIVIDING = frozenset({"betas", "eps", "etas", "beta_1", "beta_2_decay", "epsilon", "learning_rate_power"})
+"""The settings, in PyTorch and Keras, of optimizers that divide by the size of the gradient. SGD has none of them."""
+
 
 def compare(mine: Description, everyone: Iterable[Description], rank: int) -> None:
     """Raise ValueError, with both values, if the description of another rank differs from `mine`."""
@@ -152,22 +155,29 @@ def check_sparse(found: Iterable[str], c: Compressor, *, sparse_as_dense: bool, 
         )
 
 
-def check_momentum(c: Compressor, momentum: object, betas: object, remedy: str) -> None:
-    """Refuse to apply momentum twice: by the compressor before the selection, and by the optimizer after the reduction.
+def check_optimizer(c: Compressor, name: str, groups: Sequence[Mapping[str, object]]) -> None:
+    """Refuse momentum twice, and warn of an optimizer that divides by the size of the gradient.
 
-    `betas` are those of an optimizer that averages gradients, which causes a warning. `remedy` makes one without momentum.
+    `name` is that of the optimizer's class; `groups` are its settings, for each group of parameters.
     """
+    check_momentum(c, groups)
     correction = c.momentum_correction
-    if correction is None:
+    if (c.ratio == 1.0 and correction is None) or not any(DIVIDING.intersection(group) for group in groups):
         return
-    if momentum:
+    twice = "" if correction is None else f" It also averages gradients that {correction!r} has averaged before."
+    warnings.warn(
+        f"horovod_sparse: sparse gradients train worse with {name} than with SGD: {name} divides by the size of the gradient, "
+        f"which cancels most of what an entry has gathered while it waited.{twice} Use SGD, or LocalUpdates (PyTorch, NumPy), "
+        "which exchanges the updates of the optimizer in place of gradients",
+        stacklevel=1,
+    )
+
+
+def check_momentum(c: Compressor, groups: Iterable[Mapping[str, object]]) -> None:
+    """Refuse to apply momentum twice: by the compressor before the selection, and by the optimizer after the reduction."""
+    momentum = next((group["momentum"] for group in groups if group.get("momentum")), None)
+    if c.momentum_correction is not None and momentum is not None:
         raise ValueError(
-            f"optimizer must have momentum=0 with {correction!r}, got momentum={momentum}: it would be applied "
-            f"twice. Use {remedy}, or turn it off in the compression (DGC: momentum=0)"
-        )
-    if betas is not None:
-        warnings.warn(
-            f"horovod_sparse: the optimizer averages gradients (betas={betas}) that {correction!r} has averaged "
-            "before; momentum correction is meant for SGD without momentum",
-            stacklevel=1,
+            f"optimizer must have momentum=0 with {c.momentum_correction!r}, got momentum={momentum}: it would be applied "
+            "twice. Use SGD(..., momentum=0), or turn it off in the compression (DGC: momentum=0)"
         )

@@ -258,6 +258,11 @@ class SparseAllreduce:
         arrays = [(n, g.shape, str(g.dtype)) for n, g in gradients.items()]
         self.compare(f"release {RELEASE}", repr(self.pipeline.compressor), arrays, self.pipeline.divisor, problem)
 
+    def everyone(self, mine: int) -> list[int]:
+        """Return every worker's number. Blocks."""
+        numbers: list[int] = self._start(Collective("allgather", np.array([mine])))().tolist()
+        return numbers
+
     def compare(self, *mine: object) -> None:
         """Raise ValueError on every worker unless all of them give the same; what differs is told by its `repr`. Blocks."""
         digest = np.frombuffer(hashlib.sha256(repr(mine).encode()).digest(), np.uint8)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.core.local import Outer, check_parts, digest
+from horovod_sparse.core.local import Local, Outer, next_number
 from horovod_sparse.numpy.allreduce import SparseAllreduce
 
 Array = NDArray[Any]
 
 
-class LocalUpdates:
+class LocalUpdates(Local):
     """Local steps on each worker alone, and now and then a sparse exchange of how far the parameters have moved.
 
         local = LocalUpdates(SparseAllreduce(MPI.COMM_WORLD, TopK(0.01)), {"weights": weights}, every=30)
@@ -46,76 +46,32 @@ class LocalUpdates:
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
     ) -> None:
-        self.outer = Outer(every, residual_decay, outer_lr, outer_momentum)
-        self.outer.check(reduce.pipeline.compressor)
-        self._reduce = reduce
-        self._parameters = dict(parameters)
-        self._unchecked = True
-        """Whether the shared parameters are still to be compared with those of the other workers."""
+        outer = Outer(every, residual_decay, outer_lr, outer_momentum)
+        outer.check(reduce.pipeline.compressor)
         if not reduce.pipeline.averages:
             raise ValueError("reduce must be made with average=True for local updates, got average=False")
-        self._shared = {name: p.astype(np.promote_types(p.dtype, np.float32)) for name, p in parameters.items()}
-        self._momentum = {name: np.zeros_like(shared) for name, shared in self._shared.items() if outer_momentum}
-        self._steps = 0
+        # An exchange that fails must leave no trace, because the drift is still there.
+        reduce.pipeline.compressor.discardable = True
+        shared = {name: p.astype(np.promote_types(p.dtype, np.float32)) for name, p in parameters.items()}
+        super().__init__(outer, parameters, shared, reduce)
 
     def step(self) -> bool:
         """Count a local step. After every `every`-th, exchange. Return whether there was an exchange."""
-        self._steps += 1
-        if self._steps < self.outer.every:
-            return False
-        self.synchronize()
-        return True
+        exchanges = self._count()
+        if exchanges:
+            self.synchronize()
+        return exchanges
 
-    def synchronize(self) -> None:
-        """Exchange now. All workers then have the same parameters. Call this on all of them.
-
-        Raises:
-            FloatingPointError: on every worker, if a parameter of any worker holds NaN or infinity. All workers then have
-                the parameters of the last exchange again, and training can go on.
-            ValueError: on every worker, if they differ in settings or in the parameters with which they begin.
-        """
-        shared = digest(self._shared.values()) if self._unchecked else "as they were"
-        self._reduce.compare("local updates", self.outer, "shared parameters", shared)
-        self._unchecked = False
-        self._steps = 0
+    def _exchange(self) -> dict[str, Array]:
+        self._reducer.compare(self._described())
+        self._agree(self._reducer.everyone(next_number()))
         # A parameter began with what its own type holds of the shared one.
         drifts = {
             name: shared.astype(self._parameters[name].dtype).astype(shared.dtype) - self._parameters[name]
             for name, shared in self._shared.items()
         }
-        try:
-            means = self._reduce(drifts)
-        except FloatingPointError:
-            self._spread()
-            raise
-        for name, mean in means.items():
-            self.outer.update(self._shared[name], mean, self._momentum.get(name))
-        self._spread()
-        self._reduce.pipeline.decay(self.outer.residual_decay)
+        means: dict[str, Array] = self._reducer(drifts)
+        return means
 
-    def _spread(self) -> None:
-        for name, parameter in self._parameters.items():
-            parameter[...] = self._shared[name]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this worker keeps beside its parameters, once there was an exchange."""
-        return {
-            "steps": self._steps,
-            "shared": {name: shared.copy() for name, shared in self._shared.items()},
-            "momentum": {name: momentum.copy() for name, momentum in self._momentum.items()},
-            "compression": self._reduce.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, with the same parameters and settings.
-
-        Raises:
-            ValueError: the state belongs to other parameters, or is none of `LocalUpdates`; nothing was changed.
-        """
-        check_parts(state, {"shared": self._shared, "momentum": self._momentum})
-        self._reduce.load_state_dict(state["compression"], self._parameters)
-        for part, mine in (("shared", self._shared), ("momentum", self._momentum)):
-            for name, array in mine.items():
-                array[...] = state[part][name]
-        self._unchecked = True
-        self._steps = int(state["steps"])
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._reducer.load_state_dict(state, self._parameters)

@@ -111,7 +111,7 @@ def _group() -> tuple[Any, Any]:
         raise SystemExit(
             "try needs at least 2 workers, got 1: mpirun -np 2 horovod-sparse try --parameters 25M --step-ms 110"
         )
-    return HorovodGroup(hvd.global_process_set, device), device
+    return HorovodGroup(hvd.global_process_set), device
 
 
 def model_of(arguments: argparse.Namespace) -> tuple[nn.Module, Callable[[int], Any]]:

@@ -1,10 +1,10 @@
-"""Checks before anything is exchanged: momentum is applied only once, and every rank has the same settings."""
+"""Checks before anything is exchanged: every rank has the same settings."""
 
 from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from horovod.torch import mpi_ops
@@ -35,16 +35,6 @@ class Agreement(NamedTuple):
     def conclude(self) -> None:
         """Record the number as used, so that the next optimizer gets another one."""
         _agreed[self.process_set] = max(_agreed[self.process_set], self.number + 1)
-
-
-def check_momentum(groups: Iterable[Mapping[str, Any]], compressor: TorchCompressor) -> None:
-    """Refuse momentum in both the compressor and any of the optimizer's parameter groups."""
-    for group in groups:
-        betas = group.get("betas")
-        agreement.check_momentum(compressor, group.get("momentum"), betas, "torch.optim.SGD(..., momentum=0)")
-        if betas is not None:
-            # One warning is enough.
-            return
 
 
 def agree(

@@ -217,6 +217,14 @@ def empty_sparse(shape: Sequence[int], like: Tensor) -> Tensor:
 
 def gather_json(value: object, name: str, process_set: Any) -> list[Any]:
     """Return every rank's `value`, in rank order. Blocks. Uses JSON, because data from other machines is not unpickled."""
-    line = bytearray(json.dumps(value).encode("ascii") + b"\n")
-    gathered = mpi_ops.allgather(torch.frombuffer(line, dtype=torch.uint8), name=name, process_set=process_set)
-    return [json.loads(part) for part in gathered.numpy().tobytes().splitlines()]
+    return from_lines(mpi_ops.allgather(as_line(value), name=name, process_set=process_set))
+
+
+def as_line(value: object) -> Tensor:
+    """Return a value as a line of JSON."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode("ascii") + b"\n"), dtype=torch.uint8)
+
+
+def from_lines(lines: Tensor) -> list[Any]:
+    """Return the values of lines of JSON."""
+    return [json.loads(line) for line in lines.numpy().tobytes().splitlines()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -73,3 +74,7 @@ class Group:
     def hosts(self) -> list[str]:
         """Return the name of each rank's host. Blocks."""
         return self.everyone(socket.gethostname())
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a block that does nothing: a rank of `torch.distributed` that raises must end."""
+        return nullcontext()

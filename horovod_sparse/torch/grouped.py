@@ -5,7 +5,7 @@ Where gradients come from is left to others: DDP's hook (`hooked`) and local upd
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -50,6 +50,9 @@ class Transport(Protocol):
     def hosts(self) -> list[str]:
         """Return the name of each rank's host. Blocks."""
 
+    def together(self) -> AbstractContextManager[None]:
+        """Return a block that all ranks enter. If it raises on one of them, it raises on all, where the transport can do so."""
+
 
 @dataclass
 class GroupStep(Step):
@@ -90,18 +93,21 @@ class GroupReducer(Server):
         self._frozen: set[Tensor] = set()
         self._step = GroupStep()
 
-    def reduce_all(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Replace all gradients by their means over the ranks. All ranks call this together."""
-        if not self.active:
-            return
-        self._step.gradients.update(gradients)
+    def reduce_all(self, prepare: Callable[[], dict[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
+        """Replace all gradients, which `prepare` returns, by their means over the ranks. All ranks call this together."""
         try:
-            self._complete()
+            with self._transport.together():
+                gradients = prepare()
+                if not self.active:
+                    return gradients
+                self._step.gradients.update(gradients)
+                self._complete()
         except BaseException:
             self._give_up_step()
             raise
         assert self.pipeline is not None
         self.pipeline.end_step()
+        return gradients
 
     def _give_up_step(self) -> None:
         self._step = GroupStep()

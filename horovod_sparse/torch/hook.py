@@ -7,7 +7,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.core.agreement import check_momentum
+from horovod_sparse.core.agreement import check_optimizer
 from horovod_sparse.core.binding import refuse_class
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
@@ -33,7 +33,7 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
         model.register_comm_hook(SIDCo(ratio=0.001), comm_hook)
 
     The ranks are those of the default process group. Parameters are named by numbers, in the order of DDP's first buckets. With
-    another group, with `lr_in_residual`, and to load a state before the first step, use `register`.
+    another group, with `lr_in_residual` or `momentum_correction`, and to load a state before the first step, use `register`.
 
     Args:
         state: a compressor of this module; each model needs its own.
@@ -41,8 +41,8 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
 
     Raises:
         TypeError: `state` is not a compressor of this module, or the model is in FSDP.
-        ValueError: the compressor serves another model or optimizer, a parameter has sparse gradients, or ranks have
-            different settings or parameters.
+        ValueError: the compressor serves another model or optimizer, or needs the optimizer, a parameter has sparse
+            gradients, or ranks have different settings or parameters.
         FloatingPointError: on every rank, after the step, if a gradient of any rank holds NaN or infinity (see `not_finite`).
     """
     _check_compression(state)
@@ -61,12 +61,12 @@ def register(
     """Let `compression` reduce the gradients of a model, by its names, within its process group.
 
         model = DistributedDataParallel(model)
-        register(model, SIDCo(ratio=0.001))
+        register(model, SIDCo(ratio=0.001), optimizer)
 
     Args:
         model: whose gradients are reduced. Call this on every rank of its process group, before the first step.
         compression: a compressor of this module; each model needs its own.
-        optimizer: the model's; only `lr_in_residual` needs it. If given, its momentum is checked.
+        optimizer: the model's, which is checked. `lr_in_residual` and `momentum_correction` need it.
 
     Raises:
         TypeError: `model` is not a `DistributedDataParallel`, `compression` is not a compressor of this module, or a
@@ -118,10 +118,12 @@ def _check_compression(compression: object) -> None:
 
 
 def _check_optimizer(compression: TorchCompressor, optimizer: torch.optim.Optimizer | None) -> None:
-    if optimizer is None and compression.lr_in_residual:
-        raise ValueError(
-            "optimizer must be given with lr_in_residual=True, since residuals are in units of the update; call "
-            "register(model, compression, optimizer)"
-        )
-    for group in [] if optimizer is None else optimizer.param_groups:
-        check_momentum(compression, group.get("momentum"), group.get("betas"), "torch.optim.SGD(..., momentum=0)")
+    if optimizer is not None:
+        check_optimizer(compression, type(optimizer).__name__, optimizer.param_groups)
+        return
+    for needs, why in (
+        (compression.lr_in_residual, "lr_in_residual=True, since residuals are in units of the update"),
+        (compression.momentum_correction, f"{compression.momentum_correction!r}, since it must have no momentum"),
+    ):
+        if needs:
+            raise ValueError(f"optimizer must be given with {why}; call register(model, compression, optimizer)")

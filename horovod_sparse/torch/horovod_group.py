@@ -2,58 +2,99 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-import torch
 from horovod.common import process_sets
+from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from torch import Tensor
 
 from horovod_sparse.core.pipeline import Wait
 from horovod_sparse.core.process_sets import complete_global_set
 from horovod_sparse.exchange.protocols import Collective
-from horovod_sparse.torch.agreement import hosts
-from horovod_sparse.torch.exchange import Collectives, gather_json
+from horovod_sparse.torch.exchange import Collectives, as_line, from_lines
+
+_GIVEN_UP = None
+"""What a rank tells the others, in place of any value, if it has left an exchange by an exception."""
 
 
 class HorovodGroup:
-    """The ranks of a process set. All groups of a set give their collectives the same names, so they are used in turn.
+    """The ranks of a process set of Horovod. All groups of a set give collectives the same names, so they are used in turn."""
 
-    Args:
-        process_set: of Horovod.
-        device: where the tensors are that are exchanged.
-    """
-
-    def __init__(self, process_set: Any, device: torch.device) -> None:
+    def __init__(self, process_set: Any) -> None:
         complete_global_set(process_sets, mpi_ops._basics)
         self.world: int = process_set.size()
         self.position: int = process_set.rank()
         self.rank: int = mpi_ops.rank()
         self._process_set = process_set
         self._name = f"horovod_sparse.{process_set.process_set_id}.group"
-        self._device = device
-        self._collectives = Collectives(mpi_ops.Sum, 1.0, process_set)
-        self._under_way = 0
-        self._number = 0
+        self._is_together = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Let names begin anew, on all ranks: Horovod remembers them."""
+        self._collectives = Collectives(mpi_ops.Sum, 1.0, self._process_set)
+        self._number = self._meetings = self._under_way = 0
 
     def start(self, collective: Collective) -> Wait:
-        if not self._under_way:
-            # Horovod remembers names, so they begin anew whenever nothing is under way.
-            self._number = 0
-            self._collectives.end_step()
+        if not self._under_way and not self._is_together:
+            self._begin()
         self._under_way += 1
+        # Within `together`, whether all ranks have started this is not known.
+        self._met = not self._is_together
         name = f"{self._name}.{self._number}"
         self._number += 1
         wait = self._collectives.start(collective.kind, collective.message.contiguous(), name, collective.to)
 
         def result() -> Tensor:
+            if not self._met:
+                self.everyone("here")
+                self._met = True
             self._under_way -= 1
             return wait()
 
         return result
 
     def everyone(self, value: Any) -> list[Any]:
-        return gather_json(value, f"{self._name}.everyone", self._process_set)
+        """Return every rank's `value`, in rank order. Blocks. Raise RuntimeError if a rank has raised within `together`."""
+        everyone = from_lines(self._tell(value)())
+        if _GIVEN_UP in everyone:
+            raise RuntimeError(
+                f"rank {self.rank}: worker {everyone.index(_GIVEN_UP)} of its group has given up this exchange after an "
+                "exception, so all workers do; nothing has changed, and all of them may go on"
+            )
+        return everyone
+
+    def _tell(self, value: Any) -> Wait:
+        name = f"{self._name}.meeting.{self._meetings}"
+        self._meetings += 1
+        return self._collectives.start("allgather", as_line(value), name)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that all ranks enter. If it raises on one of them, it raises on all.
+
+        Before a rank waits for what others start, and at the end, all of them meet. So one that has raised need only
+        come to the next meeting, and then takes part in what others have started already.
+        """
+        self._begin()
+        self._is_together = True
+        try:
+            yield
+            self.everyone("here")
+        except BaseException:
+            # If Horovod is down, the others know.
+            with suppress(HorovodInternalError):
+                self._tell(_GIVEN_UP)
+                self._collectives.given_up = True
+                self._collectives.clear_up(f"{self._name}.clear")
+            raise
+        finally:
+            self._is_together = False
 
     def hosts(self) -> list[str]:
-        return hosts(self._process_set)
+        hosts: list[str] = self.everyone(socket.gethostname())
+        return hosts

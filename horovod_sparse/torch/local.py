@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.core.agreement import compare
-from horovod_sparse.core.local import Outer, check_parts, digest
+from horovod_sparse.core.local import Local, Outer, next_number
 from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
 from horovod_sparse.torch.gradients import wide
@@ -19,11 +20,8 @@ from horovod_sparse.torch.grouped import GroupReducer, Transport
 from horovod_sparse.torch.parameters import check_memory
 from horovod_sparse.torch.uncompiled import uncompiled
 
-_agreed = 0
-"""The number of the next `LocalUpdates` that agrees with those of other workers. One that only one worker has made has none."""
 
-
-class LocalUpdates:
+class LocalUpdates(Local):
     """Steps of any optimizer on each worker alone, and now and then a sparse exchange of how far the parameters have moved.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -49,7 +47,8 @@ class LocalUpdates:
             initialised.
 
     Raises:
-        TypeError: `compression` is not a compressor of this module, or a parameter has no memory of its own.
+        TypeError: the optimizer is Horovod's, the model is in `DistributedDataParallel`, the two are in the wrong order,
+            `compression` is not a compressor of this module, or a parameter has no memory of its own.
         ValueError: a number is not in its range, the optimizer has parameters that the model has not, or nothing connects
             the workers yet.
     """
@@ -69,31 +68,23 @@ class LocalUpdates:
         outer_momentum: float = 0.0,
         group: Any = None,
     ) -> None:
+        _check_arguments(optimizer, model)
         self.optimizer = optimizer
         self._model = model
-        self.outer = Outer(every, residual_decay, outer_lr, outer_momentum)
+        outer = Outer(every, residual_decay, outer_lr, outer_momentum)
         self.compression = NoOp() if compression is None else compression
         if not isinstance(self.compression, TorchCompressor):
             raise TypeError(
                 f"compression must be None or a compressor of horovod_sparse.torch, such as TopK(0.01), got {compression!r}"
             )
-        self.outer.check(self.compression)
+        outer.check(self.compression)
         self.compression.check_free()
         names = _names(optimizer, model)
         check_memory(names)
-        self._shared = {name: parameter.detach().to(wide(parameter), copy=True) for parameter, name in names.items()}
-        self._momentum = {
-            name: torch.zeros_like(shared) for name, shared in self._shared.items() if self.outer.outer_momentum
-        }
-        self._parameters = {name: parameter for parameter, name in names.items()}
-        self._steps = 0
-        device = next(iter(names)).device
-        self._number: int | None = None
-        """The same on all workers; None before the first exchange."""
-        self._unchecked = True
-        """Whether the shared parameters are still to be compared with those of the other workers."""
-        self._transport = _transport(group, device)
-        self._reducer = GroupReducer(self.compression, self._transport, names)
+        self._transport = _transport(group, next(iter(names)).device)
+        shared = {name: parameter.detach().to(wide(parameter), copy=True) for parameter, name in names.items()}
+        reducer = GroupReducer(self.compression, self._transport, names)
+        super().__init__(outer, {name: parameter for parameter, name in names.items()}, shared, reducer)
         # An exchange that fails must leave no trace, because the drift is still there.
         self.compression.discardable = True
 
@@ -127,102 +118,60 @@ class LocalUpdates:
         Raises:
             FloatingPointError: see `synchronize`.
         """
-        self._steps += 1
-        if self._steps >= self.outer.every:
+        if self._count():
             self.synchronize()
 
-    @uncompiled
-    @torch.no_grad()
-    def synchronize(self) -> None:
-        """Exchange now. All workers then have the same parameters. Call this on all of them, for instance at the end.
+    synchronize = uncompiled(torch.no_grad()(Local.synchronize))
 
-        Raises:
-            FloatingPointError: on every worker, if a parameter of any worker holds NaN or infinity. All workers then have
-                the parameters of the last exchange again, and training can go on.
-        """
-        self._check()
-        drifts = {parameter: self._drift(name, parameter) for name, parameter in self._parameters.items()}
-        self._steps = 0
-        try:
-            self._reducer.reduce_all(drifts)
-        except FloatingPointError:
-            self._reducer.discard_step()
-            self._spread()
-            raise
-        for name, parameter in self._parameters.items():
-            self.outer.update(self._shared[name], drifts[parameter], self._momentum.get(name))
-        self._spread()
-        if self._reducer.pipeline is not None:
-            self._reducer.pipeline.decay(self.outer.residual_decay)
+    def _exchange(self) -> dict[str, Tensor]:
+        means = self._reducer.reduce_all(self._drifts)
+        return {name: means[parameter] for name, parameter in self._parameters.items()}
 
-    def _check(self) -> None:
-        """Agree on a number. Raise ValueError on all workers if they differ in what must be the same."""
-        global _agreed
+    def _drifts(self) -> dict[Tensor, Tensor]:
+        """Return how far the parameters have moved. Raise ValueError on all workers if they differ in what must be the same."""
         problem = None
         try:
             _names(self.optimizer, self._model, self._parameters)
         except ValueError as error:
             # The others are told: they would wait.
             problem = error
-        if not self._reducer.active:
-            if problem is not None:
-                raise problem
-            return
-        # All of them say so whenever one has loaded a state, so that nobody waits.
-        parameters = self._digest() if self._unchecked else "as they were"
-        mine = {
-            "local updates": f"{'new' if self._number is None else self._number}, {self.outer}",
-            "shared parameters": parameters,
-            "problem": str(problem),
-        }
-        everyone = self._transport.everyone([mine, _agreed])
+        mine = {**self._described(), "problem": str(problem)}
+        everyone = self._transport.everyone([mine, next_number()])
         compare(mine, [theirs for theirs, _ in everyone], self._transport.rank)
         if problem is not None:
             raise problem
-        if self._number is None:
-            self._number = max(agreed for _, agreed in everyone)
-            _agreed = self._number + 1
-        self._unchecked = False
-
-    def _digest(self) -> str:
-        return digest(shared.cpu().numpy() for shared in self._shared.values())
+        self._agree(number for _, number in everyone)
+        return {parameter: self._drift(name, parameter) for name, parameter in self._parameters.items()}
 
     def _drift(self, name: str, parameter: Tensor) -> Tensor:
         """Return how far a parameter has moved, the other way. It began with what its own type holds of the shared one."""
         shared = self._shared[name]
         if not parameter.requires_grad:
             return torch.zeros_like(shared)
-        return shared.to(parameter.dtype).to(shared.dtype) - parameter.to(shared.dtype)
+        began: Tensor = shared.to(parameter.dtype).to(shared.dtype)
+        return began - parameter.to(shared.dtype)
 
-    def _spread(self) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.copy_(self._shared[name])
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self.compression.load_state_dict(state)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this worker keeps beside its model and its optimizer: save all three on every worker."""
-        return {
-            "steps": self._steps,
-            "shared": {name: shared.clone() for name, shared in self._shared.items()},
-            "momentum": {name: momentum.clone() for name, momentum in self._momentum.items()},
-            "compression": self.compression.state_dict(),
-        }
 
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, with the same model and settings.
-
-        Before the first exchange, the state of the compression is checked in that exchange, and all workers raise.
-
-        Raises:
-            ValueError: the state belongs to another model, or is none of `LocalUpdates`; nothing was changed.
-        """
-        check_parts(state, {"shared": self._shared, "momentum": self._momentum})
-        self.compression.load_state_dict(state["compression"])
-        for part, mine in (("shared", self._shared), ("momentum", self._momentum)):
-            for name, tensor in mine.items():
-                tensor.copy_(state[part][name])
-        self._unchecked = True
-        self._steps = int(state["steps"])
+def _check_arguments(optimizer: object, model: object) -> None:
+    """Raise TypeError unless the optimizer and the model leave gradients on their worker."""
+    if not hasattr(optimizer, "param_groups") or not isinstance(model, nn.Module):
+        raise TypeError(
+            "optimizer and model must be given in this order, LocalUpdates(optimizer, model, compression), got "
+            f"{type(optimizer).__name__} and {type(model).__name__}"
+        )
+    if hasattr(optimizer, "_allreduce_grad_async"):
+        raise TypeError(
+            "optimizer must be a plain one with local updates, got one of hvd.DistributedOptimizer, which would average all "
+            "gradients; leave hvd.DistributedOptimizer out"
+        )
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise TypeError(
+            "model must be a plain one with local updates, got one in DistributedDataParallel, which would average all "
+            "gradients; leave DistributedDataParallel out"
+        )
 
 
 def _names(
@@ -248,7 +197,7 @@ def _transport(group: Any, device: torch.device) -> Transport:
     if with_horovod and (isinstance(group, stock.module.ProcessSet) or (group is None and not dist.is_initialized())):
         from horovod_sparse.torch.horovod_group import HorovodGroup
 
-        return HorovodGroup(stock.module.global_process_set if group is None else group, device)
+        return HorovodGroup(stock.module.global_process_set if group is None else group)
     if not dist.is_initialized():
         raise ValueError(
             "nothing connects the workers yet; call hvd.init() or torch.distributed.init_process_group() before "

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from horovod_sparse import kernels
-from horovod_sparse.core.agreement import agree_on_states, is_elastic
+from horovod_sparse.core.agreement import agree_on_states, check_momentum, is_elastic
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Slot
@@ -34,7 +34,7 @@ from horovod_sparse.core.server import log_start
 from horovod_sparse.core.state import check_discardable, check_state, empty_state, holds_anything, kept_shapes
 from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.exchange.protocols import Collective, Reduced
-from horovod_sparse.torch.agreement import agree, check_momentum, gather_states, hosts
+from horovod_sparse.torch.agreement import agree, gather_states, hosts
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
@@ -358,7 +358,7 @@ class Reducer(ScaledServer):
 
     def settings_changed(self) -> None:
         """Check the optimizer's settings, which may have changed."""
-        check_momentum(self.optimizer.param_groups, self.compressor)
+        check_momentum(self.compressor, self.optimizer.param_groups)
 
     def _extend_routes(self) -> None:
         new = self._routes.without_route()

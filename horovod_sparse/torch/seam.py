@@ -22,10 +22,9 @@ from horovod.torch import mpi_ops
 from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.elastic.state import TorchState, get_handler_registry, set_handler_registry
 
-from horovod_sparse.core.agreement import check_arguments
+from horovod_sparse.core.agreement import check_arguments, check_optimizer
 from horovod_sparse.core.binding import check_kind, refuse_join
 from horovod_sparse.core.process_sets import complete_global_set
-from horovod_sparse.torch.agreement import check_momentum
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.following import SparseStateHandler
 from horovod_sparse.torch.parameters import check_memory
@@ -151,7 +150,7 @@ def _init(stock: Method) -> Method:
             if named is not None:
                 named = arguments.arguments["named_parameters"] = list(named)
             check_memory(_names(params, named or ()))
-            check_momentum(params, compression)
+            check_optimizer(compression, type(self).__name__, params)
             compression.check_free()
         stock(*arguments.args, **arguments.kwargs)
         if is_ours:

@@ -197,10 +197,10 @@ def assert_close(model: nn.Module, other: nn.Module, *, rtol: float = 1e-5, atol
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def raised(error: type[BaseException], function: Callable[[], object]) -> str:
+def raised(error: type[BaseException] | tuple[type[BaseException], ...], function: Callable[[], object]) -> str:
     """The message of the error that the function must raise."""
     try:
         function()
     except error as caught:
         return str(caught)
-    raise AssertionError(f"nothing raised, expected {error.__name__}")
+    raise AssertionError(f"nothing raised, expected {error}")

@@ -27,7 +27,7 @@ class Workers:
     """(a compressor's class, its arguments, settings) -> views of the parameters, what moves them by arrays, local updates."""
 
 
-def _moves(step: int, rank: int) -> dict[str, np.ndarray]:
+def moves(step: int, rank: int) -> dict[str, np.ndarray]:
     """How a worker's parameters move in a local step."""
     return {name: 0.01 * normals(shape, step=step, rank=rank) for name, shape in SHAPES.items()}
 
@@ -48,12 +48,12 @@ def formulas(workers: Workers, decay: float, outer_lr: float, momentum: float) -
     velocity = {name: np.zeros_like(one) for name, one in shared.items()}
     for outer in range(5):
         for step in range(EVERY):
-            move(_moves(EVERY * outer + step, workers.rank))
+            move(moves(EVERY * outer + step, workers.rank))
         drifts = []
         for rank in range(workers.size):
             mine = {name: one.copy() for name, one in shared.items()}
             for step in range(EVERY):
-                for name, by in _moves(EVERY * outer + step, rank).items():
+                for name, by in moves(EVERY * outer + step, rank).items():
                     mine[name] += by
             drifts.append({name: shared[name] - mine[name] for name in SHAPES})
         means = {"small": np.mean([one["small"] for one in drifts], axis=0, dtype=np.float32)}
@@ -83,9 +83,9 @@ def dense_is_the_mean_of_local_training(workers: Workers) -> None:
     expected = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     for outer in range(3):
         for step in range(EVERY):
-            move(_moves(EVERY * outer + step, workers.rank))
+            move(moves(EVERY * outer + step, workers.rank))
             for rank in range(workers.size):
-                for name, by in _moves(EVERY * outer + step, rank).items():
+                for name, by in moves(EVERY * outer + step, rank).items():
                     expected[name] += by / workers.size
         for name, parameter in parameters.items():
             np.testing.assert_allclose(parameter, expected[name], rtol=1e-4, atol=1e-6)
@@ -96,31 +96,33 @@ def a_resumed_run_goes_on_bit_for_bit(workers: Workers) -> None:
     make = lambda: workers.make("SIDCo", {"ratio": 0.05}, every=EVERY, outer_momentum=0.5)  # noqa: E731
     parameters, move, local = make()
     for step in range(4 * EVERY + 1):
-        move(_moves(step, workers.rank))
+        move(moves(step, workers.rank))
     assert local.state_dict()["shared"]["first"].any()
     twin, twin_move, twin_local = make()
     twin_local.load_state_dict(local.state_dict())
     for name, parameter in parameters.items():
         twin[name][...] = parameter
     for step in range(4 * EVERY + 1, 7 * EVERY):
-        move(_moves(step, workers.rank))
-        twin_move(_moves(step, workers.rank))
+        move(moves(step, workers.rank))
+        twin_move(moves(step, workers.rank))
     for name, parameter in parameters.items():
         np.testing.assert_array_equal(twin[name], parameter)
 
 
 def what_is_not_finite_raises_on_all_and_training_goes_on(workers: Workers) -> None:
-    parameters, move, _ = workers.make("TopK", {"ratio": 0.05}, every=1)
-    move(_moves(0, workers.rank))
+    parameters, move, local = workers.make("TopK", {"ratio": 0.05}, every=1)
+    move(moves(0, workers.rank))
+    kept = str(local.state_dict())
     before = {name: one.copy() for name, one in parameters.items()}
-    bad = _moves(1, workers.rank)
+    bad = moves(1, workers.rank)
     if workers.rank == 1:
         bad["first"][3, 4] = np.nan
     raised(FloatingPointError, lambda: move(bad))
     for name, parameter in parameters.items():
         np.testing.assert_array_equal(parameter, before[name])
+    assert str(local.state_dict()) == kept
     for step in range(2, 5):
-        move(_moves(step, workers.rank))
+        move(moves(step, workers.rank))
     assert len({str([one.tobytes() for one in each]) for each in workers.everyone([*parameters.values()])}) == 1
 
 
@@ -129,12 +131,22 @@ def other_beginnings_raise_on_all(workers: Workers) -> None:
     for change in ({}, {"outer_lr": 1.0 + workers.rank}):
         _, move, local = workers.make("TopK", {"ratio": 0.05}, **{"every": 1, **change})
         if not change:
-            move(_moves(0, 0))
+            move(moves(0, 0))
             state = local.state_dict()
             state["shared"]["second"][7] += workers.rank
             local.load_state_dict(state)
-        text = raised(ValueError, lambda move=move: move(_moves(1, workers.rank)))
+        text = raised(ValueError, lambda move=move: move(moves(1, workers.rank)))
         assert "shared parameters" in text or "local updates" in text, text
+
+
+def exchanges_in_another_order_raise_on_all(workers: Workers, met: bool) -> None:
+    """Also where one worker has made more of them. Two that begin alike are told apart at the second."""
+    made = [workers.make("TopK", {"ratio": 0.05})[2] for _ in range(2 + workers.rank)][-2:]
+    if met:
+        for local in made:
+            local.synchronize()
+    text = raised(ValueError, lambda: [local.synchronize() for local in made[:: 1 if workers.rank else -1]])
+    assert "local updates" in text, text
 
 
 LAWS: dict[str, tuple[Any, ...]] = {
@@ -142,6 +154,8 @@ LAWS: dict[str, tuple[Any, ...]] = {
     "formulas-outer": (formulas, 0.9, 0.7, 0.5),
     "dense": (dense_is_the_mean_of_local_training,),
     "resumed": (a_resumed_run_goes_on_bit_for_bit,),
+    "another-order": (exchanges_in_another_order_raise_on_all, True),
+    "another-order-at-first": (exchanges_in_another_order_raise_on_all, False),
     "other-beginnings": (other_beginnings_raise_on_all,),
     "not-finite": (what_is_not_finite_raises_on_all_and_training_goes_on,),
 }

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.core.agreement import check_momentum
+from horovod_sparse.core.agreement import DIVIDING, check_optimizer
 from horovod_sparse.core.binding import check_kind
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.keras.loss_scaling import follow_scalers, inner_of, is_scaler, scale_of, spoiled
@@ -363,10 +363,8 @@ def check_compression(optimizer: Any, compression: TensorflowCompressor) -> None
     """Raise ValueError if one of our compressors cannot be used with a Keras optimizer, also a legacy one."""
     compression.check_free()
     inner = inner_of(optimizer)
-    betas = {name: getattr(inner, name) for name in ("beta_1", "beta_2") if hasattr(inner, name)}
-    check_momentum(
-        compression, getattr(inner, "momentum", None), betas or None, "keras.optimizers.SGD(..., momentum=0.0)"
-    )
+    settings = {name: getattr(inner, name) for name in ("momentum", *DIVIDING) if hasattr(inner, name)}
+    check_optimizer(compression, type(inner).__name__, [settings])
 
 
 def _check_callers(optimizer: Any) -> None:

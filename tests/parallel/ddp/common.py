@@ -40,7 +40,7 @@ def wrap(model: nn.Module, compression: Any = None, **arguments: Any) -> Distrib
     """Put a model into DDP; `arguments` are DDP's."""
     wrapped = DistributedDataParallel(model, **{"bucket_cap_mb": BUCKET_MIB, **arguments})
     if compression is not None:
-        register(wrapped, compression)
+        register(wrapped, compression, sgd(wrapped, momentum=0.0))
     return wrapped
 
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import horovod_sparse.tensorflow as ours
 import horovod_sparse.tensorflow.keras as hvd
-from horovod_sparse.tensorflow import DGC, MomentumCorrection, NoOp, SIDCo, TopK
+from horovod_sparse.tensorflow import DGC, NoOp, SIDCo, TopK
 
 from ..scenario import TF_2, TF_4, TF_GLOO_2, TF_SETS_4, scenario
 from .common import COMPRESSORS, MakeCompression, assert_identical, everyone, normals, raised
@@ -655,9 +655,12 @@ def optimizers_that_are_refused() -> None:
     for optimizer in (sgd(0.1, momentum=0.9), scaled):
         error = raised(ValueError, lambda optimizer=optimizer: wrap(optimizer, compression=DGC(0.01)))
         assert "momentum=0.9" in error, error
-    compression = TopK(0.01, momentum_correction=MomentumCorrection())
-    messages = warned(lambda: wrap(keras.optimizers.Adam(0.1), compression=compression))
-    assert any("averages gradients" in message for message in messages), messages
+    for make in (keras.optimizers.Adam, keras.optimizers.RMSprop, keras.optimizers.Lion, keras.optimizers.Ftrl):
+        messages = warned(
+            lambda make=make: wrap(keras.optimizers.LossScaleOptimizer(make(0.1)), compression=TopK(0.01))
+        )
+        assert any(f"train worse with {make.__name__}" in message for message in messages), messages
+    assert warned(lambda: wrap(keras.optimizers.Adam(0.1), compression=NoOp())) == []
     assert warned(lambda: wrap(sgd(0.1), compression=DGC(0.01))) == []
 
     used = TopK(0.01)
