@@ -13,7 +13,7 @@ from horovod_sparse.compressors.scalars import plain
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.controllers import StageController, most_stages
-from horovod_sparse.estimation.search import below_largest, search_threshold
+from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.ops.cached import narrow
 from horovod_sparse.ops.protocol import Array, Moments, Ops, Selection, Sums
 
@@ -33,8 +33,7 @@ Under error feedback fewer stages starve the bucket, because they underestimate 
 _PAPER_SLACK = 24.0
 """Capacity of a message, as a multiple of k. The largest count that was measured is 20 k, on the data of docs/estimation.md."""
 TRUSTED = 2.0
-"""An estimate is replaced if it selects more than `TRUSTED` k entries, or fewer than k / `TRUSTED`."""
-SEARCH_TOLERANCE = 0.1
+"""The k largest entries are sent instead if an estimate selects more than `TRUSTED` k, or fewer than k / `TRUSTED`."""
 MOST_TAIL = 2.0 * FIRST_RATIO
 """A cut that leaves more than this fraction of the non-zero entries is ignored."""
 _SPARE = 1.5
@@ -153,9 +152,8 @@ class SIDCo(Compressor):
         trusted = self.adapt == "paper" or self.trusts(selection.found, k)
         self.learn(state, k, aim, selection.found, len(selection.indices), trusted=trusted)
         if not trusted:
-            threshold = search_threshold(ops, x, k, SEARCH_TOLERANCE, not_zero=sums.count, largest=sums.largest)
-            state.threshold, following = below_largest(sums.largest, threshold), math.inf
-            selection = ops.select_above(x, state.threshold, capacity)
+            selection, following = ops.select_largest(x, k), math.inf
+            state.threshold = below_largest(selection.smallest, math.inf)
         state.cut = following
         return selection
 
