@@ -17,6 +17,7 @@ from table import COMPRESSORS, DEGENERATE, KINDS, ORACLE, SCALES_WITHOUT_SQUARES
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.schedules import warmup
+from horovod_sparse.compressors.sidco import TRUSTED
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange import protocols
@@ -290,6 +291,24 @@ def test_achieved_count_with_error_feedback(backend: Backend, row: Row) -> None:
         counts = [send(backend, pipeline, gradients("laplace", size, rng)).indices.size for _ in range(60)]
         achieved = np.mean(counts[20:]) / pipeline.compressor.target_count(size)
         assert row.band[0] <= achieved <= row.band[1], f"ratio {ratio}: achieved/asked is {achieved:.3f}"
+
+
+@for_rows(lambda row: row.largest and not row.follows_scale and "paper" not in row.name)
+def test_a_huge_entry_in_every_step_leaves_the_count_in_its_band(backend: Backend, row: Row) -> None:
+    """The published estimators, which have no safeguards, do starve."""
+    size = 3000
+    # Only SIDCo's default corrects an estimate that is less than a factor 2 off.
+    least, most = (1 / TRUSTED, TRUSTED) if row.name in ("sidco-guarded", "sidco-one-stage") else row.band
+    for factor in (1e2, 1e6, 1e30):
+        for ratio in row.ratios:
+            rng, counts = np.random.default_rng(14), []
+            pipeline, _ = one_bucket(backend, row, size, ratio)
+            for _ in range(60):
+                gradient = gradients("laplace", size, rng)
+                gradient[rng.integers(size)] = factor
+                counts.append(send(backend, pipeline, gradient).indices.size)
+            achieved = np.mean(counts[20:]) / pipeline.compressor.target_count(size)
+            assert least - 0.05 <= achieved <= most + 0.05, f"factor {factor}, ratio {ratio}: {achieved:.3f}"
 
 
 @for_rows(lambda row: row.name != "noop" and not row.follows_scale)

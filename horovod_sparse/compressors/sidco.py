@@ -40,9 +40,11 @@ _SPARE = 1.5
 """Room for entries above a cut, as a multiple of what it should leave, or of what the last cut left if that is more."""
 _MOST_LEFT = 4.0
 """The next cut has no room for more than this multiple of what it should leave, however many entries the last one left."""
-_MOST_AIM = 4.0
-_AIM_GAIN = 0.1
-"""The part of a step's relative error in the count that the next step's aim corrects."""
+_MOST_AIM = 16.0
+_AIM_GAIN, _FAR_GAIN = 0.1, 0.5
+"""The part of a step's relative error in the count that the next step's aim corrects: more if the error is above `_FAR`."""
+_FAR = 0.2
+"""Of |ln(count/k)|. So much is hardly chance where k is 100 or more; the gradients have changed."""
 
 
 @dataclass
@@ -149,9 +151,8 @@ class SIDCo(Compressor):
             state.room = round(_SPARE * left)
         state.threshold = below_largest(sums.largest, threshold)
         selection = narrowed.select_above(x, state.threshold, capacity)
-        trusted = self.adapt == "paper" or self.trusts(selection.found, k)
-        self.learn(state, k, aim, selection.found, len(selection.indices), trusted=trusted)
-        if not trusted:
+        self.learn(state, k, aim, selection.found)
+        if self.adapt != "paper" and not self.trusts(selection.found, k):
             selection, following = ops.select_largest(x, k), math.inf
             state.threshold = below_largest(selection.smallest, math.inf)
         state.cut = following
@@ -177,13 +178,12 @@ class SIDCo(Compressor):
         """Return the threshold and the next cut: see the function `last_stage`."""
         return last_stage(state.cut, tail, count, largest, aim, self.stages_of(state), self._tail_fit)
 
-    def learn(self, state: SIDCoState, k: int, aim: int, found: int, sent: int, *, trusted: bool) -> None:
-        """Learn from an estimate: `found` entries exceeded it, and `sent` of them were sent if it was trusted."""
+    def learn(self, state: SIDCoState, k: int, aim: int, found: int) -> None:
+        """Learn from an estimate that `found` entries exceeded, also if it is not used: otherwise its error would grow."""
         if self.stages == "auto":
             state.controller.observe(found, aim, most_stages(self.ratio_at(state.step)))
         if self.adapt == "robust":
-            # Use the estimate's own count even if it was replaced. Otherwise the error that made it useless would grow.
-            state.aim = next_aim(state.aim, sent if trusted else found, k)
+            state.aim = next_aim(state.aim, found, k)
 
     def _tail(self, ops: Ops, x: Array, state: SIDCoState) -> Moments | None:
         """Return the moments of the excesses over the cut, or None if there is no cut."""
@@ -261,10 +261,8 @@ def tail_aim(count: float, k: float, stages: int) -> float:
     return aim
 
 
-def next_aim(aim: float, achieved: float, k: int) -> float:
-    """Return the next aim, as a multiple of k, after `achieved` entries were selected instead of k."""
-
-    def within(x: float) -> float:
-        return min(max(x, 1.0 / _MOST_AIM), _MOST_AIM)
-
-    return within(aim * within(k / max(achieved, 1)) ** _AIM_GAIN)
+def next_aim(aim: float, found: float, k: int) -> float:
+    """Return the next aim, as a multiple of k, after an estimate that `found` entries exceeded instead of k."""
+    error = min(max(math.log(k / max(found, 1)), -math.log(TRUSTED)), math.log(TRUSTED))
+    aim *= math.exp(error * (_FAR_GAIN if abs(error) > _FAR else _AIM_GAIN))
+    return min(max(aim, 1.0 / _MOST_AIM), _MOST_AIM)

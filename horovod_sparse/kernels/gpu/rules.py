@@ -100,11 +100,10 @@ class Fitted(Rule):
         if numbers["estimated"]:
             count, found = int(numbers["count"]), int(numbers["found"])
             aim = self.compressor.aim_of(state, k, count)
-            trusted = self.compressor.trusts(found, k)
-            if trusted and stages > 1:
+            if self.compressor.trusts(found, k) and stages > 1:
                 tail = Sums(int(numbers["tail_count"]), numbers["tail_total"], numbers["tail_squares"]).moments()
                 _, following = self.compressor.last_stage(state, tail, count, numbers["largest"], aim)
-            self.compressor.learn(state, k, aim, found, int(numbers["sent"]), trusted=trusted)
+            self.compressor.learn(state, k, aim, found)
         state.cut = following if stages > 1 else math.inf
 
 
