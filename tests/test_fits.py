@@ -143,6 +143,14 @@ def test_nothing_to_fit_gives_zero() -> None:
     assert fits.gamma(0.0, math.nan, 0.01) == 0.0
 
 
+@pytest.mark.parametrize("ratio", [0.25, 0.001])
+def test_an_infinite_mean_gives_an_infinite_threshold(ratio: float) -> None:
+    assert fits.exponential(math.inf, ratio) == math.inf
+    assert fits.generalized_pareto(math.inf, math.nan, ratio) == math.inf
+    for closed_form in (False, True):
+        assert fits.gamma(math.inf, 700.0, ratio, closed_form=closed_form) == math.inf
+
+
 @given(mean=POSITIVE, variance=st.floats(0.0, 1e60), ratio=st.floats(1.001, 1e6))
 def test_ratios_above_one_step_down(mean: float, variance: float, ratio: float) -> None:
     assert fits.exponential(mean, ratio) < 0.0

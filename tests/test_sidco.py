@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from driver import make_pipeline, send
 from scipy import stats
 from scipy.special import gammaln
-from table import KINDS, gradients
+from table import BACKENDS, KINDS, Backend, gradients
 
 from horovod_sparse.compressors import sidco
 from horovod_sparse.compressors.sidco import SIDCo, SIDCoState
@@ -16,6 +17,7 @@ from horovod_sparse.estimation.controllers import StageController
 from horovod_sparse.numpy.ops import NumpyOps
 
 OPS = NumpyOps()
+on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 SIZE = 1_000_000
 
 
@@ -255,6 +257,20 @@ def test_nothing_is_learnt_from_a_bucket_with_room_for_all_that_is_not_zero() ->
     for _ in range(30):
         assert compressor.select(OPS, x, 100, 125, state).indices.tolist() == list(range(40))
     assert state.controller == compressor.new_state().controller
+
+
+@on_every_backend
+@pytest.mark.parametrize("adapt", ["paper", "guarded", "robust"])
+@pytest.mark.parametrize("distribution", ["exponential", "gamma", "gpareto"])
+def test_sums_that_overflow_do_not_stop_it(backend: Backend, distribution: Any, adapt: Any) -> None:
+    compressor = SIDCo(0.1, distribution=distribution, adapt=adapt, residual_dtype="float64", min_numel=0)
+    pipeline = make_pipeline(backend, compressor, {"p": (50,)}, dtype="float64")
+    rng = np.random.default_rng(15)
+    for _ in range(3):
+        assert send(backend, pipeline, rng.uniform(0.1, 1.0, 50) * 1.7e308).indices.size >= (
+            1 if adapt == "paper" else 5
+        )
+        pipeline.buckets[0].buffer[:] = 0.0
 
 
 def test_states_of_buckets_are_their_own() -> None:

@@ -5,8 +5,9 @@ With `L = ln(1/ratio)`, each fit solves `P(|X| > threshold) = ratio` for one spa
 Applied to the excesses over an earlier threshold, they give the step to the next one. A ratio above 1 extrapolates
 below that earlier threshold (a negative step).
 
-`mean` must be finite and >= 0, `variance` >= 0, `mean_log <= ln(mean)`, and ratios positive. A variance that float64 cannot
-hold is 0, infinite or NaN, and is not used. Under these conditions no fit raises or returns NaN.
+`mean` must be >= 0, `variance` >= 0, `mean_log <= ln(mean)`, and ratios positive. A variance that float64 cannot hold is 0,
+infinite or NaN, and is not used. If the mean is infinite, because the sum has left the range of float64, so is the threshold.
+Under these conditions no fit raises, and none returns NaN for a ratio below 1.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def gamma(mean: float, mean_log: float, ratio: float, *, closed_form: bool = Fal
     `closed_form` uses the paper's approximation of that inverse, `threshold = -beta (ln ratio + ln Gamma(alpha))`. It is exact
     only for alpha = 1. For small alpha it is negative, and 0 is returned.
     """
-    if mean <= 0.0:
-        return 0.0
+    if not 0.0 < mean < math.inf:
+        return mean
     s = math.log(mean) - mean_log
     if s <= _CONSTANT:
         return mean
