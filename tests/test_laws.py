@@ -47,10 +47,10 @@ def on_the_wire(compressor: Compressor, values: np.ndarray) -> np.ndarray:
         return values
     exact, last = values.astype(np.float64), 2.0**127 * (2.0 - 2.0**-7)
     if compressor.values == "float16":
-        # 11 significant bits. What would not be exact without 2^15 stays.
+        # 11 significant bits; from 2^15 on, one.
         spacing = np.exp2(np.maximum(np.frexp(exact)[1] - 11, -24).astype(np.float64))
-        nearest = np.clip(np.round(exact / spacing) * spacing, -(2.0**15), 2.0**15)
-        return np.where(np.abs(exact) < 2.0**39, nearest, 0.0).astype(np.float32)
+        power = np.copysign(np.exp2(np.frexp(exact)[1] - 1.0), exact)
+        return np.where(np.abs(exact) < 2.0**15, np.round(exact / spacing) * spacing, power).astype(np.float32)
     # A bfloat16 has 8 significant bits; denormals have the spacing of the smallest normal numbers.
     spacing = np.exp2(np.maximum(np.frexp(exact)[1] - 8, -133).astype(np.float64))
     return np.clip(np.round(exact / spacing) * spacing, -last, last).astype(np.float32)
@@ -309,6 +309,19 @@ def test_a_huge_entry_in_every_step_leaves_the_count_in_its_band(backend: Backen
                 counts.append(send(backend, pipeline, gradient).indices.size)
             achieved = np.mean(counts[20:]) / pipeline.compressor.target_count(size)
             assert least - 0.05 <= achieved <= most + 0.05, f"factor {factor}, ratio {ratio}: {achieved:.3f}"
+
+
+@for_rows(lambda row: not row.workers_differ and not row.momentum)
+def test_a_huge_entry_leaves_the_residual(backend: Backend, row: Row) -> None:
+    """In one step, or with values in 16 bits in as many as it has bits."""
+    for spike in (7e4, -1e12, 2e30, -3.4e38):
+        pipeline, bucket = one_bucket(backend, row, 300, row.ratios[0])
+        gradient = np.zeros(300, np.float32)
+        gradient[7], total = spike, 0.0
+        for _ in range(26 if row.largest else 400):
+            total += float(send(backend, pipeline, gradient).values.astype(np.float64).sum())
+            gradient[7] = 0.0
+        assert not backend.numpy(bucket.buffer).any() and total == np.float32(spike)
 
 
 @for_rows(lambda row: row.name != "noop" and not row.follows_scale)
