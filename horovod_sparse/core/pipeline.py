@@ -19,9 +19,6 @@ from horovod_sparse.core.state import check_discardable, check_state
 from horovod_sparse.exchange.protocols import Collective, Reduced, Sent
 from horovod_sparse.ops.protocol import Array
 
-_LASTING = 100
-"""Number of consecutive steps with a truncated message after which a warning is issued."""
-
 Write = Callable[[Sequence[Slot], Reduced], None]
 """Writes the reduced gradient to where the adapter wants it."""
 Wait = Callable[[], Array]
@@ -167,7 +164,7 @@ class Pipeline(Kept):
         self._ended, self._open = self._open, []
         for bucket in self._ended:
             bucket.end(succeeded=not found)
-            if bucket.truncated_steps >= _LASTING and not self._warned:
+            if bucket.lacks_room and not self._warned:
                 self._warned = True
                 bucket.warn_truncated()
         if found and self._has_scaler:
