@@ -1,8 +1,8 @@
 """What the compressors ask of the kernels, and what they learn from a step: plain numbers in, plain numbers out.
 
 When the device needs a step's threshold, it knows only that step's own sums. So the compressors here depart from the same
-compressors elsewhere. SIDCo's stages before the last are never fitted. If a step has no usable cut, or if an estimate is off
-by more than a factor 2, the k largest entries are sent, and the next cut is taken from the histogram of that search.
+compressors elsewhere: SIDCo's stages before the last are never fitted. If a step has no usable cut, or if an estimate is off by
+more than a factor 2, the k largest entries are sent, and the next cut is taken from the histogram of that search.
 """
 
 from __future__ import annotations
