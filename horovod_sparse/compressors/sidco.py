@@ -81,11 +81,12 @@ class SIDCo(Compressor):
 
     The other values of `adapt` depart from the paper, each time because of a measured failure. Both values: the gamma fit is
     inverted exactly instead of by its closed form; `stages="auto"` starts from 3, because one stage starves under error
-    feedback; an estimate that is off by more than a factor 2 is replaced by a threshold found by counting, so that no bucket
-    starves or floods while M adapts. "robust" alone: each later stage computes its aim from the number of entries that are
-    really left, `r_m = (k/n_m)^(1/(stages to go))`, which corrects the error of an earlier stage. For speed, "robust" fits
-    only the last stage in most steps. It fits it to the entries above a cut, which the previous step placed where stage M-1
-    would end. Their moments are taken while the gradient is accumulated, so the stages cost next to nothing.
+    feedback; where an estimate is off by more than a factor 2, the k largest entries are sent, so that no bucket starves or
+    floods while M adapts, nor where an entry is so large that no fit means anything. "robust" alone: each later stage computes
+    its aim from the number of entries that are really left, `r_m = (k/n_m)^(1/(stages to go))`, which corrects the error of an
+    earlier stage. For speed, "robust" fits only the last stage in most steps. It fits it to the entries above a cut, which the
+    previous step placed where stage M-1 would end. Their moments are taken while the gradient is accumulated, so the stages
+    cost next to nothing.
 
     Args:
         ratio: fraction of entries to send, in (0, 1], or a schedule.
