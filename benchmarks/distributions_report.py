@@ -177,7 +177,7 @@ def findings(snapshots: Sequence[Snapshot]) -> str:
     )
     return f"""- **Gaussian** (Gaussian-k): the gradients have one peak, at zero, but not a Gaussian's tails. A Gaussian's
   excess kurtosis is 0. That of the gradient alone is {tails[0]}, with feedback {tails[1]}.
-  The threshold of the fit is seldom near the right one. Gaussian-k corrects it by counting.
+  The threshold of the fit is seldom near the right one. Gaussian-k corrects it.
 - **Double exponential, gamma, generalised Pareto** (SIDCo): of {total} gradients, the nearest fit to all magnitudes is
   {nearest(snapshots, 1)}. These fits are near in the bulk, but the difference is no accident:
   a sample of the fitted distribution would be within {level:.3f} in 95 of 100 cases.

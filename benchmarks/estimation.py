@@ -71,7 +71,7 @@ ROWS = (
     Row("SIDCo exponential, paper", _with(SIDCo, distribution="exponential", adapt="paper")),
     Row("SIDCo gamma, paper", _with(SIDCo, distribution="gamma", adapt="paper")),
     Row("SIDCo gpareto, paper", _with(SIDCo, distribution="gpareto", adapt="paper")),
-    Row("GaussianK bisect", _with(GaussianK, refine="bisect"), held=True),
+    Row("GaussianK exact", _with(GaussianK, refine="exact"), held=True),
     Row("GaussianK paper", _with(GaussianK, refine="paper")),
     # Without momentum, so that it selects from the same as the others.
     Row("DGC, momentum 0", _with(DGC, momentum=0.0), held=True),

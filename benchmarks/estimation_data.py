@@ -123,12 +123,14 @@ def _pareto(rng: np.random.Generator, size: int) -> np.ndarray:
     return magnitudes
 
 
+OUTLIER = "one outlier"
 SYNTHETIC: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "Laplace": lambda rng, size: rng.laplace(size=size),
     "Gaussian": lambda rng, size: rng.normal(size=size),
     "Gamma 0.5": lambda rng, size: rng.gamma(0.5, size=size) * _signs(rng, size),
     "Student-t 4": lambda rng, size: rng.standard_t(4, size=size),
     "Pareto 0.3": _pareto,
+    OUTLIER: lambda rng, size: np.where(np.arange(size) == rng.integers(size), 1e6, rng.laplace(size=size)),
     "99 % zero": lambda rng, size: np.where(rng.uniform(size=size) < 0.01, rng.laplace(size=size), 0.0),
 }
 RECORDED = {"digits": _digits, "lstm": _lstm, "charlm": _charlm}

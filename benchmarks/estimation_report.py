@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from estimation_data import CHARLM_LAYERS, CHARLM_WIDTH, KINDS, LSTM_WIDTH, MOSTLY_ZERO, RECORDED
+from estimation_data import CHARLM_LAYERS, CHARLM_WIDTH, KINDS, LSTM_WIDTH, MOSTLY_ZERO, OUTLIER, RECORDED
 
 from horovod_sparse.compressors.base import MIN_NUMEL
 
@@ -15,8 +15,8 @@ CLOSED, RAW = "feedback", "raw"
 TOLERANCE = 0.1
 PERCENT = f"{TOLERANCE * 100:g} %"
 
-COLORS = ("#000000", "#e69f00", "#7a7a7a", "#3b7dd8", "#56b4e9", "#009e73", "#c2410c", "#cc79a7", "#b08d57")
-MARKERS = ("D", "^", "s", "o", "o", "o", "o", "o", "x")
+COLORS = ("#000000", "#e69f00", "#7a7a7a", "#3b7dd8", "#56b4e9", "#009e73", "#c2410c", "#cc79a7", "#8b1a1a", "#b08d57")
+MARKERS = ("D", "^", "s", "o", "o", "o", "o", "o", "v", "x")
 
 
 @dataclass(frozen=True)
@@ -171,11 +171,14 @@ torch {conditions["torch"]}; {conditions["processor_seconds"]:.0f} s of processo
   {settings["record_burn_in"]} steps; training runs of each, together: {settings["seeds"]}. lstm has width
   {LSTM_WIDTH}, charlm width {CHARLM_WIDTH} and {CHARLM_LAYERS} layers. Parameters with fewer than {MIN_NUMEL} entries are left
   out, the others are one bucket.
-- **All other data**: independent draws in every step.
+- **All other data**: independent draws in every step. "{OUTLIER}" is Laplace with one entry of 10^6 in every step, at a
+  position drawn anew.
 - Entries of a gradient: synthetic {settings["size"]:,}{sizes}.
 - DGC runs without momentum, so that it selects from the same as the others. Threshold has the threshold that selects k
   entries of the first worker's first gradient.
-- "Paper" rows are the published algorithms, without safeguards of ours, and with room for what they select. Of these only
+- "Paper" rows are the published algorithms, without safeguards of ours, and with room for what they select. GaussianK's differs
+  from its authors' code in one point: it has `sqrt(mean(u^2))` for the deviation and 0 for the mean, the code has those of the
+  signed u, whose mean is small beside the deviation. Of these rows only
   MiCRO's room hides something: while residuals grow, its threshold lags behind, and up to 12 k entries exceed it at ratio 0.01,
   up to 63 k at 0.001 (Laplace, the first 60 steps, with room for all). "Guarded" is SIDCo's paper rule within our safeguards.
 - Threshold's room hides its count at 0.001 with feedback: with room for all it is 31 k on Laplace, 65 k on Gaussian gradients.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from statistics import NormalDist
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from scipy.special import gammainccinv
 
 from horovod_sparse.compressors import gaussiank
 from horovod_sparse.estimation import fits
@@ -66,6 +68,14 @@ GAMMA = {0.5: 1.270363, 1.0: 0.577216, 2.0: 0.270363}
 )
 def test_gamma_vectors(shape: float, ratio: float, threshold: float) -> None:
     assert fits.gamma(shape, math.log(shape) - GAMMA[shape], ratio) == pytest.approx(threshold, rel=3e-6)
+
+
+@pytest.mark.parametrize("ratio", [1e-9, 1e-6, 0.001, 0.1, 0.25, 0.5, 0.9, 0.999])
+def test_the_tail_of_the_gamma_distribution_is_inverted(ratio: float) -> None:
+    for shape in np.geomspace(1e-3, 1e9, 60).tolist():
+        expected = gammainccinv(shape, ratio)
+        assert fits.inverse_gamma_tail(shape, ratio) == pytest.approx(expected, rel=2e-5 if ratio < 1e-6 else 1e-6)
+    assert fits.inverse_gamma_tail(2.0, 1.0) == 0.0
 
 
 def test_gamma_shape_one_is_nearly_exponential() -> None:
@@ -141,6 +151,14 @@ def test_nothing_to_fit_gives_zero() -> None:
     assert fits.exponential(0.0, 0.01) == 0.0
     assert fits.generalized_pareto(0.0, 0.0, 0.01) == 0.0
     assert fits.gamma(0.0, math.nan, 0.01) == 0.0
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.001])
+def test_an_infinite_mean_gives_an_infinite_threshold(ratio: float) -> None:
+    assert fits.exponential(math.inf, ratio) == math.inf
+    assert fits.generalized_pareto(math.inf, math.nan, ratio) == math.inf
+    for closed_form in (False, True):
+        assert fits.gamma(math.inf, 700.0, ratio, closed_form=closed_form) == math.inf
 
 
 @given(mean=POSITIVE, variance=st.floats(0.0, 1e60), ratio=st.floats(1.001, 1e6))

@@ -492,10 +492,8 @@ def rest_of(magnitudes: np.ndarray, values: Values) -> np.ndarray:
         return np.zeros_like(magnitudes)
     if values == "bfloat16":
         return np.maximum(magnitudes * 2.0**-8, 2.0**-134)
-    # Above a limit, the rest is sent later; where the limit is less than the distance of two numbers, nothing is sent.
-    rest = np.maximum(magnitudes * 2.0**-11, 2.0**-25)
-    rest = np.where(magnitudes > 2.0**15, magnitudes - 2.0**15, rest)
-    return np.where(magnitudes >= 2.0**39, magnitudes, rest)
+    # From 2^15 on, a power of two is sent.
+    return np.where(magnitudes < 2.0**15, np.maximum(magnitudes * 2.0**-11, 2.0**-25), magnitudes / 2)
 
 
 def check_replicas(result: list[Reduced]) -> None:

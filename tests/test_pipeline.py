@@ -184,26 +184,25 @@ def test_steps_that_fail_are_not_counted(backend: Backend) -> None:
     assert all(bucket.state.step == 6 for bucket in pipeline.buckets)
 
 
-def test_truncation_that_lasts_is_said_once() -> None:
+@pytest.mark.parametrize(("slack", "first"), [(60.0, 100), (1.0, 5)], ids=["some have no room", "most have no room"])
+def test_truncation_that_lasts_is_said_once(slack: float, first: int) -> None:
     backend = BACKENDS[0]
-    pipeline = make_pipeline(backend, Threshold(0.1, ratio=0.01, slack=1.0), {"p": (1000,)})
+    pipeline = make_pipeline(backend, Threshold(0.1, ratio=0.01, slack=slack), {"p": (1000,)})
     rng = np.random.default_rng(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(99):
-            send(backend, pipeline, gradients("laplace", 1000, rng))
-        assert not caught
         # These steps are forgotten with the other statistics.
-        pipeline.reset()
-        for _ in range(99):
-            send(backend, pipeline, gradients("laplace", 1000, rng))
+        for _ in range(2):
+            pipeline.reset()
+            for _ in range(first - 1):
+                send(backend, pipeline, gradients("laplace", 1000, rng))
         assert not caught
         for _ in range(50):
             send(backend, pipeline, gradients("laplace", 1000, rng))
     assert len(caught) == 1
     said = str(caught[0].message)
-    assert "for 100 steps more entries of bucket 'p' qualified than its message has room for" in said
-    assert "room for 10)" in said
+    assert f"for {first} steps more entries of bucket 'p' qualified than its message has room for" in said
+    assert f"room for {10 * slack:g})" in said and "or, with Threshold, the threshold" in said
 
 
 @on_every_backend

@@ -449,7 +449,7 @@ def test_sidco_learns_what_it_does_elsewhere(name: str) -> None:
         _, cut = last_stage(step.request.cut, tail, sums.count, sums.largest, asked, stages, fit)
         if step.request.trust[0] <= found <= step.request.trust[1]:
             assert worker.state.cut == pytest.approx(cut, rel=1e-9)
-            assert worker.state.aim == next_aim(aim, step.indices.size, worker.k)
+            assert worker.state.aim == next_aim(aim, found, worker.k)
         assert worker.state.stages == stages
 
 

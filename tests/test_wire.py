@@ -12,7 +12,7 @@ from driver import make_pipeline
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from table import BACKENDS, Backend
+from table import BACKENDS, ORACLE, Backend
 
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.exchange import wire
@@ -93,9 +93,9 @@ BYTES = {
     "float16": (
         [1.00048828125, -(2.0**-24) * 1.5, 40000.0, -5.4e11, 2.0**40],
         "0000 003c  0201 0280"  # halfway between two values of float16: the even one, also of two denormal ones
-        "0000 0078  0100 00f8"  # 2^15 is the limit
-        "0000 0000",  # a number whose neighbours are further apart than that stays
-        [1.0, -(2.0**-23), 2.0**15, -(2.0**15), 0.0],
+        "0000 0078  0100 17f8"  # from 2^15 on, the bits count the powers of two: 2^15, -2^38
+        "0000 1978",  # 2^40
+        [1.0, -(2.0**-23), 2.0**15, -(2.0**38), 2.0**40],
     ),
 }
 
@@ -119,6 +119,26 @@ def test_compact_bytes(backend: Backend, half: Half) -> None:
     assert np.count_nonzero(backend.numpy(x)) == np.count_nonzero(backend.numpy(values) != sent)
     expanded = backend.ops.expand(backend.array(np.concatenate([message, message])), 2, 131_073, half)
     np.testing.assert_array_equal(backend.numpy(expanded), np.concatenate([backend.numpy(pairs)] * 2), strict=True)
+
+
+@pytest.mark.parametrize("half", BYTES)
+@on_every_backend
+def test_every_value_in_16_bits_is_what_the_oracle_takes_it_for(backend: Backend, half: Half) -> None:
+    """And float32 values of all magnitudes have the same bits; what is left of them is exact."""
+    message = np.concatenate([[2**16], np.arange(2**16) << 16 | np.arange(2**16)]).astype(np.uint32).view(np.int32)
+    expected = ORACLE.ops.expand(message, 1, 2**16, half)
+    if half == "float16":
+        assert np.isfinite(expected[:, 1].copy().view(np.float32)).all()
+    np.testing.assert_array_equal(backend.numpy(backend.ops.expand(backend.array(message), 1, 2**16, half)), expected)
+    bits = np.random.default_rng(0).integers(0, 0x7F800000, 2000) | np.arange(2000) % 2 << 31
+    values, made = bits.astype(np.uint32).view(np.float32), []
+    for one in (ORACLE, backend):
+        x = one.ops.zeros(2000, "float32", one.array(np.zeros(1, np.float32)))
+        pairs = one.ops.pack(one.array(np.arange(2000)), one.array(values), 2000)
+        made.append((one.numpy(one.ops.compact(x, pairs, half)).tobytes(), one.numpy(x).tobytes()))
+        sent = one.numpy(one.ops.unpack(pairs, 2000)[1])
+        assert (sent.astype(np.float64) + one.numpy(x) == values).all()
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize(("counts", "entries", "indices"), COUNTS.values(), ids=COUNTS)

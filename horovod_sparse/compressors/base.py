@@ -103,8 +103,8 @@ class Compressor(ABC):
             residual.
         values: the type of the values in messages of pairs: "float32", with 8 bytes per entry, or "bfloat16" or "float16",
             with 4 bytes per entry (`wire`, message 4). What rounding leaves stays in the residual. "float16" rounds less, but
-            magnitudes below 2^-25 become zero, those above 2^15 are sent in several steps, and those of 2^39 or more stay in
-            the residual. Exchanges that send no pairs (`union`, shared indices, NoOp) refuse both.
+            magnitudes below 2^-25 become zero, and of those above 2^15 only the power of two below is sent, so that they are
+            sent in up to 24 steps. Exchanges that send no pairs (`union`, shared indices, NoOp) refuse both.
         balanced: whether pairs go through the ranks that own their regions of the bucket (exchange `balanced`). Each rank sums
             what all ranks have sent to its region, forwards about k/n of the largest sums, and keeps the others in its own
             residual. So about k entries are reduced, and each rank sends up to 6 k numbers for any number n of workers, if n is

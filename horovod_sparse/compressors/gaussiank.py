@@ -1,4 +1,4 @@
-"""Gaussian-k: a threshold from a normal distribution, corrected by counting."""
+"""Gaussian-k: a threshold from a normal distribution, corrected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compre
 from horovod_sparse.compressors.checks import check_choice
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation import fits
-from horovod_sparse.estimation.search import below_largest, search_threshold
+from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.ops.protocol import Array, Moments, Ops, Selection
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _PAPER_SLACK = 48.0
 
 @dataclass
 class GaussianKState(BucketState):
-    """With refine="bisect": about the last threshold divided by the fitted one."""
+    """With refine="exact": about the last threshold divided by the fitted one."""
 
     saved: ClassVar[tuple[str, ...]] = ("factor",)
     ranges = BucketState.ranges | {"factor": POSITIVE}
@@ -45,9 +45,10 @@ class GaussianK(Compressor):
     Args:
         ratio: delta, fraction of entries to send, in (0, 1], or a schedule.
         refine: "paper": eta is corrected at most twice. It is halved if fewer than 2k/3 entries exceed it, and multiplied by
-            1.5 if more than 4k/3 do. On tails that are not normal the count ends far from k. "bisect": a bracketing search
-            until the count is within 10 % of k, which starts where the last step's search ended.
-        others: those of `Compressor`. Unless `slack` says otherwise, message capacity is 4k/3 with "bisect". With "paper" it
+            1.5 if more than 4k/3 do. On tails that are not normal the count ends far from k. "exact": eta is multiplied by a
+            factor that earlier steps have found. If its count is more than 10 % off, the k largest entries are sent instead,
+            and the next factor is the one that would have led to them.
+        others: those of `Compressor`. Unless `slack` says otherwise, message capacity is 4k/3 with "exact". With "paper" it
             is 48 k, so that it does not hide what is selected.
     """
 
@@ -55,13 +56,13 @@ class GaussianK(Compressor):
     needs_sums = True
 
     def __init__(
-        self, ratio: float | Schedule, *, refine: Literal["paper", "bisect"] = "bisect", **settings: Unpack[Settings]
+        self, ratio: float | Schedule, *, refine: Literal["paper", "exact"] = "exact", **settings: Unpack[Settings]
     ) -> None:
-        check_choice("refine", refine, ("paper", "bisect"))
+        check_choice("refine", refine, ("paper", "exact"))
         if refine == "paper":
             set_slack(settings, _PAPER_SLACK)
         super().__init__(ratio, **settings)
-        self.refine: Literal["paper", "bisect"] = refine
+        self.refine: Literal["paper", "exact"] = refine
 
     def new_state(self, place: Place = ALONE) -> GaussianKState:
         return GaussianKState(place)
@@ -77,19 +78,14 @@ class GaussianK(Compressor):
             state.threshold = below_largest(sums.largest, self._corrected(ops, x, k, fitted))
             state.expect(state.threshold, k)
             return ops.select_above(x, state.threshold, capacity)
-        start = fitted * state.factor
-        selection = None
-        # The point where the last search ended is mostly right. Then no count is needed before the selection.
-        if 0.0 < start < sums.largest:
-            state.threshold = below_largest(sums.largest, start)
-            selection = ops.select_above(x, state.threshold, capacity)
-        if selection is None or abs(selection.found - k) > TOLERANCE * k:
-            threshold = search_threshold(ops, x, k, TOLERANCE, not_zero=sums.count, largest=sums.largest, start=start)
-            state.factor = threshold / fitted if threshold > 0.0 < fitted else 1.0
-            state.threshold = below_largest(sums.largest, threshold)
-            selection = ops.select_above(x, state.threshold, capacity)
-        # A count within the tolerance is accepted, but the next search starts a little nearer to k.
-        state.factor *= (max(selection.found, 1) / k) ** RECENTRE
+        state.threshold = below_largest(sums.largest, fitted * state.factor)
+        selection = ops.select_above(x, state.threshold, capacity)
+        if abs(selection.found - k) > TOLERANCE * k:
+            selection = ops.select_largest(x, k)
+            state.threshold = below_largest(selection.smallest, math.inf)
+            state.factor = (state.threshold / fitted if fitted > 0.0 else 0.0) or 1.0
+        # A count within the tolerance is accepted, but the next threshold is a little nearer to k.
+        state.factor *= (selection.found / k) ** RECENTRE
         state.expect(state.threshold, k)
         return selection
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Settings, set_slack
@@ -25,7 +26,8 @@ class RedSync(Compressor):
     "trim" lowers r from 0.8 in steps of 0.2 until at least k entries exceed eta, and sends the exact top-k of those. It
     selects what `TopK` does, from fewer entries, except that it never sends zeros. "bisect" halves the bracket of r, at
     most 10 times, until between k and 2k entries exceed eta, and sends those. If fewer than k entries exceed the mean, the
-    bracket reaches below it. The paper also uses one threshold for several steps, and sends one mean instead of the values
+    bracket reaches below it. If no such eta is found, because of equal magnitudes or an entry that is huge beside the others,
+    the k largest are sent. The paper also uses one threshold for several steps, and sends one mean instead of the values
     (quantisation). Neither is implemented: every step has a threshold of its own, and values are float32.
 
     Args:
@@ -59,21 +61,24 @@ class RedSync(Compressor):
             state.threshold = next((threshold for threshold in thresholds if threshold < smallest), 0.0)
             state.expect(smallest, k)
             return selection
-        state.threshold = below_largest(largest, self._bisected(ops, x, k, mean, largest))
+        threshold = self._bisected(ops, x, k, mean, largest)
+        if threshold is None:
+            selection = ops.select_largest(x, k)
+            state.threshold = below_largest(selection.smallest, math.inf)
+        else:
+            state.threshold = threshold
+            selection = ops.select_above(x, threshold, capacity)
         state.expect(state.threshold, k)
-        return ops.select_above(x, state.threshold, min(capacity, max(2 * k, 1)))
+        return selection
 
     @staticmethod
-    def _bisected(ops: Ops, x: Array, k: int, mean: float, largest: float) -> float:
-        """Return a threshold that at least k entries exceed, and at most 2k if ten probes find such a threshold."""
+    def _bisected(ops: Ops, x: Array, k: int, mean: float, largest: float) -> float | None:
+        """Return a threshold that k to 2k entries exceed, or None if the probes find none."""
         low, high = (mean, largest) if ops.counts(x, [mean])[0] >= k else (0.0, mean)
         for _ in range(MOST_PROBES):
             middle = 0.5 * (low + high)
             (count,) = ops.counts(x, [middle])
-            if count < k:
-                high = middle
-            else:
-                low = middle
-                if count <= 2 * k:
-                    break
-        return low
+            if k <= count <= 2 * k:
+                return middle
+            low, high = (low, middle) if count < k else (middle, high)
+        return None

@@ -13,7 +13,7 @@ from horovod_sparse.compressors.scalars import plain
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.controllers import StageController, most_stages
-from horovod_sparse.estimation.search import below_largest, search_threshold
+from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.ops.cached import narrow
 from horovod_sparse.ops.protocol import Array, Moments, Ops, Selection, Sums
 
@@ -33,17 +33,18 @@ Under error feedback fewer stages starve the bucket, because they underestimate 
 _PAPER_SLACK = 24.0
 """Capacity of a message, as a multiple of k. The largest count that was measured is 20 k, on the data of docs/estimation.md."""
 TRUSTED = 2.0
-"""An estimate is replaced if it selects more than `TRUSTED` k entries, or fewer than k / `TRUSTED`."""
-SEARCH_TOLERANCE = 0.1
+"""The k largest entries are sent instead if an estimate selects more than `TRUSTED` k, or fewer than k / `TRUSTED`."""
 MOST_TAIL = 2.0 * FIRST_RATIO
 """A cut that leaves more than this fraction of the non-zero entries is ignored."""
 _SPARE = 1.5
 """Room for entries above a cut, as a multiple of what it should leave, or of what the last cut left if that is more."""
 _MOST_LEFT = 4.0
 """The next cut has no room for more than this multiple of what it should leave, however many entries the last one left."""
-_MOST_AIM = 4.0
-_AIM_GAIN = 0.1
-"""The part of a step's relative error in the count that the next step's aim corrects."""
+_MOST_AIM = 16.0
+_AIM_GAIN, _FAR_GAIN = 0.1, 0.5
+"""The part of a step's relative error in the count that the next step's aim corrects: more if the error is above `_FAR`."""
+_FAR = 0.2
+"""Of |ln(count/k)|. So much is hardly chance where k is 100 or more; the gradients have changed."""
 
 
 @dataclass
@@ -80,11 +81,12 @@ class SIDCo(Compressor):
 
     The other values of `adapt` depart from the paper, each time because of a measured failure. Both values: the gamma fit is
     inverted exactly instead of by its closed form; `stages="auto"` starts from 3, because one stage starves under error
-    feedback; an estimate that is off by more than a factor 2 is replaced by a threshold found by counting, so that no bucket
-    starves or floods while M adapts. "robust" alone: each later stage computes its aim from the number of entries that are
-    really left, `r_m = (k/n_m)^(1/(stages to go))`, which corrects the error of an earlier stage. For speed, "robust" fits
-    only the last stage in most steps. It fits it to the entries above a cut, which the previous step placed where stage M-1
-    would end. Their moments are taken while the gradient is accumulated, so the stages cost next to nothing.
+    feedback; where an estimate is off by more than a factor 2, the k largest entries are sent, so that no bucket starves or
+    floods while M adapts, nor where an entry is so large that no fit means anything. "robust" alone: each later stage computes
+    its aim from the number of entries that are really left, `r_m = (k/n_m)^(1/(stages to go))`, which corrects the error of an
+    earlier stage. For speed, "robust" fits only the last stage in most steps. It fits it to the entries above a cut, which the
+    previous step placed where stage M-1 would end. Their moments are taken while the gradient is accumulated, so the stages
+    cost next to nothing.
 
     Args:
         ratio: fraction of entries to send, in (0, 1], or a schedule.
@@ -150,12 +152,10 @@ class SIDCo(Compressor):
             state.room = round(_SPARE * left)
         state.threshold = below_largest(sums.largest, threshold)
         selection = narrowed.select_above(x, state.threshold, capacity)
-        trusted = self.adapt == "paper" or self.trusts(selection.found, k)
-        self.learn(state, k, aim, selection.found, len(selection.indices), trusted=trusted)
-        if not trusted:
-            threshold = search_threshold(ops, x, k, SEARCH_TOLERANCE, not_zero=sums.count, largest=sums.largest)
-            state.threshold, following = below_largest(sums.largest, threshold), math.inf
-            selection = ops.select_above(x, state.threshold, capacity)
+        self.learn(state, k, aim, selection.found)
+        if self.adapt != "paper" and not self.trusts(selection.found, k):
+            selection, following = ops.select_largest(x, k), math.inf
+            state.threshold = below_largest(selection.smallest, math.inf)
         state.cut = following
         return selection
 
@@ -179,13 +179,12 @@ class SIDCo(Compressor):
         """Return the threshold and the next cut: see the function `last_stage`."""
         return last_stage(state.cut, tail, count, largest, aim, self.stages_of(state), self._tail_fit)
 
-    def learn(self, state: SIDCoState, k: int, aim: int, found: int, sent: int, *, trusted: bool) -> None:
-        """Learn from an estimate: `found` entries exceeded it, and `sent` of them were sent if it was trusted."""
+    def learn(self, state: SIDCoState, k: int, aim: int, found: int) -> None:
+        """Learn from an estimate that `found` entries exceeded, also if it is not used: otherwise its error would grow."""
         if self.stages == "auto":
             state.controller.observe(found, aim, most_stages(self.ratio_at(state.step)))
         if self.adapt == "robust":
-            # Use the estimate's own count even if it was replaced. Otherwise the error that made it useless would grow.
-            state.aim = next_aim(state.aim, sent if trusted else found, k)
+            state.aim = next_aim(state.aim, found, k)
 
     def _tail(self, ops: Ops, x: Array, state: SIDCoState) -> Moments | None:
         """Return the moments of the excesses over the cut, or None if there is no cut."""
@@ -263,10 +262,8 @@ def tail_aim(count: float, k: float, stages: int) -> float:
     return aim
 
 
-def next_aim(aim: float, achieved: float, k: int) -> float:
-    """Return the next aim, as a multiple of k, after `achieved` entries were selected instead of k."""
-
-    def within(x: float) -> float:
-        return min(max(x, 1.0 / _MOST_AIM), _MOST_AIM)
-
-    return within(aim * within(k / max(achieved, 1)) ** _AIM_GAIN)
+def next_aim(aim: float, found: float, k: int) -> float:
+    """Return the next aim, as a multiple of k, after an estimate that `found` entries exceeded instead of k."""
+    error = min(max(math.log(k / max(found, 1)), -math.log(TRUSTED)), math.log(TRUSTED))
+    aim *= math.exp(error * (_FAR_GAIN if abs(error) > _FAR else _AIM_GAIN))
+    return min(max(aim, 1.0 / _MOST_AIM), _MOST_AIM)

@@ -19,6 +19,8 @@ from horovod_sparse.exchange.protocols import Collective, Entries, Sent
 from horovod_sparse.exchange.rounds import Way, stands_in
 from horovod_sparse.ops.protocol import Array, Ops, Selection, Values
 
+_LASTING, _FEW_STEPS = 100, 5
+"""Numbers of consecutive steps with a truncated message that show a lack of room: the lower one if most had no room."""
 _SAME_FACTOR = 1e-6
 """Largest relative difference of two factors that are equal except for rounding."""
 
@@ -265,12 +267,19 @@ class Bucket(Owner):
                 if self.velocity is not None:
                     self.ops.assign(self.velocity, before.velocity)
 
+    @property
+    def lacks_room(self) -> bool:
+        """Whether messages have been too small for long, or for some steps so small that most entries had no room."""
+        last = self.tally.last
+        return self.truncated_steps >= (_FEW_STEPS if last.truncated > last.sent else _LASTING)
+
     def warn_truncated(self) -> None:
         last = self.tally.last
         warnings.warn(
             f"horovod_sparse: rank {self.rank}: for {self.truncated_steps} steps more entries of bucket {self.name!r} "
             f"qualified than its message has room for (in the last step {last.sent + last.truncated:.0f}, room for "
-            f"{last.sent:.0f}); the rest waits in the residual. Raise slack (now {self.compressor.slack:g}) or ratio",
+            f"{last.sent:.0f}); the rest waits in the residual. "
+            f"Raise slack (now {self.compressor.slack:g}) or ratio or, with Threshold, the threshold",
             stacklevel=2,
         )
 

@@ -22,9 +22,6 @@ from horovod_sparse.core.step import Ending, Step
 from horovod_sparse.exchange.protocols import Collective, Reduced, Sent
 from horovod_sparse.ops.protocol import Array, Moving
 
-_LASTING = 100
-"""Number of consecutive steps with a truncated message after which a warning is issued."""
-
 _NOT_FINITE = (
     "holds NaN or infinity, or overflows its residual; it was kept out of the residual. Lower the learning rate, or set "
     "not_finite='propagate'"
@@ -218,7 +215,7 @@ class Pipeline(Kept):
         failed = Ending.UNDONE if self._has_scaler else Ending.FAILED
         step.ending = failed if found else Ending.SENT
         self._finish()
-        truncated = next((bucket for bucket in self.buckets if bucket.truncated_steps >= _LASTING), None)
+        truncated = next((bucket for bucket in self.buckets if bucket.lacks_room), None)
         if truncated is not None and not self._warned:
             self._warned = True
             truncated.warn_truncated()

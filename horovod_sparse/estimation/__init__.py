@@ -1,1 +1,1 @@
-"""Thresholds from few numbers: fits, searches by counting, controllers. Imports no framework."""
+"""Thresholds from few numbers: fits, samples, controllers. Imports no framework."""

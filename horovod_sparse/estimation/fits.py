@@ -5,16 +5,20 @@ With `L = ln(1/ratio)`, each fit solves `P(|X| > threshold) = ratio` for one spa
 Applied to the excesses over an earlier threshold, they give the step to the next one. A ratio above 1 extrapolates
 below that earlier threshold (a negative step).
 
-`mean` must be finite and >= 0, `variance` >= 0, `mean_log <= ln(mean)`, and ratios positive. A variance that float64 cannot
-hold is 0, infinite or NaN, and is not used. Under these conditions no fit raises or returns NaN.
+`mean` must be >= 0, `variance` >= 0, `mean_log <= ln(mean)`, and ratios positive. A variance that float64 cannot hold is 0,
+infinite or NaN, and is not used. If the mean is infinite, because the sum has left the range of float64, so is the threshold.
+Under these conditions no fit raises, and none returns NaN for a ratio below 1.
 """
 
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 # If variance / mean^2 is below this, all magnitudes are equal as far as float32 data can tell, and no shape can be fitted.
 _CONSTANT = 1e-12
+_NEARLY_NORMAL = 1e4
+"""From this shape on, the error of a formula in closed form is below a millionth."""
 LEAST_SQUARE = 1e-290
 """Smaller squares lose digits in float64. Its smallest number with all digits is 2e-308."""
 
@@ -54,8 +58,8 @@ def gamma(mean: float, mean_log: float, ratio: float, *, closed_form: bool = Fal
     `closed_form` uses the paper's approximation of that inverse, `threshold = -beta (ln ratio + ln Gamma(alpha))`. It is exact
     only for alpha = 1. For small alpha it is negative, and 0 is returned.
     """
-    if mean <= 0.0:
-        return 0.0
+    if not 0.0 < mean < math.inf:
+        return mean
     s = math.log(mean) - mean_log
     if s <= _CONSTANT:
         return mean
@@ -63,10 +67,38 @@ def gamma(mean: float, mean_log: float, ratio: float, *, closed_form: bool = Fal
     scale = mean / shape
     if closed_form:
         return max(-scale * (math.log(ratio) + math.lgamma(shape)), 0.0)
-    # This import is here because SciPy's special functions take longer to import than the rest of the package.
-    from scipy.special import gammainccinv
+    return scale * inverse_gamma_tail(shape, ratio)
 
-    return scale * float(gammainccinv(shape, ratio))
+
+def inverse_gamma_tail(shape: float, ratio: float) -> float:
+    """Return x with Q(shape, x) = ratio, for shape > 0 and a ratio in (0, 1]. Five digits are right for ratios from 1e-9 on.
+
+    Newton's method solves ln Q = ln(ratio) for u = ln x. ln Q is concave in u, so steps from above never go too far. They start
+    at a + sqrt(2 a L) + L with L = ln(1/ratio), which bounds the quantile of every gamma distribution (Boucheron, Lugosi and
+    Massart, Concentration Inequalities, section 2.4).
+    """
+    if ratio >= 1.0:
+        return 0.0
+    level = -math.log(ratio)
+    if shape > _NEARLY_NORMAL:
+        # Wilson and Hilferty: the cube root of x is nearly normal.
+        deviation = -NormalDist().inv_cdf(ratio) / (3.0 * math.sqrt(shape))
+        return shape * (1.0 - 1.0 / (9.0 * shape) + deviation) ** 3
+    u, step = math.log(shape + math.sqrt(2.0 * shape * level) + level), -math.inf
+    while step < -1e-12:
+        x = math.exp(u)
+        density = math.exp(shape * u - x - math.lgamma(shape))
+        # P = 1 - Q is density * (1/a + x/(a (a+1)) + x^2/(a (a+1) (a+2)) + ...).
+        term = total = 1.0 / shape
+        number = shape
+        while term > 1e-17 * total:
+            number += 1.0
+            term *= x / number
+            total += term
+        tail = max(1.0 - density * total, 1e-16)
+        step = (math.log(tail) + level) * tail / density
+        u += step
+    return math.exp(u)
 
 
 def _expm1_over(x: float) -> float:

@@ -1,4 +1,4 @@
-"""Find a threshold by counting entries, or the largest entries by a sample. Imports no framework."""
+"""Find the threshold below the largest entry, or the largest entries by a sample. Imports no framework."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 
 from horovod_sparse.ops.protocol import Array, Ops
 
-MOST_COUNTS = 12
 _MOST_CANDIDATES = 5
 """The most candidates, as a multiple of k: so few are cheaper to sort than the whole array."""
 _NEAR = 1e-6
@@ -27,42 +26,6 @@ def below_largest(largest: float, threshold: float) -> float:
         single = np.float32(largest)
     below = np.nextafter(single, np.float32(0.0)) if float(single) == largest else math.nextafter(largest, 0.0)
     return min(threshold, float(below))
-
-
-def search_threshold(
-    ops: Ops, x: Array, k: int, tolerance: float, *, not_zero: int, largest: float, start: float = math.nan
-) -> float:
-    """Return a threshold that about k of `not_zero` entries exceed.
-
-    Their number is within `tolerance` of k if the data allow it, else the closest found. The search applies regula falsi to
-    ln(count) over the threshold, which is a straight line for exponential tails. It alternates with bisection, so that the
-    bracket at least halves every second count. It makes at most 12 passes over `x`. The first is at `start` if that lies
-    within the data.
-    """
-    low, most = 0.0, not_zero
-    high, fewest = largest, 0
-    if most <= k:
-        return low
-    best, best_error = low, math.log(most / k)
-    for step in range(MOST_COUNTS):
-        part = 0.5 if step % 2 else math.log(most / k) / math.log(most / max(fewest, 0.5))
-        guess = low + (high - low) * min(max(part, 0.01), 0.99)
-        if step == 0 and low < start < high:
-            guess = start
-        if not low < guess < high:
-            break
-        (count,) = ops.counts(x, [guess])
-        # A count of zero is taken as half an entry.
-        error = abs(math.log(max(count, 0.5) / k))
-        if error < best_error:
-            best, best_error = guess, error
-        if abs(count - k) <= tolerance * k:
-            break
-        if count > k:
-            low, most = guess, count
-        else:
-            high, fewest = guess, count
-    return best
 
 
 def largest_candidates(ops: Ops, x: Array, k: int) -> Array | None:

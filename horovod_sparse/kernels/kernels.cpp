@@ -410,14 +410,24 @@ struct BFloat16 {
 };
 
 struct Float16 {
-    // Rounds to the nearest, to even, up to the limit. A number whose neighbours are further apart than the limit stays.
+    // The bits from 2^15 on stand for the powers of two; `bias` and the biased exponent of a float make up the bits.
+    static constexpr uint32_t powers = 0x7800, bias = powers - (127 + 15);
+
+    // Rounds to the nearest, to even; from 2^15 on to the power of two below.
     static uint32_t upper(float number) {
-        constexpr float limit = 0x1p15f, coarse = limit * 0x1p24f;
-        const float magnitude = std::abs(number);
-        if (magnitude >= coarse) return 0;
-        return uint32_t{to_float16(std::copysign(std::min(magnitude, limit), number))} << 16;
+        uint32_t bits;
+        std::memcpy(&bits, &number, sizeof bits);
+        const uint32_t power = (bits >> 23 & 0xff) + bias;
+        return power < powers ? uint32_t{to_float16(number)} << 16 : (bits & 0x80000000u) | power << 16;
     }
-    static float number(uint32_t upper) { return from_float16(static_cast<uint16_t>(upper >> 16)); }
+    static float number(uint32_t upper) {
+        const uint32_t magnitude = upper >> 16 & 0x7fff;
+        if (magnitude < powers) return from_float16(static_cast<uint16_t>(upper >> 16));
+        const uint32_t bits = (upper & 0x80000000u) | std::min(magnitude - bias, 254u) << 23;
+        float number;
+        std::memcpy(&number, &bits, sizeof number);
+        return number;
+    }
 };
 
 template <class Half, class T>

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.exchange.wire import BAD_COUNTS, HALF_LIMIT, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
+from horovod_sparse.exchange.wire import BAD_COUNTS, HALF_BIAS, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
 from horovod_sparse.ops.cached import Cached
 from horovod_sparse.ops.distinct import distinct
 from horovod_sparse.ops.protocol import Half, Moments, Moving, Ops, Part, Selection, Sums, Tracked
@@ -165,7 +165,8 @@ class NumpyOps(Ops):
         counts, entries = np.zeros(runs_of(x.size), np.int32), np.zeros(len(message), np.int32)
         used = int(np.count_nonzero(message[:, 0] >= 0))
         indices, taken = self.unpack(message, used)
-        rounded, upper = _rounded(taken, values)
+        upper = _upper(taken, values)
+        rounded = _numbers(upper, values)
         x[indices] += taken - rounded
         message[:used, 1] = rounded.view(np.int32)
         if message[0, 0] == NOT_FINITE:
@@ -217,20 +218,25 @@ def _bfloat16(values: Array) -> Array:
     return np.where(infinite, bits & np.uint32(0x80000000) | np.uint32(0x7F7F0000), rounded).view(np.float32)
 
 
-def _float16(values: Array) -> Array:
-    """Return values rounded to the nearest float16 as `Ops.compact` does."""
-    halves = values.clip(-HALF_LIMIT, HALF_LIMIT).astype(np.float32).astype(np.float16)
-    halves[np.abs(values) >= HALF_LIMIT / np.finfo(values.dtype).epsneg] = 0
-    return halves
+def _upper(values: Array, half: Half) -> Array:
+    """Return an int32 array with the bits in the upper half that stand for float32 values rounded to another type."""
+    if half == "bfloat16":
+        return _bfloat16(values).view(np.int32)
+    bits = values.view(np.int32)
+    power = (bits >> 23 & 0xFF) + HALF_BIAS
+    with np.errstate(over="ignore"):
+        nearest = values.astype(np.float16).view(np.int16)
+    return np.where(np.abs(values) < 2.0**15, nearest, bits >> RUN_BITS & 0x8000 | power).astype(np.int32) << RUN_BITS
 
 
-def _rounded(values: Array, half: Half) -> tuple[Array, Array]:
-    """Return float32 values rounded to another type, and an int32 array with their bits in that type in the upper half."""
-    if half == "float16":
-        halves = _float16(values)
-        return halves.astype(np.float32), halves.view(np.int16).astype(np.int32) << RUN_BITS
-    rounded = _bfloat16(values)
-    return rounded, rounded.view(np.int32)
+def _numbers(upper: Array, half: Half) -> Array:
+    """Return the float32 values that such bits stand for."""
+    if half == "bfloat16":
+        return (upper & -RUN).view(np.float32)
+    halves = (upper >> RUN_BITS).astype(np.int16)
+    exponents = np.minimum((halves & 0x7FFF).astype(np.int32) - HALF_BIAS, 254)
+    powers = (upper & -0x80000000 | exponents << 23).view(np.float32)
+    return np.where(exponents < 127 + 15, halves.view(np.float16).astype(np.float32), powers)
 
 
 def _expand(message: Array, numel: int, half: Half) -> Array:
@@ -245,10 +251,7 @@ def _expand(message: Array, numel: int, half: Half) -> Array:
         pairs[0, 0] = BAD_COUNTS
     else:
         pairs[:used, 0] = np.repeat(np.arange(counts.size) * RUN, counts) + entries[:used] % RUN
-        upper = entries[:used] & -RUN
-        if half == "float16":
-            upper = (upper >> RUN_BITS).astype(np.int16).view(np.float16).astype(np.float32).view(np.int32)
-        pairs[:used, 1] = upper
+        pairs[:used, 1] = _numbers(entries[:used], half).view(np.int32)
     return pairs
 
 

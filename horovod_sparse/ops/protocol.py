@@ -180,8 +180,7 @@ class Ops(Protocol):
         """Return a message of pairs, whose entries were taken out of `x`, as a compact one (`wire`, message 4).
 
         Its values are rounded to the type `values`, also in `message`, in place. The rest returns to `x`, so that sent + kept
-        stays exact. With float16 a magnitude above 2^15 becomes 2^15; or zero, where the neighbouring numbers of the
-        type of `x` are further apart.
+        stays exact. With float16 a magnitude of 2^15 or more becomes the power of two that is next below it.
         """
 
     def expand(self, gathered: Array, world: int, numel: int, values: Half) -> Array:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_sparse.exchange.wire import BAD_COUNTS, HALF_LIMIT, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
+from horovod_sparse.exchange.wire import BAD_COUNTS, HALF_BIAS, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
 from horovod_sparse.ops.cached import Cached
 from horovod_sparse.ops.distinct import distinct
 from horovod_sparse.ops.protocol import Half, Moments, Moving, Ops, Part, Selection, Sums, Tracked
@@ -230,11 +230,10 @@ class TorchOps(Ops):
         # A device is not waited for: padding adds nothing to the first entry and to the first run.
         used = message[:, 0] >= 0
         indices, taken = message[:, 0].clamp(min=0).long(), message[:, 1].contiguous().view(torch.float32)
-        halves = _rounded(taken, values)
-        rounded = halves.float()
+        upper = _upper(taken, values)
+        rounded = _numbers(upper, values)
         x.index_add_(0, indices, (taken - rounded).to(x.dtype))
         message[:, 1] = rounded.view(torch.int32)
-        upper = halves.view(torch.int16).int() << RUN_BITS
         counts = message.new_zeros(runs_of(x.numel())).index_add_(0, indices >> RUN_BITS, used.int())
         counts[0] = torch.where(message[0, 0] == NOT_FINITE, NOT_FINITE, counts[0])
         entries = torch.where(used, upper | (message[:, 0] & (RUN - 1)), 0)
@@ -254,8 +253,7 @@ class TorchOps(Ops):
         indices = torch.where(used, (run << RUN_BITS) + (entries & (RUN - 1)), PADDING)
         first = torch.where(counts[:, 0] == NOT_FINITE, NOT_FINITE, BAD_COUNTS)
         indices[:, 0] = torch.where(bad[:, 0], first, indices[:, 0])
-        halves = (entries >> RUN_BITS).short().view(getattr(torch, values))
-        bits = torch.where(used, halves.float().view(torch.int32), 0)
+        bits = torch.where(used, _numbers(entries, values).view(torch.int32), 0)
         return torch.stack((indices.int(), bits), 2).view(-1, 2)
 
     def rows_in_use(self, messages: Tensor, world: int, numel: int) -> list[int | None]:
@@ -336,18 +334,26 @@ def _write_added_up(
         torch._foreach_copy_([target for _, target in parts], sources)
 
 
-def _float16(values: Tensor) -> Tensor:
-    """Return values rounded to the nearest float16 as `Ops.compact` does."""
-    coarse = 2.0 * HALF_LIMIT / torch.finfo(values.dtype).eps
-    return torch.where(values.abs() < coarse, values.clamp(-HALF_LIMIT, HALF_LIMIT), 0.0).float().half()
+def _upper(values: Tensor, half: Half) -> Tensor:
+    """Return an int32 tensor with the bits in the upper half that stand for float32 values rounded to another type."""
+    if half == "bfloat16":
+        rounded = values.bfloat16()
+        rounded = torch.where(rounded.isinf(), rounded.sign() * torch.finfo(torch.bfloat16).max, rounded)
+        return rounded.view(torch.int16).int() << RUN_BITS
+    bits = values.view(torch.int32)
+    power = (bits >> 23 & 0xFF) + HALF_BIAS
+    nearest = values.half().view(torch.int16).int()
+    return torch.where(values.abs() < 2.0**15, nearest, bits >> RUN_BITS & 0x8000 | power) << RUN_BITS
 
 
-def _rounded(values: Tensor, half: Half) -> Tensor:
-    """Return float32 values rounded to another type, but never to infinity."""
-    if half == "float16":
-        return _float16(values)
-    rounded = values.bfloat16()
-    return torch.where(rounded.isinf(), rounded.sign() * torch.finfo(torch.bfloat16).max, rounded)
+def _numbers(upper: Tensor, half: Half) -> Tensor:
+    """Return the float32 values that such bits stand for."""
+    halves = (upper >> RUN_BITS).short()
+    if half == "bfloat16":
+        return halves.view(torch.bfloat16).float()
+    exponents = ((halves & 0x7FFF).int() - HALF_BIAS).clamp(max=254)
+    powers = (upper & -0x80000000 | exponents << 23).view(torch.float32)
+    return torch.where(exponents < 127 + 15, halves.view(torch.float16).float(), powers)
 
 
 def _nonzero(mask: Tensor) -> Tensor:

@@ -5,24 +5,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from horovod_sparse.exchange.wire import BAD_COUNTS, HALF_LIMIT, NOT_FINITE, PADDING, RUN, RUN_BITS
-from horovod_sparse.kernels.gpu.floats import clip
+from horovod_sparse.exchange.wire import BAD_COUNTS, HALF_BIAS, HALF_POWERS, NOT_FINITE, PADDING, RUN, RUN_BITS
 
 _PADDING, _NOT_FINITE, _BAD_COUNTS = tl.constexpr(PADDING), tl.constexpr(NOT_FINITE), tl.constexpr(BAD_COUNTS)
 _RUN, _RUN_BITS = tl.constexpr(RUN), tl.constexpr(RUN_BITS)
-_LIMIT = tl.constexpr(HALF_LIMIT)
-_COARSE = tl.constexpr(HALF_LIMIT * 2.0**24)
-"""Neighbouring float32 numbers are further apart than the limit from here on."""
+_POWERS, _BIAS = tl.constexpr(HALF_POWERS), tl.constexpr(HALF_BIAS)
 
 
 @triton.jit
 def _upper(value, HALF: tl.constexpr):
     """Return the bits of float32 values rounded to 16 bits, in the upper half of int32."""
+    bits = value.to(tl.int32, bitcast=True)
     if HALF == "float16":
-        sent = tl.where(tl.abs(value) < _COARSE, clip(value, _LIMIT), 0.0)
-        return sent.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << _RUN_BITS
+        power = ((bits >> 23) & 0xFF) + _BIAS
+        small = tl.where(power < _POWERS, value, 0.0)
+        nearest = small.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        return tl.where(power < _POWERS, nearest, ((bits >> _RUN_BITS) & 0x8000) | power) << _RUN_BITS
     else:
-        bits = value.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> _RUN_BITS) & 1)) & -_RUN
         # Never to infinity: the largest number of the same sign.
         largest = tl.where(bits < 0, -0x810000, 0x7F7F0000)
@@ -33,7 +32,11 @@ def _upper(value, HALF: tl.constexpr):
 def _number(upper, HALF: tl.constexpr):
     """Return the numbers whose bits are in the upper half of int32, as float32."""
     if HALF == "float16":
-        return (upper >> _RUN_BITS).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        half = (upper >> _RUN_BITS).to(tl.int16)
+        magnitude = (half & 0x7FFF).to(tl.int32)
+        power = ((upper >> 31) << 31) | (tl.minimum(magnitude - _BIAS, 254) << 23)
+        nearest = half.to(tl.float16, bitcast=True).to(tl.float32)
+        return tl.where(magnitude < _POWERS, nearest, power.to(tl.float32, bitcast=True))
     else:
         return (upper & -_RUN).to(tl.float32, bitcast=True)
 

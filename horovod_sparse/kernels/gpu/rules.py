@@ -1,8 +1,8 @@
 """What the compressors ask of the kernels, and what they learn from a step: plain numbers in, plain numbers out.
 
 When the device needs a step's threshold, it knows only that step's own sums. So the compressors here depart from the same
-compressors elsewhere. SIDCo's stages before the last are never fitted. If a step has no usable cut, or if an estimate is off
-by more than a factor 2, the k largest entries are sent, and the next cut is taken from the histogram of that search.
+compressors elsewhere: SIDCo's stages before the last are never fitted. If a step has no usable cut, or if an estimate is off by
+more than a factor 2, the k largest entries are sent, and the next cut is taken from the histogram of that search.
 """
 
 from __future__ import annotations
@@ -100,11 +100,10 @@ class Fitted(Rule):
         if numbers["estimated"]:
             count, found = int(numbers["count"]), int(numbers["found"])
             aim = self.compressor.aim_of(state, k, count)
-            trusted = self.compressor.trusts(found, k)
-            if trusted and stages > 1:
+            if self.compressor.trusts(found, k) and stages > 1:
                 tail = Sums(int(numbers["tail_count"]), numbers["tail_total"], numbers["tail_squares"]).moments()
                 _, following = self.compressor.last_stage(state, tail, count, numbers["largest"], aim)
-            self.compressor.learn(state, k, aim, found, int(numbers["sent"]), trusted=trusted)
+            self.compressor.learn(state, k, aim, found)
         state.cut = following if stages > 1 else math.inf
 
 
