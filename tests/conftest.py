@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -40,23 +41,36 @@ QUICK_BACKENDS = ("numpy", "numpy-compiled", "torch")
 EVERY_BACKEND = ("test_wire",)
 
 
-SLOW = ("test_tensorflow_host", "test_triton", "test_triton_pipeline")
-"""Of the tests of these modules, whose cases take long, `make test` runs the first case only."""
+ONE = sys.maxsize
+EVERY: dict[str, int] = {
+    "test_tensorflow_host": ONE,
+    "test_triton": ONE,
+    "test_triton_pipeline": ONE,
+    "test_micro": ONE,
+    "test_memory_sgd": ONE,
+    "test_api_reference": 5,
+    "test_backends": 5,
+    "test_momentum": 3,
+    "test_laws": 2,
+    "test_kernels": 2,
+}
+"""Of the cases of a test of these modules, which take long, `make test` runs every n-th, the first one included."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    seen: set[tuple[Path, str]] = set()
+    seen: Counter[tuple[Path, str]] = Counter()
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         name = str(parameters.get("backend", QUICK_BACKENDS[0]))
         if name not in QUICK_BACKENDS and item.path.stem not in EVERY_BACKEND:
             item.add_marker(pytest.mark.full)
-        if item.path.stem in SLOW and item.get_closest_marker("full") is None:
+        every = EVERY.get(item.path.stem, 1)
+        if every > 1 and item.get_closest_marker("full") is None:
             test = item.path, item.originalname
-            if test in seen:
+            if seen[test] % every:
                 item.add_marker(pytest.mark.full)
-            seen.add(test)
+            seen[test] += 1
 
 
 @pytest.fixture(autouse=True)

@@ -65,6 +65,7 @@ def test_changes_are_applied_each_with_its_reason(sources: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.full
 def test_a_text_that_is_not_there_fails_loudly(sources: Path, name: str) -> None:
     (sources / name).write_text("something else\n")
     done = apply_changes(sources)
@@ -139,6 +140,7 @@ def test_another_source_than_the_known_one_is_refused_before_anything_of_it_is_r
 
 
 @pytest.mark.parametrize(("given", "accepted"), [(None, True), ("right", True), ("wrong", False)])
+@pytest.mark.full
 def test_another_release_is_checked_if_its_hash_is_given(tmp_path: Path, given: str | None, accepted: bool) -> None:
     right = make_source(tmp_path, "0.27.0")
     hashes = {} if given is None else {"HOROVOD_SHA256": right if given == "right" else "0" * 64}

@@ -40,6 +40,7 @@ def stub(folder: Path, package: str, body: str) -> None:
     (folder / package / "__init__.py").write_text(body)
 
 
+@pytest.mark.full
 def test_a_real_run_names_versions_and_succeeds() -> None:
     done = run_check()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,6 +75,7 @@ def test_the_command_imports_no_framework() -> None:
     assert not {"torch", "tensorflow", "horovod", "mpi4py"} & set(json.loads(done.stdout))
 
 
+@pytest.mark.full
 def test_a_library_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub(tmp_path, "mpi4py", "import time; time.sleep(60)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
@@ -103,6 +105,7 @@ def test_the_ways_that_can_run_are_told(
     assert status == (1 if all(told.values()) else 0)
 
 
+@pytest.mark.full
 def test_without_horovod_torch_still_trains(tmp_path: Path) -> None:
     stub(tmp_path, "horovod", "raise ModuleNotFoundError(\"No module named 'horovod'\")")
     done = run_check(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))

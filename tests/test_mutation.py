@@ -63,6 +63,7 @@ def test_every_change_is_one_and_what_does_nothing_is_left_alone(mutation: Any) 
         ]
 
 
+@pytest.mark.full
 def test_a_sample_depends_on_its_seed_alone(mutation: Any) -> None:
     root = BENCHMARKS.parent
     first, again, other = (

@@ -86,6 +86,7 @@ def test_memory_that_another_thread_has_taken_meanwhile() -> None:
 
 
 @pytest.mark.usefixtures("hasty_threads")
+@pytest.mark.full
 def test_threads_share_it() -> None:
     """Nobody gets what another one looks at, whoever gives it back: by the last view, by garbage collection, by forgetting."""
     pool, wrong = BufferPool(), []

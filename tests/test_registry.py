@@ -99,6 +99,7 @@ def test_a_subclass_keeps_its_own_docstring() -> None:
 # --- type checkers ---
 
 
+@pytest.mark.full
 def test_mypy_knows_every_compressor() -> None:
     names = [cls.__name__ for cls in COMPRESSORS]
     others = ["MomentumCorrection", "Schedule", "WeightedAverage", "suggested_threshold", "warmup"]

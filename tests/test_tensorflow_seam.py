@@ -130,6 +130,7 @@ def _other_names(name: str) -> str:
 
 
 @pytest.mark.parametrize("module", [pytest.param("tensorflow.keras", marks=pytest.mark.full), "tensorflow", "torch"])
+@pytest.mark.full
 def test_all_other_names_of_horovod_are_there_too(module: str) -> None:
     """Private ones, such as `_executing_eagerly`, and those that come later."""
     pytest.importorskip(f"horovod.{module}", exc_type=ImportError)
@@ -147,6 +148,7 @@ def _run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_import_fails_with_a_clear_message_on_another_horovod() -> None:
     code = "import horovod.tensorflow as hvd; del hvd._make_allreduce_grads_fn\nimport horovod_sparse.tensorflow"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
