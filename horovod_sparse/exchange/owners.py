@@ -63,7 +63,7 @@ def balanced(bucket: Sender) -> Generator[Collective, Any, Sent]:
 
 
 def hierarchical(bucket: Sender) -> Generator[Collective, Any, Sent]:
-    """Exchange as one worker per host: each rank sums up a shard for its host and selects from it (`wire`, messages 8 to 11).
+    """Exchange as one worker per host: each rank sums up a shard for its host and selects from it (`wire`, messages 7 to 10).
 
     What leaves a host is what one worker of `sparse_allgather` would send. What is not sent stays with the owner of the shard.
     """

@@ -103,7 +103,7 @@ class Sender(Protocol):
         """The hosts and slots of the ranks."""
 
     def message_of_shard(self, received: Array | None) -> Array:
-        """Add up what was received of this rank's shard, select from the sum, and return message 9 for one host.
+        """Add up what was received of this rank's shard, select from the sum, and return message 8 for one host.
 
         If nothing of use was received, that is None. The message then says that a gradient is not finite.
         """

@@ -48,18 +48,18 @@ the second message after indices, `(min(world * capacity, bucket size),)`.
 
 **8 to 11. Hosts that act as one worker** (alltoalls with parts of different sizes, some empty; then an allgather).
 
-- 8: the bucket's values in the residual's type, a shard for each rank of the host (`grid`).
-- 9: message 1 of a shard of the host's sum, with indices of the bucket, for the rank with the same slot on every host.
-- 10: what a rank has received as message 9, in rank order, for every rank of its host.
-- 11: a number, int32: `digest` of what a rank has received as message 10, or -3 if message 8, 9 or 10 had another length or
+- 7: the bucket's values in the residual's type, a shard for each rank of the host (`grid`).
+- 8: message 1 of a shard of the host's sum, with indices of the bucket, for the rank with the same slot on every host.
+- 9: what a rank has received as message 8, in rank order, for every rank of its host.
+- 10: a number, int32: `digest` of what a rank has received as message 9, or -3 if message 7, 8 or 9 had another length or
   type than it expects.
 
 Gathered messages stand one after the other, in rank order.
 
 A receiver checks what it got before it adds anything: the length and the type together, the indices (`flaw`; if the counts of
 message 4 are wrong, its first index reads as -3), the header of message 3 (`header_flaw`), the last row of message 6 and the
-numbers that follow the values of message 2. What is wrong in message 5, 8, 9 or 10 only some ranks can see, and
-message 6 or 11 tells the others.
+numbers that follow the values of message 2. What is wrong in message 5, 7, 8 or 9 only some ranks can see, and
+message 6 or 10 tells the others.
 
 It raises an error if indices are in any other order: two rows of the same entry, rows in use after padding, an index outside
 of the bucket or a negative number without a meaning. If the first row of message 1, the first count of message 4, the header
@@ -84,7 +84,7 @@ LARGEST = 3.4028234663852886e38
 HEADER = 2
 """How many numbers come before the indices in message 3."""
 BAD_PART = -3
-"""What a rank sends in message 6 or 11 if it has received a part of message 5, 8, 9 or 10 that is not as required."""
+"""What a rank sends in message 6 or 10 if it has received a part of message 5, 7, 8 or 9 that is not as required."""
 _CHECKSUM_BITS = 16
 HALF_POWERS = 0x7800
 """The bits of 2^15 as float16. In messages, the bits from here on stand for 2^15, 2^16, 2^17, ..., 2^127."""
