@@ -46,7 +46,7 @@ the second message after indices, `(min(world * capacity, bucket size),)`.
 - The last row holds the checksum of the regions' bounds (31 bits), or -2 from a rank whose gradient or whose sums are not
   finite; and then the number of entries that the rank has received, or -3 if a part of message 5 was not as required.
 
-**8 to 11. Hosts that act as one worker** (alltoalls with parts of different sizes, some empty; then an allgather).
+**7 to 10. Hosts that act as one worker** (alltoalls with parts of different sizes, some empty; then an allgather).
 
 - 7: the bucket's values in the residual's type, a shard for each rank of the host (`grid`).
 - 8: message 1 of a shard of the host's sum, with indices of the bucket, for the rank with the same slot on every host.
