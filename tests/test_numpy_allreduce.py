@@ -258,8 +258,8 @@ def test_a_sum_that_its_type_cannot_hold_fails_the_step(large: str, settings: di
 
 @pytest.mark.parametrize(
     ("rates", "wrong"),
-    [((), np.nan), ((), np.inf), ((), -0.1), ((0.1,), 1e-310), ((1e-310,), 0.1)],
-    ids=["NaN", "infinity", "negative", "tiny", "after a tiny one"],
+    [((), np.nan), ((), np.inf), ((), -0.1), ((0.1,), 1e-310), ((1e-310,), 0.1), ((1.0,), 2e-39)],
+    ids=["NaN", "infinity", "negative", "tiny", "after a tiny one", "beyond float32"],
 )
 def test_a_learning_rate_that_is_no_unit_is_refused_and_changes_nothing(rates: tuple[float, ...], wrong: float) -> None:
     reduce, other = (SparseAllreduce(None, SIDCo(0.1, lr_in_residual=True)) for _ in range(2))

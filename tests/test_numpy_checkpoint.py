@@ -88,3 +88,13 @@ def test_what_could_not_be_read_again_is_not_saved(
     with pytest.raises(ValueError, match=text):
         save_checkpoint(tmp_path, 2, None, None, arrays, keep=1, **values)
     assert load_checkpoint(tmp_path, None, None, {}).step == 1
+
+
+def test_arrays_that_cannot_be_written_to_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    weights, allreduce, _ = trained()
+    save_checkpoint(tmp_path, 3, None, allreduce, weights)
+    other = SparseAllreduce(None, TopK(0.2, min_numel=0))
+    weights["bias"].flags.writeable = False
+    with pytest.raises(RuntimeError, match=r"arrays must be writeable, got read-only ones: \['bias'\]; copy them"):
+        load_checkpoint(tmp_path, None, other, weights)
+    assert not other.state_dict()["residuals"]

@@ -212,6 +212,53 @@ def test_an_exception_at_any_line_loses_nothing(name: str, backend: Any) -> None
     assert number > 300 and swallowed < 3 + len(places) // 20
 
 
+@pytest.mark.parametrize("name", ["momentum", "rates", "rates-discardable"])
+def test_giving_up_may_be_interrupted_at_any_line(name: str) -> None:
+    """Twice: what has been taken returns once, in the unit of before the step."""
+    case, backend = CASES[name], next(one for one in BACKENDS if one.name == "numpy")
+
+    def in_a_step() -> Worker:
+        worker = Worker(case, backend, "before")
+        worker.pipeline.start_step(worker.gradients().values())
+        for parameter, gradient in worker.gradients().items():
+            bucket = None if parameter == DENSE else worker.pipeline.arrive(parameter, gradient, worker.rate)
+            if bucket is not None:
+                worker.pipeline.begin(bucket)
+        return worker
+
+    moments = {until: held(Worker(case, backend, until).pipeline) for until in ("before", "whole")}
+    number, _ = traced(in_a_step().pipeline.abort)
+    for at in range(1, number + 1):
+        worker = in_a_step()
+        for _ in range(2):
+            _, place = traced(worker.pipeline.abort, at)
+        check(worker, moments, f"{place}, twice")
+
+
+def test_a_step_whose_end_was_interrupted_can_be_discarded() -> None:
+    case, backend = CASES["discardable"], next(one for one in BACKENDS if one.name == "numpy")
+
+    def in_a_step() -> Pipeline:
+        pipeline = Worker(case, backend, "before").pipeline
+        pipeline.start_step([])
+        for parameter, shape in SHAPES.items():
+            bucket = None if parameter == DENSE else pipeline.arrive(parameter, np.ones(shape, np.float32))
+            if bucket is not None:
+                pipeline.advance(bucket, pipeline.begin(bucket).message, 1.0, lambda slots, reduced: None)
+        return pipeline
+
+    before = held(Worker(case, backend, "before").pipeline)
+    number, _ = traced(in_a_step().end_step)
+    for at in range(1, number + 1):
+        pipeline = in_a_step()
+        _, place = traced(pipeline.end_step, at)
+        pipeline.discard_step()
+        kept = held(pipeline)
+        assert kept["adaptive"] == before["adaptive"] and kept["tallies"] == before["tallies"], place
+        for name, residual in before["residuals"].items():
+            np.testing.assert_array_equal(kept["residuals"][name], residual, place)
+
+
 @pytest.mark.parametrize("backend", [one for one in BACKENDS if one.name.startswith("numpy")], ids=str)
 @pytest.mark.parametrize("name", ["balanced", "hierarchical"])
 def test_an_exception_at_any_line_loses_nothing_of_what_workers_own(name: str, backend: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from horovod_sparse.kernels.pool import BufferPool  # noqa: E402
 from horovod_sparse.tensorflow import host  # noqa: E402
 from horovod_sparse.tensorflow.compressors import SIDCo, TopK  # noqa: E402
 from horovod_sparse.tensorflow.host import HostPipeline, Step  # noqa: E402
+from horovod_sparse.tensorflow.reducer import Reducer  # noqa: E402
 
 Given = Mapping[str, np.ndarray]
 SHAPES = {"a": (40, 10), "b": (300,), "c": (20,)}
@@ -540,3 +542,18 @@ def test_a_sum_that_its_type_cannot_hold_fails_the_step(dtype: Any) -> None:
         return
     with pytest.raises(FloatingPointError, match="parameter 'p' is finite, but beyond the range of its type"):
         pipeline.end_step()
+
+
+def test_a_state_that_is_read_after_a_step_that_raised_lacks_nothing() -> None:
+    worker = Worker(TopK(0.1, min_numel=0), SHAPES, world=1, position=0)
+    pipeline, given = worker.engine, {name: np.full(shape, 3.0, np.float32) for name, shape in SHAPES.items()}
+    pipeline.start_step()
+    for name, gradient in given.items():
+        bucket = pipeline.arrive(name, gradient)
+        if bucket is not None:
+            pipeline.begin(bucket)
+    # What a step raises between its collectives leaves it so.
+    read = Reducer.between_steps(SimpleNamespace(pipeline=pipeline))  # type: ignore[arg-type]
+    assert read is not None
+    for name, kept in read.state_dict()["residuals"].items():
+        np.testing.assert_array_equal(kept, given[name])

@@ -87,7 +87,7 @@ class Compressor(ABC):
             (https://arxiv.org/abs/1809.07599). When the learning rate changes from eta to eta', the residual is multiplied by
             eta/eta', so that every gradient is applied with the rate that it was computed at. Gradients of steps with rate 0
             add nothing; what is sent in such a step is lost. Rates that are negative, NaN or infinite are refused, and so are
-            those whose ratio to the last one float64 does not hold.
+            those whose ratio to the last one float32 does not hold.
         momentum_correction: momentum before the selection; the optimizer must then have none. Parameters that are reduced
             dense get the same momentum after the reduction; embeddings with sparse gradients are refused. The optimizer
             still adds weight decay, but now without momentum: multiply it by 1/(1 - momentum) for the same effect.

@@ -67,15 +67,6 @@ def check_steps(compressor: Compressor, step: int, gather: Callable[[int], list[
         )
 
 
-def check_returned(returned: Sequence[int], rank: int) -> None:
-    """Raise RuntimeError if ranks differ in how many reductions have returned. All ranks know all these numbers."""
-    if len(set(returned)) > 1:
-        raise RuntimeError(
-            f"rank {rank}: as many calls must have returned on all workers, got {list(returned)}: the last one has raised on "
-            "some alone, and their parameters may differ. Load a checkpoint on all workers"
-        )
-
-
 def op_name(op: object, average: object, total: object) -> str:
     """Return the name of an operation that Horovod knows by a number; `average` and `total` are its average and its sum."""
     return "hvd.Average" if op == average else "hvd.Sum" if op == total else repr(op)

@@ -215,8 +215,8 @@ class Pipeline(Kept):
         failed = Ending.UNDONE if self._has_scaler else Ending.FAILED
         step.ending = failed if found else Ending.SENT
         self._finish()
-        truncated = next((bucket for bucket in self.buckets if bucket.lacks_room), None)
-        if truncated is not None and not self._warned:
+        truncated = None if self._warned else next((bucket for bucket in self.buckets if bucket.lacks_room), None)
+        if truncated is not None:
             self._warned = True
             truncated.warn_truncated()
         if found and not self._has_scaler and self.compressor.not_finite == "raise":
@@ -233,9 +233,11 @@ class Pipeline(Kept):
         if step.ending is Ending.UNDONE:
             for name, velocity in step.velocities.items():
                 self.ops.assign(self.velocities.buffer(name), velocity)
-            self._bring_back_rates(step, [name for bucket in reached for name in bucket.slots])
         for bucket in reached:
             bucket.close()
+        if step.ending is Ending.UNDONE:
+            # Last, because what a bucket has taken returns in the step's units.
+            self._bring_back_rates(step, [name for bucket in reached for name in bucket.slots])
         self.preparation.end()
         is_last = self.compressor.discardable and step.ending is not Ending.UNDONE
         self._step, self._last = None, step if is_last else None
@@ -274,8 +276,9 @@ class Pipeline(Kept):
             RuntimeError: the compressor is not `discardable`, or no step has ended since the last one was discarded.
         """
         check_discardable(self.compressor)
-        if self._step is not None:
-            self.abort()
+        begun = self._step is not None
+        self.abort()
+        if begun and self._last is None:
             return
         if self._last is None:
             raise RuntimeError("there is no step to discard; discard a step once, after it and before the next one")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from horovod_sparse.compressors import momentum
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.exchange.wire import LARGEST
 from horovod_sparse.ops.protocol import Array, Ops
 
 
@@ -69,9 +70,9 @@ class Preparation:
         if learning_rate == 0.0:
             return None
         former = self.learning_rates.get(name, learning_rate)
-        if not (0.0 < learning_rate < math.inf and max(former / learning_rate, learning_rate / former) < math.inf):
+        if not (0.0 < learning_rate < math.inf and max(former / learning_rate, learning_rate / former) <= LARGEST):
             raise ValueError(
-                f"the learning rate of parameter {name!r} must be 0, or a finite number > 0 whose ratio to the last one is "
-                f"finite, with lr_in_residual=True; got {learning_rate!r} after {former!r}. Correct the schedule"
+                f"the learning rate of parameter {name!r} must be 0, or a finite number > 0 whose ratio to the last one "
+                f"float32 holds, with lr_in_residual=True; got {learning_rate!r} after {former!r}. Correct the schedule"
             )
         return former / learning_rate

@@ -47,14 +47,10 @@ class Way(NamedTuple):
     """The type of the values in messages of pairs. If it has 16 bits, they are compact (`wire`, message 4)."""
 
     @property
-    def is_compact(self) -> bool:
-        return self.values != "float32"
-
-    @property
     def title(self) -> str:
         """The name in statistics. A user's own exchange has the name of its function."""
         name = TITLES.get(self.exchange, getattr(self.exchange, "__name__", repr(self.exchange)))
-        return f"compact {name}" if self.is_compact else name
+        return name if self.values == "float32" else f"compact {name}"
 
 
 EXAMPLE = (

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse import kernels
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.agreement import RELEASE, check_returned, check_steps
+from horovod_sparse.core.agreement import RELEASE, check_steps
 from horovod_sparse.core.binding import check_factor
 from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline, Wait
@@ -184,7 +184,7 @@ class SparseAllreduce:
         self._meeting, self._unfinished = None, self._unfinished + 1
         # This is told once.
         self._returned = max(returned)
-        check_returned(returned, self._rank)
+        _check_returned(returned, self._rank)
         check_steps(self.pipeline.compressor, step, lambda _: steps, self._rank)
         if unfinished != (self._given_up or [0] * self._world):
             self._lane, self._given_up = self._comm and self._comm.Dup(), unfinished
@@ -369,3 +369,12 @@ def _fits(target: Array, values: Array) -> bool:
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the type in which arrays are summed: half-precision sums are rounded once, at the end, not after every worker."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def _check_returned(returned: Sequence[int], rank: int) -> None:
+    """Raise RuntimeError if ranks differ in how many reductions have returned. All ranks know all these numbers."""
+    if len(set(returned)) > 1:
+        raise RuntimeError(
+            f"rank {rank}: as many calls must have returned on all workers, got {list(returned)}: the last one has raised on "
+            "some alone, and their parameters may differ. Load a checkpoint on all workers"
+        )

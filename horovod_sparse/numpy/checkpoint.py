@@ -107,6 +107,9 @@ def _loading(found: Loaded, allreduce: SparseAllreduce | None, arrays: Mapping[s
         raise ValueError(
             f"arrays must be like those that were saved, {_described(saved)}, got {_described(arrays)}; use the same ones"
         )
+    fixed = [name for name, array in arrays.items() if not array.flags.writeable]
+    if fixed:
+        raise ValueError(f"arrays must be writeable, got read-only ones: {fixed}; copy them")
     if (_STATE in own[0][0]) != (allreduce is not None):
         expected = "a SparseAllreduce" if allreduce is None else "None"
         raise ValueError(f"allreduce must be {expected}, as when the checkpoint was saved, got {allreduce!r}")

@@ -419,9 +419,10 @@ class Reducer(Server):
     # --- statistics and state: see `Server` ---
 
     def between_steps(self) -> HostPipeline | None:
-        """Return the pipeline, with the memory that its variables have now."""
+        """Return the pipeline, with the memory that its variables have now. A step that has failed is given up."""
         if self.pipeline is not None:
             self.pipeline.adopt_memory()
+            self.pipeline.abort()
         return self.pipeline
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:

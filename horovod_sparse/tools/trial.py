@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -114,7 +115,7 @@ def _group() -> tuple[Any, Any]:
     return HorovodGroup(hvd.global_process_set), device
 
 
-def model_of(arguments: argparse.Namespace) -> tuple[nn.Module, Callable[[int], Any]]:
+def model_of(arguments: argparse.Namespace, rank: int) -> tuple[nn.Module, Callable[[int], Any]]:
     """Return a model whose output is its loss, and what makes the input of a step."""
     import torch
     from torch import nn
@@ -141,10 +142,12 @@ def model_of(arguments: argparse.Namespace) -> tuple[nn.Module, Callable[[int], 
         widths = (3, 64, 128, 256, 512)
         parts = [(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)) for a, b in pairwise(widths)]
         return Loss(*chain(*parts), nn.Flatten(), nn.Linear(2048, 1000)), noise(batch, 3, 32, 32)
-    return _sleeper(arguments.parameters, arguments.step_ms / 1e3), lambda step: torch.zeros((), requires_grad=True)
+    return _sleeper(arguments.parameters, arguments.step_ms / 1e3, rank), lambda step: torch.zeros(
+        (), requires_grad=True
+    )
 
 
-def _sleeper(parameters: int, seconds: float) -> nn.Module:
+def _sleeper(parameters: int, seconds: float, rank: int) -> nn.Module:
     """Return a model with so many parameters that sleeps for so long in a step, a third forward and two thirds backward.
 
     A worker that sleeps leaves the processor to the exchange, as one that computes on a GPU does.
@@ -152,9 +155,12 @@ def _sleeper(parameters: int, seconds: float) -> nn.Module:
     import torch
     from torch import nn
 
-    most = 2**20
-    sizes = [min(most, parameters - start) for start in range(0, parameters, most)]
-    noise = torch.randn(most)
+    # Matrices, which PowerSGD factorises, and what is left.
+    side = 1024
+    whole, rest = divmod(parameters, side * side)
+    shapes = [(side, side)] * whole + ([(rest,)] if rest else [])
+    noise = torch.randn(2 * side * side, generator=torch.Generator().manual_seed(rank))
+    places = random.Random(rank)
 
     class Layer(torch.autograd.Function):
         @staticmethod
@@ -166,14 +172,15 @@ def _sleeper(parameters: int, seconds: float) -> nn.Module:
         @staticmethod
         def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
             end = time.perf_counter() + 2 * context.pause
-            made = noise[: context.weight.numel()].to(context.weight.device, copy=True)
+            start = places.randrange(side * side)
+            made = noise[start : start + context.weight.numel()].to(context.weight.device, copy=True)
             time.sleep(max(0.0, end - time.perf_counter()))
-            return gradient, made, None
+            return gradient, made.view_as(context.weight), None
 
     class Sleeper(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weights = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
+            self.weights = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for weight in self.weights:
@@ -235,7 +242,7 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
     contenders: list[Made] = []
     for title in titles:
         torch.manual_seed(0)
-        model, batch = model_of(arguments)
+        model, batch = model_of(arguments, group.rank)
         model.to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         contenders.append(
