@@ -278,7 +278,8 @@ def _locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RuntimeError(
-                f"another job saves in {folder} at this moment; give every job a folder of its own"
+                f"another job saves in {folder} at this moment; give every job a folder of its own. If a host has "
+                f"crashed that had a lock on a network file system: remove {folder / LOCK}"
             ) from None
         except OSError:
             # A file system without locks.

@@ -21,6 +21,7 @@ from horovod_sparse.core.state import joined
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.encoding import decode, encode, mapped
 from horovod_sparse.torch.exchange import gather_json
+from horovod_sparse.torch.reducer import Reducer
 
 _SHARED = (torch.nn.Module, torch.optim.Optimizer)
 """Whose state is the same on every rank."""
@@ -93,6 +94,9 @@ def _loading(found: Loaded, objects: Mapping[str, Any]) -> Iterator[dict[str, An
                 f"{name} must have load_state_dict, got {type(one).__name__}; leave it out and find it in values"
             )
     for name, compressor in _compressors(objects).items():
+        if isinstance(compressor.server, Reducer):
+            # The state of before a step that goes on would lack what is on its way.
+            compressor.server.give_up()
         if name not in state["compression"]:
             raise ValueError(f"{name} was saved without a compressor, but has {compressor!r} now")
         state["compression"][name] = joined([part["compression"][name] for part in parts], zero=found.is_new)

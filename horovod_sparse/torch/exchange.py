@@ -63,6 +63,8 @@ class Collectives:
         """Steps of which all collectives have ended."""
         self.given_up = False
         """True if a step was given up. Nobody waits for the collectives that it may have left under way."""
+        self.told = False
+        """True if another rank has said that it gave up a step, and waits for this rank."""
 
     def start(self, kind: Kind, message: Tensor, name: str, to: Sequence[int] | None = None) -> Callable[[], Tensor]:
         """Start a collective and return a function that waits for its result. Allreduces of dense messages are in place.
@@ -80,6 +82,7 @@ class Collectives:
                 return wait()
             except HorovodInternalError as error:
                 if _GIVEN_UP in str(error):
+                    self.told = True
                     raise RuntimeError(
                         f"rank {mpi_ops.rank()}: another rank has given up a step after an exception, so this rank gives up "
                         "its own; see what the other rank reports. All ranks may go on with the next step"
@@ -174,7 +177,7 @@ class Collectives:
         for key in self._started:
             self._end(key)
         self._started.clear()
-        self.given_up = False
+        self.given_up = self.told = False
         steps = [theirs for theirs, _ in everyone]
         self.steps = max(steps)
         if min(steps) < max(steps):

@@ -44,6 +44,7 @@ class SparseStateHandler(OptimizerStateHandler):  # type: ignore[misc]  # Horovo
     def reset(self) -> None:
         """Begin again, because the workers have changed. What is kept stays."""
         if self._reducer is not None:
+            self._reducer.give_up()
             self._reducer.begin_again(self._reducer.state_dict())
 
 

@@ -105,10 +105,12 @@ class Reducer(ScaledServer):
 
     # --- gradients in: called from hooks, never waits for another rank ---
 
+    @uncompiled
     def note_backward(self, parameter: Tensor) -> None:
         """Note that a gradient comes from the backward pass that goes on. Give up a step that an earlier one has not ended."""
         number, gradient = torch._C._current_graph_task_id(), parameter.grad
-        if number not in self._passes:
+        # Compiled passes have no number.
+        if number >= 0 and number not in self._passes:
             handed = self._step.handed.get(parameter)
             # If the gradient was added to the one that was handed over, stock Horovod raises.
             if handed is None or handed.gradient is not gradient:
@@ -122,7 +124,8 @@ class Reducer(ScaledServer):
             Variable._execution_engine.queue_callback(ended)
 
     def _note_step(self, *arguments: Any) -> None:
-        self._step.ending = bool(self._step.handed)
+        # Without synchronize the step has not ended: stock Horovod refuses that in zero_grad.
+        self._step.ending = bool(self._step.handed) and self.optimizer._should_synchronize
 
     def end_interrupted(self) -> None:
         """Give up a step of which backward, or `step` of the optimizer, has ended with an exception."""
@@ -229,6 +232,9 @@ class Reducer(ScaledServer):
                 self._reduce()
             except BaseException:
                 self._give_up_step()
+                if self._collectives.told:
+                    # The rank that has told this one waits for it now, and goes on with the same step as this one.
+                    self._collectives.clear_up(self._name("given_up"))
                 raise
         self._step = Step()
         self._collectives.end_step()

@@ -155,3 +155,18 @@ def what_one_rank_cannot_save_raises_on_every_rank() -> None:
         )
         assert "own['extra'] must be what torch.load(weights_only=True) reads, got PosixPath" in message
         assert load_checkpoint(folder, **Training(TopK(0.01)).objects).step == 1
+
+
+@scenario(MPI_2)
+def a_checkpoint_is_loaded_in_the_middle_of_a_step() -> None:
+    with shared_folder() as folder:
+        training = Training(TopK(0.05, bucket_bytes=BUCKET_BYTES))
+        training.train(3)
+        save_checkpoint(folder, 3, **training.objects)
+        training.train(2)
+        expected = training.digest()
+        F.cross_entropy(training.model(torch.ones(16, 32)), torch.zeros(16, dtype=torch.int64)).backward()
+        assert load_checkpoint(folder, **training.objects).step == 3
+        training.train(2)
+        assert training.digest() == expected
+        assert_identical(training.model)
