@@ -101,7 +101,7 @@ class Launch:
             "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",
             # A hang says which rank waits for which tensor, and then ends with an error on all ranks.
             "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
-            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
         }
         env |= environment or {}
         with tempfile.TemporaryFile("w+", errors="replace") as output:
