@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,11 +94,11 @@ def traced(act: Callable[[], Any], at: int | None = None) -> tuple[int, str | No
     lines, place = Lines(at), None
     sys.settrace(lines)
     try:
-        act()
+        # A step with NaN ends with an error of its own.
+        with suppress(FloatingPointError):
+            act()
     except KeyboardInterrupt as interrupt:
         place = str(interrupt)
-    except FloatingPointError:
-        pass
     finally:
         sys.settrace(None)
     return lines.number, place

@@ -10,6 +10,7 @@ Errors are agreed on: whatever a rank raises, all of them raise.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -34,6 +35,8 @@ LARGEST_MANIFEST = 1 << 26
 SHARED = "shared"
 """The name of the file that is the same for all ranks; rank 0 writes it."""
 LOCK = ".lock"
+_NO_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP
+"""What a file system without locks says. Nothing is locked there."""
 
 _NAME = re.compile(r"(\.replaced-)?step-([0-9]{9}|[1-9][0-9]{9,})")
 _REPLACED = ".replaced-"
@@ -281,9 +284,9 @@ def _locked(folder: Path) -> Iterator[None]:
                 f"another job saves in {folder} at this moment; give every job a folder of its own. If a host has "
                 f"crashed that had a lock on a network file system: remove {folder / LOCK}"
             ) from None
-        except OSError:
-            # A file system without locks.
-            pass
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
         try:
             yield
         finally:

@@ -105,12 +105,10 @@ class Method:
         return where.seconds(self.rounds(parameters, ratio, world), world)
 
 
-BucketCalls = Callable[[int, int, int, int], Sequence[Call]]
-"""Takes a bucket's size, k, capacity and workers; returns one collective for each round."""
-
-
-def sparse(make: Callable[[float], Compressor], calls: BucketCalls) -> Callable[[int, float, int], Rounds]:
-    """Return `Method.rounds` of a compressor, with its own buckets and messages (`wire`)."""
+def sparse(
+    make: Callable[[float], Compressor], calls: Callable[[int, int, int, int], Sequence[Call]]
+) -> Callable[[int, float, int], Rounds]:
+    """Return `Method.rounds` of a compressor. `calls` takes a bucket's size, k, capacity and workers (messages: `wire`)."""
 
     def rounds(parameters: int, ratio: float, world: int) -> Rounds:
         compressor = make(ratio)
@@ -123,11 +121,6 @@ def sparse(make: Callable[[float], Compressor], calls: BucketCalls) -> Callable[
         return list(zip(*buckets, strict=True))
 
     return rounds
-
-
-def pairs(make: Callable[[float], Compressor]) -> Callable[[int, float, int], Rounds]:
-    """Return `Method.rounds` of a compressor that sends pairs."""
-    return sparse(make, lambda numel, k, room, n: [Call("allgather", 2 * room)])
 
 
 def _dense(itemsize: int) -> Callable[[int, float, int], Rounds]:
@@ -146,7 +139,7 @@ def _power(parameters: int, ratio: float, world: int) -> Rounds:
 DENSE32 = Method("dense float32", "hvd.Compression.none", _dense(4))
 DENSE16 = Method("dense float16", "hvd.Compression.fp16", _dense(2))
 POWER = Method(f"PowerSGD rank {_RANK}", "DDP's powerSGD_hook", _power)
-PAIRS = Method("pairs", "SIDCo({ratio})", pairs(SIDCo))
+PAIRS = Method("pairs", "SIDCo({ratio})", sparse(SIDCo, lambda numel, k, room, n: [Call("allgather", 2 * room)]))
 COMPACT = Method(
     "compact pairs",
     'SIDCo({ratio}, values="bfloat16")',
