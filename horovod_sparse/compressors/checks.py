@@ -7,6 +7,8 @@ from collections.abc import Collection
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.scalars import as_number as as_number
 from horovod_sparse.compressors.scalars import check_boolean as check_boolean
@@ -92,7 +94,7 @@ def _wrong_types(selection: object, x: Array) -> str:
     found: object = selection.found
     if not (isinstance(indices, type(x)) or isinstance(x, type(indices))):
         return f"indices of type {type(indices).__name__} for entries of type {type(x).__name__}"
-    if str(indices.dtype) not in ("int64", "torch.int64"):
+    if indices.dtype != np.int64 and str(indices.dtype) != "torch.int64":
         return f"indices of type {indices.dtype}"
     return "" if isinstance(found, Integral) else f"found={found!r}"
 

@@ -361,9 +361,12 @@ def _shapes(gradients: Mapping[str, Array]) -> dict[str, tuple[tuple[int, ...], 
 
 def _fits(target: Array, values: Array) -> bool:
     """Copy values to an array, perhaps of half precision. Return whether its type can hold them."""
+    if target.dtype != np.float16:
+        target[...] = values.reshape(target.shape)
+        return True
     with np.errstate(over="ignore"):
         target[...] = values.reshape(target.shape)
-    return target.dtype != np.float16 or not np.isinf(target).any()
+    return not np.isinf(target).any()
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
