@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 from typing import Any
 
@@ -31,6 +33,13 @@ def init() -> None:
             "start workers with torchrun: torchrun --nproc-per-node 2 examples/torch_digits.py --transport ddp"
         )
     dist.init_process_group("gloo")
+    atexit.register(shutdown)
+
+
+def shutdown() -> None:
+    """Join Gloo's threads, which belong to the group and to every model that uses it: one that outlives Python aborts."""
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def wrap(model: nn.Module, compression: Any, optimizer: torch.optim.Optimizer) -> DistributedDataParallel:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import os
 import random
 import time
@@ -100,6 +102,7 @@ def _group() -> tuple[Any, Any]:
         from horovod_sparse.torch.group import Group
 
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(_disconnect)
         return Group(None, device), device
     try:
         import horovod.torch as hvd
@@ -113,6 +116,12 @@ def _group() -> tuple[Any, Any]:
             "try needs at least 2 workers, got 1: mpirun -np 2 horovod-sparse try --parameters 25M --step-ms 110"
         )
     return HorovodGroup(hvd.global_process_set), device
+
+
+def _disconnect() -> None:
+    """Join Gloo's threads, which belong to the group and to every model that uses it: one that outlives Python aborts."""
+    gc.collect()
+    import_module("torch.distributed").destroy_process_group()
 
 
 def model_of(arguments: argparse.Namespace, rank: int) -> tuple[nn.Module, Callable[[int], Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +17,13 @@ LIMIT = timedelta(seconds=30)
 
 def init() -> None:
     dist.init_process_group("gloo", timeout=LIMIT)
+    atexit.register(shutdown)
+
+
+def shutdown() -> None:
+    """Join Gloo's threads, which belong to the group and to every model that uses it: one that outlives Python aborts."""
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def allgather_object(value: Any, name: str = "", group: Any = None) -> list[Any]:
