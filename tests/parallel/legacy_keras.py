@@ -101,9 +101,8 @@ def main() -> None:
     # Each has residuals of its own.
     assert compression.stats().steps == STEPS // 3
     model = model_of(hvd.DistributedOptimizer(sgd(0.05, momentum=0.9), compression=TopK(0.05)))
-    fit(model, [hvd.rank()], [hvd.callbacks.LearningRateWarmupCallback(0.05, warmup_epochs=1)])
+    fit(model, [hvd.rank()])
     assert_in_step(model)
-    assert abs(float(model.optimizer.learning_rate) - 0.05) < 1e-6
 
     for suffix in ("keras", "h5"):
         with tempfile.TemporaryDirectory() as folder:

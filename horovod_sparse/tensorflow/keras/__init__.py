@@ -20,7 +20,7 @@ from horovod_sparse.tensorflow.keras.wrappers import DistributedOptimizer as Dis
 from horovod_sparse.tensorflow.keras.wrappers import load_model as load_model
 from horovod_sparse.tensorflow.wrappers import broadcast_variables as broadcast_variables
 
-_OWN_MODULES = ("learning_rates", "loss_scaling", "optimizer", "wrappers")
+_OWN_MODULES = ("loss_scaling", "optimizer", "wrappers")
 
 __all__ = [name for name in globals() if not name.startswith("_") and name not in _OWN_MODULES]
 

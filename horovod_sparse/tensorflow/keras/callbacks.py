@@ -15,9 +15,6 @@ from tensorflow import keras
 from horovod_sparse.compressors.checks import check_choice, check_integer
 from horovod_sparse.core.checkpoint import Damaged
 from horovod_sparse.tensorflow.checkpoint import load_checkpoint, passes_of, save_checkpoint
-from horovod_sparse.tensorflow.keras.learning_rates import LearningRateScheduleCallback as LearningRateScheduleCallback
-from horovod_sparse.tensorflow.keras.learning_rates import LearningRateWarmupCallback as LearningRateWarmupCallback
-from horovod_sparse.tensorflow.keras.learning_rates import reading
 from horovod_sparse.tensorflow.keras.optimizer import LEGACY
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.wrappers import broadcast_variables
@@ -160,7 +157,6 @@ class CheckpointCallback(keras.callbacks.Callback):
     def _read_without_training(self) -> None:
         """Let the model read the batches of its epoch that were done before, without training on them."""
         train = self.model.train_function
-        reading.add(self.model)
 
         def train_function(iterator: Iterator[Any]) -> Any:
             if self._left_out == 0:
@@ -169,8 +165,6 @@ class CheckpointCallback(keras.callbacks.Callback):
             for _ in range(min(self._left_out, self.model.steps_per_execution)):
                 next(iterator)
                 self._left_out -= 1
-            if self._left_out == 0:
-                reading.discard(self.model)
             return {}
 
         self.model.train_function = train_function

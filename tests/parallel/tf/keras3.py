@@ -455,53 +455,6 @@ def a_layer_is_frozen_and_the_model_compiled_again(make: MakeCompression) -> Non
     assert_in_step(model)
 
 
-class Rates(keras.callbacks.Callback):
-    """Notes the learning rate of every batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates: list[float] = []
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.rates.append(float(self.model.optimizer.learning_rate))
-
-
-@scenario(TF_2)
-def horovods_callbacks_change_the_learning_rate() -> None:
-    """With the momentum corrected: the velocities of SGD grow with the learning rate."""
-    workers, rates = hvd.size(), Rates()
-    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.5, momentum=0.9), compression=TopK(0.05)))
-    warm_up = hvd.callbacks.LearningRateWarmupCallback(0.08, warmup_epochs=1)
-    scheduled = hvd.callbacks.LearningRateScheduleCallback(0.08, lambda epoch: 0.1**epoch, start_epoch=1)
-    inputs, labels = data(range(4))
-    history = model.fit(
-        inputs, labels, batch_size=BATCH, epochs=3, shuffle=False, verbose=0, callbacks=[warm_up, scheduled, rates]
-    )
-    expected = (
-        [0.08 / workers * (1 + (batch + 1) / 4 * (workers - 1)) for batch in range(4)] + 4 * [0.008] + 4 * [0.0008]
-    )
-    np.testing.assert_allclose(rates.rates, expected, rtol=1e-6)
-    np.testing.assert_allclose(history.history["lr"], [0.08, 0.008, 0.0008], rtol=1e-6)
-    assert_in_step(model)
-
-    first, second = (
-        hvd.callbacks.LearningRateScheduleCallback(1.0, 0.25, momentum_correction=corrects)
-        for corrects in (True, False)
-    )
-    for callback, factor in ((first, 0.25), (second, 1.0)):
-        model.optimizer.learning_rate = 1.0
-        before = [velocity.numpy() for velocity in model.optimizer.momentums]
-        callback.set_model(model)
-        callback.on_epoch_begin(1)
-        callback.on_train_batch_begin(0)
-        assert float(model.optimizer.learning_rate) == 0.25
-        for velocity, old in zip(model.optimizer.momentums, before, strict=True):
-            np.testing.assert_array_equal(velocity.numpy(), np.float32(factor) * old)
-    generator = ((inputs[:BATCH], labels[:BATCH]) for _ in range(2))
-    message = raised(ValueError, lambda: model.fit(generator, verbose=0, callbacks=[warm_up.__class__(0.1)]))
-    assert "steps_per_epoch must be given to LearningRateWarmupCallback" in message
-
-
 @scenario(TF_2)
 def passes_with_sparse_gradients_are_refused() -> None:
     variable = keras.Variable(np.zeros((50, 40)), name="table")
