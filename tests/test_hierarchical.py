@@ -327,11 +327,3 @@ def test_a_number_makes_groups_of_consecutive_workers() -> None:
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         compressors.TopK(0.1, **settings)
-
-
-def test_other_workers_are_refused() -> None:
-    pipeline = pipelines_of(ORACLE, "aabb", compressors.TopK(0.1, **SETTINGS))[0]
-    with pytest.raises(
-        ValueError, match="hierarchical must be False where the workers of an elastic job change, got True"
-    ):
-        pipeline.change_workers(world=2, position=0, rank=0)

@@ -68,37 +68,18 @@ class Kept:
             self.residuals.allocate(layout, like(layout.name))
             if self.compressor.momentum_correction is not None:
                 self.velocities.allocate(layout, like(layout.name))
-            self._add_bucket(layout)
-
-    def _add_bucket(self, layout: Layout) -> None:
-        buffer = self.residuals.buffer(layout.name)
-        velocity = self.velocities.buffer(layout.name) if self.compressor.momentum_correction is not None else None
-        place = Place(layout.name, self.position, self.world)
-        selector = self._device_selector
-        bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector, self._grid)
-        self.buckets.append(bucket)
-        self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
+            buffer = self.residuals.buffer(layout.name)
+            velocity = self.velocities.buffer(layout.name) if self.compressor.momentum_correction is not None else None
+            place = Place(layout.name, self.position, self.world)
+            selector = self._device_selector
+            bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector, self._grid)
+            self.buckets.append(bucket)
+            self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
 
     @property
     def divisor(self) -> float:
         """The number by which sums of what the workers have sent are divided. It gives them this step's loss scale back."""
         return (float(self.world) if self.averages else 1.0) / self.preparation.scale
-
-    def change_workers(self, *, world: int, position: int, rank: int) -> None:
-        """Continue with other workers. Residuals, velocities and adaptive state stay; the statistics begin anew."""
-        if self.compressor.hierarchical:
-            raise ValueError(
-                f"hierarchical must be False where the workers of an elastic job change, got {self.compressor.hierarchical!r}"
-            )
-        former, rates = self.buckets, self.preparation.learning_rates
-        check_limits([bucket.layout for bucket in former], self.compressor, world)
-        self.world, self.position, self.rank = world, position, rank
-        self.preparation = Preparation(self.ops, self.compressor, world, averages=self.averages)
-        self.preparation.learning_rates = rates
-        self.buckets = []
-        for bucket in former:
-            self._add_bucket(bucket.layout)
-            self.buckets[-1].state.load_state_dict(bucket.state.state_dict())
 
     def add_dense(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Register the parameters that the adapter reduces dense. Those of one layout are reduced together."""

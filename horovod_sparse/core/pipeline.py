@@ -293,10 +293,6 @@ class Pipeline(Kept):
         self._begin_afresh()
         super().load_state_dict(state)
 
-    def change_workers(self, *, world: int, position: int, rank: int) -> None:
-        self._begin_afresh()
-        super().change_workers(world=world, position=position, rank=rank)
-
     def state_dict(self) -> dict[str, Any]:
         self._finish()
         return super().state_dict()

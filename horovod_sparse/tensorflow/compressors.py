@@ -30,7 +30,6 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
     """
 
     _pending: dict[str, Any] | None = None
-    _follower: Any = None
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -46,17 +45,7 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_pending", "_follower")
-        return {name: value for name, value in super().__getstate__().items() if name not in own}
-
-    def follow(self, follower: Any) -> None:
-        """Let residuals follow a state of an elastic job; `follower` is a `Follower`."""
-        self._follower = follower
-
-    @property
-    def follower(self) -> Any:
-        """The `Follower` that lets residuals follow a state of an elastic job; None if there is none."""
-        return self._follower
+        return {name: value for name, value in super().__getstate__().items() if name != "_pending"}
 
     def bind(self, server: Server) -> None:
         super().bind(server)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
-from numpy.typing import NDArray
 
 from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.tensorflow.memory import make_variable
@@ -54,19 +53,6 @@ class Collectives:
         name = self._full(f"{self.number}.{name}")
         received = mpi_ops.alltoall(message, to, name, ignore_name_scope=True, process_set=self._process_set)
         return received if to is None else received[0]
-
-    def from_first(self, array: NDArray[Any], name: str) -> NDArray[Any]:
-        """Return the array of the first worker. This blocks. All reducers use the same names."""
-        with tf.init_scope(), tf.device("CPU:0"):
-            tensor = mpi_ops.broadcast(
-                tf.constant(array), 0, name=self._full(name), ignore_name_scope=True, process_set=self._process_set
-            )
-        first: NDArray[Any] = tensor.numpy()
-        return first
-
-    def size(self, dtype: Any) -> Tensor:
-        """Return the number of workers when the graph runs, which is not always the one when it is built."""
-        return tf.cast(mpi_ops.size_op(process_set_id=self._process_set.process_set_id), dtype)
 
     def _full(self, name: str) -> str:
         # No slashes: Horovod would cut the name there.

@@ -29,7 +29,6 @@ from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.host import HostPipeline, Step
 from horovod_sparse.tensorflow.names import Names, name_of, plain, renamed
-from horovod_sparse.tensorflow.plan import Plan, first_collective
 from horovod_sparse.tensorflow.reduction import Reduction
 
 Tensor = Any
@@ -64,6 +63,11 @@ class Reducer(Server):
     pipeline: HostPipeline | None = None
 
     def __init__(self, compressor: TensorflowCompressor, reduction: Reduction, *, shared: bool) -> None:
+        if is_elastic():
+            raise RuntimeError(
+                f"compression must be hvd.Compression.none in an elastic job of TensorFlow, got {compressor!r}: residuals do "
+                "not follow the workers; start the job without --min-np and --host-discovery-script, or use PyTorch"
+            )
         self.reduction = reduction
         self.shared = shared
         self.settings: Callable[[], Mapping[str, str]] = dict
@@ -75,8 +79,6 @@ class Reducer(Server):
         self._collectives = Collectives(self._process_set)
         self._agreements = 0
         """Number of agreements with the other ranks so far: one whenever variables join."""
-        self._plans: list[Plan] = []
-        """What the ranks have agreed on."""
         self._dtypes: dict[str, Any] = {}
         """Variable name -> dtype of its gradient, for all variables that have had a gradient."""
         self._bucket_of: dict[str, Layout] = {}
@@ -89,8 +91,6 @@ class Reducer(Server):
         self._reduce_as_it_is = tf.autograph.experimental.do_not_convert(self._reduce_list)
         self.active = self._process_set.included() and compresses(self._process_set.size())
         compressor.bind(self)
-        if compressor.follower is not None and compressor.follower.told is not None:
-            self.adopt(compressor.follower.told)
 
     # --- gradients in, reduced gradients out ---
 
@@ -199,7 +199,7 @@ class Reducer(Server):
             self._collectives.allgather(self._collectives.exchanged_in_every_step(part), f"sparse.{number}.{kind}")
             for part, kind in zip(given, ("values", "indices"), strict=True)
         )
-        divisor = self._collectives.size(dtype) if self.reduction.averages else tf.constant(1.0, dtype)
+        divisor = tf.constant(self._process_set.size() if self.reduction.averages else 1, dtype)
         return tf.IndexedSlices(values / divisor, indices, tf.constant(shape, tf.int64))
 
     def _taking_part(self, names: Sequence[str], frozen: Collection[str]) -> list[Layout]:
@@ -228,11 +228,6 @@ class Reducer(Server):
         }
         if not new:
             return
-        if is_elastic() and self.compressor.follower is None:
-            raise RuntimeError(
-                f"in an elastic job compression must follow a state, but {self.compressor!r} follows none; pass it to the "
-                "state: hvd.elastic.TensorFlowState(variables, compression=compression), or TensorFlowKerasState"
-            )
         sparse = [name for name, gradient in new.items() if isinstance(gradient, tf.IndexedSlices)]
         try:
             self._check_lasting(variables)
@@ -243,7 +238,7 @@ class Reducer(Server):
             self._agree(names, new, sparse, f"{type(error).__name__}: {error}")
             raise
         self._agree(names, new, sparse, "")
-        self._carry_out(Plan(planned, layouts, sparse, {n: g.dtype for n, g in new.items()}))
+        self._carry_out(planned, layouts, sparse, {name: gradient.dtype for name, gradient in new.items()})
         if deferred is not None:
             self.deferred = deferred
             self._load_deferred()
@@ -270,24 +265,23 @@ class Reducer(Server):
                 weakref.finalize(variable, _uses.pop, number, None)
             _uses[number] = use
 
-    def _carry_out(self, agreed: Plan) -> None:
-        """Make what keeps and reduces the variables of a plan."""
+    def _carry_out(
+        self, buckets: list[Layout], dense: list[Layout], sparse: Sequence[str], dtypes: Mapping[str, Any]
+    ) -> None:
+        """Make what keeps and reduces new variables. Each layout in `dense` holds one; `dtypes` are those of gradients."""
         is_first = self.pipeline is None
         pipeline = self.pipeline = self.pipeline or self._make_pipeline()
-        pipeline.add_buckets(agreed.buckets)
-        pipeline.add_dense(agreed.dense, lambda name: None)
+        pipeline.add_buckets(buckets)
+        pipeline.add_dense(dense, lambda name: None)
+        pipeline.dense_bytes_sent += sum(
+            allreduce_bytes(layout.numel * wire_dtype(dtypes[layout.name]).size, pipeline.world) for layout in dense
+        )
         if is_first:
             log_start(pipeline, kernels.variant())
-        self._plans.append(agreed)
-        self._bucket_of.update((slot.name, layout) for layout in agreed.buckets for slot in layout.slots)
-        self.sparse.extend(agreed.sparse)
-        self._dense.update(layout.name for layout in agreed.dense)
-        self._dtypes.update(agreed.dtypes)
-        self._count_dense_bytes(pipeline)
-
-    def _count_dense_bytes(self, pipeline: HostPipeline) -> None:
-        sizes = [layout.numel * wire_dtype(self._dtypes[layout.name]).size for p in self._plans for layout in p.dense]
-        pipeline.dense_bytes_sent = math.fsum(allreduce_bytes(size, self._process_set.size()) for size in sizes)
+        self._bucket_of.update((slot.name, layout) for layout in buckets for slot in layout.slots)
+        self.sparse.extend(sparse)
+        self._dense.update(layout.name for layout in dense)
+        self._dtypes.update(dtypes)
 
     def _load_deferred(self) -> None:
         """Load what is deferred of the parameters that have been planned."""
@@ -330,7 +324,7 @@ class Reducer(Server):
         return deferred
 
     def _make_pipeline(self) -> HostPipeline:
-        pipeline = HostPipeline(
+        return HostPipeline(
             self.compressor,
             self._collectives,
             world=self._process_set.size(),
@@ -339,7 +333,6 @@ class Reducer(Server):
             averages=self.reduction.averages,
             groups=self._collectives.groups(self.compressor.hierarchical),
         )
-        return pipeline
 
     def _agree(self, names: Sequence[str], new: Mapping[str, Any], sparse: Sequence[str], problem: str) -> None:
         """Compare settings with the other ranks. This blocks. `problem` is the error that stops this rank, if any."""
@@ -349,72 +342,33 @@ class Reducer(Server):
                 f"{n} {self.names.shape(n)} {g.dtype.name}{' sparse' * (n in sparse)}" for n, g in new.items()
             ],
             "problem": problem,
-            **self._all_settings(),
-        }
-        number = _agreed[self._key] if self._agreements == 0 else self._collectives.number
-        mine["optimizer"] = f"number {number} of this process set, its agreement number {self._agreements}"
-        everyone = self._collectives.agree([mine, kernels.variant()], first_collective(self._plans, names))
-        compare(mine, [theirs for theirs, _ in everyone], mpi_ops.rank())
-        if self._agreements == 0:
-            warn_of_kernels([theirs for _, theirs in everyone], self._process_set.rank(), mpi_ops.rank())
-            self._take_number(number)
-        self._agreements += 1
-        check_sparse(sparse, self.compressor, sparse_as_dense=self.reduction.sparse_as_dense, rank=mpi_ops.rank())
-
-    def _all_settings(self) -> dict[str, str]:
-        """Return the settings that must be equal on all ranks."""
-        return {
             "compression": repr(self.compressor),
             "op": self.reduction.op_name,
             "sparse_as_dense": str(self.reduction.sparse_as_dense),
             **self.settings(),
         }
+        key = (self._process_set.process_set_id, *self._process_set.ranks)
+        number = _agreed[key] if self._agreements == 0 else self._collectives.number
+        mine["optimizer"] = f"number {number} of this process set, its agreement number {self._agreements}"
+        everyone = self._collectives.agree([mine, kernels.variant()], self._first_collective(names))
+        compare(mine, [theirs for theirs, _ in everyone], mpi_ops.rank())
+        if self._agreements == 0:
+            warn_of_kernels([theirs for _, theirs in everyone], self._process_set.rank(), mpi_ops.rank())
+            self._collectives.number = number
+            _agreed[key] = max(_agreed[key], number + 1)
+        self._agreements += 1
+        check_sparse(sparse, self.compressor, sparse_as_dense=self.reduction.sparse_as_dense, rank=mpi_ops.rank())
 
-    @property
-    def _key(self) -> tuple[int, ...]:
-        # All workers are always in set 0, but which they are changes in an elastic job.
-        number = self._process_set.process_set_id
-        return (number, *self._process_set.ranks) if number else (0,)
-
-    def _take_number(self, number: int) -> None:
-        self._collectives.number = number
-        _agreed[self._key] = max(_agreed[self._key], number + 1)
-
-    # --- elastic jobs: graphs outlive a change of workers, because they hold neither the number of workers nor this one's ---
-
-    def told(self) -> dict[str, Any] | None:
-        """Return what a new worker must know to reduce as this one does, as JSON; None if nothing was reduced yet."""
-        if not self._plans:
-            return None
-        plans = [plan.as_json() for plan in self._plans]
-        return {"number": self._collectives.number, "settings": self._all_settings(), "plans": plans}
-
-    def adopt(self, told: Mapping[str, Any]) -> None:
-        """Reduce as the worker does that has `told` this. A new worker gets all plans. Never waits for other ranks.
-
-        Raises:
-            ValueError: the settings differ.
-        """
-        compare(self._all_settings(), [told["settings"]], mpi_ops.rank())
-        self._take_number(told["number"])
-        for agreed in told["plans"][len(self._plans) :]:
-            self._carry_out(Plan.of_json(agreed))
-        self._agreements = len(self._plans)
-        if self.deferred is not None:
-            self._load_deferred()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state. What it does not hold begins with zero. Never waits for other ranks."""
-        self.reset()
-        self.load_compression_state(merged(self.state_dict(), state))
-
-    def change_workers(self) -> None:
-        """Continue with the workers that there are now, with the state that this one has. Never waits for other ranks."""
-        pipeline = self.between_steps()
-        if pipeline is not None:
-            workers = self._process_set
-            pipeline.change_workers(world=workers.size(), position=workers.rank(), rank=mpi_ops.rank())
-            self._count_dense_bytes(pipeline)
+    def _first_collective(self, names: Sequence[str]) -> str | None:
+        """Return the collective that a step of these variables begins with; None if no variable is planned yet."""
+        buckets = [] if self.pipeline is None else self.pipeline.buckets
+        number_of = {name: number for number, bucket in enumerate(buckets) for name in bucket.slots}
+        for name in names:
+            if name in number_of:
+                return f"{number_of[name]}.0"
+        if self._dense.intersection(names):
+            return "dense.0"
+        return next((f"sparse.{number}.values" for number, name in enumerate(self.sparse) if name in names), None)
 
     # --- statistics and state: see `Server` ---
 

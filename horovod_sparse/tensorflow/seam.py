@@ -7,10 +7,8 @@
 - `horovod._keras.create_distributed_optimizer`: Keras 3 calls none of the methods that Horovod overrides, so replicas
   would silently train apart (see `keras.optimizer`).
 - What `hvd.join` calls, which must not be called with one of our compressors.
-- The methods of `TensorFlowState` and `TensorFlowKerasState`, and `run`, in `horovod.tensorflow.elastic` (see `following`).
 
-Without one of our compressors the functions behave as before, except that a Keras 3 optimizer causes a warning, and that
-`TensorFlowKerasState` takes a Keras 3 model.
+Without one of our compressors the functions behave as before, except that a Keras 3 optimizer causes a warning.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ import horovod._keras as horovod_keras
 import horovod.tensorflow as horovod_tensorflow
 
 from horovod_sparse.core.binding import check_kind, refuse_join
-from horovod_sparse.tensorflow import following
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
@@ -204,6 +201,5 @@ _EXTENSIONS = (
     (horovod_keras, "create_distributed_optimizer", _OPTIMIZER_PARAMETERS, _create_distributed_optimizer),
     # All names of `hvd.join` end here, also those that were imported before.
     (horovod_tensorflow.mpi_ops.MPI_LIB, "horovod_join", ("name",), _join),
-    *following.EXTENSIONS,
 )
 """Module or class, name, the parameters that the extension relies on, and what makes it."""

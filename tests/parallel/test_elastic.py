@@ -17,12 +17,7 @@ LIMIT = 400.0
 """Seconds; an idle machine needs about a tenth."""
 
 
-@pytest.mark.parametrize(
-    ("module", "optimizers"),
-    [(("parallel.elastic",), 3), (("parallel.tf.elastic", "tape"), 3), (("parallel.tf.elastic", "keras"), 1)],
-    ids=["torch", "tape", "keras"],
-)
-def test_workers_die_and_come(module: tuple[str, ...], optimizers: int, tmp_path: Path) -> None:
+def test_workers_die_and_come(tmp_path: Path) -> None:
     hosts, discovery = tmp_path / "hosts", tmp_path / "discovery.sh"
     write_hosts(hosts, FIRST_HOSTS)
     discovery.write_text(f"#!/bin/sh\ncat {hosts}\n")
@@ -32,7 +27,7 @@ def test_workers_die_and_come(module: tuple[str, ...], optimizers: int, tmp_path
     # With dynamic process sets, stock Horovod hangs when a worker has died.
     # Stock Horovod sometimes waits so long for a survivor that has noticed a death earlier.
     environment = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "30"}
-    ended = launch.run("-m", *module, str(hosts), limit=LIMIT, environment=environment, options=options)
+    ended = launch.run("-m", "parallel.elastic", str(hosts), limit=LIMIT, environment=environment, options=options)
     assert ended.code == 0, str(ended)
     begun = re.findall(r"rank (\d) of (\d) begins at step (\d+)", ended.output)
     # Two workers; one is left; two more come; one dies.
@@ -44,4 +39,5 @@ def test_workers_die_and_come(module: tuple[str, ...], optimizers: int, tmp_path
     lost = re.findall(
         r"workers of ranks \[\d\] have left. Their residuals are lost, whose norm at the last commit was", ended.output
     )
-    assert len(lost) == 2 * optimizers
+    # Twice, of each of three optimizers.
+    assert len(lost) == 2 * 3

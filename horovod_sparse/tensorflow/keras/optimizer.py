@@ -62,6 +62,7 @@ def make(
         ValueError: the optimizer or the compression cannot be used this way.
     """
     reduction = Reduction(**arguments)
+    workers = reduction.process_set
     check_kind(compression, TensorflowCompressor, "horovod_sparse.tensorflow")
     _check_optimizer(optimizer, backward_passes_per_step)
     _check_reduction(reduction)
@@ -86,7 +87,7 @@ def make(
         reduce,
         accumulator=_accumulator(backward_passes_per_step, reduction.sparse_as_dense),
         passes_divisor=backward_passes_per_step if average_aggregated_gradients else 1,
-        local_divisor=_size_of(reduction.process_set) if scale_local_gradients else lambda: 1,
+        local_divisor=workers.size() if scale_local_gradients and workers.included() else 1,
         compression=compression if isinstance(compression, TensorflowCompressor) else None,
     )
     optimizer.apply = distributed
@@ -105,7 +106,7 @@ class DistributedApply:
         compression: TensorflowCompressor | None,
         accumulator: _Accumulator | None,
         passes_divisor: int,
-        local_divisor: Callable[[], Any],
+        local_divisor: int,
     ) -> None:
         self.compression = compression
         """The compressor; None if the reduction is dense."""
@@ -117,7 +118,7 @@ class DistributedApply:
         self._accumulator = accumulator
         self._passes_divisor = passes_divisor
         self._local_divisor = local_divisor
-        """Returns what the gradients of local variables are divided by."""
+        """What the gradients of local variables are divided by."""
         self._checked = False
         self._reduced_already = False
         """Whether a LossScaleOptimizer is about to apply gradients that have been reduced."""
@@ -130,11 +131,6 @@ class DistributedApply:
     def register_local_var(self, var: Variable) -> None:
         """Do not reduce a variable's gradient: keep the one that this rank has computed."""
         self.local_variables.add(plain(var).ref())
-
-    def begin_again(self) -> None:
-        """Forget the passes since the last step, because the workers of an elastic job have changed."""
-        if self._accumulator is not None:
-            self._accumulator.clear()
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:
@@ -203,16 +199,11 @@ class DistributedApply:
         if is_scaler(optimizer) and any(is_local):
             given = spoiled(given, [gradient for gradient, _, local in parted if local])
         reduced = iter(self._reduce(given, [variable for _, variable, local in parted if not local], optimizer))
-        return [_divide(gradient, self._local_divisor()) if local else next(reduced) for gradient, _, local in parted]
+        return [_divide(gradient, self._local_divisor) if local else next(reduced) for gradient, _, local in parted]
 
 
 def _accumulator(passes: int, sparse_as_dense: bool) -> _Accumulator | None:
     return _Accumulator(passes, sparse_as_dense) if passes > 1 else None
-
-
-def _size_of(workers: Any) -> Callable[[], Any]:
-    # The operation also holds where a graph outlives a change of workers, in an elastic job.
-    return lambda: mpi_ops.size_op(process_set_id=workers.process_set_id) if workers.included() else 1
 
 
 def _compressed(reducer: Reducer) -> Reduce:
