@@ -4,55 +4,55 @@ from __future__ import annotations
 
 import json
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from horovod_sparse.core.elastic import WorkersBefore
+pytest.importorskip("torch")
+pytest.importorskip("horovod.torch", reason="Horovod was built without PyTorch", exc_type=ImportError)
+
+import torch
+
 from horovod_sparse.core.layout import Parameter, plan
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.state import empty_state
-from horovod_sparse.numpy import DGC
-from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.torch import DGC, following
+from horovod_sparse.torch.following import WorkersBefore
+from horovod_sparse.torch.ops import TorchOps
 
 SHAPES = {"weight": (40, 30), "bias": (30,)}
 
 
-class Workers(WorkersBefore):
-    """Workers in one process: what the others send is given."""
+class Workers:
+    """The workers of now, in one process: what the others send is given."""
 
-    def __init__(self, rank: int = 0) -> None:
-        super().__init__()
-        self.now = rank
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank = 0
         self.others: list[Any] = []
         self.sent: object = None
-        self.velocity = np.zeros(0)
-
-    def rank(self) -> int:
-        return self.now
+        self.velocity = torch.zeros(0)
+        monkeypatch.setattr(following, "mpi_ops", SimpleNamespace(rank=lambda: self.rank))
+        monkeypatch.setattr(following, "_gather", self.gather)
+        monkeypatch.setattr(following, "_broadcast", lambda array, name: self.velocity)
 
     def gather(self, value: object, name: str) -> list[Any]:
         self.sent = value
-        return json.loads(json.dumps([*self.others[: self.now], value, *self.others[self.now :]]))
+        return json.loads(json.dumps([*self.others[: self.rank], value, *self.others[self.rank :]]))
 
-    def broadcast(self, array: Any, name: str) -> Any:
-        return self.velocity
 
-    def zeros(self, shape: tuple[int, ...]) -> Any:
-        return np.zeros(shape, np.float32)
-
-    def norm(self, array: Any) -> float:
-        return float(np.linalg.norm(array))
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
+    return Workers(monkeypatch)
 
 
 def _pipeline(compressor: Any, world: int, position: int) -> Pipeline:
-    pipeline = Pipeline(NumpyOps(), compressor, world=world, position=position, rank=position)
+    pipeline = Pipeline(TorchOps(), compressor, world=world, position=position, rank=position)
     parameters = [Parameter(name, shape, "float32", "cpu") for name, shape in SHAPES.items()]
     small = [parameter for parameter in parameters if compressor.leaves_dense(parameter.name, parameter.numel)]
 
     def like(name: str) -> Any:
-        return np.zeros(0, np.float32)
+        return torch.zeros(0)
 
     pipeline.add_buckets(plan([one for one in parameters if one not in small], compressor), like)
     pipeline.add_dense([layout for one in small for layout in plan([one], compressor)], like)
@@ -67,38 +67,37 @@ def _state(step: int = 3) -> dict[str, Any]:
     return pipeline.state_dict()
 
 
-def test_lost_residuals_are_reported_once() -> None:
-    workers = Workers()
+def test_lost_residuals_are_reported_once(workers: Workers) -> None:
+    before = WorkersBefore()
     workers.others = [[None, 30.0], [None, 40.0]]
-    workers.commit(empty_state())
+    before.commit(empty_state())
     # The last worker has died.
     workers.others = [[1, 30.0]]
     with pytest.warns(UserWarning, match=r"ranks \[2\] have left.* was 40, of 50 of all workers"):
-        workers.commit(empty_state())
+        before.commit(empty_state())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        workers.commit(empty_state())
+        before.commit(empty_state())
 
 
-def test_only_the_first_worker_reports() -> None:
-    workers = Workers(rank=1)
+def test_only_the_first_worker_reports(workers: Workers) -> None:
+    before, workers.rank = WorkersBefore(), 1
     workers.others = [[None, 30.0], [None, 40.0]]
-    workers.commit(empty_state())
+    before.commit(empty_state())
     workers.others = [[0, 30.0]]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        workers.commit(empty_state())
+        before.commit(empty_state())
 
 
-def test_a_new_worker_begins_with_zeros_and_the_first_ones_step() -> None:
-    first, new = Workers(), Workers(rank=1)
-    first.velocity = new.velocity = np.full((30,), 2.0)
-    first.align(_state())
-    new.others = [first.sent]
-    state = new.align(None)
+def test_a_new_worker_begins_with_zeros_and_the_first_ones_step(workers: Workers) -> None:
+    workers.velocity = torch.full((30,), 2.0)
+    WorkersBefore().align(_state())
+    workers.others, workers.rank = [workers.sent], 1
+    state = WorkersBefore().align(None)
     assert state is not None
     assert state["adaptive"]["weight"]["step"] == 3
     assert state["residuals"].keys() == {"weight"} and not state["residuals"]["weight"].any()
     assert not state["velocities"]["weight"].any()
-    np.testing.assert_array_equal(state["velocities"]["bias"], np.full((30,), 2.0))
+    assert torch.equal(state["velocities"]["bias"], torch.full((30,), 2.0))
     _pipeline(DGC(0.01), 3, 1).load_state_dict(state)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +12,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.elastic.state import OptimizerStateHandler
 from torch import Tensor
 
-from horovod_sparse.core.elastic import WorkersBefore
+from horovod_sparse.core.state import ARRAYS, aligned, empty_state, replicated
 from horovod_sparse.torch.exchange import gather_json
 
 
@@ -48,21 +51,61 @@ class SparseStateHandler(OptimizerStateHandler):  # type: ignore[misc]  # Horovo
             self._reducer.begin_again(self._reducer.state_dict())
 
 
-class Workers(WorkersBefore):
-    """The workers of a PyTorch job."""
+class WorkersBefore:
+    """What a worker knows of the workers of the last commit, and how it joins those of now.
 
-    def rank(self) -> int:
-        return int(mpi_ops.rank())
+    A worker keeps its residuals while others come and go. A new worker begins with zero, and with the first worker's
+    thresholds. The residuals of a worker that has left are lost; their norm is reported.
+    """
 
-    def gather(self, value: object, name: str) -> list[Any]:
-        return gather_json(value, f"horovod_sparse.{name}", mpi_ops.global_process_set)
+    def __init__(self) -> None:
+        self._rank: int | None = None
+        self._norms: list[float] = []
 
-    def broadcast(self, array: Tensor, name: str) -> Tensor:
-        first: Tensor = mpi_ops.broadcast(array, 0, f"horovod_sparse.{name}")
-        return first
+    def commit(self, state: Mapping[str, Any]) -> None:
+        """Let all workers know the norms of all workers' residuals. Blocks."""
+        norm = math.hypot(*(float(residual.norm()) for residual in state["residuals"].values()))
+        everyone = _gather([self._rank, norm], "commit")
+        self._report({before for before, _ in everyone})
+        self._rank, self._norms = int(mpi_ops.rank()), [norm for _, norm in everyone]
 
-    def zeros(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.zeros(shape)
+    def align(self, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Return a worker's state, fitted to that of the first worker, before the first step of changed workers. Blocks.
 
-    def norm(self, array: Tensor) -> float:
-        return float(array.norm())
+        Args:
+            state: what this worker has kept; None if it is new.
+        """
+        kept = state or empty_state()
+        shared = None
+        if mpi_ops.rank() == 0:
+            shared = {part: kept[part] for part in ("adaptive", "learning_rates")}
+            shared |= {part: {name: list(array.shape) for name, array in kept[part].items()} for part in ARRAYS}
+        everyone = _gather([self._rank, shared], "align")
+        self._report({before for before, _ in everyone})
+        first = everyone[0][1]
+        residuals, velocities = ({name: tuple(shape) for name, shape in first.pop(part).items()} for part in ARRAYS)
+        if not first["adaptive"]:
+            return state
+        made = aligned(kept, first, residuals, velocities, torch.zeros)
+        for number, name in enumerate(replicated(residuals, velocities)):
+            made["velocities"][name] = _broadcast(made["velocities"][name], f"align.{number}")
+        return made
+
+    def _report(self, present: set[int | None]) -> None:
+        lost = {rank: norm for rank, norm in enumerate(self._norms) if rank not in present}
+        if lost and mpi_ops.rank() == 0:
+            warnings.warn(
+                f"horovod_sparse: the workers of ranks {sorted(lost)} have left. Their residuals are lost, whose norm at the "
+                f"last commit was {math.hypot(*lost.values()):.6g}, of {math.hypot(*self._norms):.6g} of all workers",
+                stacklevel=1,
+            )
+        self._rank, self._norms = None, []
+
+
+def _gather(value: object, name: str) -> list[Any]:
+    return gather_json(value, f"horovod_sparse.{name}", mpi_ops.global_process_set)
+
+
+def _broadcast(array: Tensor, name: str) -> Tensor:
+    first: Tensor = mpi_ops.broadcast(array, 0, f"horovod_sparse.{name}")
+    return first

@@ -39,7 +39,7 @@ from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.exchange import Collectives, empty_sparse
-from horovod_sparse.torch.following import Workers
+from horovod_sparse.torch.following import WorkersBefore
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
 from horovod_sparse.torch.routes import OptimizerRoutes, dense_message
@@ -70,7 +70,7 @@ class Reducer(ScaledServer):
         """What PyTorch calls at the end of a backward pass, by its number. PyTorch drops that of an interrupted pass."""
         self._frozen: set[Tensor] = set()
         """Parameters that are not trained at the moment. They keep no residual and no velocity."""
-        self.workers_before = Workers()
+        self.workers_before = WorkersBefore()
         optimizer.register_step_pre_hook(self._note_step)
         self.active = self._process_set.included() and compresses(self._process_set.size())
         if self.active and mpi_ops.size() == 1 and not is_elastic():
