@@ -54,7 +54,7 @@ choose_pins() {
     if [ -z "${TORCH:-}${TENSORFLOW:-}" ]; then cat constraints.txt; return; fi
     sed -E -e '/^numpy==/d' -e '/^# Brought in by the above/,$d' \
         ${TORCH:+-e "s/^torch==.*/torch==$TORCH/" -e '/^triton==/d'} \
-        ${TENSORFLOW:+-e "s/^tensorflow-cpu==.*/tensorflow-cpu==$TENSORFLOW/" -e "s/^tf-keras==.*/tf-keras==${TENSORFLOW%.*}.*/"} \
+        ${TENSORFLOW:+-e "s/^tensorflow-cpu==.*/tensorflow-cpu==$TENSORFLOW/"} \
         constraints.txt
 }
 
@@ -68,8 +68,6 @@ install_frameworks() {
     choose_pins >"$pins"
     : >"$log"
     step "$log" "installing $wanted" "${pip[@]}" setuptools wheel $wanted
-    # The Keras before 3, for tests. Without its dependencies: it asks for the "tensorflow" that brings CUDA.
-    [[ $frameworks != *tensorflow* ]] || step "$log" "installing tf-keras" "${pip[@]}" --no-deps tf-keras
     # For tests, which interpret its kernels; the version that torch asks for where it is built for a GPU. Apart: where it is found,
     # torch imports it by and by, and a process that has imported TensorFlow before that crashes.
     is_partial || step "$log" "installing triton" "${pip[@]}" --no-deps --upgrade --target "$venv/triton" triton

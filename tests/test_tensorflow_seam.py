@@ -91,6 +91,12 @@ def test_what_is_no_optimizer_is_refused(module: str, optimizer: Any, compressio
         importlib.import_module(module).DistributedOptimizer(optimizer, compression=compression)
 
 
+def test_an_optimizer_of_another_keras_is_refused_with_a_compressor() -> None:
+    legacy = type("SGD", (), {"from_config": None})()
+    with pytest.raises(ValueError, match=r"optimizer must be one of Keras 3 with a sparsifier, got .*SGD"):
+        horovod.tensorflow.DistributedOptimizer(legacy, compression=TopK(0.1))
+
+
 def test_stock_join_is_refused_beside_a_compressor(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[bool] = []
     library = horovod.tensorflow.mpi_ops.MPI_LIB

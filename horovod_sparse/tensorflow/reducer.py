@@ -141,8 +141,8 @@ class Reducer(Server):
         )
         if learning_rate is None and self.compressor.lr_in_residual:
             raise ValueError(
-                "lr_in_residual must be False with a gradient tape or a legacy optimizer, which do not tell the learning rate; "
-                "use a Keras 3 optimizer with hvd.DistributedOptimizer"
+                "lr_in_residual must be False with a gradient tape or an optimizer of tf.compat.v1, which do not tell the "
+                "learning rate; use a Keras 3 optimizer with hvd.DistributedOptimizer"
             )
         self._extend(names, gradients, variables)
         given = {name for name, gradient in zip(names, gradients, strict=True) if gradient is not None}

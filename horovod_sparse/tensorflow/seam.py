@@ -13,11 +13,10 @@ Without one of our compressors the functions behave as before, except that a Ker
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod
@@ -146,9 +145,13 @@ def _create_distributed_optimizer(stock: Function) -> Function:
                 f"optimizer must be a Keras optimizer, such as keras.optimizers.SGD(0.1), got {arguments['optimizer']!r}"
             )
         is_ours = isinstance(arguments["compression"], TensorflowCompressor)
-        if not keras_optimizer.is_keras_3(arguments["optimizer"]):
-            if is_ours:
-                return _legacy(stock, arguments)
+        is_keras_3 = keras_optimizer.is_keras_3(arguments["optimizer"])
+        if is_ours and not is_keras_3:
+            raise ValueError(
+                f"optimizer must be one of Keras 3 with a sparsifier, got {arguments['optimizer']!r}; leave "
+                "TF_USE_LEGACY_KERAS unset, or use hvd.DistributedGradientTape"
+            )
+        if not is_keras_3:
             return stock(*args, **kwargs)
         if not is_ours:
             warnings.warn(
@@ -161,27 +164,6 @@ def _create_distributed_optimizer(stock: Function) -> Function:
         return keras_optimizer.make(**arguments)
 
     return extended
-
-
-def _legacy(stock: Function, arguments: Mapping[str, Any]) -> Any:
-    """Let stock Horovod make a legacy Keras optimizer distributed with one of our compressors, and return it."""
-    from horovod_sparse.tensorflow.keras.optimizer import check_compression, settings_of
-
-    optimizer, compression = arguments["optimizer"], arguments["compression"]
-    check_compression(optimizer, compression)
-    distributed = stock(**arguments)
-    passes = (arguments["backward_passes_per_step"], arguments["average_aggregated_gradients"])
-    if isinstance(compression.server, Reducer):
-        compression.server.settings = functools.partial(settings_of, optimizer, compression, *passes)
-
-    def from_config(config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None) -> Any:
-        # A second optimizer has residuals of its own.
-        plain_optimizer = type(optimizer).from_config(config, custom_objects)
-        return _legacy(stock, {**arguments, "optimizer": plain_optimizer, "compression": copy.deepcopy(compression)})
-
-    # Stock Horovod has made a class for this one optimizer.
-    type(distributed).from_config = staticmethod(from_config)
-    return distributed
 
 
 def _join(stock: Function) -> Function:

@@ -1,4 +1,4 @@
-"""What needs processes of its own: the order of imports, training alone, and legacy Keras."""
+"""What needs processes of its own: the order of imports, and training alone."""
 
 from __future__ import annotations
 
@@ -91,12 +91,3 @@ def test_a_tape_is_refused_in_an_elastic_job() -> None:
         "RuntimeError: compression must be hvd.Compression.none in an elastic job of TensorFlow, got TopK("
         in ended.output
     )
-
-
-@pytest.mark.parallel
-@pytest.mark.full
-@pytest.mark.parametrize("launch", [TF_2, TF_GLOO_2], ids=str)
-def test_legacy_keras(launch: Launch) -> None:
-    ended = launch.run("-m", "parallel.legacy_keras", limit=LIMIT, environment={"TF_USE_LEGACY_KERAS": "1"})
-    assert ended.code == 0, str(ended)
-    assert ended.output.count("legacy Keras works") == launch.ranks, str(ended)

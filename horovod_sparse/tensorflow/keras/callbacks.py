@@ -1,4 +1,4 @@
-"""Callbacks for Keras 3 and legacy Keras."""
+"""Callbacks for Keras 3."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any, Literal
 from weakref import WeakSet
 
 import horovod.tensorflow as hvd
+import keras
 import tensorflow as tf
 from horovod.tensorflow.keras.callbacks import BestModelCheckpoint as BestModelCheckpoint
-from tensorflow import keras
 
 from horovod_sparse.compressors.checks import check_choice, check_integer
 from horovod_sparse.core.checkpoint import Damaged
 from horovod_sparse.tensorflow.checkpoint import load_checkpoint, passes_of, save_checkpoint
-from horovod_sparse.tensorflow.keras.optimizer import LEGACY
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.wrappers import broadcast_variables
 
@@ -52,9 +51,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: MutableMapping[str, Any] | None = None) -> None:
         if self._done or self.model in _resumed:
             return
-        optimizer = self.model.optimizer.variables
         # The states of metrics and random generators are left out, because each worker has its own.
-        everything = [*self.model.weights, *(optimizer() if callable(optimizer) else optimizer)]
+        everything = [*self.model.weights, *self.model.optimizer.variables]
         with tf.device(self._device):
             broadcast_variables([v for v in everything if plain(v).ref() not in self._local], self._root_rank)
         self._done = True
@@ -118,11 +116,6 @@ class CheckpointCallback(keras.callbacks.Callback):
         check_integer("keep", keep, 1)
         check_choice("unit", unit, ("epoch", "batch"))
         check_choice("damaged", damaged, ("skip", "raise"))
-        if LEGACY:
-            raise RuntimeError(
-                "CheckpointCallback needs Keras 3, but TF_USE_LEGACY_KERAS is set; call save_checkpoint and load_checkpoint "
-                "with model=, optimizer= and compression= yourself"
-            )
         self._folder, self._every, self._unit, self._keep = folder, every, unit, keep
         self._damaged: Damaged = damaged
         self._begun = False

@@ -28,9 +28,6 @@ from horovod_sparse.tensorflow.reduction import Reduction
 Tensor = Any
 Variable = Any
 
-LEGACY = tf.keras.Model is not keras.Model
-"""True if `tf.keras` is legacy Keras (`TF_USE_LEGACY_KERAS=1`)."""
-
 # Takes gradients, their variables, and the optimizer or the LossScaleOptimizer around it.
 Reduce = Callable[[list[Any], list[Variable], Any], list[Any]]
 # Takes gradients and their variables.
@@ -67,10 +64,10 @@ def make(
     _check_optimizer(optimizer, backward_passes_per_step)
     _check_reduction(reduction)
     if isinstance(compression, TensorflowCompressor):
-        check_compression(optimizer, compression)
+        _check_compression(optimizer, compression)
         reducer = reducer_of(compression, reduction, shared=False)
         reducer.settings = functools.partial(
-            settings_of, optimizer, compression, backward_passes_per_step, average_aggregated_gradients
+            _settings_of, optimizer, compression, backward_passes_per_step, average_aggregated_gradients
         )
         reduce = _compressed(reducer)
     else:
@@ -223,8 +220,10 @@ def _compressed(reducer: Reducer) -> Reduce:
     return reduce
 
 
-def settings_of(optimizer: Any, compression: TensorflowCompressor, passes: int, average_passes: bool) -> dict[str, str]:
-    """Return the settings of a Keras optimizer, also a legacy one, that must be equal on all ranks to keep replicas equal."""
+def _settings_of(
+    optimizer: Any, compression: TensorflowCompressor, passes: int, average_passes: bool
+) -> dict[str, str]:
+    """Return the settings of an optimizer that must be equal on all ranks to keep replicas equal."""
     settings = {"backward_passes_per_step": str(passes), "average_aggregated_gradients": str(average_passes)}
     if compression.lr_in_residual:
         inner = inner_of(optimizer)
@@ -350,8 +349,8 @@ def _check_reduction(reduction: Reduction) -> None:
         raise ValueError(f"groups must be a list of lists of variables, or a number > 0 of groups, got {groups!r}")
 
 
-def check_compression(optimizer: Any, compression: TensorflowCompressor) -> None:
-    """Raise ValueError if one of our compressors cannot be used with a Keras optimizer, also a legacy one."""
+def _check_compression(optimizer: Any, compression: TensorflowCompressor) -> None:
+    """Raise ValueError if one of our compressors cannot be used with an optimizer."""
     compression.check_free()
     inner = inner_of(optimizer)
     settings = {name: getattr(inner, name) for name in ("momentum", *DIVIDING) if hasattr(inner, name)}

@@ -7,10 +7,9 @@ from typing import Any
 
 import horovod.tensorflow.keras as stock
 import keras
-import tensorflow as tf
 from horovod.tensorflow import Average, Compression, global_process_set
 
-from horovod_sparse.tensorflow.keras.optimizer import LEGACY, is_keras_3, make
+from horovod_sparse.tensorflow.keras.optimizer import is_keras_3, make
 
 
 def DistributedOptimizer(  # noqa: N802  Horovod's name.
@@ -31,7 +30,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name.
 ) -> Any:
     """Make a Keras optimizer reduce its gradients over all workers before it applies them.
 
-    A Keras 3 optimizer becomes distributed itself and is returned, with all its state. Legacy optimizers go to stock Horovod.
+    A Keras 3 optimizer becomes distributed itself and is returned, with all its state. Others go to stock Horovod.
     A `keras.optimizers.LossScaleOptimizer` may be inside of it or around it. Models must be compiled with
     `jit_compile=False`, since XLA cannot compile the exchange. Without a GPU this is Keras' default.
 
@@ -69,7 +68,6 @@ def load_model(
     custom_optimizers: Iterable[type] | None = None,
     custom_objects: Mapping[str, Any] | None = None,
     compression: Any = Compression.none,
-    legacy_opts: bool = False,
     **arguments: Any,
 ) -> Any:
     """Load a saved Keras model and make its optimizer distributed. The model holds no residuals: see `CheckpointCallback`.
@@ -79,29 +77,14 @@ def load_model(
         custom_optimizers: classes of optimizers that Keras does not know.
         custom_objects: as for `keras.models.load_model`.
         compression: as for `DistributedOptimizer`.
-        legacy_opts: as for stock Horovod, which loads models of legacy Keras.
-        arguments: other arguments of `DistributedOptimizer`, with Keras 3.
+        arguments: other arguments of `DistributedOptimizer`.
 
     Raises:
         ValueError: the model was saved without an optimizer.
     """
-    if LEGACY:
-        # A file in the format ".keras" names a class that stock Horovod made for one optimizer, and that no module has.
-        classes = (*tf.keras.optimizers.Optimizer.__subclasses__(), *(custom_optimizers or ()))
-        known = {cls.__name__: _distributing(cls, compression) for cls in classes} | dict(custom_objects or {})
-        return stock.load_model(filepath, custom_optimizers, known, compression, legacy_opts, **arguments)
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=known)
     if model.optimizer is None:
         raise ValueError(f"filepath must be a model that was saved with its optimizer, got {str(filepath)!r}")
     DistributedOptimizer(model.optimizer, compression=compression, **arguments)
     return model
-
-
-def _distributing(cls: Any, compression: Any) -> type:
-    """Return a class like a legacy optimizer's, but whose `from_config` makes the optimizer distributed."""
-
-    def from_config(config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None) -> Any:
-        return stock.DistributedOptimizer(cls.from_config(config, custom_objects), compression=compression)
-
-    return type(cls.__name__, (cls,), {"from_config": staticmethod(from_config)})
