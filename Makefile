@@ -2,7 +2,7 @@
 # PYTHON=python3.12 chooses the interpreter of a new .venv, TORCH=2.12.0 and TENSORFLOW=2.20.0 choose other releases than those of
 # constraints.txt, FRAMEWORKS=torch leaves TensorFlow out (docker/setup.sh).
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all sanitize package integrations report-page slurm demo demo-ddp demo-tensorflow aarch64 docs lint types check clean
+.PHONY: help setup test test-all sanitize package integrations slurm demo demo-ddp demo-tensorflow aarch64 docs lint types check clean
 export PYTHON FRAMEWORKS TORCH TENSORFLOW HOROVOD_GPU
 
 bin := .venv/bin
@@ -31,9 +31,6 @@ package: setup ## build sdist and wheel, and try each extra alone in a new envir
 
 integrations: setup ## run the scripts of docs/integrations.md, docs/recipes.md and docs/ray-spark.md, and the examples with torchvision and Transformers; minutes
 	$(bin)/python tests/integrations.py
-
-report-page: setup ## open the page of horovod-sparse report in a browser; needs chromium
-	$(bin)/python tests/browser.py
 
 slurm: setup ## train on a Slurm cluster of one node, in each of the ways of docs/launching.md; Debian, as root
 	tests/slurm.sh

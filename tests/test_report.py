@@ -1,4 +1,4 @@
-"""The command `horovod-sparse report`, on logs of real runs with NumPy. In a real browser: browser.py."""
+"""The command `horovod-sparse report`, on logs of real runs with NumPy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -18,50 +17,6 @@ from horovod_sparse.numpy import SparseAllreduce, StatsLog, TopK, warmup
 from horovod_sparse.tools import cli
 from horovod_sparse.tools.report import log as logs
 from horovod_sparse.tools.report import picture, table
-
-VOID = {"meta", "br", "hr", "img", "input", "link", "source"}
-REFERENCES = {"src", "href", "xlink:href", "srcset", "action", "data", "poster"}
-
-
-class Page(HTMLParser):
-    """What is in a page of HTML. Fails where an element is not closed, or an attribute refers to another file."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.texts: dict[str, list[str]] = {}
-        self.used: set[str] = set()
-        self._open: list[str] = []
-        self.feed(html)
-        self.close()
-        assert not self._open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attrs:
-            assert not name.startswith("on") and value is not None
-            if name == "id":
-                self.ids.append(value)
-            if name in REFERENCES:
-                assert value.startswith("#"), f"{tag} refers to {value}"
-            self.used |= set(
-                re.findall(r"^#(.*)$", value) if name in REFERENCES else re.findall(r"url\(#(.*?)\)", value)
-            )
-        if tag not in VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.handle_endtag(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        assert "@import" not in data and not re.search(r"url\((?!#)", data)
-        if self._open:
-            self.texts.setdefault(self._open[-1], []).append(data)
 
 
 def write_log(path: Path, compression: Any = None, steps: int = 12, **arguments: Any) -> Path:
@@ -138,31 +93,6 @@ def test_a_compressor_is_told_by_name_and_ratio(compressor: Any, short: str) -> 
     assert table.short(compressor if isinstance(compressor, str) else repr(compressor)) == short
 
 
-def test_the_page_is_whole_and_needs_nothing_else(
-    tmp_path: Path, made: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    compressor = "Own(ratio=0.5, rule=<b>&amp;)"
-    one = made(0, (1, 0.1, 100.0, 800.0, 40.0), name="<b>&'\" $x^2$.jsonl", compressor=compressor)
-    two = write_log(tmp_path / "two.jsonl", TopK(0.1))
-    path = tmp_path / "report.html"
-    report(capsys, one, two, "--html", path)
-    html = path.read_text(encoding="utf-8")
-    assert html.startswith("<!DOCTYPE html>\n<html lang=")
-    found = Page(html)
-    assert found.texts["title"] == [f"Gradients sent: {one}, {two}"]
-    assert found.texts["td"][:4] == [str(one), str(two), "Own 0.5", "TopK 0.1"]
-    assert found.texts["th"] == [*table.TITLES]
-    assert found.texts["code"][0] == compressor and "ratio=0.1" in found.texts["code"][1]
-    # No script, no picture from elsewhere, no SVG within another; names of the drawing are its own.
-    assert found.tags.count("svg") == 1
-    assert {"script", "link", "img", "iframe", "image", "b", "metadata"}.isdisjoint(found.tags)
-    assert len(found.ids) == len(set(found.ids)) and found.used <= set(found.ids) and found.used
-    shown = found.texts["text"]
-    assert {panel.title for panel in picture.PANELS} | {str(one), str(two), "step"} <= set(shown)
-    assert re.findall(r"https?://[^\"]*", html) == ["http://www.w3.org/1999/xlink", "http://www.w3.org/2000/svg"]
-
-
 def test_every_log_has_a_line_in_every_panel(made: Callable[..., Path]) -> None:
     pytest.importorskip("matplotlib")
     steps = [(step, 0.002 * step, 100.0 / step, 800.0, 40.0) for step in (1, 10, 100)]
@@ -204,14 +134,11 @@ ODD = "e\x1b[31m]0;title\x07\u202e\ud800 \u00e9"
 def test_nothing_that_a_log_holds_reaches_the_terminal_but_text(
     tmp_path: Path, made: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     path = made(0, (1, 0.1, 100.0, 8.0, 0.0), name="\x1b[2J.jsonl", compressor=f"{ODD}(ratio=\x1b[0m)")
-    page = tmp_path / "report.html"
-    assert cli.main(["report", str(path), "--html", str(page)]) == 0
+    assert cli.main(["report", str(path)]) == 0
     printed, wanted = capsys.readouterr().out, "e\ufffd[31m]0;title\ufffd\ufffd\ufffd \u00e9 \ufffd[0m"
     assert wanted in printed and "\ufffd[2J.jsonl" in printed
     assert all(character.isprintable() or character == "\n" for character in printed)
-    assert wanted in page.read_text(encoding="utf-8") and "\x1b" not in page.read_text(encoding="utf-8")
 
     for content in ("\x1b[2J\n", '{"format": "\x1b[2J", "step": 0}\n', '{"format": 1, "compressor": "", "step": 0}\n'):
         path.write_text(content)
@@ -245,7 +172,7 @@ def test_every_other_number_is_shown(number: str, tmp_path: Path, capsys: pytest
     path = tmp_path / "stats.jsonl"
     steps = [("1", "1e200"), ("2", "5e-324"), (str(2**53 - 1), number), (str(2**53), "-1e200")]
     path.write_text(FIRST + "".join(line_of(step, dict.fromkeys(NUMBERS, value)) for step, value in steps))
-    assert report(capsys, path, "--html", tmp_path / "page.html")[1][2] == f"{2**53:,}"
+    assert report(capsys, path, "--picture", tmp_path / "report.png")[1][2] == f"{2**53:,}"
 
 
 @pytest.mark.parametrize(
@@ -261,11 +188,11 @@ def test_every_other_number_is_shown(number: str, tmp_path: Path, capsys: pytest
     ],
 )
 def test_what_is_no_log_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
-    path, written = tmp_path / "stats.jsonl", tmp_path / "report.html"
+    path, written = tmp_path / "stats.jsonl", tmp_path / "report.png"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(SystemExit, match=re.escape(f"{path} {message}")):
-        cli.main(["report", str(path), "--html", str(written)])
+        cli.main(["report", str(path), "--picture", str(written)])
     assert not written.exists()
 
 
@@ -274,8 +201,7 @@ def test_without_matplotlib_only_the_table_is_made(
 ) -> None:
     path = write_log(tmp_path / "stats.jsonl")
     monkeypatch.setattr("horovod_sparse.tools.report.find_spec", lambda name: None)
-    wanted = ["--html", str(tmp_path / "a"), "--picture", str(tmp_path / "b")]
-    with pytest.raises(SystemExit, match="--html and --picture: matplotlib is needed and not installed: pip install m"):
-        cli.main(["report", str(path), *wanted])
+    with pytest.raises(SystemExit, match="--picture needs matplotlib, which is not installed: pip install m"):
+        cli.main(["report", str(path), "--picture", str(tmp_path / "a")])
     assert capsys.readouterr().out == "" and [*tmp_path.iterdir()] == [path]
     report(capsys, path)

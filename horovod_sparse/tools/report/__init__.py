@@ -1,4 +1,4 @@
-"""What was sent while training went on: a table, a picture and a page of the logs that `StatsLog` has written.
+"""What was sent while training went on: a table and a picture of the logs that `StatsLog` has written.
 
 Imports no framework.
 """
@@ -17,24 +17,19 @@ from horovod_sparse.tools.report.log import Log, printable, read
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("logs", type=Path, nargs="+", metavar="LOG", help="a file of StatsLog, such as stats.jsonl")
-    parser.add_argument("--html", type=Path, metavar="FILE.html", help="write one page that needs no other file")
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw ratio, threshold, bytes and so on")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the logs, print the table, write what was asked for, and return the exit status."""
-    wanted = [f"--{name}" for name in ("html", "picture") if getattr(arguments, name) is not None]
-    if wanted and find_spec("matplotlib") is None:
-        raise SystemExit(f"{' and '.join(wanted)}: matplotlib is needed and not installed: pip install matplotlib")
+    if arguments.picture is not None and find_spec("matplotlib") is None:
+        raise SystemExit("--picture needs matplotlib, which is not installed: pip install matplotlib")
     logs = [_read(path) for path in arguments.logs]
     print(table.text(logs))
-    if wanted:
-        from horovod_sparse.tools.report import page, picture
+    if arguments.picture is not None:
+        from horovod_sparse.tools.report import picture
 
-        if arguments.picture is not None:
-            picture.save(logs, arguments.picture)
-        if arguments.html is not None:
-            arguments.html.write_text(page.html(logs), encoding="utf-8")
+        picture.save(logs, arguments.picture)
     return 0
 
 

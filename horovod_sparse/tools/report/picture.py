@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
 from matplotlib.figure import Figure
 
 from horovod_sparse.tools.report.log import Log
@@ -40,7 +38,6 @@ PANELS = (
     Panel("norm of the residual", lambda log: log.column("residual_norm")),
     Panel("time of a step, ms", lambda log: [1e3 * value for value in log.column("seconds")]),
 )
-_SHOWN = "Over the steps of training: " + ", ".join(panel.title for panel in PANELS)
 
 
 def figure(logs: Sequence[Log]) -> Figure:
@@ -79,13 +76,3 @@ def _draw(panel: Panel, ax: Any, logs: Sequence[Log]) -> None:
 def save(logs: Sequence[Log], path: Path) -> None:
     """Write the picture as a PNG file."""
     figure(logs).savefig(path, dpi=120, format="png")
-
-
-def svg(logs: Sequence[Log]) -> str:
-    """Return the picture as an element of a page. It refers to nothing outside of it, and its text is text."""
-    written = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        figure(logs).savefig(written, format="svg", metadata=nothing)
-    _, _, element = written.getvalue().partition("<svg")
-    return f'<svg role="img" aria-label="{_SHOWN}"{element}'
