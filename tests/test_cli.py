@@ -22,8 +22,8 @@ def module(**answers: object) -> SimpleNamespace:
     return SimpleNamespace(**{name: (lambda value=value: value) for name, value in answers.items()})
 
 
-def horovod_torch(*, mpi: bool = True, gloo: bool = True, nccl: bool = False) -> SimpleNamespace:
-    return module(mpi_built=mpi, gloo_built=gloo, nccl_built=nccl)
+def horovod_torch(*, mpi: bool, nccl: bool) -> SimpleNamespace:
+    return module(mpi_built=mpi, gloo_built=True, nccl_built=nccl)
 
 
 def torch_with(*, cuda: bool) -> SimpleNamespace:
@@ -44,7 +44,7 @@ def stub(folder: Path, package: str, body: str) -> None:
 def test_a_real_run_names_versions_and_succeeds() -> None:
     done = run_check()
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("torch", "numpy", "horovod", "mpi4py"):
+    for name in ("torch", "horovod"):
         assert metadata.version(name) in done.stdout
     assert "missing" not in done.stdout
     assert done.stdout.splitlines()[-len(check.WAYS) :] == [f"{way} can run." for way in check.WAYS]
@@ -60,7 +60,7 @@ def test_broken_frameworks_are_reported_not_suffered(tmp_path: Path) -> None:
     assert "No module named 'torch' -> pip install torch" in lines["torch"]
     assert lines["tensorflow"].startswith("missing")
     assert "exit status 9" in lines["tensorflow"]
-    assert lines["numpy"].startswith("ok")
+    assert lines["mpi4py"].startswith("ok")
     ways = done.stdout.splitlines()[-len(check.WAYS) :]
     assert ways[1] == "torch with DistributedDataParallel cannot run: torch, DDP"
     assert (
@@ -79,18 +79,13 @@ def test_the_command_imports_no_framework() -> None:
 def test_a_library_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub(tmp_path, "mpi4py", "import time; time.sleep(60)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    found = check.ask("numpy", timeout=3.0)
-    assert found["numpy"].mark == "ok"
-    assert (found["mpi4py"].mark, found["mpi4py"].detail) == ("missing", "gave no answer within 3 s")
+    found = check.ask("mpi", timeout=3.0)["mpi4py"]
+    assert (found.mark, found.detail) == ("missing", "gave no answer within 3 s")
 
 
-def test_what_some_way_of_training_needs_is_missing() -> None:
-    # Kernels that are not compiled are not needed, but a variable that names none stops everything.
-    needed = {what for lines in check.WAYS.values() for what in lines} - {"kernels"}
-    assert {line.what for line in check.LINES if line.failed("no").mark == "missing"} == needed
-
-
-@pytest.mark.parametrize("missing", [[], ["horovod", "seam"], ["torch"], ["tensorflow"], ["kernels"], ["numpy", "DDP"]])
+@pytest.mark.parametrize(
+    "missing", [[], ["horovod for torch"], ["torch"], ["tensorflow"], ["kernels"], ["mpi4py", "DDP"]]
+)
 def test_the_ways_that_can_run_are_told(
     missing: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,9 +106,8 @@ def test_without_horovod_torch_still_trains(tmp_path: Path) -> None:
     done = run_check(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     assert done.returncode == 0
     lines = done.stdout.splitlines()
-    assert any(line.startswith("missing  seam  ") for line in lines)
     assert "torch with DistributedDataParallel can run." in lines
-    assert any(line.startswith("torch with Horovod cannot run: horovod for torch, controllers, seam") for line in lines)
+    assert "torch with Horovod cannot run: horovod for torch" in lines
 
 
 @pytest.mark.parametrize(
@@ -122,36 +116,20 @@ def test_without_horovod_torch_still_trains(tmp_path: Path) -> None:
         ("torch", {"torch": torch_with(cuda=False)}, "ok", "2.13.0, CPU"),
         ("torch", {"torch": torch_with(cuda=True)}, "ok", "2.13.0, with a CUDA device"),
         ("torch", {"torch": None}, "missing", "ModuleNotFoundError: import of torch halted; None in sys.modules"),
-        ("horovod for torch", {"horovod.torch": horovod_torch()}, "ok", "compiled"),
+        (
+            "horovod for torch",
+            {"horovod.torch": horovod_torch(mpi=False, nccl=True), "horovod_sparse.torch": module()},
+            "ok",
+            "0.28.1, with gloo, nccl",
+        ),
         ("horovod for torch", {"horovod.torch": None}, "missing", "ModuleNotFoundError: "),
+        ("horovod for torch", {"horovod_sparse.torch": None}, "missing", "ModuleNotFoundError: "),
         ("horovod for tf", {"horovod.tensorflow": None}, "missing", "ModuleNotFoundError: "),
         ("tensorflow", {"tensorflow": None}, "missing", "ModuleNotFoundError: "),
-        ("controllers", {"horovod.torch": horovod_torch()}, "ok", "MPI, Gloo"),
-        ("controllers", {"horovod.torch": horovod_torch(gloo=False)}, "ok", "MPI"),
-        ("controllers", {"horovod.torch": horovod_torch(mpi=False)}, "warn", "Gloo, without MPI"),
-        ("controllers", {"horovod.torch": horovod_torch(mpi=False, gloo=False)}, "missing", "neither MPI nor Gloo"),
-        ("controllers", {"horovod.torch": None}, "missing", "unknown"),
-        ("GPU operations", {"horovod.torch": horovod_torch(nccl=True)}, "ok", "NCCL"),
-        (
-            "GPU operations",
-            {"horovod.torch": horovod_torch(), "torch": torch_with(cuda=True)},
-            "warn",
-            "none, but there is a CUDA device",
-        ),
-        (
-            "GPU operations",
-            {"horovod.torch": horovod_torch(), "torch": torch_with(cuda=False)},
-            "ok",
-            "none, and no CUDA device",
-        ),
-        ("GPU operations", {"horovod.torch": None}, "warn", "unknown"),
         ("mpi4py", {"mpi4py": None}, "missing", "ModuleNotFoundError: "),
-        ("seam", {"horovod_sparse.torch": None}, "missing", "ModuleNotFoundError: "),
-        ("seam", {"horovod.torch": None}, "missing", "ModuleNotFoundError: "),
         ("DDP", {}, "ok", "torch.distributed"),
-        ("DDP", {"torch.distributed": module(is_available=False)}, "missing", "torch was built without"),
+        ("DDP", {"torch.distributed.distributed_c10d": None}, "missing", "ModuleNotFoundError: "),
         ("DDP", {"horovod_sparse.torch": None}, "missing", "ModuleNotFoundError: "),
-        ("seam for tf", {"horovod_sparse.tensorflow": None}, "missing", "ModuleNotFoundError: "),
     ],
 )
 def test_libraries_are_judged(
@@ -162,46 +140,12 @@ def test_libraries_are_judged(
     is_judged(what, mark, detail)
 
 
-@pytest.mark.parametrize(
-    ("version", "mark", "detail"),
-    [
-        ("0.28.1", "ok", "0.28.1"),
-        ("0.28.1+local", "ok", "0.28.1+local"),
-        ("0.27.0", "warn", "0.27.0; 0.28.1 is tested"),
-        (None, "missing", "not installed"),
-    ],
-)
-def test_the_release_of_horovod_is_judged(
-    monkeypatch: pytest.MonkeyPatch, version: str | None, mark: str, detail: str
-) -> None:
-    def installed(distribution: str) -> str:
-        if version is None:
-            raise metadata.PackageNotFoundError(distribution)
-        return version
-
-    monkeypatch.setattr(metadata, "version", installed)
-    is_judged("horovod", mark, detail)
-
-
-@pytest.mark.parametrize("program", ["mpirun", "horovodrun"])
-@pytest.mark.parametrize(
-    ("script", "mark", "detail"),
-    [
-        ("echo one 1.2; echo two", "ok", "one 1.2"),
-        ("echo broken; exit 3", "warn", "not found or not working"),
-        ("echo", "warn", "not found or not working"),
-        (None, "warn", "not found or not working"),
-    ],
-)
-def test_launchers_are_judged(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, script: str | None, mark: str, detail: str
-) -> None:
+def test_launchers_are_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", "")
-    if script is not None:
-        (tmp_path / program).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / program).chmod(0o755)
-    is_judged(program, mark, detail)
+    is_judged("mpirun", "warn", "not found")
+    (tmp_path / "mpirun").touch()
+    is_judged("mpirun", "ok", str(tmp_path / "mpirun"))
 
 
 def is_judged(what: str, mark: str, detail: str) -> None:
@@ -215,9 +159,13 @@ def is_judged(what: str, mark: str, detail: str) -> None:
     ("said", "mark", "detail"),
     [
         *(("auto", "ok", f"{name}; this processor has ") for name in kernels.variants()[:1]),
-        *(("baseline", "warn", f"baseline, and {name} is faster; this") for name in kernels.variants()[:-1][:1]),
-        ("off", "warn", "turned off: framework operations are used; this processor has "),
-        ("sse9", "missing", "HOROVOD_SPARSE_KERNELS must be auto, off or one of avx512, avx2, baseline, neon, and"),
+        *(("baseline", "warn", "baseline; this processor has ") for _ in kernels.variants()[:-1][:1]),
+        *(("off", "warn", "off; this processor has ") for _ in kernels.variants()[:1]),
+        (
+            "sse9",
+            "missing",
+            "ValueError: HOROVOD_SPARSE_KERNELS must be auto, off or one of avx512, avx2, baseline, neon",
+        ),
     ],
 )
 def test_the_kernels_in_use_are_named(monkeypatch: pytest.MonkeyPatch, said: str, mark: str, detail: str) -> None:
@@ -228,13 +176,6 @@ def test_the_kernels_in_use_are_named(monkeypatch: pytest.MonkeyPatch, said: str
 def test_kernels_that_are_not_compiled_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("horovod_sparse.kernels._native", None)
     is_judged("kernels", "warn", "not compiled: framework operations are used")
-
-
-def test_every_failed_check_comes_with_a_detail_and_a_remedy() -> None:
-    for line in check.LINES:
-        finding = line.failed("not there")
-        assert finding.remedy
-        assert finding.detail == (line.detail or "not there")
 
 
 def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
