@@ -11,8 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import NamedTuple
 
 from horovod_sparse.compressors.base import Compressor
@@ -199,24 +197,6 @@ def text(where: Network, parameters: int, ratio: float, world: int, computing: f
     return "\n".join([heading, *lines, "", fewer, advice, LEFT_OUT])
 
 
-def draw(where: Network, parameters: int, ratio: float, world: int, computing: float, path: Path) -> None:
-    """Draw the predicted time of a step against the number of workers, from 2 to 1024. Needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    ax = figure.subplots()
-    worlds = sorted({round(2 ** (step / 4)) for step in range(4, 41)} | {world})
-    for number, method in enumerate(METHODS):
-        times = [1e3 * (computing + method.seconds(where, parameters, ratio, workers)) for workers in worlds]
-        # Thinner lines on thicker ones: all are visible where several methods take the same time.
-        ax.plot(worlds, times, linewidth=5.0 - 0.5 * number, label=method.title)
-    ax.axvline(world, color="0.6", linestyle=":", label=f"{world} workers")
-    ax.set(xscale="log", yscale="log", xlabel="workers", ylabel="predicted step, ms")
-    ax.set_title(text(where, parameters, ratio, world, computing).partition("\n\n")[0], fontsize=9)
-    ax.legend()
-    figure.savefig(path, dpi=120, format="png")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     ratio = partial(parse_number, least=0.0, most=1.0, example="0.001")
@@ -232,16 +212,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = f"of a message, as 50us or 0.1ms; default: {1e6 * LATENCY:g}us"
     add("--latency", type=quantity(parse_latency, "latency"), default=LATENCY, metavar="TIME", help=text)
     add("--ratio", type=quantity(ratio, "ratio"), default=0.001, help="of the entries that are sent; default: 0.001")
-    add("--picture", type=Path, metavar="FILE.png", help="draw the time against the number of workers")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Predict, print the results, and return the exit status."""
-    if arguments.picture is not None and find_spec("matplotlib") is None:
-        raise SystemExit("--picture needs matplotlib, which is not installed: pip install matplotlib")
     where, workers = Network(arguments.latency, arguments.bandwidth), int(arguments.workers)
-    given = where, arguments.parameters, arguments.ratio, workers, arguments.step_ms / 1e3
-    print(text(*given))
-    if arguments.picture is not None:
-        draw(*given, arguments.picture)
+    print(text(where, arguments.parameters, arguments.ratio, workers, arguments.step_ms / 1e3))
     return 0

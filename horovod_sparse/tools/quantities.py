@@ -6,7 +6,6 @@ import math
 import re
 from argparse import ArgumentTypeError as Refusal
 from collections.abc import Callable, Mapping
-from decimal import Decimal
 from fractions import Fraction
 from typing import TypeVar
 
@@ -111,6 +110,6 @@ def _number(text: str, units: Mapping[str, int | Fraction]) -> Fraction | None:
     found = _QUANTITY.fullmatch(text.strip())
     if found is None or found[2] not in units:
         return None
-    number = Fraction(Decimal(found[1])) * units[found[2]]
+    number = Fraction(found[1]) * units[found[2]]
     # A float holds these, and what is computed from them.
     return number if not number or _LEAST <= number <= _MOST else None
