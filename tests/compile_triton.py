@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, get_args
+from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -21,9 +21,8 @@ from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.kernels.gpu.bucket import DeviceBucket
-from horovod_sparse.kernels.gpu.messages import add_up, compact, expand
+from horovod_sparse.kernels.gpu.messages import add_up
 from horovod_sparse.kernels.gpu.rules import rule_of
-from horovod_sparse.ops.protocol import Half
 
 COMPRESSORS = [TopK(0.001), Threshold(1.0), SIDCo(0.001), SIDCo(0.001, distribution="gpareto")]
 
@@ -65,8 +64,6 @@ def step(compressor: Any, dtype: torch.dtype, gradient: torch.dtype | None, mome
     bucket.accumulate(0, given, state, k, velocity=velocity, correction=correction)
     message = bucket.select(state, k, 50)
     add_up(message, 1, 2.0, size, dtype)
-    for half in get_args(Half):
-        expand(compact(bucket.buffer, message, half), 1, size, half)
 
 
 def main(capability: int) -> None:

@@ -10,12 +10,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from damage import COUNTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -31,14 +30,13 @@ from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
-from horovod_sparse.kernels.gpu import messages as kernels
 from horovod_sparse.kernels.gpu import threshold
 from horovod_sparse.kernels.gpu.bucket import DeviceBucket
-from horovod_sparse.kernels.gpu.messages import add_up, compact, expand
+from horovod_sparse.kernels.gpu.messages import add_up
 from horovod_sparse.kernels.gpu.rules import Request, rule_of
 from horovod_sparse.kernels.gpu.tiles import RUN, SUMS
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.ops.protocol import Half, Moving
+from horovod_sparse.ops.protocol import Moving
 from horovod_sparse.torch import device
 from horovod_sparse.torch.ops import TorchOps
 
@@ -498,53 +496,12 @@ def test_parts_of_a_bucket_are_written_as_on_the_host(monkeypatch: pytest.Monkey
     gathered = torch.from_numpy(np.concatenate(messages))
     written = []
     for on_device in (False, True):
-        monkeypatch.setattr(device, "kernels_for", lambda messages, found=kernels if on_device else None: found)
+        monkeypatch.setattr(device, "adder_for", lambda messages, found=add_up if on_device else None: found)
         parts = [(40, torch.ones(20)), (0, torch.ones(25)), (60, torch.ones(30, dtype=torch.float64))]
         TorchOps().assembler(gathered, used, 3.0)(parts)
         written.append([target for _, target in parts])
     assert all(torch.equal(one, other) for one, other in zip(*written, strict=True))
     assert all(one.any() for one in written[0])
-
-
-@of_either_width
-@pytest.mark.parametrize("half", get_args(Half))
-@pytest.mark.parametrize("used", [0, 1, 1024, 1500])
-def test_compact_messages_are_those_of_the_oracle(dtype: type, half: Half, used: int) -> None:
-    """What is left in the residual too. The pairs that come back are those of the oracle, for several messages in one go."""
-    rng, size, capacity, gathered = np.random.default_rng(used), 140_000, 1500, []
-    for _ in range(2):
-        indices = np.sort(rng.choice(size, used, replace=False))
-        values = (rng.laplace(size=used) * 10.0 ** rng.integers(-12, 13, used)).astype(np.float32)
-        values[: used // 50] = np.finfo(np.float32).max
-        # Halfway between two numbers of bfloat16, and of float16.
-        values[used // 50 : used // 25] = 1.0 + 2.0**-8
-        values[used // 25 : used // 20] = 1.0 + 2.0**-11
-        message, residual = ORACLE.pack(indices, values, capacity), rng.laplace(size=size).astype(dtype)
-        residual[indices] = 0
-        mine, left = torch.from_numpy(message.copy()), torch.from_numpy(residual.copy())
-        got, expected = compact(left, mine, half), ORACLE.compact(residual, message, half)
-        for one, other in ((got, expected), (mine, message), (left, residual)):
-            np.testing.assert_array_equal(one.numpy(), other, strict=True)
-        gathered.append(expected)
-    both = np.concatenate(gathered)
-    pairs = expand(torch.from_numpy(both), 2, size, half)
-    np.testing.assert_array_equal(pairs.numpy(), ORACLE.expand(both, 2, size, half), strict=True)
-
-
-@pytest.mark.parametrize("counts", COUNTS)
-def test_counts_of_compact_messages_are_checked(counts: str) -> None:
-    numbers, entries, indices = COUNTS[counts]
-    pairs = expand(torch.tensor([*numbers, *entries], dtype=torch.int32), 1, 100_000, "bfloat16")
-    assert pairs[:, 0].tolist() == indices
-    assert (pairs[pairs[:, 0] < 0, 1] == 0).all()
-
-
-def test_a_rank_that_is_not_finite_says_so_in_its_compact_message() -> None:
-    message = torch.from_numpy(ORACLE.pack(np.empty(0, np.int64), np.empty(0, np.float32), 3))
-    message[0, 0] = NOT_FINITE
-    made = compact(torch.zeros(70_000), message, "bfloat16")
-    assert made.tolist() == [NOT_FINITE, 0, 0, 0, 0]
-    assert expand(made, 1, 70_000, "bfloat16")[:, 0].tolist() == [NOT_FINITE, PADDING, PADDING]
 
 
 # --- what it is for ---
@@ -582,7 +539,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     done = run(Path(__file__).with_name("compile_triton.py"), 90, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     names = {line.split()[0] for line in done.stdout.splitlines()}
-    assert names == {"accumulate", "fit", "count", "histogram", "write", "scatter", "write_compact", "write_pairs"}
+    assert names == {"accumulate", "fit", "count", "histogram", "write", "scatter"}
 
 
 GPU_CHECK = Path(__file__).parent.parent / "benchmarks" / "gpu_check.py"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,18 +12,11 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.selector import Selector
 from horovod_sparse.kernels import gpu
-from horovod_sparse.ops.protocol import Half
 
 _LEAST_CAPABILITY = (7, 0)
 """The lowest compute capability of a GPU that Triton compiles for."""
-
-
-class MessageKernels(Protocol):
-    """The functions of `kernels.gpu.messages`."""
-
-    def add_up(self, messages: Tensor, world: int, divisor: float, numel: int, dtype: torch.dtype) -> Tensor: ...
-    def compact(self, x: Tensor, message: Tensor, values: Half) -> Tensor: ...
-    def expand(self, gathered: Tensor, world: int, numel: int, values: Half) -> Tensor: ...
+Adder = Callable[[Tensor, int, float, int, torch.dtype], Tensor]
+"""`kernels.gpu.messages.add_up`."""
 
 
 @cache
@@ -43,10 +36,10 @@ def on_gpu(compressor: Compressor, layout: Layout, buffer: Tensor, velocity: Ten
     return selector_for(compressor, layout, buffer, velocity)
 
 
-def kernels_for(messages: Tensor) -> MessageKernels | None:
-    """Return what works on messages on their device; None if PyTorch's operations do."""
+def adder_for(messages: Tensor) -> Adder | None:
+    """Return what adds up messages on their device; None if PyTorch's operations do."""
     if not has_kernels(messages.device):
         return None
-    from horovod_sparse.kernels.gpu import messages as kernels
+    from horovod_sparse.kernels.gpu.messages import add_up
 
-    return kernels
+    return add_up

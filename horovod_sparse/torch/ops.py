@@ -224,9 +224,6 @@ class TorchOps(Ops):
         return message
 
     def compact(self, x: Tensor, message: Tensor, values: Half) -> Tensor:
-        kernels = device.kernels_for(message)
-        if kernels is not None:
-            return kernels.compact(x, message, values)
         # A device is not waited for: padding adds nothing to the first entry and to the first run.
         used = message[:, 0] >= 0
         indices, taken = message[:, 0].clamp(min=0).long(), message[:, 1].contiguous().view(torch.float32)
@@ -240,9 +237,6 @@ class TorchOps(Ops):
         return torch.cat((counts, entries))
 
     def expand(self, gathered: Tensor, world: int, numel: int, values: Half) -> Tensor:
-        kernels = device.kernels_for(gathered)
-        if kernels is not None:
-            return kernels.expand(gathered, world, numel, values)
         messages, runs = gathered.view(world, -1), runs_of(numel)
         counts, entries = messages[:, :runs], messages[:, runs:].contiguous()
         ends = counts.cumsum(1)
@@ -292,9 +286,9 @@ class TorchOps(Ops):
         return message
 
     def assembler(self, messages: Tensor, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
-        kernels = device.kernels_for(messages)
-        if kernels is not None:
-            return lambda targets: _write_added_up(kernels, messages, len(used), divisor, targets)
+        add_up = device.adder_for(messages)
+        if add_up is not None:
+            return lambda targets: _write_added_up(add_up, messages, len(used), divisor, targets)
         parts = [self.unpack(message, rows) for message, rows in zip(split(messages, len(used)), used, strict=True)]
         for indices, _ in parts:
             if indices.device.type == "cpu" and bool((indices[1:] <= indices[:-1]).any()):
@@ -324,12 +318,12 @@ class TorchOps(Ops):
 
 
 def _write_added_up(
-    kernels: device.MessageKernels, messages: Tensor, world: int, divisor: float, targets: Sequence[Part]
+    add_up: device.Adder, messages: Tensor, world: int, divisor: float, targets: Sequence[Part]
 ) -> None:
     """Write the sum of the messages to parts of a bucket on a GPU: as many launches as there are ranks, not parts."""
     for dtype in {target.dtype for _, target in targets}:
         parts = [part for part in targets if part[1].dtype == dtype]
-        flat = kernels.add_up(messages, world, divisor, max(first + target.numel() for first, target in parts), dtype)
+        flat = add_up(messages, world, divisor, max(first + target.numel() for first, target in parts), dtype)
         sources = [flat[first : first + target.numel()] for first, target in parts]
         torch._foreach_copy_([target for _, target in parts], sources)
 
