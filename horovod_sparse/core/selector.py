@@ -127,14 +127,15 @@ class HostSelector:
     def message(self, state: BucketState, k: int, capacity: int) -> Array:
         if self.not_finite:
             self._sent = self._truncated = 0
-            message = self._ops.send(self._buffer, self._ops.indices(np.empty(0, np.int64), self._buffer), capacity)
+            none = self._ops.indices(np.empty(0, np.int64), self._buffer)
+            message = self._ops.pack(none, self._ops.take(self._buffer, none), capacity)
             message[0, 0] = wire.NOT_FINITE
             return message
         indices, found, _ = self.select(state, k, capacity)
         self._sent = len(indices)
         self._truncated = found - self._sent
         self._remember(indices)
-        return self._ops.send(self._buffer, indices, capacity)
+        return self._ops.pack(indices, self._ops.take(self._buffer, indices), capacity)
 
     def finish(self, state: BucketState, k: int, capacity: int) -> Outcome:
         return Outcome(self._sent, self._truncated, self.not_finite)

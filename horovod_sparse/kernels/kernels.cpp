@@ -374,11 +374,6 @@ float take_out(float& entry) {
     return value;
 }
 
-void write_row(int32_t* message, int64_t row, int64_t index, float value) {
-    message[2 * row] = static_cast<int32_t>(index);
-    std::memcpy(&message[2 * row + 1], &value, sizeof value);
-}
-
 void write_padding(int32_t* message, int64_t row, int64_t capacity) {
     for (; row < capacity; ++row) {
         message[2 * row] = kPadding;
@@ -389,12 +384,6 @@ void write_padding(int32_t* message, int64_t row, int64_t capacity) {
 template <class T>
 void take(T* x, const int64_t* indices, int64_t count, float* values) {
     for (int64_t i = 0; i < count; ++i) values[i] = take_out(x[indices[i]]);
-}
-
-template <class T>
-void send(T* x, const int64_t* indices, int64_t count, int64_t capacity, int32_t* message) {
-    for (int64_t row = 0; row < count; ++row) write_row(message, row, indices[row], take_out(x[indices[row]]));
-    write_padding(message, count, capacity);
 }
 
 // Two 16-bit types: their bits, in the upper half of a word, for a number, and the number for such bits.
@@ -686,15 +675,6 @@ int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count,
     return 1;
 }
 
-int hs_send(void* x, int type, int64_t n, const int64_t* indices, int64_t count, int64_t capacity, int32_t* message) {
-    if (!in_range(indices, count, n)) return 0;
-    if (type == HS_FLOAT32)
-        send(static_cast<float*>(x), indices, count, capacity, message);
-    else
-        send(static_cast<double*>(x), indices, count, capacity, message);
-    return 1;
-}
-
 int64_t hs_pick_above(const int32_t* indices, const void* values, int type, int64_t count, double threshold,
                       int64_t* picked) {
     if (type == HS_FLOAT32) return pick_above(indices, static_cast<const float*>(values), count, threshold, picked);
@@ -721,7 +701,10 @@ int hs_assemble(const hs_target* targets, int64_t number, const int32_t* message
 }
 
 void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t capacity, int32_t* message) {
-    for (int64_t row = 0; row < count; ++row) write_row(message, row, indices[row], values[row]);
+    for (int64_t row = 0; row < count; ++row) {
+        message[2 * row] = static_cast<int32_t>(indices[row]);
+        std::memcpy(&message[2 * row + 1], &values[row], sizeof(float));
+    }
     write_padding(message, count, capacity);
 }
 

@@ -80,8 +80,6 @@ int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, in
 /* Sets values to x[indices] rounded to float32, and subtracts them from x. Changes nothing and returns 0 if an index is
    outside [0, n). */
 int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, float* values);
-/* Does as hs_take, and writes the message of pairs as hs_pack does. */
-int hs_send(void* x, int type, int64_t n, const int64_t* indices, int64_t count, int64_t capacity, int32_t* message);
 /* Writes those of `count` indices whose values are above the threshold, and returns their number. `picked` has room for all. */
 int64_t hs_pick_above(const int32_t* indices, const void* values, int type, int64_t count, double threshold,
                       int64_t* picked);

@@ -129,15 +129,6 @@ class KernelOps(HostOps):
         _check_range(lib.hs_take(*at.write(), some.pointer(), some.numel, _written(values)), at)
         return self.array(values)
 
-    def send(self, x: Array, indices: Array, capacity: int) -> Array:
-        at = self._wide(x)
-        if at is None:
-            return super().send(x, indices, capacity)
-        some = _of_type(INT64, "indices", self.memory(indices))
-        message = _empty_message(capacity, some.numel)
-        _check_range(lib.hs_send(*at.write(), some.pointer(), some.numel, capacity, _written(message)), at)
-        return self.array(message)
-
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         at = self.memory(values)
         if at is None:
@@ -145,7 +136,9 @@ class KernelOps(HostOps):
         some, at = _of_type(INT64, "indices", self.memory(indices)), _of_type(FLOAT32, "values", at)
         if some.numel != at.numel:
             raise ValueError(f"there must be as many values as indices, got {at.numel} and {some.numel}")
-        message = _empty_message(capacity, some.numel)
+        if some.numel > capacity:
+            raise ValueError(f"there must be at most {capacity} indices, got {some.numel}")
+        message = np.empty((capacity, 2), np.int32)
         lib.hs_pack(some.pointer(), at.pointer(), some.numel, capacity, _written(message))
         return self.array(message)
 
@@ -250,13 +243,6 @@ def _rows(used: list[int], capacity: int) -> Any:
     if not all(0 <= number <= capacity for number in used):
         raise ValueError(f"used must be within [0, {capacity}], got {used}")
     return ffi.new("int64_t[]", used)
-
-
-def _empty_message(capacity: int, count: int) -> NDArray[np.int32]:
-    """Return memory for a message of pairs, which must have room for `count`."""
-    if count > capacity:
-        raise ValueError(f"there must be at most {capacity} indices, got {count}")
-    return np.empty((capacity, 2), np.int32)
 
 
 def _written(array: NDArray[Any]) -> Any:

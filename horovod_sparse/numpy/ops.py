@@ -127,9 +127,6 @@ class NumpyOps(Ops):
         x[indices] = 0.0 if x.dtype == np.float32 else taken - values
         return values
 
-    def send(self, x: Array, indices: Array, capacity: int) -> Array:
-        return self.pack(indices, self.take(x, indices), capacity)
-
     def put(self, x: Array, indices: Array, values: Array) -> None:
         with np.errstate(over="ignore"):
             sums = x[indices] + values

@@ -158,9 +158,6 @@ class Ops(Protocol):
     def take(self, x: Array, indices: Array) -> Array:
         """Return x[indices] rounded to float32 and subtract it from x, so that sent + kept is x exactly."""
 
-    def send(self, x: Array, indices: Array, capacity: int) -> Array:
-        """Return the message of pairs with what `take` takes out of `x`."""
-
     def put(self, x: Array, indices: Array, values: Array) -> None:
         """Add finite values to x at `indices`, in place. Sums that leave the range of x's type stay at its largest number."""
 

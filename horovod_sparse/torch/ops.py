@@ -188,9 +188,6 @@ class TorchOps(Ops):
         x[indices] = taken - values
         return values
 
-    def send(self, x: Tensor, indices: Tensor, capacity: int) -> Tensor:
-        return self.pack(indices, self.take(x, indices), capacity)
-
     def put(self, x: Tensor, indices: Tensor, values: Tensor) -> None:
         largest = torch.finfo(x.dtype).max
         x[indices] = (x[indices] + values).clamp(-largest, largest)
