@@ -28,7 +28,7 @@ def everything_found(x: np.ndarray, threads: int) -> str:
         ops.measure(x),
         ops.moments(x, 0.7),
         ops.moments(np.abs(x) + 1, 0.5, with_log=True),
-        ops.counts(x, [0.0, 0.3, 2.0]),
+        [ops.count(x, threshold) for threshold in (0.0, 0.3, 2.0)],
         ops.select_above(x, 0.3, x.size).indices.tobytes(),
     ]
     return repr(found)

@@ -92,7 +92,7 @@ class GaussianK(Compressor):
     @staticmethod
     def _corrected(ops: Ops, x: Array, k: int, threshold: float) -> float:
         for _ in range(CORRECTIONS):
-            (count,) = ops.counts(x, [threshold])
+            count = ops.count(x, threshold)
             if count < TOO_FEW * k:
                 threshold *= LOWER
             elif count > TOO_MANY * k:

@@ -74,10 +74,10 @@ class RedSync(Compressor):
     @staticmethod
     def _bisected(ops: Ops, x: Array, k: int, mean: float, largest: float) -> float | None:
         """Return a threshold that k to 2k entries exceed, or None if the probes find none."""
-        low, high = (mean, largest) if ops.counts(x, [mean])[0] >= k else (0.0, mean)
+        low, high = (mean, largest) if ops.count(x, mean) >= k else (0.0, mean)
         for _ in range(MOST_PROBES):
             middle = 0.5 * (low + high)
-            (count,) = ops.counts(x, [middle])
+            count = ops.count(x, middle)
             if k <= count <= 2 * k:
                 return middle
             low, high = (low, middle) if count < k else (middle, high)

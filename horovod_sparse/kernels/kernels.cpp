@@ -313,19 +313,14 @@ void measure(const T* x, int64_t n, double cut, bool with_logs, int threads, hs_
 }
 
 template <class T>
-void count_above(const T* x, int64_t n, const double* thresholds, int number, int threads, int64_t* counts) {
-    typename Type<T>::Bit bounds[kMostThresholds];
-    for (int j = 0; j < number; ++j) bounds[j] = limit_bits<T>(thresholds[j]);
-    std::vector<int64_t> partial(kMostThreads * kMostThresholds);
+int64_t count_above(const T* x, int64_t n, double threshold, int threads) {
+    std::vector<int64_t> partial(kMostThreads);
     in_parallel(n, threads, [&](int64_t part, int64_t first, int64_t end) {
         for (int64_t block = first; block < end; ++block)
-            loops<T>().count_above(x + block * kBlock, std::min(kBlock, n - block * kBlock), bounds, number,
-                                   &partial[part * kMostThresholds]);
+            partial[part] += loops<T>().count_above(x + block * kBlock, std::min(kBlock, n - block * kBlock),
+                                                    limit_bits<T>(threshold));
     });
-    for (int j = 0; j < number; ++j) {
-        counts[j] = 0;
-        for (int64_t part = 0; part < kMostThreads; ++part) counts[j] += partial[part * kMostThresholds + j];
-    }
+    return std::accumulate(partial.begin(), partial.end(), int64_t{0});
 }
 
 template <class T>
@@ -379,11 +374,6 @@ void write_padding(int32_t* message, int64_t row, int64_t capacity) {
         message[2 * row] = kPadding;
         message[2 * row + 1] = 0;
     }
-}
-
-template <class T>
-void take(T* x, const int64_t* indices, int64_t count, float* values) {
-    for (int64_t i = 0; i < count; ++i) values[i] = take_out(x[indices[i]]);
 }
 
 // Two 16-bit types: their bits, in the upper half of a word, for a number, and the number for such bits.
@@ -588,6 +578,16 @@ int64_t merge_unique(const std::vector<int64_t*>& ends) {
     return std::unique(ends.front(), ends.back()) - ends.front();
 }
 
+// Calls work with the entries of an array as what their type says: float32 or float64.
+template <class Work>
+auto typed(void* x, int type, const Work& work) {
+    return type == HS_FLOAT32 ? work(static_cast<float*>(x)) : work(static_cast<double*>(x));
+}
+template <class Work>
+auto typed(const void* x, int type, const Work& work) {
+    return type == HS_FLOAT32 ? work(static_cast<const float*>(x)) : work(static_cast<const double*>(x));
+}
+
 }  // namespace
 
 const char* hs_variant(int number) {
@@ -622,63 +622,59 @@ int64_t hs_accumulate(void* residual, void* velocity, int type, int64_t numel, h
         if (one->first < 0 || one->n < 0 || one->first > numel - one->n) return -1;
     hs_notes none{};
     hs_notes& of_these = notes == nullptr ? none : *notes;
-    if (type == HS_FLOAT32)
-        return accumulate(static_cast<float*>(residual), static_cast<float*>(velocity), gradients, number, momentum,
-                          nesterov != 0, threads, of_these);
-    return accumulate(static_cast<double*>(residual), static_cast<double*>(velocity), gradients, number, momentum,
-                      nesterov != 0, threads, of_these);
+    return typed(residual, type, [&](auto* entries) {
+        return accumulate(entries, static_cast<decltype(entries)>(velocity), gradients, number, momentum, nesterov != 0,
+                          threads, of_these);
+    });
 }
 
 void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums) {
-    if (type == HS_FLOAT32)
-        measure(static_cast<const float*>(x), n, cut, with_logs != 0, threads, sums);
-    else
-        measure(static_cast<const double*>(x), n, cut, with_logs != 0, threads, sums);
+    typed(x, type, [&](const auto* entries) { measure(entries, n, cut, with_logs != 0, threads, sums); });
 }
 
-void hs_counts(const void* x, int type, int64_t n, const double* thresholds, int number, int threads, int64_t* counts) {
-    if (type == HS_FLOAT32)
-        count_above(static_cast<const float*>(x), n, thresholds, number, threads, counts);
-    else
-        count_above(static_cast<const double*>(x), n, thresholds, number, threads, counts);
+int64_t hs_count(const void* x, int type, int64_t n, double threshold, int threads) {
+    return typed(x, type, [&](const auto* entries) { return count_above(entries, n, threshold, threads); });
 }
 
 int hs_all_finite(const void* x, int type, int64_t n, int threads) {
     std::vector<char> bad(kMostThreads);
-    in_parallel(n, threads, [&](int64_t part, int64_t first, int64_t end) {
-        const int64_t last = std::min(n, end * kBlock);
-        for (int64_t i = first * kBlock; i < last && !bad[part]; i += kPiece) {
-            const int64_t count = std::min(kPiece, last - i);
-            if (type == HS_FLOAT64)
-                bad[part] = !loops<double>().finite(static_cast<const double*>(x) + i, count);
-            else
-                with_piece<float>(x, type, i, count,
-                                  [&](const float* piece) { bad[part] = !loops<float>().finite(piece, count); });
-        }
-    });
+    const auto check = [&](auto own) {
+        using T = decltype(own);
+        in_parallel(n, threads, [&](int64_t part, int64_t first, int64_t end) {
+            const int64_t last = std::min(n, end * kBlock);
+            for (int64_t i = first * kBlock; i < last && !bad[part]; i += kPiece) {
+                const int64_t count = std::min(kPiece, last - i);
+                with_piece<T>(x, type, i, count, [&](const T* piece) {
+                    bad[part] = loops<T>().groups_above(piece, count, Type<T>::infinity - 1) != 0;
+                });
+            }
+        });
+    };
+    if (type == HS_FLOAT64)
+        check(double{});
+    else
+        check(float{});
     return std::none_of(bad.begin(), bad.end(), [](char one) { return one != 0; });
 }
 
 int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int64_t* indices, int64_t room,
                         int threads, int* complete) {
-    if (type == HS_FLOAT32)
-        return select_above(static_cast<const float*>(x), n, threshold, indices, room, threads, complete);
-    return select_above(static_cast<const double*>(x), n, threshold, indices, room, threads, complete);
+    return typed(x, type, [&](const auto* entries) {
+        return select_above(entries, n, threshold, indices, room, threads, complete);
+    });
 }
 
 int hs_take(void* x, int type, int64_t n, const int64_t* indices, int64_t count, float* values) {
     if (!in_range(indices, count, n)) return 0;
-    if (type == HS_FLOAT32)
-        take(static_cast<float*>(x), indices, count, values);
-    else
-        take(static_cast<double*>(x), indices, count, values);
+    typed(x, type, [&](auto* entries) {
+        for (int64_t i = 0; i < count; ++i) values[i] = take_out(entries[indices[i]]);
+    });
     return 1;
 }
 
 int64_t hs_pick_above(const int32_t* indices, const void* values, int type, int64_t count, double threshold,
                       int64_t* picked) {
-    if (type == HS_FLOAT32) return pick_above(indices, static_cast<const float*>(values), count, threshold, picked);
-    return pick_above(indices, static_cast<const double*>(values), count, threshold, picked);
+    return typed(values, type, [&](const auto* entries) { return pick_above(indices, entries, count, threshold, picked); });
 }
 
 int hs_assemble(const hs_target* targets, int64_t number, const int32_t* messages, int64_t capacity, int64_t world,
@@ -691,11 +687,8 @@ int hs_assemble(const hs_target* targets, int64_t number, const int32_t* message
         for (const Range& range : ranges_of(*one, of_all))
             if (!range.ascends(one->first, one->n)) return 0;
     for (const hs_target* one = targets; one != targets + number; ++one) {
-        std::vector<Range> ranges = ranges_of(*one, of_all);
-        if (one->type == HS_FLOAT32)
-            assemble(reinterpret_cast<float*>(one->address), one->n, one->first, std::move(ranges));
-        else
-            assemble(reinterpret_cast<double*>(one->address), one->n, one->first, std::move(ranges));
+        typed(reinterpret_cast<void*>(one->address), one->type,
+              [&](auto* target) { assemble(target, one->n, one->first, ranges_of(*one, of_all)); });
     }
     return 1;
 }
@@ -709,16 +702,12 @@ void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t
 }
 
 void hs_compact(void* x, int type, int64_t, int32_t* message, int64_t capacity, int64_t runs, int half, int32_t* compact) {
-    const auto write = [&](auto* entries) {
+    typed(x, type, [&](auto* entries) {
         if (half == HS_FLOAT16)
             write_compact<Float16>(entries, message, capacity, runs, compact);
         else
             write_compact<BFloat16>(entries, message, capacity, runs, compact);
-    };
-    if (type == HS_FLOAT32)
-        write(static_cast<float*>(x));
-    else
-        write(static_cast<double*>(x));
+    });
 }
 
 void hs_expand(const int32_t* compact, int64_t capacity, int64_t runs, int64_t world, int half, int32_t* messages) {

@@ -68,8 +68,8 @@ int64_t hs_accumulate(void* residual, void* velocity, int type, int64_t numel, h
                       double momentum, int nesterov, int threads, hs_notes* notes);
 /* Writes the sums of the excesses over a cut: of all magnitudes if the cut is 0, zeros if it is infinite or NaN. */
 void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums);
-/* counts[j] = number of entries above thresholds[j]; at most 16 thresholds. */
-void hs_counts(const void* x, int type, int64_t n, const double* thresholds, int number, int threads, int64_t* counts);
+/* Returns the number of entries above a threshold. */
+int64_t hs_count(const void* x, int type, int64_t n, double threshold, int threads);
 /* Returns whether all entries are finite. They may be of any type. */
 int hs_all_finite(const void* x, int type, int64_t n, int threads);
 /* Writes ascending indices of entries above the threshold, and returns how many entries are above it. `complete` becomes 1

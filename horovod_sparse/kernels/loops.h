@@ -184,19 +184,6 @@ INLINE void each_vector(const Work& work) {
 
 // --- the loops ---
 
-template <class T>
-bool finite(const T* x, int64_t count) {
-    Bits<T> most = {};
-    int64_t i = 0;
-    for (; i + kLanes<T> <= count; i += kLanes<T>) most = larger(most, magnitude_bits<T>(load<Vector<T>>(x + i)));
-    for (; i < count; ++i) {
-        typename Type<T>::Bit bits;
-        __builtin_memcpy(&bits, x + i, sizeof bits);
-        if ((bits & Type<T>::magnitude) >= Type<T>::infinity) return false;
-    }
-    return !any_above(most, Bits<T>{} + (Type<T>::infinity - 1));
-}
-
 // Returns the new residual and updates the velocity.
 template <class T, bool kVelocity, bool kNesterov>
 INLINE Vector<T> updated(Vector<T> residual, Vector<T>& velocity, Vector<T> gradient, T momentum) {
@@ -214,7 +201,9 @@ template <class T>
 __attribute__((noinline)) int64_t clean(const T* gradient, T* cleaned) {
     int64_t bad = 0;
     for (int i = 0; i < kGroup; ++i) {
-        const bool good = finite(gradient + i, 1);
+        typename Type<T>::Bit bits;
+        __builtin_memcpy(&bits, gradient + i, sizeof bits);
+        const bool good = (bits & Type<T>::magnitude) < Type<T>::infinity;
         cleaned[i] = good ? gradient[i] : T{0};
         bad += !good;
     }
@@ -311,23 +300,19 @@ void measure(const T* x, int64_t count, typename Type<T>::Bit bound, double cut,
     sums.write(totals);
 }
 
-// Adds to `counts` how many entries are above each of the bounds.
+// Returns how many entries are above the bound.
 template <class T>
-void count_above(const T* x, int64_t count, const typename Type<T>::Bit* bounds, int number, int64_t* counts) {
-    Bits<T> found[kMostThresholds] = {};
-    int64_t i = 0;
-    for (; i + kLanes<T> <= count; i += kLanes<T>) {
-        const Bits<T> bits = magnitude_bits<T>(load<Vector<T>>(x + i));
-        for (int j = 0; j < number; ++j) found[j] -= bits > bounds[j];
+int64_t count_above(const T* x, int64_t count, typename Type<T>::Bit bound) {
+    Bits<T> found = {};
+    int64_t i = 0, number = 0;
+    for (; i + kLanes<T> <= count; i += kLanes<T>) found -= magnitude_bits<T>(load<Vector<T>>(x + i)) > bound;
+    for (int lane = 0; lane < kLanes<T>; ++lane) number += found[lane];
+    for (; i < count; ++i) {
+        typename Type<T>::Bit bits;
+        __builtin_memcpy(&bits, x + i, sizeof bits);
+        number += (bits & Type<T>::magnitude) > bound;
     }
-    for (int j = 0; j < number; ++j) {
-        for (int lane = 0; lane < kLanes<T>; ++lane) counts[j] += found[j][lane];
-        for (int64_t rest = i; rest < count; ++rest) {
-            typename Type<T>::Bit bits;
-            __builtin_memcpy(&bits, x + rest, sizeof bits);
-            counts[j] += (bits & Type<T>::magnitude) > bounds[j];
-        }
-    }
+    return number;
 }
 
 // Returns a mask with a bit for each group of a piece that has an entry above the bound.
@@ -410,7 +395,7 @@ constexpr Loops<T> loops() {
              {accumulate<T, false, true, false>, accumulate<T, true, true, false>},
              {accumulate<T, false, true, true>, accumulate<T, true, true, true>}},
             measure<T, false>, measure<T, true>, count_above<T>, groups_above<T>,
-            find<T>, finite<T>, convert<T>};
+            find<T>, convert<T>};
 }
 
 }  // namespace detail

@@ -15,7 +15,6 @@ from horovod_sparse.ops.protocol import Array, Moments, Moving, Ops, Part, Sums
 TYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 """The types of arrays. The number of a float type is its code in kernels.h."""
 FLOAT32, FLOAT64, _, FLOAT16, INT32, INT64 = range(len(TYPES))
-_MOST_THRESHOLDS = 16
 
 
 Block = tuple[Any, int, int]
@@ -139,14 +138,3 @@ def _measure(x: Block, cut: float, with_log: bool, threads: int) -> Any:
 def sums_of(sums: Any) -> Sums:
     """Return the sums that a kernel has written."""
     return Sums(sums.count, sums.total, sums.squares, sums.largest)
-
-
-def counts(x: Block, thresholds: list[float], threads: int) -> list[int]:
-    """Return how many entries are above each threshold."""
-    found: list[int] = []
-    for start in range(0, len(thresholds), _MOST_THRESHOLDS):
-        some = thresholds[start : start + _MOST_THRESHOLDS]
-        numbers = ffi.new("int64_t[]", len(some))
-        lib.hs_counts(*x, some, len(some), threads, numbers)
-        found.extend(numbers)
-    return found

@@ -69,9 +69,9 @@ class KernelOps(HostOps):
             return super().moments(x, threshold, with_log=with_log)
         return memory.moments(at.read(), threshold, with_log, self.threads())
 
-    def counts(self, x: Array, thresholds: list[float]) -> list[int]:
+    def count(self, x: Array, threshold: float) -> int:
         at = self._wide(x)
-        return super().counts(x, thresholds) if at is None else memory.counts(at.read(), thresholds, self.threads())
+        return super().count(x, threshold) if at is None else lib.hs_count(*at.read(), threshold, self.threads())
 
     # --- selection ---
 

@@ -129,10 +129,10 @@ class TrackedMemory:
         self._put_in_order()
         return memory.moments(self._noted(), threshold, with_log, self._ops.threads())
 
-    def counts(self, x: Array, thresholds: list[float]) -> list[int]:
-        if not self._exceeding(x, min(thresholds)):
-            return self._ops.counts(x, thresholds)
-        return memory.counts(self._noted(), thresholds, self._ops.threads())
+    def count(self, x: Array, threshold: float) -> int:
+        if not self._exceeding(x, threshold):
+            return self._ops.count(x, threshold)
+        return int(lib.hs_count(*self._noted(), threshold, self._ops.threads()))
 
     def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
         if not self._exceeding(x, threshold):

@@ -44,7 +44,6 @@ constexpr int64_t kPiece = 1024;
 constexpr int kGroup = 64;
 // Number of sums that are added up side by side.
 constexpr int kChains = 8;
-constexpr int kMostThresholds = 16;
 // The loops may write up to this many more entries than they find.
 constexpr int64_t kSlack = 16;
 
@@ -82,10 +81,9 @@ struct Loops {
     // First index: without velocity, with velocity, with Nesterov's. Second index: without sums, with sums.
     Accumulate* accumulate[3][2];
     Measure *measure, *measure_with_logs;
-    void (*count_above)(const T*, int64_t, const Bit*, int, int64_t*);
+    int64_t (*count_above)(const T*, int64_t, Bit);
     uint32_t (*groups_above)(const T*, int64_t, Bit);
     int64_t (*find)(const T*, int64_t, uint32_t, Bit, int32_t, int32_t*, T*);
-    bool (*finite)(const T*, int64_t);
     void (*convert)(const void*, int, int64_t, int64_t, T*);
 };
 

@@ -59,8 +59,8 @@ class NumpyOps(Ops):
                 largest=float(magnitudes.max(initial=0.0)),
             )
 
-    def counts(self, x: Array, thresholds: list[float]) -> list[int]:
-        return [int(np.count_nonzero(np.abs(x) > _limit(x, threshold))) for threshold in thresholds]
+    def count(self, x: Array, threshold: float) -> int:
+        return int(np.count_nonzero(np.abs(x) > _limit(x, threshold)))
 
     def assign(self, residual: Array, gradient: Array) -> None:
         # A loaded state may hold another framework's arrays, of which NumPy 2.2 cannot make a copy without a warning.

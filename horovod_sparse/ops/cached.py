@@ -47,8 +47,8 @@ class Cached:
     def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
         return self._ops.moments(self._exceeding(x, threshold), threshold, with_log=with_log)
 
-    def counts(self, x: Array, thresholds: list[float]) -> list[int]:
-        return self._ops.counts(self._exceeding(x, min(thresholds)), thresholds)
+    def count(self, x: Array, threshold: float) -> int:
+        return self._ops.count(self._exceeding(x, threshold), threshold)
 
     def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
         among = self._exceeding(x, threshold)

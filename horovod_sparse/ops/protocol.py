@@ -122,8 +122,8 @@ class Ops(Protocol):
     def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
         """Return statistics of the excesses over `threshold` >= 0, accumulated in float64."""
 
-    def counts(self, x: Array, thresholds: list[float]) -> list[int]:
-        """Count the entries above each threshold."""
+    def count(self, x: Array, threshold: float) -> int:
+        """Count the entries above the threshold."""
 
     def norm(self, x: Array) -> float:
         """The Euclidean norm, accumulated in float64."""

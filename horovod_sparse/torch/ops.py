@@ -94,13 +94,9 @@ class TorchOps(Ops):
             )
         return sums
 
-    def counts(self, x: Tensor, thresholds: list[float]) -> list[int]:
-        limits = [_limit(x, threshold) for threshold in thresholds]
-        found = [0] * len(limits)
-        for chunk in _chunks(x):
-            magnitudes = chunk.abs()
-            found = [n + int(torch.count_nonzero(magnitudes > t)) for n, t in zip(found, limits, strict=True)]
-        return found
+    def count(self, x: Tensor, threshold: float) -> int:
+        limit = _limit(x, threshold)
+        return sum(int(torch.count_nonzero(chunk.abs() > limit)) for chunk in _chunks(x))
 
     def assign(self, residual: Tensor, gradient: Tensor) -> None:
         residual.view(gradient.shape).copy_(torch.as_tensor(gradient))
