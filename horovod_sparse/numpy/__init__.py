@@ -10,8 +10,7 @@ from horovod_sparse.core.checkpoint import Checkpoint
 from horovod_sparse.core.public import *
 from horovod_sparse.numpy.allreduce import SparseAllreduce
 from horovod_sparse.numpy.checkpoint import load_checkpoint, save_checkpoint
-from horovod_sparse.numpy.local import LocalUpdates
 
-__all__ = ["Checkpoint", "LocalUpdates", "SparseAllreduce", "load_checkpoint", "save_checkpoint"]
+__all__ = ["Checkpoint", "SparseAllreduce", "load_checkpoint", "save_checkpoint"]
 __all__ += _public.__all__
 __all__ += _compressors.__all__

@@ -254,17 +254,9 @@ class SparseAllreduce:
         log_start(pipeline, kernels.variant())
 
     def _agree(self, gradients: Mapping[str, Array], problem: str) -> None:
-        """Compare arrays and settings with the other workers. `problem` is the error that stops this one, if any."""
+        """Raise ValueError on every worker unless all have the same arrays and settings. `problem` is this one's error."""
         arrays = [(n, g.shape, str(g.dtype)) for n, g in gradients.items()]
-        self.compare(f"release {RELEASE}", repr(self.pipeline.compressor), arrays, self.pipeline.divisor, problem)
-
-    def everyone(self, mine: int) -> list[int]:
-        """Return every worker's number. Blocks."""
-        numbers: list[int] = self._start(Collective("allgather", np.array([mine])))().tolist()
-        return numbers
-
-    def compare(self, *mine: object) -> None:
-        """Raise ValueError on every worker unless all of them give the same; what differs is told by its `repr`. Blocks."""
+        mine = f"release {RELEASE}", repr(self.pipeline.compressor), arrays, self.pipeline.divisor, problem
         digest = np.frombuffer(hashlib.sha256(repr(mine).encode()).digest(), np.uint8)
         everyone = self._start(Collective("allgather", digest))().reshape(self._world, -1)
         for rank, theirs in enumerate(everyone):

@@ -1,9 +1,8 @@
-"""Scenarios: local updates over Horovod, and of NumPy arrays over MPI."""
+"""Scenarios: local updates over Horovod."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -15,53 +14,13 @@ from horovod_sparse.torch import grouped
 
 from . import local_laws
 from .common import everyone, raised, small_model, wrap
-from .scenario import EVERYWHERE, MPI, MPI_2, PAIR, scenario
+from .scenario import EVERYWHERE, MPI_2, PAIR, scenario
 
 
 @scenario(*EVERYWHERE, cases=local_laws.LAWS)
 def local_updates(law: Any, *arguments: Any) -> None:
     make = local_laws.torch_maker(sparse)
     law(local_laws.Workers(hvd.rank(), hvd.size(), everyone, make), *arguments)
-
-
-def _array_maker() -> Any:
-    """Return what makes local updates of arrays, over MPI."""
-    import mpi4py.MPI
-
-    import horovod_sparse.numpy as library
-
-    def make(name: str, arguments: dict[str, Any], **settings: Any) -> Any:
-        parameters = {name: np.zeros(tuple(shape), np.float32) for name, shape in local_laws.SHAPES.items()}
-        reduce = library.SparseAllreduce(mpi4py.MPI.COMM_WORLD, getattr(library, name)(**arguments))
-        local = library.LocalUpdates(reduce, parameters, **settings)
-
-        def move(by: Mapping[str, np.ndarray]) -> None:
-            for name, one in by.items():
-                parameters[name] += one
-            local.step()
-
-        return parameters, move, local
-
-    return make
-
-
-@scenario(*MPI, cases=local_laws.LAWS)
-def local_updates_of_arrays(law: Any, *arguments: Any) -> None:
-    law(local_laws.Workers(hvd.rank(), hvd.size(), everyone, _array_maker()), *arguments)
-
-
-@scenario(*MPI)
-def local_updates_of_arrays_and_tensors_are_equal() -> None:
-    settings = {"every": 2, "residual_decay": 0.9, "outer_lr": 0.7, "outer_momentum": 0.5}
-    makers = (local_laws.torch_maker(sparse), _array_maker())
-    (tensors, move, _), (arrays, move_arrays, _) = (make("SIDCo", {"ratio": 0.05}, **settings) for make in makers)
-    for step in range(8):
-        by = local_laws.moves(step, hvd.rank())
-        move(by)
-        move_arrays(by)
-    for name, array in arrays.items():
-        assert array.any()
-        np.testing.assert_array_equal(tensors[name], array)
 
 
 def _interrupt(owner: Any, name: str, call: int) -> Any:

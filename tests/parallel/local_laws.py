@@ -1,4 +1,4 @@
-"""What local updates must do over every transport: Horovod, `torch.distributed`, and NumPy over MPI."""
+"""What local updates must do over Horovod and `torch.distributed`."""
 
 from __future__ import annotations
 
