@@ -158,12 +158,6 @@ class TrackedMemory:
             chosen[np.flatnonzero(magnitudes == smallest)[-surplus:]] = False
         return Selection(self._ops.array(above.indices[chosen].astype(np.int64)), count, smallest)
 
-    def kth_largest(self, x: Array, count: int) -> float:
-        above = self.above if x is self._x else None
-        if above is None or len(above.values) < count:
-            return self._ops.kth_largest(x, count)
-        return _kth_largest(np.abs(above.values), count)
-
     def sampled_largest(self, x: Array, start: int, stride: int, count: int) -> float:
         above = self.above if x is self._x else None
         if above is not None:

@@ -47,27 +47,17 @@ class Cached:
     def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
         return self._ops.moments(self._exceeding(x, threshold), threshold, with_log=with_log)
 
-    def count(self, x: Array, threshold: float) -> int:
-        return self._ops.count(self._exceeding(x, threshold), threshold)
-
     def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
         among = self._exceeding(x, threshold)
         return self._of(x, among, self._ops.select_above(among, threshold, capacity))
 
     def select_largest(self, x: Array, count: int) -> Selection:
-        among = self._at_least(x, count)
+        among = self._above.values if x is self._x and self._above and len(self._above.values) >= count else x
         return self._of(x, among, self._ops.select_largest(among, count))
-
-    def kth_largest(self, x: Array, count: int) -> float:
-        return self._ops.kth_largest(self._at_least(x, count), count)
 
     def _exceeding(self, x: Array, threshold: float) -> Array:
         """Return an array that contains all entries of x above the threshold."""
         return self._above.values if x is self._x and self._above and threshold >= self._above.cut else x
-
-    def _at_least(self, x: Array, count: int) -> Array:
-        """Return an array that contains the `count` largest entries of x."""
-        return self._above.values if x is self._x and self._above and len(self._above.values) >= count else x
 
     def _of(self, x: Array, among: Array, selection: Selection) -> Selection:
         """Return a selection among some entries of x with its indices in x."""
