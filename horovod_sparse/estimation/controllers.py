@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 Rule = Literal["paper", "robust"]
 
@@ -92,41 +92,23 @@ class StageController:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned. Raise ValueError for anything else."""
-        keys = ("stages", "window", "windows_seen", "errors")
-        stages, window, seen, errors = (cast(Any, state.get(key)) for key in keys)
-        if not (_is_int(stages, 1, MOST_STAGES) and _is_window(window) and _is_int(seen) and _are_errors(errors)):
+        try:
+            stages, seen = state["stages"], state["windows_seen"]
+            window = [float(one) for one in state["window"]]
+            errors = {int(m): (float(error), int(measured)) for m, error, measured in state["errors"]}
+            numbers = [seen, *window, *(number for pair in errors.values() for number in pair)]
+            whole = type(stages) is int and type(seen) is int
+            in_range = all(1 <= m <= MOST_STAGES for m in (stages, *errors)) and all(
+                0.0 <= x < math.inf for x in numbers
+            )
+        except (KeyError, TypeError, ValueError, OverflowError):
+            whole = in_range = False
+        if not whole or not in_range or len(window) >= PERIOD:
             raise ValueError(
                 f"adaptive state must have stages in [1, {MOST_STAGES}], a window of at most {PERIOD - 1} numbers >= 0, "
                 f"windows_seen >= 0 and errors, got {state}; another algorithm saved it, or it is damaged"
             )
-        self.stages = stages
-        self._window = list(window)
-        self._windows_seen = seen
-        self._errors = {int(m): (float(error), int(measured)) for m, error, measured in errors}
-
-
-def _is_int(value: object, least: int = 0, most: float = math.inf) -> bool:
-    return type(value) is int and least <= value <= most
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and 0.0 <= cast(float, value) < math.inf
-
-
-def _is_window(value: object) -> bool:
-    return isinstance(value, list) and len(value) < PERIOD and all(map(_is_number, value))
-
-
-def _are_errors(value: object) -> bool:
-    """Return whether the value has the form of the errors in `StageController.state_dict`."""
-    return isinstance(value, list) and all(
-        isinstance(one, (list, tuple))
-        and len(one) == 3
-        and _is_int(one[0], 1, MOST_STAGES)
-        and _is_number(one[1])
-        and _is_int(one[2])
-        for one in value
-    )
+        self.stages, self._window, self._windows_seen, self._errors = stages, window, seen, errors
 
 
 Scaling = Literal["two_sided", "paper"]
