@@ -19,7 +19,6 @@
 #include <numeric>
 #include <system_error>
 #include <thread>
-#include <type_traits>
 #include <vector>
 
 namespace {
@@ -176,11 +175,11 @@ void with_piece(const void* x, int type, int64_t begin, int64_t count, const Wor
 }
 
 // Collects entries above a bound in ascending order, as far as there is room. Each part of the work has its share of the room.
-template <class T, class Index>
+template <class T>
 class Collector {
 public:
     // `values` may be null. Indices are counted from `first`.
-    Collector(double threshold, int64_t first, Index* indices, T* values, int64_t room, int64_t parts)
+    Collector(double threshold, int64_t first, int32_t* indices, T* values, int64_t room, int64_t parts)
         : bound_(limit_bits<T>(threshold)), first_(first), indices_(indices), values_(values), room_(room),
           numbers_(parts) {}
 
@@ -190,19 +189,17 @@ public:
     void add(int64_t part, const T* piece, int64_t begin, int64_t count, uint32_t groups) {
         if (groups == 0) return;
         const int64_t start = start_of(part) + numbers_[part], left = start_of(part + 1) - start;
-        if constexpr (std::is_same_v<Index, int32_t>) {
-            if (left >= count + kSlack) {
-                const auto first = static_cast<int32_t>(first_ + begin);
-                numbers_[part] +=
-                    loops<T>().find(piece, count, groups, bound_, first, indices_ + start, values_ + start);
-                return;
-            }
-        }
-        int32_t positions[kPiece + kSlack];
+        const auto first = static_cast<int32_t>(first_ + begin);
         T values[kPiece + kSlack];
-        const int64_t found = loops<T>().find(piece, count, groups, bound_, 0, positions, values);
+        if (left >= count + kSlack) {
+            T* const kept = values_ == nullptr ? values : values_ + start;
+            numbers_[part] += loops<T>().find(piece, count, groups, bound_, first, indices_ + start, kept);
+            return;
+        }
+        int32_t indices[kPiece + kSlack];
+        const int64_t found = loops<T>().find(piece, count, groups, bound_, first, indices, values);
         const int64_t kept = std::min(found, std::max<int64_t>(0, left));
-        for (int64_t j = 0; j < kept; ++j) indices_[start + j] = static_cast<Index>(first_ + begin + positions[j]);
+        std::copy_n(indices, kept, indices_ + start);
         if (values_ != nullptr) std::copy_n(values, kept, values_ + start);
         numbers_[part] += found;
     }
@@ -229,7 +226,7 @@ private:
 
     const typename Type<T>::Bit bound_;
     const int64_t first_;
-    Index* const indices_;
+    int32_t* const indices_;
     T* const values_;
     const int64_t room_;
     // The number of entries that each part has found so far.
@@ -254,8 +251,8 @@ void accumulate(T* residual, T* velocity, hs_gradient& gradient, T momentum, boo
     const auto loop = loops<T>().accumulate[velocity == nullptr ? 0 : nesterov ? 2 : 1][notes.with_sums != 0];
     const int64_t n = gradient.n, parts = parts_of(n, threads);
     const int64_t room = notes.complete ? notes.room - notes.found : 0;
-    Collector<T, int32_t> collector(notes.cut, gradient.first, notes.indices + notes.found,
-                                    static_cast<T*>(notes.values) + notes.found, room, parts);
+    Collector<T> collector(notes.cut, gradient.first, notes.indices + notes.found,
+                           static_cast<T*>(notes.values) + notes.found, room, parts);
     std::vector<int64_t> not_finite(parts);
     hs_sums sums;
     sum_blocks(n, threads, &sums, [&](int64_t part, int64_t begin, int64_t end, hs_sums& out) {
@@ -324,9 +321,9 @@ int64_t count_above(const T* x, int64_t n, double threshold, int threads) {
 }
 
 template <class T>
-int64_t select_above(const T* x, int64_t n, double threshold, int64_t* indices, int64_t room, int threads,
+int64_t select_above(const T* x, int64_t n, double threshold, int32_t* indices, int64_t room, int threads,
                      int* complete) {
-    Collector<T, int64_t> collector(threshold, 0, indices, nullptr, room, parts_of(n, threads));
+    Collector<T> collector(threshold, 0, indices, nullptr, room, parts_of(n, threads));
     in_parallel(n, threads, [&](int64_t part, int64_t first, int64_t end) {
         for (int64_t i = first * kBlock; i < std::min(n, end * kBlock); i += kPiece) {
             const int64_t count = std::min(kPiece, n - i);
@@ -657,7 +654,7 @@ int hs_all_finite(const void* x, int type, int64_t n, int threads) {
     return std::none_of(bad.begin(), bad.end(), [](char one) { return one != 0; });
 }
 
-int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int64_t* indices, int64_t room,
+int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int32_t* indices, int64_t room,
                         int threads, int* complete) {
     return typed(x, type, [&](const auto* entries) {
         return select_above(entries, n, threshold, indices, room, threads, complete);

@@ -43,7 +43,7 @@ typedef struct {
 /* What is found out about an array while its parts take in gradients, one after the other. */
 typedef struct {
     double cut;
-    int64_t room;       /* for indices and values; 0 if none are wanted, or if the array has indices beyond int32 */
+    int64_t room;       /* for indices and values; 0 if none are wanted */
     int32_t* indices;   /* of the entries above the cut: ascending within a part, parts in the order in which they came */
     void* values;       /* of the array's type */
     int with_sums;      /* 1 if sums are wanted, 0 if only the largest magnitude is */
@@ -72,10 +72,10 @@ void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, i
 int64_t hs_count(const void* x, int type, int64_t n, double threshold, int threads);
 /* Returns whether all entries are finite. They may be of any type. */
 int hs_all_finite(const void* x, int type, int64_t n, int threads);
-/* Writes ascending indices of entries above the threshold, and returns how many entries are above it. `complete` becomes 1
-   if all indices were written. One thread needs room for all of them; with more threads, room for twice as many mostly
-   suffices. */
-int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int64_t* indices, int64_t room,
+/* Writes ascending indices of entries above the threshold, and returns how many entries are above it; n is at most 2^31.
+   `complete` becomes 1 if all indices were written. One thread needs room for all of them; with more threads, room for twice
+   as many mostly suffices. */
+int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int32_t* indices, int64_t room,
                         int threads, int* complete);
 /* Sets values to x[indices] rounded to float32, and subtracts them from x. Changes nothing and returns 0 if an index is
    outside [0, n). */

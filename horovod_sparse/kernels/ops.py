@@ -82,10 +82,10 @@ class KernelOps(HostOps):
         # Memory that is not written to costs nothing, but a second pass does.
         room, threads, complete = min(_SPARE * capacity, at.numel), self.threads(), ffi.new("int *")
         while not complete[0]:
-            above = np.empty(room, np.int64)
+            above = np.empty(room, np.int32)
             found = lib.hs_select_above(*at.read(), threshold, _written(above), room, threads, complete)
             room, threads = found, 1
-        indices = self.array(above[:found])
+        indices = self.array(above[:found].astype(np.int64))
         if found > capacity:
             indices = indices[self.select_largest(x[indices], capacity).indices]
         return Selection(indices, found)

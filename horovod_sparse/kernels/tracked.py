@@ -17,8 +17,6 @@ from horovod_sparse.ops.protocol import Array, Hints, Moments, Moving, Part, Sel
 
 _KEPT = 2**12
 """Memory for at most this many entries is kept from step to step: borrowing it takes longer than using it."""
-_MOST_INDICES = 2**31
-"""The number of indices that int32 can hold."""
 
 
 class TrackedMemory:
@@ -68,7 +66,7 @@ class TrackedMemory:
     # --- gradients in ---
 
     def begin(self, hints: Hints) -> None:
-        room = min(hints.room, self._numel) if hints.cut < math.inf and self._numel <= _MOST_INDICES else 0
+        room = min(hints.room, self._numel) if hints.cut < math.inf else 0
         if room > len(self._values):
             self._make_room(room)
         nothing = (0, 0.0, 0.0, 0.0, 0.0)
