@@ -44,15 +44,11 @@ class Memory(NamedTuple):
     def write(self) -> Block:
         """Return what kernels take for an array that they write to. Raise ValueError if the memory is not writable."""
         if not self.writable:
-            raise self.refusal()
+            raise ValueError(
+                f"the array that a kernel writes to must be contiguous, aligned and writable, got one of {self.numel} "
+                "elements that is not"
+            )
         return self.pointer(), self.type, self.numel
-
-    def refusal(self) -> ValueError:
-        """Return the error for an array that a kernel is to write to and cannot."""
-        return ValueError(
-            f"the array that a kernel writes to must be contiguous, aligned and writable, got one of {self.numel} elements "
-            "that is not"
-        )
 
 
 @cache

@@ -208,10 +208,8 @@ class KernelOps(HostOps):
                 place = self.memory(part)
                 if place is None or place.type > FLOAT64:
                     raise ValueError(f"a part must be of float32 or float64 in the host's memory, got {part.dtype}")
-                address, number, numel, _, writable = place
-                if not writable:
-                    raise place.refusal()
-                of_these.append((address, number, first, numel))
+                _, number, numel = place.write()
+                of_these.append((place.address, number, first, numel))
             if not lib.hs_assemble(
                 ffi.new("hs_target[]", of_these), len(of_these), pointer, capacity, world, rows, divisor
             ):
