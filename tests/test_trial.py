@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from parallel.launch import Launch
 
-from horovod_sparse.tools import trial
+from horovod_sparse.tools import cli, trial
 from horovod_sparse.tools.trial import Result
 
 SMALL = ["-m", "horovod_sparse.tools.cli", "try", "--parameters", "100k", "--step-ms", "5", "--rounds", "2"]
@@ -55,18 +57,31 @@ def test_advice_is_the_first_that_is_as_fast_as_the_fastest(given: list[Result],
     assert trial.advice(given) == advice
 
 
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--parameters", "1M"], ["--step-ms", "1"], ["--model", "cnn", "--step-ms", "1"]],
+)
+def test_a_model_or_its_size_and_time_must_be_given(options: list[str]) -> None:
+    with pytest.raises(SystemExit, match="try needs --model, or --parameters and --step-ms, such as"):
+        cli.main(["try", *options])
+
+
 @pytest.mark.parallel
 @pytest.mark.parametrize(
-    "launch",
+    ("launch", "options"),
     [
-        Launch("mpirun", 2),
-        pytest.param(Launch("horovodrun", 2), marks=pytest.mark.full),
-        pytest.param(Launch("torchrun", 2, "ddp"), marks=pytest.mark.full),
+        (Launch("mpirun", 2), []),
+        pytest.param(Launch("horovodrun", 2), [], marks=pytest.mark.full),
+        pytest.param(Launch("torchrun", 2, "ddp"), [], marks=pytest.mark.full),
+        pytest.param(Launch("torchrun", 2, "ddp"), ["--model", "cnn", "--batch-size", "2"], marks=pytest.mark.full),
     ],
     ids=str,
 )
-def test_every_exchange_is_timed(launch: Launch) -> None:
-    ended = launch.run(*SMALL, limit=120)
+def test_every_exchange_is_timed(launch: Launch, options: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "steps.png"
+    command = [*SMALL[:3], *options, "--rounds", "2"] if options else SMALL
+    ended = launch.run(*command, "--picture", str(picture), limit=120)
     assert ended.code == 0, str(ended)
     # horovodrun writes the rank before each line.
     lines = [line.partition("<stdout>:")[2] or line for line in ended.output.splitlines()]
@@ -77,6 +92,7 @@ def test_every_exchange_is_timed(launch: Launch) -> None:
     assert int(sent["dense fp32"]) == 2 * int(sent["dense fp16"]) > 10 * int(sent["SIDCo 0.01"]) > 0
     # Rank 0 alone prints.
     assert sum(line.startswith("Use ") for line in lines) == 1, str(ended)
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parallel

@@ -1,4 +1,4 @@
-"""Time steps with dense and sparse exchanges, on the machines where a launcher has started this. Needs PyTorch."""
+"""Time steps of a model with dense and sparse exchanges, on the machines where a launcher has started this. Needs PyTorch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import gc
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,14 +24,9 @@ from horovod_sparse.tools.quantities import parse_count, parse_number, quantity
 if TYPE_CHECKING:
     from torch import nn
 
+MODELS = ("linear", "transformer", "cnn")
 ALONE = "none: computation alone"
-WITH_HOROVOD = {"dense fp32": "Compression.none", "dense fp16": "Compression.fp16"}
-WITH_DDP = {
-    "dense fp32": "DDP as it is",
-    "dense fp16": "DDP's fp16_compress_hook",
-    "PowerSGD rank 4": "DDP's powerSGD_hook",
-}
-"""The dense exchanges under each launcher, and what a user writes for them."""
+DENSE = ("dense fp32", "dense fp16", "PowerSGD rank 4")
 RATIOS = (0.01, 0.001)
 WARM_STEPS = 4
 """Steps before the first that is timed. PowerSGD begins in the third, and thresholds have settled by then."""
@@ -59,10 +56,10 @@ def advice(results: Sequence[Result]) -> str:
     fastest = min(one.median for one in others)
     # Of those that are as fast, the first changes least.
     chosen = next(one for one in others if _NO_GAIN * one.median <= fastest)
-    dense = min((one for one in others if one.title in WITH_DDP), key=lambda one: one.median)
+    dense = min((one for one in others if one.title in DENSE), key=lambda one: one.median)
     if _NO_GAIN * chosen.median < alone.median:
         return f"Use {chosen.use}: a step takes {chosen.median / alone.median:.2f} times as long as computation alone."
-    if chosen.title in WITH_DDP:
+    if chosen.title in DENSE:
         return f"Use {chosen.use}: no other exchange makes a step more than {100 * (1 - _NO_GAIN):.0f} % faster."
     return f"Use {chosen.use}: a step takes {chosen.median / dense.median:.2f} times as long as with {dense.use}."
 
@@ -77,6 +74,19 @@ def table(results: Sequence[Result]) -> list[str]:
         beyond = 1e3 * (one.median - results[0].median)
         lines.append(f"| {one.title} | {sent} | {1e3 * one.median:.1f} ({first:.1f}–{third:.1f}) | {beyond:.1f} |")
     return lines
+
+
+def draw(results: Sequence[Result], title: str, path: Path) -> None:
+    """Draw the steps as bars. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.6 + 0.4 * len(results)), layout="constrained")
+    ax = figure.subplots()
+    ax.barh([one.title for one in results], [1e3 * one.median for one in results], color="#3b7dd8")
+    ax.axvline(1e3 * results[0].median, color="0.4", linestyle=":")
+    ax.invert_yaxis()
+    ax.set(xlabel="ms per step, median", title=title)
+    figure.savefig(path, dpi=120, format="png")
 
 
 def _group() -> tuple[Any, Any]:
@@ -114,6 +124,38 @@ def _disconnect() -> None:
     import_module("torch.distributed").destroy_process_group()
 
 
+def model_of(arguments: argparse.Namespace, rank: int) -> tuple[nn.Module, Callable[[int], Any]]:
+    """Return a model whose output is its loss, and what makes the input of a step."""
+    import torch
+    from torch import nn
+
+    class Loss(nn.Module):
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*layers)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.layers(x).square().mean()
+            return loss
+
+    def noise(*shape: int) -> Callable[[int], torch.Tensor]:
+        return lambda step: torch.randn(*shape, generator=torch.Generator().manual_seed(step))
+
+    batch = arguments.batch_size
+    if arguments.model == "linear":
+        return Loss(*(nn.Linear(1024, 1024) for _ in range(24))), noise(batch, 1024)
+    if arguments.model == "transformer":
+        layers = (nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True) for _ in range(6))
+        return Loss(*layers), noise(batch, 64, 512)
+    if arguments.model == "cnn":
+        widths = (3, 64, 128, 256, 512)
+        parts = [(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)) for a, b in pairwise(widths)]
+        return Loss(*chain(*parts), nn.Flatten(), nn.Linear(2048, 1000)), noise(batch, 3, 32, 32)
+    return _sleeper(arguments.parameters, arguments.step_ms / 1e3, rank), lambda step: torch.zeros(
+        (), requires_grad=True
+    )
+
+
 def _sleeper(parameters: int, seconds: float, rank: int) -> nn.Module:
     """Return a model with so many parameters that sleeps for so long in a step, a third forward and two thirds backward.
 
@@ -149,8 +191,7 @@ def _sleeper(parameters: int, seconds: float, rank: int) -> nn.Module:
             super().__init__()
             self.weights = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
 
-        def forward(self) -> torch.Tensor:
-            x = torch.zeros((), device=self.weights[0].device, requires_grad=True)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
             for weight in self.weights:
                 x = Layer.apply(x, weight, seconds / 3 * weight.numel() / parameters)  # type: ignore[no-untyped-call]
             return x
@@ -177,11 +218,10 @@ def _with_ddp(compression: str, model: nn.Module, optimizer: Any) -> Made:
     from horovod_sparse.torch import SIDCo, register
 
     # PowerSGD in one bucket: with several, its callbacks race over Gloo.
-    power = compression == "PowerSGD rank 4"
-    made = DistributedDataParallel(model, bucket_cap_mb=1 << 20 if power else 25)
+    made = DistributedDataParallel(model, bucket_cap_mb=1 << 20 if compression in DENSE[2:] else 25)
     if compression == "dense fp16":
         made.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif power:
+    elif compression in DENSE[2:]:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         made.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif compression != "dense fp32":
@@ -197,23 +237,35 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
 
     group, device = _group()
     under_ddp = "TORCHELASTIC_RUN_ID" in os.environ
-    make, dense = (_with_ddp, WITH_DDP) if under_ddp else (_with_horovod, WITH_HOROVOD)
-    uses = {ALONE: "", **dense, **{f"SIDCo {ratio:g}": f"SIDCo(ratio={ratio:g})" for ratio in RATIOS}}
+    make = _with_ddp if under_ddp else _with_horovod
+    titles = [ALONE, *(DENSE if under_ddp else DENSE[:2]), *(f"SIDCo {ratio:g}" for ratio in RATIOS)]
+    uses = [
+        "",
+        *(
+            ("DDP as it is", "DDP's fp16_compress_hook", "DDP's powerSGD_hook")
+            if under_ddp
+            else ("Compression.none", "Compression.fp16")
+        ),
+        *(f"SIDCo(ratio={ratio:g})" for ratio in RATIOS),
+    ]
     contenders: list[Made] = []
-    for title in uses:
-        model = _sleeper(arguments.parameters, arguments.step_ms / 1e3, group.rank).to(device)
+    for title in titles:
+        torch.manual_seed(0)
+        model, batch = model_of(arguments, group.rank)
+        model.to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         contenders.append(
             (model, optimizer, None) if title == ALONE else make(title.removeprefix("SIDCo "), model, optimizer)
         )
 
-    def step(contender: Made) -> float:
-        model, optimizer, _ = contender
+    def step(contender: Made, number: int) -> float:
+        called, stepper, _ = contender
+        x = batch(group.rank + number * group.world).to(device)
         group.everyone(0)
         begun = time.perf_counter()
-        optimizer.zero_grad()
-        model().backward()
-        optimizer.step()
+        stepper.zero_grad()
+        called(x).backward()
+        stepper.step()
         if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - begun
@@ -221,42 +273,52 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
     seconds: list[list[float]] = [[] for _ in contenders]
     for number in range(WARM_STEPS + arguments.rounds):
         for contender, times in zip(contenders, seconds, strict=True):
-            spent = step(contender)
+            spent = step(contender, number)
             if number >= WARM_STEPS:
                 times.append(spent)
     slowest = np.max(group.everyone(seconds), axis=0)
-    sent = {
-        ALONE: 0.0,
-        "dense fp32": allreduce_bytes(4 * arguments.parameters, group.world),
-        "dense fp16": allreduce_bytes(2 * arguments.parameters, group.world),
+    numel = sum(parameter.numel() for parameter in contenders[0][0].parameters())
+    dense = {
+        "dense fp32": allreduce_bytes(4 * numel, group.world),
+        "dense fp16": allreduce_bytes(2 * numel, group.world),
     }
     results = []
-    for (title, use), (_, _, compression), times in zip(uses.items(), contenders, slowest.tolist(), strict=True):
-        counted = compression.stats().last.total.bytes_sent if title.startswith("SIDCo") else sent.get(title)
-        results.append(Result(title, use, counted, times))
+    for title, use, (_, _, compression), times in zip(titles, uses, contenders, slowest.tolist(), strict=True):
+        sent = compression.stats().last.total.bytes_sent if title.startswith("SIDCo") else dense.get(title)
+        results.append(Result(title, use, 0.0 if title == ALONE else sent, times))
     return results, group.world, group.rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    milliseconds = partial(parse_number, least=0.0, most=1e6, example="110")
-    count = partial(parse_number, least=0, most=1e6, whole=True, example="10")
+    count = partial(parse_number, least=0, most=1e6, whole=True)
     add = parser.add_argument
-    parameters = "of your model, as 25M or 350k"
-    add("--parameters", type=quantity(parse_count, "parameters"), required=True, metavar="N", help=parameters)
+    add("--model", choices=MODELS, help="a model to train, instead of --parameters and --step-ms")
+    add("--batch-size", type=quantity(partial(count, example="32"), "batch-size"), default=32, metavar="N")
+    add("--parameters", type=quantity(parse_count, "parameters"), metavar="N", help="of your model, as 25M or 350k")
+    milliseconds = partial(parse_number, least=0.0, most=1e6, example="110")
     text = "what a worker computes in a step of your model"
-    add("--step-ms", type=quantity(milliseconds, "step-ms"), required=True, metavar="MS", help=text)
+    add("--step-ms", type=quantity(milliseconds, "step-ms"), metavar="MS", help=text)
     text = "steps of each exchange; default: 10"
-    add("--rounds", type=quantity(count, "rounds"), default=10, metavar="N", help=text)
+    add("--rounds", type=quantity(partial(count, example="10"), "rounds"), default=10, metavar="N", help=text)
+    add("--picture", type=Path, metavar="FILE.png", help="draw the medians")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the results on one worker, and return the exit status."""
+    given = [arguments.parameters, arguments.step_ms]
+    if None in given if arguments.model is None else given != [None, None]:
+        raise SystemExit("try needs --model, or --parameters and --step-ms, such as --parameters 25M --step-ms 110")
+    if arguments.picture is not None and find_spec("matplotlib") is None:
+        raise SystemExit("--picture needs matplotlib, which is not installed: pip install matplotlib")
     if find_spec("torch") is None:
         raise SystemExit("try needs PyTorch, which is not installed; see horovod-sparse check")
-    arguments.rounds = int(arguments.rounds)
+    arguments.batch_size, arguments.rounds = int(arguments.batch_size), int(arguments.rounds)
     results, workers, rank = measure(arguments)
     if rank == 0:
-        title = f"{arguments.parameters:,} parameters, {arguments.step_ms:g} ms of computing, {workers} workers"
-        print(f"{title}, {arguments.rounds} rounds", "", *table(results), "", advice(results), sep="\n", flush=True)
+        what = arguments.model or f"{arguments.parameters:,} parameters, {arguments.step_ms:g} ms of computing"
+        title = f"{what}, {workers} workers, {arguments.rounds} rounds"
+        print(title, "", *table(results), "", advice(results), sep="\n", flush=True)
+        if arguments.picture is not None:
+            draw(results, title, arguments.picture)
     return 0
