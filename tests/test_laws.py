@@ -252,19 +252,6 @@ def test_contraction(backend: Backend, row: Row) -> None:
 
 
 @for_all
-def test_same_input_same_choice(backend: Backend, row: Row) -> None:
-    rng = np.random.default_rng(6)
-    steps = [gradients("laplace", 2000, rng) for _ in range(8)]
-    runs = []
-    for _ in range(2):
-        pipeline, _ = one_bucket(backend, row, 2000, row.ratios[0])
-        runs.append([send(backend, pipeline, gradient) for gradient in steps])
-    for first, again in zip(*runs, strict=True):
-        np.testing.assert_array_equal(first.indices, again.indices)
-        np.testing.assert_array_equal(first.values, again.values)
-
-
-@for_all
 @pytest.mark.parametrize("saved_after", [0, 1, 7, 13])
 def test_a_saved_state_continues_identically(backend: Backend, row: Row, saved_after: int) -> None:
     rng = np.random.default_rng(7)
