@@ -80,16 +80,6 @@ def test_lost_residuals_are_reported_once() -> None:
         workers.commit(empty_state())
 
 
-def test_only_the_first_worker_reports() -> None:
-    workers = Workers(rank=1)
-    workers.others = [[None, 30.0], [None, 40.0]]
-    workers.commit(empty_state())
-    workers.others = [[0, 30.0]]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        workers.commit(empty_state())
-
-
 def test_a_new_worker_begins_with_zeros_and_the_first_ones_step() -> None:
     first, new = Workers(), Workers(rank=1)
     first.velocity = new.velocity = np.full((30,), 2.0)
