@@ -1,4 +1,4 @@
-"""`benchmarks/time_to_loss.py`: steps to a target, runs that are kept, tables; and the examples under DDP."""
+"""`benchmarks/time_to_loss.py`: steps to a target, and tables; and the examples under DDP."""
 
 from __future__ import annotations
 
@@ -24,29 +24,16 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Any:
     return loss_runs
 
 
-class Trainer:
-    """Stands for `runs.diverges`: writes the log that a run would leave, a loss that falls by `slope` in each evaluation."""
-
-    def __init__(self) -> None:
-        self.started: list[list[str]] = []
-
-    def __call__(self, script: Path, options: list[str], log: Path, *, workers: int, timeout: float) -> bool:
-        self.started.append([script.name, *options])
-        rate, seed = (float(options[options.index(name) + 1]) for name in ("--lr", "--seed"))
-        lines: list[dict[str, Any]] = [{"event": "settings", "parameters": 1000}]
-        for number in range(1, 6):
-            loss = 6.0 - number * (1.0 + seed / 10 - abs(rate - RATES[1]))
-            fixed = {"event": "epoch", "seconds": 2.0, "step_seconds": 0.2, "bytes_per_step": 8.0}
-            lines.append({**fixed, "step": 10 * number, "bits_per_character": loss})
-        log.write_text("\n".join(json.dumps(line) for line in lines))
-        return False
-
-
-@pytest.fixture
-def trainer(benchmarks: Any, monkeypatch: pytest.MonkeyPatch) -> Trainer:
-    made = Trainer()
-    monkeypatch.setattr(benchmarks.runs, "diverges", made)
-    return made
+def write_log(script: Path, options: list[str], log: Path, *, workers: int, timeout: float) -> bool:
+    """Stands for `runs.diverges`: writes the log that a run would leave, with a loss that falls in each evaluation."""
+    rate, seed = (float(options[options.index(name) + 1]) for name in ("--lr", "--seed"))
+    lines: list[dict[str, Any]] = [{"event": "settings", "parameters": 1000}]
+    for number in range(1, 6):
+        loss = 6.0 - number * (1.0 + seed / 10 - abs(rate - RATES[1]))
+        fixed = {"event": "epoch", "seconds": 2.0, "step_seconds": 0.2, "bytes_per_step": 8.0}
+        lines.append({**fixed, "step": 10 * number, "bits_per_character": loss})
+    log.write_text("\n".join(json.dumps(line) for line in lines))
+    return False
 
 
 def store_at(benchmarks: Any, folder: Path, *, trains: bool = True) -> Any:
@@ -69,22 +56,6 @@ def test_steps_until_the_target(benchmarks: Any, losses: list[float], target: fl
     assert curve.reached(target, curve.seconds) == (None if steps is None else 0.5 * steps)
 
 
-def test_no_run_is_repeated(benchmarks: Any, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(benchmarks.MissingRunError, match=r"dense fp32 is not trained with rate 0\.0125 and seed 0"):
-        store_at(benchmarks, tmp_path, trains=False).curves(benchmarks.DENSE)
-    curves = store_at(benchmarks, tmp_path).curves(benchmarks.DENSE)
-    # Three rates, and two more seeds with the best one.
-    assert len(trainer.started) == 5
-    assert store_at(benchmarks, tmp_path, trains=False).curves(benchmarks.DENSE) == curves
-    assert len(trainer.started) == 5
-    rates = [float(command[command.index("--lr") + 1]) for command in trainer.started]
-    assert rates == [*RATES, RATES[1], RATES[1]]
-    # Other options than those that a file was made with: it does not count.
-    monkeypatch.setitem(benchmarks.ROWS, benchmarks.DENSE, benchmarks.Row(("--compression", "none", "--values", "x")))
-    store_at(benchmarks, tmp_path).curves(benchmarks.DENSE)
-    assert len(trainer.started) == 10
-
-
 def step_file(store: Any, name: str, number: int, seconds: float) -> None:
     path = store.folder / f"step_{NETWORK}_{name.replace(' ', '-')}_{number}.json"
     timing = {"seconds": seconds, "bytes_per_step": 8.0, "machine": "a machine"}
@@ -97,9 +68,12 @@ def cells(page: str, name: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ")[1:] for line in lines]
 
 
-def test_time_to_the_target_is_steps_times_step_time(benchmarks: Any, trainer: Trainer, tmp_path: Path) -> None:
+def test_time_to_the_target_is_steps_times_step_time(
+    benchmarks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import loss_report
 
+    monkeypatch.setattr(benchmarks.runs, "diverges", write_log)
     store = store_at(benchmarks, tmp_path)
     rows = ["dense fp16", "DDP fp16", "SIDCo 0.01"]
     for name in (benchmarks.DENSE, *rows):
