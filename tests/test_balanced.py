@@ -282,29 +282,6 @@ def test_a_damaged_part_is_an_error_on_all_ranks(backend: Backend, flaw: str) ->
             bucket.advance(answer)
 
 
-@pytest.mark.parametrize(
-    ("row", "column", "number", "text"),
-    [
-        (2, 0, 5, "the ranks disagree on the state of bucket 'b'"),
-        (2, 1, -3, "the message to worker 0 for bucket 'b' is damaged"),
-        (0, 0, 97, "the message of worker 0 for bucket 'b' is damaged"),
-        (3, 0, -7, "the message of worker 1 for bucket 'b' is damaged"),
-    ],
-)
-@pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
-def test_damaged_sums_are_an_error(backend: Backend, row: int, column: int, number: int, text: str) -> None:
-    pipelines = pipelines_of(backend, 2, compressors.TopK(0.03, **SETTINGS))
-    arrive(backend, pipelines, dyadic(np.random.default_rng(4), 2))
-    buckets = [one.buckets[0] for one in pipelines]
-    answers = collective(backend, [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)])
-    answers = collective(backend, [bucket.advance(one) for bucket, one in zip(buckets, answers, strict=True)])
-    trailer = len(answers[0]) // 2 - 1
-    for bucket, answer in zip(buckets, answers, strict=True):
-        answer[trailer if row == 2 else trailer + 1 if row == 3 else row, column] = number
-        with pytest.raises(RuntimeError, match=text):
-            bucket.advance(answer)
-
-
 def test_ranks_at_different_steps_of_a_schedule_all_raise() -> None:
     """What rank 1 receives has the length that it expects, by chance. Nobody may raise before all have gathered."""
     made = [compressors.TopK(ratio, **SETTINGS) for ratio in (0.1, 0.2, 0.3)]

@@ -73,13 +73,6 @@ def test_a_text_that_is_not_there_fails_loudly(sources: Path, name: str) -> None
     assert "found 0" in done.stderr
 
 
-def test_a_text_that_is_there_twice_fails_loudly(sources: Path) -> None:
-    (sources / "CMakeLists.txt").write_text(SOURCES["CMakeLists.txt"] * 2)
-    done = apply_changes(sources)
-    assert done.returncode != 0
-    assert "found 2" in done.stderr
-
-
 def test_a_cached_wheel_is_found_and_nothing_is_built(tmp_path: Path) -> None:
     cache = str(tmp_path)
     describe = f"source '{BUILD}'; describe_wheel '{sys.executable}'; echo \"$folder\""

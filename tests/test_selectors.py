@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from statistics import NormalDist
 from typing import Any
 
@@ -19,7 +18,6 @@ from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.schedules import warmup
 from horovod_sparse.compressors.threshold import Threshold, suggested_threshold
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Selection
 
@@ -229,18 +227,6 @@ def test_suggested_thresholds() -> None:
         assert suggested_threshold(int(0.001 * numel)) == pytest.approx(expected, rel=2e-3)
     with pytest.raises(ValueError, match="k must be >= 1, got 0"):
         suggested_threshold(0)
-
-
-# --- the largest entry ---
-
-
-@pytest.mark.parametrize("largest", [1.0, 0.1, 1e-45, 3.4e38, 1e-170, 1e160, 5e-324, 1.7e308])
-def test_something_is_above_but_hardly_more_than_the_largest(largest: float) -> None:
-    threshold = below_largest(largest, math.inf)
-    assert 0.0 <= threshold < largest
-    assert threshold >= 0.999999 * largest or largest in (1e-45, 5e-324), "the smallest numbers there are"
-    if float(np.float32(min(largest, 3.4e38))) == largest:
-        assert np.float32(threshold) < np.float32(largest)
 
 
 # --- arguments of the constructors ---

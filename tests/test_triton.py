@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pytest
@@ -107,10 +107,12 @@ class Worker:
         return Step(before, indices, values, numbers, request)
 
 
-class Step:
-    def __init__(self, before: Any, indices: Any, values: Any, numbers: Mapping[str, float], request: Request) -> None:
-        self.before, self.indices, self.values = before, indices, values
-        self.numbers, self.request = numbers, request
+class Step(NamedTuple):
+    before: np.ndarray
+    indices: np.ndarray
+    values: np.ndarray
+    numbers: Mapping[str, float]
+    request: Request
 
 
 def sums_of(bucket: DeviceBucket) -> dict[str, float]:
@@ -201,26 +203,12 @@ def test_accumulate(size: int, dtype: type) -> None:
 
 
 @of_either_width
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64])
-def test_accumulate_takes_gradients_of_every_type(dtype: type, kind: torch.dtype) -> None:
-    gradient = torch.from_numpy(sample(70, np.float64, 1, bad=True)).to(kind)
-    check_accumulate(sample(70, dtype, 0), gradient, 0.5, 1.0)
-
-
-@of_either_width
-def test_accumulate_without_a_gradient_measures(dtype: type) -> None:
-    residual = sample(70, dtype, 0)
-    check_accumulate(residual, None, 0.5, 1.0)
-    check_accumulate(residual, None, 0.5, 1.0, residual[::-1].copy(), MomentumCorrection(0.9))
-
-
-@of_either_width
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_accumulate_with_momentum(dtype: type, nesterov: bool) -> None:
-    gradient = torch.from_numpy(sample(70, np.float32, 1, bad=True))
-    check_accumulate(
-        sample(70, dtype, 0), gradient, 0.5, 1.0, sample(70, dtype, 2), MomentumCorrection(0.9, nesterov=nesterov)
-    )
+@pytest.mark.parametrize("kind", [None, torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("correction", [None, MomentumCorrection(0.9), MomentumCorrection(0.9, nesterov=True)])
+def test_accumulate_takes_gradients_of_every_type(dtype: type, kind: torch.dtype | None, correction: Any) -> None:
+    """Without a gradient it measures."""
+    gradient = None if kind is None else torch.from_numpy(sample(70, np.float64, 1, bad=True)).to(kind)
+    check_accumulate(sample(70, dtype, 0), gradient, 0.5, 1.0, sample(70, dtype, 2), correction)
 
 
 def test_accumulate_follows_strides() -> None:
