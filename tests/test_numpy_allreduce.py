@@ -129,19 +129,6 @@ class Interruption(BaseException):
     """As KeyboardInterrupt, which would end the tests."""
 
 
-def test_rescaled_residuals_are_of_rescaled_gradients() -> None:
-    plain, scaled = (SparseAllreduce(None, MiCRO(0.05)) for _ in range(2))
-    for step in range(6):
-        factor = np.float32(1.0 if step < 3 else 2.0**-10)
-        if step == 3:
-            scaled.rescale(float(factor))
-        expected, got = plain(local(step)), scaled({name: factor * g for name, g in local(step).items()})
-        np.testing.assert_allclose(got["weight"], factor * expected["weight"], rtol=1e-6)
-    for factor in (0.0, -1.0, np.nan, np.inf):
-        with pytest.raises(ValueError, match="factor must be a finite number > 0"):
-            plain.rescale(factor)
-
-
 @pytest.mark.parametrize("called", [False, True])
 def test_a_state_that_is_refused_changes_nothing(called: bool) -> None:
     source = SparseAllreduce(None, DGC(0.05))
