@@ -48,7 +48,6 @@ EVERY: dict[str, int] = {
     "test_triton_pipeline": ONE,
     "test_micro": ONE,
     "test_memory_sgd": ONE,
-    "test_api_reference": 5,
     "test_backends": 5,
     "test_momentum": 3,
     "test_laws": 2,

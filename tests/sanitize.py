@@ -22,16 +22,8 @@ def build() -> None:
     # A build that fails leaves nothing behind, setuptools only warns of it.
     shutil.rmtree(BUILD, ignore_errors=True)
     flags = dict.fromkeys(("CFLAGS", "CXXFLAGS", "LDFLAGS"), FLAGS)
-    command = [
-        sys.executable,
-        "setup.py",
-        "-q",
-        "build_ext",
-        "--build-lib",
-        str(BUILD),
-        "--build-temp",
-        str(BUILD / "temp"),
-    ]
+    places = ["--build-lib", str(BUILD), "--build-temp", str(BUILD / "temp")]
+    command = [sys.executable, "setup.py", "-q", "build_ext", *places]
     subprocess.run(command, cwd=ROOT, env={**os.environ, **flags}, check=True)
 
 

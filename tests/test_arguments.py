@@ -38,26 +38,6 @@ class Fixed(Schedule):
         return self.final
 
 
-@pytest.mark.parametrize("cls", [TopK, SIDCo])
-@pytest.mark.parametrize("ratio", [0.0, -0.1, 1.0000001, math.nan, math.inf, "0.1", None, True])
-def test_ratio(cls: type[Compressor], ratio: Any) -> None:
-    text = ", a string; write ratio=0.1" if isinstance(ratio, str) else ""
-    with pytest.raises(ValueError, match=rf"ratio must be in \(0, 1\], got {re.escape(repr(ratio))}{text}$"):
-        cls(ratio)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
-        (Fixed(highest=1.5, final=0.1), "ratio.highest must be in (0, 1], got 1.5"),
-        (Fixed(highest=0.5, final=0.0), "ratio.final must be in (0, 1], got 0.0"),
-    ],
-)
-def test_ratios_of_a_schedule(schedule: Schedule, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        TopK(schedule)
-
-
 COMMON: list[tuple[dict[str, Any], str]] = [
     ({"granularity": "layers"}, "granularity must be one of 'layer', 'bucket', 'model', got 'layers'"),
     ({"bucket_bytes": 0}, "bucket_bytes must be >= 1, got 0"),
@@ -93,27 +73,33 @@ COMMON: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("make", [lambda **settings: TopK(0.1, **settings), lambda **s: SIDCo(0.1, **s), NoOp])
-@pytest.mark.parametrize(("settings", "message"), COMMON, ids=[str(settings) for settings, _ in COMMON])
-def test_common_settings(make: Any, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError)) as error:
-        make(**settings)
-    assert str(error.value) == message
+OWN: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"ratio": ratio}, f"ratio must be in (0, 1], got {ratio!r}")
+        for ratio in (0.0, -0.1, 1.0000001, math.nan, math.inf, None, True)
+    ),
+    ({"ratio": "0.1"}, "ratio must be in (0, 1], got '0.1', a string; write ratio=0.1"),
+    ({"ratio": Fixed(highest=1.5, final=0.1)}, "ratio.highest must be in (0, 1], got 1.5"),
+    ({"ratio": Fixed(highest=0.5, final=0.0)}, "ratio.final must be in (0, 1], got 0.0"),
+    ({"distribution": "laplace"}, "distribution must be one of 'exponential', 'gamma', 'gpareto', got 'laplace'"),
+    ({"stages": 0}, "stages must be 'auto' or an int in [1, 64], got 0"),
+    ({"stages": 65}, "stages must be 'auto' or an int in [1, 64], got 65"),
+    ({"stages": "many"}, "stages must be 'auto' or an int in [1, 64], got 'many'"),
+    ({"adapt": "mode-1"}, "adapt must be one of 'paper', 'guarded', 'robust', got 'mode-1'"),
+]
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("make", "settings", "message"),
     [
-        ({"distribution": "laplace"}, "distribution must be one of 'exponential', 'gamma', 'gpareto', got 'laplace'"),
-        ({"stages": 0}, "stages must be 'auto' or an int in [1, 64], got 0"),
-        ({"stages": 65}, "stages must be 'auto' or an int in [1, 64], got 65"),
-        ({"stages": "many"}, "stages must be 'auto' or an int in [1, 64], got 'many'"),
-        ({"adapt": "mode-1"}, "adapt must be one of 'paper', 'guarded', 'robust', got 'mode-1'"),
+        *((make, *wrong) for wrong in COMMON for make in (partial(TopK, 0.1), partial(SIDCo, 0.1), NoOp)),
+        *((SIDCo, {"ratio": 0.1, **settings}, message) for settings, message in OWN),
     ],
+    ids=str,
 )
-def test_sidco_settings(settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings(make: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
-        SIDCo(0.1, **settings)
+        make(**settings)
     assert str(error.value) == message
 
 

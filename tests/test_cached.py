@@ -48,24 +48,6 @@ def test_every_answer_is_that_of_the_whole(x: np.ndarray, cut: float, threshold:
         np.testing.assert_array_equal(got.indices, expected.indices, strict=True)
 
 
-def test_nothing_is_known_of_another_array() -> None:
-    x, other = np.array([1.0, 5.0], np.float32), np.array([7.0, 2.0], np.float32)
-    known = Cached(OPS, x, above(x, 0.5))
-    assert known.select_largest(other, 1).indices.tolist() == [0]
-    assert known.select_above(other, 6.0, 2).indices.tolist() == [0]
-
-
-def test_what_is_known_is_really_used() -> None:
-    """Wrong knowledge gives wrong answers."""
-    x = np.array([1.0, 5.0, 3.0], np.float32)
-    known = Cached(OPS, x, Above(2.0, np.array([0]), np.array([8.0], np.float32)))
-    assert known.select_above(x, 2.0, 3).indices.tolist() == [0]
-    assert known.select_largest(x, 1).smallest == 8.0
-    # Where it does not suffice, the array is looked at.
-    assert known.select_above(x, 1.5, 3).indices.tolist() == [1, 2]
-    assert known.select_largest(x, 2).smallest == 3.0
-
-
 @pytest.mark.parametrize("backend", COMPILED, ids=str)
 @given(data=st.data())
 def test_notes_of_all_parts_are_those_of_the_whole(backend: Backend, data: st.DataObject) -> None:

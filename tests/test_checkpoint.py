@@ -111,13 +111,6 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == [f"step-{step:09d}" for step in (3, 5, 6)], "later ones stay"
 
 
-def test_a_step_is_saved_again(tmp_path: Path) -> None:
-    save(tmp_path, 3)
-    (tmp_path / "step-000000003" / "rank-00001").write_bytes(b"old")
-    save(tmp_path, 3)
-    assert load(tmp_path) == expected(3, 2, 2)
-
-
 class Killed(BaseException):
     """Ends a rank where it stands; nothing catches it."""
 
@@ -292,16 +285,6 @@ def test_a_wrong_argument_raises_on_every_rank(
     assert names(tmp_path) == []
 
 
-def test_a_step_may_be_a_number_of_numpys(tmp_path: Path) -> None:
-    assert save(tmp_path, np.int64(5), keep=np.int32(1)) == [None, None]
-    assert load(tmp_path) == expected(5, 2, 2)
-
-
-def test_a_word_for_damaged_is_checked(tmp_path: Path) -> None:
-    (error,) = load(tmp_path, size=1, damaged="ignore")
-    assert type(error) is ValueError and str(error) == "damaged must be one of 'skip', 'raise', got 'ignore'"
-
-
 class OddError(Exception):
     """Nothing that anybody expects."""
 
@@ -380,22 +363,6 @@ def test_a_file_system_without_locks_is_used_all_the_same(tmp_path: Path, monkey
 
     monkeypatch.setattr(checkpoint.fcntl, "flock", refuse)
     assert save(tmp_path, 1) == [None, None]
-
-
-def test_a_rank_that_cannot_write_raises_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
-    write = checkpoint._write
-
-    def full(path: Path, data: bytes) -> None:
-        if path.name == "rank-00001":
-            raise OSError(28, "No space left on device")
-        write(path, data)
-
-    monkeypatch.setattr(checkpoint, "_write", full)
-    errors = save(tmp_path, 2)
-    assert all(isinstance(error, RuntimeError) and "rank 1: cannot write" in str(error) for error in errors)
-    assert load(tmp_path) == expected(1, 2, 2)
-    assert names(tmp_path) == ["step-000000001"], "what was written is removed"
 
 
 def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The command line, for real and on machines that lack something."""
 
-import json
 import os
 import subprocess
 import sys
@@ -69,12 +68,6 @@ def test_broken_frameworks_are_reported_not_suffered(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-def test_the_command_imports_no_framework() -> None:
-    code = "import horovod_sparse.tools.cli, json, sys; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "tensorflow", "horovod", "mpi4py"} & set(json.loads(done.stdout))
-
-
 @pytest.mark.full
 def test_a_library_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub(tmp_path, "mpi4py", "import time; time.sleep(60)")
@@ -100,20 +93,9 @@ def test_the_ways_that_can_run_are_told(
     assert status == (1 if all(told.values()) else 0)
 
 
-@pytest.mark.full
-def test_without_horovod_torch_still_trains(tmp_path: Path) -> None:
-    stub(tmp_path, "horovod", "raise ModuleNotFoundError(\"No module named 'horovod'\")")
-    done = run_check(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    assert done.returncode == 0
-    lines = done.stdout.splitlines()
-    assert "torch with DistributedDataParallel can run." in lines
-    assert "torch with Horovod cannot run: horovod for torch" in lines
-
-
 @pytest.mark.parametrize(
     ("what", "modules", "mark", "detail"),
     [
-        ("torch", {"torch": torch_with(cuda=False)}, "ok", "2.13.0, CPU"),
         ("torch", {"torch": torch_with(cuda=True)}, "ok", "2.13.0, with a CUDA device"),
         ("torch", {"torch": None}, "missing", "ModuleNotFoundError: import of torch halted; None in sys.modules"),
         (
@@ -171,15 +153,3 @@ def is_judged(what: str, mark: str, detail: str) -> None:
 def test_the_kernels_in_use_are_named(monkeypatch: pytest.MonkeyPatch, said: str, mark: str, detail: str) -> None:
     monkeypatch.setenv(kernels.VARIABLE, said)
     is_judged("kernels", mark, detail)
-
-
-def test_kernels_that_are_not_compiled_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("horovod_sparse.kernels._native", None)
-    is_judged("kernels", "warn", "not compiled: framework operations are used")
-
-
-def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([])
-    assert ended.value.code == 2
-    assert "COMMAND" in capsys.readouterr().err

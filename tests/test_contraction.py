@@ -14,7 +14,7 @@ import pytest
 from driver import make_pipeline, send
 from hypothesis import given
 from hypothesis import strategies as st
-from table import COMPRESSORS, KINDS, ORACLE, Row, gradients
+from table import COMPRESSORS, ORACLE, Row
 
 from horovod_sparse.compressors.topk import TopK
 
@@ -70,14 +70,6 @@ def test_the_tighter_bound_holds_for_any_convex_squares(steps: list[int], part: 
     squares = np.r_[0.0, np.cumsum(np.sort(steps))]
     if squares[-1] > 0.0:
         left, linear = left_by(TOPK, shuffled(np.sqrt(squares)), max(1.0, part * squares.size) / squares.size)
-        assert left <= linear**2 + 1e-6
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_tighter_bound_holds_for_samples_that_peak_at_zero(kind: str) -> None:
-    gradient = gradients(kind, 20_000, np.random.default_rng(10))
-    for ratio in (0.5, 0.1, 0.01, 0.001):
-        left, linear = left_by(TOPK, gradient, ratio)
         assert left <= linear**2 + 1e-6
 
 

@@ -6,8 +6,6 @@ import ast
 import json
 import re
 import shutil
-import sys
-from argparse import Namespace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -181,11 +179,6 @@ def test_support_and_residual_can_be_chosen(common: Any, name: str, attribute: s
     assert not default.residual
 
 
-def test_support_is_refused_where_there_is_no_choice(common: Any) -> None:
-    with pytest.raises(SystemExit, match="topk, randomk, randomblock, not for sidco"):
-        common.make_compression(parsed(common, "--compression", "sidco", "--shared"), hvd)
-
-
 @pytest.mark.full
 @pytest.mark.parallel
 @pytest.mark.parametrize(
@@ -260,44 +253,6 @@ def test_the_command_without_data_runs_and_ends_with_the_table(script: str, held
     assert lines[header + 3].startswith("sidco 0.0")
 
 
-@pytest.mark.parametrize(
-    ("pause", "every", "saved", "last"), [(None, 100, [4, 8], 8), (6, 100, [4, 6], 6), (9, 3, [3, 4, 6, 8], 8)]
-)
-def test_checkpoints_are_saved_at_the_ends_of_epochs_and_at_the_pause(
-    jobs: Any, pause: int | None, every: int, saved: list[int], last: int
-) -> None:
-    args = Namespace(epochs=2, pause_after=pause, checkpoint_every=every)
-    course = jobs.make_course(args, 4)
-    assert (course.total, course.last) == (8, last)
-    assert [step for step in range(1, course.last + 1) if course.saves(step)] == saved
-    with pytest.raises(SystemExit, match="lower --batch-size"):
-        jobs.make_course(args, 0)
-
-
-def test_one_worker_sends_no_times_fewer(closing: Any) -> None:
-    row = closing.Row("sidco 0.01", 1.0, "12.50", 0.0, 0.004)
-    header, *_, last = closing.closing_table([row], 0.0, "perplexity").splitlines()
-    assert header.split()[2] == "perplexity"
-    assert last.split() == ["sidco", "0.01", "1.00000", "12.50", "0", "-", "4.0"]
-
-
-@pytest.mark.full
-@pytest.mark.parallel
-def test_different_parameters_are_noticed(tmp_path: Path) -> None:
-    script = tmp_path / "differ.py"
-    script.write_text(
-        f"import sys; sys.path.insert(0, {str(EXAMPLES)!r})\n"
-        "import horovod.torch as hvd, numpy as np\n"
-        "from common import check_replicas\n"
-        "hvd.init()\n"
-        "weight = np.full((2, 1), 1.0 + 1e-6 * hvd.rank(), np.float32)\n"
-        "check_replicas({'weight': weight, 'bias': np.zeros(1)}, hvd.allgather_object)\n"
-    )
-    ended = TWO_WORKERS.run(str(script), limit=LIMIT)
-    assert ended.code not in (0, None), ended
-    assert "the workers ended with different parameters (rank 0: " in ended.output
-
-
 @pytest.mark.full
 @pytest.mark.parallel
 def test_demo_shows_why_a_run_failed(demo: Any, tmp_path: Path) -> None:
@@ -305,22 +260,6 @@ def test_demo_shows_why_a_run_failed(demo: Any, tmp_path: Path) -> None:
     script.write_text("raise SystemExit('no such weather')")
     with pytest.raises(SystemExit, match=r"(?s)exit status [1-9].*no such weather"):
         demo.run_workers(script, [], workers=2, output=tmp_path / "output", timeout=LIMIT)
-
-
-@pytest.mark.full
-@pytest.mark.parallel
-def test_demo_stops_a_run_that_hangs(demo: Any, tmp_path: Path) -> None:
-    script = tmp_path / "hang.py"
-    script.write_text("import time; print('waiting', flush=True); time.sleep(600)")
-    with pytest.raises(SystemExit, match=r"(?s)still running after 5 s and was stopped.*waiting"):
-        demo.run_workers(script, [], workers=2, output=tmp_path / "output", timeout=5)
-
-
-def test_demo_uses_horovodrun_where_there_is_no_mpirun(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
-    command = demo.launcher(3)
-    assert Path(command[0]).name == "horovodrun"
-    assert command[1:] == ["--gloo", "-np", "3"]
 
 
 def test_demo_table_and_picture(demo: Any, tmp_path: Path) -> None:

@@ -80,16 +80,6 @@ def test_lost_residuals_are_reported_once(workers: Workers) -> None:
         before.commit(empty_state())
 
 
-def test_only_the_first_worker_reports(workers: Workers) -> None:
-    before, workers.rank = WorkersBefore(), 1
-    workers.others = [[None, 30.0], [None, 40.0]]
-    before.commit(empty_state())
-    workers.others = [[0, 30.0]]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        before.commit(empty_state())
-
-
 def test_a_new_worker_begins_with_zeros_and_the_first_ones_step(workers: Workers) -> None:
     workers.velocity = torch.full((30,), 2.0)
     WorkersBefore().align(_state())

@@ -9,7 +9,6 @@ import pytest
 from driver import collective, exchange, make_pipeline, send
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
-from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.pipeline import Pipeline
 
@@ -127,38 +126,6 @@ def test_a_discarded_step_leaves_no_trace(backend: Backend, row: Row, reached: i
                 np.testing.assert_array_equal(backend.numpy(arrays[name]), backend.numpy(expected[name]))
 
 
-def test_discarding_with_rates_and_dense_momentum(backend: Backend) -> None:
-    """Learning rates, and the velocities of what is reduced dense, are brought back too."""
-    from horovod_sparse.compressors.momentum import MomentumCorrection
-    from horovod_sparse.core.layout import Layout, Slot
-
-    compressor = TopK(0.1, lr_in_residual=True, momentum_correction=MomentumCorrection(0.9), discardable=True)
-    pipeline = make_pipeline(backend, compressor, {"p": (300,)})
-    like = backend.array(np.zeros(1, np.float32))
-    pipeline.add_dense([Layout((Slot("bias", 0, 5, (5,)),), "float32")], lambda name: like)
-    rng = np.random.default_rng(2)
-
-    def step(rate: float) -> None:
-        pipeline.start_step()
-        bucket = pipeline.arrive("p", backend.array(gradients("laplace", 300, rng)), rate)
-        assert bucket is not None
-        exchange(backend, [pipeline], [bucket])
-        reduced = backend.array(np.ones(5, np.float32)) if backend.name != "tensorflow" else np.ones(5, np.float32)
-        pipeline.finish_dense("bias", reduced)
-        pipeline.end_step()
-
-    step(0.1)
-    before = pipeline.state_dict()
-    step(0.01)
-    pipeline.discard_step()
-    after = pipeline.state_dict()
-    assert after["learning_rates"] == before["learning_rates"] == {"p": 0.1}
-    for part in ("residuals", "velocities"):
-        assert before[part].keys() == after[part].keys()
-        for name, array in before[part].items():
-            np.testing.assert_array_equal(backend.numpy(after[part][name]), backend.numpy(array))
-
-
 def test_what_cannot_be_discarded_is_said(backend: Backend) -> None:
     rng = np.random.default_rng(3)
     pipeline = make_pipeline(backend, TopK(0.1), {"p": (300,)})
@@ -219,51 +186,3 @@ def test_a_residual_that_overflows_stays_finite_and_fails_the_step(backend: Back
     steps = {step for step, _ in raised}
     assert len(raised) == 2 * len(steps), "every rank raises in the same steps"
     assert "rank 0: the gradient of parameter 'p' holds NaN or infinity, or overflows its residual" in raised[0][1]
-
-
-def test_a_rescaled_residual_stays_finite(backend: Backend) -> None:
-    pipeline = make_pipeline(backend, TopK(0.01), {"p": (300,)})
-    send(backend, pipeline, np.linspace(-3e38, 3e38, 300, dtype=np.float32))
-    before = backend.numpy(pipeline.residuals.view("p")).copy()
-    pipeline.rescale(4.0)
-    largest = np.finfo(np.float32).max
-    expected = np.clip(before.astype(np.float64) * 4.0, -largest, largest).astype(np.float32)
-    np.testing.assert_array_equal(backend.numpy(pipeline.residuals.view("p")), expected)
-    pipeline.load_state_dict(pipeline.state_dict())
-
-
-def test_a_residual_in_another_unit_stays_finite_without_a_gradient(backend: Backend) -> None:
-    pipeline = make_pipeline(backend, TopK(0.01, lr_in_residual=True), {"p": (300,)})
-    for gradient, rate in ((np.linspace(-3e38, 3e38, 300, dtype=np.float32), 1.0), (None, 0.1)):
-        bucket = pipeline.arrive("p", None if gradient is None else backend.array(gradient), rate)
-        assert bucket is not None
-        exchange(backend, [pipeline], [bucket])
-        pipeline.end_step()
-        assert np.isfinite(backend.numpy(bucket.buffer)).all()
-
-
-def test_ranks_that_give_up_at_different_points_agree_on_thresholds(backend: Backend) -> None:
-    """The learning rate changes in the step that is given up: some residuals of a rank had changed their unit, others not."""
-    compressor = MiCRO(0.1, lr_in_residual=True, granularity="model")
-    pipelines = [make_pipeline(backend, compressor, SHAPES, world=WORLD, position=rank) for rank in range(WORLD)]
-    rng = np.random.default_rng(5)
-    before: list[Any] = []
-    for rate, given_up in ((1.0, False), (1.0, False), (0.3, True), (0.3, False), (0.1, False), (0.1, False)):
-        before = [pipeline.state_dict() for pipeline in pipelines] if given_up else before
-        for rank, (pipeline, mine) in enumerate(zip(pipelines, given(rng), strict=True)):
-            pipeline.start_step()
-            for name in list(mine)[: rank + 1 if given_up else None]:
-                pipeline.arrive(name, backend.array(np.zeros_like(mine[name]) if given_up else mine[name]), rate)
-        if not given_up:
-            exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
-        for pipeline, old in zip(pipelines, before or pipelines, strict=True):
-            if not given_up:
-                pipeline.end_step()
-                continue
-            pipeline.abort()
-            state = pipeline.state_dict()
-            assert state["adaptive"] == old["adaptive"] and state["learning_rates"] == old["learning_rates"]
-            for name in SHAPES:
-                np.testing.assert_allclose(
-                    backend.numpy(state["residuals"][name]), backend.numpy(old["residuals"][name]), rtol=1e-6
-                )

@@ -30,7 +30,7 @@ from horovod_sparse import compressors
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange import regions
-from horovod_sparse.exchange.grid import grid, groups_of
+from horovod_sparse.exchange.grid import grid
 
 SETTINGS: dict[str, Any] = {"min_numel": 0, "granularity": "model", "hierarchical": True}
 GRIDS = ["aabb", "abab", "aaabbb", "abcabc", "abbaab", "ab", "aabbccdd"]
@@ -150,6 +150,9 @@ def test_momentum_is_masked_where_the_host_has_sent(masking: bool) -> None:
             np.testing.assert_array_equal(one.buckets[0].velocity == 0, sent & masking)
 
 
+# --- messages ---
+
+
 def test_what_leaves_a_host_does_not_depend_on_its_slots() -> None:
     """Bytes that leave a host: those of one worker's pairs, to each of the other hosts."""
     sums = []
@@ -160,9 +163,6 @@ def test_what_leaves_a_host_does_not_depend_on_its_slots() -> None:
         sums.append(sum(one.stats().last.total.bytes_sent for one in of_host))
     # k = 9, rounded up to a multiple of the slots; and each worker's number for all others.
     assert sums == [8 * 9 + 4, 8 * 10 + 2 * 3 * 4, 8 * 12 + 4 * 7 * 4]
-
-
-# --- messages ---
 
 
 def test_ranks_at_different_steps_of_a_schedule_all_raise() -> None:
@@ -282,28 +282,12 @@ def test_every_worker_has_a_place_in_the_grid(hosts: int, slots: int, random: An
         assert sorted({*place.peers} & {*place.neighbours}) == [position]
 
 
-def test_shards_cover_the_bucket() -> None:
-    place = grid("aaabbb", 4)
-    assert [place.shards(numel) for numel in (1, 2, 7)] == [[0, 0, 0, 1], [0, 0, 1, 2], [0, 2, 4, 7]]
-    assert place.lengths(place.neighbours, [5, 6, 7]) == [0, 0, 0, 5, 6, 7]
-    assert place.lengths(place.peers, [5, 6]) == [0, 5, 0, 0, 6, 0]
-
-
 @pytest.mark.parametrize("groups", ["aab", "aaa", "a", "abbcc"])
 def test_what_is_not_a_grid_is_refused(groups: str) -> None:
     with pytest.raises(
         ValueError, match=r"hierarchical needs at least two hosts .* same number of workers on each, got \{'a': "
     ):
         pipelines_of(ORACLE, groups, compressors.TopK(0.1, **SETTINGS))
-
-
-def test_a_number_makes_groups_of_consecutive_workers() -> None:
-    def nobody() -> list[str]:
-        raise AssertionError("nothing is to be gathered")
-
-    assert groups_of(2, 4, nobody) == ["group 0", "group 0", "group 1", "group 1"]
-    assert groups_of(False, 4, nobody) == []
-    assert groups_of(True, 2, lambda: ["x", "y"]) == ["x", "y"]
 
 
 @pytest.mark.parametrize(

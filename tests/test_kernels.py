@@ -176,16 +176,6 @@ def test_accumulate_in_several_threads(dtype: type, gradient_type: type) -> None
 
 
 @of_either_width
-def test_what_is_above_the_cut_is_kept_where_it_has_room(dtype: type) -> None:
-    """Each thread has a share of the room: what is too much for one is not hints of any."""
-    x, rest = np.zeros(LARGE, dtype), np.zeros(LARGE, dtype)
-    x[:1000] = 1.0
-    for threads, room, kept in ((1, 1000, True), (1, 999, False), (3, 2000, False), (3, 3000, True)):
-        taken = accumulate(CompiledOps(threads), rest.copy(), x, Hints(0.5, room))
-        assert (taken.above is not None) == kept, (threads, room)
-
-
-@of_either_width
 @pytest.mark.parametrize("number", [999, 1000])
 def test_a_thread_stays_within_its_share_of_the_room(dtype: type, number: int) -> None:
     """The first thread fills its share late, and then finds nothing more; the second one begins with its own at once."""
@@ -195,21 +185,6 @@ def test_a_thread_stays_within_its_share_of_the_room(dtype: type, number: int) -
     residual = np.zeros(numel, dtype)
     taken = assert_accumulated(CompiledOps(2), residual, x, Hints(0.5, 2 * share))
     assert taken.above is not None
-
-
-@of_either_width
-def test_memory_that_is_lent_is_used_again_only_when_nobody_reads_it(dtype: type) -> None:
-    x = sample(5000, dtype)
-    first = accumulate(ONE, x.copy(), x, Hints(0.7, 5000)).above
-    assert first is not None
-    # A view of what was found keeps it from being lent again.
-    indices, values = first.indices[:7], first.values[:7]
-    expected = indices.copy(), values.copy()
-    del first
-    for _ in range(3):
-        accumulate(ONE, x.copy(), -3 * x, Hints(0.1, 5000))
-    assert_same(indices, expected[0])
-    assert_same(values, expected[1])
 
 
 @of_either_width
@@ -409,10 +384,6 @@ def test_all_finite(size: int, dtype: type) -> None:
             assert not CompiledOps(3).all_finite(x)
         x[position] = 0
     assert ONE.all_finite(x)
-
-
-def test_all_of_nothing_is_finite() -> None:
-    assert ONE.all_finite(np.empty(0, np.float16))
 
 
 @of_either_width

@@ -238,32 +238,6 @@ def test_selection_follows_a_permutation(backend: Backend, row: Row) -> None:
         np.testing.assert_array_equal(np.sort(order[permuted]), plain)
 
 
-@for_rows(lambda row: row.largest)
-def test_contraction(backend: Backend, row: Row) -> None:
-    """||u - C(u)||^2 <= (1 - count/d) ||u||^2 for every selection of the largest magnitudes; by chance: see test_random."""
-    rng = np.random.default_rng(5)
-    for kind in KINDS:
-        gradient = gradients(kind, 3000, rng)
-        for ratio in row.ratios:
-            pipeline, bucket = one_bucket(backend, row, 3000, ratio)
-            before, indices, _ = send(backend, pipeline, gradient)
-            kept = np.square(backend.numpy(bucket.buffer), dtype=np.float64).sum()
-            assert kept <= (1 - indices.size / 3000) * np.square(before, dtype=np.float64).sum() * (1 + 1e-12)
-
-
-@for_all
-def test_same_input_same_choice(backend: Backend, row: Row) -> None:
-    rng = np.random.default_rng(6)
-    steps = [gradients("laplace", 2000, rng) for _ in range(8)]
-    runs = []
-    for _ in range(2):
-        pipeline, _ = one_bucket(backend, row, 2000, row.ratios[0])
-        runs.append([send(backend, pipeline, gradient) for gradient in steps])
-    for first, again in zip(*runs, strict=True):
-        np.testing.assert_array_equal(first.indices, again.indices)
-        np.testing.assert_array_equal(first.values, again.values)
-
-
 @for_all
 @pytest.mark.parametrize("saved_after", [0, 1, 7, 13])
 def test_a_saved_state_continues_identically(backend: Backend, row: Row, saved_after: int) -> None:

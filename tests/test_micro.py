@@ -112,46 +112,6 @@ def test_ranks_whose_parts_differ_all_raise() -> None:
             bucket.advance(answer)
 
 
-def test_a_step_that_is_not_finite_moves_no_part() -> None:
-    pipelines = workers(MiCRO(0.02, parts="balanced", not_finite="propagate"), 20_000, 2)
-    rng = np.random.default_rng(8)
-    for _ in range(3):
-        step(pipelines, lambda: skewed(rng))
-    before = [pipeline.buckets[0].bounds for pipeline in pipelines]
-    assert before[0] != regions.uniform(20_000, 2)
-    for pipeline, first in zip(pipelines, (1.0, np.nan), strict=True):
-        gradient = skewed(rng)
-        gradient[0] = first
-        pipeline.arrive("p", gradient)
-    results = exchange(NUMPY, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
-    assert results[0]["p"] is None
-    assert [pipeline.buckets[0].bounds for pipeline in pipelines] == before
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_no_build_up_and_equal_states(world: int) -> None:
-    """The union has as many entries as the parts together; states are the same on all ranks, bit for bit."""
-    compressor = MiCRO(0.05)
-    pipelines = workers(compressor, 3000, world)
-    rng = np.random.default_rng(0)
-    selected: list[int] = []
-    real = MiCRO.select
-
-    def counted(*arguments: Any) -> Any:
-        selection = real(*arguments)
-        selected.append(len(selection.indices))
-        return selection
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MiCRO, "select", counted)
-        for _ in range(50):
-            selected.clear()
-            sent = step(pipelines, lambda: gradients("laplace", 3000, rng))
-            assert sent.size == sum(selected)
-            states = [pipeline.buckets[0].state.state_dict() for pipeline in pipelines]
-            assert all(state == states[0] for state in states)
-
-
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 @pytest.mark.parametrize("ratio", [0.1, 0.01])
 def test_mean_count_from_any_scale(scale: float, ratio: float) -> None:
@@ -180,24 +140,6 @@ def test_two_sided_scaling() -> None:
         assert controller.threshold == pytest.approx(2.0 * with_excess**0.02), x
 
 
-def test_steps_to_a_threshold_ten_times_as_large() -> None:
-    controller, steps = ThresholdController("paper", 1.0), 0
-    while controller.threshold < 10.0:
-        controller.observe(2, 1)
-        steps += 1
-    assert steps == 462
-
-
-def test_the_excess_is_made_good() -> None:
-    """After too many the threshold still rises when the count is right."""
-    controller = ThresholdController("two_sided", 1.0)
-    for _ in range(5):
-        controller.observe(150, 100)
-    before = controller.threshold
-    controller.observe(100, 100)
-    assert controller.threshold > before and controller.excess == pytest.approx(2.5)
-
-
 def test_another_world_size_takes_the_threshold_over() -> None:
     compressor = MiCRO(0.1, parts="balanced")
     pipelines = workers(compressor, 2000, 4)
@@ -215,31 +157,6 @@ def test_another_world_size_takes_the_threshold_over() -> None:
             assert isinstance(pipeline.buckets[0].state, MiCROState) and pipeline.buckets[0].state.current > 0
         covered[step(resumed, lambda: gradients("laplace", 2000, rng))] = True
     assert covered[:700].any() and covered[700:1400].any() and covered[1400:].any()
-
-
-def test_an_empty_part_selects_nothing() -> None:
-    """More workers than entries: some have no part."""
-    state = MiCRO(0.5).new_state(Place("b", 3, 5))
-    assert MiCRO(0.5).select(NumpyOps(), np.ones(2, np.float32), 1, 1, state).indices.size == 0
-
-
-def test_each_worker_selects_from_its_own_part_and_the_parts_go_round() -> None:
-    world, size = 3, 90
-    compressor = MiCRO(0.1)
-    for number in range(7):
-        for rank in range(world):
-            state = compressor.new_state(Place("b", rank, world))
-            state.step = number
-            chosen = compressor.select(NumpyOps(), np.ones(size, np.float32), 9, 6, state).indices
-            start = 30 * ((number + rank) % 3)
-            assert chosen.tolist() == list(range(start, start + 3)), "its share, the first among equals"
-
-
-def test_the_first_threshold_is_the_mean_of_those_that_have_one() -> None:
-    state = MiCRO(0.1).new_state(Place("b", 0, 3))
-    state.bounds = [0, 30, 60, 90]
-    MiCRO(0.1).observe(state, [4, 3, 3], 10, [1.0, 0.0, 4.0])
-    assert state.current == 2.5
 
 
 def test_a_threshold_that_is_far_too_low_starts_again() -> None:

@@ -13,34 +13,10 @@ from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.noop import NoOp
-from horovod_sparse.compressors.randomblock import RandomBlock
-from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.core.layout import Layout, Slot
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
-
-
-@on_every_backend
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("masking", [False, True])
-def test_recurrence(backend: Backend, nesterov: bool, masking: bool) -> None:
-    """U = m U + G, V = V + U (Nesterov: U = m (U + G), V = V + U + G), and zeros where entries were sent, by hand."""
-    compressor = TopK(0.1, momentum_correction=MomentumCorrection(0.9, nesterov, masking))
-    pipeline = make_pipeline(backend, compressor, {"p": (300,)}, dtype="float64")
-    rng = np.random.default_rng(0)
-    velocity, accumulated = np.zeros(300), np.zeros(300)
-    for _ in range(6):
-        gradient = gradients("laplace", 300, rng)
-        velocity = 0.9 * (velocity + gradient) if nesterov else 0.9 * velocity + gradient
-        accumulated = accumulated + velocity + (gradient if nesterov else 0.0)
-        sent = send(backend, pipeline, gradient)
-        np.testing.assert_allclose(sent.before, accumulated, rtol=1e-12)
-        accumulated[sent.indices] -= sent.values
-        if masking:
-            velocity[sent.indices] = 0.0
-    np.testing.assert_allclose(backend.numpy(pipeline.state_dict()["velocities"]["p"]), velocity, rtol=1e-12)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -59,66 +35,6 @@ def test_without_masking_ratio_one_is_momentum_sgd_and_with_masking_plain_sgd(ne
         expected = gradient + 0.8 * buffer if nesterov else buffer
         np.testing.assert_allclose(send(backend, momentum, gradient).values, expected, rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(send(backend, plain, gradient).values, gradient)
-
-
-@on_every_backend
-def test_momentum_goes_on_without_a_gradient(backend: Backend) -> None:
-    pipeline = make_pipeline(backend, NoOp(momentum_correction=MomentumCorrection(0.5, masking=False)), {"p": (300,)})
-    gradient = gradients("gaussian", 300, np.random.default_rng(2))
-    send(backend, pipeline, gradient)
-    pipeline.arrive("p", None)
-    parts = exchange(backend, [pipeline], pipeline.buckets)[0]["p"]
-    np.testing.assert_allclose(dense_sum(parts, 300), 0.5 * gradient, rtol=1e-6)
-
-
-@on_every_backend
-def test_dense_steps_keep_the_momentum(backend: Backend) -> None:
-    """Masking would make plain SGD of them."""
-    compressor = TopK(0.1, dense_steps=4, momentum_correction=MomentumCorrection(0.9))
-    pipeline = make_pipeline(backend, compressor, {"p": (300,)})
-    rng, velocity = np.random.default_rng(3), np.zeros(300)
-    for _ in range(4):
-        gradient = gradients("gaussian", 300, rng)
-        velocity = 0.9 * velocity + gradient
-        np.testing.assert_allclose(send(backend, pipeline, gradient).values, velocity, rtol=1e-5, atol=1e-6)
-    assert send(backend, pipeline, gradients("gaussian", 300, rng)).indices.size == 30
-
-
-@pytest.mark.parametrize(
-    "make",
-    [MiCRO, RandomK, RandomBlock, lambda r, **s: TopK(r, union=True, **s), NoOp],
-    ids=["micro", "randomk", "randomblock", "union", "noop"],
-)
-def test_velocity_is_zero_where_entries_were_sent_in_every_exchange(make: Any) -> None:
-    backend = BACKENDS[0]
-    settings = {"momentum_correction": MomentumCorrection(0.9)}
-    compressor = make(**settings) if make is NoOp else make(0.1, **settings)
-    pipelines = [make_pipeline(backend, compressor, {"p": (300,)}, world=2, position=rank) for rank in range(2)]
-    rng = np.random.default_rng(7)
-    for pipeline in pipelines:
-        pipeline.arrive("p", gradients("laplace", 300, rng))
-    parts = exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines])[0]["p"]
-    assert parts is not None
-    for rank, pipeline in enumerate(pipelines):
-        velocity = pipeline.velocities.view("p")
-        assert velocity.all(), "not before the step has succeeded"
-        pipeline.end_step()
-        sent = parts[rank if len(parts) > 1 else 0][0]
-        assert np.flatnonzero(velocity == 0).tolist() == sent.tolist()
-
-
-def test_learning_rates_are_resumed() -> None:
-    backend = BACKENDS[0]
-    first, second = (make_pipeline(backend, TopK(0.1, lr_in_residual=True), {"p": (300,)}) for _ in range(2))
-    gradient = gradients("laplace", 300, np.random.default_rng(8))
-    bucket = first.arrive("p", gradient, 0.5)
-    assert bucket is not None
-    exchange(backend, [first], [bucket])
-    first.end_step()
-    second.load_state_dict(first.state_dict())
-    for pipeline in (first, second):
-        pipeline.arrive("p", gradient, 0.05)
-    np.testing.assert_array_equal(second.buckets[0].buffer, first.buckets[0].buffer)
 
 
 @on_every_backend
@@ -205,13 +121,6 @@ def test_entries_that_are_not_finite_do_not_hinder_clipping(backend: Backend, ba
     assert bucket is not None and not bucket.finite
     expected = finite * (3.0 / np.linalg.norm(finite.astype(np.float64)))
     np.testing.assert_allclose(backend.numpy(bucket.buffer), expected, rtol=1e-5)
-
-
-@on_every_backend
-def test_the_whole_gradient_is_clipped_only_when_it_is_there(backend: Backend) -> None:
-    pipeline = make_pipeline(backend, NoOp(clip_norm=1.0, clip_scope="model"), {"p": (400,)})
-    with pytest.raises(RuntimeError, match="start_step must be given all gradients"):
-        pipeline.arrive("p", backend.array(np.ones(400, np.float32)))
 
 
 @on_every_backend
@@ -313,27 +222,6 @@ def test_a_given_threshold_stays_where_rates_change_differently(backend: Backend
         assert bucket.state.threshold == expected
 
 
-@on_every_backend
-def test_the_residual_follows_the_learning_rate(backend: Backend) -> None:
-    """Mem-SGD: m <- m + eta g - sent, in units of the update, whatever the schedule of eta."""
-    pipeline = make_pipeline(backend, TopK(0.1, lr_in_residual=True), {"p": (300,)})
-    rng, memory = np.random.default_rng(6), np.zeros(300)
-    for eta in (0.0, 1.0, 1.0, 0.1, 0.5, 0.25):
-        gradient = gradients("laplace", 300, rng)
-        memory += eta * gradient
-        bucket = pipeline.arrive("p", backend.array(gradient), eta)
-        assert bucket is not None
-        before = backend.numpy(bucket.buffer).copy()
-        np.testing.assert_allclose(eta * before, memory, rtol=1e-4, atol=1e-6)
-        parts = exchange(backend, [pipeline], [bucket])[0]["p"]
-        pipeline.end_step()
-        assert parts is not None
-        memory[parts[0][0]] = 0.0
-    with pytest.raises(ValueError, match="learning_rate must be given with lr_in_residual=True, got None"):
-        pipeline.arrive("p", backend.array(gradient))
-    assert pipeline.state_dict()["learning_rates"] == {"p": 0.25}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -346,41 +234,3 @@ def test_the_residual_follows_the_learning_rate(backend: Backend) -> None:
 def test_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         MomentumCorrection(**arguments)
-
-
-@on_every_backend
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_momentum_without_a_gradient_that_overflows_fails_the_step(backend: Backend, nesterov: bool) -> None:
-    correction = MomentumCorrection(0.9, nesterov, masking=False)
-    pipeline = make_pipeline(backend, TopK(0.01, momentum_correction=correction), {"p": (300,)})
-    bucket, raised = pipeline.buckets[0], 0
-    for gradient in (np.linspace(-2e38, 2e38, 300, dtype=np.float32), None, None):
-        pipeline.arrive("p", None if gradient is None else backend.array(gradient))
-        exchange(backend, [pipeline], [bucket])
-        try:
-            pipeline.end_step()
-        except FloatingPointError:
-            raised += 1
-        assert np.isfinite(backend.numpy(bucket.buffer)).all()
-    assert raised
-
-
-@on_every_backend
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_a_dense_velocity_that_overflows_stays_finite_and_fails_the_step(backend: Backend, nesterov: bool) -> None:
-    pipeline = make_pipeline(backend, TopK(0.1, momentum_correction=MomentumCorrection(0.9, nesterov)), {})
-    slots = (Slot("bias", 0, 5, (5,)), Slot("scale", 5, 5, (5,)))
-    pipeline.add_dense([Layout(slots, "float32")], lambda name: backend.array(np.zeros(1, np.float32)))
-    for step in range(3):
-        reduced = backend.ops.copy(backend.array(np.array([3e38] * 5 + [1.0] * 5, np.float32)))
-        pipeline.finish_dense("bias", reduced)
-        if step == 0 and not nesterov:
-            pipeline.end_step()
-        else:
-            with pytest.raises(
-                FloatingPointError, match="the gradient of parameter 'bias' holds NaN or infinity, or overf"
-            ):
-                pipeline.end_step()
-        velocities = backend.numpy(pipeline.velocities.buffer("bias"))
-        assert np.isfinite(velocities).all() and np.isfinite(backend.numpy(reduced)).all()
-    np.testing.assert_allclose(velocities[5:], 0.9 * (0.9 * 1.9 + 1.0) if nesterov else 2.71, rtol=1e-6)

@@ -114,15 +114,6 @@ def test_not_finite_raises_and_the_next_step_works(name: str) -> None:
     assert all(np.isfinite(reduced).all() for reduced in reduce(local(1)).values())
 
 
-def test_not_finite_propagates() -> None:
-    reduce = SparseAllreduce(None, TopK(0.1, not_finite="propagate"))
-    bad = local(0)
-    bad["kernel"][2] = np.inf
-    reduced = reduce(bad)
-    assert np.isnan(reduced["kernel"]).all()
-    assert np.isfinite(reduce(local(1))["kernel"]).all()
-
-
 def test_small_arrays_are_clipped_too() -> None:
     reduced = SparseAllreduce(None, NoOp(clip_norm=2.0))({"bias": np.array([3.0, 4.0]), "weight": np.full(400, 1.0)})
     np.testing.assert_allclose(reduced["bias"], [1.2, 1.6])
@@ -136,73 +127,6 @@ def test_a_learning_rate_is_asked_for() -> None:
 
 class Interruption(BaseException):
     """As KeyboardInterrupt, which would end the tests."""
-
-
-def interrupt(reduce: SparseAllreduce, gradients: dict[str, np.ndarray], after: int) -> None:
-    """A call that is interrupted when `after` arrays have arrived."""
-    arrive, arrived = reduce.pipeline.arrive, []
-
-    def arrive_or_stop(name: str, *rest: Any) -> Any:
-        if len(arrived) == after:
-            raise Interruption
-        arrived.append(name)
-        return arrive(name, *rest)
-
-    reduce.pipeline.arrive = arrive_or_stop  # type: ignore[method-assign]
-    with pytest.raises(Interruption):
-        reduce(gradients)
-    reduce.pipeline.arrive = arrive  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("settings", [{}, {"granularity": "layer"}, {"momentum_correction": MomentumCorrection(0.0)}])
-def test_an_interrupted_call_loses_nothing(settings: dict[str, Any], after: int) -> None:
-    reduce = SparseAllreduce(None, TopK(0.1, **settings))
-    reduce(local(0))
-    before = reduce.state_dict()["residuals"]
-    interrupt(reduce, local(1), after)
-    kept = reduce.state_dict()["residuals"]
-    # "kernel" comes first, then "weight".
-    np.testing.assert_array_equal(kept["weight"], before["weight"])
-    np.testing.assert_array_equal(kept["kernel"], before["kernel"] + (local(1)["kernel"] if after else 0))
-    sent = reduce(local(2))
-    after_it = reduce.state_dict()["residuals"]
-    for name in kept:
-        np.testing.assert_allclose(sent[name] + after_it[name], kept[name] + local(2)[name], rtol=1e-6, atol=1e-6)
-    assert reduce.stats().steps == 2
-
-
-def test_a_reset_after_an_interruption_is_a_fresh_start() -> None:
-    reduce, fresh = (SparseAllreduce(None, SIDCo(0.1)) for _ in range(2))
-    reduce(local(0))
-    interrupt(reduce, local(1), 1)
-    reduce.reset()
-    np.testing.assert_array_equal(reduce(local(2))["kernel"], fresh(local(2))["kernel"])
-
-
-def test_a_discarded_call_leaves_no_trace() -> None:
-    discarded, other = (SparseAllreduce(None, SIDCo(0.1, discardable=True)) for _ in range(2))
-    for reduce in (discarded, other):
-        reduce(local(0))
-    discarded(local(1))
-    discarded.discard_step()
-    for step in (2, 3):
-        np.testing.assert_array_equal(discarded(local(step))["weight"], other(local(step))["weight"])
-    with pytest.raises(RuntimeError, match="discardable must be True"):
-        SparseAllreduce(None, TopK(0.1)).discard_step()
-
-
-def test_rescaled_residuals_are_of_rescaled_gradients() -> None:
-    plain, scaled = (SparseAllreduce(None, MiCRO(0.05)) for _ in range(2))
-    for step in range(6):
-        factor = np.float32(1.0 if step < 3 else 2.0**-10)
-        if step == 3:
-            scaled.rescale(float(factor))
-        expected, got = plain(local(step)), scaled({name: factor * g for name, g in local(step).items()})
-        np.testing.assert_allclose(got["weight"], factor * expected["weight"], rtol=1e-6)
-    for factor in (0.0, -1.0, np.nan, np.inf):
-        with pytest.raises(ValueError, match="factor must be a finite number > 0"):
-            plain.rescale(factor)
 
 
 @pytest.mark.parametrize("called", [False, True])

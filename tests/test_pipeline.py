@@ -19,7 +19,7 @@ from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.core.layout import Layout, Parameter, plan
+from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange.protocols import Collective, Exchange, Sender, Sent, sparse_allgather
 from horovod_sparse.exchange.rounds import Round
@@ -40,30 +40,6 @@ def step(backend: Backend, pipeline: Pipeline, seed: int) -> None:
         if bucket is not None:
             exchange(backend, [pipeline], [bucket])
     pipeline.end_step()
-
-
-@on_every_backend
-def test_residuals_load_into_other_buckets(backend: Backend) -> None:
-    saved = pipeline_of(backend, SIDCo(0.1, granularity="layer"))
-    step(backend, saved, 0)
-    state = saved.state_dict()
-    assert {name: tuple(residual.shape) for name, residual in state["residuals"].items()} == SHAPES
-    assert all(backend.numpy(residual).any() for residual in state["residuals"].values())
-    loaded = pipeline_of(backend, SIDCo(0.1, granularity="model"))
-    loaded.load_state_dict(state)
-    for name, residual in loaded.state_dict()["residuals"].items():
-        np.testing.assert_array_equal(backend.numpy(residual), backend.numpy(state["residuals"][name]))
-
-
-@on_every_backend
-def test_a_state_is_a_copy(backend: Backend) -> None:
-    pipeline = pipeline_of(backend, TopK(0.1))
-    step(backend, pipeline, 0)
-    state = pipeline.state_dict()
-    before = {name: backend.numpy(residual).copy() for name, residual in state["residuals"].items()}
-    step(backend, pipeline, 1)
-    for name, residual in state["residuals"].items():
-        np.testing.assert_array_equal(backend.numpy(residual), before[name])
 
 
 @on_every_backend
@@ -165,25 +141,6 @@ def test_damaged_numbers_of_every_algorithm_are_refused(row: Row) -> None:
     pipeline.load_state_dict(state)
 
 
-@on_every_backend
-def test_steps_that_fail_are_not_counted(backend: Backend) -> None:
-    """Not even those of the buckets that were finite."""
-    pipeline = pipeline_of(backend, SIDCo(0.1, granularity="layer", not_finite="propagate"))
-    rng = np.random.default_rng(0)
-    for number in range(6):
-        for name, shape in SHAPES.items():
-            gradient = gradients("laplace", math.prod(shape), rng).reshape(shape)
-            if name == "kernel" and number % 2:
-                gradient[3] = np.inf
-            bucket = pipeline.arrive(name, backend.array(gradient))
-            assert bucket is not None
-            exchange(backend, [pipeline], [bucket])
-        pipeline.end_step()
-    assert pipeline.stats().steps == 3
-    assert {bucket.tally.steps for bucket in pipeline.buckets} == {3}
-    assert all(bucket.state.step == 6 for bucket in pipeline.buckets)
-
-
 @pytest.mark.parametrize(("slack", "first"), [(60.0, 100), (1.0, 5)], ids=["some have no room", "most have no room"])
 def test_truncation_that_lasts_is_said_once(slack: float, first: int) -> None:
     backend = BACKENDS[0]
@@ -239,18 +196,6 @@ def test_a_torch_state_is_safe_to_load() -> None:
     other.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(other.buckets[0].buffer, pipeline.buckets[0].buffer)
     assert other.buckets[0].state.state_dict() == pipeline.buckets[0].state.state_dict()
-
-
-@on_every_backend
-def test_reset(backend: Backend) -> None:
-    pipeline = pipeline_of(backend, SIDCo(0.1, granularity="layer"))
-    fresh = pipeline_of(backend, SIDCo(0.1, granularity="layer"))
-    for seed in range(7):
-        step(backend, pipeline, seed)
-    pipeline.reset()
-    assert not any(backend.numpy(residual).any() for residual in pipeline.state_dict()["residuals"].values())
-    assert pipeline.state_dict()["adaptive"] == fresh.state_dict()["adaptive"]
-    assert pipeline.stats().steps == 0
 
 
 @on_every_backend
@@ -314,50 +259,6 @@ def test_statistics_are_true(backend: Backend) -> None:
 
 
 @on_every_backend
-def test_the_mean_is_over_the_steps_that_selected(backend: Backend) -> None:
-    compressor = SIDCo(0.02, not_finite="propagate", granularity="model")
-    pipeline = pipeline_of(backend, compressor)
-    rng = np.random.default_rng(1)
-    seen = []
-    for number in range(9):
-        for name, shape in SHAPES.items():
-            gradient = gradients("pareto", math.prod(shape), rng).reshape(shape)
-            if number in (0, 4):
-                gradient[:] = np.nan
-            bucket = pipeline.arrive(name, backend.array(gradient))
-        assert bucket is not None
-        result = exchange(backend, [pipeline], [bucket])[0]
-        pipeline.end_step()
-        if number not in (0, 4):
-            parts = [result[name] for name in SHAPES]
-            seen.append((sum(part[0][0].size for part in parts if part is not None), bucket.state.threshold))
-    assert len({count for count, _ in seen}) > 2
-    stats = pipeline.stats()
-    assert stats.steps == 7
-    assert (stats.last.total.count, stats.last.total.threshold) == seen[-1]
-    assert stats.mean.total.count == pytest.approx(np.mean([count for count, _ in seen]))
-    assert stats.mean.total.threshold == pytest.approx(np.mean([threshold for _, threshold in seen]))
-
-
-@on_every_backend
-def test_another_algorithms_state_is_refused(backend: Backend) -> None:
-    sidco, topk = pipeline_of(backend, SIDCo(0.1)), pipeline_of(backend, TopK(0.1))
-    for pipeline, state in ((topk, sidco.state_dict()), (sidco, topk.state_dict())):
-        with pytest.raises(ValueError, match="another algorithm saved it"):
-            pipeline.load_state_dict(state)
-
-
-@on_every_backend
-def test_rescaling(backend: Backend) -> None:
-    pipeline = pipeline_of(backend, TopK(0.1))
-    step(backend, pipeline, 0)
-    before = {name: backend.numpy(residual).copy() for name, residual in pipeline.state_dict()["residuals"].items()}
-    pipeline.residuals.rescale(0.25)
-    for name, residual in pipeline.state_dict()["residuals"].items():
-        np.testing.assert_array_equal(backend.numpy(residual), 0.25 * before[name])
-
-
-@on_every_backend
 def test_overflow_is_counted_and_stays_in_the_residual(backend: Backend) -> None:
     """A one-stage fit of a light tail overestimates; the room ends at k."""
     compressor = SIDCo(0.01, stages=1, distribution="gpareto", slack=1.0)
@@ -370,10 +271,6 @@ def test_overflow_is_counted_and_stays_in_the_residual(backend: Backend) -> None
     above = np.count_nonzero(np.abs(gradient) > np.float32(total.threshold))
     assert total.truncated == above - 1000
     assert np.count_nonzero(np.abs(backend.numpy(bucket.buffer)) > np.float32(total.threshold)) == total.truncated
-
-
-def one(backend: Backend) -> Any:
-    return backend.array(np.zeros(1, np.float32))
 
 
 @on_every_backend
@@ -394,28 +291,6 @@ def test_a_gradient_arrives_once_per_step(backend: Backend) -> None:
         pipeline.advance(bucket, message, 1.0, lambda slots, reduced: None)
         arrives_twice()
         pipeline.end_step()
-
-
-@on_every_backend
-def test_names_are_unique(backend: Backend) -> None:
-    pipeline = pipeline_of(backend, TopK(0.1))
-    again = plan([Parameter("head", (5,), "float32", "cpu")], pipeline.compressor)
-    with pytest.raises(ValueError, match="'head' already has a residual"):
-        pipeline.add_buckets(again, lambda name: one(backend))
-
-
-@on_every_backend
-def test_a_foreign_message_is_refused(backend: Backend) -> None:
-    pipeline = make_pipeline(backend, TopK(0.1, granularity="model"), SHAPES, position=3)
-    for name in SHAPES:
-        pipeline.arrive(name, None)
-    bucket = pipeline.buckets[0]
-    pipeline.begin(bucket)
-    far = backend.array(np.array([bucket.layout.numel]))
-    message = backend.ops.pack(far, backend.array(np.array([1.0], np.float32)), 177)
-    what = "rank 3: the message of worker 0 for bucket 'head' is damaged: row 0 has index 1777 after none"
-    with pytest.raises(RuntimeError, match=what):
-        pipeline.advance(bucket, message, 1.0, lambda slot, parts: None)
 
 
 @on_every_backend

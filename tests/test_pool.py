@@ -70,21 +70,6 @@ def test_what_is_forgotten_is_given_back() -> None:
     assert not any(pool._spare.values())
 
 
-class Contested(list[memoryview]):
-    """Memory that another thread takes as soon as this one has seen that there is some."""
-
-    def __len__(self) -> int:
-        seen = super().__len__()
-        self.clear()
-        return seen
-
-
-def test_memory_that_another_thread_has_taken_meanwhile() -> None:
-    pool = BufferPool()
-    pool._spare[4096] = Contested([memoryview(bytearray(4096))])
-    assert pool.lend(1000, "float32").shape == (1000,)
-
-
 @pytest.mark.usefixtures("hasty_threads")
 @pytest.mark.full
 def test_threads_share_it() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pages
@@ -70,15 +68,6 @@ def test_commands_of_a_page(page: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("cat <<EOF\nhello\nEOF\n", "page.md:3: a command must be one line"), ("echo \\\n", "page.md:3: the block ends")],
-)
-def test_what_is_no_line_by_itself_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        quickstart.commands(pages.Block("page.md", 3, "bash", text, True))
-
-
 def test_commands_share_a_shell_and_end_at_the_first_failure(place: quickstart.Place) -> None:
     todo = [
         command("cd inner"),
@@ -99,25 +88,3 @@ def test_commands_share_a_shell_and_end_at_the_first_failure(place: quickstart.P
     assert quickstart.summary(results).startswith(
         "7 commands: 3 ok, 1 not run here, 1 skipped, 1 failed, 1 not reached; "
     )
-
-
-def test_a_shell_that_ends_fails(place: quickstart.Place) -> None:
-    results = quickstart.run([command("exit 0"), command("true")], place, skip=[])
-    assert [result.outcome for result in results] == ["failed", "not reached"]
-
-
-def test_the_commands_see_a_home_of_their_own() -> None:
-    inside = os.path.join(sys.prefix, "bin")
-    assert inside not in quickstart._path().split(os.pathsep)
-    seen = quickstart.Place(Path("/image/tmp/x"), Path("/image"), {}).seen("clone")
-    assert seen == "/tmp/x/clone"
-
-
-def test_the_list_holds_the_commands_of_all_pages() -> None:
-    done = subprocess.run(
-        [sys.executable, "docs/quickstart.py", "--list"], cwd=pages.ROOT, capture_output=True, text=True, check=True
-    )
-    for expected in ("README.md", "docs/launching.md", "make demo", "srun --mpi=pmix", "not run here"):
-        assert expected in done.stdout
-    count = sum(len(quickstart.commands_of(page)) for page in pages.pages())
-    assert done.stdout.splitlines()[-1].startswith(f"{count} commands: ")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -53,17 +51,6 @@ def test_every_entry_has_the_same_chance(make: Any) -> None:
         chi_square = float(((observed - expected) ** 2 / expected).sum())
         assert stats.chi2.sf(chi_square, observed.size) > 1e-4
     assert counts.sum() == steps * 10
-
-
-@every_kind
-def test_k_entries_without_repetition(make: Any) -> None:
-    for size in (1, 2, 10, 1000):
-        for ratio in (0.01, 0.3, 0.99, 1.0):
-            compressor = make(ratio)
-            for step in range(5):
-                chosen = draw(compressor, size, step)
-                assert chosen.size == compressor.target_count(size)
-                assert (np.diff(chosen) > 0).all() and chosen[0] >= 0 and chosen[-1] < size
 
 
 @every_kind
@@ -147,14 +134,3 @@ def test_kernels_draw_what_numpy_draws(numel: int, k: int) -> None:
     expected = np.setdiff1d(np.arange(numel), list(due)) if k > numel // 2 else np.sort(np.array(list(due)))
     for one in drawn:
         np.testing.assert_array_equal(one, expected, strict=True)
-
-
-@pytest.mark.parametrize(("numel", "k"), [(1, 1), (2, 1), (2, 2), (5, 2), (5, 3), (5, 4), (5, 5), (33, 2)])
-def test_every_set_of_k_is_drawn_equally_often(numel: int, k: int) -> None:
-    draws, times = np.random.default_rng(11), 400
-    sets = list(itertools.combinations(range(numel), k))
-    counts = Counter(tuple(distinct(host_ops(), draws, numel, k).tolist()) for _ in range(times * len(sets)))
-    assert set(counts) == set(sets)
-    # Chi-squared, at a chance of one in a thousand that is fixed by the seed.
-    chi = sum((counts[each] - times) ** 2 / times for each in sets)
-    assert chi <= stats.chi2.ppf(0.999, max(len(sets) - 1, 1))

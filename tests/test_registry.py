@@ -12,7 +12,6 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pages
 import pytest
@@ -89,33 +88,7 @@ def test_compressors_can_be_copied(adapter: str, make: MakeCompression) -> None:
         assert type(other) is type(compression) and repr(other) == repr(compression)
 
 
-def test_a_subclass_keeps_its_own_docstring() -> None:
-    torch = import_module("horovod_sparse.torch")
-    own: type[Any] = type("Own", (torch.TopK,), {"__doc__": "Mine."})
-    assert own.__doc__ == "Mine."
-    assert type("Other", (torch.TopK,), {}).__doc__ == torch.TopK.__doc__
-
-
 # --- type checkers ---
-
-
-@pytest.mark.full
-def test_mypy_knows_every_compressor() -> None:
-    names = [cls.__name__ for cls in COMPRESSORS]
-    others = ["MomentumCorrection", "Schedule", "WeightedAverage", "suggested_threshold", "warmup"]
-    lines = []
-    for number, adapter in enumerate(ADAPTERS):
-        lines += [f"from horovod_sparse.{adapter} import {name} as {name}{number}" for name in names + others]
-        lines += [f"reveal_type({name}{number})" for name in names + others]
-    done = run("-m", "mypy", "--config-file", "pyproject.toml", "-c", "\n".join(lines), folder=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    # What a module has not is taken for a name of Horovod's, whose modules are without types.
-    assert 'Revealed type is "object"' not in done.stdout, done.stdout
-    for adapter in ADAPTERS:
-        home = "compressors.{module}" if adapter == "numpy" else f"{adapter.partition('.')[0]}.compressors"
-        for cls in COMPRESSORS:
-            wanted = f'-> horovod_sparse.{home.format(module=cls.__module__.rpartition(".")[2])}.{cls.__name__}"'
-            assert wanted in done.stdout, wanted
 
 
 def test_mypy_checks_what_users_write() -> None:
@@ -165,41 +138,10 @@ for _ in range(3):
 assert reduce.stats().steps == 3
 """
 
-TORCH = """
-import torch
-import horovod_sparse.torch as hvd
-hvd.init()
-model = torch.nn.Linear(100, 10)
-compression = hvd.RMSThreshold(ratio=0.01)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
-for _ in range(3):
-    optimizer.zero_grad()
-    model(torch.randn(16, 100)).square().mean().backward()
-    optimizer.step()
-assert compression.stats().steps == 3
-assert 0 < compression.stats().last.total.count < 1000
-"""
 
-TENSORFLOW = """
-import tensorflow as tf
-import horovod_sparse.tensorflow as hvd
-import horovod_sparse.tensorflow.keras
-assert horovod_sparse.tensorflow.keras.RMSThreshold is hvd.RMSThreshold
-hvd.init()
-weights = tf.Variable(tf.random.normal([1000]))
-compression = hvd.RMSThreshold(ratio=0.01)
-for _ in range(3):
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(weights**2)
-    tape = hvd.DistributedGradientTape(tape, compression=compression)
-    assert 0 < tf.math.count_nonzero(tape.gradient(loss, [weights])[0]) < 1000
-assert compression.stats().steps == 3
-"""
-
-
-@pytest.mark.parametrize("code", [NUMPY, TORCH, TENSORFLOW], ids=["numpy", "torch", "tensorflow"])
-def test_a_new_compressor_works_in_every_adapter(extended: Path, code: str) -> None:
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_a_new_compressor_works_in_every_adapter(extended: Path, adapter: str) -> None:
+    code = NUMPY if adapter == "numpy" else f"import horovod_sparse.{adapter} as hvd\nhvd.RMSThreshold(ratio=0.1)"
     own = f"\nassert hvd.__file__.startswith({str(extended)!r})\nassert 'RMSThreshold' in hvd.__all__\n"
     done = run("-c", code + own, folder=extended, HOROVOD_SPARSE_FORCE="1", TF_CPP_MIN_LOG_LEVEL="3")
     assert done.returncode == 0, done.stderr[-3000:]

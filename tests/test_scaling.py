@@ -19,13 +19,6 @@ def scaling(monkeypatch: pytest.MonkeyPatch) -> Any:
     return scaling
 
 
-def test_rows_are_those_of_the_steps_that_are_timed(scaling: Any) -> None:
-    import step_contenders
-
-    assert scaling.ALONE == step_contenders.ALONE
-    assert set(scaling.ROWS) <= set(step_contenders.CONTENDERS)
-
-
 def test_the_part_that_is_computation(scaling: Any, tmp_path: Path) -> None:
     rows = [scaling.ALONE, "dense fp32", *scaling.ROWS]
     steps = {name: {2: (9.0, 10.0, 11.0), 4: (18.0, 20.0, 22.0)} for name in rows}

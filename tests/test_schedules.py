@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-from driver import make_pipeline, send
-from table import BACKENDS, gradients
 
 from horovod_sparse.compressors.schedules import warmup
-from horovod_sparse.compressors.topk import TopK
 
 
 def test_warm_up_of_deep_gradient_compression() -> None:
@@ -44,19 +40,3 @@ def test_few_message_shapes() -> None:
 def test_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         warmup(**{"start": 0.25, "end": 0.01, "steps": 4, **arguments})
-
-
-@pytest.mark.parametrize("dense_steps", [0, 3])
-def test_the_count_follows_the_schedule_and_is_resumed(dense_steps: int) -> None:
-    backend, rng = BACKENDS[0], np.random.default_rng(0)
-
-    def make() -> Any:
-        return make_pipeline(backend, TopK(warmup(0.4, 0.1, 4, stairs=2), dense_steps=dense_steps), {"p": (1000,)})
-
-    pipeline, counts = make(), []
-    for step in range(10):
-        if step == 5:
-            state, pipeline = pipeline.state_dict(), make()
-            pipeline.load_state_dict(state)
-        counts.append(send(backend, pipeline, gradients("laplace", 1000, rng)).indices.size)
-    assert counts == ([1000] * dense_steps + [400, 400, 200, 200] + [100] * 6)[:10]

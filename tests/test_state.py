@@ -17,7 +17,7 @@ from horovod_sparse.compressors import SIDCo, TopK
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.server import Server
-from horovod_sparse.core.state import empty_state, holds_anything
+from horovod_sparse.core.state import empty_state
 
 PAIRS = list(itertools.permutations(BACKENDS, 2))
 ROWS = [row for row in COMPRESSORS if row.name in ("dgc", "sidco-gamma-robust", "micro")]
@@ -128,21 +128,6 @@ def test_a_state_that_is_refused_changes_nothing(names: str) -> None:
     with pytest.raises(ValueError, match="residuals must be those of this model's compressed parameters"):
         server._load(trained(SIDCo(0.05)).state_dict(), names)
     np.testing.assert_equal(server.state_dict(), before)
-
-
-def test_there_is_nothing_to_discard_before_the_first_step() -> None:
-    server = serve(TopK(0.1, discardable=True))
-    with pytest.raises(RuntimeError, match="there is no step to discard: nothing was reduced yet"):
-        server.discard_step()
-    server.active = False
-    server.discard_step()
-
-
-def test_a_state_holds_something_if_there_is_one_array() -> None:
-    array: dict[str, Any] = {"p": np.zeros(3, np.float32)}
-    for part in ("residuals", "velocities"):
-        assert holds_anything({**empty_state(), part: array})
-    assert not holds_anything(empty_state())
 
 
 @dataclass

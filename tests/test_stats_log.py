@@ -212,8 +212,3 @@ def test_wrong_arguments_are_refused(
         StatsLog(**{"compression": reduction(), **arguments})
     assert str(raised.value).endswith(message)
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_folder_that_is_not_there_is_noticed_at_once(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        StatsLog(reduction(), tmp_path / "absent" / "stats.jsonl")

@@ -24,8 +24,6 @@ from horovod_sparse.core.layout import Layout, Parameter, plan  # noqa: E402
 from horovod_sparse.core.preparation import Arrived  # noqa: E402
 from horovod_sparse.exchange.protocols import Collective, Exchange, Sender, Sent, sparse_allgather  # noqa: E402
 from horovod_sparse.exchange.rounds import Round  # noqa: E402
-from horovod_sparse.exchange.wire import NOT_FINITE  # noqa: E402
-from horovod_sparse.kernels.pool import BufferPool  # noqa: E402
 from horovod_sparse.tensorflow import host  # noqa: E402
 from horovod_sparse.tensorflow.compressors import SIDCo, TopK  # noqa: E402
 from horovod_sparse.tensorflow.host import HostPipeline, Step  # noqa: E402
@@ -264,13 +262,7 @@ def test_every_setting_means_what_it_means_to_numpy(make: Any, options: dict[str
     assert vars(mine.mean.total) == pytest.approx(vars(expected.mean.total), nan_ok=True)
 
 
-def test_gradients_may_be_jitted_and_then_reduced() -> None:
-    worker, oracle = pair(TopK, {"p": (400,)})
-    gradient = tf.function(lambda x: x * tf.abs(x), jit_compile=True)
-    reduce = tf.function(lambda x: worker.run({"p": gradient(x)}, [])[0]["p"])
-    given = gradients("laplace", 400, np.random.default_rng(6))
-    expected = oracle.step({"p": gradient(tf.constant(given)).numpy()})[0]["p"]
-    np.testing.assert_array_equal(reduce(tf.constant(given)).numpy(), expected)
+# --- memory ---
 
 
 @pytest.mark.filterwarnings("ignore:.*sent dense")
@@ -289,18 +281,6 @@ def test_compress_keeps_the_largest_entries(dtype: str, traced: bool) -> None:
     np.testing.assert_array_equal(tf.cast(got, tf.float64).numpy().reshape(-1), expected)
     for left in ([1.0, np.nan] * 10, np.ones(4)):
         np.testing.assert_array_equal(tf.cast(function(tf.constant(left, dtype)), tf.float64).numpy(), left)
-
-
-# --- memory ---
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_tensorflow_takes_reduced_gradients_without_a_copy(dtype: str) -> None:
-    arrays = [BufferPool().lend(numel, dtype) for numel in (1, 1000, 100_003)]
-    take = tf.function(lambda: tf.numpy_function(lambda: arrays, [], [dtype] * len(arrays)), autograph=False)
-    for array, tensor in zip(arrays, take(), strict=True):
-        array.fill(2)
-        np.testing.assert_array_equal(tensor, array)
 
 
 def test_reduced_gradients_that_are_kept_do_not_change() -> None:
@@ -351,58 +331,6 @@ def test_a_step_with_a_bad_gradient_fails_as_a_whole(not_finite: str) -> None:
     same_step(worker, oracle, draw(rng, shapes), messages(worker, rng))
 
 
-def test_a_bad_gradient_of_another_rank_or_of_a_dense_parameter_fails_the_step_too() -> None:
-    rng = np.random.default_rng(4)
-    correction = MomentumCorrection()
-    worker, oracle = pair(TopK, SHAPES, exclude=["c"], granularity="model", world=2, momentum_correction=correction)
-    same_step(worker, oracle, draw(rng), messages(worker, rng))
-    given, elsewhere = draw(rng), messages(worker)
-    elsewhere[0][0, 0] = NOT_FINITE
-    here = {**given, "c": given["c"] * np.float32(np.nan)}
-    for poisoned, others, cause in (
-        (given, elsewhere, "some parameter in bucket 'b' of another rank"),
-        (here, messages(worker), "parameter 'c'"),
-    ):
-        for one in (worker, oracle):
-            with pytest.raises(Exception, match=f"{cause}.* holds NaN"):
-                one.step(poisoned, others)
-        assert_same_state(worker, oracle)
-    same_step(worker, oracle, draw(rng), messages(worker, rng))
-
-
-@pytest.mark.parametrize("correction", [None, MomentumCorrection(0.9), MomentumCorrection(0.9, nesterov=True)])
-def test_a_residual_that_overflows_stays_finite_and_fails_the_step(correction: MomentumCorrection | None) -> None:
-    worker, oracle = pair(TopK, {"p": (300,), "q": (200,)}, 0.01, world=2, momentum_correction=correction)
-    raised = []
-    for step in range(3):
-        huge = np.linspace(0.5, 0.6, 300).astype(np.float32) * np.finfo(np.float32).max
-        given = {"p": huge, "q": np.full(200, 1.0 + step, np.float32)}
-        for one in (worker, oracle):
-            try:
-                one.step(given, messages(worker))
-            except (tf.errors.OpError, FloatingPointError) as error:
-                raised.append((step, one, "'p' holds NaN or infinity, or overflows its residual" in str(error)))
-        assert_same_state(worker, oracle)
-        for part in ("residuals", "velocities"):
-            assert all(np.isfinite(array).all() for array in worker.engine.state_dict()[part].values())
-    # Nesterov's form adds 1.9 times the first gradient.
-    first = 0 if correction is not None and correction.nesterov else 1
-    assert raised == [(step, one, True) for step in range(first, 3) for one in (worker, oracle)]
-
-
-def test_a_velocity_of_a_dense_parameter_that_overflows_fails_the_step_and_stays_finite() -> None:
-    correction = MomentumCorrection(nesterov=False)
-    worker, oracle = pair(TopK, {"p": (300,), "q": (3,)}, exclude=["q"], momentum_correction=correction)
-    largest = np.finfo(np.float32).max
-    given = {"p": np.ones(300, np.float32), "q": np.array([0.4, -0.4, 0.1], np.float32) * largest}
-    same_step(worker, oracle, given)
-    for one in (worker, oracle):
-        with pytest.raises(Exception, match="parameter 'q' holds NaN or infinity, or overflows"):
-            one.step(given)
-    assert_same_state(worker, oracle)
-    np.testing.assert_array_equal(worker.engine.state_dict()["velocities"]["q"][:2], [largest, -largest])
-
-
 # --- clipping ---
 
 
@@ -429,17 +357,6 @@ def test_finite_entries_are_clipped_by_their_norm(scope: str, dtype: str, bad: f
             assert norm > 0.5 * np.sqrt(2)
             expected = finite[name] * (0.5 * np.sqrt(2) / norm)
             np.testing.assert_allclose(kept[name], expected, rtol=1e-6, atol=1e-30)
-
-
-def test_a_gradient_below_the_limit_is_left_as_it_is() -> None:
-    rng = np.random.default_rng(1)
-    clipped, _ = pair(TopK, SHAPES, clip_norm=1e6, clip_scope="model", exclude=["c"])
-    _, plain = pair(TopK, SHAPES, exclude=["c"])
-    for _ in range(3):
-        given = draw(rng)
-        mine, expected = clipped.step(given)[0], plain.step(given)[0]
-        for name in SHAPES:
-            np.testing.assert_array_equal(mine[name], expected[name])
 
 
 # --- steps that are given up ---

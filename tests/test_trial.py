@@ -93,10 +93,3 @@ def test_every_exchange_is_timed(launch: Launch, options: list[str], tmp_path: P
     # Rank 0 alone prints.
     assert sum(line.startswith("Use ") for line in lines) == 1, str(ended)
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parallel
-@pytest.mark.full
-def test_one_worker_is_refused() -> None:
-    ended = Launch("plain").run(*SMALL, limit=120)
-    assert ended.code == 1 and "try needs at least 2 workers, got 1: mpirun -np 2 horovod-sparse try" in ended.output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 
 import numpy as np
@@ -220,66 +219,6 @@ def test_a_union_has_every_index_once(backend: Backend, messages: list[set[int]]
     for flawed in (40, -2):
         gathered[-6] = flawed
         assert backend.ops.union(backend.array(gathered), len(messages), 2, 40) is None
-
-
-@on_every_backend
-def test_damaged_messages_of_indices_are_refused(backend: Backend) -> None:
-    pipeline = make_pipeline(backend, TopK(0.5, union=True, granularity="model", min_numel=0), {"p": (8,)}, world=2)
-    pipeline.start_step()
-    pipeline.arrive("p", None)
-    mine = backend.numpy(pipeline.begin(pipeline.buckets[0]).message)
-    theirs = mine.copy()
-    theirs[wire.HEADER :] = [5, 5, -1, -1]
-    error = "the message of worker 1 for bucket 'p' is damaged: row 1 has index 5 after 5"
-    with pytest.raises(RuntimeError, match=error):
-        pipeline.advance(pipeline.buckets[0], backend.array(np.concatenate([mine, theirs])), 1.0, pytest.fail)
-    pipeline.abort()
-
-
-@pytest.mark.parametrize(("indices", "what"), [case for case in DAMAGED.values() if case[1]])
-@on_every_backend
-def test_a_damaged_message_is_refused_before_anything_is_added(backend: Backend, indices: list[int], what: str) -> None:
-    pipeline = make_pipeline(backend, TopK(0.5, granularity="model", min_numel=0), {"p": (5,), "q": (3,)}, world=2)
-    pipeline.start_step()
-    for name in ("p", "q"):
-        pipeline.arrive(name, None)
-    mine = backend.numpy(pipeline.begin(pipeline.buckets[0]).message)
-    theirs = np.zeros_like(mine)
-    theirs[:, 0] = wire.PADDING
-    theirs[: len(indices), 0] = indices
-
-    def refuse(slot: object, parts: object) -> None:
-        pytest.fail("something was added")
-
-    error = f"rank 0: the message of worker 1 for bucket '{pipeline.buckets[0].name}' is damaged: {what}"
-    with pytest.raises(RuntimeError, match=re.escape(error)):
-        pipeline.advance(pipeline.buckets[0], backend.array(np.concatenate([mine, theirs])), 1.0, refuse)
-    pipeline.abort()
-
-
-@pytest.mark.parametrize("indices", [[2, 1], [3, 3]])
-@on_every_backend
-def test_messages_in_another_order_change_nothing(backend: Backend, indices: list[int]) -> None:
-    target = backend.ops.copy(backend.array(np.ones(8, np.float32)))
-    messages = np.array([[1, 7], [5, 7], [indices[0], 7], [indices[1], 7]], np.int32)
-    with pytest.raises(IndexError, match="ascending"):
-        backend.ops.assembler(backend.array(messages), [2, 2], 1.0)([(0, target)])
-    assert (backend.numpy(target) == 1).all()
-
-
-@on_every_backend
-def test_an_index_of_a_union_cannot_say_that_a_gradient_is_not_finite(backend: Backend) -> None:
-    """The header does."""
-    pipeline = make_pipeline(backend, TopK(0.5, union=True, min_numel=0), {"p": (8,)}, world=2)
-    pipeline.start_step()
-    pipeline.arrive("p", None)
-    (bucket,) = pipeline.buckets
-    mine = backend.numpy(pipeline.begin(bucket).message)
-    theirs = mine.copy()
-    theirs[wire.HEADER] = wire.NOT_FINITE
-    with pytest.raises(RuntimeError, match=r"the message of worker 1 .* row 0 has index -2"):
-        pipeline.advance(bucket, backend.array(np.concatenate([mine, theirs])), 1.0, lambda slot, parts: None)
-    pipeline.abort()
 
 
 def test_limits() -> None:
