@@ -137,56 +137,6 @@ def top_k_equals_numpy(granularity: str, residual: bool, op: Any) -> None:
         np.testing.assert_allclose(gradient_of(parameters["small"]), sum(small) / divisor, rtol=1e-5, atol=1e-6)
 
 
-def _one_hot(size: int, position: int, value: float) -> np.ndarray:
-    array = np.zeros(size, np.float32)
-    array[position] = value
-    return array
-
-
-def _support(rank: int, world: int, kind: str, size: int) -> np.ndarray:
-    if kind == "rank_0_is_zero":
-        return np.zeros(size, np.float32) if rank == 0 else _one_hot(size, 7, 3.0)
-    if kind == "all_zero":
-        return np.zeros(size, np.float32)
-    array = np.zeros(size, np.float32)
-    if kind == "disjoint":
-        array[rank::world][:20] = rank + 1.0
-    elif kind == "overlapping":
-        array[10 * rank : 10 * rank + 20] = 2.0**rank
-    else:
-        array[:] = 0.5 if rank == 0 else 0.0
-        array[rank] = -8.0
-    return array
-
-
-@scenario(
-    *MPI,
-    cases={
-        f"{kind}-{name}": (kind, make)
-        for kind in ("rank_0_is_zero", "all_zero", "disjoint", "overlapping", "one_dense")
-        for name, make in {"TopK": lambda: TopK(0.02), "SIDCo": lambda: SIDCo(0.02), "NoOp": NoOp}.items()
-    },
-)
-def unequal_selections(kind: str, make: MakeCompression) -> None:
-    # Where ranks have no more than k entries all of them are sent; until everything has been sent, sum up what arrives.
-    size = 1000
-    parameters = zeros({"weight": (size,)})
-    compression = make()
-    optimizer = wrap_parameters(parameters, compression)
-    mine = _support(hvd.rank(), hvd.size(), kind, size)
-    expected = sum(_support(rank, hvd.size(), kind, size) for rank in range(hvd.size())) / hvd.size()
-    reduce(optimizer, parameters, {"weight": mine})
-    arrived = gradient_of(parameters["weight"]).astype(np.float64)
-    if kind != "one_dense":
-        np.testing.assert_array_equal(arrived, expected)
-    for _ in range(200):
-        if not any(everyone(bool(compression.state_dict()["residuals"]["weight"].any()))):
-            break
-        reduce(optimizer, parameters, {"weight": np.zeros(size, np.float32)})
-        arrived += gradient_of(parameters["weight"])
-    np.testing.assert_array_equal(arrived, expected)
-
-
 def _sets() -> list[list[int]]:
     return [[0], [1]] if hvd.size() == 2 else [[0, 1], [2, 3]]
 
@@ -338,42 +288,6 @@ def hooks_start_gathers_and_never_wait(make: MakeCompression) -> None:
     assert sent[0] == sent[1] == sent[2], "names or shapes changed from step to step"
     assert len(set(map(str, everyone(sent)))) == 1, "names or shapes differ between ranks"
     assert_identical(model)
-
-
-@scenario(*MPI)
-def statistics_count_what_was_sent() -> None:
-    parameters = zeros(SHAPES)
-    compression = TopK(0.05, granularity="layer")
-    optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
-    for step in range(3):
-        reduce(optimizer, parameters, {n: normals(s, step=step, rank=hvd.rank()) for n, s in SHAPES.items()})
-    stats = compression.stats()
-    assert stats.steps == 3
-    counts = {bucket.name: bucket.count for bucket in stats.last.buckets}
-    assert counts == {"first": 100, "second": 150, "third": 45}
-    assert stats.last.total.bytes_sent == (hvd.size() - 1) * 8 * 295
-    norm = np.sqrt(sum((residual**2).sum() for residual in _residuals(compression).values()))
-    np.testing.assert_allclose(stats.last.total.residual_norm, norm, rtol=1e-6)
-
-
-@scenario(*PAIR, cases={"TopK": (lambda **s: TopK(0.5, **s),), "SIDCo": (lambda **s: SIDCo(0.5, **s),)})
-def odd_shapes(make: MakeCompression) -> None:
-    # With min_numel=0 a scalar, a single element and an empty parameter take the sparse path too.
-    shapes: dict[str, Sequence[int]] = {
-        "scalar": (),
-        "one": (1,),
-        "empty": (0, 4),
-        "thin": (1, 300),
-        "weight": (20, 20),
-    }
-    for granularity in ("layer", "model"):
-        parameters = zeros(shapes)
-        optimizer = wrap_parameters(parameters, make(min_numel=0, granularity=granularity), op=hvd.Sum)
-        for step in range(3):
-            gradients = {n: np.array(whole_numbers(s, step=step, rank=hvd.rank())) for n, s in shapes.items()}
-            reduce(optimizer, parameters, gradients)
-            assert all(parameters[name].grad.shape == torch.Size(shape) for name, shape in shapes.items())
-        assert_identical(parameters.values())
 
 
 @scenario(MPI_2)

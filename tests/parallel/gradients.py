@@ -14,14 +14,9 @@ from horovod_sparse.torch import NoOp, SIDCo, TopK
 from .common import (
     assert_close,
     assert_identical,
-    everyone,
-    gradient_of,
     normals,
     raised,
     reduce,
-    small_model,
-    train,
-    whole_numbers,
     wrap,
     wrap_parameters,
     zeros,
@@ -61,27 +56,6 @@ def precision(dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
     residuals = compression.state_dict()["residuals"]
     assert {residual.dtype for residual in residuals.values()} == {residual_dtype}
     assert_identical(parameters.values())
-
-
-@scenario(MPI_2, cases={"float16": (torch.float16,), "bfloat16": (torch.bfloat16,)})
-def half_precision_training(dtype: torch.dtype) -> None:
-    model = small_model(dtype=dtype)
-    train(model, wrap(model, SIDCo(0.05), lr=0.01), range(20))
-    assert_identical(model)
-
-
-@scenario(MPI_2)
-def mixed_precision_in_one_model() -> None:
-    # Parameters of different precision have residuals of different precision, so buckets of their own.
-    shapes = {"half": (30, 40), "single": (30, 40), "double": (30, 40)}
-    dtypes = {"half": torch.float16, "single": torch.float32, "double": torch.float64}
-    parameters = {name: zeros({name: shape}, dtypes[name])[name] for name, shape in shapes.items()}
-    optimizer = wrap_parameters(parameters, TopK(1.0, granularity="model"), op=hvd.Sum)
-    for step in range(3):
-        reduce(optimizer, parameters, {n: whole_numbers(s, step=step, rank=hvd.rank()) % 64 for n, s in shapes.items()})
-        for name, shape in shapes.items():
-            total = sum(whole_numbers(shape, step=step, rank=rank) % 64 for rank in range(hvd.size()))
-            np.testing.assert_array_equal(gradient_of(parameters[name]), total, err_msg=name)
 
 
 class _Convolutions(nn.Module):
@@ -191,17 +165,6 @@ def embedding_without_gradient(absent: Any, as_dense: bool) -> None:
     _train_embedded(model, wrap(model, NoOp(), momentum=0.0, sparse_as_dense=as_dense), absent)
     assert_identical(model)
     assert_close(model, reference)
-
-
-@scenario(MPI_2)
-def embedding_unused_in_the_first_step() -> None:
-    # Nobody knows yet that its gradients are sparse; they are compressed like any other from then on.
-    model = _Embedded()
-    compression = NoOp()
-    _train_embedded(model, wrap(model, compression, momentum=0.0), lambda step, rank: step == 0)
-    assert "embedding.weight" in compression.state_dict()["residuals"]
-    assert_identical(model)
-    assert len(set(everyone(int(model.embedding.weight.grad.to_dense().count_nonzero())))) == 1
 
 
 @scenario(*MPI, cases={"compressed": (0,), "dense": (10_000,)})

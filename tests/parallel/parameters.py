@@ -195,15 +195,3 @@ def wrappers_without_memory_are_refused_by_name(name: str) -> None:
     assert f"parameter '{name}' {text}" in raised(TypeError, lambda: wrap(layer, TopK(0.05)))
     late = {"params": [getattr(layer, name)]}
     assert f"parameter 'allreduce.noname.1.0' {text}" in raised(TypeError, lambda: optimizer.add_param_group(late))
-
-
-@scenario(MPI_2)
-def a_complex_parameter_that_joins_late_is_refused_on_every_rank() -> None:
-    model = small_model()
-    optimizer = wrap(model, TopK(0.05))
-    train(model, optimizer, range(2))
-    phase = nn.Parameter(torch.zeros(300, dtype=torch.complex64))
-    optimizer.add_param_group({"params": [phase]})
-    optimizer.zero_grad()
-    phase.abs().sum().backward()
-    assert "must be real, got torch.complex64" in raised(TypeError, optimizer.step)
