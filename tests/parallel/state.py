@@ -1,4 +1,4 @@
-"""Scenarios: saving and resuming. What is loaded continues bit for bit; what does not fit is refused at once."""
+"""Scenarios: saving and resuming. What is loaded continues bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from horovod_sparse.torch import MomentumCorrection, SIDCo, TopK
+from horovod_sparse.torch import SIDCo, TopK
 
 from .common import (
     BUCKET_BYTES,
@@ -18,7 +18,6 @@ from .common import (
     assert_identical,
     digest,
     loss_of,
-    raised,
     small_model,
     train,
 )
@@ -83,116 +82,6 @@ def resumed_run_continues_bit_for_bit(make: MakeCompression) -> None:
 
 
 @scenario(MPI_2)
-def momentum_resumes_where_there_is_no_residual() -> None:
-    def make() -> Any:
-        return TopK(0.01, momentum_correction=MomentumCorrection(), exclude=["*"])
-
-    first = _Run(make())
-    first.train(5)
-    saved = first.save()
-    first.train(5, 10)
-    second = _Run(make())
-    second.load(saved)
-    second.train(5, 10)
-    assert second.digest() == first.digest()
-
-
-@scenario(MPI_2)
-def loaded_state_is_a_copy() -> None:
-    first = _Run(SIDCo(0.01, bucket_bytes=BUCKET_BYTES))
-    first.train(5)
-    state = first.compression.state_dict()
-    kept = copy.deepcopy(state)
-    second = _Run(SIDCo(0.01, bucket_bytes=BUCKET_BYTES))
-    second.compression.load_state_dict(state)
-    first.train(5, 8)
-    for residual in state["residuals"].values():
-        residual.fill_(7.0)
-    expected = digest(kept["residuals"].values())
-    assert digest(second.compression.state_dict()["residuals"].values()) == expected
-    handed_out = second.compression.state_dict()
-    for residual in handed_out["residuals"].values():
-        residual.fill_(9.0)
-    assert digest(second.compression.state_dict()["residuals"].values()) == expected
-
-
-@scenario(MPI_2, cases={to: (to,) for to in ("layer", "bucket", "model")})
-def other_bucketing_can_load(granularity: str) -> None:
-    first = _Run(SIDCo(0.01, bucket_bytes=BUCKET_BYTES))
-    first.train(6)
-    state = first.compression.state_dict()
-    for trained in (0, 2):
-        second = _Run(SIDCo(0.01, granularity=granularity, bucket_bytes=10**6))
-        second.train(trained)
-        second.model.load_state_dict(first.model.state_dict())
-        second.compression.load_state_dict(state)
-        loaded = second.compression.state_dict()["residuals"]
-        assert loaded.keys() == state["residuals"].keys()
-        assert all(torch.equal(loaded[name], residual) for name, residual in state["residuals"].items())
-        second.train(6, 10)
-        assert_identical(second.model)
-
-
-def _damaged(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], str]]:
-    """Wrong states, each with what the message must say."""
-
-    def changed(**parts: Any) -> dict[str, Any]:
-        return {**copy.deepcopy(state), **parts}
-
-    name = sorted(state["residuals"])[0]
-    residuals, adaptive = state["residuals"], state["adaptive"]
-    return {
-        "missing": (changed(residuals={n: r for n, r in residuals.items() if n != name}), name),
-        "unexpected": (changed(residuals={**residuals, "nonsense": torch.zeros(3)}), "nonsense"),
-        "shape": (changed(residuals={**residuals, name: residuals[name].reshape(-1)[1:]}), name),
-        "version": (changed(version=1), "version"),
-        "not_a_compressor's": ({"state": {}, "param_groups": []}, "not a compressor"),
-        "incomplete": (
-            {part: kept for part, kept in state.items() if part != "velocities"},
-            "['velocities'] are missing",
-        ),
-        "adaptive": (changed(adaptive={n: a for n, a in adaptive.items() if n != name}), "adaptive"),
-    }
-
-
-@scenario(MPI_2, cases={f"{when}_stepping": (steps,) for when, steps in {"before": 0, "after": 2}.items()})
-def wrong_state_is_refused_at_once(steps: int) -> None:
-    first = _Run(TopK(0.01))
-    first.train(3)
-    good = first.compression.state_dict()
-    second = _Run(TopK(0.01))
-    second.train(steps)
-    before = digest(second.compression.state_dict()["residuals"].values())
-    problems = []
-    for kind, (state, expected) in _damaged(good).items():
-        try:
-            second.compression.load_state_dict(state)
-        except ValueError as error:
-            if expected not in str(error):
-                problems.append(f"{kind}: the message must name {expected}: {error}")
-        else:
-            problems.append(f"{kind}: accepted")
-    assert not problems, problems
-    assert digest(second.compression.state_dict()["residuals"].values()) == before, "a refused state left traces"
-    second.train(3, 5)
-    assert_identical(second.model)
-
-
-@scenario(MPI_2)
-def reset_is_a_fresh_start() -> None:
-    fresh, used = _Run(SIDCo(0.01)), _Run(SIDCo(0.01))
-    initial = copy.deepcopy((used.model.state_dict(), used.optimizer.state_dict()))
-    used.train(100, 107)
-    used.compression.reset()
-    used.model.load_state_dict(initial[0])
-    used.optimizer.load_state_dict(initial[1])
-    for run in (fresh, used):
-        run.train(6)
-    assert fresh.digest() == used.digest()
-    assert used.compression.stats().steps == 6
-
-
-@scenario(MPI_2)
 def saved_before_the_first_step() -> None:
     first, second = _Run(SIDCo(0.01)), _Run(SIDCo(0.01))
     second.load(first.save())
@@ -209,7 +98,6 @@ def settings_are_not_part_of_the_state() -> None:
     second = _Run(TopK(0.1))
     second.compression.load_state_dict(first.compression.state_dict())
     second.train(3, 5)
-    assert raised(ValueError, lambda: TopK(2.0)).startswith("ratio must be in (0, 1]")
     assert 0.09 < second.compression.stats().last.total.ratio <= 0.1
     assert_identical(second.model)
 
@@ -255,19 +143,3 @@ def a_state_can_be_replaced_in_the_middle_of_a_step(make: MakeCompression, how: 
         results.append(run.digest())
     assert results[0] == results[1]
     assert_identical(run.model)
-
-
-@scenario(MPI_2, cases={"SIDCo": (COMPRESSORS["SIDCo"],), "MiCRO": (COMPRESSORS["MiCRO"],)})
-def a_state_that_waits_is_rescaled_whole(make: MakeCompression) -> None:
-    """Its thresholds too: as if it had been rescaled after it was loaded."""
-    first = _Run(make(bucket_bytes=BUCKET_BYTES))
-    first.train(8)
-    state = first.compression.state_dict()
-    waiting, first_step_done = _Run(make(bucket_bytes=BUCKET_BYTES)), _Run(make(bucket_bytes=BUCKET_BYTES))
-    first_step_done.train(1)
-    for run in (waiting, first_step_done):
-        run.compression.load_state_dict(state)
-        run.compression.rescale(2.0**-10)
-    states = [run.compression.state_dict() for run in (waiting, first_step_done)]
-    assert states[0]["adaptive"] == states[1]["adaptive"] != state["adaptive"]
-    assert digest(states[0]["residuals"].values()) == digest(states[1]["residuals"].values())

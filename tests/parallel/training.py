@@ -175,12 +175,3 @@ def closure_is_reduced(make: Any) -> None:
     assert all(isinstance(loss, torch.Tensor) for loss in losses), "step returns what the closure returned"
     assert_identical(model)
     assert_close(model, reference, rtol=1e-4, atol=1e-5)
-
-
-@scenario(*MPI)
-def closure_with_selection() -> None:
-    model = small_model()
-    optimizer = wrap(model, SIDCo(0.01, bucket_bytes=BUCKET_BYTES))
-    for step in range(10):
-        optimizer.step(_closure(model, optimizer, step))
-    assert_identical(model)
