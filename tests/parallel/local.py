@@ -50,20 +50,6 @@ def local_updates_of_arrays(law: Any, *arguments: Any) -> None:
     law(local_laws.Workers(hvd.rank(), hvd.size(), everyone, _array_maker()), *arguments)
 
 
-@scenario(*MPI)
-def local_updates_of_arrays_and_tensors_are_equal() -> None:
-    settings = {"every": 2, "residual_decay": 0.9, "outer_lr": 0.7, "outer_momentum": 0.5}
-    makers = (local_laws.torch_maker(sparse), _array_maker())
-    (tensors, move, _), (arrays, move_arrays, _) = (make("SIDCo", {"ratio": 0.05}, **settings) for make in makers)
-    for step in range(8):
-        by = local_laws.moves(step, hvd.rank())
-        move(by)
-        move_arrays(by)
-    for name, array in arrays.items():
-        assert array.any()
-        np.testing.assert_array_equal(tensors[name], array)
-
-
 def _interrupt(owner: Any, name: str, call: int) -> Any:
     """On worker 1, let a call of a method be interrupted."""
     method, calls = getattr(owner, name), itertools.count(1)

@@ -77,20 +77,6 @@ def formulas(workers: Workers, decay: float, outer_lr: float, momentum: float) -
         assert len({str([one.tobytes() for one in each]) for each in workers.everyone([*parameters.values()])}) == 1
 
 
-def dense_is_the_mean_of_local_training(workers: Workers) -> None:
-    """Without compression and outer momentum, the workers' parameters are averaged."""
-    parameters, move, _ = workers.make("NoOp", {}, every=EVERY, residual_decay=1.0)
-    expected = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    for outer in range(3):
-        for step in range(EVERY):
-            move(moves(EVERY * outer + step, workers.rank))
-            for rank in range(workers.size):
-                for name, by in moves(EVERY * outer + step, rank).items():
-                    expected[name] += by / workers.size
-        for name, parameter in parameters.items():
-            np.testing.assert_allclose(parameter, expected[name], rtol=1e-4, atol=1e-6)
-
-
 def a_resumed_run_goes_on_bit_for_bit(workers: Workers) -> None:
     """Also between two exchanges."""
     make = lambda: workers.make("SIDCo", {"ratio": 0.05}, every=EVERY, outer_momentum=0.5)  # noqa: E731
@@ -152,7 +138,6 @@ def exchanges_in_another_order_raise_on_all(workers: Workers, met: bool) -> None
 LAWS: dict[str, tuple[Any, ...]] = {
     "formulas": (formulas, 0.95, 1.0, 0.0),
     "formulas-outer": (formulas, 0.9, 0.7, 0.5),
-    "dense": (dense_is_the_mean_of_local_training,),
     "resumed": (a_resumed_run_goes_on_bit_for_bit,),
     "another-order": (exchanges_in_another_order_raise_on_all, True),
     "another-order-at-first": (exchanges_in_another_order_raise_on_all, False),

@@ -294,27 +294,6 @@ def a_hook_serves_one_model(together: bool) -> None:
 
 
 @scenario(TORCHRUN_2)
-def a_model_between_the_layers_of_another_is_noticed() -> None:
-    """Its bucket comes when the other one's first has come, and not its last."""
-    inner = wrap(nn.Linear(30, 30))
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            # DDP's first bucket has at least 1 MiB, and with find_unused_parameters it is not the only one.
-            self.first, self.second = nn.Linear(30, 30), nn.Linear(30, 10_000)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(inner(self.first(x)))
-
-    outer, compression = wrap(Outer(), find_unused_parameters=True), TopK(0.01, bucket_bytes=BUCKET_BYTES)
-    for model in (outer, inner):
-        model.register_comm_hook(compression, comm_hook)
-    text = everyone_raises(ValueError, outer(torch.ones(2, 30)).sum().backward)
-    assert "compression must serve one model" in text, text
-
-
-@scenario(TORCHRUN_2)
 def sparse_gradients_are_refused_by_name() -> None:
     network = nn.Sequential(nn.Embedding(50, 40, sparse=True), nn.Flatten(), nn.Linear(80, 4))
     model = wrap(network, TopK(0.1))

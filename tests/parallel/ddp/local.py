@@ -23,16 +23,6 @@ def local_updates(law: Any, *arguments: Any) -> None:
 
 
 @scenario(TORCHRUN_2)
-def workers_that_begin_with_other_parameters_all_raise() -> None:
-    torch.manual_seed(ranks.rank())
-    model = nn.Linear(3, 4)
-    local = sparse.LocalUpdates(torch.optim.SGD(model.parameters(), lr=0.1), model, every=1)
-    model(torch.ones(1, 3)).sum().backward()
-    text = everyone_raises(ValueError, local.step)
-    assert "shared parameters" in text, text
-
-
-@scenario(TORCHRUN_2)
 def a_scaler_belongs_to_its_worker() -> None:
     torch.manual_seed(0)
     model = nn.Linear(30, 40)
