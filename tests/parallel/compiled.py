@@ -73,7 +73,8 @@ def compression_for(backend: str) -> Any:
     return NoOp() if backend == "inductor" else SIDCo(0.05, bucket_bytes=BUCKET_BYTES)
 
 
-def _compare(way: Callable[..., None], backend: str) -> None:
+@scenario(MPI_2, cases=CASES)
+def compiling_changes_nothing(way: Callable[..., None], backend: str) -> None:
     trained = []
     for compile_it in (lambda function: function, compiler(backend)):
         model, compression = small_model(), compression_for(backend)
@@ -81,16 +82,6 @@ def _compare(way: Callable[..., None], backend: str) -> None:
         assert_identical(model)
         trained.append((model, compression))
     check_trained(trained, backend)
-
-
-@scenario(MPI_2)
-def a_compiled_update_changes_no_bit() -> None:
-    _compare(updates, "eager")
-
-
-@scenario(MPI_2, cases=CASES, quick=False)
-def compiling_changes_nothing(way: Callable[..., None], backend: str) -> None:
-    _compare(way, backend)
 
 
 @scenario(MPI_2, quick=False)

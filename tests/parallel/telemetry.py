@@ -31,20 +31,6 @@ def _as_hook(path: Path) -> Source:
     return compression
 
 
-def _after_steps(path: Path) -> Source:
-    model, compression = small_model(), sparse.SIDCo(0.05)
-    optimizer = wrap(model, compression, backward_passes_per_step=2)
-    log = sparse.StatsLog(compression, path, every=2)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for part in range(2):
-            loss_of(model, 2 * step + part).backward()
-            log()
-        optimizer.step()
-        log()
-    return compression
-
-
 def _with_scaler(path: Path) -> Source:
     model, compression = small_model(), sparse.SIDCo(0.05)
     optimizer, scaler = wrap(model, compression), torch.amp.GradScaler("cpu", init_scale=2.0**7)
@@ -90,7 +76,6 @@ def _arrays(path: Path) -> Source:
     *EVERYWHERE,
     cases={
         "hook": (_as_hook,),
-        "accumulation": (_after_steps,),
         "scaler": (_with_scaler,),
         "local updates": (_local_updates,),
     },

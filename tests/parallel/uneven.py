@@ -171,23 +171,6 @@ def several_optimizers_reduce_in_any_order() -> None:
     _law(training)
 
 
-@scenario(*PAIR)
-def passes_are_accumulated() -> None:
-    def training() -> Training:
-        model = small_model()
-        optimizer = wrap(model, SIDCo(0.02), backward_passes_per_step=2)
-
-        def step(number: int, has_data: bool) -> None:
-            optimizer.zero_grad()
-            for micro in range(2 if has_data else 0):
-                loss_of(model, 2 * number + micro).backward()
-            optimizer.step()
-
-        return Training(model, [optimizer], step)
-
-    _law(training)
-
-
 _OPTIMIZERS: dict[str, Any] = {
     "Adam": partial(torch.optim.Adam, lr=1e-3, weight_decay=0.1),
     "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1),

@@ -270,17 +270,6 @@ def activations_are_computed_again(reentrant: bool) -> None:
     assert digest(models[0].parameters()) == digest(models[1].parameters())
 
 
-@scenario(TORCHRUN_2)
-def a_disabled_scaler_changes_nothing() -> None:
-    network, compression = overflowing(), TopK(0.01, bucket_bytes=BUCKET_BYTES)
-    model, scaler = wrap(network, compression), torch.amp.GradScaler("cpu", enabled=False)
-    compression.scale_with(scaler)
-    network.overflows = ranks.rank() == 1
-    loss = scaler.scale(loss_of(model, 0))
-    text = everyone_raises(FloatingPointError, loss.backward)
-    assert "holds NaN or infinity" in text and "call compression.scale_with(scaler)" in text
-
-
 @scenario(TORCHRUN_2, cases={"together": (True,), "in-turn": (False,)})
 def a_hook_serves_one_model(together: bool) -> None:
     compression, models = TopK(0.01, bucket_bytes=BUCKET_BYTES), [wrap(small_model()) for _ in range(2)]

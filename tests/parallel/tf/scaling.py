@@ -15,7 +15,7 @@ from horovod_sparse.tensorflow import DGC, DistributedGradientTape, MiCRO, SIDCo
 
 from ..scenario import TF_2, scenario
 from .common import MakeCompression, assert_identical, everyone, raised
-from .keras3 import LOSS, assert_close, assert_in_step, compiled, data, fit, small_model
+from .keras3 import LOSS, assert_in_step, compiled, data, fit, small_model
 
 Wrap = Callable[[Any, Any], Any]
 SCALE = 2.0**7
@@ -202,16 +202,6 @@ def bfloat16_in_keras_needs_nothing() -> None:
         assert not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
         assert_in_step(model)
         assert compression.stats().steps == 10
-
-
-@scenario(TF_2)
-def a_fixed_loss_scale_changes_nothing() -> None:
-    optimizers = (keras.optimizers.SGD(0.05, loss_scale_factor=8.0), keras.optimizers.SGD(0.05))
-    models = [compiled(_plain(one, TopK(0.02, clip_norm=0.5))) for one in optimizers]
-    for model in models:
-        fit(model, range(10))
-        assert_in_step(model)
-    assert_close(*models)
 
 
 class _Other(keras.optimizers.SGD):

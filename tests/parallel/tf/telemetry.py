@@ -31,10 +31,6 @@ def _with_fit(path: Path, **arguments: Any) -> Any:
     return compression
 
 
-def _two_at_once(path: Path) -> Any:
-    return _with_fit(path, steps_per_execution=2)
-
-
 def _with_a_tape(path: Path) -> Any:
     compression = adapter.SIDCo(0.05)
     log = adapter.StatsLog(compression, path, every=2)
@@ -51,7 +47,6 @@ def _with_a_tape(path: Path) -> Any:
     TF_4,
     cases={
         "fit": (_with_fit,),
-        "several steps at once": (_two_at_once,),
         "tape": (_with_a_tape,),
     },
 )
