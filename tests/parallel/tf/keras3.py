@@ -21,7 +21,7 @@ import horovod_sparse.tensorflow as ours
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.tensorflow import DGC, NoOp, SIDCo, TopK
 
-from ..scenario import TF_2, TF_4, TF_GLOO_2, TF_SETS_4, scenario
+from ..scenario import TF_2, TF_4, TF_GLOO_2, scenario
 from .common import COMPRESSORS, MakeCompression, assert_identical, everyone, normals, raised
 
 BATCH = 8
@@ -263,20 +263,6 @@ def local_variables_keep_their_own_gradients(scale: bool) -> None:
     assert_identical([shared])
 
 
-@scenario(TF_SETS_4, cases={"none": (lambda: hvd.Compression.none,), "TopK": (lambda: TopK(0.01),)})
-def keras_in_process_sets(make: MakeCompression) -> None:
-    pairs = [hvd.add_process_set([0, 1]), hvd.add_process_set([2, 3])]
-    mine = pairs[hvd.rank() // 2]
-    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=make(), process_set=mine))
-    fit(model, range(8))
-    weights = everyone(model.weights[0].numpy())
-    assert np.array_equal(weights[0], weights[1])
-    assert np.array_equal(weights[2], weights[3])
-    assert not np.array_equal(weights[0], weights[2])
-    for one in pairs:
-        hvd.remove_process_set(one)
-
-
 # --- several passes per step ---
 
 
@@ -438,9 +424,6 @@ def horovods_callbacks_change_the_learning_rate() -> None:
         assert float(model.optimizer.learning_rate) == 0.25
         for velocity, old in zip(model.optimizer.momentums, before, strict=True):
             np.testing.assert_array_equal(velocity.numpy(), np.float32(factor) * old)
-    generator = ((inputs[:BATCH], labels[:BATCH]) for _ in range(2))
-    message = raised(ValueError, lambda: model.fit(generator, verbose=0, callbacks=[warm_up.__class__(0.1)]))
-    assert "steps_per_epoch must be given to LearningRateWarmupCallback" in message
 
 
 @scenario(TF_2)
@@ -491,13 +474,6 @@ def residuals_know_the_learning_rate_of_the_step() -> None:
         assert rates
         np.testing.assert_allclose(list(rates.values()), expected, rtol=1e-6)
     assert_in_step(model)
-    # One that is set by hand.
-    compression = TopK(0.01, lr_in_residual=True)
-    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression))
-    for rate in (0.1, 0.03):
-        model.optimizer.learning_rate = rate
-        fit(model, [0])
-        np.testing.assert_allclose(list(compression.state_dict()["learning_rates"].values()), rate, rtol=1e-6)
 
 
 @scenario(TF_2, quick=False)
@@ -596,11 +572,10 @@ def optimizers_that_are_refused() -> None:
     for optimizer in (sgd(0.1, momentum=0.9), scaled):
         error = raised(ValueError, lambda optimizer=optimizer: wrap(optimizer, compression=DGC(0.01)))
         assert "momentum=0.9" in error, error
-    for make in (keras.optimizers.Adam, keras.optimizers.RMSprop, keras.optimizers.Lion, keras.optimizers.Ftrl):
-        messages = warned(
-            lambda make=make: wrap(keras.optimizers.LossScaleOptimizer(make(0.1)), compression=TopK(0.01))
-        )
-        assert any(f"train worse with {make.__name__}" in message for message in messages), messages
+    messages = warned(
+        lambda: wrap(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)), compression=TopK(0.01))
+    )
+    assert any("train worse with Adam" in message for message in messages), messages
     assert warned(lambda: wrap(keras.optimizers.Adam(0.1), compression=NoOp())) == []
     assert warned(lambda: wrap(sgd(0.1), compression=DGC(0.01))) == []
 

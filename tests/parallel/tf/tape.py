@@ -448,10 +448,9 @@ def training_goes_on_from_a_checkpoint(make: MakeCompression) -> None:
         function = graph_reducer(while_running, weights)
         function(tensors(gradients_of(9)))
         tf.train.Checkpoint(compression=while_running).read(path)
-        rewound = compression
-        tf.train.Checkpoint(compression=rewound).read(path)
+        tf.train.Checkpoint(compression=compression).read(path)
     for number, step in enumerate((5, 6)):
-        for other in (before_first, from_state, rewound):
+        for other in (before_first, from_state, compression):
             got = reduce(other, weights, gradients_of(step))
             for name in SHAPES:
                 np.testing.assert_array_equal(got[name], expected[number][name])
@@ -474,16 +473,6 @@ def a_plain_allreduce_is_right(graph: bool) -> None:
     largest = np.argsort(-np.abs(flat), kind="stable")[:20]
     chosen[largest] = flat[largest]
     np.testing.assert_allclose(got.numpy().reshape(-1), np.sum(everyone(chosen), axis=0), rtol=1e-6)
-
-
-@scenario(TF_2)
-def compressing_is_differentiable() -> None:
-    x = tf.Variable(normals((30, 30), step=0, rank=0))
-    with tf.GradientTape() as tape:
-        kept, _ = TopK(0.1).compress(x)
-        loss = tf.reduce_sum(kept * kept)
-    np.testing.assert_allclose(tape.gradient(loss, x).numpy(), 2 * kept.numpy())
-    assert np.count_nonzero(kept.numpy()) == 90
 
 
 @scenario(TF_2)
