@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
-from horovod_sparse.exchange.protocols import Collective, Exchange, Sender, Sent, sparse_allgather
 from horovod_sparse.torch import NoOp, SIDCo, TopK
 
 from .common import (
@@ -18,6 +17,7 @@ from .common import (
     COMPRESSORS,
     MakeCompression,
     assert_identical,
+    digest,
     everyone,
     feed,
     gradient_of,
@@ -38,20 +38,6 @@ SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "third
 COMPRESSED = ("first", "second", "third")
 
 
-def own_exchange(bucket: Sender) -> Generator[Collective, Any, Sent]:
-    """A user's own, of which nothing is known before it begins."""
-    return (yield from sparse_allgather(bucket))
-
-
-class OwnExchange(TopK):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(0.01, **settings)
-
-    @property
-    def exchange(self) -> Exchange:
-        return own_exchange
-
-
 def _residuals(compression: Any) -> dict[str, np.ndarray]:
     state = compression.state_dict()["residuals"]
     return {name: state[name].double().numpy() if name in state else np.zeros(SHAPES[name]) for name in SHAPES}
@@ -70,7 +56,6 @@ def _total(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         for name, make in COMPRESSORS.items()
         for granularity in ("layer", "model")
     }
-    | {"own exchange": (OwnExchange, "model", torch.float32)}
     | {"TopK-float64": (COMPRESSORS["TopK"], "bucket", torch.float64)},
 )
 def nothing_is_lost(make: MakeCompression, granularity: str, dtype: torch.dtype) -> None:
@@ -137,56 +122,41 @@ def top_k_equals_numpy(granularity: str, residual: bool, op: Any) -> None:
         np.testing.assert_allclose(gradient_of(parameters["small"]), sum(small) / divisor, rtol=1e-5, atol=1e-6)
 
 
-def _sets() -> list[list[int]]:
-    return [[0], [1]] if hvd.size() == 2 else [[0, 1], [2, 3]]
-
-
-@scenario(MPI_4, *PAIR)
-def disjoint_process_sets() -> None:
-    # Two halves of the ranks train apart, at the same time: each reduces over itself only, and divides by its own size.
-    sets = [hvd.add_process_set(ranks) for ranks in _sets()]
-    mine = next(one for one in sets if one.included())
-    members = _sets()[sets.index(mine)]
+@scenario(
+    *EVERYWHERE,
+    cases={
+        # Two halves of the ranks, at the same time.
+        "halves": (lambda: np.array_split(range(hvd.size()), 2),),
+        # Rank 0 runs the same lines, and its gradients stay its own.
+        "all but one": (lambda: [range(1, hvd.size())],),
+    },
+)
+def process_sets_reduce_for_themselves(split: Any) -> None:
+    # Each reduces over itself only, and divides by its own size.
+    groups = [[int(rank) for rank in ranks] for ranks in split()]
+    sets = [hvd.add_process_set(ranks) for ranks in groups]
+    number = next((number for number, ranks in enumerate(groups) if hvd.rank() in ranks), 0)
+    members = groups[number] if hvd.rank() in groups[number] else [hvd.rank()]
     try:
         parameters = zeros(SHAPES)
-        optimizer = wrap_parameters(parameters, NoOp(bucket_bytes=16_000), process_set=mine)
+        optimizer = wrap_parameters(parameters, NoOp(bucket_bytes=16_000, min_numel=0), process_set=sets[number])
         for step in range(3):
             reduce(optimizer, parameters, {n: whole_numbers(s, step=step, rank=hvd.rank()) for n, s in SHAPES.items()})
             for name, shape in SHAPES.items():
-                total = sum(whole_numbers(shape, step=step, rank=rank) for rank in members)
-                np.testing.assert_array_equal(gradient_of(parameters[name]), total / len(members), err_msg=name)
+                # Every value is divided, then summed in rank order: three workers do not divide exactly.
+                shares = [whole_numbers(shape, step=step, rank=rank) / np.float32(len(members)) for rank in members]
+                np.testing.assert_array_equal(gradient_of(parameters[name]), sum(shares), err_msg=name)
         model = small_model()
         compression = SIDCo(0.01, bucket_bytes=BUCKET_BYTES)
-        train(model, wrap(model, compression, process_set=mine), range(10))
+        train(model, wrap(model, compression, process_set=sets[number]), range(10))
         assert (compression.residual_bytes > 0) == (len(members) > 1), "one worker alone compresses nothing"
-        digests = everyone([parameter.detach().sum().item() for parameter in model.parameters()])
-        assert all(digests[rank] == digests[members[0]] for rank in members)
-        assert all(digests[rank] != digests[members[0]] for rank in range(hvd.size()) if rank not in members)
+        digests = everyone(digest(model.parameters()))
+        for rank in range(hvd.size()):
+            assert (digests[rank] == digests[hvd.rank()]) == (rank in members)
     finally:
         hvd.barrier()
         for one in sets:
             hvd.remove_process_set(one)
-
-
-@scenario(*EVERYWHERE)
-def rank_outside_of_the_process_set() -> None:
-    # Only the last ranks train together; rank 0 runs the same lines, and its gradients stay its own.
-    members = list(range(1, hvd.size()))
-    process_set = hvd.add_process_set(members)
-    try:
-        shapes = {name: SHAPES[name] for name in COMPRESSED}
-        parameters = zeros(shapes)
-        optimizer = wrap_parameters(parameters, TopK(1.0), process_set=process_set)
-        over = members if hvd.rank() in members else [0]
-        for step in range(3):
-            reduce(optimizer, parameters, {n: whole_numbers(s, step=step, rank=hvd.rank()) for n, s in shapes.items()})
-            for name, shape in shapes.items():
-                # Every value is divided, then summed in rank order: three workers do not divide exactly.
-                shares = [whole_numbers(shape, step=step, rank=rank) / np.float32(len(over)) for rank in over]
-                np.testing.assert_array_equal(gradient_of(parameters[name]), sum(shares), err_msg=name)
-    finally:
-        hvd.barrier()
-        hvd.remove_process_set(process_set)
 
 
 @scenario(*EVERYWHERE)

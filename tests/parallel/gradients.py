@@ -166,16 +166,6 @@ def embedding_without_gradient(absent: Any, as_dense: bool) -> None:
     assert_close(model, reference)
 
 
-@scenario(*MPI, cases={"compressed": (0,), "dense": (10_000,)})
-def embedding_first_used_by_some(min_numel: int) -> None:
-    # Sparse gradients on some ranks, none on others: the optimizer must see the same layout everywhere.
-    model = _Embedded()
-    optimizer = wrap(model, NoOp(min_numel=min_numel), momentum=0.9)
-    _train_embedded(model, optimizer, lambda step, rank: step == 0 or rank == 1)
-    assert not model.embedding.weight.grad.is_sparse
-    assert_identical(model)
-
-
 @scenario(*MPI)
 def a_state_that_does_not_fit_the_embeddings_raises_on_all() -> None:
     # When it is loaded nobody knows that gradients will be sparse, of which there are no residuals.

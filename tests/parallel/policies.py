@@ -229,18 +229,6 @@ def dense_steps_are_dense_training(make: MakeCompression) -> None:
     assert_identical(late)
 
 
-@scenario(MPI_2)
-def dense_gradients_are_clipped_in_their_own_precision() -> None:
-    parameters = zeros({"weight": (40, 50)}, torch.float64)
-    compression = TopK(0.05, exclude=["*"], clip_norm=0.5, residual_dtype="float32")
-    optimizer = wrap_parameters(parameters, compression)
-    # Thirds have no end in binary.
-    mine = normals((40, 50), step=0, rank=hvd.rank()).astype(np.float64) / 3
-    reduce(optimizer, parameters, {"weight": mine})
-    clipped = everyone(mine * (0.5 * np.sqrt(hvd.size()) / np.linalg.norm(mine)))
-    np.testing.assert_allclose(gradient_of(parameters["weight"]), np.mean(clipped, axis=0), rtol=1e-13, atol=1e-17)
-
-
 # --- momentum before the selection, the learning rate in the residual ---
 
 
