@@ -82,13 +82,10 @@ def what_cannot_be_right_is_refused(wrap: Wrap, rank: int) -> None:
     assert "call optimizer.step() after the block" in raised(RuntimeError, step_in_block)
     other = torch.optim.SGD([bowl.second], lr=0.1)
     assert "got one without 'first'" in raised(ValueError, lambda: enter(other, compression))
-    for coefficient in (-0.1, 1.5, float("nan"), True):
-        assert "coefficient must be in" in raised(ValueError, lambda c=coefficient: enter(optimizer, compression, c))
-    for settings in ({"balanced": True}, {"hierarchical": True}):
-        other_bowl = Bowl()
-        refused = TopK(0.1, **settings)
-        _, other = wrap(other_bowl, torch.optim.SGD(other_bowl.parameters(), lr=0.1), refused)
-        assert "must be False" in raised(ValueError, lambda c=refused, o=other: enter(o, c))
+    assert "coefficient must be in" in raised(ValueError, lambda: enter(optimizer, compression, 1.5))
+    other_bowl, refused = Bowl(), TopK(0.1, balanced=True)
+    _, other = wrap(other_bowl, torch.optim.SGD(other_bowl.parameters(), lr=0.1), refused)
+    assert "must be False" in raised(ValueError, lambda: enter(other, refused))
     moving = Bowl()
     alone = torch.optim.SGD(moving.parameters(), lr=0.1)
     local = LocalUpdates(alone, moving, TopK(0.1))

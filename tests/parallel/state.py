@@ -52,35 +52,6 @@ class _Run:
         return digest([*self.model.parameters(), *(residuals[name] for name in sorted(residuals))])
 
 
-@scenario(*MPI, cases={n: (make,) for n, make in COMPRESSORS.items() if n != "NoOp"})
-def resumed_run_continues_bit_for_bit(make: MakeCompression) -> None:
-    first = _Run(make(bucket_bytes=BUCKET_BYTES))
-    first.train(10)
-    saved, ten_steps = first.save(), first.digest()
-    first.train(10, 20)
-
-    before_first_step = _Run(make(bucket_bytes=BUCKET_BYTES))
-    before_first_step.load(saved)
-    again = torch.load(io.BytesIO(before_first_step.save()), weights_only=True)["compression"]
-    assert again["adaptive"] == torch.load(io.BytesIO(saved), weights_only=True)["compression"]["adaptive"]
-    assert before_first_step.digest() == ten_steps, "saving at once gives what was loaded"
-    before_first_step.train(10, 20)
-    assert before_first_step.digest() == first.digest()
-
-    after_other_steps = _Run(make(bucket_bytes=BUCKET_BYTES))
-    after_other_steps.train(50, 53)
-    after_other_steps.load(saved)
-    after_other_steps.train(10, 20)
-    assert after_other_steps.digest() == first.digest()
-    assert_identical(first.model)
-
-    without = _Run(make(bucket_bytes=BUCKET_BYTES))
-    without.load(saved)
-    without.compression.reset()
-    without.train(10, 20)
-    assert without.digest() != first.digest(), "the residuals make no difference: the scenario tests nothing"
-
-
 @scenario(MPI_2)
 def settings_are_not_part_of_the_state() -> None:
     # What a resumed run is asked for is what it does: here another ratio.

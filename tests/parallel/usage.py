@@ -36,7 +36,7 @@ from .common import (
     zeros,
 )
 from .exchange import Spy
-from .scenario import EVERYWHERE, MPI, MPI_2, MPI_4, PAIR, scenario
+from .scenario import EVERYWHERE, MPI, MPI_2, PAIR, scenario
 
 SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
 
@@ -127,25 +127,6 @@ def groups(kind: str) -> None:
 
 
 # --- synchronize ---
-
-
-@scenario(MPI_2)
-def clipping_between_synchronize_and_step() -> None:
-    dense, sparse = small_model(), small_model()
-    for model, compression in ((dense, hvd.Compression.none), (sparse, NoOp())):
-        optimizer = wrap(model, compression)
-        for step in range(6):
-            optimizer.zero_grad()
-            (10.0 * loss_of(model, step)).backward()
-            optimizer.synchronize()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            assert norm > 0.5, "the scenario clips nothing"
-            with optimizer.skip_synchronize():
-                optimizer.step()
-            clipped = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
-            assert 0.499 < clipped <= 0.5001
-    assert_close(sparse, dense)
-    assert_identical(sparse)
 
 
 @scenario(*EVERYWHERE, cases={"skipped": (False,), "made": (True,)})
@@ -291,16 +272,6 @@ def two_optimizers_in_flight() -> None:
     for together, single in zip(models, alone, strict=True):
         assert_identical(together)
         assert digest(together.parameters()) == digest(single.parameters())
-
-
-@scenario(MPI_2)
-def named_or_not() -> None:
-    named, unnamed = small_model(), small_model()
-    train(named, wrap(named, SIDCo(0.05)), range(6))
-    sgd = torch.optim.SGD(unnamed.parameters(), lr=0.05, momentum=0.9)
-    train(unnamed, hvd.DistributedOptimizer(sgd, compression=SIDCo(0.05)), range(6))
-    assert digest(named.parameters()) == digest(unnamed.parameters())
-    assert_identical(unnamed)
 
 
 # --- defects of stock Horovod that our path must not have ---
@@ -830,15 +801,3 @@ def stock_compression_is_untouched(compression: Any) -> None:
     finally:
         seam.install()
     assert digest(extended.parameters()) == digest(stock.parameters())
-
-
-@scenario(MPI_4)
-def many_steps_without_update() -> None:
-    # step() without a backward pass sends what the residuals hold, and keeps the replicas together.
-    model = small_model()
-    optimizer = wrap(model, SIDCo(0.05))
-    train(model, optimizer, range(3))
-    for _ in range(5):
-        optimizer.zero_grad()
-        optimizer.step()
-    assert_identical(model)

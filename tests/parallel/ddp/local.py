@@ -75,17 +75,6 @@ def parameters_that_one_worker_adds_raise_on_all() -> None:
 
 
 @scenario(TORCHRUN_2)
-def a_state_of_something_else_is_refused() -> None:
-    torch.manual_seed(0)
-    model, other = nn.Linear(3, 4), nn.Linear(5, 4)
-    local, theirs = (sparse.LocalUpdates(torch.optim.SGD(m.parameters(), lr=0.1), m) for m in (model, other))
-    assert "it has no ['steps', 'compression']" in raised(
-        ValueError, lambda: local.load_state_dict({"shared": {}, "momentum": {}})
-    )
-    assert "it is another model's" in raised(ValueError, lambda: local.load_state_dict(theirs.state_dict()))
-
-
-@scenario(TORCHRUN_2)
 def wrong_settings_are_refused() -> None:
     model = nn.Linear(3, 4)
     optimizer = torch.optim.AdamW(model.parameters())
