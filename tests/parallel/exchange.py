@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
-from horovod_sparse.torch import NoOp, SIDCo, TopK
+from horovod_sparse.torch import SIDCo, TopK
 
 from .common import (
     BUCKET_BYTES,
@@ -139,7 +139,7 @@ def process_sets_reduce_for_themselves(split: Any) -> None:
     members = groups[number] if hvd.rank() in groups[number] else [hvd.rank()]
     try:
         parameters = zeros(SHAPES)
-        optimizer = wrap_parameters(parameters, NoOp(bucket_bytes=16_000, min_numel=0), process_set=sets[number])
+        optimizer = wrap_parameters(parameters, TopK(1.0, bucket_bytes=16_000, min_numel=0), process_set=sets[number])
         for step in range(3):
             reduce(optimizer, parameters, {n: whole_numbers(s, step=step, rank=hvd.rank()) for n, s in SHAPES.items()})
             for name, shape in SHAPES.items():
