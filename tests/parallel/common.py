@@ -93,6 +93,25 @@ def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
         optimizer.step()
 
 
+def train_as_one(
+    reference: nn.Module,
+    plain: Any,
+    trained: Iterable[tuple[nn.Module, Any]],
+    steps: Iterable[int],
+    loss: Any,
+    **zero_grad: bool,
+) -> None:
+    """Train `reference` with everybody's loss(model, step, rank) in one process, and models with optimizers on all ranks."""
+    for step in steps:
+        plain.zero_grad()
+        torch.stack([loss(reference, step, rank) for rank in range(hvd.size())]).mean().backward()
+        plain.step()
+        for model, optimizer in trained:
+            optimizer.zero_grad(**zero_grad)
+            loss(model, step, hvd.rank()).backward()
+            optimizer.step()
+
+
 def wrap(model: nn.Module, compression: Any, *, lr: float = 0.05, momentum: float = 0.9, **arguments: Any) -> Any:
     """SGD, made distributed."""
     sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)

@@ -17,6 +17,7 @@ from .common import (
     normals,
     raised,
     reduce,
+    train_as_one,
     wrap,
     wrap_parameters,
     zeros,
@@ -80,16 +81,8 @@ def memory_layouts() -> None:
     # The reference is one process with everybody's loss.
     reference, model, selective = (_Convolutions().to(memory_format=torch.channels_last) for _ in range(3))
     plain = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
-    optimizer, selecting = wrap(model, NoOp()), wrap(selective, SIDCo(0.05))
-    for step in range(5):
-        plain.zero_grad()
-        losses = [10.0 * reference(_images(step, rank)) for rank in range(hvd.size())]
-        torch.stack(losses).mean().backward()
-        plain.step()
-        for trained, one in ((model, optimizer), (selective, selecting)):
-            one.zero_grad()
-            (10.0 * trained(_images(step, hvd.rank()))).backward()
-            one.step()
+    trained = [(model, wrap(model, NoOp())), (selective, wrap(selective, SIDCo(0.05)))]
+    train_as_one(reference, plain, trained, range(5), lambda one, step, rank: 10.0 * one(_images(step, rank)))
     layouts = {name: parameter.grad.is_contiguous() for name, parameter in model.named_parameters()}
     assert not layouts["second.weight"] and not layouts["mixed"], "the scenario tests nothing: gradients are contiguous"
     assert_close(model, reference)
@@ -156,12 +149,12 @@ def embedding_without_gradient(absent: Any, as_dense: bool) -> None:
     # On one rank or on all the embedding is not used in some steps. The reference is one process with everybody's loss.
     reference, model = _Embedded(), _Embedded()
     plain = torch.optim.SGD(reference.parameters(), lr=0.05)
-    for step in range(6):
-        plain.zero_grad()
-        inputs = [None if absent(step, rank) else _words(step, rank) for rank in range(hvd.size())]
-        (torch.stack([5.0 * reference(words) for words in inputs]).mean()).backward()
-        plain.step()
-    _train_embedded(model, wrap(model, NoOp(), momentum=0.0, sparse_as_dense=as_dense), absent)
+    optimizer = wrap(model, NoOp(), momentum=0.0, sparse_as_dense=as_dense)
+
+    def loss(one: nn.Module, step: int, rank: int) -> torch.Tensor:
+        return 5.0 * one(None if absent(step, rank) else _words(step, rank))
+
+    train_as_one(reference, plain, [(model, optimizer)], range(6), loss)
     assert_identical(model)
     assert_close(model, reference)
 

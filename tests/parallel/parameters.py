@@ -25,6 +25,7 @@ from .common import (
     reduce,
     small_model,
     train,
+    train_as_one,
     whole_numbers,
     wrap,
     wrap_parameters,
@@ -114,14 +115,7 @@ def shared_parameters_count_once() -> None:
     plain = torch.optim.SGD(reference.parameters(), lr=0.05)
     compression = TopK(0.05, min_numel=0)
     optimizers = [(model, wrap(model, NoOp(), momentum=0.0)), (selective, wrap(selective, compression))]
-    for step in range(6):
-        plain.zero_grad()
-        torch.stack([reference(_inputs(step, rank)) for rank in range(hvd.size())]).mean().backward()
-        plain.step()
-        for trained, optimizer in optimizers:
-            optimizer.zero_grad()
-            trained(_inputs(step, hvd.rank())).backward()
-            optimizer.step()
+    train_as_one(reference, plain, optimizers, range(6), lambda one, step, rank: one(_inputs(step, rank)))
     assert_close(model, reference)
     assert_identical(model)
     assert_identical(selective)

@@ -30,6 +30,7 @@ from .common import (
     reduce,
     small_model,
     train,
+    train_as_one,
     whole_numbers,
     wrap,
     wrap_parameters,
@@ -170,6 +171,11 @@ def _inputs(step: int, rank: int) -> torch.Tensor:
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
+def _both_heads(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    loss: torch.Tensor = model(_inputs(step, rank), "lr")
+    return loss
+
+
 _HEADS: dict[str, Any] = {
     "sub_losses": lambda step, rank: "lr"[(rank + step) % 2],
     "missing_on_rank_1": lambda step, rank: "l" if rank == 1 else "lr",
@@ -186,17 +192,15 @@ def missing_gradients(heads: Any, set_to_none: bool) -> None:
     # A parameter without a gradient counts as zero. The reference is one process with everybody's loss.
     reference, model, selective = _TwoHeads(), _TwoHeads(), _TwoHeads()
     plain = torch.optim.SGD(reference.parameters(), lr=0.05)
-    optimizer = wrap(model, NoOp(), momentum=0.0)
-    compressing = wrap(selective, SIDCo(0.05, granularity="layer"))
-    for step in range(6):
-        plain.zero_grad()
-        losses = [reference(_inputs(step, rank), heads(step, rank)) for rank in range(hvd.size())]
-        torch.stack(losses).mean().backward()
-        plain.step()
-        for trained, one in ((model, optimizer), (selective, compressing)):
-            one.zero_grad(set_to_none=set_to_none)
-            trained(_inputs(step, hvd.rank()), heads(step, hvd.rank())).backward()
-            one.step()
+    trained = [
+        (model, wrap(model, NoOp(), momentum=0.0)),
+        (selective, wrap(selective, SIDCo(0.05, granularity="layer"))),
+    ]
+
+    def loss(one: nn.Module, step: int, rank: int) -> torch.Tensor:
+        return one(_inputs(step, rank), heads(step, rank))
+
+    train_as_one(reference, plain, trained, range(6), loss, set_to_none=set_to_none)
     assert_close(model, reference)
     assert_identical(model)
     assert_identical(selective)
@@ -218,12 +222,7 @@ def thawed_after_wrapping() -> None:
         for one in (model, reference):
             one.left.requires_grad_(step >= 2)
             one.right.requires_grad_(step != 4)
-        plain.zero_grad()
-        torch.stack([reference(_inputs(step, rank), "lr") for rank in range(hvd.size())]).mean().backward()
-        plain.step()
-        optimizer.zero_grad()
-        model(_inputs(step, hvd.rank()), "lr").backward()
-        optimizer.step()
+        train_as_one(reference, plain, [(model, optimizer)], [step], _both_heads)
     assert "left.weight" in compression.state_dict()["residuals"]
     assert_close(model, reference)
     assert_identical(model)
@@ -241,12 +240,7 @@ def parameter_group_added_after_wrapping() -> None:
             if step == first_step:
                 optimizer.add_param_group({"params": list(model.right.parameters()), "lr": 0.02})
                 plain.add_param_group({"params": list(reference.right.parameters()), "lr": 0.02})
-            plain.zero_grad()
-            torch.stack([reference(_inputs(step, rank), "lr") for rank in range(hvd.size())]).mean().backward()
-            plain.step()
-            optimizer.zero_grad()
-            model(_inputs(step, hvd.rank()), "lr").backward()
-            optimizer.step()
+            train_as_one(reference, plain, [(model, optimizer)], [step], _both_heads)
         assert_close(model, reference)
         assert_identical(model)
 

@@ -19,11 +19,9 @@ from .common import everyone, normals, reduce
 from .keras3 import compiled, fit
 
 
-def _with_fit(path: Path, **arguments: Any) -> Any:
+def _with_fit(path: Path) -> Any:
     compression = adapter_keras.SIDCo(0.05)
-    model = compiled(
-        adapter_keras.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression), **arguments
-    )
+    model = compiled(adapter_keras.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression))
     log = adapter_keras.StatsLog(compression, path, every=2)
     fit(model, range(STEPS), callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=log)])
     return compression
