@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from backend import ORACLE
-from driver import dense_sum, exchange, make_pipeline
 
-from .common import normals, raised
+from .common import Oracle, normals, raised
 
 SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "small": (30,)}
 EVERY = 3
@@ -40,10 +38,7 @@ def formulas(workers: Workers, decay: float, outer_lr: float, momentum: float) -
     parameters, move, _ = workers.make("TopK", arguments, **settings)
     from horovod_sparse.compressors import TopK
 
-    pipelines = [
-        make_pipeline(ORACLE, TopK(**arguments), {n: SHAPES[n] for n in compressed}, world=workers.size, position=p)
-        for p in range(workers.size)
-    ]
+    oracle = Oracle(TopK(**arguments), {name: SHAPES[name] for name in compressed}, workers.size)
     shared = {name: one.copy() for name, one in parameters.items()}
     velocity = {name: np.zeros_like(one) for name, one in shared.items()}
     for outer in range(5):
@@ -56,16 +51,9 @@ def formulas(workers: Workers, decay: float, outer_lr: float, momentum: float) -
                 for name, by in moves(EVERY * outer + step, rank).items():
                     mine[name] += by
             drifts.append({name: shared[name] - mine[name] for name in SHAPES})
-        means = {"small": np.mean([one["small"] for one in drifts], axis=0, dtype=np.float32)}
-        for pipeline, drift in zip(pipelines, drifts, strict=True):
-            pipeline.start_step()
-            for name in compressed:
-                pipeline.arrive(name, drift[name])
-        for buckets in zip(*(pipeline.buckets for pipeline in pipelines), strict=True):
-            for name, parts in exchange(ORACLE, pipelines, buckets, float(workers.size))[0].items():
-                means[name] = dense_sum(parts, int(np.prod(SHAPES[name]))).reshape(SHAPES[name])
-        for pipeline in pipelines:
-            pipeline.end_step()
+        means = oracle.reduce([{name: drift[name] for name in compressed} for drift in drifts])
+        means["small"] = np.mean([one["small"] for one in drifts], axis=0, dtype=np.float32)
+        for pipeline in oracle.pipelines:
             for name in compressed:
                 pipeline.residuals.view(name)[:] *= np.float32(decay)
         for name, mean in means.items():

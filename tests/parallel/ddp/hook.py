@@ -19,6 +19,7 @@ from ..common import (
     BUCKET_BYTES,
     COMPRESSORS,
     MakeCompression,
+    Oracle,
     digest,
     kept,
     normals,
@@ -28,7 +29,7 @@ from ..common import (
 )
 from ..scenario import TORCHRUN, TORCHRUN_2, TORCHRUN_4, scenario
 from . import ranks
-from .common import Exact, Oracle, assert_identical, everyone_raises, loss_of, reduce, sgd, train, wrap
+from .common import Exact, assert_identical, everyone_raises, loss_of, reduce, sgd, train, wrap
 
 SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
 COMPRESSED = {name: shape for name, shape in SHAPES.items() if name != "small"}
