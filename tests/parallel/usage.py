@@ -343,30 +343,6 @@ def gradient_scaler_skips_on_all_ranks() -> None:
     assert everyone(scaler.get_scale()) == [2.0] * hvd.size()
 
 
-@scenario(*MPI)
-def a_change_of_the_loss_scale_changes_nothing() -> None:
-    """Training with a scale that changes, and `rescale`, is training without a scale, bit by bit: powers of two are exact."""
-    models = small_model(), small_model()
-    compressions = SIDCo(0.02), SIDCo(0.02)
-    plain, scaled = (wrap(model, compression) for model, compression in zip(models, compressions, strict=True))
-    train(models[0], plain, range(8))
-    scale = 64.0
-    for step in range(8):
-        scaled.zero_grad()
-        (scale * loss_of(models[1], step)).backward()
-        scaled.synchronize()
-        for parameter in models[1].parameters():
-            parameter.grad /= scale
-        with scaled.skip_synchronize():
-            scaled.step()
-        if step in (2, 5):
-            compressions[1].rescale(0.125)
-            scale *= 0.125
-    assert digest(models[0].parameters()) == digest(models[1].parameters())
-    for factor in (0.0, -1.0, float("nan"), "2"):
-        assert "factor must be a finite number > 0" in raised(ValueError, lambda f=factor: compressions[1].rescale(f))
-
-
 def _scale_by_numpy(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad.numpy()[...] *= 0.5
@@ -444,7 +420,7 @@ def _stop(*_: Any) -> None:
     raise _StoppedError
 
 
-def _stopped_in_backward(model: nn.Module, optimizer: Any, step: int) -> None:
+def _stopped_in_backward(model: nn.Module, _: Any, step: int) -> None:
     # The last weight in backward: the others are on their way.
     hook = model[0].weight.register_hook(_stop)
     try:
@@ -535,18 +511,6 @@ _DISCARDED: dict[str, Any] = {
         "whole_gradient": lambda **s: TopK(0.02, clip_norm=1.0, clip_scope="model", **s),
     }.items()
 }
-
-
-@scenario(MPI_2)
-def an_update_without_synchronize_is_refused() -> None:
-    model = small_model()
-    optimizer = wrap(model, TopK(0.05))
-    train(model, optimizer, range(2))
-    loss_of(model, 2).backward()
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    assert "before optimizer.step()" in raised(AssertionError, optimizer.zero_grad)
-    optimizer.synchronize()
 
 
 @scenario(*PAIR, cases={name: (*case, (0, 3, 4, 6)) for name, case in _PLACES.items()} | _INNER | _DISCARDED)
@@ -680,7 +644,7 @@ def small_parameters_share_one_allreduce(arguments: dict[str, Any]) -> None:
     shapes |= {"scalar": (), "empty": (0,), "large": (30, 30)}
     parameters = zeros(shapes) | zeros({"double": (5,)}, torch.float64)
     shapes["double"] = (5,)
-    optimizer = wrap_parameters(parameters, TopK(0.02, exclude=["large"]), **arguments)
+    optimizer = wrap_parameters(parameters, TopK(0.02, exclude=["lar*"]), **arguments)
     divisor = 1 if "op" in arguments else hvd.size()
     for step in range(3):
         # Some have no gradient: on one rank, or on any.
