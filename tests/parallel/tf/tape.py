@@ -534,6 +534,17 @@ def _of_another_shape(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @scenario(TF_2)
+def a_reset_is_a_fresh_start() -> None:
+    compression, weights = TopK(0.05), variables(SHAPES)
+    reduce(compression, weights, gradients_of(0))
+    compression.reset()
+    got, expected = (reduce(one, weights, gradients_of(1)) for one in (compression, TopK(0.05)))
+    for name in SHAPES:
+        np.testing.assert_array_equal(got[name], expected[name])
+    assert compression.stats().steps == 1
+
+
+@scenario(TF_2)
 def a_state_that_is_damaged_is_refused() -> None:
     compression = TopK(0.05)
     reduce(compression, variables(SHAPES), gradients_of(0))
