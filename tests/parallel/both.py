@@ -46,18 +46,7 @@ def _tensorflow(hvd: Any) -> tuple[Any, np.ndarray]:
     return compression, hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, weight).numpy()
 
 
-def _keras(hvd: Any) -> tuple[Any, np.ndarray]:
-    import keras
-
-    from horovod_sparse.tensorflow.keras import DistributedOptimizer
-
-    weight, compression = keras.Variable(np.zeros((20, 30))), hvd.TopK(1.0, min_numel=0)
-    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), compression=compression)
-    optimizer.apply([keras.ops.ones((20, 30)) * (1.0 + hvd.rank())], [weight])
-    return compression, -weight.numpy()
-
-
-REDUCE = {"torch": _torch, "tensorflow": _tensorflow, "keras": _keras}
+REDUCE = {"torch": _torch, "tensorflow": _tensorflow}
 
 
 def main(trains: str, last: str) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as stock
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -91,42 +90,6 @@ def optimizers_go_on_as_the_root_does(make: Callable[[Iterable[Tensor]], torch.o
     for _ in range(3):
         optimizer.step(loss)
     assert_identical(model)
-
-
-class Mixed(nn.Module):
-    """A parameter that is not trained, a dense one, and an embedding with sparse gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.chosen = nn.Parameter(torch.tensor([1, 3]), requires_grad=False)
-        self.weight = nn.Parameter(torch.ones(5, 3))
-        self.embedding = nn.Embedding(7, 5, sparse=True)
-
-    def forward(self) -> Tensor:
-        total: Tensor = (self.embedding(self.chosen) @ self.weight).sum()
-        return total
-
-
-@scenario(*PAIR, cases={"dense": (False,), "sparse": (True,)})
-def an_optimizer_without_a_state_gets_the_gradients_that_horovod_gives(sparse: bool) -> None:
-    """Zeros where there was none and one is wanted. The first backward pass adds to them."""
-    gradients = []
-    for broadcast in (stock.broadcast_optimizer_state, hvd.broadcast_optimizer_state):
-        model = Mixed()
-        parameters = [*model.embedding.parameters()] if sparse else [model.chosen, model.weight]
-        optimizer: Any = torch.optim.SGD(parameters, lr=0.1, momentum=0.0 if sparse else 0.9)
-        named = [(name, one) for name, one in model.named_parameters() if any(one is other for other in parameters)]
-        optimizer = stock.DistributedOptimizer(optimizer, named, sparse_as_dense=sparse)
-        broadcast(optimizer, 0, model)
-        gradients.append(
-            [None if one.grad is None else (one.grad.is_sparse, one.grad.to_dense().clone()) for one in parameters]
-        )
-        assert model.chosen.grad is None
-        model().backward()
-        optimizer.step()
-    for theirs, ours in zip(*gradients, strict=True):
-        assert (theirs is None) == (ours is None)
-        assert theirs is None or (theirs[0] == ours[0] == sparse and torch.equal(theirs[1], ours[1]))
 
 
 @scenario(*PAIR)

@@ -13,7 +13,6 @@ MODULES = {
         "gradients",
         "usage",
         "wrappers",
-        "views",
         "state",
         "checkpoints",
         "numpy_checkpoints",

@@ -10,11 +10,14 @@ from typing import Any
 import horovod.torch as hvd
 import numpy as np
 import torch
+from backend import ORACLE
+from driver import dense_sum, exchange, make_pipeline
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 import horovod_sparse.torch as adapter
+from horovod_sparse.core.pipeline import Pipeline
 
 from .makers import MakeCompression, makers
 
@@ -93,6 +96,25 @@ def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
         optimizer.step()
 
 
+def train_as_one(
+    reference: nn.Module,
+    plain: Any,
+    trained: Iterable[tuple[nn.Module, Any]],
+    steps: Iterable[int],
+    loss: Any,
+    **zero_grad: bool,
+) -> None:
+    """Train `reference` with everybody's loss(model, step, rank) in one process, and models with optimizers on all ranks."""
+    for step in steps:
+        plain.zero_grad()
+        torch.stack([loss(reference, step, rank) for rank in range(hvd.size())]).mean().backward()
+        plain.step()
+        for model, optimizer in trained:
+            optimizer.zero_grad(**zero_grad)
+            loss(model, step, hvd.rank()).backward()
+            optimizer.step()
+
+
 def wrap(model: nn.Module, compression: Any, *, lr: float = 0.05, momentum: float = 0.9, **arguments: Any) -> Any:
     """SGD, made distributed."""
     sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
@@ -156,6 +178,31 @@ def selected(x: np.ndarray, count: int) -> np.ndarray:
     kept = np.zeros_like(x)
     kept[chosen] = x[chosen]
     return kept
+
+
+class Oracle:
+    """All ranks' pipelines, in NumPy and in this process."""
+
+    def __init__(self, compression: Any, shapes: Mapping[str, Sequence[int]], world: int) -> None:
+        self.pipelines: list[Pipeline] = [
+            make_pipeline(ORACLE, compression, shapes, world=world, position=position) for position in range(world)
+        ]
+
+    def reduce(self, gradients: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """The mean of all ranks' gradients, as it is after one step."""
+        world, first = len(self.pipelines), self.pipelines[0]
+        for pipeline, local in zip(self.pipelines, gradients, strict=True):
+            pipeline.start_step(local.values())
+            for name, gradient in local.items():
+                pipeline.arrive(name, gradient)
+        reduced: dict[str, np.ndarray] = {}
+        for buckets in zip(*(pipeline.buckets for pipeline in self.pipelines), strict=True):
+            for name, parts in exchange(ORACLE, self.pipelines, buckets, float(world))[0].items():
+                slot = first.bucket_of[name].slots[name]
+                reduced[name] = dense_sum(parts, slot.numel).reshape(slot.shape)
+        for pipeline in self.pipelines:
+            pipeline.end_step()
+        return reduced
 
 
 # --- across ranks ---

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from horovod_sparse.torch import LocalUpdates, NoOp, SIDCo, TopK
+from horovod_sparse.torch import NoOp, SIDCo
 
 from .common import BUCKET_BYTES, assert_close, assert_identical, digest, kept, loss_of, small_model, wrap
 from .scenario import MPI_2, scenario
@@ -73,7 +73,8 @@ def compression_for(backend: str) -> Any:
     return NoOp() if backend == "inductor" else SIDCo(0.05, bucket_bytes=BUCKET_BYTES)
 
 
-def _compare(way: Callable[..., None], backend: str) -> None:
+@scenario(MPI_2, cases=CASES)
+def compiling_changes_nothing(way: Callable[..., None], backend: str) -> None:
     trained = []
     for compile_it in (lambda function: function, compiler(backend)):
         model, compression = small_model(), compression_for(backend)
@@ -81,25 +82,3 @@ def _compare(way: Callable[..., None], backend: str) -> None:
         assert_identical(model)
         trained.append((model, compression))
     check_trained(trained, backend)
-
-
-@scenario(MPI_2)
-def a_compiled_update_changes_no_bit() -> None:
-    _compare(updates, "eager")
-
-
-@scenario(MPI_2, cases=CASES, quick=False)
-def compiling_changes_nothing(way: Callable[..., None], backend: str) -> None:
-    _compare(way, backend)
-
-
-@scenario(MPI_2, quick=False)
-def compiled_local_updates_change_no_bit() -> None:
-    digests = []
-    for compile_it in (lambda function: function, compiler("eager")):
-        model = small_model()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        updates(LocalUpdates(sgd, model, TopK(0.05), every=2), model, loss_of, compile_it)
-        assert_identical(model)
-        digests.append(digest(model.parameters()))
-    assert digests[0] == digests[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
-from horovod_sparse.exchange.protocols import Collective, Exchange, Sender, Sent, sparse_allgather
-from horovod_sparse.torch import NoOp, SIDCo, TopK
+from horovod_sparse.torch import SIDCo, TopK
 
 from .common import (
     BUCKET_BYTES,
     COMPRESSORS,
     MakeCompression,
     assert_identical,
+    digest,
     everyone,
     feed,
     gradient_of,
@@ -38,20 +38,6 @@ SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "third
 COMPRESSED = ("first", "second", "third")
 
 
-def own_exchange(bucket: Sender) -> Generator[Collective, Any, Sent]:
-    """A user's own, of which nothing is known before it begins."""
-    return (yield from sparse_allgather(bucket))
-
-
-class OwnExchange(TopK):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(0.01, **settings)
-
-    @property
-    def exchange(self) -> Exchange:
-        return own_exchange
-
-
 def _residuals(compression: Any) -> dict[str, np.ndarray]:
     state = compression.state_dict()["residuals"]
     return {name: state[name].double().numpy() if name in state else np.zeros(SHAPES[name]) for name in SHAPES}
@@ -70,7 +56,6 @@ def _total(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         for name, make in COMPRESSORS.items()
         for granularity in ("layer", "model")
     }
-    | {"own exchange": (OwnExchange, "model", torch.float32)}
     | {"TopK-float64": (COMPRESSORS["TopK"], "bucket", torch.float64)},
 )
 def nothing_is_lost(make: MakeCompression, granularity: str, dtype: torch.dtype) -> None:
@@ -137,81 +122,37 @@ def top_k_equals_numpy(granularity: str, residual: bool, op: Any) -> None:
         np.testing.assert_allclose(gradient_of(parameters["small"]), sum(small) / divisor, rtol=1e-5, atol=1e-6)
 
 
-def _one_hot(size: int, position: int, value: float) -> np.ndarray:
-    array = np.zeros(size, np.float32)
-    array[position] = value
-    return array
-
-
-def _support(rank: int, world: int, kind: str, size: int) -> np.ndarray:
-    if kind == "rank_0_is_zero":
-        return np.zeros(size, np.float32) if rank == 0 else _one_hot(size, 7, 3.0)
-    if kind == "all_zero":
-        return np.zeros(size, np.float32)
-    array = np.zeros(size, np.float32)
-    if kind == "disjoint":
-        array[rank::world][:20] = rank + 1.0
-    elif kind == "overlapping":
-        array[10 * rank : 10 * rank + 20] = 2.0**rank
-    else:
-        array[:] = 0.5 if rank == 0 else 0.0
-        array[rank] = -8.0
-    return array
-
-
 @scenario(
-    *MPI,
+    *EVERYWHERE,
     cases={
-        f"{kind}-{name}": (kind, make)
-        for kind in ("rank_0_is_zero", "all_zero", "disjoint", "overlapping", "one_dense")
-        for name, make in {"TopK": lambda: TopK(0.02), "SIDCo": lambda: SIDCo(0.02), "NoOp": NoOp}.items()
+        # Two halves of the ranks, at the same time.
+        "halves": (lambda: np.array_split(range(hvd.size()), 2),),
+        # Rank 0 runs the same lines, and its gradients stay its own.
+        "all but one": (lambda: [range(1, hvd.size())],),
     },
 )
-def unequal_selections(kind: str, make: MakeCompression) -> None:
-    # Where ranks have no more than k entries all of them are sent; until everything has been sent, sum up what arrives.
-    size = 1000
-    parameters = zeros({"weight": (size,)})
-    compression = make()
-    optimizer = wrap_parameters(parameters, compression)
-    mine = _support(hvd.rank(), hvd.size(), kind, size)
-    expected = sum(_support(rank, hvd.size(), kind, size) for rank in range(hvd.size())) / hvd.size()
-    reduce(optimizer, parameters, {"weight": mine})
-    arrived = gradient_of(parameters["weight"]).astype(np.float64)
-    if kind != "one_dense":
-        np.testing.assert_array_equal(arrived, expected)
-    for _ in range(200):
-        if not any(everyone(bool(compression.state_dict()["residuals"]["weight"].any()))):
-            break
-        reduce(optimizer, parameters, {"weight": np.zeros(size, np.float32)})
-        arrived += gradient_of(parameters["weight"])
-    np.testing.assert_array_equal(arrived, expected)
-
-
-def _sets() -> list[list[int]]:
-    return [[0], [1]] if hvd.size() == 2 else [[0, 1], [2, 3]]
-
-
-@scenario(MPI_4, *PAIR)
-def disjoint_process_sets() -> None:
-    # Two halves of the ranks train apart, at the same time: each reduces over itself only, and divides by its own size.
-    sets = [hvd.add_process_set(ranks) for ranks in _sets()]
-    mine = next(one for one in sets if one.included())
-    members = _sets()[sets.index(mine)]
+def process_sets_reduce_for_themselves(split: Any) -> None:
+    # Each reduces over itself only, and divides by its own size.
+    groups = [[int(rank) for rank in ranks] for ranks in split()]
+    sets = [hvd.add_process_set(ranks) for ranks in groups]
+    number = next((number for number, ranks in enumerate(groups) if hvd.rank() in ranks), 0)
+    members = groups[number] if hvd.rank() in groups[number] else [hvd.rank()]
     try:
         parameters = zeros(SHAPES)
-        optimizer = wrap_parameters(parameters, NoOp(bucket_bytes=16_000), process_set=mine)
+        optimizer = wrap_parameters(parameters, TopK(1.0, bucket_bytes=16_000, min_numel=0), process_set=sets[number])
         for step in range(3):
             reduce(optimizer, parameters, {n: whole_numbers(s, step=step, rank=hvd.rank()) for n, s in SHAPES.items()})
             for name, shape in SHAPES.items():
-                total = sum(whole_numbers(shape, step=step, rank=rank) for rank in members)
-                np.testing.assert_array_equal(gradient_of(parameters[name]), total / len(members), err_msg=name)
+                # Every value is divided, then summed in rank order: three workers do not divide exactly.
+                shares = [whole_numbers(shape, step=step, rank=rank) / np.float32(len(members)) for rank in members]
+                np.testing.assert_array_equal(gradient_of(parameters[name]), sum(shares), err_msg=name)
         model = small_model()
         compression = SIDCo(0.01, bucket_bytes=BUCKET_BYTES)
-        train(model, wrap(model, compression, process_set=mine), range(10))
+        train(model, wrap(model, compression, process_set=sets[number]), range(10))
         assert (compression.residual_bytes > 0) == (len(members) > 1), "one worker alone compresses nothing"
-        digests = everyone([parameter.detach().sum().item() for parameter in model.parameters()])
-        assert all(digests[rank] == digests[members[0]] for rank in members)
-        assert all(digests[rank] != digests[members[0]] for rank in range(hvd.size()) if rank not in members)
+        digests = everyone(digest(model.parameters()))
+        for rank in range(hvd.size()):
+            assert (digests[rank] == digests[hvd.rank()]) == (rank in members)
     finally:
         hvd.barrier()
         for one in sets:
@@ -219,48 +160,7 @@ def disjoint_process_sets() -> None:
 
 
 @scenario(*EVERYWHERE)
-def rank_outside_of_the_process_set() -> None:
-    # Only the last ranks train together; rank 0 runs the same lines, and its gradients stay its own.
-    members = list(range(1, hvd.size()))
-    process_set = hvd.add_process_set(members)
-    try:
-        shapes = {name: SHAPES[name] for name in COMPRESSED}
-        parameters = zeros(shapes)
-        optimizer = wrap_parameters(parameters, TopK(1.0), process_set=process_set)
-        over = members if hvd.rank() in members else [0]
-        for step in range(3):
-            reduce(optimizer, parameters, {n: whole_numbers(s, step=step, rank=hvd.rank()) for n, s in shapes.items()})
-            for name, shape in shapes.items():
-                # Every value is divided, then summed in rank order: three workers do not divide exactly.
-                shares = [whole_numbers(shape, step=step, rank=rank) / np.float32(len(over)) for rank in over]
-                np.testing.assert_array_equal(gradient_of(parameters[name]), sum(shares), err_msg=name)
-    finally:
-        hvd.barrier()
-        hvd.remove_process_set(process_set)
-
-
-@scenario(*EVERYWHERE)
-def allreduce_outside_the_optimizer() -> None:
-    # SIDCo chooses the threshold; whatever it kept, the result is the mean of the ranks' sparsified tensors.
-    compression = SIDCo(0.1)
-    mine = torch.from_numpy(normals((40, 50), step=0, rank=hvd.rank()))
-    before = mine.clone()
-    sparsified = [
-        SIDCo(0.1).compress(torch.from_numpy(normals((40, 50), step=0, rank=rank)))[0].double()
-        for rank in range(hvd.size())
-    ]
-    assert all(100 <= int(one.count_nonzero()) <= 400 for one in sparsified), "about 200 of 2000"
-    expected = sum(sparsified) / hvd.size()
-    mean = hvd.allreduce(mine, name="sparse", compression=compression)
-    assert mean.shape == mine.shape and mean.dtype == mine.dtype
-    torch.testing.assert_close(mean.double(), expected, rtol=1e-6, atol=1e-7)
-    total = hvd.allreduce(mine, name="sparse_sum", op=hvd.Sum, compression=compression)
-    torch.testing.assert_close(total.double(), expected * hvd.size(), rtol=1e-6, atol=1e-7)
-    assert torch.equal(mine, before), "the caller's tensor was changed"
-
-
-@scenario(*PAIR)
-def grouped_allreduce_outside_the_optimizer() -> None:
+def allreduces_outside_the_optimizer() -> None:
     shapes = [(40, 50), (700,), (5,)]
     mine = [torch.from_numpy(normals(shape, step=0, rank=hvd.rank())) for shape in shapes]
     before = [tensor.clone() for tensor in mine]
@@ -271,6 +171,10 @@ def grouped_allreduce_outside_the_optimizer() -> None:
         parts = [selected(flat, flat.size // 10) if flat.size >= 256 else flat for flat in flats]
         expected = (sum(part.astype(np.float64) for part in parts) / hvd.size()).reshape(shape)
         np.testing.assert_allclose(mean.numpy(), expected, rtol=1e-6, atol=1e-7)
+    alone = hvd.allreduce(mine[0], name="sparse", compression=TopK(0.1))
+    total = hvd.allreduce(mine[0], name="sparse_sum", op=hvd.Sum, compression=TopK(0.1))
+    for one, expected in ((alone, means[0]), (total, means[0] * hvd.size())):
+        torch.testing.assert_close(one, expected, rtol=1e-6, atol=1e-7)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(mine, before, strict=True))
 
 
@@ -338,42 +242,6 @@ def hooks_start_gathers_and_never_wait(make: MakeCompression) -> None:
     assert sent[0] == sent[1] == sent[2], "names or shapes changed from step to step"
     assert len(set(map(str, everyone(sent)))) == 1, "names or shapes differ between ranks"
     assert_identical(model)
-
-
-@scenario(*MPI)
-def statistics_count_what_was_sent() -> None:
-    parameters = zeros(SHAPES)
-    compression = TopK(0.05, granularity="layer")
-    optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
-    for step in range(3):
-        reduce(optimizer, parameters, {n: normals(s, step=step, rank=hvd.rank()) for n, s in SHAPES.items()})
-    stats = compression.stats()
-    assert stats.steps == 3
-    counts = {bucket.name: bucket.count for bucket in stats.last.buckets}
-    assert counts == {"first": 100, "second": 150, "third": 45}
-    assert stats.last.total.bytes_sent == (hvd.size() - 1) * 8 * 295
-    norm = np.sqrt(sum((residual**2).sum() for residual in _residuals(compression).values()))
-    np.testing.assert_allclose(stats.last.total.residual_norm, norm, rtol=1e-6)
-
-
-@scenario(*PAIR, cases={"TopK": (lambda **s: TopK(0.5, **s),), "SIDCo": (lambda **s: SIDCo(0.5, **s),)})
-def odd_shapes(make: MakeCompression) -> None:
-    # With min_numel=0 a scalar, a single element and an empty parameter take the sparse path too.
-    shapes: dict[str, Sequence[int]] = {
-        "scalar": (),
-        "one": (1,),
-        "empty": (0, 4),
-        "thin": (1, 300),
-        "weight": (20, 20),
-    }
-    for granularity in ("layer", "model"):
-        parameters = zeros(shapes)
-        optimizer = wrap_parameters(parameters, make(min_numel=0, granularity=granularity), op=hvd.Sum)
-        for step in range(3):
-            gradients = {n: np.array(whole_numbers(s, step=step, rank=hvd.rank())) for n, s in shapes.items()}
-            reduce(optimizer, parameters, gradients)
-            assert all(parameters[name].grad.shape == torch.Size(shape) for name, shape in shapes.items())
-        assert_identical(parameters.values())
 
 
 @scenario(MPI_2)

@@ -14,14 +14,10 @@ from horovod_sparse.torch import NoOp, SIDCo, TopK
 from .common import (
     assert_close,
     assert_identical,
-    everyone,
-    gradient_of,
     normals,
     raised,
     reduce,
-    small_model,
-    train,
-    whole_numbers,
+    train_as_one,
     wrap,
     wrap_parameters,
     zeros,
@@ -35,7 +31,6 @@ from .scenario import EVERYWHERE, MPI, MPI_2, scenario
         "float16": (torch.float16, torch.float32),
         "bfloat16": (torch.bfloat16, torch.float32),
         "float64": (torch.float64, torch.float64),
-        "float32": (torch.float32, torch.float32),
     },
 )
 def precision(dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
@@ -63,27 +58,6 @@ def precision(dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
     assert_identical(parameters.values())
 
 
-@scenario(MPI_2, cases={"float16": (torch.float16,), "bfloat16": (torch.bfloat16,)})
-def half_precision_training(dtype: torch.dtype) -> None:
-    model = small_model(dtype=dtype)
-    train(model, wrap(model, SIDCo(0.05), lr=0.01), range(20))
-    assert_identical(model)
-
-
-@scenario(MPI_2)
-def mixed_precision_in_one_model() -> None:
-    # Parameters of different precision have residuals of different precision, so buckets of their own.
-    shapes = {"half": (30, 40), "single": (30, 40), "double": (30, 40)}
-    dtypes = {"half": torch.float16, "single": torch.float32, "double": torch.float64}
-    parameters = {name: zeros({name: shape}, dtypes[name])[name] for name, shape in shapes.items()}
-    optimizer = wrap_parameters(parameters, TopK(1.0, granularity="model"), op=hvd.Sum)
-    for step in range(3):
-        reduce(optimizer, parameters, {n: whole_numbers(s, step=step, rank=hvd.rank()) % 64 for n, s in shapes.items()})
-        for name, shape in shapes.items():
-            total = sum(whole_numbers(shape, step=step, rank=rank) % 64 for rank in range(hvd.size()))
-            np.testing.assert_array_equal(gradient_of(parameters[name]), total, err_msg=name)
-
-
 class _Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -107,16 +81,8 @@ def memory_layouts() -> None:
     # The reference is one process with everybody's loss.
     reference, model, selective = (_Convolutions().to(memory_format=torch.channels_last) for _ in range(3))
     plain = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
-    optimizer, selecting = wrap(model, NoOp()), wrap(selective, SIDCo(0.05))
-    for step in range(5):
-        plain.zero_grad()
-        losses = [10.0 * reference(_images(step, rank)) for rank in range(hvd.size())]
-        torch.stack(losses).mean().backward()
-        plain.step()
-        for trained, one in ((model, optimizer), (selective, selecting)):
-            one.zero_grad()
-            (10.0 * trained(_images(step, hvd.rank()))).backward()
-            one.step()
+    trained = [(model, wrap(model, NoOp())), (selective, wrap(selective, SIDCo(0.05)))]
+    train_as_one(reference, plain, trained, range(5), lambda one, step, rank: 10.0 * one(_images(step, rank)))
     layouts = {name: parameter.grad.is_contiguous() for name, parameter in model.named_parameters()}
     assert not layouts["second.weight"] and not layouts["mixed"], "the scenario tests nothing: gradients are contiguous"
     assert_close(model, reference)
@@ -183,35 +149,14 @@ def embedding_without_gradient(absent: Any, as_dense: bool) -> None:
     # On one rank or on all the embedding is not used in some steps. The reference is one process with everybody's loss.
     reference, model = _Embedded(), _Embedded()
     plain = torch.optim.SGD(reference.parameters(), lr=0.05)
-    for step in range(6):
-        plain.zero_grad()
-        inputs = [None if absent(step, rank) else _words(step, rank) for rank in range(hvd.size())]
-        (torch.stack([5.0 * reference(words) for words in inputs]).mean()).backward()
-        plain.step()
-    _train_embedded(model, wrap(model, NoOp(), momentum=0.0, sparse_as_dense=as_dense), absent)
+    optimizer = wrap(model, NoOp(), momentum=0.0, sparse_as_dense=as_dense)
+
+    def loss(one: nn.Module, step: int, rank: int) -> torch.Tensor:
+        return 5.0 * one(None if absent(step, rank) else _words(step, rank))
+
+    train_as_one(reference, plain, [(model, optimizer)], range(6), loss)
     assert_identical(model)
     assert_close(model, reference)
-
-
-@scenario(MPI_2)
-def embedding_unused_in_the_first_step() -> None:
-    # Nobody knows yet that its gradients are sparse; they are compressed like any other from then on.
-    model = _Embedded()
-    compression = NoOp()
-    _train_embedded(model, wrap(model, compression, momentum=0.0), lambda step, rank: step == 0)
-    assert "embedding.weight" in compression.state_dict()["residuals"]
-    assert_identical(model)
-    assert len(set(everyone(int(model.embedding.weight.grad.to_dense().count_nonzero())))) == 1
-
-
-@scenario(*MPI, cases={"compressed": (0,), "dense": (10_000,)})
-def embedding_first_used_by_some(min_numel: int) -> None:
-    # Sparse gradients on some ranks, none on others: the optimizer must see the same layout everywhere.
-    model = _Embedded()
-    optimizer = wrap(model, NoOp(min_numel=min_numel), momentum=0.9)
-    _train_embedded(model, optimizer, lambda step, rank: step == 0 or rank == 1)
-    assert not model.embedding.weight.grad.is_sparse
-    assert_identical(model)
 
 
 @scenario(*MPI)
@@ -231,19 +176,4 @@ def a_state_that_does_not_fit_the_embeddings_raises_on_all() -> None:
     resumed.reset()
     optimizer.step()
     _train_embedded(second, optimizer)
-    assert_identical(second)
-
-
-@scenario(MPI_2)
-def a_resumed_embedding_that_is_not_used_at_once() -> None:
-    first = _Embedded()
-    compression = SIDCo(0.1)
-    _train_embedded(first, wrap(first, compression, momentum=0.0))
-    saved = compression.state_dict()
-    assert saved["sparse"] == ["embedding.weight"]
-    second, compression = _Embedded(), SIDCo(0.1)
-    optimizer = wrap(second, compression, momentum=0.0)
-    compression.load_state_dict(saved)
-    _train_embedded(second, optimizer, lambda step, rank: step == 0)
-    assert second.embedding.weight.grad.is_sparse
     assert_identical(second)

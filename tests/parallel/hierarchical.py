@@ -10,23 +10,22 @@ import torch
 
 import horovod_sparse.torch as adapter
 
+from .checkpoints import checkpoint_continues_bit_for_bit
 from .common import MakeCompression, assert_identical, raised, small_model, train, wrap
-from .disagreement import dense_steps_that_end_in_different_steps_raise_on_all
+from .disagreement import a_state_of_another_step_on_one_rank_raises_on_all
 from .exchange import nothing_is_lost
 from .launch import Launch
 from .policies import numpy_gives_the_same
 from .scenario import MPI_2, MPI_4, scenario
-from .state import resumed_run_continues_bit_for_bit
 
 ALL_4 = (MPI_4, Launch("horovodrun", 4))
 COMPRESSORS: dict[str, MakeCompression] = {
     "SIDCo": partial(adapter.SIDCo, 0.01, hierarchical=2),
-    "DGC": partial(adapter.DGC, 0.01, hierarchical=2),
     "RandomBlock": partial(adapter.RandomBlock, 0.01, shared=False, hierarchical=2),
 }
 
 
-@scenario(*ALL_4, cases={name: (make,) for name, make in COMPRESSORS.items() if name != "DGC"})
+@scenario(*ALL_4, cases={name: (make,) for name, make in COMPRESSORS.items()})
 def hosts_lose_nothing(make: MakeCompression) -> None:
     for granularity in ("layer", "model"):
         nothing_is_lost(make, granularity, torch.float32)
@@ -34,13 +33,7 @@ def hosts_lose_nothing(make: MakeCompression) -> None:
 
 @scenario(*ALL_4, cases={name: (make,) for name, make in COMPRESSORS.items()})
 def hosts_resume_bit_for_bit(make: MakeCompression) -> None:
-    if "DGC" not in repr(make()):
-        resumed_run_continues_bit_for_bit(make)
-        return
-    model = small_model()
-    optimizer = wrap(model, make(), momentum=0.0)
-    train(model, optimizer, range(6))
-    assert_identical(model)
+    checkpoint_continues_bit_for_bit(make)
 
 
 @scenario(MPI_4)
@@ -51,27 +44,15 @@ def hosts_give_what_numpy_gives() -> None:
     numpy_gives_the_same(make)
 
 
-@scenario(*ALL_4)
-def hosts_disagree_on_the_step_and_all_raise() -> None:
-    dense_steps_that_end_in_different_steps_raise_on_all(COMPRESSORS["SIDCo"])
-
-
-@scenario(*ALL_4)
-def hosts_at_different_steps_of_a_schedule_all_raise() -> None:
-    model = small_model()
-    schedule = adapter.warmup(0.25, 0.01, 6)
-    compression = adapter.TopK(schedule, hierarchical=2)
-    optimizer = wrap(model, compression)
-    train(model, optimizer, range(2))
-    state = compression.state_dict()
-    train(model, optimizer, range(2, 3))
-    if hvd.rank() >= 2:
-        compression.load_state_dict(state)
-    message = raised(RuntimeError, lambda: train(model, optimizer, range(3, 4)))
-    assert f"rank {hvd.rank()}: the ranks disagree on the state of bucket" in message, message
-    compression.load_state_dict(state)
-    train(model, optimizer, range(2, 6))
-    assert_identical(model)
+@scenario(
+    *ALL_4,
+    cases={
+        "dense_steps": (partial(COMPRESSORS["SIDCo"], dense_steps=3), (1,)),
+        "schedule": (partial(adapter.TopK, adapter.warmup(0.25, 0.01, 6), hierarchical=2), (2, 3)),
+    },
+)
+def hosts_disagree_on_the_step_and_all_raise(make: MakeCompression, behind: tuple[int, ...]) -> None:
+    a_state_of_another_step_on_one_rank_raises_on_all(make, behind)
 
 
 @scenario(*ALL_4)

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from backend import ORACLE
-from driver import dense_sum, exchange, make_pipeline
 
-from .common import normals, raised
+from .common import Oracle, normals, raised
 
 SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "small": (30,)}
 EVERY = 3
@@ -40,10 +38,7 @@ def formulas(workers: Workers, decay: float, outer_lr: float, momentum: float) -
     parameters, move, _ = workers.make("TopK", arguments, **settings)
     from horovod_sparse.compressors import TopK
 
-    pipelines = [
-        make_pipeline(ORACLE, TopK(**arguments), {n: SHAPES[n] for n in compressed}, world=workers.size, position=p)
-        for p in range(workers.size)
-    ]
+    oracle = Oracle(TopK(**arguments), {name: SHAPES[name] for name in compressed}, workers.size)
     shared = {name: one.copy() for name, one in parameters.items()}
     velocity = {name: np.zeros_like(one) for name, one in shared.items()}
     for outer in range(5):
@@ -56,16 +51,9 @@ def formulas(workers: Workers, decay: float, outer_lr: float, momentum: float) -
                 for name, by in moves(EVERY * outer + step, rank).items():
                     mine[name] += by
             drifts.append({name: shared[name] - mine[name] for name in SHAPES})
-        means = {"small": np.mean([one["small"] for one in drifts], axis=0, dtype=np.float32)}
-        for pipeline, drift in zip(pipelines, drifts, strict=True):
-            pipeline.start_step()
-            for name in compressed:
-                pipeline.arrive(name, drift[name])
-        for buckets in zip(*(pipeline.buckets for pipeline in pipelines), strict=True):
-            for name, parts in exchange(ORACLE, pipelines, buckets, float(workers.size))[0].items():
-                means[name] = dense_sum(parts, int(np.prod(SHAPES[name]))).reshape(SHAPES[name])
-        for pipeline in pipelines:
-            pipeline.end_step()
+        means = oracle.reduce([{name: drift[name] for name in compressed} for drift in drifts])
+        means["small"] = np.mean([one["small"] for one in drifts], axis=0, dtype=np.float32)
+        for pipeline in oracle.pipelines:
             for name in compressed:
                 pipeline.residuals.view(name)[:] *= np.float32(decay)
         for name, mean in means.items():
@@ -75,20 +63,6 @@ def formulas(workers: Workers, decay: float, outer_lr: float, momentum: float) -
             # Rounding must not choose other entries in later steps.
             shared[name] = parameters[name].copy()
         assert len({str([one.tobytes() for one in each]) for each in workers.everyone([*parameters.values()])}) == 1
-
-
-def dense_is_the_mean_of_local_training(workers: Workers) -> None:
-    """Without compression and outer momentum, the workers' parameters are averaged."""
-    parameters, move, _ = workers.make("NoOp", {}, every=EVERY, residual_decay=1.0)
-    expected = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    for outer in range(3):
-        for step in range(EVERY):
-            move(moves(EVERY * outer + step, workers.rank))
-            for rank in range(workers.size):
-                for name, by in moves(EVERY * outer + step, rank).items():
-                    expected[name] += by / workers.size
-        for name, parameter in parameters.items():
-            np.testing.assert_allclose(parameter, expected[name], rtol=1e-4, atol=1e-6)
 
 
 def a_resumed_run_goes_on_bit_for_bit(workers: Workers) -> None:
@@ -152,7 +126,6 @@ def exchanges_in_another_order_raise_on_all(workers: Workers, met: bool) -> None
 LAWS: dict[str, tuple[Any, ...]] = {
     "formulas": (formulas, 0.95, 1.0, 0.0),
     "formulas-outer": (formulas, 0.9, 0.7, 0.5),
-    "dense": (dense_is_the_mean_of_local_training,),
     "resumed": (a_resumed_run_goes_on_bit_for_bit,),
     "another-order": (exchanges_in_another_order_raise_on_all, True),
     "another-order-at-first": (exchanges_in_another_order_raise_on_all, False),

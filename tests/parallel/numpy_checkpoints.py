@@ -96,30 +96,15 @@ def arrays_that_do_not_fit_raise_on_every_rank() -> None:
         training.train(2)
         training.save(folder, 2)
 
-        def refused(other: Training) -> str:
-            start = other.digest
-            message = raised(RuntimeError, lambda: other.load(folder))
-            assert other.digest == start
-            return message
-
         other = Training(TopK(0.05))
         if hvd.rank() == 1:
             other.weights["bias"] = np.zeros(51, np.float32)
-        assert "rank 1: the checkpoint of step 2 does not fit: arrays must be like those that were saved" in refused(
-            other
-        )
-        other = Training(TopK(0.05))
-        other.allreduce({"another": np.ones(2000)})
-        assert "state must be of arrays like those of the first call" in refused(other)
-        other = Training(SIDCo(0.05))
-        assert "does not fit" in refused(other)
-        message = raised(RuntimeError, lambda: load_checkpoint(folder, training.comm, None, training.weights))
-        assert "allreduce must be a SparseAllreduce" in message
+        start = other.digest
+        message = raised(RuntimeError, lambda: other.load(folder))
+        assert "rank 1: the checkpoint of step 2 does not fit: arrays must be like those that were saved" in message
+        assert other.digest == start
         dense = folder / "dense"
         save_checkpoint(dense, 1, training.comm, None, training.weights, rank=hvd.rank())
         weights = {name: np.ones_like(one) for name, one in training.weights.items()}
         assert load_checkpoint(dense, training.comm, None, weights).values == {"rank": hvd.rank()}
         assert digest(weights) == digest(training.weights)
-        assert "allreduce must be None" in raised(
-            RuntimeError, lambda: load_checkpoint(dense, training.comm, training.allreduce, weights)
-        )

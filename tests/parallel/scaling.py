@@ -8,7 +8,6 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from horovod_sparse.torch import DGC, MiCRO, SIDCo, Threshold, TopK
 
@@ -17,7 +16,6 @@ from .common import (
     COMPRESSORS,
     MakeCompression,
     assert_identical,
-    batch,
     digest,
     everyone,
     kept,
@@ -143,25 +141,6 @@ def several_optimizers_share_a_scaler() -> None:
         for model in models:
             assert_identical(model)
     assert scaler.get_scale() == 4.0
-
-
-@scenario(*PAIR)
-def autocast_in_bfloat16_needs_nothing() -> None:
-    model = small_model()
-    compression = SIDCo(0.05)
-    optimizer = wrap(model, compression, lr=0.3)
-    losses = []
-    for _ in range(12):
-        optimizer.zero_grad()
-        inputs, labels = batch(0, hvd.rank())
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = F.cross_entropy(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert_identical(model)
-    assert losses[-1] < 0.9 * losses[0]
-    assert all(array.dtype == torch.float32 for array in compression.state_dict()["residuals"].values())
 
 
 @scenario(MPI_2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,13 @@ import torch
 
 import horovod_sparse.torch as sparse
 from horovod_sparse import numpy as arrays
-from horovod_sparse.tools.report.log import read
 
+from . import logged
 from .common import everyone, loss_of, small_model, train, wrap
+from .logged import STEPS
 from .scenario import EVERYWHERE, MPI, scenario
 
 Source = Any
-STEPS = 6
 
 
 def _as_hook(path: Path) -> Source:
@@ -28,20 +26,6 @@ def _as_hook(path: Path) -> Source:
     optimizer = wrap(model, compression)
     optimizer.register_step_post_hook(sparse.StatsLog(compression, path, every=2))
     train(model, optimizer, range(STEPS))
-    return compression
-
-
-def _after_steps(path: Path) -> Source:
-    model, compression = small_model(), sparse.SIDCo(0.05)
-    optimizer = wrap(model, compression, backward_passes_per_step=2)
-    log = sparse.StatsLog(compression, path, every=2)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for part in range(2):
-            loss_of(model, 2 * step + part).backward()
-            log()
-        optimizer.step()
-        log()
     return compression
 
 
@@ -90,34 +74,14 @@ def _arrays(path: Path) -> Source:
     *EVERYWHERE,
     cases={
         "hook": (_as_hook,),
-        "accumulation": (_after_steps,),
         "scaler": (_with_scaler,),
         "local updates": (_local_updates,),
     },
 )
 def a_log_has_every_second_step(run: Any) -> None:
-    _check(run)
+    logged.check(run, hvd.rank(), everyone)
 
 
 @scenario(*MPI)
 def a_log_of_arrays_has_every_second_step() -> None:
-    _check(_arrays)
-
-
-def _check(run: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"stats-{hvd.rank()}.jsonl"
-        source = run(path)
-        log = read(path)
-        begin = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
-    assert begin["compressor"] == repr(source)
-    assert source.stats().steps == source.steps == STEPS
-    assert log.column("step") == [2, 4, 6]
-    # Everything is as the statistics say of the last step, and a rank's own.
-    total = source.stats().last.total
-    assert log.lines[-1]["count"] == total.count > 0.0
-    assert log.lines[-1]["bytes_sent"] == total.bytes_sent > 0.0
-    assert log.lines[-1]["residual_norm"] == total.residual_norm
-    assert log.bytes_sent == STEPS * (total.bytes_sent + source.stats().last.dense_bytes_sent)
-    assert len(set(everyone(total.residual_norm))) == hvd.size()
-    assert all(0.0 < value < 60.0 for value in log.column("seconds"))
+    logged.check(_arrays, hvd.rank(), everyone)

@@ -46,7 +46,6 @@ def test_order_of_imports_with_tensorflow(launch: Launch, case: str) -> None:
     [
         (TF_2, "torch", "tensorflow"),
         pytest.param(TF_2, "tensorflow", "torch", marks=pytest.mark.full),
-        pytest.param(TF_2, "keras", "torch", marks=pytest.mark.full),
         pytest.param(TF_2, "torch", "torch", marks=pytest.mark.full),
         pytest.param(TF_GLOO_2, "tensorflow", "tensorflow", marks=pytest.mark.full),
     ],

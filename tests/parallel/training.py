@@ -27,7 +27,15 @@ from .common import (
 from .scenario import GLOO_2, MPI, MPI_2, MPI_4, MPI_5, scenario
 
 
-def _train_and_compare(make: MakeCompression, granularity: str, steps: int) -> None:
+@scenario(
+    MPI_2,
+    cases={
+        f"{name}-{granularity}": (make, granularity)
+        for name, make in COMPRESSORS.items()
+        for granularity in ("layer", "bucket", "model")
+    },
+)
+def replicas_stay_identical(make: MakeCompression, granularity: str, steps: int = 50) -> None:
     model = small_model()
     compression = make(granularity=granularity, bucket_bytes=BUCKET_BYTES)
     optimizer = wrap(model, compression)
@@ -42,38 +50,18 @@ def _train_and_compare(make: MakeCompression, granularity: str, steps: int) -> N
         assert len(set(everyone(residuals))) == hvd.size(), "every rank has its own data, so its own residual"
 
 
-@scenario(
-    MPI_2,
-    cases={
-        f"{name}-{granularity}": (make, granularity, 50)
-        for name, make in COMPRESSORS.items()
-        for granularity in ("layer", "bucket", "model")
-    },
-)
-def replicas_stay_identical(make: MakeCompression, granularity: str, steps: int) -> None:
-    _train_and_compare(make, granularity, steps)
+_EVERYWHERE = {"TopK": "layer", "SIDCo": "bucket", "SIDCo-guarded": "model", "MiCRO": "bucket", "TopK-union": "model"}
 
 
-@scenario(
-    MPI_4,
-    GLOO_2,
-    cases={
-        "TopK-layer": (COMPRESSORS["TopK"], "layer", 50),
-        "SIDCo-bucket": (COMPRESSORS["SIDCo"], "bucket", 50),
-        "SIDCo-guarded-model": (COMPRESSORS["SIDCo-guarded"], "model", 50),
-        "MiCRO-bucket": (COMPRESSORS["MiCRO"], "bucket", 50),
-        "RandomBlock-layer": (COMPRESSORS["RandomBlock"], "layer", 50),
-        "TopK-union-model": (COMPRESSORS["TopK-union"], "model", 50),
-    },
-)
-def replicas_stay_identical_everywhere(make: MakeCompression, granularity: str, steps: int) -> None:
-    _train_and_compare(make, granularity, steps)
+@scenario(MPI_4, GLOO_2, cases={name: (COMPRESSORS[name], granularity) for name, granularity in _EVERYWHERE.items()})
+def replicas_stay_identical_everywhere(make: MakeCompression, granularity: str) -> None:
+    replicas_stay_identical(make, granularity)
 
 
 # Horovod issue 3931 reports failures of asynchronous allgathers with more than four ranks.
 @scenario(MPI_5)
 def five_ranks() -> None:
-    _train_and_compare(COMPRESSORS["SIDCo"], "bucket", 5)
+    replicas_stay_identical(COMPRESSORS["SIDCo"], "bucket", 5)
 
 
 @scenario(
@@ -175,12 +163,3 @@ def closure_is_reduced(make: Any) -> None:
     assert all(isinstance(loss, torch.Tensor) for loss in losses), "step returns what the closure returned"
     assert_identical(model)
     assert_close(model, reference, rtol=1e-4, atol=1e-5)
-
-
-@scenario(*MPI)
-def closure_with_selection() -> None:
-    model = small_model()
-    optimizer = wrap(model, SIDCo(0.01, bucket_bytes=BUCKET_BYTES))
-    for step in range(10):
-        optimizer.step(_closure(model, optimizer, step))
-    assert_identical(model)

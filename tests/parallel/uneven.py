@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 from torch import nn
 
@@ -21,18 +20,12 @@ from .common import (
     assert_identical,
     digest,
     everyone,
-    feed,
-    gradient_of,
     kept,
     loss_of,
     overflowing,
-    selected,
     small_model,
     train,
-    whole_numbers,
     wrap,
-    wrap_parameters,
-    zeros,
 )
 from .scenario import EVERYWHERE, MPI_4, PAIR, scenario
 
@@ -171,23 +164,6 @@ def several_optimizers_reduce_in_any_order() -> None:
     _law(training)
 
 
-@scenario(*PAIR)
-def passes_are_accumulated() -> None:
-    def training() -> Training:
-        model = small_model()
-        optimizer = wrap(model, SIDCo(0.02), backward_passes_per_step=2)
-
-        def step(number: int, has_data: bool) -> None:
-            optimizer.zero_grad()
-            for micro in range(2 if has_data else 0):
-                loss_of(model, 2 * number + micro).backward()
-            optimizer.step()
-
-        return Training(model, [optimizer], step)
-
-    _law(training)
-
-
 _OPTIMIZERS: dict[str, Any] = {
     "Adam": partial(torch.optim.Adam, lr=1e-3, weight_decay=0.1),
     "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
@@ -229,37 +205,6 @@ def everything_sent_is_what_stock_join_does() -> None:
         train(model, optimizer, range(mine()))
     assert_identical(model)
     assert_close(model, stock)
-
-
-@scenario(*EVERYWHERE)
-def nothing_is_lost() -> None:
-    """Sent + kept == all gradients, and what is sent is the simulation's, exactly."""
-    shape, world, rank = (30, 40), hvd.size(), hvd.rank()
-    parameters = zeros({"weight": shape})
-    compression = TopK(0.05)
-    optimizer = wrap_parameters(parameters, compression)
-    sent = []
-    with Join(optimizer):
-        for step in range(mine()):
-            optimizer.zero_grad()
-            feed(parameters, {"weight": whole_numbers(shape, step=step, rank=rank)})
-            optimizer.step()
-            sent.append(gradient_of(parameters["weight"]).reshape(-1))
-    residuals = np.zeros((world, 1200), np.float32)
-    weight = np.zeros(1200, np.float32)
-    for step in range(max(STEPS[world])):
-        total = np.zeros(1200, np.float32)
-        for sender in range(world):
-            if step < STEPS[world][sender]:
-                residuals[sender] += whole_numbers(shape, step=step, rank=sender).reshape(-1)
-            chosen = selected(residuals[sender], 60)
-            residuals[sender] -= chosen
-            total += chosen
-        if step < len(sent):
-            np.testing.assert_array_equal(sent[step], total / world)
-        weight -= np.float32(0.1) * (total / world)
-    np.testing.assert_allclose(parameters["weight"].detach().numpy().reshape(-1), weight, rtol=1e-6, atol=1e-4)
-    np.testing.assert_array_equal(compression.state_dict()["residuals"]["weight"].numpy().reshape(-1), residuals[rank])
 
 
 @scenario(*PAIR, cases={"sparse": (False,), "sparse_as_dense": (True,)})

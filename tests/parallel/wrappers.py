@@ -31,21 +31,13 @@ class Around:
         return getattr(self._optimizer, name)
 
 
-class Copied(Around):
-    """Also has a copy of the optimizer's attributes, as in earlier releases of Lightning."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        vars(self).update(vars(optimizer))
-
-
 def _renamed(optimizer: Any) -> Any:
     """The optimizer itself, of a class that derives from its own."""
     optimizer.__class__ = type("Renamed", (type(optimizer),), {})
     return optimizer
 
 
-WRAPPERS: dict[str, tuple[Callable[[Any], Any]]] = {"around": (Around,), "copied": (Copied,), "renamed": (_renamed,)}
+WRAPPERS: dict[str, tuple[Callable[[Any], Any]]] = {"around": (Around,), "renamed": (_renamed,)}
 
 
 def _compression() -> SIDCo:

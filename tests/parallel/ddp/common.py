@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from backend import ORACLE
-from driver import dense_sum, exchange, make_pipeline
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.torch import register
 
 from ..common import batch, digest
@@ -49,31 +46,6 @@ def reduce(model: DistributedDataParallel, gradients: Any) -> dict[str, np.ndarr
     model.zero_grad()
     model(gradients).backward()
     return {name: parameter.grad.numpy().copy() for name, parameter in model.module.named_parameters()}
-
-
-class Oracle:
-    """All ranks' pipelines, in NumPy and in this process."""
-
-    def __init__(self, compression: Any, shapes: Mapping[str, Sequence[int]], world: int) -> None:
-        self.pipelines: list[Pipeline] = [
-            make_pipeline(ORACLE, compression, shapes, world=world, position=position) for position in range(world)
-        ]
-
-    def reduce(self, gradients: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """The mean of all ranks' gradients, as it is after one step."""
-        world, first = len(self.pipelines), self.pipelines[0]
-        for pipeline, local in zip(self.pipelines, gradients, strict=True):
-            pipeline.start_step(local.values())
-            for name, gradient in local.items():
-                pipeline.arrive(name, gradient)
-        reduced: dict[str, np.ndarray] = {}
-        for buckets in zip(*(pipeline.buckets for pipeline in self.pipelines), strict=True):
-            for name, parts in exchange(ORACLE, self.pipelines, buckets, float(world))[0].items():
-                slot = first.bucket_of[name].slots[name]
-                reduced[name] = dense_sum(parts, slot.numel).reshape(slot.shape)
-        for pipeline in self.pipelines:
-            pipeline.end_step()
-        return reduced
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ..common import (
     BUCKET_BYTES,
     COMPRESSORS,
     MakeCompression,
+    Oracle,
     digest,
     kept,
     normals,
@@ -27,7 +29,7 @@ from ..common import (
 )
 from ..scenario import TORCHRUN, TORCHRUN_2, TORCHRUN_4, scenario
 from . import ranks
-from .common import Exact, Oracle, assert_identical, everyone_raises, loss_of, reduce, sgd, train, wrap
+from .common import Exact, assert_identical, everyone_raises, loss_of, reduce, sgd, train, wrap
 
 SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
 COMPRESSED = {name: shape for name, shape in SHAPES.items() if name != "small"}
@@ -71,32 +73,20 @@ _FEATURES: dict[str, dict[str, Any]] = {
 
 
 @scenario(*TORCHRUN, cases={name: (arguments,) for name, arguments in _FEATURES.items()})
-def ratio_one_is_dense_training(arguments: dict[str, Any]) -> None:
+def replicas_stay_identical_and_ratio_one_is_dense_training(arguments: dict[str, Any]) -> None:
     dense = wrap(small_model(), **arguments)
     train(dense, sgd(dense), range(10))
-    for compression in (NoOp(bucket_bytes=BUCKET_BYTES), TopK(1.0, bucket_bytes=BUCKET_BYTES)):
+    for make in (NoOp, partial(TopK, 1.0), COMPRESSORS["SIDCo"], COMPRESSORS["MiCRO"]):
+        compression = make(bucket_bytes=BUCKET_BYTES)
         model = wrap(small_model(), compression, **arguments)
-        train(model, sgd(model), range(10))
-        for mine, theirs in zip(model.parameters(), dense.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        optimizer = sgd(model)
+        train(model, optimizer, range(10))
+        if compression.ratio == 1.0:
+            for mine, theirs in zip(model.parameters(), dense.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+        train(model, optimizer, range(10, 30))
         assert_identical(model)
-
-
-@scenario(
-    *TORCHRUN,
-    cases={
-        f"{name}-{feature}": (COMPRESSORS[name], _FEATURES[feature])
-        for name in ("SIDCo", "MiCRO")
-        for feature in _FEATURES
-    },
-)
-def replicas_stay_identical(make: MakeCompression, arguments: dict[str, Any]) -> None:
-    compression = make(bucket_bytes=BUCKET_BYTES)
-    model = wrap(small_model(), compression, **arguments)
-    train(model, sgd(model), range(30))
-    assert_identical(model)
-    assert len(compression.stats().last.buckets) == 3
-    assert len(set(ranks.allgather_object(digest(compression.state_dict()["residuals"].values())))) == ranks.size()
+        assert len(compression.stats().last.buckets) == 3
 
 
 @scenario(*TORCHRUN, cases={name: (COMPRESSORS[name],) for name in ("SIDCo", "MiCRO", "SIDCo-balanced")})
@@ -270,17 +260,6 @@ def activations_are_computed_again(reentrant: bool) -> None:
     assert digest(models[0].parameters()) == digest(models[1].parameters())
 
 
-@scenario(TORCHRUN_2)
-def a_disabled_scaler_changes_nothing() -> None:
-    network, compression = overflowing(), TopK(0.01, bucket_bytes=BUCKET_BYTES)
-    model, scaler = wrap(network, compression), torch.amp.GradScaler("cpu", enabled=False)
-    compression.scale_with(scaler)
-    network.overflows = ranks.rank() == 1
-    loss = scaler.scale(loss_of(model, 0))
-    text = everyone_raises(FloatingPointError, loss.backward)
-    assert "holds NaN or infinity" in text and "call compression.scale_with(scaler)" in text
-
-
 @scenario(TORCHRUN_2, cases={"together": (True,), "in-turn": (False,)})
 def a_hook_serves_one_model(together: bool) -> None:
     compression, models = TopK(0.01, bucket_bytes=BUCKET_BYTES), [wrap(small_model()) for _ in range(2)]
@@ -294,49 +273,11 @@ def a_hook_serves_one_model(together: bool) -> None:
 
 
 @scenario(TORCHRUN_2)
-def a_model_between_the_layers_of_another_is_noticed() -> None:
-    """Its bucket comes when the other one's first has come, and not its last."""
-    inner = wrap(nn.Linear(30, 30))
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            # DDP's first bucket has at least 1 MiB, and with find_unused_parameters it is not the only one.
-            self.first, self.second = nn.Linear(30, 30), nn.Linear(30, 10_000)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(inner(self.first(x)))
-
-    outer, compression = wrap(Outer(), find_unused_parameters=True), TopK(0.01, bucket_bytes=BUCKET_BYTES)
-    for model in (outer, inner):
-        model.register_comm_hook(compression, comm_hook)
-    text = everyone_raises(ValueError, outer(torch.ones(2, 30)).sum().backward)
-    assert "compression must serve one model" in text, text
-
-
-@scenario(TORCHRUN_2)
 def sparse_gradients_are_refused_by_name() -> None:
     network = nn.Sequential(nn.Embedding(50, 40, sparse=True), nn.Flatten(), nn.Linear(80, 4))
     model = wrap(network, TopK(0.1))
     loss = model(torch.tensor([[1, 2], [3, 4]])).sum()
     assert "got sparse ones of ['0.weight']" in everyone_raises(ValueError, loss.backward)
-
-
-@scenario(TORCHRUN_2)
-def a_frozen_parameter_stands_still() -> None:
-    compression = TopK(0.02, bucket_bytes=16_000)
-    model = wrap(Exact(COMPRESSED), compression, find_unused_parameters=True)
-    optimizer, second = sgd(model, momentum=0.0), model.module.second
-    for step in range(6):
-        second.requires_grad_(step < 3)
-        before = second.detach().clone()
-        optimizer.zero_grad()
-        used = [name for name in COMPRESSED if name != "second" or step < 3]
-        model({name: normals(COMPRESSED[name], step=step, rank=ranks.rank()) for name in used}).backward()
-        optimizer.step()
-        assert torch.equal(before, second) == (step >= 3)
-    assert not compression.state_dict()["residuals"]["second"].any()
-    assert_identical(model)
 
 
 @scenario(*TORCHRUN)

@@ -23,16 +23,6 @@ def local_updates(law: Any, *arguments: Any) -> None:
 
 
 @scenario(TORCHRUN_2)
-def workers_that_begin_with_other_parameters_all_raise() -> None:
-    torch.manual_seed(ranks.rank())
-    model = nn.Linear(3, 4)
-    local = sparse.LocalUpdates(torch.optim.SGD(model.parameters(), lr=0.1), model, every=1)
-    model(torch.ones(1, 3)).sum().backward()
-    text = everyone_raises(ValueError, local.step)
-    assert "shared parameters" in text, text
-
-
-@scenario(TORCHRUN_2)
 def a_scaler_belongs_to_its_worker() -> None:
     torch.manual_seed(0)
     model = nn.Linear(30, 40)
@@ -82,17 +72,6 @@ def parameters_that_one_worker_adds_raise_on_all() -> None:
     if ranks.rank() == 1:
         optimizer.add_param_group({"params": [model.bias]})
     assert "make it again after parameters were added" in everyone_raises(ValueError, local.synchronize)
-
-
-@scenario(TORCHRUN_2)
-def a_state_of_something_else_is_refused() -> None:
-    torch.manual_seed(0)
-    model, other = nn.Linear(3, 4), nn.Linear(5, 4)
-    local, theirs = (sparse.LocalUpdates(torch.optim.SGD(m.parameters(), lr=0.1), m) for m in (model, other))
-    assert "it has no ['steps', 'compression']" in raised(
-        ValueError, lambda: local.load_state_dict({"shared": {}, "momentum": {}})
-    )
-    assert "it is another model's" in raised(ValueError, lambda: local.load_state_dict(theirs.state_dict()))
 
 
 @scenario(TORCHRUN_2)

@@ -227,18 +227,11 @@ def tensorflow_checkpoint_that_does_not_fit_raises_on_every_rank() -> None:
 
         assert "other was not saved; it holds the variables of" in refused(other=loop)
         assert "leave it out and find it in values" in refused(epoch=3)
-        assert "optimizer.build(...)" in refused(optimizer=keras.optimizers.Adam())
-        other = keras.optimizers.SGD(0.1)
-        other.build(loop.weights)
-        assert "rank 1: the checkpoint of step 2 does not fit: optimizer must have the" in refused(optimizer=other)
         # Only one rank has another model.
         narrow = tf.Module()
         narrow.weights = [tf.Variable(tf.zeros((2, 2))), *loop.variables[1:]]
         message = refused(model=loop if hvd.rank() == 0 else narrow, compression=loop.compression)
         assert message.startswith("the checkpoint failed: rank 1:") and "shape (2, 2)" not in message.split("got")[0]
-        distributed = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=TopK(0.02))
-        distributed.build(loop.weights)
-        assert "optimizer was saved without a compressor" in refused(optimizer=distributed)
         for one, old in zip(loop.variables, before, strict=True):
             np.testing.assert_array_equal(one.numpy(), old)
         assert loop.compression.serialize() == kept

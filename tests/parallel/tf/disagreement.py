@@ -34,28 +34,3 @@ def dense_steps_that_end_in_different_steps_raise_on_all(make: MakeCompression) 
     compression.load_state_dict(state)
     for number in range(2, 6):
         assert_identical(list(reduce(compression, weights, gradients_of(number)).values()))
-
-
-@scenario(
-    TF_2,
-    cases={
-        "pairs": (lambda: TopK(0.05, granularity="model", min_numel=0),),
-        "union": (lambda: TopK(0.05, union=True, granularity="model", min_numel=0),),
-        "shared": (lambda: RandomBlock(0.05, granularity="model", min_numel=0),),
-        "dense": (lambda: TopK(0.05, exclude=["*"]),),
-    },
-)
-def a_first_gradient_on_some_ranks_only_raises_on_all(make: MakeCompression) -> None:
-    weights, compression = variables({**SHAPES, "late": (2000,)}), make()
-    for number in range(2):
-        reduce(compression, weights, gradients_of(number))
-    late = {**gradients_of(2), "late": gradients_of(2)["first"].reshape(-1)}
-    if hvd.rank() == 1:
-        message = raised(RuntimeError, lambda: reduce(compression, weights, late))
-        assert "rank 1: variables must get their first gradient in the same step on every rank" in message
-    else:
-        message = raised(tf.errors.OpError, lambda: reduce(compression, weights, gradients_of(2)))
-        assert "Mismatched" in message, message
-    for number in range(3, 6):
-        both = {**gradients_of(number), "late": gradients_of(number)["first"].reshape(-1)}
-        assert_identical(list(reduce(compression, weights, both).values()))
