@@ -92,7 +92,8 @@ class Row:
     """Workers with the same data choose differently, by design."""
 
     def make(self, ratio: Any, **settings: Any) -> Compressor:
-        made: Compressor = self.cls(**{**self.arguments(ratio), **self.settings, **settings})
+        """With this ratio from the first step on, unless `settings` have a warm-up."""
+        made: Compressor = self.cls(**{"warmup": None, **self.arguments(ratio), **self.settings, **settings})
         return made
 
     def __str__(self) -> str:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+from driver import exchange, make_pipeline
+from table import BACKENDS, gradients
 
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.micro import MiCRO
+from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.schedules import warmup
+from horovod_sparse.compressors.sidco import SIDCo
+from horovod_sparse.compressors.threshold import Threshold
+from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.exchange.cost import allreduce_bytes
 
 
 def test_warm_up_of_deep_gradient_compression() -> None:
@@ -40,3 +50,108 @@ def test_few_message_shapes() -> None:
 def test_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         warmup(**{"start": 0.25, "end": 0.01, "steps": 4, **arguments})
+
+
+@pytest.mark.parametrize("c", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("ratio", [1.0, 0.01, 0.001])
+def test_no_entry_waits_longer_than_training_is_old(ratio: float, c: float) -> None:
+    compressor = TopK(ratio, warmup=c)
+    ratios = [compressor.ratio_at(step) for step in range(5000)]
+    for step, found in enumerate(ratios):
+        least = min(max(ratio, c / (step + 1)), 1.0)
+        assert least <= found <= max(ratio, 2**0.5 * least)
+    assert ratios == sorted(ratios, reverse=True)
+    assert ratios[-1] == ratio
+    assert len(set(ratios)) <= 2 + 2 * np.log2(1 / ratio), "in stairs"
+    # The age counts from the first step, and dense steps are among them.
+    late = TopK(ratio, warmup=c, dense_steps=100)
+    assert [late.ratio_at(step) for step in range(100, 300)] == ratios[100:300]
+
+
+@pytest.mark.parametrize("world", [2, 3, 8, 100])
+@pytest.mark.parametrize(
+    ("compressor", "numbers"),
+    [
+        # Numbers of 4 bytes in a message with room for one entry, and whether they go by allgather.
+        (TopK(0.001), (2, True)),
+        (SIDCo(0.001), (2, True)),
+        (TopK(0.001, values="bfloat16"), (1, True)),
+        (RandomK(0.001), (1, False)),
+    ],
+    ids=repr,
+)
+def test_a_step_is_dense_while_that_sends_fewer_bytes(
+    compressor: Compressor, numbers: tuple[int, bool], world: int
+) -> None:
+    numel, (width, gathers) = 2**20, numbers
+    first = compressor.first_sparse_step(world)
+    dense = allreduce_bytes(4 * numel, world)
+    for step in {0, first - 1, first} - {-1}:
+        k = compressor.target_count(numel, compressor.ratio_at(step))
+        nbytes = 4 * width * compressor.message_capacity(numel, k, world)
+        sparse = (world - 1) * nbytes if gathers else allreduce_bytes(nbytes, world)
+        # A bit map, or what follows the values, adds less than a tenth.
+        assert sparse > 0.9 * dense if step < first else sparse <= dense
+    assert compressor.most_capacity(numel, world) == compressor.message_capacity(
+        numel, compressor.target_count(numel, compressor.ratio_at(first)), world
+    )
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [TopK(0.01, warmup=None), Threshold(0.1), TopK(warmup(0.01, 0.01, 5)), MiCRO(0.01, warmup=None), TopK(1.0)],
+    ids=repr,
+)
+def test_without_warm_up_the_first_step_is_sparse(compressor: Compressor) -> None:
+    assert compressor.first_sparse_step(8) == 0
+    assert {compressor.ratio_at(step) for step in range(50)} == {compressor.target_count(10**6) / 10**6}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warmup": 0.0}, "warmup must be a finite number > 0, 'auto' or None, got 0.0"),
+        ({"warmup": "yes"}, "warmup must be a finite number > 0, 'auto' or None, got 'yes'"),
+        ({"warmup": True}, "warmup must be a finite number > 0, 'auto' or None, got True"),
+        (
+            {"ratio": warmup(0.2, 0.1, 5), "warmup": 1.0},
+            "warmup must be None or 'auto' with ratio=.*put it into the schedule",
+        ),
+    ],
+)
+def test_warm_ups_that_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TopK(**{"ratio": 0.1, **settings})
+
+
+def test_training_begins_dense_and_a_state_goes_on_with_its_step() -> None:
+    backend, rng, world = BACKENDS[0], np.random.default_rng(0), 4
+
+    def make() -> list[Any]:
+        compressor = TopK(0.01)
+        return [
+            make_pipeline(backend, compressor, {"p": (1000,)}, world=world, position=position)
+            for position in range(world)
+        ]
+
+    def step(workers: list[Any]) -> tuple[str, int]:
+        """The way, and how many entries a worker sends."""
+        buckets = [one.arrive("p", backend.array(gradients("laplace", 1000, rng))) for one in workers]
+        exchange(backend, workers, buckets)
+        for one in workers:
+            one.end_step()
+        return buckets[0].way.title, workers[0].stats().last.total.target
+
+    workers, found = make(), []
+    for number in range(200):
+        if number == 7:
+            states, workers = [one.state_dict() for one in workers], make()
+            for one, state in zip(workers, states, strict=True):
+                one.load_state_dict(state)
+        found.append(step(workers))
+    pairs = [250, 250, 176, 176, 125, 125, 125]
+    assert found[:10] == [("dense", 1000)] * 3 + [("pairs", k) for k in pairs]
+    assert found[-1] == ("pairs", 10)
+    for one in workers:
+        one.reset()
+    assert step(workers) == ("dense", 1000)

@@ -9,7 +9,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, NoReturn, TypedDict, get_args
 
 from horovod_sparse.compressors.bucket_state import ALONE as ALONE
@@ -26,12 +26,15 @@ from horovod_sparse.compressors.checks import (
     check_ratio,
     check_selection,
     check_slack,
+    check_warmup,
 )
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.scalars import plain, shown
-from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.compressors.schedules import ByAge, Constant, Schedule
 from horovod_sparse.exchange import owners, protocols
+from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.exchange.rounds import ROUNDS, Way, calls
 from horovod_sparse.ops.protocol import Array, Ops, Selection, Values
 
 Granularity = Literal["layer", "bucket", "model"]
@@ -41,6 +44,8 @@ ClipScope = Literal["layer", "model"]
 _PASSED_ON = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
+_LARGE = 2**20
+"""Entries of a bucket for which warm-up compares exchanges."""
 POSITIVE = (5e-324, sys.float_info.max)
 """The range of finite numbers above zero."""
 
@@ -52,6 +57,7 @@ class Settings(TypedDict, total=False):
     bucket_bytes: int
     min_numel: int
     exclude: Sequence[str]
+    warmup: float | Literal["auto"] | None
     dense_steps: int
     residual: bool
     residual_dtype: Literal["float32", "float64"] | None
@@ -71,14 +77,18 @@ class Compressor(ABC):
     """Settings common to all sparsifiers; subclasses supply `select`.
 
     Args:
-        ratio: fraction of a bucket's entries to send, in (0, 1], or a `Schedule` of it (see `schedules.warmup`);
-            k = max(1, floor(ratio * numel)).
+        ratio: fraction of a bucket's entries to send when training has begun, in (0, 1], or a `Schedule` of it (see
+            `schedules.warmup`); k = max(1, floor(ratio * numel)).
         granularity: what one selection is made from: "layer" (every parameter by itself), "bucket" (parameters packed
             up to `bucket_bytes`), or "model" (everything).
         bucket_bytes: size of a bucket's residual in bytes, > 0; a larger parameter gets a bucket of its own.
         min_numel: parameters with fewer elements go through Horovod's dense allreduce, >= 0.
         exclude: shell-style patterns (`"*.bias"`, `"embedding*"`) of the names of parameters that go through Horovod's
             dense allreduce.
+        warmup: c, finite, > 0. The ratio of step t is `max(ratio, c/(t+1))`, in stairs of a factor sqrt(2). With c = 1 no entry
+            waits longer than training is old. While the messages would have more bytes than a dense allreduce of float32,
+            everything is sent, by allreduce. None takes `ratio` from the first step on. "auto" is 1.0 for a number as ratio,
+            and None for a schedule, for Threshold, which sets no count, and for a user's own exchange.
         dense_steps: number of first steps in which everything is sent, by allreduce, >= 0. A schedule starts after them.
         residual: whether what is not sent is kept and added to the next gradient (error feedback).
         residual_dtype: "float32" or "float64"; None takes float64 for float64 gradients, float32 for all others.
@@ -131,6 +141,8 @@ class Compressor(ABC):
     """Whether `select` calls `ops.measure`. If so, its sums are computed while gradients are accumulated."""
     sets_itself: tuple[str, ...] = ()
     """Arguments below that an algorithm sets itself, so that they are none of its own."""
+    default_warmup: float | None = 1.0
+    """c of `warmup="auto"`."""
     balances: bool = True
     """Whether the exchange `balanced` may be chosen. It needs entries that are spread over the bucket."""
     __signature__: ClassVar[inspect.Signature]
@@ -143,6 +155,7 @@ class Compressor(ABC):
         bucket_bytes: int = BUCKET_BYTES,
         min_numel: int = MIN_NUMEL,
         exclude: Sequence[str] = (),
+        warmup: float | Literal["auto"] | None = "auto",
         dense_steps: int = 0,
         residual: bool = True,
         residual_dtype: str | None = None,
@@ -164,6 +177,7 @@ class Compressor(ABC):
         self.bucket_bytes = bucket_bytes
         self.min_numel = min_numel
         self.exclude = exclude if isinstance(exclude, str) else tuple(exclude)
+        self.warmup: float | Literal["auto"] | None = warmup
         self.dense_steps = dense_steps
         self.residual = residual
         self.residual_dtype = residual_dtype
@@ -201,6 +215,11 @@ class Compressor(ABC):
 
     def _check_together(self) -> None:
         """Raise ValueError if arguments that are right alone do not fit together."""
+        if isinstance(self.ratio, Schedule) and self.warmup not in ("auto", None):
+            raise ValueError(
+                f"warmup must be None or 'auto' with ratio={self.ratio!r}, which changes by itself, got {self.warmup!r}; "
+                "put it into the schedule, or give a number as ratio"
+            )
         if self.momentum_correction is not None and not self.residual:
             raise ValueError("residual must be True with momentum_correction, got False: velocities are kept in it")
         if self.values != "float32" and self.exchange is not protocols.sparse_allgather:
@@ -223,6 +242,14 @@ class Compressor(ABC):
                 f"hierarchical must be False where no pairs are sent, and with balanced=True, got {self.hierarchical!r} for "
                 f"{type(self).__name__}; use union=False or shared=False if it has them"
             )
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        if isinstance(self.ratio, Schedule):
+            return self.ratio
+        automatic = self.default_warmup if self.exchange in ROUNDS else None
+        warmup = automatic if self.warmup == "auto" else self.warmup
+        return Constant(self.ratio) if warmup is None else ByAge(self.ratio, warmup, self.dense_steps)
 
     @abstractmethod
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
@@ -262,14 +289,33 @@ class Compressor(ABC):
         """
         return
 
+    @property
+    def changes(self) -> bool:
+        """Whether messages depend on the step."""
+        return self.dense_steps > 0 or not isinstance(self._schedule, Constant)
+
     def ratio_at(self, step: int) -> float:
         """Return the ratio of a step; schedules count from the end of the dense steps."""
-        return self.ratio.ratio(max(step - self.dense_steps, 0)) if isinstance(self.ratio, Schedule) else self.ratio
+        return self._schedule.ratio(max(step - self.dense_steps, 0))
+
+    def first_sparse_step(self, world: int) -> int:
+        """Return the first step that is not dense. In a warm-up its messages have no more bytes than a dense allreduce."""
+        first, final = self.dense_steps, self._schedule.final
+        if isinstance(self._schedule, ByAge):
+            while self.ratio_at(first) > final and self._sends_more(self.ratio_at(first), world):
+                first += 1
+        return first
+
+    def _sends_more(self, ratio: float, world: int) -> bool:
+        """Return whether the exchange sends more bytes than a dense allreduce of float32. It is the same for all buckets."""
+        k = self.target_count(_LARGE, ratio)
+        sparse = calls(Way(self.exchange, self.values), _LARGE, k, self.message_capacity(_LARGE, k, world), world)
+        return sparse is not None and sum(one.bytes_sent(world) for one in sparse) > allreduce_bytes(4 * _LARGE, world)
 
     def target_count(self, numel: int, ratio: float | None = None) -> int:
         """Return k = max(1, floor(ratio * numel)); `ratio` is the final ratio by default."""
         if ratio is None:
-            ratio = self.ratio.final if isinstance(self.ratio, Schedule) else self.ratio
+            ratio = self._schedule.final
         # Round first: 0.29 * 100 is 28.999999999999996, but 29 is meant.
         return max(1, math.floor(round(ratio * numel, 6)))
 
@@ -278,8 +324,9 @@ class Compressor(ABC):
         return min(numel, math.ceil(self.slack * k))
 
     def most_capacity(self, numel: int, world: int) -> int:
-        """Return the largest `message_capacity` of any step."""
-        highest = self.ratio.highest if isinstance(self.ratio, Schedule) else self.ratio
+        """Return the largest `message_capacity` of any step that is not dense."""
+        schedule = self._schedule
+        highest = self.ratio_at(self.first_sparse_step(world)) if isinstance(schedule, ByAge) else schedule.highest
         return self.message_capacity(numel, self.target_count(numel, highest), world)
 
     def leaves_dense(self, name: str, numel: int) -> bool:
@@ -329,6 +376,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "bucket_bytes": partial(check_integer, least=1),
     "min_numel": partial(check_integer, least=0),
     "exclude": check_patterns,
+    "warmup": check_warmup,
     "dense_steps": partial(check_integer, least=0),
     "residual": check_boolean,
     "residual_dtype": partial(check_choice, choices=(None, "float32", "float64")),

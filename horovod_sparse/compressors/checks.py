@@ -57,6 +57,12 @@ def check_momentum(name: str, value: object) -> None:
         )
 
 
+def check_warmup(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a finite number > 0, "auto" or None."""
+    if value not in ("auto", None):
+        check_number(name, value, "a finite number > 0, 'auto' or None", 0.0 < as_number(value) < math.inf)
+
+
 def check_norm(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a finite norm > 0 or None."""
     check_number(name, value, "a finite norm > 0", value is None or 0.0 < as_number(value) < math.inf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -29,6 +30,49 @@ class Schedule(ABC):
     @abstractmethod
     def ratio(self, step: int) -> float:
         """Return the ratio of a step; the first sparse step is step 0."""
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    """The same ratio in every step."""
+
+    value: float
+
+    @property
+    def highest(self) -> float:
+        return self.value
+
+    @property
+    def final(self) -> float:
+        return self.value
+
+    def ratio(self, step: int) -> float:
+        return self.value
+
+
+@dataclass(frozen=True)
+class ByAge(Schedule):
+    """The ratio `max(end, c/(t+1))` of step t, in stairs of a factor sqrt(2), rounded up; at most 1.
+
+    With `c=1` no entry waits longer than training is old. All steps together send about `c ln(1/end)` dense gradients more.
+    """
+
+    end: float
+    c: float
+    before: int = 0
+    """Steps before step 0."""
+
+    @property
+    def highest(self) -> float:
+        return self.ratio(0)
+
+    @property
+    def final(self) -> float:
+        return self.end
+
+    def ratio(self, step: int) -> float:
+        halvings, odd = divmod(max(math.floor(2 * math.log2((self.before + step + 1) / self.c)), 0), 2)
+        return max(self.end, math.ldexp(math.sqrt(0.5) if odd else 1.0, -halvings))
 
 
 @dataclass(frozen=True)

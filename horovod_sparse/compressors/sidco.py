@@ -126,7 +126,7 @@ class SIDCo(Compressor):
         self.adapt: Adapt = adapt
 
     def new_state(self, place: Place = ALONE) -> SIDCoState:
-        most = most_stages(self.ratio_at(self.dense_steps))
+        most = most_stages(self.ratio_at(self.first_sparse_step(place.world)))
         start = 1 if self.adapt == "paper" else _FIRST_STAGES
         first = min(start, most) if self.stages == "auto" else self.stages
         return SIDCoState(place, controller=StageController("robust" if self.adapt == "robust" else "paper", first))

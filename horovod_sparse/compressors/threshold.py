@@ -59,6 +59,7 @@ class Threshold(Compressor):
     """
 
     default_slack = 16.0
+    default_warmup = None
 
     def __init__(self, threshold: float, *, ratio: float | Schedule = 0.01, **settings: Unpack[Settings]) -> None:
         super().__init__(ratio, **settings)

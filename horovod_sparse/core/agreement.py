@@ -9,7 +9,6 @@ from typing import Any
 
 from horovod_sparse import __version__
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.compressors.schedules import Schedule
 
 Description = Mapping[str, str | list[str]]
 
@@ -52,18 +51,16 @@ def agree_on_states(check: Callable[[], None], gather: Callable[[object], list[A
         raise ValueError(f"rank {rank}: the state that was loaded does not fit: {problem}")
 
 
-def check_steps(compressor: Compressor, step: int, gather: Callable[[int], list[int]], rank: int) -> None:
-    """Raise RuntimeError on every rank if their steps differ: a schedule makes messages of other sizes. Blocks.
+def check_steps(steps: Sequence[int], rank: int) -> None:
+    """Raise RuntimeError on every rank if their steps differ: a ratio that changes makes messages of other sizes.
 
-    This is asked in every step, also after the schedule has ended. A rank cannot know whether another has loaded a state of an
+    This is asked in every step, also after the ratio has come down. A rank cannot know whether another has loaded a state of an
     earlier step since the last one, and the messages cannot tell it, because their sizes would already differ.
     """
-    if not (isinstance(compressor.ratio, Schedule) or compressor.dense_steps):
-        return
-    steps = gather(step)
     if len(set(steps)) > 1:
         raise RuntimeError(
-            f"rank {rank}: the ranks are in different steps of the schedule, {steps}; load the state on every rank or on none"
+            f"rank {rank}: the ranks are in different steps of a ratio that changes, {[*steps]}; load the state on every rank "
+            "or on none"
         )
 
 

@@ -53,6 +53,7 @@ class Bucket(Owner):
         self.rank = rank
         self.buffer = buffer
         self.velocity = velocity
+        self._first_sparse = compressor.first_sparse_step(place.world)
         self.known_grid = grid
         """The hosts and slots of the workers, with `hierarchical`."""
         self.slots: dict[str, Slot] = {slot.name: slot for slot in layout.slots}
@@ -107,17 +108,27 @@ class Bucket(Owner):
             if self.velocity is not None:
                 before.velocity = _copy(self.ops, self.velocity, spare and spare.velocity)
         self.factor, self.mixed_factors = None, False
-        self.sparse_step = self.state.step - self.compressor.dense_steps
-        self._in_dense_steps = self.sparse_step < 0
+        self.sparse_step = self.state.step - self._first_sparse
+        self._in_dense_steps = self.is_dense
         sparse = self.sparse_way()
         self.way = Way(protocols.dense) if self._in_dense_steps else sparse
         self.stands_in = stands_in(self.way.exchange, sparse.exchange)
         """What ranks in other steps would begin with, if that is another collective."""
         on_device = self.device is not None and self.way.exchange is protocols.sparse_allgather
         self.selector: Selector = self.device if self.device is not None and on_device else self._host
-        self.selector.begin()
+        self.selector.begin(selects=not self._in_dense_steps)
         self._before = before.state
         return before
+
+    @property
+    def begins_dense(self) -> bool:
+        """Whether everything is sent in the first steps."""
+        return self._first_sparse > 0
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether everything is sent in the next step, or in the one that has begun."""
+        return self.state.step < self._first_sparse
 
     def sparse_way(self) -> Way:
         """Return how the bucket is exchanged in this step if it is not one of the dense steps; set k and the capacity."""

@@ -40,8 +40,8 @@ class Selector(Protocol):
     bucket's step.
     """
 
-    def begin(self) -> None:
-        """Begin a step."""
+    def begin(self, *, selects: bool) -> None:
+        """Begin a step. `selects` says whether entries will be selected."""
 
     def accumulate(self, gradients: Sequence[SlotGradient], state: BucketState, k: int) -> None:
         """Add gradients to the residual, through the velocity if there is one, as `Ops.accumulate` does."""
@@ -90,16 +90,16 @@ class HostSelector:
         """The offsets of the parameters whose gradients in this step were not finite."""
         self._sent = self._truncated = 0
 
-    def begin(self) -> None:
+    def begin(self, *, selects: bool) -> None:
         self._hinted, self.not_finite = False, []
+        self._selects = selects and self._compressor.exchange not in FROM_PARTS
 
     def accumulate(self, gradients: Sequence[SlotGradient], state: BucketState, k: int) -> None:
         if not self._hinted:
             # Not earlier: the state may be rescaled between the beginning of the step and the first gradient.
             self._hinted = True
             compressor, room = self._compressor, min(state.room, len(self._buffer) // _FEW)
-            selects = state.step >= compressor.dense_steps and compressor.exchange not in FROM_PARTS
-            self._tracked.begin(Hints(state.cut, room, compressor.needs_sums) if selects else Hints())
+            self._tracked.begin(Hints(state.cut, room, compressor.needs_sums) if self._selects else Hints())
         correction, velocity, moving = self._compressor.momentum_correction, self._velocity, None
         parts: list[Part] = [(slot.offset, gradient) for slot, gradient in gradients if gradient is not None]
         if correction is not None and velocity is not None:

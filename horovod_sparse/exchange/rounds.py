@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from horovod_sparse.exchange import cost, regions, wire
 from horovod_sparse.exchange.owners import balanced, hierarchical
 from horovod_sparse.exchange.protocols import Exchange, Kind, dense, shared_indices, sparse_allgather, union
 from horovod_sparse.ops.protocol import Values
+
+
+class Call(NamedTuple):
+    """One collective of a step."""
+
+    kind: Kind
+    length: int
+    """Numbers in this worker's message."""
+    itemsize: int = 4
+    """Bytes of a number."""
+
+    def bytes_sent(self, world: int) -> float:
+        """Return the bytes that each of `world` workers sends."""
+        return cost.BYTES[self.kind](self.itemsize * self.length, world)
+
+    def messages(self, world: int) -> int:
+        """Return the number of messages that each of `world` workers sends one after the other."""
+        # An allreduce is a reduce-scatter and an allgather. Before an alltoall, Horovod exchanges how long the parts are.
+        return (world - 1) * (1 if self.kind == "allgather" else 2)
 
 
 class Round(NamedTuple):
@@ -51,6 +72,30 @@ class Way(NamedTuple):
         """The name in statistics. A user's own exchange has the name of its function."""
         name = TITLES.get(self.exchange, getattr(self.exchange, "__name__", repr(self.exchange)))
         return name if self.values == "float32" else f"compact {name}"
+
+
+_CALLS: Mapping[str, Callable[[int, int, int, int], list[Call]]] = {
+    "pairs": lambda numel, k, room, world: [Call("allgather", 2 * room)],
+    "compact pairs": lambda numel, k, room, world: [Call("allgather", wire.runs_of(numel) + room)],
+    "shared indices": lambda numel, k, room, world: [Call("allreduce", room + len(wire.tail(True, 0)))],
+    "dense": lambda numel, k, room, world: [Call("allreduce", numel)],
+    "union": lambda numel, k, room, world: [
+        Call("allgather", wire.HEADER + room),
+        Call("allreduce", min(world * room, numel)),
+    ],
+    "balanced": lambda numel, k, room, world: [
+        Call("alltoall", 2 * world * regions.room(room, world)),
+        Call("allgather", 2 * (regions.forwarded(k, world) + 1)),
+    ],
+    # Between hosts at most. How many there are is not known here.
+    "hierarchical": lambda numel, k, room, world: [Call("allgather", 2 * room)],
+}
+
+
+def calls(way: Way, numel: int, k: int, capacity: int, world: int) -> list[Call] | None:
+    """Return the collectives of a bucket, one after the other; None for a user's own exchange (messages: `wire`)."""
+    known = _CALLS.get(way.title)
+    return None if known is None else known(numel, k, capacity, world)
 
 
 EXAMPLE = (

@@ -173,13 +173,13 @@ class HostPipeline(Pipeline):
         """Group the buckets that are always at the same step of their schedule: those that were made together."""
         made: dict[int, list[Bucket]] = {}
         for bucket in buckets:
-            made.setdefault(self._generation[bucket.name] if self.compressor.dense_steps else 0, []).append(bucket)
+            made.setdefault(self._generation[bucket.name] if bucket.begins_dense else 0, []).append(bucket)
         return list(made.values())
 
     def _exchange_all(self, step: Step, buckets: list[Bucket]) -> list[Tensor]:
         """Return the reduced gradients of some buckets."""
         usual = [bucket.sparse_way().exchange for bucket in buckets]
-        if not self.compressor.dense_steps:
+        if not buckets[0].begins_dense:
             return self._exchange(step, buckets, usual)
         return _list(
             tf.cond(
@@ -274,7 +274,7 @@ class HostPipeline(Pipeline):
         return np.True_
 
     def _is_dense(self, name: str) -> np.bool_:
-        return np.bool_(self.bucket_of[name].state.step < self.compressor.dense_steps)
+        return np.bool_(self.bucket_of[name].is_dense)
 
     def _take_in(
         self, name: str, names: list[str], frozen: list[str], parts: int, *inputs: NDArray[Any]

@@ -17,8 +17,8 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.exchange import cost, regions, wire
-from horovod_sparse.exchange.protocols import Kind
+from horovod_sparse.exchange import cost
+from horovod_sparse.exchange.rounds import Call, Way, calls
 from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency, parse_number, quantity
 
 CYCLE = 0.001
@@ -34,25 +34,6 @@ LEFT_OUT = f"""\
 Left out: the time to select, to add up and to factorise, what backward hides of the communication, and
 waiting for slow workers. All collectives are taken to be rings; PowerSGD's matrices have {_MATRIX} rows.
 RandomBlock trains only with detached error feedback. To measure instead: horovod-sparse try"""
-
-
-class Call(NamedTuple):
-    """One collective of a step."""
-
-    kind: Kind
-    length: int
-    """Numbers in this worker's message."""
-    itemsize: int = 4
-    """Bytes of a number."""
-
-    def bytes_sent(self, world: int) -> float:
-        """Return the bytes that each of `world` workers sends."""
-        return cost.BYTES[self.kind](self.itemsize * self.length, world)
-
-    def messages(self, world: int) -> int:
-        """Return the number of messages that each of `world` workers sends one after the other."""
-        # An allreduce is a reduce-scatter and an allgather. Before an alltoall, Horovod exchanges how long the parts are.
-        return (world - 1) * (1 if self.kind == "allgather" else 2)
 
 
 Rounds = Sequence[Sequence[Call]]
@@ -103,19 +84,18 @@ class Method:
         return where.seconds(self.rounds(parameters, ratio, world), world)
 
 
-def sparse(
-    make: Callable[[float], Compressor], calls: Callable[[int, int, int, int], Sequence[Call]]
-) -> Callable[[int, float, int], Rounds]:
-    """Return `Method.rounds` of a compressor. `calls` takes a bucket's size, k, capacity and workers (messages: `wire`)."""
+def sparse(make: Callable[[float], Compressor]) -> Callable[[int, float, int], Rounds]:
+    """Return `Method.rounds` of a compressor, when its ratio has come down to the end."""
 
     def rounds(parameters: int, ratio: float, world: int) -> Rounds:
         compressor = make(ratio)
         most = max(1, compressor.bucket_bytes // 4)
+        way = Way(compressor.exchange, compressor.values)
         buckets = []
         for start in range(0, parameters, most):
             numel = min(most, parameters - start)
             k = compressor.target_count(numel)
-            buckets.append(calls(numel, k, compressor.message_capacity(numel, k, world), world))
+            buckets.append(calls(way, numel, k, compressor.message_capacity(numel, k, world), world) or [])
         return list(zip(*buckets, strict=True))
 
     return rounds
@@ -137,39 +117,11 @@ def _power(parameters: int, ratio: float, world: int) -> Rounds:
 DENSE32 = Method("dense float32", "hvd.Compression.none", _dense(4))
 DENSE16 = Method("dense float16", "hvd.Compression.fp16", _dense(2))
 POWER = Method(f"PowerSGD rank {_RANK}", "DDP's powerSGD_hook", _power)
-PAIRS = Method("pairs", "SIDCo({ratio})", sparse(SIDCo, lambda numel, k, room, n: [Call("allgather", 2 * room)]))
-COMPACT = Method(
-    "compact pairs",
-    'SIDCo({ratio}, values="bfloat16")',
-    sparse(
-        partial(SIDCo, values="bfloat16"), lambda numel, k, room, n: [Call("allgather", wire.runs_of(numel) + room)]
-    ),
-)
-BALANCED = Method(
-    "balanced",
-    "SIDCo({ratio}, balanced=True)",
-    sparse(
-        partial(SIDCo, balanced=True),
-        lambda numel, k, room, n: [
-            Call("alltoall", 2 * n * regions.room(room, n)),
-            Call("allgather", 2 * (regions.forwarded(k, n) + 1)),
-        ],
-    ),
-)
-UNION = Method(
-    "union",
-    "MiCRO({ratio})",
-    sparse(
-        MiCRO,
-        lambda numel, k, room, n: [Call("allgather", wire.HEADER + room), Call("allreduce", min(n * room, numel))],
-    ),
-)
-SHARED = Method(
-    "shared indices",
-    "RandomBlock({ratio})",
-    sparse(RandomBlock, lambda numel, k, room, n: [Call("allreduce", room + len(wire.tail(True, 0)))]),
-    trains=False,
-)
+PAIRS = Method("pairs", "SIDCo({ratio})", sparse(SIDCo))
+COMPACT = Method("compact pairs", 'SIDCo({ratio}, values="bfloat16")', sparse(partial(SIDCo, values="bfloat16")))
+BALANCED = Method("balanced", "SIDCo({ratio}, balanced=True)", sparse(partial(SIDCo, balanced=True)))
+UNION = Method("union", "MiCRO({ratio})", sparse(MiCRO))
+SHARED = Method("shared indices", "RandomBlock({ratio})", sparse(RandomBlock), trains=False)
 METHODS = (DENSE32, DENSE16, POWER, PAIRS, COMPACT, BALANCED, UNION, SHARED)
 
 

@@ -61,6 +61,8 @@ class GroupStep(Step):
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
     """The gradients by parameter. The reduced gradients are written to their memory."""
     under_way: list[UnderWay] = field(default_factory=list)
+    numbers: Wait | None = None
+    """Waits for the numbers of the step that the ranks are in; None if they are known, or do not matter."""
 
 
 class GroupReducer(Server):
@@ -140,10 +142,10 @@ class GroupReducer(Server):
         step = self._step
         if not step.begun:
             step.begun = True
-            if pipeline.buckets:
-                check_steps(
-                    self.compressor, pipeline.buckets[0].state.step, self._transport.everyone, self._transport.rank
-                )
+            if pipeline.buckets and self.compressor.changes:
+                # Others learn this step's number before its messages, and while gradients are added up.
+                number = pipeline.buckets[0].buffer.new_tensor([pipeline.buckets[0].state.step], dtype=torch.int64)
+                step.numbers = self._transport.start(Collective("allgather", number))
             self._drop_frozen(pipeline)
             pipeline.start_step(step.gradients.values(), self._scale)
         for parameter in parameters:
@@ -151,11 +153,18 @@ class GroupReducer(Server):
             if together is None:
                 self._take_compressed(pipeline, parameter)
                 continue
+            self._check_step()
             step.arrived[together.name] += 1
             if step.arrived[together.name] == len(together.parameters):
                 gradients = [step.gradients[member] for member in together.parameters]
                 message = dense_message(together, gradients, self.compressor, pipeline.preparation)
                 step.dense.append((together, message, self._transport.start(Collective("allreduce", message))))
+
+    def _check_step(self) -> None:
+        """Before the first exchange of a step, raise RuntimeError on all ranks if they are in different steps."""
+        numbers, self._step.numbers = self._step.numbers, None
+        if numbers is not None:
+            check_steps(numbers().tolist(), self._transport.rank)
 
     def _drop_frozen(self, pipeline: Pipeline) -> None:
         """Forget what is kept of parameters that are not trained any more."""
@@ -170,7 +179,9 @@ class GroupReducer(Server):
         bucket = pipeline.bucket_of[name]
         arrived = step.collect(bucket, Arrived(name, step.gradients[parameter], rate))
         if arrived and pipeline.arrive_together(bucket, arrived) is not None:
-            step.under_way.append((bucket, self._transport.start(pipeline.begin(bucket))))
+            collective = pipeline.begin(bucket)
+            self._check_step()
+            step.under_way.append((bucket, self._transport.start(collective)))
 
     # --- reduced gradients out ---
 

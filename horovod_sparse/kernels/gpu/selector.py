@@ -22,7 +22,7 @@ class DeviceSelector:
         self._velocity = velocity
         self._correction = correction
 
-    def begin(self) -> None:
+    def begin(self, *, selects: bool) -> None:
         return
 
     def accumulate(self, gradients: Sequence[SlotGradient], state: BucketState, k: int) -> None:
