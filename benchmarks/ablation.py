@@ -65,6 +65,8 @@ class Setting(NamedTuple):
             COMPRESSORS[self.compressor],
             "--ratio",
             str(ratio),
+            "--warmup",
+            "none",
             "--granularity",
             self.granularity,
         ]

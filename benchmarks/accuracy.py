@@ -15,7 +15,6 @@ import argparse
 
 import runs
 
-WARM_UP = ["--ratio-warmup", "200"]
 COMPRESSORS = ("TopK", "SIDCo", "GaussianK", "DGC", "RedSync", "MiCRO", "RandomK", "RandomBlock")
 ROWS = runs.DENSE | {
     **{f"{name} 0.01": ["--compression", name.lower(), "--ratio", "0.01"] for name in COMPRESSORS},
@@ -25,9 +24,8 @@ ROWS = runs.DENSE | {
     "SIDCo 0.001, bfloat16": ["--compression", "sidco", "--ratio", "0.001", "--values", "bfloat16"],
     "SIDCo 0.001, balanced": ["--compression", "sidco", "--ratio", "0.001", "--balanced"],
     "DGC 0.001": ["--compression", "dgc", "--ratio", "0.001"],
-    "DGC 0.001, warm-up": ["--compression", "dgc", "--ratio", "0.001", *WARM_UP],
+    "SIDCo 0.001, no warm-up": ["--compression", "sidco", "--ratio", "0.001", "--warmup", "none"],
 }
-"""Warm-up: the ratio comes down from 0.25 in the first 200 steps."""
 
 
 def main() -> None:

@@ -99,7 +99,9 @@ def main() -> None:
     for task in (digits, charlm):
         for distribution in DISTRIBUTIONS:
             for ratio in RATIOS:
-                mine = achieved(task, SIDCo(ratio, distribution=distribution, adapt=args.adapt))[FIRST - 1 :]
+                mine = achieved(task, SIDCo(ratio, distribution=distribution, adapt=args.adapt, warmup=None))[
+                    FIRST - 1 :
+                ]
                 quotients = np.concatenate(hvd.allgather_object(mine, name="quotients"))
                 low, high = np.percentile(quotients, (5, 95))
                 row = {"gradients": task.__name__, "distribution": distribution, "ratio": ratio,

@@ -41,7 +41,7 @@ Make = Callable[[float, float], Compressor]
 
 
 def _default(cls: Callable[..., Compressor], **chosen: Any) -> Make:
-    return lambda ratio, threshold: cls(ratio, granularity="model", **chosen)
+    return lambda ratio, threshold: cls(ratio, granularity="model", warmup=None, **chosen)
 
 
 BALANCED_PARTS = "MiCRO, balanced parts"

@@ -55,7 +55,7 @@ def train(task: str, kind: str, seed: int, args: argparse.Namespace) -> Iterator
     points = {round(step) for step in np.geomspace(args.first, args.steps, args.points)}
     ratios = args.ratios if kind == RAW else [float(kind)]
     training = Training(
-        lambda ratio, threshold: NoOp(granularity="model") if kind == RAW else TopK(ratio, granularity="model"),
+        lambda ratio, threshold: NoOp(granularity="model") if kind == RAW else TopK(ratio, granularity="model", warmup=None),
         task, ratios[0], WORKERS, seed,
     )  # fmt: skip
     for _ in range(args.steps):

@@ -132,7 +132,7 @@ class Trial:
     def __init__(self, row: Row, ratio: float, mode: str, first: Tensor, workers: int, start: int) -> None:
         self.row, self.ratio, self.mode, self.start = row, ratio, mode, start
         self.numel = len(first)
-        settings: dict[str, Any] = {"residual": mode == CLOSED, "min_numel": 0}
+        settings: dict[str, Any] = {"residual": mode == CLOSED, "min_numel": 0, "warmup": None}
         k = max(1, math.floor(ratio * len(first)))
         if row.wants_threshold:
             settings["threshold"] = OPS.kth_largest(first, min(k + 1, len(first)))

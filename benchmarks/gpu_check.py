@@ -187,8 +187,8 @@ class Worker:
 COMPARED: list[Callable[[float], Compressor]] = [
     TopK,
     SIDCo,
-    lambda ratio: SIDCo(ratio, distribution="gpareto"),
-    lambda ratio: SIDCo(ratio, stages=1),
+    lambda ratio: SIDCo(ratio, distribution="gpareto", warmup=None),
+    lambda ratio: SIDCo(ratio, stages=1, warmup=None),
     lambda ratio: Threshold(3.0, ratio=ratio),
 ]
 
@@ -314,12 +314,12 @@ def measure(device: Device, numel: int, ratio: float, repetitions: int) -> Itera
     for number, (kind, draw) in enumerate(KINDS.items()):
         gradient = draw(device, numel, 10 * number)
         residual = torch.zeros_like(gradient)
-        groups = [[("SIDCo-E, " + kind, SIDCo(ratio), BAR)]]
+        groups = [[("SIDCo-E, " + kind, SIDCo(ratio, warmup=None), BAR)]]
         if number == 0:
             groups += [
-                [("SIDCo-P, " + kind, SIDCo(ratio, distribution="gpareto"), BAR)],
-                [("TopK, warm", TopK(ratio), BAR)],
-                [("TopK, cold", TopK(ratio), None)],
+                [("SIDCo-P, " + kind, SIDCo(ratio, distribution="gpareto", warmup=None), BAR)],
+                [("TopK, warm", TopK(ratio, warmup=None), BAR)],
+                [("TopK, cold", TopK(ratio, warmup=None), None)],
                 [("Threshold", Threshold(-math.log(ratio), ratio=ratio, slack=2.0), None)],
             ]
         rows = [step_row(device, *one, gradient) for group in groups for one in group]

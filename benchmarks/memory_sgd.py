@@ -80,13 +80,15 @@ class SometimesTopK(_Sometimes, TopK): ...
 
 
 def random_k(size: int, k: float, **chosen: Any) -> Any:
-    compression = SometimesRandomK(max(k, 1.0) / size, shared=False, min_numel=0, lr_in_residual=True, **chosen)
+    compression = SometimesRandomK(
+        max(k, 1.0) / size, shared=False, min_numel=0, lr_in_residual=True, warmup=None, **chosen
+    )
     compression.probability = min(k, 1.0)
     return compression
 
 
 def top_k(size: int, k: float, **chosen: Any) -> Any:
-    compression = SometimesTopK(max(k, 1.0) / size, min_numel=0, lr_in_residual=True, **chosen)
+    compression = SometimesTopK(max(k, 1.0) / size, min_numel=0, lr_in_residual=True, warmup=None, **chosen)
     compression.probability = min(k, 1.0)
     return compression
 

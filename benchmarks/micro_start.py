@@ -63,7 +63,7 @@ def counts(task: str, ratio: float, start: Start, seed: int, args: argparse.Name
     """Train one model; count / k in every step."""
     slack = args.workers / ratio if start.room else None
     training = Training(
-        lambda ratio, threshold: MiCRO(ratio, scaling=start.scaling, slack=slack, granularity="model"),
+        lambda ratio, threshold: MiCRO(ratio, scaling=start.scaling, slack=slack, granularity="model", warmup=None),
         task, ratio, args.workers, seed,
     )  # fmt: skip
     buckets = [pipeline.buckets[0] for pipeline in training.pipelines]

@@ -115,7 +115,8 @@ def horovod(compression: Any, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def sparse(compressor: type, options: Settings, model: nn.Module, optimizer: Any, settings: Settings) -> Made:
-    return horovod(compressor(**options, **settings), model, optimizer, settings)
+    # The steps after a warm-up are timed.
+    return horovod(compressor(warmup=None, **options, **settings), model, optimizer, settings)
 
 
 @cache
@@ -149,7 +150,7 @@ def ddp(hook: str, model: nn.Module, optimizer: torch.optim.Optimizer, _: Settin
 def hooked(compressor: type, options: Settings, model: nn.Module, optimizer: Any, settings: Settings) -> Made:
     """DistributedDataParallel with one of our compressors."""
     join_gloo()
-    made, compression = DistributedDataParallel(model), compressor(**options, **settings)
+    made, compression = DistributedDataParallel(model), compressor(warmup=None, **options, **settings)
     hvd.register(made, compression, optimizer)
     return made, optimizer, compression
 

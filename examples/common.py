@@ -22,7 +22,6 @@ from tqdm import tqdm
 
 from horovod_sparse.compressors import COMPRESSORS
 from horovod_sparse.compressors.momentum import MomentumCorrection
-from horovod_sparse.compressors.schedules import warmup
 from horovod_sparse.exchange.cost import allreduce_bytes
 
 CLASSES = {cls.__name__.lower(): cls.__name__ for cls in COMPRESSORS}
@@ -79,11 +78,11 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
         help="keep what was not sent in units of the update; topk with this and --momentum 0 is Sparsified SGD with Memory",
     )
     parser.add_argument(
-        "--ratio-warmup",
-        type=int,
-        default=0,
-        metavar="STEPS",
-        help="steps over which the ratio comes down from 0.25 in stairs",
+        "--warmup",
+        type=lambda text: {"none": None, "auto": "auto"}[text] if text in ("none", "auto") else float(text),
+        default="auto",
+        metavar="C",
+        help="the ratio of step t is at least C/(t+1); none: the ratio from the first step on",
     )
     parser.add_argument(
         "--values", choices=["float32", "bfloat16", "float16"], default="float32", help="type of the values in pairs"
@@ -114,6 +113,7 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
         raise SystemExit(f"--shared and --per-worker are for {', '.join(CHOOSE_SUPPORT)}, not for {args.compression}")
     common: dict[str, Any] = {
         "granularity": args.granularity,
+        "warmup": args.warmup,
         "residual": not args.no_residual,
         "lr_in_residual": args.lr_in_residual,
         "values": args.values,
@@ -122,7 +122,7 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
     }
     if args.momentum_correction:
         common["momentum_correction"] = MomentumCorrection(args.momentum, masking=not args.no_masking)
-    ratio = warmup(max(0.25, args.ratio), args.ratio, args.ratio_warmup) if args.ratio_warmup else args.ratio
+    ratio = args.ratio
     match args.compression:
         case "none":
             return hvd.Compression.none

@@ -206,7 +206,7 @@ Made = tuple[Any, Any, Any]
 def _with_horovod(compression: str, model: nn.Module, optimizer: Any) -> Made:
     hvd: Any = import_module("horovod_sparse.torch")
     chosen = {"dense fp32": hvd.Compression.none, "dense fp16": hvd.Compression.fp16}.get(compression)
-    made = chosen if chosen is not None else hvd.SIDCo(ratio=float(compression))
+    made = chosen if chosen is not None else hvd.SIDCo(ratio=float(compression), warmup=None)
     named = model.named_parameters()
     return model, hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=made), made
 
@@ -225,7 +225,7 @@ def _with_ddp(compression: str, model: nn.Module, optimizer: Any) -> Made:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         made.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif compression != "dense fp32":
-        sparse = SIDCo(ratio=float(compression))
+        sparse = SIDCo(ratio=float(compression), warmup=None)
         register(made, sparse, optimizer=optimizer)
         return made, optimizer, sparse
     return made, optimizer, None
