@@ -24,7 +24,12 @@ from horovod_sparse.kernels.gpu.bucket import DeviceBucket
 from horovod_sparse.kernels.gpu.messages import add_up
 from horovod_sparse.kernels.gpu.rules import rule_of
 
-COMPRESSORS = [TopK(0.001), Threshold(1.0), SIDCo(0.001), SIDCo(0.001, distribution="gpareto")]
+COMPRESSORS = [
+    TopK(0.001, warmup=None),
+    Threshold(1.0),
+    SIDCo(0.001, warmup=None),
+    SIDCo(0.001, distribution="gpareto", warmup=None),
+]
 
 
 class Absent:

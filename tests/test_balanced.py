@@ -123,7 +123,7 @@ def reference(residuals: Sequence[np.ndarray], k: int, bounds: Sequence[int]) ->
 @given(world=worlds, seed=st.integers(0, 999), ratio=st.sampled_from([0.02, 0.1, 0.3, 1.0]))
 @pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
 def test_every_step_is_as_in_dense_arrays(backend: Backend, world: int, seed: int, ratio: float) -> None:
-    pipelines = pipelines_of(backend, world, compressors.TopK(ratio, **SETTINGS))
+    pipelines = pipelines_of(backend, world, compressors.TopK(ratio, warmup=None, **SETTINGS))
     rng, k = np.random.default_rng(seed), max(1, int(ratio * NUMEL))
     bounds = regions.uniform(NUMEL, world)
     for _ in range(4):
@@ -143,13 +143,13 @@ def test_every_step_is_as_in_dense_arrays(backend: Backend, world: int, seed: in
 
 
 PAIRS = {
-    "TopK": lambda **s: compressors.TopK(0.1, **s),
-    "SIDCo": lambda **s: compressors.SIDCo(0.1, **s),
-    "GaussianK": lambda **s: compressors.GaussianK(0.1, **s),
-    "DGC": lambda **s: compressors.DGC(0.1, momentum=0.0, **s),
-    "RedSync": lambda **s: compressors.RedSync(0.1, **s),
+    "TopK": lambda **s: compressors.TopK(0.1, warmup=None, **s),
+    "SIDCo": lambda **s: compressors.SIDCo(0.1, warmup=None, **s),
+    "GaussianK": lambda **s: compressors.GaussianK(0.1, warmup=None, **s),
+    "DGC": lambda **s: compressors.DGC(0.1, momentum=0.0, warmup=None, **s),
+    "RedSync": lambda **s: compressors.RedSync(0.1, warmup=None, **s),
     "Threshold": lambda **s: compressors.Threshold(2.0, ratio=0.1, **s),
-    "RandomK": lambda **s: compressors.RandomK(0.1, shared=False, **s),
+    "RandomK": lambda **s: compressors.RandomK(0.1, shared=False, warmup=None, **s),
 }
 
 
@@ -180,7 +180,7 @@ def test_sent_and_kept_are_what_came(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("masking", [True, False])
 def test_momentum_is_masked_where_a_worker_has_sent_or_forwarded(masking: bool) -> None:
     correction = MomentumCorrection(0.5, masking=masking)
-    pipelines = pipelines_of(ORACLE, 2, compressors.TopK(0.1, momentum_correction=correction, **SETTINGS))
+    pipelines = pipelines_of(ORACLE, 2, compressors.TopK(0.1, momentum_correction=correction, warmup=None, **SETTINGS))
     gradients = [gradient + np.float32(10) for gradient in dyadic(np.random.default_rng(5), 2)]
     results = step(ORACLE, pipelines, gradients)
     assert results is not None
@@ -196,7 +196,7 @@ def test_momentum_is_masked_where_a_worker_has_sent_or_forwarded(masking: bool) 
 
 def test_a_step_that_is_given_up_changes_nothing_but_its_gradients() -> None:
     world, rng = 3, np.random.default_rng(1)
-    pipelines = pipelines_of(ORACLE, world, compressors.TopK(0.2, **SETTINGS))
+    pipelines = pipelines_of(ORACLE, world, compressors.TopK(0.2, warmup=None, **SETTINGS))
     step(ORACLE, pipelines, dyadic(rng, world))
     assert_giving_up_restores(pipelines, rng, rounds=2)
 
@@ -206,7 +206,7 @@ def test_training_goes_on_from_a_saved_state() -> None:
     world, rng = 3, np.random.default_rng(2)
 
     def make(world: int) -> list[Pipeline]:
-        return pipelines_of(ORACLE, world, compressors.SIDCo(0.2, **SETTINGS))
+        return pipelines_of(ORACLE, world, compressors.SIDCo(0.2, warmup=None, **SETTINGS))
 
     main = make(world)
     for _ in range(5):
@@ -227,7 +227,7 @@ def test_training_goes_on_from_a_saved_state() -> None:
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_the_bytes_of_both_messages(backend: Backend) -> None:
     """Two ranks; the bucket has 97 entries, of which the first 48 belong to rank 0. Indices count from there, or from 48."""
-    pipelines = pipelines_of(backend, 2, compressors.TopK(0.03, slack=2.0, **SETTINGS))
+    pipelines = pipelines_of(backend, 2, compressors.TopK(0.03, slack=2.0, warmup=None, **SETTINGS))
     gradients = [np.zeros(NUMEL, np.float32) for _ in range(2)]
     # In the bucket, parameter "b" comes first: its entry 0 is number 35 of the gradient.
     gradients[0][[35 + 1, 35 + 47, 35 + 50]] = 1.0, -2.0, 0.5
@@ -270,7 +270,7 @@ FLAWS: dict[str, tuple[int, int, str]] = {
 def test_a_damaged_part_is_an_error_on_all_ranks(backend: Backend, flaw: str) -> None:
     """Only its receiver sees it, and tells the others."""
     row, index, text = FLAWS[flaw]
-    pipelines = pipelines_of(backend, 2, compressors.TopK(0.1, **SETTINGS))
+    pipelines = pipelines_of(backend, 2, compressors.TopK(0.1, warmup=None, **SETTINGS))
     arrive(backend, pipelines, dyadic(np.random.default_rng(4), 2))
     buckets = [one.buckets[0] for one in pipelines]
     answers = collective(backend, [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)])
@@ -284,7 +284,7 @@ def test_a_damaged_part_is_an_error_on_all_ranks(backend: Backend, flaw: str) ->
 
 def test_ranks_at_different_steps_of_a_schedule_all_raise() -> None:
     """What rank 1 receives has the length that it expects, by chance. Nobody may raise before all have gathered."""
-    made = [compressors.TopK(ratio, **SETTINGS) for ratio in (0.1, 0.2, 0.3)]
+    made = [compressors.TopK(ratio, warmup=None, **SETTINGS) for ratio in (0.1, 0.2, 0.3)]
     pipelines = [pipelines_of(ORACLE, 3, compressor)[rank] for rank, compressor in enumerate(made)]
     arrive(ORACLE, pipelines, dyadic(np.random.default_rng(4), 3))
     buckets = [one.buckets[0] for one in pipelines]
@@ -299,7 +299,7 @@ def test_ranks_at_different_steps_of_a_schedule_all_raise() -> None:
 
 @pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
 def test_a_sum_that_overflows_stays_at_the_largest_number(backend: Backend) -> None:
-    pipelines = pipelines_of(backend, 2, compressors.TopK(0.1, not_finite="propagate", **SETTINGS))
+    pipelines = pipelines_of(backend, 2, compressors.TopK(0.1, not_finite="propagate", warmup=None, **SETTINGS))
     most = np.finfo(np.float32).max
     results = step(backend, pipelines, [np.full(NUMEL, 3e38, np.float32) for _ in range(2)])
     assert results is not None and results[0].max() == most
@@ -308,7 +308,7 @@ def test_a_sum_that_overflows_stays_at_the_largest_number(backend: Backend) -> N
 
 
 def test_a_value_that_is_not_a_number_is_not_kept() -> None:
-    pipelines = pipelines_of(ORACLE, 2, compressors.TopK(0.1, not_finite="propagate", **SETTINGS))
+    pipelines = pipelines_of(ORACLE, 2, compressors.TopK(0.1, not_finite="propagate", warmup=None, **SETTINGS))
     gradients = dyadic(np.random.default_rng(4), 2)
     arrive(ORACLE, pipelines, gradients)
     buckets = [one.buckets[0] for one in pipelines]
@@ -328,7 +328,7 @@ def test_messages_stay_full_although_owners_keep_what_is_large() -> None:
     world, rng = 8, np.random.default_rng(0)
     shapes = {"a": (20_000,)}
     pipelines = [
-        make_pipeline(ORACLE, compressors.TopK(0.004, **SETTINGS), shapes, world=world, position=p)
+        make_pipeline(ORACLE, compressors.TopK(0.004, warmup=None, **SETTINGS), shapes, world=world, position=p)
         for p in range(world)
     ]
     sent = []

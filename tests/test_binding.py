@@ -26,19 +26,19 @@ class Stock:
         return tensor
 
 
-@pytest.mark.parametrize("compression", [TopK(0.1), Stock, Stock()])
+@pytest.mark.parametrize("compression", [TopK(0.1, warmup=None), Stock, Stock()])
 def test_ours_and_stock_ones_are_taken(compression: Any) -> None:
     check_kind(compression, TorchCompressor, "horovod_sparse.torch")
 
 
-@pytest.mark.parametrize("compression", [TensorflowTopK(0.1), topk.TopK(0.1)])
+@pytest.mark.parametrize("compression", [TensorflowTopK(0.1), topk.TopK(0.1, warmup=None)])
 def test_those_of_other_adapters_are_refused(compression: Compressor) -> None:
     with pytest.raises(
         TypeError, match=r"must be a compressor of horovod_sparse.torch, got one of horovod_sparse.*ratio=0.1"
     ):
         check_kind(compression, TorchCompressor, "horovod_sparse.torch")
     with pytest.raises(TypeError, match=r"import the class from horovod_sparse.tensorflow"):
-        check_kind(TopK(0.1), TensorflowCompressor, "horovod_sparse.tensorflow")
+        check_kind(TopK(0.1, warmup=None), TensorflowCompressor, "horovod_sparse.tensorflow")
 
 
 @pytest.mark.parametrize("compression", ["TopK", None, 0.1, Compressor, object()])

@@ -134,7 +134,7 @@ def test_in_most_steps_the_residual_is_read_once(
 def test_a_residual_that_was_rescaled_is_looked_at_again(backend: Backend) -> None:
     """Between the arrival of a bucket's gradients and its selection."""
     rng = np.random.default_rng(1)
-    pipeline = make_pipeline(backend, TopK(0.01), {"p": (5000,), "q": (5000,)})
+    pipeline = make_pipeline(backend, TopK(0.01, warmup=None), {"p": (5000,), "q": (5000,)})
     for step in range(4):
         assert pipeline.arrive("p", backend.array(gradients("laplace", 5000, rng))) is None
         if step == 3:
@@ -155,7 +155,7 @@ def test_nothing_is_known_of_a_parameter_without_gradient(backend: Backend) -> N
     """Not even what the step before found out, when that selected nothing because a gradient was not finite."""
     rng = np.random.default_rng(2)
     settings: dict[str, Any] = {"residual": False, "granularity": "model", "not_finite": "propagate"}
-    pipeline = make_pipeline(backend, SIDCo(0.01, **settings), {"a": (5000,), "b": (5000,)})
+    pipeline = make_pipeline(backend, SIDCo(0.01, warmup=None, **settings), {"a": (5000,), "b": (5000,)})
 
     def step(a: np.ndarray | None, b: np.ndarray) -> int:
         assert pipeline.arrive("a", None if a is None else backend.array(a)) is None

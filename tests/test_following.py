@@ -60,7 +60,7 @@ def _pipeline(compressor: Any, world: int, position: int) -> Pipeline:
 
 
 def _state(step: int = 3) -> dict[str, Any]:
-    pipeline = _pipeline(DGC(0.01), 2, 0)
+    pipeline = _pipeline(DGC(0.01, warmup=None), 2, 0)
     pipeline.residuals.view("weight")[:] = 3.0
     pipeline.velocities.view("bias")[:] = 2.0
     pipeline.buckets[0].state.step = step
@@ -90,4 +90,4 @@ def test_a_new_worker_begins_with_zeros_and_the_first_ones_step(workers: Workers
     assert state["residuals"].keys() == {"weight"} and not state["residuals"]["weight"].any()
     assert not state["velocities"]["weight"].any()
     assert torch.equal(state["velocities"]["bias"], torch.full((30,), 2.0))
-    _pipeline(DGC(0.01), 3, 1).load_state_dict(state)
+    _pipeline(DGC(0.01, warmup=None), 3, 1).load_state_dict(state)

@@ -128,11 +128,11 @@ def test_a_discarded_step_leaves_no_trace(backend: Backend, row: Row, reached: i
 
 def test_what_cannot_be_discarded_is_said(backend: Backend) -> None:
     rng = np.random.default_rng(3)
-    pipeline = make_pipeline(backend, TopK(0.1), {"p": (300,)})
+    pipeline = make_pipeline(backend, TopK(0.1, warmup=None), {"p": (300,)})
     send(backend, pipeline, gradients("laplace", 300, rng))
     with pytest.raises(RuntimeError, match=r"discardable must be True .*TopK\(\.\.\., discardable=True\)"):
         pipeline.discard_step()
-    pipeline = make_pipeline(backend, TopK(0.1, discardable=True), {"p": (300,)})
+    pipeline = make_pipeline(backend, TopK(0.1, discardable=True, warmup=None), {"p": (300,)})
     with pytest.raises(RuntimeError, match="there is no step to discard"):
         pipeline.discard_step()
     send(backend, pipeline, gradients("laplace", 300, rng))
@@ -147,7 +147,7 @@ def test_what_cannot_be_discarded_is_said(backend: Backend) -> None:
 
 def test_a_state_that_is_loaded_ends_what_had_begun(backend: Backend) -> None:
     rng = np.random.default_rng(4)
-    pipeline = make_pipeline(backend, TopK(0.1), {"p": (300,), "q": (300,)})
+    pipeline = make_pipeline(backend, TopK(0.1, warmup=None), {"p": (300,), "q": (300,)})
     state = pipeline.state_dict()
     for use in (lambda: pipeline.load_state_dict(state), pipeline.reset, pipeline.start_step):
         pipeline.arrive("p", backend.array(gradients("laplace", 300, rng)))

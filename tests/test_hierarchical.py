@@ -66,7 +66,7 @@ def reference(residuals: Sequence[np.ndarray], k: int, groups: str) -> tuple[np.
 @given(groups=hosts, seed=st.integers(0, 999), ratio=st.sampled_from([0.02, 0.1, 0.3, 1.0]))
 @pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
 def test_every_step_is_as_in_dense_arrays(backend: Backend, groups: str, seed: int, ratio: float) -> None:
-    pipelines = pipelines_of(backend, groups, compressors.TopK(ratio, **SETTINGS))
+    pipelines = pipelines_of(backend, groups, compressors.TopK(ratio, warmup=None, **SETTINGS))
     rng, k = np.random.default_rng(seed), max(1, int(ratio * NUMEL))
     for _ in range(3):
         gradients = dyadic(rng, len(groups))
@@ -84,7 +84,7 @@ def test_every_step_is_as_in_dense_arrays(backend: Backend, groups: str, seed: i
 def test_sent_and_kept_are_what_came(name: str, dtype: str) -> None:
     """For every compressor that sends pairs. A step whose gradient is not finite changes nothing but its finite entries."""
     groups, rng = "aabb", np.random.default_rng(3)
-    make = PAIRS.get(name, lambda **settings: compressors.RandomBlock(0.1, shared=False, **settings))
+    make = PAIRS.get(name, lambda **settings: compressors.RandomBlock(0.1, shared=False, warmup=None, **settings))
     pipelines = pipelines_of(
         ORACLE, groups, make(not_finite="propagate", residual_dtype=dtype, **SETTINGS), dtype=dtype
     )
@@ -108,7 +108,7 @@ def test_sent_and_kept_are_what_came(name: str, dtype: str) -> None:
 
 
 def test_a_sum_of_a_host_that_overflows_fails_the_step() -> None:
-    pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.1, not_finite="propagate", **SETTINGS))
+    pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.1, not_finite="propagate", warmup=None, **SETTINGS))
     gradients = [np.full(NUMEL, value, np.float32) for value in (3e38, 3e38, 1, 1)]
     assert step(ORACLE, pipelines, gradients) is None
     for pipeline, gradient in zip(pipelines, gradients, strict=True):
@@ -117,7 +117,7 @@ def test_a_sum_of_a_host_that_overflows_fails_the_step() -> None:
 
 def test_a_step_that_is_given_up_changes_nothing_but_its_gradients() -> None:
     rng = np.random.default_rng(1)
-    pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.2, **SETTINGS))
+    pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.2, warmup=None, **SETTINGS))
     step(ORACLE, pipelines, dyadic(rng, 4))
     assert_giving_up_restores(pipelines, rng, rounds=4)
 
@@ -126,7 +126,7 @@ def test_training_goes_on_from_a_saved_state() -> None:
     rng = np.random.default_rng(2)
 
     def make() -> list[Pipeline]:
-        return pipelines_of(ORACLE, "aabb", compressors.SIDCo(0.2, **SETTINGS))
+        return pipelines_of(ORACLE, "aabb", compressors.SIDCo(0.2, warmup=None, **SETTINGS))
 
     main = make()
     for _ in range(4):
@@ -138,7 +138,9 @@ def test_training_goes_on_from_a_saved_state() -> None:
 def test_momentum_is_masked_where_the_host_has_sent(masking: bool) -> None:
     """All workers of a host stop the momentum of what any of them has sent for it."""
     correction = MomentumCorrection(0.5, masking=masking)
-    pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.1, momentum_correction=correction, **SETTINGS))
+    pipelines = pipelines_of(
+        ORACLE, "aabb", compressors.TopK(0.1, momentum_correction=correction, warmup=None, **SETTINGS)
+    )
     gradients = [gradient + np.float32(10) for gradient in dyadic(np.random.default_rng(5), 4)]
     assert step(ORACLE, pipelines, gradients) is not None
     for host in (0, 2):
@@ -157,7 +159,7 @@ def test_what_leaves_a_host_does_not_depend_on_its_slots() -> None:
     """Bytes that leave a host: those of one worker's pairs, to each of the other hosts."""
     sums = []
     for groups in ("ab", "aabb", "aaaabbbb"):
-        pipelines = pipelines_of(ORACLE, groups, compressors.TopK(0.1, slack=1.0, **SETTINGS))
+        pipelines = pipelines_of(ORACLE, groups, compressors.TopK(0.1, slack=1.0, warmup=None, **SETTINGS))
         step(ORACLE, pipelines, dyadic(np.random.default_rng(6), len(groups)))
         of_host = [one for one, name in zip(pipelines, groups, strict=True) if name == "a"]
         sums.append(sum(one.stats().last.total.bytes_sent for one in of_host))
@@ -167,7 +169,7 @@ def test_what_leaves_a_host_does_not_depend_on_its_slots() -> None:
 
 def test_ranks_at_different_steps_of_a_schedule_all_raise() -> None:
     """Nobody may raise before the last collective: the others of its host would wait."""
-    made = [compressors.TopK(ratio, **SETTINGS) for ratio in (0.1, 0.1, 0.3, 0.3)]
+    made = [compressors.TopK(ratio, warmup=None, **SETTINGS) for ratio in (0.1, 0.1, 0.3, 0.3)]
     pipelines = [pipelines_of(ORACLE, "aabb", compressor)[rank] for rank, compressor in enumerate(made)]
     arrive(ORACLE, pipelines, dyadic(np.random.default_rng(4), 4))
     buckets = [one.buckets[0] for one in pipelines]
@@ -240,7 +242,7 @@ def step_with(backend: Backend, pipelines: list[Pipeline], damage: tuple[int, li
 def test_what_one_rank_or_all_receive_damaged_is_an_error_on_all(backend: Backend, name: str) -> None:
     """None is left waiting, and none applies what another refuses."""
     *damage, text = DAMAGE[name]
-    pipelines = pipelines_of(backend, "aabb", compressors.TopK(0.1, **SETTINGS))
+    pipelines = pipelines_of(backend, "aabb", compressors.TopK(0.1, warmup=None, **SETTINGS))
     gradients = dyadic(np.random.default_rng(4), 4)
     arrive(backend, pipelines, gradients)
     errors = step_with(backend, pipelines, damage)
@@ -256,7 +258,7 @@ def test_nan_among_received_values_fails_the_step_and_is_not_kept(sender: int) -
         values[sender * len(values) // 2 + 3] = np.nan
         return values
 
-    pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.1, **SETTINGS))
+    pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.1, warmup=None, **SETTINGS))
     gradients = dyadic(np.random.default_rng(4), 4)
     arrive(ORACLE, pipelines, gradients)
     assert step_with(ORACLE, pipelines, (0, [2], nan_from)) == [""] * 4
@@ -287,7 +289,7 @@ def test_what_is_not_a_grid_is_refused(groups: str) -> None:
     with pytest.raises(
         ValueError, match=r"hierarchical needs at least two hosts .* same number of workers on each, got \{'a': "
     ):
-        pipelines_of(ORACLE, groups, compressors.TopK(0.1, **SETTINGS))
+        pipelines_of(ORACLE, groups, compressors.TopK(0.1, warmup=None, **SETTINGS))
 
 
 @pytest.mark.parametrize(
@@ -310,4 +312,4 @@ def test_what_is_not_a_grid_is_refused(groups: str) -> None:
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        compressors.TopK(0.1, **settings)
+        compressors.TopK(0.1, warmup=None, **settings)

@@ -42,7 +42,7 @@ def backward(model: nn.Module) -> None:
 
 
 def test_one_worker_sends_what_it_selects() -> None:
-    model, compression = make_model(), TopK(0.1, min_numel=0)
+    model, compression = make_model(), TopK(0.1, min_numel=0, warmup=None)
     register(model, compression)
     backward(model)
     assert sum(int(parameter.grad.count_nonzero()) for parameter in model.parameters()) == 63
@@ -53,7 +53,7 @@ def test_one_worker_without_force_changes_nothing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HOROVOD_SPARSE_FORCE", "0")
     model, plain = make_model(), make_model()
     with pytest.warns(UserWarning, match="there is one worker, so nothing is compressed"):
-        register(model, TopK(0.1))
+        register(model, TopK(0.1, warmup=None))
     for one in (model, plain):
         backward(one)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
@@ -66,25 +66,35 @@ def test_one_worker_without_force_changes_nothing(monkeypatch: pytest.MonkeyPatc
         (lambda: nn.Linear(2, 2), {}, TypeError, "model must be a torch.nn.parallel.DistributedDataParallel"),
         (make_model, {"compression": TopK}, TypeError, "compression must be an instance, such as TopK"),
         (make_model, {"compression": "TopK"}, TypeError, "compression must be a compressor of horovod_sparse.torch"),
-        (make_model, {"compression": TopK(0.1, lr_in_residual=True)}, ValueError, "optimizer must be given"),
-        (make_model, {"compression": DGC(0.1)}, ValueError, "optimizer must be given with MomentumCorrection"),
+        (
+            make_model,
+            {"compression": TopK(0.1, lr_in_residual=True, warmup=None)},
+            ValueError,
+            "optimizer must be given",
+        ),
+        (
+            make_model,
+            {"compression": DGC(0.1, warmup=None)},
+            ValueError,
+            "optimizer must be given with MomentumCorrection",
+        ),
     ],
 )
 def test_what_cannot_be_registered_is_refused(make: Any, arguments: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        register(make(), **{"compression": TopK(0.1), **arguments})
+        register(make(), **{"compression": TopK(0.1, warmup=None), **arguments})
 
 
 def test_a_compressor_serves_one_model() -> None:
-    compression = TopK(0.1)
+    compression = TopK(0.1, warmup=None)
     register(make_model(), compression)
     with pytest.raises(ValueError, match="compression must serve one optimizer"):
         register(make_model(), compression)
 
 
 def test_a_model_has_one_hook() -> None:
-    model, second = make_model(), TopK(0.1)
-    register(model, TopK(0.1))
+    model, second = make_model(), TopK(0.1, warmup=None)
+    register(model, TopK(0.1, warmup=None))
     with pytest.raises(RuntimeError, match="model must have no communication hook yet"):
         register(model, second)
     register(make_model(), second)
@@ -93,7 +103,7 @@ def test_a_model_has_one_hook() -> None:
 def test_momentum_is_not_applied_twice() -> None:
     model = make_model()
     with pytest.raises(ValueError, match="optimizer must have momentum=0"):
-        register(model, DGC(0.1), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        register(model, DGC(0.1, warmup=None), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
 @pytest.mark.parametrize(
@@ -107,13 +117,13 @@ def test_momentum_is_not_applied_twice() -> None:
 )
 def test_what_is_no_bucket_of_ddp_is_refused(given: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
-        comm_hook(TopK(0.1), given)
+        comm_hook(TopK(0.1, warmup=None), given)
 
 
 @pytest.mark.parametrize("name", ["Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "NAdam", "RMSprop", "Rprop"])
 def test_an_optimizer_that_divides_by_the_size_of_the_gradient_causes_a_warning(name: str) -> None:
     make = getattr(torch.optim, name)
-    for compression in (TopK(0.1), DGC(1.0)):
+    for compression in (TopK(0.1, warmup=None), DGC(1.0, warmup=None)):
         model = make_model()
         with pytest.warns(UserWarning, match=rf"train worse with {name} than with SGD.*LocalUpdates") as caught:
             register(model, compression, make(model.parameters()))
@@ -121,7 +131,13 @@ def test_an_optimizer_that_divides_by_the_size_of_the_gradient_causes_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("compression", "name"), [(NoOp(), "Adam"), (TopK(1.0), "Adam"), (DGC(0.1), "SGD"), (TopK(0.1), "ASGD")]
+    ("compression", "name"),
+    [
+        (NoOp(), "Adam"),
+        (TopK(1.0, warmup=None), "Adam"),
+        (DGC(0.1, warmup=None), "SGD"),
+        (TopK(0.1, warmup=None), "ASGD"),
+    ],
 )
 def test_other_optimizers_cause_no_warning(compression: Any, name: str) -> None:
     model = make_model()
@@ -130,7 +146,7 @@ def test_other_optimizers_cause_no_warning(compression: Any, name: str) -> None:
         register(model, compression, getattr(torch.optim, name)(model.parameters()))
 
 
-@pytest.mark.parametrize("compression", [TopK(0.1, lr_in_residual=True), DGC(0.1)])
+@pytest.mark.parametrize("compression", [TopK(0.1, lr_in_residual=True, warmup=None), DGC(0.1, warmup=None)])
 def test_a_hook_that_needs_the_optimizer_says_so(compression: Any) -> None:
     model = make_model()
     model.register_comm_hook(compression, comm_hook)
@@ -148,7 +164,7 @@ def test_complex_parameters_are_refused_by_name() -> None:
             return self.phase.abs().sum()
 
     model = DistributedDataParallel(Complex())
-    register(model, TopK(0.1))
+    register(model, TopK(0.1, warmup=None))
     with pytest.raises(TypeError, match="parameter 'phase' must be real"):
         model().backward()
 
@@ -161,13 +177,16 @@ def test_a_dtensor_is_refused_by_name(serve: Any) -> None:
     mesh = init_device_mesh("cpu", (1,))
     model.module.weight = nn.Parameter(distribute_tensor(model.module.weight.detach(), mesh, [Replicate()]))
     with pytest.raises(TypeError, match=r"parameter 'weight' must have its values in memory of its own, got a DTensor"):
-        serve(model, TopK(0.1))
+        serve(model, TopK(0.1, warmup=None))
 
 
 def test_a_state_can_be_loaded_after_an_interrupted_backward_pass() -> None:
     """DDP itself does not go on after it."""
     layers = nn.Sequential(nn.Linear(20, 300), nn.Linear(300, 30))
-    model, compression = DistributedDataParallel(layers, bucket_cap_mb=0.001), TopK(0.1, min_numel=0, bucket_bytes=1000)
+    model, compression = (
+        DistributedDataParallel(layers, bucket_cap_mb=0.001),
+        TopK(0.1, min_numel=0, bucket_bytes=1000, warmup=None),
+    )
     register(model, compression)
     backward(model)
     saved = compression.state_dict()

@@ -41,7 +41,7 @@ def step(pipelines: list[Pipeline], gradient: Callable[[], np.ndarray]) -> np.nd
 @pytest.mark.parametrize("numel", [1, 5, 10, 64, 1000])
 def test_parts_are_disjoint_cover_everything_and_go_round(numel: int, world: int, parts: Any) -> None:
     """In P steps each rank owns each entry once, wherever the bounds of the parts are."""
-    compressor = MiCRO(1.0, parts=parts)
+    compressor = MiCRO(1.0, parts=parts, warmup=None)
     bounds = [0, *np.sort(np.random.default_rng(numel).integers(0, numel + 1, world - 1)).tolist(), numel]
     owned = np.zeros((world, numel), int)
     for number, rank in itertools.product(range(world), repeat=2):
@@ -62,7 +62,7 @@ def skewed(rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_parts_get_as_many_entries_however_these_are_spread(world: int) -> None:
     """With parts of the same size, one part would get 1.5 to 4 times its share, and its message would have no room for it."""
-    pipelines = workers(MiCRO(0.02, parts="balanced"), 20_000, world)
+    pipelines = workers(MiCRO(0.02, parts="balanced", warmup=None), 20_000, world)
     counts, truncated, rng = np.zeros(world), 0.0, np.random.default_rng(5)
     for number in range(200):
         bounds = pipelines[0].buckets[0].bounds
@@ -77,7 +77,7 @@ def test_parts_get_as_many_entries_however_these_are_spread(world: int) -> None:
 def test_parts_that_have_become_small_recover() -> None:
     """At first all entries are in one place. Later they are spread evenly."""
     world, size = 4, 400
-    pipelines = workers(MiCRO(0.1, parts="balanced"), size, world)
+    pipelines = workers(MiCRO(0.1, parts="balanced", warmup=None), size, world)
     rng, few = np.random.default_rng(6), np.zeros(size, np.float32)
     few[100:108] = 1.0
     for _ in range(100):
@@ -91,7 +91,7 @@ def test_parts_that_have_become_small_recover() -> None:
 @pytest.mark.parametrize("current", [0.0, 0.5])
 def test_a_part_that_is_smaller_than_its_share_selects_all_of_it(current: float) -> None:
     """An error here would leave the other ranks waiting."""
-    compressor = MiCRO(0.5, parts="balanced")
+    compressor = MiCRO(0.5, parts="balanced", warmup=None)
     state = compressor.new_state(Place("b", 0, 2))
     state.bounds, state.current = [0, 2, 100], current
     assert compressor.select(NumpyOps(), np.ones(100, np.float32), 50, 50, state).indices.tolist() == [0, 1]
@@ -99,7 +99,7 @@ def test_a_part_that_is_smaller_than_its_share_selects_all_of_it(current: float)
 
 def test_ranks_whose_parts_differ_all_raise() -> None:
     """Otherwise entries of one part would be selected twice, and those of another one never."""
-    pipelines = workers(MiCRO(0.1, parts="balanced"), 2000, 3)
+    pipelines = workers(MiCRO(0.1, parts="balanced", warmup=None), 2000, 3)
     rng = np.random.default_rng(7)
     step(pipelines, lambda: gradients("laplace", 2000, rng))
     pipelines[1].buckets[0].state.bounds[1] += 1
@@ -117,7 +117,7 @@ def test_ranks_whose_parts_differ_all_raise() -> None:
 def test_mean_count_from_any_scale(scale: float, ratio: float) -> None:
     """Within 3 % of k after 200 steps."""
     world, size = 4, 20_000
-    compressor = MiCRO(ratio)
+    compressor = MiCRO(ratio, warmup=None)
     pipelines = workers(compressor, size, world)
     rng = np.random.default_rng(1)
     counts = []
@@ -141,7 +141,7 @@ def test_two_sided_scaling() -> None:
 
 
 def test_another_world_size_takes_the_threshold_over() -> None:
-    compressor = MiCRO(0.1, parts="balanced")
+    compressor = MiCRO(0.1, parts="balanced", warmup=None)
     pipelines = workers(compressor, 2000, 4)
     rng = np.random.default_rng(2)
     for _ in range(20):
@@ -161,7 +161,7 @@ def test_another_world_size_takes_the_threshold_over() -> None:
 
 def test_a_threshold_that_is_far_too_low_starts_again() -> None:
     """After gradients of almost only zeros the threshold has no floor to stand on."""
-    compressor = MiCRO(0.1)
+    compressor = MiCRO(0.1, warmup=None)
     pipelines = workers(compressor, 2000, 2)
     rng = np.random.default_rng(3)
     counts = []
@@ -174,7 +174,7 @@ def test_a_threshold_that_is_far_too_low_starts_again() -> None:
 @pytest.mark.parametrize("scaling", ["two_sided", "paper"])
 def test_with_more_workers_than_k_the_threshold_stays_finite(scaling: str) -> None:
     """Every worker sends one entry at least, so the count is above k for ever."""
-    compressor = MiCRO(0.001, scaling=scaling)
+    compressor = MiCRO(0.001, scaling=scaling, warmup=None)
     pipelines = workers(compressor, 900, 4)
     rng = np.random.default_rng(4)
     for _ in range(3000):
@@ -184,9 +184,9 @@ def test_with_more_workers_than_k_the_threshold_stays_finite(scaling: str) -> No
 
 
 def test_room_is_a_workers_share() -> None:
-    assert MiCRO(0.1).message_capacity(1000, 100, 4) == 50
-    assert MiCRO(0.1, slack=1.5).message_capacity(1000, 100, 4) == 38
-    assert MiCRO(1.0).message_capacity(1000, 1000, 4) == 250, "not more than the part"
-    assert MiCRO(1.0, parts="balanced").message_capacity(1000, 1000, 4) == 500
-    assert MiCRO(1.0, parts="balanced").message_capacity(1000, 1000, 1) == 1000, "not more than the bucket"
-    assert MiCRO(0.001).message_capacity(10, 1, 4) == 1
+    assert MiCRO(0.1, warmup=None).message_capacity(1000, 100, 4) == 50
+    assert MiCRO(0.1, slack=1.5, warmup=None).message_capacity(1000, 100, 4) == 38
+    assert MiCRO(1.0, warmup=None).message_capacity(1000, 1000, 4) == 250, "not more than the part"
+    assert MiCRO(1.0, parts="balanced", warmup=None).message_capacity(1000, 1000, 4) == 500
+    assert MiCRO(1.0, parts="balanced", warmup=None).message_capacity(1000, 1000, 1) == 1000, "not more than the bucket"
+    assert MiCRO(0.001, warmup=None).message_capacity(10, 1, 4) == 1

@@ -39,9 +39,9 @@ def test_without_masking_ratio_one_is_momentum_sgd_and_with_masking_plain_sgd(ne
 
 @on_every_backend
 def test_velocities_are_saved_and_checked(backend: Backend) -> None:
-    corrected = make_pipeline(backend, TopK(0.1, momentum_correction=MomentumCorrection()), {"p": (300,)})
+    corrected = make_pipeline(backend, TopK(0.1, momentum_correction=MomentumCorrection(), warmup=None), {"p": (300,)})
     send(backend, corrected, gradients("laplace", 300, np.random.default_rng(4)))
-    plain = make_pipeline(backend, TopK(0.1), {"p": (300,)})
+    plain = make_pipeline(backend, TopK(0.1, warmup=None), {"p": (300,)})
     with pytest.raises(ValueError, match=r"velocities must be .*unexpected: \['p'\].*same momentum_correction"):
         plain.load_state_dict(corrected.state_dict())
     with pytest.raises(ValueError, match=r"velocities must be .*missing: \['p'\]"):
@@ -164,7 +164,7 @@ def test_thresholds_and_controllers_follow_the_learning_rate(backend: Backend, r
 @on_every_backend
 def test_micro_stays_at_its_count_when_the_rate_drops(backend: Backend) -> None:
     """After the rate has come down to a tenth the residual counts for ten times as much as a gradient."""
-    compressor = MiCRO(0.01, lr_in_residual=True)
+    compressor = MiCRO(0.01, lr_in_residual=True, warmup=None)
     world, size, k = 2, 20_000, 200
     pipelines = [
         make_pipeline(backend, compressor, {"p": (size,)}, world=world, position=rank) for rank in range(world)
@@ -187,7 +187,11 @@ def test_a_controller_starts_again_where_rates_change_differently(backend: Backe
     world, rng = 2, np.random.default_rng(14)
     pipelines = [
         make_pipeline(
-            backend, MiCRO(0.05, lr_in_residual=True), {"p": (1000,), "q": (1000,)}, world=world, position=rank
+            backend,
+            MiCRO(0.05, lr_in_residual=True, warmup=None),
+            {"p": (1000,), "q": (1000,)},
+            world=world,
+            position=rank,
         )
         for rank in range(world)
     ]

@@ -24,7 +24,7 @@ def local(step: int, dtype: Any = np.float32) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("make", [TopK, SIDCo, MiCRO, RandomK, lambda r: TopK(r, union=True)])
+@pytest.mark.parametrize("make", [TopK, SIDCo, MiCRO, RandomK, lambda r: TopK(r, union=True, warmup=None)])
 def test_what_is_sent_and_kept_is_what_was_given(make: Any) -> None:
     reduce = SparseAllreduce(None, make(0.1))
     given = {name: np.zeros(shape) for name, shape in SHAPES.items()}
@@ -46,7 +46,7 @@ def test_what_is_sent_and_kept_is_what_was_given(make: Any) -> None:
 
 def test_the_first_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "horovod_sparse")
-    reduce = SparseAllreduce(None, TopK(0.1, granularity="layer"))
+    reduce = SparseAllreduce(None, TopK(0.1, granularity="layer", warmup=None))
     for step in range(2):
         reduce(local(step))
     assert caplog.messages == [f"TopK 0.1: 2 buckets, 1700 entries, 1 parameters dense, kernels {kernels.variant()}"]
@@ -65,17 +65,17 @@ def test_types_are_kept(dtype: Any) -> None:
 
 
 def test_a_saved_state_continues_identically() -> None:
-    first = SparseAllreduce(None, DGC(0.05))
+    first = SparseAllreduce(None, DGC(0.05, warmup=None))
     for step in range(4):
         first(local(step))
-    second = SparseAllreduce(None, DGC(0.05))
+    second = SparseAllreduce(None, DGC(0.05, warmup=None))
     second.load_state_dict(first.state_dict(), local(0))
     for step in range(4, 8):
         expected, got = first(local(step)), second(local(step))
         for name in SHAPES:
             np.testing.assert_array_equal(got[name], expected[name])
     second.reset()
-    fresh = SparseAllreduce(None, DGC(0.05))
+    fresh = SparseAllreduce(None, DGC(0.05, warmup=None))
     np.testing.assert_array_equal(second(local(9))["weight"], fresh(local(9))["weight"])
 
 
@@ -83,7 +83,7 @@ def test_what_is_refused() -> None:
     compressor: Any = TopK
     with pytest.raises(TypeError, match="compression must be a compressor such as TopK"):
         SparseAllreduce(None, compressor)
-    reduce = SparseAllreduce(None, TopK(0.1))
+    reduce = SparseAllreduce(None, TopK(0.1, warmup=None))
     assert reduce.stats().steps == 0
     for dtype in (np.int64, np.complex128, np.longdouble):
         message = rf"gradients\['weight'\] must be floating point, .* got {np.dtype(dtype)}"
@@ -92,7 +92,7 @@ def test_what_is_refused() -> None:
     listed: Any = [np.ones(1000, np.float32)]
     with pytest.raises(TypeError, match=r"gradients must be a mapping of names to arrays, .* got list"):
         reduce(listed)
-    state = SparseAllreduce(None, TopK(0.1)).state_dict()
+    state = SparseAllreduce(None, TopK(0.1, warmup=None)).state_dict()
     with pytest.raises(TypeError, match="gradients must be given before the first call"):
         reduce.load_state_dict(state)
     with pytest.raises(TypeError, match=r"gradients must be a mapping of names to arrays, .* got list"):
@@ -106,7 +106,7 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["kernel", "bias"])
 def test_not_finite_raises_and_the_next_step_works(name: str) -> None:
-    reduce = SparseAllreduce(None, TopK(0.1))
+    reduce = SparseAllreduce(None, TopK(0.1, warmup=None))
     bad = local(0)
     bad[name][2] = np.nan
     with pytest.raises(FloatingPointError, match=f"rank 0: the gradient of parameter '{name}' holds NaN"):
@@ -122,7 +122,7 @@ def test_small_arrays_are_clipped_too() -> None:
 
 def test_a_learning_rate_is_asked_for() -> None:
     with pytest.raises(ValueError, match="learning_rate must be given with lr_in_residual=True"):
-        SparseAllreduce(None, TopK(0.1, lr_in_residual=True))(local(0))
+        SparseAllreduce(None, TopK(0.1, lr_in_residual=True, warmup=None))(local(0))
 
 
 class Interruption(BaseException):
@@ -131,7 +131,7 @@ class Interruption(BaseException):
 
 @pytest.mark.parametrize("called", [False, True])
 def test_a_state_that_is_refused_changes_nothing(called: bool) -> None:
-    source = SparseAllreduce(None, DGC(0.05))
+    source = SparseAllreduce(None, DGC(0.05, warmup=None))
     source(local(0))
     good = source.state_dict()
     bad = [
@@ -140,7 +140,7 @@ def test_a_state_that_is_refused_changes_nothing(called: bool) -> None:
         {**good, "velocities": {}},
         {**good, "adaptive": None},
     ]
-    reduce, other = (SparseAllreduce(None, DGC(0.05)) for _ in range(2))
+    reduce, other = (SparseAllreduce(None, DGC(0.05, warmup=None)) for _ in range(2))
     if called:
         reduce(local(1))
         other(local(1))
@@ -165,7 +165,7 @@ def test_the_norm_of_all_arrays_together_is_clipped() -> None:
 @pytest.mark.parametrize(("large", "settings"), [("w", {}), ("b", {"momentum_correction": MomentumCorrection(0.9)})])
 def test_a_sum_that_its_type_cannot_hold_fails_the_step(large: str, settings: dict[str, Any]) -> None:
     """Gradients of half precision add up in residuals and velocities, which have more range."""
-    reduce = SparseAllreduce(None, TopK(0.01, min_numel=50, **settings))
+    reduce = SparseAllreduce(None, TopK(0.01, min_numel=50, warmup=None, **settings))
     rng = np.random.default_rng(0)
     errors = []
     for _ in range(100):
@@ -186,7 +186,7 @@ def test_a_sum_that_its_type_cannot_hold_fails_the_step(large: str, settings: di
     ids=["NaN", "infinity", "negative", "tiny", "after a tiny one", "beyond float32"],
 )
 def test_a_learning_rate_that_is_no_unit_is_refused_and_changes_nothing(rates: tuple[float, ...], wrong: float) -> None:
-    reduce, other = (SparseAllreduce(None, SIDCo(0.1, lr_in_residual=True)) for _ in range(2))
+    reduce, other = (SparseAllreduce(None, SIDCo(0.1, lr_in_residual=True, warmup=None)) for _ in range(2))
     for one in (reduce, other):
         for step, rate in enumerate(rates):
             one(local(step), learning_rate=rate)
@@ -221,18 +221,20 @@ def interrupted(*_: Any) -> None:
 
 
 MAKERS = {
-    "pairs": lambda: TopK(0.1),
-    "layer": lambda: SIDCo(0.1, granularity="layer"),
-    "union": lambda: MiCRO(0.1),
-    "shared": lambda: RandomK(0.1),
-    "balanced": lambda: TopK(0.1, balanced=True),
+    "pairs": lambda: TopK(0.1, warmup=None),
+    "layer": lambda: SIDCo(0.1, granularity="layer", warmup=None),
+    "union": lambda: MiCRO(0.1, warmup=None),
+    "shared": lambda: RandomK(0.1, warmup=None),
+    "balanced": lambda: TopK(0.1, balanced=True, warmup=None),
 }
 
 
 @pytest.mark.parametrize("hierarchical", [True, 2])
 def test_workers_that_differ_in_hierarchical_are_told(hierarchical: Any) -> None:
     def work(comm: Comm) -> None:
-        reduce = SparseAllreduce(comm, TopK(0.1, hierarchical=hierarchical if comm.Get_rank() == 0 else False))
+        reduce = SparseAllreduce(
+            comm, TopK(0.1, hierarchical=hierarchical if comm.Get_rank() == 0 else False, warmup=None)
+        )
         for _ in range(2):
             with pytest.raises(ValueError, match="all workers must reduce the same arrays with the same settings"):
                 reduce(local(0))

@@ -27,7 +27,7 @@ SAVED = Path(__file__).parent / "data" / "checkpoint_801e177_numpy"
 
 def trained() -> tuple[dict[str, Any], SparseAllreduce, np.random.Generator]:
     """What was saved, by training to there. The sums of one worker need no rounding that could differ."""
-    rng, allreduce = np.random.default_rng(0), SparseAllreduce(None, TopK(0.2, min_numel=0))
+    rng, allreduce = np.random.default_rng(0), SparseAllreduce(None, TopK(0.2, min_numel=0, warmup=None))
     weights: dict[str, Any] = {"weights": np.zeros((6, 5)), "bias": np.zeros(5, np.float32)}
     for _ in range(3):
         gradients = {name: rng.normal(size=one.shape).astype(one.dtype) for name, one in weights.items()}
@@ -39,7 +39,7 @@ def trained() -> tuple[dict[str, Any], SparseAllreduce, np.random.Generator]:
 def test_a_file_that_older_code_wrote_is_loaded() -> None:
     expected, before, rng = trained()
     weights: dict[str, Any] = {name: np.ones_like(one) for name, one in expected.items()}
-    allreduce = SparseAllreduce(None, TopK(0.2, min_numel=0))
+    allreduce = SparseAllreduce(None, TopK(0.2, min_numel=0, warmup=None))
     found = load_checkpoint(SAVED, None, allreduce, weights)
     assert found == (3, {"random": rng.bit_generator.state})
     residuals = before.state_dict()["residuals"]
@@ -93,7 +93,7 @@ def test_what_could_not_be_read_again_is_not_saved(
 def test_arrays_that_cannot_be_written_to_are_refused_before_anything_changes(tmp_path: Path) -> None:
     weights, allreduce, _ = trained()
     save_checkpoint(tmp_path, 3, None, allreduce, weights)
-    other = SparseAllreduce(None, TopK(0.2, min_numel=0))
+    other = SparseAllreduce(None, TopK(0.2, min_numel=0, warmup=None))
     weights["bias"].flags.writeable = False
     with pytest.raises(RuntimeError, match=r"arrays must be writeable, got read-only ones: \['bias'\]; copy them"):
         load_checkpoint(tmp_path, None, other, weights)

@@ -61,7 +61,7 @@ def step(backend: Backend, pipeline: Pipeline, seed: int) -> None:
     ],
 )
 def test_loading_is_strict_and_changes_nothing_when_it_fails(backend: Backend, damage: Any, expected: str) -> None:
-    pipeline = pipeline_of(backend, SIDCo(0.1))
+    pipeline = pipeline_of(backend, SIDCo(0.1, warmup=None))
     step(backend, pipeline, 0)
     state = pipeline.state_dict()
     step(backend, pipeline, 1)
@@ -114,7 +114,7 @@ def _with_adaptive(state: Any, **changed: Any) -> Any:
 @pytest.mark.parametrize("backend", [one for one in BACKENDS if one.name in ("numpy", "torch")], ids=str)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_state_is_refused_and_changes_nothing(backend: Backend, name: str) -> None:
-    pipeline = pipeline_of(backend, SIDCo(0.1))
+    pipeline = pipeline_of(backend, SIDCo(0.1, warmup=None))
     for seed in range(7):
         step(backend, pipeline, seed)
     before = pipeline.state_dict()
@@ -164,7 +164,7 @@ def test_truncation_that_lasts_is_said_once(slack: float, first: int) -> None:
 
 @on_every_backend
 def test_what_a_parameter_has_kept_is_dropped(backend: Backend) -> None:
-    for compressor in (SIDCo(0.1), DGC(0.1)):
+    for compressor in (SIDCo(0.1, warmup=None), DGC(0.1, warmup=None)):
         pipeline = pipeline_of(backend, compressor)
         for seed in (2, 3, 0):
             step(backend, pipeline, seed)
@@ -186,13 +186,13 @@ def test_what_a_parameter_has_kept_is_dropped(backend: Backend) -> None:
 
 def test_a_torch_state_is_safe_to_load() -> None:
     backend = next(backend for backend in BACKENDS if backend.name == "torch")
-    pipeline = pipeline_of(backend, SIDCo(0.1, adapt="robust"))
+    pipeline = pipeline_of(backend, SIDCo(0.1, adapt="robust", warmup=None))
     for seed in range(12):
         step(backend, pipeline, seed)
     file = io.BytesIO()
     torch.save(pipeline.state_dict(), file)
     file.seek(0)
-    other = pipeline_of(backend, SIDCo(0.1, adapt="robust"))
+    other = pipeline_of(backend, SIDCo(0.1, adapt="robust", warmup=None))
     other.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(other.buckets[0].buffer, pipeline.buckets[0].buffer)
     assert other.buckets[0].state.state_dict() == pipeline.buckets[0].state.state_dict()
@@ -202,12 +202,12 @@ def test_a_torch_state_is_safe_to_load() -> None:
 def test_memory_is_one_residual(backend: Backend) -> None:
     elements = sum(math.prod(shape) for shape in SHAPES.values())
     for granularity in ("layer", "bucket", "model"):
-        assert pipeline_of(backend, TopK(0.1, granularity=granularity)).residuals.nbytes == 4 * elements
+        assert pipeline_of(backend, TopK(0.1, granularity=granularity, warmup=None)).residuals.nbytes == 4 * elements
 
 
 @on_every_backend
 def test_statistics_are_true(backend: Backend) -> None:
-    compressor = TopK(0.1, granularity="layer", slack=1.5)
+    compressor = TopK(0.1, granularity="layer", slack=1.5, warmup=None)
     pipelines = [make_pipeline(backend, compressor, SHAPES, world=4, position=rank) for rank in range(4)]
     pipeline = pipelines[2]
     counts: dict[str, list[int]] = {name: [] for name in SHAPES}
@@ -261,7 +261,7 @@ def test_statistics_are_true(backend: Backend) -> None:
 @on_every_backend
 def test_overflow_is_counted_and_stays_in_the_residual(backend: Backend) -> None:
     """A one-stage fit of a light tail overestimates; the room ends at k."""
-    compressor = SIDCo(0.01, stages=1, distribution="gpareto", slack=1.0)
+    compressor = SIDCo(0.01, stages=1, distribution="gpareto", slack=1.0, warmup=None)
     pipeline = make_pipeline(backend, compressor, {"p": (100_000,)})
     bucket = pipeline.buckets[0]
     gradient = gradients("gaussian", 100_000, np.random.default_rng(0))
@@ -276,7 +276,7 @@ def test_overflow_is_counted_and_stays_in_the_residual(backend: Backend) -> None
 @on_every_backend
 def test_a_gradient_arrives_once_per_step(backend: Backend) -> None:
     """Whatever its bucket has reached, until the step has ended."""
-    pipeline = pipeline_of(backend, TopK(0.1, granularity="layer"))
+    pipeline = pipeline_of(backend, TopK(0.1, granularity="layer", warmup=None))
 
     def arrives_twice() -> None:
         with pytest.raises(RuntimeError, match="'head' arrived twice"):
@@ -295,7 +295,7 @@ def test_a_gradient_arrives_once_per_step(backend: Backend) -> None:
 
 @on_every_backend
 def test_the_first_gradient_that_is_not_finite_is_named(backend: Backend) -> None:
-    pipeline = make_pipeline(backend, TopK(0.1, granularity="layer"), {"p": (300,), "q": (300,)})
+    pipeline = make_pipeline(backend, TopK(0.1, granularity="layer", warmup=None), {"p": (300,), "q": (300,)})
     bad = backend.array(np.full(300, np.nan, np.float32))
     for bucket in [pipeline.arrive(name, bad) for name in ("p", "q")]:
         assert bucket is not None
@@ -320,7 +320,7 @@ class OwnExchange(TopK):
 
 @on_every_backend
 def test_an_exchange_of_which_nothing_is_known_works(backend: Backend) -> None:
-    own, usual = (pipeline_of(backend, cls(0.1, min_numel=0)) for cls in (OwnExchange, TopK))
+    own, usual = (pipeline_of(backend, cls(0.1, min_numel=0, warmup=None)) for cls in (OwnExchange, TopK))
     for seed in range(3):
         step(backend, own, seed)
         step(backend, usual, seed)
@@ -347,7 +347,7 @@ def test_with_dense_steps_the_first_collective_must_be_known(monkeypatch: pytest
 def test_a_sum_that_its_type_cannot_hold_fails_the_step(dtype: torch.dtype, has_gradient: bool) -> None:
     """Gradients of PyTorch. bfloat16 has the range of float32."""
     backend = next(one for one in BACKENDS if one.name == "torch")
-    pipeline = make_pipeline(backend, TopK(0.1), {"p": (20,), "q": (20,)})
+    pipeline = make_pipeline(backend, TopK(0.1, warmup=None), {"p": (20,), "q": (20,)})
     parameters = {name: torch.zeros(20, dtype=dtype, requires_grad=True) for name in ("p", "q")}
     pipeline.start_step()
     for name, parameter in parameters.items():
@@ -372,7 +372,7 @@ def test_a_sum_that_its_type_cannot_hold_fails_the_step(dtype: torch.dtype, has_
 def test_a_moved_gradient_that_its_type_cannot_hold_fails_the_step() -> None:
     """What is reduced dense in half precision gets its momentum from a velocity of more range."""
     backend = next(one for one in BACKENDS if one.name == "torch")
-    pipeline = make_pipeline(backend, TopK(0.1, momentum_correction=MomentumCorrection(0.9)), {})
+    pipeline = make_pipeline(backend, TopK(0.1, momentum_correction=MomentumCorrection(0.9), warmup=None), {})
     layout = Layout.of([("p", (4,))], "float32")
     pipeline.add_dense([layout], lambda name: torch.zeros(1))
     for step in range(2):

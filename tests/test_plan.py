@@ -106,7 +106,7 @@ def test_advice_is_the_fastest_that_trains(options: list[str], advice: str, caps
 @pytest.mark.parametrize("method", METHODS[3:], ids=lambda method: method.title)
 def test_the_library_sends_what_the_model_says(method: Method, world: int) -> None:
     """A step of the compressor that the table names: the same collectives, in the same rounds, with messages as long."""
-    compressor = eval(method.argument.format(ratio=0.01), {cls.__name__: cls for cls in COMPRESSORS})
+    compressor = eval(method.argument.format(ratio="0.01, warmup=None"), {cls.__name__: cls for cls in COMPRESSORS})
     pipelines = [
         make_pipeline(NUMPY, compressor, {"p": (100_000,)}, world=world, position=position) for position in range(world)
     ]

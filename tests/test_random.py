@@ -24,7 +24,7 @@ OPS = NumpyOps()
 MAKERS: dict[str, Any] = {
     "randomk": RandomK,
     "one-block": RandomBlock,
-    "seven-blocks": lambda ratio, **settings: RandomBlock(ratio, blocks=7, **settings),
+    "seven-blocks": lambda ratio, **settings: RandomBlock(ratio, blocks=7, warmup=None, **settings),
 }
 every_kind = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 
@@ -88,7 +88,7 @@ def test_other_random_numbers_are_untouched(make: Any) -> None:
 
 @pytest.mark.parametrize("blocks", [1, 3, 50])
 def test_blocks_are_contiguous_around_the_end(blocks: int) -> None:
-    compressor = RandomBlock(0.1, blocks=blocks)
+    compressor = RandomBlock(0.1, blocks=blocks, warmup=None)
     wrapped = 0
     for step in range(200):
         chosen = draw(compressor, 100, step)

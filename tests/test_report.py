@@ -31,7 +31,7 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[list[
 
 
 def test_the_table_says_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_log(tmp_path / "stats.jsonl", TopK(0.1))
+    path = write_log(tmp_path / "stats.jsonl", TopK(0.1, warmup=None))
     titles, row = report(capsys, path)
     assert tuple(titles) == table.TITLES
     assert row[:4] == [str(path), "TopK", "12", "0.10000"]

@@ -18,9 +18,9 @@ from horovod_sparse.numpy import DGC, MiCRO, SIDCo, SparseAllreduce
 
 DATA = Path(__file__).parent / "data"
 COMPRESSORS: dict[str, Callable[[], Any]] = {
-    "sidco": lambda: SIDCo(0.05),
-    "dgc": lambda: DGC(0.05),
-    "micro": lambda: MiCRO(0.05, lr_in_residual=True),
+    "sidco": lambda: SIDCo(0.05, warmup=None),
+    "dgc": lambda: DGC(0.05, warmup=None),
+    "micro": lambda: MiCRO(0.05, lr_in_residual=True, warmup=None),
 }
 """With controllers, with velocities also of a dense parameter, and with learning rates."""
 SHAPES = {"weight": (20, 15), "kernel": (270,), "bias": (7,)}

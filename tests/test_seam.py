@@ -124,7 +124,7 @@ def test_stock_join_is_untouched_unless_a_compressor_serves(monkeypatch: pytest.
     def stock(*args: Any) -> None:
         raise LookupError
 
-    compressor = horovod_sparse.torch.TopK(0.5)
+    compressor = horovod_sparse.torch.TopK(0.5, warmup=None)
     monkeypatch.setattr(mpi_lib, "horovod_torch_join", seam._join(stock))
     gc.collect()
     assert [one for one in binding._serving if one.server is not None and one.server.active] == []

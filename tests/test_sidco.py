@@ -22,7 +22,7 @@ SIZE = 1_000_000
 
 def estimate(x: np.ndarray, ratio: float, stages: int, distribution: str, adapt: str = "guarded") -> float:
     """The fitted threshold alone, before any safeguard."""
-    compressor = SIDCo(ratio, stages=stages, distribution=distribution, adapt=adapt)
+    compressor = SIDCo(ratio, stages=stages, distribution=distribution, adapt=adapt, warmup=None)
     return compressor._all_stages(OPS, x, OPS.measure(x), compressor.target_count(x.size), stages)[0]
 
 
@@ -83,7 +83,7 @@ def test_paper_is_the_published_estimator(kind: str, distribution: Any, feedback
     """Step by step the same threshold and number of stages, from one stage on, whatever that does to the count."""
     size, rng = 10_000, np.random.default_rng(10)
     for ratio, most in ((0.1, 4), (0.01, 7)):
-        compressor = SIDCo(ratio, distribution=distribution, adapt="paper")
+        compressor = SIDCo(ratio, distribution=distribution, adapt="paper", warmup=None)
         k = compressor.target_count(size)
         state, residual = compressor.new_state(), np.zeros(size, np.float32)
         stages, window = 1, []
@@ -117,7 +117,7 @@ def test_a_stage_that_leaves_no_more_than_k_entries_is_the_last(
     distribution: str, parts: dict[float, int], k: int, stage: int, found: int
 ) -> None:
     x = np.repeat(np.array(list(parts), np.float32), list(parts.values()))
-    compressor, sums = SIDCo(k / x.size, stages=3, distribution=distribution), OPS.measure(x)
+    compressor, sums = SIDCo(k / x.size, stages=3, distribution=distribution, warmup=None), OPS.measure(x)
     first = compressor._first_fit(OPS.moments(x, 0.0, with_log=True), sidco.FIRST_RATIO)
     threshold = compressor._all_stages(OPS, x, sums, k, 3)[0]
     assert np.count_nonzero(x > threshold) == found
@@ -140,7 +140,7 @@ def test_no_kind_of_data_floods_or_starves(kind: str, distribution: str) -> None
     """The safeguard holds every single step, raw and with feedback, also with one fixed stage."""
     rng = np.random.default_rng(5)
     for stages in (1, "auto"):
-        compressor = SIDCo(0.01, distribution=distribution, stages=stages, slack=4.0)
+        compressor = SIDCo(0.01, distribution=distribution, stages=stages, slack=4.0, warmup=None)
         state = compressor.new_state()
         k = compressor.target_count(20_000)
         residual = np.zeros(20_000, np.float32)
@@ -163,7 +163,7 @@ def test_stages_adapt_until_the_estimate_is_trusted(adapt: Any) -> None:
             return super().select_largest(x, count)
 
     rng = np.random.default_rng(7)
-    compressor = SIDCo(0.001, adapt=adapt)
+    compressor = SIDCo(0.001, adapt=adapt, warmup=None)
     rule = "robust" if adapt == "robust" else "paper"
     state = SIDCoState(controller=StageController(rule, 1))
     residual = np.zeros(200_000, np.float32)
@@ -177,14 +177,16 @@ def test_stages_adapt_until_the_estimate_is_trusted(adapt: Any) -> None:
 
 
 def test_a_fixed_number_of_stages_outlives_a_loaded_state() -> None:
-    state = SIDCo(0.001, stages=1).new_state()
+    state = SIDCo(0.001, stages=1, warmup=None).new_state()
     state.load_state_dict(state.state_dict() | StageController("robust", 4).state_dict())
-    SIDCo(0.001, stages=1).select(OPS, gradients("laplace", 10_000, np.random.default_rng(8)), 10, 13, state)
+    SIDCo(0.001, stages=1, warmup=None).select(
+        OPS, gradients("laplace", 10_000, np.random.default_rng(8)), 10, 13, state
+    )
     assert state.stages == 1
 
 
 def test_nothing_is_learnt_from_a_bucket_with_room_for_all_that_is_not_zero() -> None:
-    compressor = SIDCo(0.01)
+    compressor = SIDCo(0.01, warmup=None)
     state = compressor.new_state()
     x = np.zeros(10_000, np.float32)
     x[:40] = np.arange(1, 41)
@@ -197,7 +199,7 @@ def test_nothing_is_learnt_from_a_bucket_with_room_for_all_that_is_not_zero() ->
 @pytest.mark.parametrize("adapt", ["paper", "guarded", "robust"])
 @pytest.mark.parametrize("distribution", ["exponential", "gamma", "gpareto"])
 def test_sums_that_overflow_do_not_stop_it(backend: Backend, distribution: Any, adapt: Any) -> None:
-    compressor = SIDCo(0.1, distribution=distribution, adapt=adapt, residual_dtype="float64", min_numel=0)
+    compressor = SIDCo(0.1, distribution=distribution, adapt=adapt, residual_dtype="float64", min_numel=0, warmup=None)
     pipeline = make_pipeline(backend, compressor, {"p": (50,)}, dtype="float64")
     rng = np.random.default_rng(15)
     for _ in range(3):
@@ -211,7 +213,7 @@ def test_sums_that_overflow_do_not_stop_it(backend: Backend, distribution: Any, 
 @pytest.mark.parametrize("ratio", [0.1, 0.01, 0.001])
 def test_the_last_stage_alone_estimates_as_well_as_all(laplace: np.ndarray, distribution: Any, ratio: float) -> None:
     """And its cut stays where stage M-1 ends."""
-    compressor, k = SIDCo(ratio, distribution=distribution, stages=3), int(ratio * SIZE)
+    compressor, k = SIDCo(ratio, distribution=distribution, stages=3, warmup=None), int(ratio * SIZE)
     state = compressor.new_state()
     for step in range(6):
         selection = compressor.select(OPS, laplace, k, SIZE, state)
@@ -222,7 +224,7 @@ def test_the_last_stage_alone_estimates_as_well_as_all(laplace: np.ndarray, dist
 
 def test_a_cut_that_leaves_too_few_or_too_many_is_given_up(laplace: np.ndarray) -> None:
     for factor in (1e-3, 1e3):
-        compressor = SIDCo(0.01, stages=3)
+        compressor = SIDCo(0.01, stages=3, warmup=None)
         state = compressor.new_state()
         compressor.select(OPS, laplace, 10_000, SIZE, state)
         x = laplace * np.float32(factor)
@@ -235,7 +237,7 @@ def test_a_cut_that_leaves_too_few_or_too_many_is_given_up(laplace: np.ndarray) 
 def test_the_count_follows_gradients_that_become_a_hundred_times_smaller(kind: str, distribution: Any) -> None:
     """What the residual holds then has another tail than before."""
     rng, size, k, truncated = np.random.default_rng(12), 100_000, 1000, 0
-    compressor, residual = SIDCo(0.01, distribution=distribution), np.zeros(size, np.float32)
+    compressor, residual = SIDCo(0.01, distribution=distribution, warmup=None), np.zeros(size, np.float32)
     state, counts = compressor.new_state(), []
     for step in range(140):
         residual += gradients(kind, size, rng) * np.float32(1.0 if step < 100 else 0.01)
@@ -252,7 +254,7 @@ def test_the_count_follows_gradients_that_become_a_hundred_times_smaller(kind: s
 def test_about_as_many_entries_as_are_wanted_are_not_zero(distribution: Any) -> None:
     """What is left of earlier steps is much smaller than what is new: no distribution fits both."""
     rng, size, counts = np.random.default_rng(13), 100_000, []
-    compressor, residual = SIDCo(0.01, distribution=distribution), np.zeros(size, np.float32)
+    compressor, residual = SIDCo(0.01, distribution=distribution, warmup=None), np.zeros(size, np.float32)
     state = compressor.new_state()
     for _ in range(200):
         residual += gradients("mostly-zero", size, rng)

@@ -93,7 +93,7 @@ def test_a_state_that_is_deferred_is_rescaled_as_one_that_is_used(row: Row, lr_i
 
 
 def test_a_deferred_state_is_a_copy() -> None:
-    server, state = serve(TopK(0.1)), trained(TopK(0.1)).state_dict()
+    server, state = serve(TopK(0.1, warmup=None)), trained(TopK(0.1, warmup=None)).state_dict()
     kept = copy.deepcopy(state)
     server.load_compression_state(state)
     state["residuals"]["p"][:] = 7.0
@@ -106,8 +106,8 @@ def test_a_deferred_state_is_a_copy() -> None:
 
 
 def test_what_belongs_to_no_bucket_yet_is_deferred() -> None:
-    state = trained(SIDCo(0.05)).state_dict()
-    server = serve(SIDCo(0.05), "p")
+    state = trained(SIDCo(0.05, warmup=None)).state_dict()
+    server = serve(SIDCo(0.05, warmup=None), "p")
     server._load(state, {"p"})
     assert server.pipeline is not None and server.deferred is not None
     assert server.pipeline.state_dict()["residuals"].keys() == {"p"} and server.deferred["residuals"].keys() == {"q"}
@@ -121,12 +121,12 @@ def test_what_belongs_to_no_bucket_yet_is_deferred() -> None:
 
 @pytest.mark.parametrize("names", ["pq", "q", ""])
 def test_a_state_that_is_refused_changes_nothing(names: str) -> None:
-    state = trained(SIDCo(0.05)).state_dict()
-    server = serve(SIDCo(0.05), "p")
+    state = trained(SIDCo(0.05, warmup=None)).state_dict()
+    server = serve(SIDCo(0.05, warmup=None), "p")
     server._load(state, {"p"})
     before = server.state_dict()
     with pytest.raises(ValueError, match="residuals must be those of this model's compressed parameters"):
-        server._load(trained(SIDCo(0.05)).state_dict(), names)
+        server._load(trained(SIDCo(0.05, warmup=None)).state_dict(), names)
     np.testing.assert_equal(server.state_dict(), before)
 
 

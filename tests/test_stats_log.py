@@ -31,7 +31,7 @@ class Scalars:
 
 
 def reduction(**settings: Any) -> SparseAllreduce:
-    return SparseAllreduce(None, SIDCo(0.05, **settings))
+    return SparseAllreduce(None, SIDCo(0.05, warmup=None, **settings))
 
 
 def train(reduce: SparseAllreduce, log: StatsLog, steps: int) -> None:
@@ -82,7 +82,7 @@ def test_the_writer_gets_the_same_numbers(tmp_path: Path) -> None:
 def test_what_there_is_not_is_null(tmp_path: Path) -> None:
     # Top-k has no threshold, and the first step no time since the one before.
     path, scalars = tmp_path / "stats.jsonl", Scalars()
-    reduce = SparseAllreduce(None, TopK(0.1))
+    reduce = SparseAllreduce(None, TopK(0.1, warmup=None))
     train(reduce, StatsLog(reduce, path, writer=scalars, every=1), 1)
     (line,) = lines(path)[1:]
     assert math.isnan(reduce.stats().last.total.threshold)
@@ -196,7 +196,11 @@ def test_another_file_is_refused_and_left_alone(content: str, message: str, tmp_
             TypeError,
             f"writer must have a method add_scalar, as a SummaryWriter has, got {WRITER!r}",
         ),
-        ({"path": "x", "compression": TopK(0.1)}, TypeError, f"or a SparseAllreduce, got {TopK(0.1)!r}"),
+        (
+            {"path": "x", "compression": TopK(0.1, warmup=None)},
+            TypeError,
+            f"or a SparseAllreduce, got {TopK(0.1, warmup=None)!r}",
+        ),
         ({"path": "x", "compression": CLASS}, TypeError, f"or a SparseAllreduce, got {CLASS!r}"),
     ],
 )

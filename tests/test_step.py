@@ -148,7 +148,7 @@ class Group:
 
     def __init__(self, backend: Any, settings: dict[str, Any], until: str) -> None:
         self.backend, self.step = backend, 0
-        compressor = TopK(0.1, momentum_correction=MOMENTUM, **settings)
+        compressor = TopK(0.1, momentum_correction=MOMENTUM, warmup=None, **settings)
         shapes = {name: shape for name, shape in SHAPES.items() if name != DENSE}
         self.pipelines = [
             make_pipeline(backend, compressor, shapes, world=4, position=rank, groups=["a", "a", "b", "b"])

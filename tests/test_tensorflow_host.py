@@ -269,7 +269,7 @@ def test_every_setting_means_what_it_means_to_numpy(make: Any, options: dict[str
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_compress_keeps_the_largest_entries(dtype: str, traced: bool) -> None:
-    compressor = TopK(0.1, min_numel=5)
+    compressor = TopK(0.1, min_numel=5, warmup=None)
     run = lambda x: compressor.compress(x)[0]  # noqa: E731
     function = tf.function(run, input_signature=[tf.TensorSpec(None, dtype)]) if traced else run
     tensor = tf.cast(tf.constant(np.random.default_rng(5).laplace(size=(20, 30))), dtype)
@@ -298,7 +298,7 @@ def test_a_copy_of_the_state_shares_no_memory() -> None:
     before = worker.engine.state_dict()["residuals"]["p"]
     worker.step({"p": np.arange(100, dtype=np.float32)})
     assert not before.any()
-    compression = TopK(0.1)
+    compression = TopK(0.1, warmup=None)
     compression.load_state_dict(pair(TopK, {"p": (100,)})[0].engine.state_dict())
     compression.state_dict()["residuals"]["p"].fill(7)
     assert not compression.state_dict()["residuals"]["p"].any(), "it waits for an optimizer"
@@ -449,7 +449,7 @@ def test_the_collectives_of_an_own_exchange_must_be_known(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("dtype", [tf.float16, tf.float32])
 def test_a_sum_that_its_type_cannot_hold_fails_the_step(dtype: Any) -> None:
     backend = next(one for one in BACKENDS if one.name == "tensorflow")
-    pipeline: Any = make_pipeline(backend, TopK(0.1), {"p": (2,)})
+    pipeline: Any = make_pipeline(backend, TopK(0.1, warmup=None), {"p": (2,)})
     pipeline.start_step()
     pipeline._reduced["p"] = [np.array([1.0, 1e6], np.float32)]
     (written,) = pipeline._write_out("p", [dtype], np.zeros(1))
@@ -462,7 +462,7 @@ def test_a_sum_that_its_type_cannot_hold_fails_the_step(dtype: Any) -> None:
 
 
 def test_a_state_that_is_read_after_a_step_that_raised_lacks_nothing() -> None:
-    worker = Worker(TopK(0.1, min_numel=0), SHAPES, world=1, position=0)
+    worker = Worker(TopK(0.1, min_numel=0, warmup=None), SHAPES, world=1, position=0)
     pipeline, given = worker.engine, {name: np.full(shape, 3.0, np.float32) for name, shape in SHAPES.items()}
     pipeline.start_step()
     for name, gradient in given.items():

@@ -68,7 +68,7 @@ def test_uninstall_restores_stock_exactly() -> None:
     assert [function.__wrapped__ for function in _functions()] == stock
 
 
-@pytest.mark.parametrize("compression", [TopK(0.1), horovod.tensorflow.Compression.none])
+@pytest.mark.parametrize("compression", [TopK(0.1, warmup=None), horovod.tensorflow.Compression.none])
 @pytest.mark.parametrize("optimizer", ["sgd", keras.optimizers.SGD, None])
 @pytest.mark.parametrize(
     "module", ["horovod.tensorflow.keras", "horovod_sparse.tensorflow.keras", "horovod_sparse.tensorflow"]
@@ -83,14 +83,14 @@ def test_what_is_no_optimizer_is_refused(module: str, optimizer: Any, compressio
 def test_an_optimizer_of_another_keras_is_refused_with_a_compressor() -> None:
     legacy = type("SGD", (), {"from_config": None})()
     with pytest.raises(ValueError, match=r"optimizer must be one of Keras 3 with a sparsifier, got .*SGD"):
-        horovod.tensorflow.DistributedOptimizer(legacy, compression=TopK(0.1))
+        horovod.tensorflow.DistributedOptimizer(legacy, compression=TopK(0.1, warmup=None))
 
 
 def test_stock_join_is_refused_beside_a_compressor(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[bool] = []
     library = horovod.tensorflow.mpi_ops.MPI_LIB
     monkeypatch.setattr(library, "horovod_join", seam._join(lambda: called.append(True)))
-    compressor = horovod_sparse.tensorflow.TopK(0.5)
+    compressor = horovod_sparse.tensorflow.TopK(0.5, warmup=None)
     gc.collect()
     horovod.tensorflow.join()
     server: Any = SimpleNamespace(active=True)

@@ -166,7 +166,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path, change: 
 
 
 def test_files_of_two_ranks_that_older_code_wrote_are_loaded() -> None:
-    loaded, compression = training(), TopK(0.2, min_numel=0)
+    loaded, compression = training(), TopK(0.2, min_numel=0, warmup=None)
     del loaded["data"]
     residuals: list[Any] = []
     compression._server = SimpleNamespace(  # type: ignore[assignment]

@@ -17,7 +17,7 @@ from horovod_sparse.compressors.draws import RandomCompressor
 from horovod_sparse.torch import SIDCo, TopK
 
 EVERY = [make(hvd) for make in makers(0.1, Threshold={"threshold": 1.645}).values()]
-EVERY += [SIDCo(0.1, distribution="gamma"), SIDCo(0.1, distribution="gpareto")]
+EVERY += [SIDCo(0.1, distribution="gamma", warmup=None), SIDCo(0.1, distribution="gpareto", warmup=None)]
 
 
 @pytest.mark.parametrize("compression", EVERY, ids=str)
@@ -57,14 +57,14 @@ def test_compress_zeroes_what_is_not_selected(compression: Any, dtype: torch.dty
     ids=["integers", "small", "empty", "scalar", "nan", "inf", "sparse"],
 )
 def test_compress_leaves_alone_what_it_cannot_compress(tensor: torch.Tensor) -> None:
-    assert TopK(0.1).compress(tensor)[0] is tensor
+    assert TopK(0.1, warmup=None).compress(tensor)[0] is tensor
 
 
 @pytest.mark.filterwarnings("ignore:.*outside hvd.DistributedOptimizer")
 def test_compress_is_differentiable() -> None:
     """`hvd.allreduce` can be part of a model."""
     tensor = torch.randn(300, requires_grad=True)
-    kept, _ = TopK(0.1).compress(tensor)
+    kept, _ = TopK(0.1, warmup=None).compress(tensor)
     kept.sum().backward()
     assert tensor.grad is not None
     assert torch.equal(tensor.grad, (kept != 0).float())
@@ -72,11 +72,11 @@ def test_compress_is_differentiable() -> None:
 
 def test_compress_says_that_it_saves_nothing() -> None:
     with pytest.warns(UserWarning, match="TopK was called by Horovod outside hvd.DistributedOptimizer"):
-        TopK(0.1).compress(torch.randn(300))
+        TopK(0.1, warmup=None).compress(torch.randn(300))
 
 
 def test_a_compressor_without_an_optimizer() -> None:
-    compression = SIDCo(0.1)
+    compression = SIDCo(0.1, warmup=None)
     assert compression.residual_bytes == 0
     with pytest.raises(RuntimeError, match="serves no optimizer yet; give it to one first"):
         compression.stats()
@@ -86,7 +86,7 @@ def test_a_compressor_without_an_optimizer() -> None:
 
 
 def test_copies_have_the_settings_and_serve_nobody() -> None:
-    compression = SIDCo(0.1, distribution="gamma", slack=3.0)
+    compression = SIDCo(0.1, distribution="gamma", slack=3.0, warmup=None)
     compression.bind(object())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"already serves another.*copy.deepcopy"):
         compression.bind(object())  # type: ignore[arg-type]
@@ -98,4 +98,4 @@ def test_copies_have_the_settings_and_serve_nobody() -> None:
 def test_importing_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        SIDCo(0.1)
+        SIDCo(0.1, warmup=None)

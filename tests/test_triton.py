@@ -49,9 +49,9 @@ of_either_width = pytest.mark.parametrize("dtype", WIDE)
 COMPRESSORS = {
     "topk": TopK,
     "threshold": lambda ratio, **options: Threshold(2.0, ratio=ratio, **options),
-    "exponential": lambda ratio, **options: SIDCo(ratio, **options),
-    "gpareto": lambda ratio, **options: SIDCo(ratio, distribution="gpareto", stages=3, **options),
-    "one-stage": lambda ratio, **options: SIDCo(ratio, stages=1, **options),
+    "exponential": lambda ratio, **options: SIDCo(ratio, warmup=None, **options),
+    "gpareto": lambda ratio, **options: SIDCo(ratio, distribution="gpareto", stages=3, warmup=None, **options),
+    "one-stage": lambda ratio, **options: SIDCo(ratio, stages=1, warmup=None, **options),
 }
 for_all = pytest.mark.parametrize("make", COMPRESSORS.values(), ids=COMPRESSORS)
 
@@ -350,7 +350,7 @@ def test_steps_whatever_the_gradient(make: Any, data: st.DataObject) -> None:
 
 
 def test_candidates_that_are_too_few_by_some_are_not_enough() -> None:
-    worker = Worker(TopK(0.25), [128])
+    worker = Worker(TopK(0.25, warmup=None), [128])
     assert worker.step(np.arange(1, 129, dtype=np.float32)).numbers["limit"] == 97.0
     # Of 32 entries 24 are above the floor, in no more runs than there are slots.
     wanted = np.arange(128, dtype=np.float32) / 4
@@ -363,7 +363,7 @@ def test_candidates_that_are_too_few_by_some_are_not_enough() -> None:
 @pytest.mark.parametrize(("outliers", "found"), [(0, 38), (2, 2)])
 def test_an_estimate_that_is_far_off_is_replaced(outliers: int, found: int) -> None:
     """Equal magnitudes above the cut are all above the fitted threshold; with a few enormous ones nothing else is."""
-    worker = Worker(SIDCo(0.05), [300])
+    worker = Worker(SIDCo(0.05, warmup=None), [300])
     worker.step(gradients("laplace", 300, np.random.default_rng(6)))
     wanted = np.full(300, 0.1, np.float32)
     wanted[5:195:5] = 100.0
@@ -462,12 +462,12 @@ def test_what_selects_on_the_device() -> None:
     for make in COMPRESSORS.values():
         assert rule_of(make(0.1)) is not None
     for other in (
-        GaussianK(0.1),
-        TopK(0.1, union=True),
-        TopK(0.1, clip_norm=1.0),
-        SIDCo(0.1, distribution="gamma"),
-        SIDCo(0.1, adapt="paper"),
-        SIDCo(0.1, adapt="guarded"),
+        GaussianK(0.1, warmup=None),
+        TopK(0.1, union=True, warmup=None),
+        TopK(0.1, clip_norm=1.0, warmup=None),
+        SIDCo(0.1, distribution="gamma", warmup=None),
+        SIDCo(0.1, adapt="paper", warmup=None),
+        SIDCo(0.1, adapt="guarded", warmup=None),
     ):
         assert rule_of(other) is None
 

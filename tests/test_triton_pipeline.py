@@ -160,7 +160,9 @@ def test_it_reduces_what_numpy_does(make: Any, options: dict[str, Any]) -> None:
 
 
 def test_the_error_names_every_parameter_of_this_rank_first() -> None:
-    pipelines = [make_pipeline(TRITON, TopK(0.1), {"a": (300,), "b": (70,)}, world=2, position=r) for r in range(2)]
+    pipelines = [
+        make_pipeline(TRITON, TopK(0.1, warmup=None), {"a": (300,), "b": (70,)}, world=2, position=r) for r in range(2)
+    ]
     rng = np.random.default_rng(0)
     for rank, pipeline in enumerate(pipelines):
         for name, size in (("b", 70), ("a", 300)):
@@ -179,7 +181,7 @@ def test_the_error_names_every_parameter_of_this_rank_first() -> None:
 def test_a_residual_that_was_changed_is_looked_at_afresh(change: str) -> None:
     """What the last step noted says nothing of a residual that somebody has changed."""
     rng = np.random.default_rng(1)
-    sides = [(side, make_pipeline(side, TopK(0.05), {"p": (600,)})) for side in (BACKENDS[0], TRITON)]
+    sides = [(side, make_pipeline(side, TopK(0.05, warmup=None), {"p": (600,)})) for side in (BACKENDS[0], TRITON)]
     for step in range(4):
         gradient = gradients("laplace", 600, rng)
         sent = [laws.send(side, pipeline, gradient) for side, pipeline in sides]
@@ -197,9 +199,9 @@ def test_a_residual_that_was_changed_is_looked_at_afresh(change: str) -> None:
 
 def test_which_buckets_select_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     _, bucket = laws.one_bucket(TRITON, ROWS[0], 500, 0.1)
-    assert on_gpu(TopK(0.1), bucket.layout, bucket.buffer, None) is None, "there is no GPU"
-    assert selector_for(DGC(0.1), bucket.layout, bucket.buffer, None) is None
-    assert selector_for(SIDCo(0.1), bucket.layout, bucket.buffer, None) is not None
+    assert on_gpu(TopK(0.1, warmup=None), bucket.layout, bucket.buffer, None) is None, "there is no GPU"
+    assert selector_for(DGC(0.1, warmup=None), bucket.layout, bucket.buffer, None) is None
+    assert selector_for(SIDCo(0.1, warmup=None), bucket.layout, bucket.buffer, None) is not None
     monkeypatch.setenv("HOROVOD_SPARSE_KERNELS", "1")
     assert available()
     monkeypatch.setenv("HOROVOD_SPARSE_KERNELS", "0")

@@ -29,7 +29,7 @@ def _torch(hvd: Any) -> tuple[Any, np.ndarray]:
     import torch
 
     weight = torch.nn.Parameter(torch.zeros(20, 30))
-    compression = hvd.TopK(1.0, min_numel=0)
+    compression = hvd.TopK(1.0, min_numel=0, warmup=None)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=[("weight", weight)], compression=compression)
     (weight.sum() * (1.0 + hvd.rank())).backward()
@@ -40,7 +40,7 @@ def _torch(hvd: Any) -> tuple[Any, np.ndarray]:
 def _tensorflow(hvd: Any) -> tuple[Any, np.ndarray]:
     import tensorflow as tf
 
-    weight, compression = tf.Variable(tf.zeros((20, 30))), hvd.TopK(1.0, min_numel=0)
+    weight, compression = tf.Variable(tf.zeros((20, 30))), hvd.TopK(1.0, min_numel=0, warmup=None)
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(weight) * (1.0 + hvd.rank())
     return compression, hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, weight).numpy()

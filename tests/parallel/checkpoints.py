@@ -96,7 +96,7 @@ def everything(training: Training) -> list[str]:
 @scenario(MPI_2)
 def checkpoint_that_does_not_fit_raises_on_every_rank() -> None:
     with shared_folder() as folder:
-        first = Training(TopK(0.01))
+        first = Training(TopK(0.01, warmup=None))
         first.train(2)
         save_checkpoint(folder, 2, **first.objects)
         message = raised(RuntimeError, lambda: load_checkpoint(folder, model=first.model, other=first.model))

@@ -39,7 +39,7 @@ def _points(step: int, rank: int) -> dict[str, Tensor]:
 def gradients_are_those_of_moved_parameters(wrap: Wrap, rank: int, settings: dict[str, Any]) -> None:
     """The gradient is that at `x - c eta e`, and the block leaves x as it was, bit by bit."""
     bowl = Bowl()
-    compression = RandomBlock(0.1, seed=3, **settings)
+    compression = RandomBlock(0.1, seed=3, warmup=None, **settings)
     model, optimizer = wrap(bowl, torch.optim.SGD(bowl.parameters(), lr=RATES[0]), compression)
     seen: dict[str, Tensor] = {}
     for name, parameter in bowl.named_parameters():
@@ -64,7 +64,7 @@ def gradients_are_those_of_moved_parameters(wrap: Wrap, rank: int, settings: dic
 
 
 def what_cannot_be_right_is_refused(wrap: Wrap, rank: int) -> None:
-    bowl, compression = Bowl(), TopK(0.1)
+    bowl, compression = Bowl(), TopK(0.1, warmup=None)
     inner = torch.optim.SGD(bowl.parameters(), lr=0.1)
     assert "serves no optimizer yet" in raised(RuntimeError, lambda: compression.detached(inner))
     model, optimizer = wrap(bowl, inner, compression)
@@ -83,12 +83,12 @@ def what_cannot_be_right_is_refused(wrap: Wrap, rank: int) -> None:
     other = torch.optim.SGD([bowl.second], lr=0.1)
     assert "got one without 'first'" in raised(ValueError, lambda: enter(other, compression))
     assert "coefficient must be in" in raised(ValueError, lambda: enter(optimizer, compression, 1.5))
-    other_bowl, refused = Bowl(), TopK(0.1, balanced=True)
+    other_bowl, refused = Bowl(), TopK(0.1, balanced=True, warmup=None)
     _, other = wrap(other_bowl, torch.optim.SGD(other_bowl.parameters(), lr=0.1), refused)
     assert "must be False" in raised(ValueError, lambda: enter(other, refused))
     moving = Bowl()
     alone = torch.optim.SGD(moving.parameters(), lr=0.1)
-    local = LocalUpdates(alone, moving, TopK(0.1))
+    local = LocalUpdates(alone, moving, TopK(0.1, warmup=None))
     assert "with LocalUpdates" in raised(RuntimeError, lambda: enter(alone, local.compression))
 
 

@@ -35,7 +35,7 @@ def another_release_raises_on_all() -> None:
         agreement._describe = lambda *arguments: {**describe(*arguments), "release": "0.0.9"}
     try:
         model = small_model()
-        optimizer = wrap(model, TopK(0.01))
+        optimizer = wrap(model, TopK(0.01, warmup=None))
         message = raised(ValueError, lambda: train(model, optimizer, range(1)))
     finally:
         agreement._describe = describe
@@ -94,7 +94,7 @@ def weights_that_were_not_broadcast_cause_a_warning() -> None:
             model[4].weight.data = model[4].weight.data.t().contiguous().t()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            train(model, wrap(model, TopK(0.01)), range(2))
+            train(model, wrap(model, TopK(0.01, warmup=None)), range(2))
         texts = [str(warning.message) for warning in caught]
         assert len(texts) == len(names), texts
         for text, name in zip(texts, names, strict=True):

@@ -16,7 +16,7 @@ from .common import loss_of, small_model, train, wrap
 
 def not_finite() -> None:
     model = small_model()
-    optimizer = wrap(model, SIDCo(0.01))
+    optimizer = wrap(model, SIDCo(0.01, warmup=None))
     train(model, optimizer, range(2))
     optimizer.zero_grad()
     loss = loss_of(model, 2)
@@ -28,13 +28,13 @@ def not_finite() -> None:
 
 def other_ratio() -> None:
     model = small_model()
-    train(model, wrap(model, TopK(0.01 if hvd.rank() == 0 else 0.02)), range(2))
+    train(model, wrap(model, TopK(0.01 if hvd.rank() == 0 else 0.02, warmup=None)), range(2))
 
 
 def stock_join() -> None:
     """Rank 1 has data for two steps, and calls Horovod's own function."""
     model = small_model()
-    optimizer = wrap(model, TopK(0.01))
+    optimizer = wrap(model, TopK(0.01, warmup=None))
     train(model, optimizer, range(2 if hvd.rank() == 1 else 100_000))
     hvd.join()
 

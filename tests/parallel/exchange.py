@@ -96,7 +96,7 @@ def nothing_is_lost(make: MakeCompression, granularity: str, dtype: torch.dtype)
 def top_k_equals_numpy(granularity: str, residual: bool, op: Any) -> None:
     # Rank by rank in float32, in rank order: the sums must agree to the last bit.
     parameters = zeros(SHAPES)
-    compression = TopK(0.05, granularity=granularity, residual=residual)
+    compression = TopK(0.05, granularity=granularity, residual=residual, warmup=None)
     optimizer = wrap_parameters(parameters, compression, op=op)
     divisor = np.float32(hvd.size() if op == hvd.Average else 1)
     buckets = [[name] for name in COMPRESSED] if granularity == "layer" else [list(reversed(COMPRESSED))]
@@ -139,7 +139,9 @@ def process_sets_reduce_for_themselves(split: Any) -> None:
     members = groups[number] if hvd.rank() in groups[number] else [hvd.rank()]
     try:
         parameters = zeros(SHAPES)
-        optimizer = wrap_parameters(parameters, TopK(1.0, bucket_bytes=16_000, min_numel=0), process_set=sets[number])
+        optimizer = wrap_parameters(
+            parameters, TopK(1.0, bucket_bytes=16_000, min_numel=0, warmup=None), process_set=sets[number]
+        )
         for step in range(3):
             reduce(optimizer, parameters, {n: whole_numbers(s, step=step, rank=hvd.rank()) for n, s in SHAPES.items()})
             for name, shape in SHAPES.items():
@@ -147,7 +149,7 @@ def process_sets_reduce_for_themselves(split: Any) -> None:
                 shares = [whole_numbers(shape, step=step, rank=rank) / np.float32(len(members)) for rank in members]
                 np.testing.assert_array_equal(gradient_of(parameters[name]), sum(shares), err_msg=name)
         model = small_model()
-        compression = SIDCo(0.01, bucket_bytes=BUCKET_BYTES)
+        compression = SIDCo(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)
         train(model, wrap(model, compression, process_set=sets[number]), range(10))
         assert (compression.residual_bytes > 0) == (len(members) > 1), "one worker alone compresses nothing"
         digests = everyone(digest(model.parameters()))
@@ -164,15 +166,15 @@ def allreduces_outside_the_optimizer() -> None:
     shapes = [(40, 50), (700,), (5,)]
     mine = [torch.from_numpy(normals(shape, step=0, rank=hvd.rank())) for shape in shapes]
     before = [tensor.clone() for tensor in mine]
-    means = hvd.grouped_allreduce(mine, name="sparse_group", compression=TopK(0.1))
+    means = hvd.grouped_allreduce(mine, name="sparse_group", compression=TopK(0.1, warmup=None))
     for shape, mean in zip(shapes, means, strict=True):
         flats = [normals(shape, step=0, rank=rank).reshape(-1) for rank in range(hvd.size())]
         # Five elements are below min_numel, and go as they are.
         parts = [selected(flat, flat.size // 10) if flat.size >= 256 else flat for flat in flats]
         expected = (sum(part.astype(np.float64) for part in parts) / hvd.size()).reshape(shape)
         np.testing.assert_allclose(mean.numpy(), expected, rtol=1e-6, atol=1e-7)
-    alone = hvd.allreduce(mine[0], name="sparse", compression=TopK(0.1))
-    total = hvd.allreduce(mine[0], name="sparse_sum", op=hvd.Sum, compression=TopK(0.1))
+    alone = hvd.allreduce(mine[0], name="sparse", compression=TopK(0.1, warmup=None))
+    total = hvd.allreduce(mine[0], name="sparse_sum", op=hvd.Sum, compression=TopK(0.1, warmup=None))
     for one, expected in ((alone, means[0]), (total, means[0] * hvd.size())):
         torch.testing.assert_close(one, expected, rtol=1e-6, atol=1e-7)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(mine, before, strict=True))
@@ -248,7 +250,7 @@ def hooks_start_gathers_and_never_wait(make: MakeCompression) -> None:
 def gradient_memory_is_reused() -> None:
     # The reduced gradient is written where the gradient was: no dense buffer besides.
     parameters = zeros(SHAPES)
-    optimizer = wrap_parameters(parameters, TopK(0.05))
+    optimizer = wrap_parameters(parameters, TopK(0.05, warmup=None))
     for step in range(2):
         optimizer.zero_grad()
         feed(parameters, {n: normals(s, step=step, rank=hvd.rank()) for n, s in SHAPES.items()})

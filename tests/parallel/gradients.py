@@ -81,7 +81,7 @@ def memory_layouts() -> None:
     # The reference is one process with everybody's loss.
     reference, model, selective = (_Convolutions().to(memory_format=torch.channels_last) for _ in range(3))
     plain = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
-    trained = [(model, wrap(model, NoOp())), (selective, wrap(selective, SIDCo(0.05)))]
+    trained = [(model, wrap(model, NoOp())), (selective, wrap(selective, SIDCo(0.05, warmup=None)))]
     train_as_one(reference, plain, trained, range(5), lambda one, step, rank: 10.0 * one(_images(step, rank)))
     layouts = {name: parameter.grad.is_contiguous() for name, parameter in model.named_parameters()}
     assert not layouts["second.weight"] and not layouts["mixed"], "the scenario tests nothing: gradients are contiguous"
@@ -126,7 +126,7 @@ def embeddings(sparse_as_dense: bool) -> None:
     assert_close(sparse, dense)
     assert_identical(sparse)
     selective = _Embedded()
-    compression = SIDCo(0.1)
+    compression = SIDCo(0.1, warmup=None)
     _train_embedded(selective, wrap(selective, compression, momentum=0.0, sparse_as_dense=sparse_as_dense))
     assert ("embedding.weight" in compression.state_dict()["residuals"]) == sparse_as_dense
     assert_identical(selective)
@@ -162,9 +162,9 @@ def embedding_without_gradient(absent: Any, as_dense: bool) -> None:
 @scenario(*MPI)
 def a_state_that_does_not_fit_the_embeddings_raises_on_all() -> None:
     # When it is loaded nobody knows that gradients will be sparse, of which there are no residuals.
-    first, compression = _Embedded(), TopK(0.1)
+    first, compression = _Embedded(), TopK(0.1, warmup=None)
     _train_embedded(first, wrap(first, compression, momentum=0.0), lambda step, rank: step == 0)
-    second, resumed = _Embedded(), TopK(0.1)
+    second, resumed = _Embedded(), TopK(0.1, warmup=None)
     optimizer = wrap(second, resumed, momentum=0.0)
     if hvd.rank() == 1:
         resumed.load_state_dict(compression.state_dict())

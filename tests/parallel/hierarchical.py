@@ -39,7 +39,7 @@ def hosts_resume_bit_for_bit(make: MakeCompression) -> None:
 @scenario(MPI_4)
 def hosts_give_what_numpy_gives() -> None:
     def make(library: Any, **settings: Any) -> Any:
-        return library.TopK(0.05, hierarchical=2, **settings)
+        return library.TopK(0.05, hierarchical=2, warmup=None, **settings)
 
     numpy_gives_the_same(make)
 
@@ -73,6 +73,6 @@ def a_gradient_that_is_not_finite_fails_the_step_of_all_hosts() -> None:
 @scenario(MPI_2)
 def one_host_is_refused() -> None:
     model = small_model()
-    optimizer = wrap(model, adapter.TopK(0.01, hierarchical=True))
+    optimizer = wrap(model, adapter.TopK(0.01, hierarchical=True, warmup=None))
     message = raised(ValueError, lambda: train(model, optimizer, range(1)))
     assert "hierarchical needs at least two hosts" in message and "use hierarchical=False" in message, message

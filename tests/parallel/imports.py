@@ -17,20 +17,20 @@ def _horovod_first() -> tuple[Any, Any, Any]:
     import horovod.torch as hvd
     from horovod_sparse.torch import TopK
 
-    return hvd, hvd.DistributedOptimizer, TopK(0.01, granularity="layer")
+    return hvd, hvd.DistributedOptimizer, TopK(0.01, granularity="layer", warmup=None)
 
 
 def _ours_first() -> tuple[Any, Any, Any]:
     from horovod_sparse.torch import TopK
     import horovod.torch as hvd
 
-    return hvd, hvd.DistributedOptimizer, TopK(0.01, granularity="layer")
+    return hvd, hvd.DistributedOptimizer, TopK(0.01, granularity="layer", warmup=None)
 
 
 def _ours_only() -> tuple[Any, Any, Any]:
     import horovod_sparse.torch as hvd
 
-    return hvd, hvd.DistributedOptimizer, hvd.TopK(0.01, granularity="layer")
+    return hvd, hvd.DistributedOptimizer, hvd.TopK(0.01, granularity="layer", warmup=None)
 
 
 def _function_first() -> tuple[Any, Any, Any]:
@@ -38,7 +38,7 @@ def _function_first() -> tuple[Any, Any, Any]:
 
     import horovod_sparse.torch as hvd
 
-    return hvd, DistributedOptimizer, hvd.TopK(0.01, granularity="layer")
+    return hvd, DistributedOptimizer, hvd.TopK(0.01, granularity="layer", warmup=None)
 
 
 CASES = {

@@ -38,9 +38,9 @@ class Trainings:
 
     def __init__(self) -> None:
         self.parts = {
-            "sidco": Training(SIDCo(0.01, bucket_bytes=BUCKET_BYTES)),
-            "micro": Training(MiCRO(0.01, bucket_bytes=BUCKET_BYTES)),
-            "dgc": Training(DGC(0.01, bucket_bytes=BUCKET_BYTES)),
+            "sidco": Training(SIDCo(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)),
+            "micro": Training(MiCRO(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)),
+            "dgc": Training(DGC(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)),
         }
 
     @property

@@ -14,10 +14,13 @@ MakeCompression = Callable[..., Any]
 
 
 def makers(ratio: float, **more: dict[str, Any]) -> dict[str, MakeCompression]:
-    """Name of a class -> make(adapter, **settings); `more` are arguments of some classes beside the ratio."""
+    """Name of a class -> make(adapter, **settings); `more` are arguments of some classes beside the ratio.
+
+    They have this ratio from the first step on, unless `settings` have a warm-up.
+    """
 
     def make(name: str, adapter: ModuleType, **settings: Any) -> Any:
         arguments = {} if name == "NoOp" else {"ratio": ratio}
-        return getattr(adapter, name)(**arguments, **more.get(name, {}), **settings)
+        return getattr(adapter, name)(**{"warmup": None, **arguments, **more.get(name, {}), **settings})
 
     return {cls.__name__: partial(make, cls.__name__) for cls in COMPRESSORS}

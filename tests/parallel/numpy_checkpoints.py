@@ -62,11 +62,11 @@ class Training:
 @scenario(
     *MPI,
     cases={
-        "TopK-rates": (lambda: TopK(0.05, lr_in_residual=True),),
-        "SIDCo": (lambda: SIDCo(0.05, bucket_bytes=8000),),
-        "DGC": (lambda: DGC(0.05, min_numel=0),),
-        "RandomK": (lambda: RandomK(0.05),),
-        "MiCRO": (lambda: MiCRO(0.05),),
+        "TopK-rates": (lambda: TopK(0.05, lr_in_residual=True, warmup=None),),
+        "SIDCo": (lambda: SIDCo(0.05, bucket_bytes=8000, warmup=None),),
+        "DGC": (lambda: DGC(0.05, min_numel=0, warmup=None),),
+        "RandomK": (lambda: RandomK(0.05, warmup=None),),
+        "MiCRO": (lambda: MiCRO(0.05, warmup=None),),
     },
 )
 def arrays_continue_bit_for_bit(make: MakeCompression) -> None:
@@ -92,11 +92,11 @@ def arrays_continue_bit_for_bit(make: MakeCompression) -> None:
 @scenario(*MPI)
 def arrays_that_do_not_fit_raise_on_every_rank() -> None:
     with shared_folder() as folder:
-        training = Training(TopK(0.05))
+        training = Training(TopK(0.05, warmup=None))
         training.train(2)
         training.save(folder, 2)
 
-        other = Training(TopK(0.05))
+        other = Training(TopK(0.05, warmup=None))
         if hvd.rank() == 1:
             other.weights["bias"] = np.zeros(51, np.float32)
         start = other.digest

@@ -31,7 +31,7 @@ from .common import (
 
 def forced() -> None:
     parameters = zeros({"weight": (40, 50), "small": (30,)})
-    optimizer = wrap_parameters(parameters, TopK(0.01), backward_passes_per_step=1)
+    optimizer = wrap_parameters(parameters, TopK(0.01, warmup=None), backward_passes_per_step=1)
     memory = np.zeros(2000, np.float32)
     for step in range(4):
         local = {name: normals(tuple(p.shape), step=step, rank=0) for name, p in parameters.items()}
@@ -42,7 +42,7 @@ def forced() -> None:
         np.testing.assert_array_equal(parameters["weight"].grad.numpy().reshape(-1), sent)
         np.testing.assert_array_equal(parameters["small"].grad.numpy(), local["small"])
     model = small_model()
-    compression = SIDCo(0.01)
+    compression = SIDCo(0.01, warmup=None)
     optimizer = wrap(model, compression, groups=2)
     train(model, optimizer, range(5))
     total = compression.stats().last.total
@@ -59,7 +59,7 @@ def forced() -> None:
 def plain() -> None:
     reference, model = small_model(), small_model()
     train(reference, torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9), range(5))
-    compression = SIDCo(0.01, discardable=True)
+    compression = SIDCo(0.01, discardable=True, warmup=None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         optimizer = wrap(model, compression)

@@ -53,11 +53,11 @@ PARAMETERS: dict[str, dict[str, Kind]] = {
     "types_of_scalars": {"half": ((), HALF), "brain": ((), BRAIN), "single": ((), SINGLE), "double": ((), DOUBLE)},
 }
 COMPRESSIONS: dict[str, Callable[..., Any]] = {
-    "TopK": lambda **settings: TopK(0.1, **settings),
-    "union": lambda **settings: TopK(0.1, union=True, **settings),
-    "SIDCo": lambda **settings: SIDCo(0.1, **settings),
-    "RandomK": lambda **settings: RandomK(0.1, **settings),
-    "MiCRO": lambda **settings: MiCRO(0.1, **settings),
+    "TopK": lambda **settings: TopK(0.1, warmup=None, **settings),
+    "union": lambda **settings: TopK(0.1, union=True, warmup=None, **settings),
+    "SIDCo": lambda **settings: SIDCo(0.1, warmup=None, **settings),
+    "RandomK": lambda **settings: RandomK(0.1, warmup=None, **settings),
+    "MiCRO": lambda **settings: MiCRO(0.1, warmup=None, **settings),
     "NoOp": lambda **settings: NoOp(**settings),
 }
 
@@ -113,7 +113,7 @@ def shared_parameters_count_once() -> None:
     """The reference is one process with everybody's loss."""
     reference, model, selective = _Tied(), _Tied(), _Tied()
     plain = torch.optim.SGD(reference.parameters(), lr=0.05)
-    compression = TopK(0.05, min_numel=0)
+    compression = TopK(0.05, min_numel=0, warmup=None)
     optimizers = [(model, wrap(model, NoOp(), momentum=0.0)), (selective, wrap(selective, compression))]
     train_as_one(reference, plain, optimizers, range(6), lambda one, step, rank: one(_inputs(step, rank)))
     assert_close(model, reference)
@@ -133,7 +133,7 @@ def shared_parameters_count_once() -> None:
 def a_new_shape_is_refused_on_every_rank(grow: Callable[[torch.Tensor], torch.Tensor], index: int) -> None:
     """Whether it is compressed or not. With the first shape training goes on."""
     model = small_model()
-    compression = SIDCo(0.05)
+    compression = SIDCo(0.05, warmup=None)
     optimizer = wrap(model, compression, momentum=0.0)
     train(model, optimizer, range(3))
     parameter = list(model.parameters())[index]
@@ -161,7 +161,7 @@ def a_new_shape_is_refused_on_every_rank(grow: Callable[[torch.Tensor], torch.Te
 def a_new_shape_is_refused_where_it_has_no_gradient() -> None:
     """PyTorch does not see it then."""
     model = small_model()
-    optimizer = wrap(model, TopK(0.05), momentum=0.0)
+    optimizer = wrap(model, TopK(0.05, warmup=None), momentum=0.0)
     train(model, optimizer, range(2))
     model[4].weight.data = torch.zeros(3, 3)
     optimizer.zero_grad()
@@ -172,9 +172,9 @@ def a_new_shape_is_refused_where_it_has_no_gradient() -> None:
 @scenario(MPI_2, cases={"weight": ("weight",), "bias": ("bias",)})
 def wrappers_without_memory_are_refused_by_name(name: str) -> None:
     """Compressed ones, and ones that are reduced dense; at the beginning, and later."""
-    layer, optimizer = nn.Linear(100, 60), wrap(nn.Linear(100, 60), TopK(0.05))
+    layer, optimizer = nn.Linear(100, 60), wrap(nn.Linear(100, 60), TopK(0.05, warmup=None))
     setattr(layer, name, nn.Parameter(Wrapper(getattr(layer, name).detach())))
     text = "must have its values in memory of its own, got a Wrapper"
-    assert f"parameter '{name}' {text}" in raised(TypeError, lambda: wrap(layer, TopK(0.05)))
+    assert f"parameter '{name}' {text}" in raised(TypeError, lambda: wrap(layer, TopK(0.05, warmup=None)))
     late = {"params": [getattr(layer, name)]}
     assert f"parameter 'allreduce.noname.1.0' {text}" in raised(TypeError, lambda: optimizer.add_param_group(late))

@@ -52,14 +52,14 @@ def _local(step: int, rank: int) -> dict[str, np.ndarray]:
 
 _NUMPY_MAKERS: dict[str, Any] = {
     **makers(0.05, Threshold={"threshold": 2.5}),
-    "TopK-union": lambda library, **s: library.TopK(0.05, union=True, **s),
-    "TopK-bfloat16": lambda library, **s: library.TopK(0.05, values="bfloat16", **s),
-    "TopK-balanced": lambda library, **s: library.TopK(0.05, balanced=True, **s),
-    "SIDCo-gamma": lambda library, **s: library.SIDCo(0.05, distribution="gamma", **s),
-    "SIDCo-gpareto": lambda library, **s: library.SIDCo(0.05, distribution="gpareto", **s),
+    "TopK-union": lambda library, **s: library.TopK(0.05, union=True, warmup=None, **s),
+    "TopK-bfloat16": lambda library, **s: library.TopK(0.05, values="bfloat16", warmup=None, **s),
+    "TopK-balanced": lambda library, **s: library.TopK(0.05, balanced=True, warmup=None, **s),
+    "SIDCo-gamma": lambda library, **s: library.SIDCo(0.05, distribution="gamma", warmup=None, **s),
+    "SIDCo-gpareto": lambda library, **s: library.SIDCo(0.05, distribution="gpareto", warmup=None, **s),
     "DGC-warmup": lambda library, **s: library.DGC(0.01, warmup_steps=4, nesterov=True, clip_norm=10.0, **s),
-    "RandomK-own": lambda library, **s: library.RandomK(0.05, shared=False, **s),
-    "dense-steps": lambda library, **s: library.TopK(0.05, dense_steps=3, **s),
+    "RandomK-own": lambda library, **s: library.RandomK(0.05, shared=False, warmup=None, **s),
+    "dense-steps": lambda library, **s: library.TopK(0.05, dense_steps=3, warmup=None, **s),
 }
 
 
@@ -254,15 +254,15 @@ def corrected_momentum_trains_alike_and_resumes(make: Any) -> None:
 
 @scenario(MPI_2)
 def momentum_twice_is_refused() -> None:
-    message = raised(ValueError, lambda: wrap(small_model(), DGC(0.01), momentum=0.9))
+    message = raised(ValueError, lambda: wrap(small_model(), DGC(0.01, warmup=None), momentum=0.9))
     assert "optimizer must have momentum=0 with MomentumCorrection" in message and "DGC: momentum=0" in message
     model = small_model()
-    train(model, wrap(model, DGC(0.01, momentum=0.0, bucket_bytes=BUCKET_BYTES), momentum=0.9), range(3))
+    train(model, wrap(model, DGC(0.01, momentum=0.0, bucket_bytes=BUCKET_BYTES, warmup=None), momentum=0.9), range(3))
     # Also when it comes later: with the state of a dense run, or with another group of parameters.
     dense = wrap(small_model(), hvd.Compression.none, momentum=0.9)
-    optimizer = wrap(small_model(), DGC(0.01), momentum=0.0)
+    optimizer = wrap(small_model(), DGC(0.01, warmup=None), momentum=0.0)
     assert "momentum=0" in raised(ValueError, lambda: optimizer.load_state_dict(dense.state_dict()))
-    another = wrap(small_model(), DGC(0.01), momentum=0.0)
+    another = wrap(small_model(), DGC(0.01, warmup=None), momentum=0.0)
     group = {"params": [torch.nn.Parameter(torch.zeros(300))], "momentum": 0.9}
     assert "momentum=0" in raised(ValueError, lambda: another.add_param_group(group))
 
@@ -273,7 +273,9 @@ def sparse_gradients_with_corrected_momentum_are_refused() -> None:
         embedding = torch.nn.Embedding(100, 8, sparse=True)
         sgd = torch.optim.SGD(embedding.parameters(), lr=0.1)
         named = list(embedding.named_parameters())
-        return embedding, hvd.DistributedOptimizer(sgd, named, compression=DGC(0.1), sparse_as_dense=sparse_as_dense)
+        return embedding, hvd.DistributedOptimizer(
+            sgd, named, compression=DGC(0.1, warmup=None), sparse_as_dense=sparse_as_dense
+        )
 
     def step(embedding: Any, wrapped: Any) -> None:
         embedding(torch.tensor([1, 5])).sum().backward()
@@ -288,7 +290,7 @@ def learning_rate_in_the_residual_is_mem_sgd() -> None:
     # x_{t+1} = x_t - g_t, g_t = top_k(m_t + eta_t grad), m_{t+1} = m_t + eta_t grad - g_t, on every worker, by hand.
     size = 400
     parameters = zeros({"weight": (size,)})
-    compression = TopK(0.05, lr_in_residual=True)
+    compression = TopK(0.05, lr_in_residual=True, warmup=None)
     optimizer = wrap_parameters(parameters, compression)
     memories = np.zeros((hvd.size(), size))
     x = np.zeros(size)
@@ -344,7 +346,7 @@ def not_finite_raises_on_all_ranks_and_training_can_go_on(make: MakeCompression,
 def micro_counts_do_not_build_up() -> None:
     # With every worker the union stays at k; of TopK with the same union it grows with the workers.
     counts = {}
-    for name, compression in {"micro": MiCRO(0.02), "union": TopK(0.02, union=True)}.items():
+    for name, compression in {"micro": MiCRO(0.02, warmup=None), "union": TopK(0.02, union=True, warmup=None)}.items():
         parameters = zeros({"weight": (20_000,)})
         optimizer = wrap_parameters(parameters, compression)
         for step in range(60):

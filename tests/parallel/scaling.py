@@ -30,11 +30,11 @@ from .scenario import MPI_2, PAIR, scenario
 
 _KINDS: dict[str, MakeCompression] = {
     **{name: COMPRESSORS[name] for name in ("SIDCo", "TopK", "RandomK", "MiCRO", "NoOp")},
-    "DGC": lambda **settings: DGC(0.02, **settings),
+    "DGC": lambda **settings: DGC(0.02, warmup=None, **settings),
     "Threshold": lambda **settings: Threshold(0.05, **settings),
-    "clipped": lambda **settings: TopK(0.02, clip_norm=0.5, **settings),
-    "clipped_as_a_whole": lambda **settings: TopK(0.02, clip_norm=0.5, clip_scope="model", **settings),
-    "in_units_of_the_update": lambda **settings: SIDCo(0.02, lr_in_residual=True, **settings),
+    "clipped": lambda **settings: TopK(0.02, clip_norm=0.5, warmup=None, **settings),
+    "clipped_as_a_whole": lambda **settings: TopK(0.02, clip_norm=0.5, clip_scope="model", warmup=None, **settings),
+    "in_units_of_the_update": lambda **settings: SIDCo(0.02, lr_in_residual=True, warmup=None, **settings),
 }
 
 
@@ -93,7 +93,7 @@ def reduced_gradients_are_unscaled_and_clipped_before_the_step() -> None:
     results = []
     for scaled in (False, True):
         model = small_model()
-        optimizer = wrap(model, SIDCo(0.02), momentum=0.0)
+        optimizer = wrap(model, SIDCo(0.02, warmup=None), momentum=0.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
         for step in range(5):
             optimizer.zero_grad()
@@ -117,7 +117,7 @@ def reduced_gradients_are_unscaled_and_clipped_before_the_step() -> None:
 def several_optimizers_share_a_scaler() -> None:
     """Each leaves out its own steps. An optimizer that unscales in its own kernel works, too."""
     models = [overflowing(), overflowing()]
-    compressions = [SIDCo(0.02), TopK(0.02)]
+    compressions = [SIDCo(0.02, warmup=None), TopK(0.02, warmup=None)]
     optimizers = [
         hvd.DistributedOptimizer(
             torch.optim.Adam(model.parameters(), lr=1e-3, fused=True), model.named_parameters(), compression=compression
@@ -146,8 +146,8 @@ def several_optimizers_share_a_scaler() -> None:
 @scenario(MPI_2)
 def misuse_of_a_scaler_is_refused() -> None:
     scaler = torch.amp.GradScaler("cpu")
-    assert "serves no optimizer yet" in raised(RuntimeError, lambda: MiCRO(0.01).scale_with(scaler))
-    model, compression = small_model(), MiCRO(0.01)
+    assert "serves no optimizer yet" in raised(RuntimeError, lambda: MiCRO(0.01, warmup=None).scale_with(scaler))
+    model, compression = small_model(), MiCRO(0.01, warmup=None)
     optimizer = wrap(model, compression)
     compression.scale_with(scaler)
     compression.scale_with(scaler)
@@ -155,6 +155,6 @@ def misuse_of_a_scaler_is_refused() -> None:
     assert "scale_with must be called once" in raised(RuntimeError, lambda: compression.scale_with(other))
     assert "rescale must not be called" in raised(RuntimeError, lambda: compression.rescale(2.0))
     _train_scaled(model, optimizer, scaler, range(2))
-    late_model, late = small_model(), MiCRO(0.01)
+    late_model, late = small_model(), MiCRO(0.01, warmup=None)
     train(late_model, wrap(late_model, late), range(1))
     assert "before the first step" in raised(RuntimeError, lambda: late.scale_with(scaler))

@@ -22,7 +22,7 @@ Source = Any
 
 def _as_hook(path: Path) -> Source:
     # PyTorch calls such a hook twice in each step of Horovod's optimizer, because its class has a base with a `step`.
-    model, compression = small_model(), sparse.SIDCo(0.05)
+    model, compression = small_model(), sparse.SIDCo(0.05, warmup=None)
     optimizer = wrap(model, compression)
     optimizer.register_step_post_hook(sparse.StatsLog(compression, path, every=2))
     train(model, optimizer, range(STEPS))
@@ -30,7 +30,7 @@ def _as_hook(path: Path) -> Source:
 
 
 def _with_scaler(path: Path) -> Source:
-    model, compression = small_model(), sparse.SIDCo(0.05)
+    model, compression = small_model(), sparse.SIDCo(0.05, warmup=None)
     optimizer, scaler = wrap(model, compression), torch.amp.GradScaler("cpu", init_scale=2.0**7)
     compression.scale_with(scaler)
     log = sparse.StatsLog(compression, path, every=2)
@@ -46,7 +46,7 @@ def _with_scaler(path: Path) -> Source:
 
 
 def _local_updates(path: Path) -> Source:
-    model, compression = small_model(), sparse.SIDCo(0.05)
+    model, compression = small_model(), sparse.SIDCo(0.05, warmup=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     local = sparse.LocalUpdates(optimizer, model, compression, every=3)
     log = sparse.StatsLog(local.compression, path, every=2)
@@ -61,7 +61,7 @@ def _local_updates(path: Path) -> Source:
 def _arrays(path: Path) -> Source:
     import mpi4py.MPI
 
-    reduce = arrays.SparseAllreduce(mpi4py.MPI.COMM_WORLD, arrays.SIDCo(0.05))
+    reduce = arrays.SparseAllreduce(mpi4py.MPI.COMM_WORLD, arrays.SIDCo(0.05, warmup=None))
     log = arrays.StatsLog(reduce, path, every=2)
     for step in range(STEPS):
         generator = np.random.default_rng((step, hvd.rank()))

@@ -68,7 +68,7 @@ def five_ranks() -> None:
     *MPI,
     cases={
         f"{name}-{how}": (make, arguments, lr)
-        for name, make in {"TopK": lambda: TopK(1.0, bucket_bytes=BUCKET_BYTES), "NoOp": NoOp}.items()
+        for name, make in {"TopK": lambda: TopK(1.0, bucket_bytes=BUCKET_BYTES, warmup=None), "NoOp": NoOp}.items()
         for how, arguments, lr in (
             ("average", {"op": hvd.Average}, 0.05),
             ("sum", {"op": hvd.Sum}, 0.01),
@@ -105,7 +105,7 @@ def every_optimizer(make: Any) -> None:
     assert_close(sparse, dense, rtol=1e-4, atol=1e-5)
 
     selective = small_model()
-    compression = SIDCo(0.01, bucket_bytes=BUCKET_BYTES)
+    compression = SIDCo(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)
     optimizer = hvd.DistributedOptimizer(
         make(selective.parameters()), named_parameters=selective.named_parameters(), compression=compression
     )

@@ -89,10 +89,10 @@ def _train(model: nn.Module, optimizer: Any, number: int, has_data: bool) -> Non
 
 _KINDS: dict[str, MakeCompression] = {
     **COMPRESSORS,
-    "momentum": lambda **settings: DGC(0.02, **settings),
-    "clipped_as_a_whole": lambda **settings: TopK(0.02, clip_norm=0.5, clip_scope="model", **settings),
-    "in_units_of_the_update": lambda **settings: MiCRO(0.02, lr_in_residual=True, **settings),
-    "dense_steps": lambda **settings: SIDCo(0.02, dense_steps=2, **settings),
+    "momentum": lambda **settings: DGC(0.02, warmup=None, **settings),
+    "clipped_as_a_whole": lambda **settings: TopK(0.02, clip_norm=0.5, clip_scope="model", warmup=None, **settings),
+    "in_units_of_the_update": lambda **settings: MiCRO(0.02, lr_in_residual=True, warmup=None, **settings),
+    "dense_steps": lambda **settings: SIDCo(0.02, dense_steps=2, warmup=None, **settings),
 }
 
 
@@ -147,7 +147,9 @@ def several_optimizers_reduce_in_any_order() -> None:
         halves = [list(model[:3].named_parameters()), list(model[3:].named_parameters(prefix="upper"))]
         optimizers = [
             hvd.DistributedOptimizer(
-                torch.optim.SGD([parameter for _, parameter in half], lr=0.05), half, compression=SIDCo(0.02)
+                torch.optim.SGD([parameter for _, parameter in half], lr=0.05),
+                half,
+                compression=SIDCo(0.02, warmup=None),
             )
             for half in halves
         ]
@@ -178,7 +180,9 @@ def the_state_of_the_optimizer_is_that_of_the_last_rank(make: Any, dtype: str) -
     """Also of a rank that has had no data at all, and so has no state."""
     steps = {2: (0, 3), 4: (0, 3, 1, 3)}
     model = small_model(dtype=getattr(torch, dtype))
-    optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters(), compression=SIDCo(0.02))
+    optimizer = hvd.DistributedOptimizer(
+        make(model.parameters()), model.named_parameters(), compression=SIDCo(0.02, warmup=None)
+    )
     for start in (0, 10):
         with Join(optimizer) as join:
             train(model, optimizer, range(start, start + mine(steps)))
@@ -212,7 +216,7 @@ def embeddings_work(as_dense: bool) -> None:
     """A rank without any data learns from the others that there are sparse gradients."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.Embedding(60, 20, sparse=True), nn.Linear(20, 30))
-    optimizer = wrap(model, TopK(0.1), momentum=0.0, sparse_as_dense=as_dense)
+    optimizer = wrap(model, TopK(0.1, warmup=None), momentum=0.0, sparse_as_dense=as_dense)
     with Join(optimizer):
         for step in range(3 if hvd.rank() == 0 else 0):
             optimizer.zero_grad()
@@ -225,7 +229,7 @@ def embeddings_work(as_dense: bool) -> None:
 def ranks_of_a_process_set_join() -> None:
     pair = hvd.add_process_set([1, 3])
     model = small_model()
-    optimizer = wrap(model, SIDCo(0.02), process_set=pair)
+    optimizer = wrap(model, SIDCo(0.02, warmup=None), process_set=pair)
     with Join(optimizer) as join:
         train(model, optimizer, range(4 if hvd.rank() == 3 else 2))
     digests = everyone(digest(model.parameters()))

@@ -41,7 +41,7 @@ def _breaks(model: nn.Module, optimizer: Any, where: str) -> None:
 def an_error_reaches_all_ranks_at_once(where: str) -> None:
     """Those with data and those without. All can go on."""
     model = small_model()
-    optimizer = wrap(model, TopK(0.02))
+    optimizer = wrap(model, TopK(0.02, warmup=None))
     last = hvd.size() - 1
     if hvd.rank() == last:
         raised(_BadBatchError, lambda: _breaks(model, optimizer, where))
@@ -60,7 +60,7 @@ def an_error_reaches_all_ranks_at_once(where: str) -> None:
 @scenario(*PAIR)
 def a_failed_step_ends_the_block_on_all_ranks_or_none() -> None:
     model = overflowing()
-    optimizer = wrap(model, SIDCo(0.02))
+    optimizer = wrap(model, SIDCo(0.02, warmup=None))
 
     def epoch(*, catches: bool) -> None:
         with Join(optimizer):
@@ -86,7 +86,7 @@ def a_failed_step_ends_the_block_on_all_ranks_or_none() -> None:
 @scenario(*PAIR, cases={"one_pass": (1,), "two_passes": (2,)})
 def gradients_that_no_step_has_taken_are_an_error(passes: int) -> None:
     model = small_model()
-    optimizer = wrap(model, SIDCo(0.02), backward_passes_per_step=passes)
+    optimizer = wrap(model, SIDCo(0.02, warmup=None), backward_passes_per_step=passes)
 
     def epoch() -> None:
         with Join(optimizer):
@@ -105,7 +105,7 @@ def gradients_that_no_step_has_taken_are_an_error(passes: int) -> None:
 @scenario(MPI_2)
 def ranks_that_reduce_different_optimizers_raise() -> None:
     models = [small_model(), small_model()]
-    optimizers = [wrap(model, TopK(0.02)) for model in models]
+    optimizers = [wrap(model, TopK(0.02, warmup=None)) for model in models]
 
     def epoch() -> None:
         with Join(*optimizers):
@@ -120,7 +120,7 @@ def ranks_that_reduce_different_optimizers_raise() -> None:
 
 @scenario(MPI_2)
 def misuse_is_refused() -> None:
-    model, compression, scaler = small_model(), TopK(0.02, discardable=True), torch.amp.GradScaler("cpu")
+    model, compression, scaler = small_model(), TopK(0.02, discardable=True, warmup=None), torch.amp.GradScaler("cpu")
     optimizer = wrap(model, compression)
     train(model, optimizer, range(2))
     assert "at least one" in raised(ValueError, Join)
@@ -135,7 +135,7 @@ def misuse_is_refused() -> None:
     for join in (hvd.join, stock_join):
         assert "horovod_sparse.torch.Join(optimizer)" in raised(AssertionError, join)
     other_model = small_model()
-    other = wrap(other_model, SIDCo(0.02, discardable=True))
+    other = wrap(other_model, SIDCo(0.02, discardable=True, warmup=None))
 
     def epoch() -> None:
         with Join(other):

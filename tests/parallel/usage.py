@@ -56,7 +56,7 @@ def _pass(parameters: Any, step: int, salt: int) -> None:
 # --- accumulation ---
 
 
-@scenario(*MPI, cases={"NoOp": (NoOp,), "TopK": (lambda: TopK(0.02),)})
+@scenario(*MPI, cases={"NoOp": (NoOp,), "TopK": (lambda: TopK(0.02, warmup=None),)})
 def several_backward_passes(make: Any) -> None:
     # Two passes are one step; in every third step the data end after the first pass. At last three passes are one step.
     parameters = zeros(SHAPES)
@@ -83,7 +83,7 @@ def several_backward_passes(make: Any) -> None:
 def too_many_backward_passes() -> None:
     for passes in (1, 2):
         parameters = zeros(SHAPES)
-        optimizer = wrap_parameters(parameters, TopK(0.02), backward_passes_per_step=passes)
+        optimizer = wrap_parameters(parameters, TopK(0.02, warmup=None), backward_passes_per_step=passes)
         for step in range(2):
             optimizer.zero_grad()
             for salt in range(passes):
@@ -105,7 +105,7 @@ def _groups(kind: str, parameters: Any) -> Any:
 @scenario(*EVERYWHERE, cases={kind: (kind,) for kind in ("1", "2", "3", "pairs", "partial")})
 def groups(kind: str) -> None:
     parameters = zeros(SHAPES)
-    compression = TopK(1.0)
+    compression = TopK(1.0, warmup=None)
     optimizer = wrap_parameters(parameters, compression, groups=_groups(kind, parameters))
     for step in range(4):
         if step == 2:
@@ -194,7 +194,7 @@ def missing_gradients(heads: Any, set_to_none: bool) -> None:
     plain = torch.optim.SGD(reference.parameters(), lr=0.05)
     trained = [
         (model, wrap(model, NoOp(), momentum=0.0)),
-        (selective, wrap(selective, SIDCo(0.05, granularity="layer"))),
+        (selective, wrap(selective, SIDCo(0.05, granularity="layer", warmup=None))),
     ]
 
     def loss(one: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -252,10 +252,10 @@ def parameter_group_added_after_wrapping() -> None:
 def two_optimizers_in_flight() -> None:
     # The same tensor names, both backward passes before both steps.
     models = [small_model(seed) for seed in (1, 2)]
-    optimizers = [wrap(model, SIDCo(0.05, bucket_bytes=BUCKET_BYTES)) for model in models]
+    optimizers = [wrap(model, SIDCo(0.05, bucket_bytes=BUCKET_BYTES, warmup=None)) for model in models]
     alone = [small_model(seed) for seed in (1, 2)]
     for model in alone:
-        train(model, wrap(model, SIDCo(0.05, bucket_bytes=BUCKET_BYTES)), range(6))
+        train(model, wrap(model, SIDCo(0.05, bucket_bytes=BUCKET_BYTES, warmup=None)), range(6))
     for step in range(6):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -273,7 +273,7 @@ def two_optimizers_in_flight() -> None:
 
 @scenario(MPI_2, cases={"none": (True,), "zero": (False,), "default": (None,)})
 def zero_grad_takes_its_argument(set_to_none: bool | None) -> None:
-    model, compression = small_model(), SIDCo(0.05)
+    model, compression = small_model(), SIDCo(0.05, warmup=None)
     optimizer = wrap(model, compression)
     for step in range(4):
         optimizer.zero_grad() if set_to_none is None else optimizer.zero_grad(set_to_none=set_to_none)
@@ -301,7 +301,9 @@ def optimizer_state_from_rank_0() -> None:
             loss_of(model, step).backward()
             plain.step()
     optimizer = hvd.DistributedOptimizer(
-        plain, named_parameters=model.named_parameters(), compression=SIDCo(0.05, bucket_bytes=BUCKET_BYTES)
+        plain,
+        named_parameters=model.named_parameters(),
+        compression=SIDCo(0.05, bucket_bytes=BUCKET_BYTES, warmup=None),
     )
     if hvd.rank() == 0:
         optimizer.load_state_dict(plain.state_dict())
@@ -321,7 +323,7 @@ def optimizer_state_from_rank_0() -> None:
 @scenario(*EVERYWHERE)
 def gradient_scaler_skips_on_all_ranks() -> None:
     model = small_model()
-    compression = SIDCo(0.05, not_finite="propagate", bucket_bytes=BUCKET_BYTES)
+    compression = SIDCo(0.05, not_finite="propagate", bucket_bytes=BUCKET_BYTES, warmup=None)
     optimizer = wrap(model, compression, momentum=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
     for step in range(8):
@@ -359,7 +361,7 @@ _CHANGES: dict[str, Any] = {
 def gradients_changed_behind_the_hook_are_refused(change: Any, steps: int) -> None:
     """The change would be lost without a word. The next step is not disturbed."""
     model = small_model()
-    optimizer = wrap(model, SIDCo(0.02))
+    optimizer = wrap(model, SIDCo(0.02, warmup=None))
     train(model, optimizer, range(steps))
     optimizer.zero_grad()
     loss_of(model, 2).backward()
@@ -374,7 +376,7 @@ def gradients_changed_behind_the_hook_are_refused(change: Any, steps: int) -> No
 def gradient_scaler_that_comes_late_is_refused() -> None:
     """It would divide what had been sent already. On a rank with infinity it leaves the step out, and is told so too."""
     model = small_model()
-    optimizer = wrap(model, SIDCo(0.02, not_finite="propagate", bucket_bytes=BUCKET_BYTES))
+    optimizer = wrap(model, SIDCo(0.02, not_finite="propagate", bucket_bytes=BUCKET_BYTES, warmup=None))
     train(model, optimizer, range(2))
     for infinite in (False, True):
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -480,10 +482,10 @@ _STOPPED = {
     "end": _stopped_at_the_end,
 }
 _EXCHANGED: dict[str, Any] = {
-    "TopK": lambda **s: TopK(0.02, **s),
-    "union": lambda **s: TopK(0.02, union=True, **s),
-    "balanced": lambda **s: SIDCo(0.02, balanced=True, **s),
-    "dense": lambda **s: TopK(0.02, min_numel=10**6, **s),
+    "TopK": lambda **s: TopK(0.02, warmup=None, **s),
+    "union": lambda **s: TopK(0.02, union=True, warmup=None, **s),
+    "balanced": lambda **s: SIDCo(0.02, balanced=True, warmup=None, **s),
+    "dense": lambda **s: TopK(0.02, min_numel=10**6, warmup=None, **s),
 }
 _PLACES = {f"{place}-{name}": (_STOPPED[place], make) for place in _STOPPED for name, make in _EXCHANGED.items()}
 _INNER = {
@@ -506,9 +508,9 @@ _DISCARDED: dict[str, Any] = {
     f"discarded-{'reduced' if reduces else 'in_backward'}-{name}": (_discarded(reduces=reduces), make, (1, 4))
     for reduces in (True, False)
     for name, make in {
-        "MiCRO": lambda **s: MiCRO(0.02, **s),
-        "DGC": lambda **s: DGC(0.02, clip_norm=1.0, **s),
-        "whole_gradient": lambda **s: TopK(0.02, clip_norm=1.0, clip_scope="model", **s),
+        "MiCRO": lambda **s: MiCRO(0.02, warmup=None, **s),
+        "DGC": lambda **s: DGC(0.02, clip_norm=1.0, warmup=None, **s),
+        "whole_gradient": lambda **s: TopK(0.02, clip_norm=1.0, clip_scope="model", warmup=None, **s),
     }.items()
 }
 
@@ -575,17 +577,17 @@ def an_exception_of_the_users_on_one_rank_is_told_to_all(stopped: Any, make: Any
 @scenario(*PAIR)
 def an_optimizer_that_one_rank_makes_alone_disturbs_nobody() -> None:
     if hvd.rank() == 1:
-        wrap(small_model(), TopK(0.02))
+        wrap(small_model(), TopK(0.02, warmup=None))
     models = small_model(1), small_model(2)
     for model in models:
-        train(model, wrap(model, SIDCo(0.02)), range(3))
+        train(model, wrap(model, SIDCo(0.02, warmup=None)), range(3))
         assert_identical(model)
 
 
 @scenario(MPI_2)
 def optimizers_that_step_in_another_order_raise_on_all() -> None:
     models = small_model(1), _TwoHeads()
-    optimizers = [wrap(model, TopK(0.02)) for model in models]
+    optimizers = [wrap(model, TopK(0.02, warmup=None)) for model in models]
     losses = [loss_of(models[0], 0), models[1](_inputs(0, hvd.rank()), "lr")]
     losses[hvd.rank()].backward()
     message = raised(ValueError, optimizers[hvd.rank()].step)
@@ -600,11 +602,11 @@ def optimizers_that_step_in_another_order_raise_on_all() -> None:
 @scenario(
     *MPI,
     cases={
-        "compressed": (lambda: TopK(0.02), None),
-        "together": (lambda: TopK(0.02, granularity="model"), None),
-        "momentum": (lambda: DGC(0.02), None),
-        "dense_momentum": (lambda: DGC(0.02, exclude=["*"]), None),
-        "on_one_rank": (lambda: TopK(0.02), 1),
+        "compressed": (lambda: TopK(0.02, warmup=None), None),
+        "together": (lambda: TopK(0.02, granularity="model", warmup=None), None),
+        "momentum": (lambda: DGC(0.02, warmup=None), None),
+        "dense_momentum": (lambda: DGC(0.02, exclude=["*"], warmup=None), None),
+        "on_one_rank": (lambda: TopK(0.02, warmup=None), 1),
     },
 )
 def a_frozen_parameter_stands_still(make: Any, alone: int | None) -> None:
@@ -644,7 +646,7 @@ def small_parameters_share_one_allreduce(arguments: dict[str, Any]) -> None:
     shapes |= {"scalar": (), "empty": (0,), "large": (30, 30)}
     parameters = zeros(shapes) | zeros({"double": (5,)}, torch.float64)
     shapes["double"] = (5,)
-    optimizer = wrap_parameters(parameters, TopK(0.02, exclude=["lar*"]), **arguments)
+    optimizer = wrap_parameters(parameters, TopK(0.02, exclude=["lar*"], warmup=None), **arguments)
     divisor = 1 if "op" in arguments else hvd.size()
     for step in range(3):
         # Some have no gradient: on one rank, or on any.
@@ -671,19 +673,19 @@ def refused_arguments() -> None:
     def attempt(compression: Any, **arguments: Any) -> Any:
         return lambda: wrap(small_model(), compression, **arguments)
 
-    assert "Adasum" in raised(ValueError, attempt(SIDCo(0.01), op=hvd.Adasum))
+    assert "Adasum" in raised(ValueError, attempt(SIDCo(0.01, warmup=None), op=hvd.Adasum))
     for op in (hvd.Min, hvd.Max, hvd.Product):
-        assert "hvd.Average or hvd.Sum" in raised(ValueError, attempt(SIDCo(0.01), op=op))
+        assert "hvd.Average or hvd.Sum" in raised(ValueError, attempt(SIDCo(0.01, warmup=None), op=op))
     assert "must be an instance" in raised(TypeError, attempt(SIDCo))
     assert "must be an instance" in raised(TypeError, attempt(SIDCo, op=hvd.Adasum))
     assert "must be a compressor of horovod_sparse.torch" in raised(TypeError, attempt("SIDCo"))
-    assert "granularity='layer'" in raised(ValueError, attempt(SIDCo(0.01, granularity="layer"), groups=2))
-    shared = SIDCo(0.01)
+    assert "granularity='layer'" in raised(ValueError, attempt(SIDCo(0.01, granularity="layer", warmup=None), groups=2))
+    shared = SIDCo(0.01, warmup=None)
     wrap(small_model(), shared)
     assert "serve one optimizer" in raised(ValueError, attempt(shared))
     wrap(small_model(), copy.deepcopy(shared))
-    raised(ValueError, attempt(SIDCo(0.01), op=hvd.Sum, gradient_predivide_factor=2.0))
-    assert "serves no optimizer" in raised(RuntimeError, SIDCo(0.01).state_dict)
+    raised(ValueError, attempt(SIDCo(0.01, warmup=None), op=hvd.Sum, gradient_predivide_factor=2.0))
+    assert "serves no optimizer" in raised(RuntimeError, SIDCo(0.01, warmup=None).state_dict)
 
 
 def _other_model() -> nn.Module:
@@ -698,15 +700,30 @@ def _partly_frozen() -> nn.Module:
 
 
 _DIFFERENCES: dict[str, Any] = {
-    "ratio": (lambda: wrap(small_model(), TopK(0.01 * (1 + hvd.rank()))), "ratio="),
-    "algorithm": (lambda: wrap(small_model(), TopK(0.01) if hvd.rank() == 0 else SIDCo(0.01)), "TopK("),
-    "operation": (lambda: wrap(small_model(), TopK(0.01), op=hvd.Sum if hvd.rank() == 0 else hvd.Average), "'hvd.Sum'"),
-    "passes": (lambda: wrap(small_model(), TopK(0.01), backward_passes_per_step=1 + hvd.rank()), "'backward_passes"),
-    "rate": (lambda: wrap(small_model(), TopK(0.01, lr_in_residual=True), lr=0.1 + 0.1 * hvd.rank()), "'lr'"),
-    "sparse_as_dense": (lambda: wrap(small_model(), TopK(0.01), sparse_as_dense=hvd.rank() == 0), "'sparse_as_dense'"),
-    "groups": (lambda: wrap(small_model(), TopK(0.01), groups=1 + hvd.rank()), "'groups'"),
-    "model": (lambda: wrap(_other_model(), TopK(0.01)), "'parameters'"),
-    "frozen": (lambda: wrap(_partly_frozen(), TopK(0.01)), "'parameters'"),
+    "ratio": (lambda: wrap(small_model(), TopK(0.01 * (1 + hvd.rank()), warmup=None)), "ratio="),
+    "algorithm": (
+        lambda: wrap(small_model(), TopK(0.01, warmup=None) if hvd.rank() == 0 else SIDCo(0.01, warmup=None)),
+        "TopK(",
+    ),
+    "operation": (
+        lambda: wrap(small_model(), TopK(0.01, warmup=None), op=hvd.Sum if hvd.rank() == 0 else hvd.Average),
+        "'hvd.Sum'",
+    ),
+    "passes": (
+        lambda: wrap(small_model(), TopK(0.01, warmup=None), backward_passes_per_step=1 + hvd.rank()),
+        "'backward_passes",
+    ),
+    "rate": (
+        lambda: wrap(small_model(), TopK(0.01, lr_in_residual=True, warmup=None), lr=0.1 + 0.1 * hvd.rank()),
+        "'lr'",
+    ),
+    "sparse_as_dense": (
+        lambda: wrap(small_model(), TopK(0.01, warmup=None), sparse_as_dense=hvd.rank() == 0),
+        "'sparse_as_dense'",
+    ),
+    "groups": (lambda: wrap(small_model(), TopK(0.01, warmup=None), groups=1 + hvd.rank()), "'groups'"),
+    "model": (lambda: wrap(_other_model(), TopK(0.01, warmup=None)), "'parameters'"),
+    "frozen": (lambda: wrap(_partly_frozen(), TopK(0.01, warmup=None)), "'parameters'"),
 }
 
 
@@ -723,7 +740,7 @@ def difference_between_ranks_raises_on_all(make: Any, difference: str) -> None:
 @scenario(MPI_2)
 def complex_parameters_are_refused_by_name() -> None:
     parameters = zeros({"weight": (40, 50)}) | zeros({"phase": (300,)}, torch.complex64)
-    optimizer = wrap_parameters(parameters, TopK(0.01))
+    optimizer = wrap_parameters(parameters, TopK(0.01, warmup=None))
     sum(parameter.abs().sum() for parameter in parameters.values()).backward()
     message = raised(TypeError, optimizer.step)
     assert "parameter 'phase' must be real, got torch.complex64" in message and "torch.view_as_real" in message

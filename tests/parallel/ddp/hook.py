@@ -122,7 +122,7 @@ def exchanges_begin_before_backward_ends(make: MakeCompression) -> None:
 def a_hook_without_names_does_the_same() -> None:
     models = []
     for named in (True, False):
-        model, compression = wrap(small_model()), TopK(0.01, bucket_bytes=BUCKET_BYTES)
+        model, compression = wrap(small_model()), TopK(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)
         if named:
             register(model, compression)
         else:
@@ -136,7 +136,7 @@ def a_hook_without_names_does_the_same() -> None:
 
 @scenario(TORCHRUN_2, cases={"float16": (torch.float16,), "bfloat16": (torch.bfloat16,)})
 def half_precision(dtype: torch.dtype) -> None:
-    model = wrap(small_model(dtype=dtype), SIDCo(0.05, bucket_bytes=BUCKET_BYTES))
+    model = wrap(small_model(dtype=dtype), SIDCo(0.05, bucket_bytes=BUCKET_BYTES, warmup=None))
     train(model, sgd(model, lr=0.01), range(20))
     assert_identical(model)
 
@@ -146,7 +146,7 @@ def autocast_and_memory_layouts() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 32, 3), nn.Flatten(), nn.Linear(32 * 16, 4))
     network = network.to(memory_format=torch.channels_last)
-    compression = TopK(0.05, bucket_bytes=BUCKET_BYTES)
+    compression = TopK(0.05, bucket_bytes=BUCKET_BYTES, warmup=None)
     model = wrap(network, compression)
     optimizer = sgd(model)
     for step in range(10):
@@ -161,8 +161,11 @@ def autocast_and_memory_layouts() -> None:
 
 @scenario(TORCHRUN_2)
 def passes_without_synchronisation_are_added_up() -> None:
-    compression = TopK(0.05, bucket_bytes=16_000)
-    model, oracle = wrap(Exact(SHAPES), compression), Oracle(TopK(0.05, bucket_bytes=16_000), COMPRESSED, 2)
+    compression = TopK(0.05, bucket_bytes=16_000, warmup=None)
+    model, oracle = (
+        wrap(Exact(SHAPES), compression),
+        Oracle(TopK(0.05, bucket_bytes=16_000, warmup=None), COMPRESSED, 2),
+    )
 
     def given(step: int, part: int, rank: int) -> dict[str, np.ndarray]:
         return {name: whole_numbers(shape, step=step, rank=rank, salt=part) for name, shape in SHAPES.items()}
@@ -185,7 +188,7 @@ def passes_without_synchronisation_are_added_up() -> None:
 )
 def nothing_is_lost_of_parameters_that_are_not_used(set_to_none: bool, arguments: dict[str, Any]) -> None:
     """In every third step nobody uses the second parameter, and in others only rank 0 does."""
-    compression = TopK(0.02, bucket_bytes=16_000)
+    compression = TopK(0.02, bucket_bytes=16_000, warmup=None)
     model = wrap(Exact(COMPRESSED), compression, find_unused_parameters=True, **arguments)
     total, came = {name: np.zeros(shape) for name, shape in COMPRESSED.items()}, 0
     for step in range(7):
@@ -230,7 +233,7 @@ def a_rank_without_data_takes_part_in_the_steps_of_others(make: Any, ratio: floa
 @scenario(TORCHRUN_2)
 def a_rank_without_data_raises_as_the_others_do() -> None:
     network = overflowing()
-    model = wrap(network, TopK(0.05, bucket_bytes=BUCKET_BYTES))
+    model = wrap(network, TopK(0.05, bucket_bytes=BUCKET_BYTES, warmup=None))
 
     def uneven() -> None:
         with model.join():
@@ -254,7 +257,10 @@ def activations_are_computed_again(reentrant: bool) -> None:
             first = self.layers[0](x)
             return checkpoint(self.layers[1:], first, use_reentrant=reentrant)
 
-    models = [wrap(one(), TopK(0.05, bucket_bytes=BUCKET_BYTES), static_graph=True) for one in (small_model, Again)]
+    models = [
+        wrap(one(), TopK(0.05, bucket_bytes=BUCKET_BYTES, warmup=None), static_graph=True)
+        for one in (small_model, Again)
+    ]
     for model in models:
         train(model, sgd(model), range(6))
     assert digest(models[0].parameters()) == digest(models[1].parameters())
@@ -262,7 +268,7 @@ def activations_are_computed_again(reentrant: bool) -> None:
 
 @scenario(TORCHRUN_2, cases={"together": (True,), "in-turn": (False,)})
 def a_hook_serves_one_model(together: bool) -> None:
-    compression, models = TopK(0.01, bucket_bytes=BUCKET_BYTES), [wrap(small_model()) for _ in range(2)]
+    compression, models = TopK(0.01, bucket_bytes=BUCKET_BYTES, warmup=None), [wrap(small_model()) for _ in range(2)]
     for model in models:
         model.register_comm_hook(compression, comm_hook)
     losses = [loss_of(model, 0) for model in models]
@@ -275,14 +281,14 @@ def a_hook_serves_one_model(together: bool) -> None:
 @scenario(TORCHRUN_2)
 def sparse_gradients_are_refused_by_name() -> None:
     network = nn.Sequential(nn.Embedding(50, 40, sparse=True), nn.Flatten(), nn.Linear(80, 4))
-    model = wrap(network, TopK(0.1))
+    model = wrap(network, TopK(0.1, warmup=None))
     loss = model(torch.tensor([[1, 2], [3, 4]])).sum()
     assert "got sparse ones of ['0.weight']" in everyone_raises(ValueError, loss.backward)
 
 
 @scenario(*TORCHRUN)
 def not_finite_raises_on_all_ranks_and_training_goes_on() -> None:
-    network, compression = overflowing(), SIDCo(0.01, bucket_bytes=BUCKET_BYTES)
+    network, compression = overflowing(), SIDCo(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)
     model = wrap(network, compression)
     optimizer = sgd(model)
     for step in range(12):
@@ -299,11 +305,11 @@ def not_finite_raises_on_all_ranks_and_training_goes_on() -> None:
 
 @scenario(TORCHRUN_2)
 def a_scaler_leaves_out_the_step_on_all_ranks() -> None:
-    network, compression = overflowing(), TopK(0.01, bucket_bytes=BUCKET_BYTES)
+    network, compression = overflowing(), TopK(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)
     model = wrap(network, compression)
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     compression.scale_with(scaler)
-    plain = wrap(small_model(), TopK(0.01, bucket_bytes=BUCKET_BYTES))
+    plain = wrap(small_model(), TopK(0.01, bucket_bytes=BUCKET_BYTES, warmup=None))
     plain_optimizer = sgd(plain)
     for step in range(10):
         network.overflows = step == 5 and ranks.rank() == 1
@@ -343,7 +349,7 @@ def a_resumed_run_goes_on_bit_for_bit(make: MakeCompression) -> None:
 def groups_of_ranks_train_apart() -> None:
     groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
     mine = groups[ranks.rank() % 2]
-    model = wrap(small_model(), SIDCo(0.01, bucket_bytes=BUCKET_BYTES), process_group=mine)
+    model = wrap(small_model(), SIDCo(0.01, bucket_bytes=BUCKET_BYTES, warmup=None), process_group=mine)
     train(model, sgd(model), range(10))
     digests = ranks.allgather_object(digest(model.parameters()))
     assert digests[0] == digests[2] != digests[1] == digests[3]
@@ -354,19 +360,22 @@ def groups_of_ranks_train_apart() -> None:
 def register_in(group: Any) -> None:
     model = wrap(small_model())
     model.process_group = group
-    register(model, TopK(0.01))
+    register(model, TopK(0.01, warmup=None))
 
 
 @scenario(TORCHRUN_4)
 def hosts_act_as_one_worker() -> None:
-    model = wrap(small_model(), TopK(0.01, bucket_bytes=BUCKET_BYTES, hierarchical=2))
+    model = wrap(small_model(), TopK(0.01, bucket_bytes=BUCKET_BYTES, hierarchical=2, warmup=None))
     train(model, sgd(model), range(10))
     assert_identical(model)
 
 
 @scenario(
     TORCHRUN_2,
-    cases={"ratio": (lambda: TopK(0.1 / (1 + ranks.rank())),), "kind": (lambda: (TopK, SIDCo)[ranks.rank()](0.1),)},
+    cases={
+        "ratio": (lambda: TopK(0.1 / (1 + ranks.rank()), warmup=None),),
+        "kind": (lambda: (TopK, SIDCo)[ranks.rank()](0.1),),
+    },
 )
 def other_settings_raise_on_all(make: Any) -> None:
     model = wrap(small_model(), make())
@@ -376,10 +385,10 @@ def other_settings_raise_on_all(make: Any) -> None:
 
 @scenario(TORCHRUN_2)
 def a_state_that_does_not_fit_raises_on_all() -> None:
-    saved = TopK(0.01, min_numel=0)
+    saved = TopK(0.01, min_numel=0, warmup=None)
     other = wrap(small_model(), saved)
     train(other, sgd(other), range(2))
-    compression = TopK(0.01, min_numel=0)
+    compression = TopK(0.01, min_numel=0, warmup=None)
     model = wrap(nn.Linear(32, 64), compression)
     if ranks.rank() == 1:
         compression.load_state_dict(saved.state_dict())
@@ -390,7 +399,7 @@ def a_state_that_does_not_fit_raises_on_all() -> None:
 
 @scenario(TORCHRUN_2)
 def other_steps_of_a_schedule_raise_on_all() -> None:
-    compression = TopK(0.01, bucket_bytes=BUCKET_BYTES, dense_steps=3)
+    compression = TopK(0.01, bucket_bytes=BUCKET_BYTES, dense_steps=3, warmup=None)
     model = wrap(small_model(), compression)
     optimizer = sgd(model)
     train(model, optimizer, range(2))
@@ -404,7 +413,7 @@ def other_steps_of_a_schedule_raise_on_all() -> None:
 def the_learning_rate_is_in_the_residual() -> None:
     """Sparsified SGD with Memory at ratio 1 is SGD, also while the learning rate changes."""
     models = []
-    for compression in (None, TopK(1.0, bucket_bytes=BUCKET_BYTES, lr_in_residual=True)):
+    for compression in (None, TopK(1.0, bucket_bytes=BUCKET_BYTES, lr_in_residual=True, warmup=None)):
         model = wrap(small_model())
         optimizer = sgd(model, momentum=0.0)
         if compression is not None:

@@ -27,7 +27,7 @@ def a_scaler_belongs_to_its_worker() -> None:
     torch.manual_seed(0)
     model = nn.Linear(30, 40)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    local = sparse.LocalUpdates(optimizer, model, sparse.TopK(0.1, min_numel=0), every=3)
+    local = sparse.LocalUpdates(optimizer, model, sparse.TopK(0.1, min_numel=0, warmup=None), every=3)
     for step in range(6):
         local.zero_grad()
         loss = model(torch.ones(1, 30)).sum() * (float("inf") if (step, ranks.rank()) == (1, 1) else 1.0)
@@ -85,9 +85,12 @@ def wrong_settings_are_refused() -> None:
         ({"outer_lr": float("inf")}, "outer_lr must be a finite number"),
         ({"outer_momentum": 1.0}, "outer_momentum must be in"),
         ({"optimizer": other}, "optimizer must have parameters of the model only, got 1 others"),
-        ({"compression": sparse.DGC(0.1)}, "compression must have momentum_correction=None"),
-        ({"compression": sparse.TopK(0.1, lr_in_residual=True)}, "compression must have lr_in_residual=False"),
-        ({"compression": sparse.TopK(0.1, clip_norm=1.0)}, "compression must have clip_norm=None"),
+        ({"compression": sparse.DGC(0.1, warmup=None)}, "compression must have momentum_correction=None"),
+        (
+            {"compression": sparse.TopK(0.1, lr_in_residual=True, warmup=None)},
+            "compression must have lr_in_residual=False",
+        ),
+        ({"compression": sparse.TopK(0.1, clip_norm=1.0, warmup=None)}, "compression must have clip_norm=None"),
         ({"compression": "TopK"}, "got 'TopK'"),
         ({"optimizer": model, "model": optimizer}, "LocalUpdates(optimizer, model, compression), got Linear and AdamW"),
         (

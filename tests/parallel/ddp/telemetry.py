@@ -15,7 +15,7 @@ from .common import sgd, train, wrap
 
 
 def _as_hook(path: Path) -> Any:
-    compression = SIDCo(0.05)
+    compression = SIDCo(0.05, warmup=None)
     model = wrap(small_model(), compression)
     optimizer = sgd(model)
     optimizer.register_step_post_hook(StatsLog(compression, path, every=2))

@@ -38,34 +38,34 @@ def horovod_first() -> None:
     import horovod.tensorflow as hvd
     from horovod_sparse.tensorflow import TopK
 
-    _trains(hvd, hvd.DistributedGradientTape, TopK(0.01))
+    _trains(hvd, hvd.DistributedGradientTape, TopK(0.01, warmup=None))
 
 
 def ours_first() -> None:
     from horovod_sparse.tensorflow import TopK
     import horovod.tensorflow as hvd
 
-    _trains(hvd, hvd.DistributedGradientTape, TopK(0.01))
+    _trains(hvd, hvd.DistributedGradientTape, TopK(0.01, warmup=None))
 
 
 def ours_only() -> None:
     import horovod_sparse.tensorflow as hvd
 
-    _trains(hvd, hvd.DistributedGradientTape, hvd.TopK(0.01))
+    _trains(hvd, hvd.DistributedGradientTape, hvd.TopK(0.01, warmup=None))
 
 
 def function_first() -> None:
     from horovod.tensorflow import DistributedGradientTape
     import horovod_sparse.tensorflow as hvd
 
-    _trains(hvd, DistributedGradientTape, hvd.TopK(0.01))
+    _trains(hvd, DistributedGradientTape, hvd.TopK(0.01, warmup=None))
 
 
 def forced() -> None:
     import horovod_sparse.tensorflow as hvd
 
     hvd.init()
-    gradient, reduced = _step(hvd, hvd.DistributedGradientTape, hvd.TopK(0.01), 0)
+    gradient, reduced = _step(hvd, hvd.DistributedGradientTape, hvd.TopK(0.01, warmup=None), 0)
     largest = np.argsort(-np.abs(gradient).reshape(-1), kind="stable")[:12]
     expected = np.zeros(1200, np.float32)
     expected[largest] = gradient.reshape(-1)[largest]
@@ -76,7 +76,7 @@ def plain() -> None:
     import horovod_sparse.tensorflow as hvd
 
     hvd.init()
-    compression = hvd.TopK(0.01)
+    compression = hvd.TopK(0.01, warmup=None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         gradient, reduced = _step(hvd, hvd.DistributedGradientTape, compression, 0)

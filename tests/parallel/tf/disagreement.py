@@ -15,10 +15,10 @@ from .tape import SETTINGS, SHAPES, gradients_of
 @scenario(
     TF_2,
     cases={
-        "pairs": (lambda **settings: TopK(0.05, dense_steps=3, **settings),),
-        "union": (lambda **settings: TopK(0.05, union=True, dense_steps=3, **settings),),
-        "balanced": (lambda **settings: TopK(0.05, balanced=True, dense_steps=3, **settings),),
-        "shared": (lambda **settings: RandomBlock(0.05, dense_steps=3, **settings),),
+        "pairs": (lambda **settings: TopK(0.05, dense_steps=3, warmup=None, **settings),),
+        "union": (lambda **settings: TopK(0.05, union=True, dense_steps=3, warmup=None, **settings),),
+        "balanced": (lambda **settings: TopK(0.05, balanced=True, dense_steps=3, warmup=None, **settings),),
+        "shared": (lambda **settings: RandomBlock(0.05, dense_steps=3, warmup=None, **settings),),
     },
 )
 def dense_steps_that_end_in_different_steps_raise_on_all(make: MakeCompression) -> None:

@@ -19,7 +19,7 @@ from .tape import SHAPES, gradients_of
 
 
 def beside_buckets() -> None:
-    weights, compression = variables({**SHAPES, "late": (2000,)}), SIDCo(0.01, granularity="layer")
+    weights, compression = variables({**SHAPES, "late": (2000,)}), SIDCo(0.01, granularity="layer", warmup=None)
     for step in range(1000):
         gradients = gradients_of(step)
         if step >= 3 and hvd.rank() == 1:
@@ -29,7 +29,7 @@ def beside_buckets() -> None:
 
 def beside_an_embedding() -> None:
     table, late = tf.Variable(tf.ones((50, 4)), name="table"), tf.Variable(tf.ones(30), name="late")
-    compression = SIDCo(0.01)
+    compression = SIDCo(0.01, warmup=None)
     for step in range(1000):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.gather(table, [1, 5 + hvd.rank()]))

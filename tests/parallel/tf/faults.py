@@ -23,7 +23,7 @@ SHAPES = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9)}
 def main(fault: Fault) -> None:
     faulty = Faulty(fault, hvd.rank())
     weights = variables(SHAPES)
-    compression = SIDCo(0.01, granularity="layer")
+    compression = SIDCo(0.01, granularity="layer", warmup=None)
     optimizer = keras.optimizers.SGD(0.1)
     if fault.moment == "exchange":
         faulty.after(HostPipeline, "_take_in")

@@ -103,7 +103,7 @@ def keras_replicas_stay_identical(make: MakeCompression) -> None:
 
 @scenario(TF_2, TF_GLOO_2, cases={name: (wrap,) for name, wrap in WRAPS.items()})
 def every_keras_wrapper_keeps_replicas_identical(wrap: Wrap) -> None:
-    compression = SIDCo(0.01)
+    compression = SIDCo(0.01, warmup=None)
     model = compiled(wrap(keras.optimizers.Adam(0.01), compression=compression))
     fit(model, range(20))
     assert compression.stats().steps == 20
@@ -119,8 +119,10 @@ def every_keras_wrapper_keeps_replicas_identical(wrap: Wrap) -> None:
     },
 )
 def ways_to_compile(arguments: dict[str, Any]) -> None:
-    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=TopK(0.01)), **arguments)
-    plain = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=TopK(0.01)))
+    model = compiled(
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=TopK(0.01, warmup=None)), **arguments
+    )
+    plain = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=TopK(0.01, warmup=None)))
     for one in (model, plain):
         fit(one, range(8))
     assert_in_step(model)
@@ -130,7 +132,7 @@ def ways_to_compile(arguments: dict[str, Any]) -> None:
 @scenario(TF_2)
 def a_training_loop_of_ones_own() -> None:
     model = small_model()
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=TopK(0.01))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=TopK(0.01, warmup=None))
 
     @tf.function
     def step(inputs: Any, labels: Any) -> None:
@@ -300,7 +302,7 @@ def several_passes_are_one_step(make: MakeCompression, average: bool, eager: boo
 
 @scenario(TF_2, cases={"eager": (True,), "graph": (False,)})
 def passes_go_on_after_a_step_that_raised(eager: bool) -> None:
-    compression = TopK(0.05)
+    compression = TopK(0.05, warmup=None)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression, backward_passes_per_step=2)
     model = compiled(optimizer, run_eagerly=eager)
     fit(model, range(2))
@@ -326,7 +328,7 @@ def optimizers_that_differ_raise(named: str, settings: dict[str, Any], other: di
     mine = {"passes": 1, "momentum": 0.0, "rate": 0.1} | (other if hvd.rank() else {})
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(mine["rate"], momentum=mine["momentum"]),
-        compression=TopK(0.05, **settings),
+        compression=TopK(0.05, warmup=None, **settings),
         backward_passes_per_step=mine["passes"],
     )
     message = raised(ValueError, lambda: fit(compiled(optimizer), range(2)))
@@ -336,9 +338,9 @@ def optimizers_that_differ_raise(named: str, settings: dict[str, Any], other: di
 @scenario(
     TF_2,
     cases={
-        "model": (lambda: TopK(0.05, granularity="model"),),
-        "momentum": (lambda: DGC(0.05, granularity="model"),),
-        "layer": (lambda: SIDCo(0.05, granularity="layer"),),
+        "model": (lambda: TopK(0.05, granularity="model", warmup=None),),
+        "momentum": (lambda: DGC(0.05, granularity="model", warmup=None),),
+        "layer": (lambda: SIDCo(0.05, granularity="layer", warmup=None),),
     },
 )
 def a_layer_is_frozen_and_the_model_compiled_again(make: MakeCompression) -> None:
@@ -407,7 +409,7 @@ def state_is_kept(make: MakeCompression) -> None:
 @scenario(TF_2)
 def residuals_know_the_learning_rate_of_the_step() -> None:
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2, 5], [0.4, 0.2, 0.1])
-    compression = TopK(0.01, lr_in_residual=True)
+    compression = TopK(0.01, lr_in_residual=True, warmup=None)
     model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(schedule), compression=compression))
     for step in range(7):
         fit(model, [step])
@@ -423,7 +425,7 @@ def saved_models_know_nothing_of_horovod() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for cls in (keras.optimizers.SGD, OwnSGD):
             path = Path(directory) / f"{cls.__name__}.keras"
-            model = compiled(hvd.DistributedOptimizer(cls(0.05, momentum=0.9), compression=TopK(0.01)))
+            model = compiled(hvd.DistributedOptimizer(cls(0.05, momentum=0.9), compression=TopK(0.01, warmup=None)))
             fit(model, range(3))
             model.save(path)
             plain = keras.models.load_model(path)
@@ -448,7 +450,7 @@ def saved_models_know_nothing_of_horovod() -> None:
 @scenario(TF_2, TF_4)
 def the_callback_makes_replicas_identical() -> None:
     def start(local_variables: Any = None) -> tuple[Any, Any]:
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=SIDCo(0.01))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=SIDCo(0.01, warmup=None))
         model = compiled(optimizer, seed=hvd.rank())
         weights = [layer.kernel for layer in model.layers][: 0 if local_variables is None else local_variables]
         return model, hvd.callbacks.BroadcastGlobalVariablesCallback(1, local_variables=weights)
@@ -503,7 +505,10 @@ def stock_horovod_is_warned_of_with_keras_3() -> None:
                 assert "train apart" in messages[0]
     for wrap in (ours.DistributedOptimizer, hvd.DistributedOptimizer):
         assert warned(lambda wrap=wrap: wrap(keras.optimizers.SGD(0.1))) == []
-    assert warned(lambda: stock_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=TopK(0.01))) == []
+    assert (
+        warned(lambda: stock_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=TopK(0.01, warmup=None)))
+        == []
+    )
 
 
 @scenario(TF_2)
@@ -512,19 +517,21 @@ def optimizers_that_are_refused() -> None:
     wrap = stock_keras.DistributedOptimizer
     scaled = keras.optimizers.LossScaleOptimizer(sgd(0.1, momentum=0.9))
     for optimizer in (sgd(0.1, momentum=0.9), scaled):
-        error = raised(ValueError, lambda optimizer=optimizer: wrap(optimizer, compression=DGC(0.01)))
+        error = raised(ValueError, lambda optimizer=optimizer: wrap(optimizer, compression=DGC(0.01, warmup=None)))
         assert "momentum=0.9" in error, error
     messages = warned(
-        lambda: wrap(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)), compression=TopK(0.01))
+        lambda: wrap(
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)), compression=TopK(0.01, warmup=None)
+        )
     )
     assert any("train worse with Adam" in message for message in messages), messages
     assert warned(lambda: wrap(keras.optimizers.Adam(0.1), compression=NoOp())) == []
-    assert warned(lambda: wrap(sgd(0.1), compression=DGC(0.01))) == []
+    assert warned(lambda: wrap(sgd(0.1), compression=DGC(0.01, warmup=None))) == []
 
-    used = TopK(0.01)
+    used = TopK(0.01, warmup=None)
     optimizer = wrap(sgd(0.1), compression=used)
     assert "copy.deepcopy" in raised(ValueError, lambda: wrap(sgd(0.1), compression=used))
-    assert "distributed already" in raised(ValueError, lambda: wrap(optimizer, compression=TopK(0.01)))
+    assert "distributed already" in raised(ValueError, lambda: wrap(optimizer, compression=TopK(0.01, warmup=None)))
     wrap(sgd(0.1), compression=copy.deepcopy(used))
 
     accumulating = sgd(0.1, gradient_accumulation_steps=4)
@@ -540,7 +547,7 @@ def optimizers_that_are_refused() -> None:
         assert named in error, error
 
 
-@scenario(TF_2, cases={"none": (lambda: hvd.Compression.none,), "TopK": (lambda: TopK(0.01),)})
+@scenario(TF_2, cases={"none": (lambda: hvd.Compression.none,), "TopK": (lambda: TopK(0.01, warmup=None),)})
 def xla_is_refused(make: MakeCompression) -> None:
     model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=make()), jit_compile=True)
     error = raised(ValueError, lambda: fit(model, [0]))

@@ -34,9 +34,9 @@ VARIABLES: dict[str, dict[str, Kind]] = {
     "types_of_scalars": {"half": ((), HALF), "brain": ((), BRAIN), "single": ((), SINGLE), "double": ((), DOUBLE)},
 }
 COMPRESSIONS: dict[str, Callable[..., Any]] = {
-    "TopK": lambda **settings: TopK(0.1, **settings),
-    "RandomK": lambda **settings: RandomK(0.1, **settings),
-    "MiCRO": lambda **settings: MiCRO(0.1, **settings),
+    "TopK": lambda **settings: TopK(0.1, warmup=None, **settings),
+    "RandomK": lambda **settings: RandomK(0.1, warmup=None, **settings),
+    "MiCRO": lambda **settings: MiCRO(0.1, warmup=None, **settings),
     "NoOp": lambda **settings: NoOp(**settings),
 }
 

@@ -38,13 +38,13 @@ def _plain(optimizer: Any, compression: Any) -> Any:
 
 
 _CASES: dict[str, tuple[MakeCompression, Wrap]] = {
-    "SIDCo-around": (lambda: SIDCo(0.02), _around),
-    "SIDCo-inside": (lambda: SIDCo(0.02), _inside),
-    "DGC-around": (lambda: DGC(0.02), _around),
-    "MiCRO-inside": (lambda: MiCRO(0.02), _inside),
+    "SIDCo-around": (lambda: SIDCo(0.02, warmup=None), _around),
+    "SIDCo-inside": (lambda: SIDCo(0.02, warmup=None), _inside),
+    "DGC-around": (lambda: DGC(0.02, warmup=None), _around),
+    "MiCRO-inside": (lambda: MiCRO(0.02, warmup=None), _inside),
     "Threshold-around": (lambda: Threshold(0.05), _around),
-    "clipped-inside": (lambda: TopK(0.02, clip_norm=0.5, clip_scope="model"), _inside),
-    "in_units_of_the_update-around": (lambda: SIDCo(0.02, lr_in_residual=True), _around),
+    "clipped-inside": (lambda: TopK(0.02, clip_norm=0.5, clip_scope="model", warmup=None), _inside),
+    "in_units_of_the_update-around": (lambda: SIDCo(0.02, lr_in_residual=True, warmup=None), _around),
     "none-around": (lambda: hvd.Compression.none, _around),
 }
 
@@ -83,7 +83,10 @@ def keras_scaled_training_is_training(make: MakeCompression, wrap: Wrap) -> None
 
 @scenario(
     TF_2,
-    cases={**{name: (*case, False) for name, case in _CASES.items()}, "eager": (lambda: TopK(0.02), _around, True)},
+    cases={
+        **{name: (*case, False) for name, case in _CASES.items()},
+        "eager": (lambda: TopK(0.02, warmup=None), _around, True),
+    },
 )
 def keras_overflow_leaves_no_trace(make: MakeCompression, wrap: Wrap, eager: bool) -> None:
     """Training with steps that overflow on one rank is training without those steps, bit by bit."""
@@ -109,9 +112,12 @@ def keras_overflow_leaves_no_trace(make: MakeCompression, wrap: Wrap, eager: boo
 @scenario(TF_2)
 def a_tape_whose_loss_is_scaled_rescales_its_residuals() -> None:
     """The recipe of docs/tensorflow.md: bit by bit training without a scale, as long as nothing overflows."""
-    compressions = [SIDCo(0.02, not_finite="propagate"), SIDCo(0.02)]
+    compressions = [SIDCo(0.02, not_finite="propagate", warmup=None), SIDCo(0.02, warmup=None)]
     models, plain = [small_model() for _ in range(3)], keras.optimizers.SGD(0.05)
-    scaler, distributed = _scaled(keras.optimizers.SGD(0.05)), _inside(keras.optimizers.SGD(0.05), SIDCo(0.02))
+    scaler, distributed = (
+        _scaled(keras.optimizers.SGD(0.05)),
+        _inside(keras.optimizers.SGD(0.05), SIDCo(0.02, warmup=None)),
+    )
     scaler.build(models[0].trainable_variables)
 
     def gradients_of(model: Any, scale: Callable[[Any], Any], step: int, compression: Any = None) -> list[Any]:
@@ -153,7 +159,7 @@ def a_tape_whose_loss_is_scaled_rescales_its_residuals() -> None:
 @scenario(TF_2)
 def overflow_of_a_local_gradient_is_seen_on_every_rank() -> None:
     shared, local = tf.Variable(tf.ones(2000)), tf.Variable(tf.ones(10))
-    distributed = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=TopK(0.02))
+    distributed = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=TopK(0.02, warmup=None))
     distributed.register_local_var(local)
     optimizer = _scaled(distributed)
     for infinite in (False, True, False):
@@ -178,7 +184,7 @@ def _policy(name: str) -> Iterator[None]:
 @scenario(TF_2, cases={"one_pass": (1, False), "two_passes": (2, False), "eager": (1, True)})
 def half_precision_in_keras(passes: int, eager: bool) -> None:
     with _policy("mixed_float16"):
-        compression = SIDCo(0.02)
+        compression = SIDCo(0.02, warmup=None)
         distributed = hvd.DistributedOptimizer(
             keras.optimizers.SGD(0.05), compression=compression, backward_passes_per_step=passes
         )
@@ -196,7 +202,7 @@ def half_precision_in_keras(passes: int, eager: bool) -> None:
 @scenario(TF_2)
 def bfloat16_in_keras_needs_nothing() -> None:
     with _policy("mixed_bfloat16"):
-        compression = SIDCo(0.02)
+        compression = SIDCo(0.02, warmup=None)
         model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression))
         fit(model, range(10))
         assert not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
@@ -206,6 +212,8 @@ def bfloat16_in_keras_needs_nothing() -> None:
 
 @scenario(TF_2)
 def nestings_that_cannot_work_are_refused() -> None:
-    distributed = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=TopK(0.02))
-    message = raised(ValueError, lambda: hvd.DistributedOptimizer(_scaled(distributed), compression=TopK(0.02)))
+    distributed = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=TopK(0.02, warmup=None))
+    message = raised(
+        ValueError, lambda: hvd.DistributedOptimizer(_scaled(distributed), compression=TopK(0.02, warmup=None))
+    )
     assert "is distributed already" in message

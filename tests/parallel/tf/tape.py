@@ -27,15 +27,15 @@ from .common import COMPRESSORS, MakeCompression, assert_identical, everyone, no
 SHAPES = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
 SETTINGS: dict[str, Any] = {"granularity": "bucket", "bucket_bytes": 16_000}
 POLICIES: dict[str, MakeCompression] = {
-    "dense-steps": lambda **settings: RandomBlock(0.01, dense_steps=3, **settings),
-    "dense-steps-union": lambda **settings: TopK(0.01, union=True, dense_steps=2, **settings),
+    "dense-steps": lambda **settings: RandomBlock(0.01, dense_steps=3, warmup=None, **settings),
+    "dense-steps-union": lambda **settings: TopK(0.01, union=True, dense_steps=2, warmup=None, **settings),
     "warm-up": lambda **settings: SIDCo(warmup(0.25, 0.01, 4), **settings),
-    "momentum": lambda **settings: TopK(0.01, momentum_correction=MomentumCorrection(0.9), **settings),
-    "clipped": lambda **settings: TopK(0.01, clip_norm=0.5, **settings),
-    "clipped-model": lambda **settings: TopK(0.01, clip_norm=0.5, clip_scope="model", **settings),
-    "no-residual": lambda **settings: TopK(0.01, residual=False, **settings),
-    "layer": lambda **settings: TopK(0.01, **{**settings, "granularity": "layer"}),
-    "model": lambda **settings: TopK(0.01, **{**settings, "granularity": "model"}),
+    "momentum": lambda **settings: TopK(0.01, momentum_correction=MomentumCorrection(0.9), warmup=None, **settings),
+    "clipped": lambda **settings: TopK(0.01, clip_norm=0.5, warmup=None, **settings),
+    "clipped-model": lambda **settings: TopK(0.01, clip_norm=0.5, clip_scope="model", warmup=None, **settings),
+    "no-residual": lambda **settings: TopK(0.01, residual=False, warmup=None, **settings),
+    "layer": lambda **settings: TopK(0.01, warmup=None, **{**settings, "granularity": "layer"}),
+    "model": lambda **settings: TopK(0.01, warmup=None, **{**settings, "granularity": "model"}),
 }
 
 
@@ -101,7 +101,7 @@ def tensorflow_gives_what_numpy_gives(make: MakeCompression) -> None:
 @scenario(TF_4)
 def hosts_give_what_numpy_gives() -> None:
     # Two consecutive workers stand for a host.
-    compression = SIDCo(0.01, hierarchical=2, **SETTINGS)
+    compression = SIDCo(0.01, hierarchical=2, warmup=None, **SETTINGS)
     expect = assert_lockstep(compression, 6)
     assert expect.stats().mean.total.bytes_sent == compression.stats().mean.total.bytes_sent > 0
 
@@ -109,7 +109,9 @@ def hosts_give_what_numpy_gives() -> None:
 @scenario(TF_2)
 def a_sum_is_the_average_times_the_workers_and_predividing_changes_nothing() -> None:
     ways: list[dict[str, Any]] = [{}, {"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}]
-    average, total, divided = (reduce(TopK(0.05), variables(SHAPES), gradients_of(0), **one) for one in ways)
+    average, total, divided = (
+        reduce(TopK(0.05, warmup=None), variables(SHAPES), gradients_of(0), **one) for one in ways
+    )
     for name in SHAPES:
         np.testing.assert_allclose(total[name], hvd.size() * average[name], rtol=1e-6)
         np.testing.assert_allclose(divided[name], average[name], rtol=1e-6)
@@ -135,7 +137,7 @@ def a_process_set_reduces_for_itself() -> None:
 def groups_are_buckets(as_list: bool) -> None:
     weights = variables(SHAPES)
     groups = [[weights["first"], weights["third"]], [weights["second"]]] if as_list else 2
-    compression = TopK(0.01)
+    compression = TopK(0.01, warmup=None)
     function = graph_reducer(compression, weights, groups=groups)
     for step in range(3):
         function(tensors(gradients_of(step)))
@@ -162,17 +164,17 @@ def embeddings_go_horovods_way_unless_they_are_to_be_dense() -> None:
         for row in (1 + rank, 7, 7):
             expected[row] += 1.0 / hvd.size()
     for as_dense in (False, True):
-        table, dense = _embedded(TopK(1.0), sparse_as_dense=as_dense)
+        table, dense = _embedded(TopK(1.0, warmup=None), sparse_as_dense=as_dense)
         assert isinstance(table, tf.IndexedSlices) != as_dense
         np.testing.assert_allclose(tf.convert_to_tensor(table).numpy(), expected)
         np.testing.assert_allclose(dense.numpy(), 1.0)
-    assert "sparse_as_dense must be True" in raised(ValueError, lambda: _embedded(DGC(0.01)))
+    assert "sparse_as_dense must be True" in raised(ValueError, lambda: _embedded(DGC(0.01, warmup=None)))
 
 
 @scenario(TF_2)
 def a_variable_without_gradient_has_none() -> None:
     weights = variables(SHAPES)
-    compression = TopK(0.05)
+    compression = TopK(0.05, warmup=None)
     gradients = gradients_of(0)
     del gradients["second"]
     got = reduce(compression, weights, gradients)
@@ -190,7 +192,7 @@ def a_variable_without_gradient_has_none() -> None:
 @scenario(TF_2, TF_4)
 def a_gradient_that_is_not_finite_raises_everywhere() -> None:
     weights = variables(SHAPES)
-    compression = TopK(0.05, **SETTINGS)
+    compression = TopK(0.05, warmup=None, **SETTINGS)
     function = graph_reducer(compression, weights)
     function(tensors(gradients_of(0)))
     before = compression.state_dict()["residuals"]
@@ -237,7 +239,7 @@ def _train(model: keras.Model, compression: Any, steps: range, *, graph: bool, b
 @scenario(TF_2, TF_4, TF_GLOO_2, cases={"eager": (False,), "function": (True,)})
 def replicas_stay_identical(graph: bool) -> None:
     """Keras variables on a tape."""
-    model, compression = _model(), SIDCo(0.01)
+    model, compression = _model(), SIDCo(0.01, warmup=None)
     _train(model, compression, range(50), graph=graph)
     assert_identical(model.trainable_variables)
     assert compression.stats().steps == 50
@@ -248,19 +250,19 @@ def replicas_stay_identical(graph: bool) -> None:
 @scenario(TF_2)
 def a_compressor_of_every_step_is_refused() -> None:
     """It takes its residuals along. Compressors that are kept, or differ, may take turns."""
-    kept = [TopK(0.05) for _ in range(3)]
+    kept = [TopK(0.05, warmup=None) for _ in range(3)]
     weights = variables(SHAPES)
-    for number, compression in enumerate([*kept, TopK(0.1), TopK(0.2), *kept]):
+    for number, compression in enumerate([*kept, TopK(0.1, warmup=None), TopK(0.2, warmup=None), *kept]):
         reduce(compression, weights, gradients_of(number))
     del compression
     for number in range(2):
-        reduce(TopK(0.04), weights, gradients_of(number))
-    message = raised(RuntimeError, lambda: reduce(TopK(0.04), weights, gradients_of(2)))
+        reduce(TopK(0.04, warmup=None), weights, gradients_of(number))
+    message = raised(RuntimeError, lambda: reduce(TopK(0.04, warmup=None), weights, gradients_of(2)))
     assert "make the compressor once, outside of the step" in message and "'first'" in message, message
     function = graph_reducer(kept[0], weights)
     for number in range(3):
         function(tensors(gradients_of(number)))
-    reduce(TopK(0.05), weights, gradients_of(0))
+    reduce(TopK(0.05, warmup=None), weights, gradients_of(0))
 
 
 @scenario(TF_2)
@@ -272,9 +274,9 @@ def a_retraced_function_keeps_the_residuals() -> None:
         return x[: 16 - step % 3], y[: 16 - step % 3]
 
     retraced, eager = _model(), _model()
-    function = _train(retraced, TopK(0.01), range(9), graph=True, batch=shorter)
+    function = _train(retraced, TopK(0.01, warmup=None), range(9), graph=True, batch=shorter)
     assert function.experimental_get_tracing_count() == 3
-    _train(eager, TopK(0.01), range(9), graph=False, batch=shorter)
+    _train(eager, TopK(0.01, warmup=None), range(9), graph=False, batch=shorter)
     for mine, theirs in zip(retraced.trainable_variables, eager.trainable_variables, strict=True):
         np.testing.assert_allclose(mine.numpy(), theirs.numpy(), rtol=1e-4, atol=1e-6)
 
@@ -284,7 +286,7 @@ def layers_can_join_later() -> None:
     """Also in a function that is traced again because of it."""
     weights = variables(SHAPES)
     # The dense steps of what joins begin when it joins.
-    compression = TopK(0.05, dense_steps=1, **SETTINGS)
+    compression = TopK(0.05, dense_steps=1, warmup=None, **SETTINGS)
 
     @tf.function
     def function(names: tuple[str, ...], gradients: dict[str, tf.Tensor]) -> list[tf.Tensor]:
@@ -309,7 +311,7 @@ def layers_can_join_later() -> None:
 def two_tapes_share_a_compression() -> None:
     """A generator and a discriminator, each with its own variables."""
     one, other = variables({"a": (600,)}), variables({"b": (700,)})
-    compression = TopK(0.05)
+    compression = TopK(0.05, warmup=None)
     for step in range(3):
         for weights in (one, other):
             gradients = {name: normals(v.shape, step=step, rank=hvd.rank()) for name, v in weights.items()}
@@ -322,7 +324,7 @@ def two_tapes_share_a_compression() -> None:
 def misuse_is_refused() -> None:
     weights = variables(SHAPES)
     gradients = gradients_of(0)
-    compression = TopK(0.05)
+    compression = TopK(0.05, warmup=None)
     reduce(compression, weights, gradients)
     message = raised(ValueError, lambda: reduce(compression, weights, gradients, op=hvd.Sum))
     assert "op must be the same for all tapes with one compression, got hvd.Sum after hvd.Average" in message
@@ -330,12 +332,12 @@ def misuse_is_refused() -> None:
     message = raised(ValueError, lambda: reduce(compression, part, {name: gradients[name] for name in part}))
     assert "['third', 'second'] are not there" in message
     assert "must be hvd.Average or hvd.Sum" in raised(
-        ValueError, lambda: reduce(TopK(0.1), weights, gradients, op=hvd.Adasum)
+        ValueError, lambda: reduce(TopK(0.1, warmup=None), weights, gradients, op=hvd.Adasum)
     )
     assert "must be an instance" in raised(TypeError, lambda: reduce(TopK, weights, gradients))
     assert "of horovod_sparse.tensorflow" in raised(TypeError, lambda: reduce("TopK", weights, gradients))
     assert "lr_in_residual must be False" in raised(
-        ValueError, lambda: reduce(TopK(0.1, lr_in_residual=True), weights, gradients)
+        ValueError, lambda: reduce(TopK(0.1, lr_in_residual=True, warmup=None), weights, gradients)
     )
     # Whatever was refused, the ranks are still in step.
     assert_identical(list(reduce(compression, weights, gradients_of(1)).values()))
@@ -345,13 +347,13 @@ def misuse_is_refused() -> None:
 def ranks_that_differ_raise() -> None:
     weights = variables(SHAPES)
     ratio = 0.01 if hvd.rank() else 0.02
-    message = raised(ValueError, lambda: reduce(TopK(ratio), weights, gradients_of(0)))
+    message = raised(ValueError, lambda: reduce(TopK(ratio, warmup=None), weights, gradients_of(0)))
     assert "ratio=0.01" in message and "ratio=0.02" in message
     mine = variables({"a": (300 + hvd.rank(),)})
     gradients = {"a": np.ones(300 + hvd.rank(), np.float32)}
-    assert "variables" in raised(ValueError, lambda: reduce(TopK(0.1), mine, gradients))
+    assert "variables" in raised(ValueError, lambda: reduce(TopK(0.1, warmup=None), mine, gradients))
     op = hvd.Sum if hvd.rank() else hvd.Average
-    message = raised(ValueError, lambda: reduce(TopK(0.1), weights, gradients_of(0), op=op))
+    message = raised(ValueError, lambda: reduce(TopK(0.1, warmup=None), weights, gradients_of(0), op=op))
     assert "hvd.Sum" in message and "hvd.Average" in message
 
 
@@ -361,13 +363,13 @@ def compressors_of_one_rank_alone_do_not_matter() -> None:
     weights = variables(SHAPES)
     if hvd.rank() == 1:
         for _ in range(3):
-            hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=TopK(0.05))
-    assert_lockstep(TopK(0.05, **SETTINGS), 2)
-    mine, others = TopK(0.05), TopK(0.05)
+            hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=TopK(0.05, warmup=None))
+    assert_lockstep(TopK(0.05, warmup=None, **SETTINGS), 2)
+    mine, others = TopK(0.05, warmup=None), TopK(0.05, warmup=None)
     reduce(mine, weights, gradients_of(0))
     message = raised(ValueError, lambda: reduce(others, weights, gradients_of(0)) if hvd.rank() else _joining(mine))
     assert "'optimizer'" in message, message
-    assert_lockstep(TopK(0.05, **SETTINGS), 2)
+    assert_lockstep(TopK(0.05, warmup=None, **SETTINGS), 2)
 
 
 def _joining(compression: Any) -> None:
@@ -381,7 +383,7 @@ def complex_variables_are_named() -> None:
     weight = tf.Variable(tf.zeros(400, tf.complex64), name="spectrum")
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(tf.math.real(weight * tf.complex(1.0, 2.0)))
-    tape = hvd.DistributedGradientTape(tape, compression=TopK(0.1))
+    tape = hvd.DistributedGradientTape(tape, compression=TopK(0.1, warmup=None))
     message = raised(ValueError, lambda: tape.gradient(loss, [weight]))
     assert "variable 'spectrum' must be of a floating-point type, got complex64" in message
 
@@ -412,7 +414,7 @@ def a_discarded_step_leaves_no_trace(make: MakeCompression) -> None:
 
 def _all_dense(**settings: Any) -> Any:
     """There is no residual, but momentum."""
-    return TopK(0.05, momentum_correction=MomentumCorrection(0.9), exclude=["*"], **settings)
+    return TopK(0.05, momentum_correction=MomentumCorrection(0.9), exclude=["*"], warmup=None, **settings)
 
 
 @scenario(
@@ -449,7 +451,7 @@ def training_goes_on_from_a_checkpoint(make: MakeCompression) -> None:
 @scenario(TF_2, cases={"eager": (False,), "function": (True,)})
 def a_plain_allreduce_is_right(graph: bool) -> None:
     x = tf.constant(normals((40, 50), step=0, rank=hvd.rank()))
-    compression = TopK(0.01)
+    compression = TopK(0.01, warmup=None)
 
     def run(x: tf.Tensor) -> tf.Tensor:
         return hvd.allreduce(x, compression=compression, name="plain", op=hvd.Sum)
@@ -465,7 +467,7 @@ def a_plain_allreduce_is_right(graph: bool) -> None:
 @scenario(TF_2)
 def variables_with_the_same_name_are_told_apart() -> None:
     weights = [tf.Variable(tf.zeros(400), name="w"), tf.Variable(tf.zeros(500), name="w")]
-    compression = TopK(0.1)
+    compression = TopK(0.1, warmup=None)
     with tf.GradientTape() as tape:
         loss = tf.add_n([tf.reduce_sum(weight) for weight in weights])
     hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, weights)
@@ -474,7 +476,7 @@ def variables_with_the_same_name_are_told_apart() -> None:
 
 @scenario(TF_2)
 def all_buckets_are_begun_before_any_is_waited_for() -> None:
-    compression, weights = TopK(0.05, granularity="layer"), variables(SHAPES)
+    compression, weights = TopK(0.05, granularity="layer", warmup=None), variables(SHAPES)
     function = graph_reducer(compression, weights)
     graph = function.get_concrete_function(tensors(gradients_of(0))).graph
     calls = [op for op in graph.get_operations() if op.type in ("PyFunc", "EagerPyFunc")]
@@ -499,7 +501,7 @@ def all_buckets_are_begun_before_any_is_waited_for() -> None:
 
 @scenario(TF_2)
 def what_is_not_needed_is_freed() -> None:
-    compression, weights = TopK(0.05), variables(SHAPES)
+    compression, weights = TopK(0.05, warmup=None), variables(SHAPES)
     function = graph_reducer(compression, weights)
     function(tensors(gradients_of(0)))
     reduce(compression, weights, gradients_of(1))
@@ -512,7 +514,7 @@ def what_is_not_needed_is_freed() -> None:
 
 @scenario(TF_2)
 def functions_must_not_run_eagerly() -> None:
-    compression, weights = TopK(0.05), variables(SHAPES)
+    compression, weights = TopK(0.05, warmup=None), variables(SHAPES)
     reduce(compression, weights, gradients_of(0))
     tf.config.run_functions_eagerly(True)
     try:
@@ -535,10 +537,10 @@ def _of_another_shape(state: dict[str, Any]) -> dict[str, Any]:
 
 @scenario(TF_2)
 def a_reset_is_a_fresh_start() -> None:
-    compression, weights = TopK(0.05), variables(SHAPES)
+    compression, weights = TopK(0.05, warmup=None), variables(SHAPES)
     reduce(compression, weights, gradients_of(0))
     compression.reset()
-    got, expected = (reduce(one, weights, gradients_of(1)) for one in (compression, TopK(0.05)))
+    got, expected = (reduce(one, weights, gradients_of(1)) for one in (compression, TopK(0.05, warmup=None)))
     for name in SHAPES:
         np.testing.assert_array_equal(got[name], expected[name])
     assert compression.stats().steps == 1
@@ -546,7 +548,7 @@ def a_reset_is_a_fresh_start() -> None:
 
 @scenario(TF_2)
 def a_state_that_is_damaged_is_refused() -> None:
-    compression = TopK(0.05)
+    compression = TopK(0.05, warmup=None)
     reduce(compression, variables(SHAPES), gradients_of(0))
     packed = compression.serialize()
     for broken in (b"", packed[:-40], packed[: len(packed) // 2], b"PK" + packed[2:9], packed[:200] + b"x" * 50):
@@ -565,10 +567,10 @@ def a_state_that_is_damaged_is_refused() -> None:
 )
 def a_wrong_state_on_one_rank_raises_on_all(spoil: Callable[[dict[str, Any]], dict[str, Any]], missing: str) -> None:
     weights = variables(SHAPES)
-    trained = TopK(0.05)
+    trained = TopK(0.05, warmup=None)
     reduce(trained, weights, gradients_of(0))
     state = trained.state_dict()
-    compression = TopK(0.05)
+    compression = TopK(0.05, warmup=None)
     compression.load_state_dict(spoil(copy.deepcopy(state)) if hvd.rank() == 1 else state)
     message = raised(ValueError, lambda: reduce(compression, weights, gradients_of(1)))
     assert missing in message and "problem" in message
@@ -585,7 +587,7 @@ def a_wrong_state_on_one_rank_raises_on_all(spoil: Callable[[dict[str, Any]], di
 def embeddings_may_have_other_gradients_in_every_step() -> None:
     """Sparse, dense, none at all, on one rank or on all, whatever else is in that rank's graph."""
     table = tf.Variable(tf.zeros((50, 20)), name="table")
-    compression = TopK(1.0)
+    compression = TopK(1.0, warmup=None)
 
     def step(kind: str) -> np.ndarray:
         with tf.GradientTape() as tape:
@@ -671,11 +673,11 @@ def local_sources_may_be_keras_variables() -> None:
 
 @scenario(TF_2)
 def a_compression_is_for_tapes_or_for_one_optimizer() -> None:
-    compression = TopK(0.05)
+    compression = TopK(0.05, warmup=None)
     hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)
     message = raised(ValueError, lambda: reduce(compression, variables(SHAPES), gradients_of(0)))
     assert "compression must serve one optimizer" in message
-    compression = TopK(0.05)
+    compression = TopK(0.05, warmup=None)
     reduce(compression, variables(SHAPES), gradients_of(0))
     for make in (keras.optimizers.SGD, tf.compat.v1.train.GradientDescentOptimizer):
         message = raised(ValueError, lambda make=make: hvd.DistributedOptimizer(make(0.1), compression=compression))
@@ -684,7 +686,7 @@ def a_compression_is_for_tapes_or_for_one_optimizer() -> None:
 
 @scenario(TF_2)
 def optimizers_of_tensorflow_1_are_served() -> None:
-    weights, compression = variables(SHAPES), TopK(0.05)
+    weights, compression = variables(SHAPES), TopK(0.05, warmup=None)
     optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), compression=compression)
     expect = oracle(compression)
     total = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
@@ -710,6 +712,6 @@ def a_compression_is_not_made_while_tracing() -> None:
     def function() -> tf.Tensor:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(weight)
-        return hvd.DistributedGradientTape(tape, compression=TopK(0.1)).gradient(loss, [weight])[0]
+        return hvd.DistributedGradientTape(tape, compression=TopK(0.1, warmup=None)).gradient(loss, [weight])[0]
 
     assert "make it once, outside" in raised(RuntimeError, function)

@@ -20,7 +20,7 @@ from .keras3 import compiled, fit
 
 
 def _with_fit(path: Path) -> Any:
-    compression = adapter_keras.SIDCo(0.05)
+    compression = adapter_keras.SIDCo(0.05, warmup=None)
     model = compiled(adapter_keras.DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression))
     log = adapter_keras.StatsLog(compression, path, every=2)
     fit(model, range(STEPS), callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=log)])
@@ -28,7 +28,7 @@ def _with_fit(path: Path) -> Any:
 
 
 def _with_a_tape(path: Path) -> Any:
-    compression = adapter.SIDCo(0.05)
+    compression = adapter.SIDCo(0.05, warmup=None)
     log = adapter.StatsLog(compression, path, every=2)
     variables = {"weight": tf.Variable(tf.zeros((40, 50))), "bias": tf.Variable(tf.zeros(9))}
     for step in range(STEPS):
