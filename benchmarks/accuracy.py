@@ -16,16 +16,19 @@ import argparse
 import runs
 
 COMPRESSORS = ("TopK", "SIDCo", "GaussianK", "DGC", "RedSync", "MiCRO", "RandomK", "RandomBlock")
-ROWS = runs.DENSE | {
+CHOICES = {
     **{f"{name} 0.01": ["--compression", name.lower(), "--ratio", "0.01"] for name in COMPRESSORS},
     "SIDCo 0.01, bfloat16": ["--compression", "sidco", "--ratio", "0.01", "--values", "bfloat16"],
     "SIDCo 0.01, balanced": ["--compression", "sidco", "--ratio", "0.01", "--balanced"],
     "SIDCo 0.001": ["--compression", "sidco", "--ratio", "0.001"],
     "SIDCo 0.001, bfloat16": ["--compression", "sidco", "--ratio", "0.001", "--values", "bfloat16"],
     "SIDCo 0.001, balanced": ["--compression", "sidco", "--ratio", "0.001", "--balanced"],
+    "TopK 0.001": ["--compression", "topk", "--ratio", "0.001"],
     "DGC 0.001": ["--compression", "dgc", "--ratio", "0.001"],
-    "SIDCo 0.001, no warm-up": ["--compression", "sidco", "--ratio", "0.001", "--warmup", "none"],
 }
+WARM = {f"{row}, warm-up": CHOICES[row] for row in ("SIDCo 0.01", "SIDCo 0.001", "TopK 0.001", "DGC 0.001")}
+"""As users get it: the ratio comes down as training grows older."""
+ROWS = runs.DENSE | {row: [*options, "--warmup", "none"] for row, options in CHOICES.items()} | WARM
 
 
 def main() -> None:

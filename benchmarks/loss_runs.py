@@ -102,14 +102,15 @@ class Row:
 
 
 NO_MOMENTUM = ("--momentum", "0")
+CONSTANT = ("--warmup", "none")
 
 
 def _sparse(compression: str, ratio: str, *options: str) -> Row:
-    return Row(("--compression", compression, "--ratio", ratio, "--momentum-correction", *options))
+    return Row(("--compression", compression, "--ratio", ratio, *CONSTANT, "--momentum-correction", *options))
 
 
 def _local(compression: str, *options: str) -> Row:
-    return Row(("--compression", compression, "--every", "30", *options))
+    return Row(("--compression", compression, *CONSTANT, "--every", "30", *options))
 
 
 ROWS = {
@@ -131,7 +132,7 @@ ROWS = {
     "MiCRO 0.01": _sparse("micro", "0.01"),
     "RandomBlock 0.01": _sparse("randomblock", "0.01"),
     "Mem-SGD 0.01": Row(
-        ("--compression", "topk", "--ratio", "0.01", "--lr-in-residual", *NO_MOMENTUM), rate_factor=10.0
+        ("--compression", "topk", "--ratio", "0.01", *CONSTANT, "--lr-in-residual", *NO_MOMENTUM), rate_factor=10.0
     ),
     "DiLoCo": _local("none", "--outer-lr", "0.7", "--outer-momentum", "0.9"),
     "local TopK 0.01": _local("topk", "--ratio", "0.01"),

@@ -96,6 +96,8 @@ def test_digits_on_two_workers(
         compression,
         "--ratio",
         "0.01",
+        "--warmup",
+        "none",
         "--epochs",
         "1",
     )

@@ -216,7 +216,7 @@ import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import horovod_sparse.torch as sparse
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model, compression = DistributedDataParallel(torch.nn.Linear(20, 30)), sparse.TopK(0.1, min_numel=0)
+model, compression = DistributedDataParallel(torch.nn.Linear(20, 30)), sparse.TopK(0.1, min_numel=0, warmup=None)
 sparse.register(model, compression)
 model(torch.ones(2, 20)).sum().backward()
 assert compression.stats().last.total.count == 63

@@ -24,7 +24,7 @@ OPS = NumpyOps()
 MAKERS: dict[str, Any] = {
     "randomk": RandomK,
     "one-block": RandomBlock,
-    "seven-blocks": lambda ratio, **settings: RandomBlock(ratio, blocks=7, warmup=None, **settings),
+    "seven-blocks": lambda ratio, **settings: RandomBlock(ratio, blocks=7, **settings),
 }
 every_kind = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 
@@ -115,7 +115,8 @@ def test_ranks_that_draw_differently_raise(make: Any) -> None:
     """Another seed, or another version of NumPy: the values would belong to other entries."""
     backend = BACKENDS[0]
     pipelines = [
-        make_pipeline(backend, make(0.05, seed=rank), {"p": (1000,)}, world=2, position=rank) for rank in range(2)
+        make_pipeline(backend, make(0.05, seed=rank, warmup=None), {"p": (1000,)}, world=2, position=rank)
+        for rank in range(2)
     ]
     for pipeline in pipelines:
         pipeline.arrive("p", np.ones(1000, np.float32))

@@ -49,7 +49,9 @@ class CountingOps(NumpyOps):
 @pytest.mark.parametrize("ratio", [0.3, 0.01, 0.001])
 def test_redsync_trim_is_exact_top_k(backend: Backend, kind: str, ratio: float) -> None:
     rng = np.random.default_rng(0)
-    trimmed, exact = (make_pipeline(backend, c, {"p": (5000,)}) for c in (RedSync(ratio), TopK(ratio)))
+    trimmed, exact = (
+        make_pipeline(backend, c, {"p": (5000,)}) for c in (RedSync(ratio, warmup=None), TopK(ratio, warmup=None))
+    )
     for _ in range(5):
         gradient = gradients(kind, 5000, rng)
         got, expected = send(backend, trimmed, gradient), send(backend, exact, gradient)
@@ -63,7 +65,7 @@ def test_redsync_trim_is_exact_top_k(backend: Backend, kind: str, ratio: float) 
 def test_redsync_bisect_selects_from_k_to_2k(kind: str, ratio: float) -> None:
     x = gradients(kind, 50_000, np.random.default_rng(1))
     k = min(int(ratio * 50_000), np.count_nonzero(x))
-    compressor = RedSync(ratio, method="bisect")
+    compressor = RedSync(ratio, method="bisect", warmup=None)
     ops = CountingOps()
     selection = compressor.select(ops, x, k, compressor.message_capacity(50_000, k, 1), compressor.new_state())
     assert k <= selection.indices.size <= 2 * k
@@ -76,7 +78,7 @@ def test_redsync_bisect_selects_from_k_to_2k(kind: str, ratio: float) -> None:
 @pytest.mark.parametrize("name", DEGENERATE)
 def test_redsync_probes_are_bounded(method: Any, name: str) -> None:
     x = DEGENERATE[name]
-    ops, compressor = CountingOps(), RedSync(0.1, method=method)
+    ops, compressor = CountingOps(), RedSync(0.1, method=method, warmup=None)
     k = compressor.target_count(x.size)
     compressor.select(ops, x, k, compressor.message_capacity(x.size, k, 1), compressor.new_state())
     assert ops.passes <= 12
@@ -88,8 +90,8 @@ def test_redsync_probes_are_bounded(method: Any, name: str) -> None:
 def test_dgc_without_momentum_is_sampled_top_k_with_feedback() -> None:
     """With a sample of everything the threshold is the exact k-th largest, which is itself not above it."""
     backend, rng = BACKENDS[0], np.random.default_rng(2)
-    sampled = make_pipeline(backend, DGC(0.01, momentum=0.0, sample_ratio=1.0), {"p": (5000,)})
-    exact = make_pipeline(backend, TopK(0.01), {"p": (5000,)})
+    sampled = make_pipeline(backend, DGC(0.01, momentum=0.0, sample_ratio=1.0, warmup=None), {"p": (5000,)})
+    exact = make_pipeline(backend, TopK(0.01, warmup=None), {"p": (5000,)})
     for _ in range(8):
         gradient = gradients("laplace", 5000, rng)
         got, expected = send(backend, sampled, gradient), send(backend, exact, gradient)
@@ -102,7 +104,7 @@ def test_dgc_without_momentum_is_sampled_top_k_with_feedback() -> None:
 def test_dgc_takes_the_exact_top_k_of_too_many() -> None:
     """Half of the entries stand where the sample does not look: it finds too low a threshold."""
     rng = np.random.default_rng(3)
-    compressor = DGC(0.01, momentum=0.0)
+    compressor = DGC(0.01, momentum=0.0, warmup=None)
     found = 0
     for step in range(60):
         x = gradients("two-scales", 20_000, rng)
@@ -126,7 +128,7 @@ def test_dgc_samples_in_odd_strides_from_changing_starts() -> None:
             return super().kth_largest(x, count)
 
     x = np.arange(1, 100_001, dtype=np.float32)
-    compressor = DGC(0.01, momentum=0.0)
+    compressor = DGC(0.01, momentum=0.0, warmup=None)
     for step in range(5):
         state = compressor.new_state()
         state.step = step
@@ -142,7 +144,7 @@ def test_dgc_warm_up_is_the_papers() -> None:
     with pytest.raises(ValueError, match="warmup_steps must be 0 with a schedule, got 3"):
         DGC(warmup(0.2, 0.1, 4), warmup_steps=3)
     with pytest.raises(TypeError, match="DGC has its own momentum correction"):
-        DGC(0.1, momentum_correction=None)
+        DGC(0.1, momentum_correction=None, warmup=None)
 
 
 # --- GaussianK ---
@@ -167,7 +169,7 @@ def sent_by_the_authors(u: np.ndarray, k: int) -> tuple[np.ndarray, float]:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mostly-zero"])
 def test_paper_sends_what_the_authors_loop_counted_last(kind: str, ratio: float, feedback: bool) -> None:
     size, rng = 10_000, np.random.default_rng(6)
-    compressor = GaussianK(ratio, refine="paper")
+    compressor = GaussianK(ratio, refine="paper", warmup=None)
     k, residual = compressor.target_count(size), np.zeros(size, np.float32)
     state, ops = compressor.new_state(), CountingOps()
     for step in range(1, 26):
@@ -185,7 +187,7 @@ def test_paper_sends_what_the_authors_loop_counted_last(kind: str, ratio: float,
 def test_the_count_is_near_k_on_every_kind(kind: str, ratio: float) -> None:
     """One shot, any tail."""
     x = gradients(kind, 100_000, np.random.default_rng(7))
-    compressor = GaussianK(ratio)
+    compressor = GaussianK(ratio, warmup=None)
     k = compressor.target_count(x.size)
     selection = compressor.select(OPS, x, k, x.size, compressor.new_state())
     assert abs(selection.found / k - 1) <= 0.1
@@ -235,12 +237,12 @@ def test_suggested_thresholds() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GaussianK(0.1, refine="newton"), "refine must be one of 'paper', 'exact', got 'newton'"),
-        (lambda: RedSync(0.1, method="sort"), "method must be one of 'trim', 'bisect', got 'sort'"),
-        (lambda: DGC(0.1, sample_ratio=0.0), r"sample_ratio must be in \(0, 1\], got 0.0"),
+        (lambda: GaussianK(0.1, refine="newton", warmup=None), "refine must be one of 'paper', 'exact', got 'newton'"),
+        (lambda: RedSync(0.1, method="sort", warmup=None), "method must be one of 'trim', 'bisect', got 'sort'"),
+        (lambda: DGC(0.1, sample_ratio=0.0, warmup=None), r"sample_ratio must be in \(0, 1\], got 0.0"),
         (lambda: DGC(0.1, warmup_steps=-1), "warmup_steps must be >= 0, got -1"),
-        (lambda: RandomK(0.1, seed=-1), "seed must be >= 0, got -1"),
-        (lambda: RandomK(0.1, shared=1), "shared must be True or False, got 1"),
+        (lambda: RandomK(0.1, seed=-1, warmup=None), "seed must be >= 0, got -1"),
+        (lambda: RandomK(0.1, shared=1, warmup=None), "shared must be True or False, got 1"),
         (lambda: Threshold(-1.0), "threshold must be a finite magnitude >= 0, got -1.0"),
     ],
 )
@@ -291,7 +293,7 @@ def test_what_is_no_selection_is_refused_by_name(backend: Backend, name: str, hi
         def select(self, ops: Any, x: Any, *arguments: Any) -> Any:
             return select(ops, x)
 
-    compressor = Mine(0.5, min_numel=0, hierarchical=hierarchical)
+    compressor = Mine(0.5, min_numel=0, hierarchical=hierarchical, warmup=None)
     groups = "ab" if hierarchical else ""
     pipelines = [
         make_pipeline(backend, compressor, {"p": (8,)}, world=1 + hierarchical, position=rank, groups=groups)

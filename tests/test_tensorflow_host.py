@@ -178,7 +178,7 @@ def pair(
     position: int = 0,
     **options: Any,
 ) -> tuple[Worker, Oracle]:
-    options = {"min_numel": 0, **options}
+    options = {"min_numel": 0, "warmup": None, **options}
     return Worker(make(ratio, **options), shapes, world, position), Oracle(
         make(ratio, **options), shapes, world, position
     )
@@ -363,7 +363,7 @@ def test_finite_entries_are_clipped_by_their_norm(scope: str, dtype: str, bad: f
 
 
 @pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("make", [TopK, functools.partial(SIDCo, stages=3)], ids=["topk", "sidco"])
+@pytest.mark.parametrize("make", [TopK, functools.partial(SIDCo, stages=3, warmup=None)], ids=["topk", "sidco"])
 def test_a_step_that_is_given_up_loses_nothing_and_says_nothing_twice(make: Any, number: int) -> None:
     """Another worker's message for one of two buckets is too short, so that the step ends there."""
     rng = np.random.default_rng(2)

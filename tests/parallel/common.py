@@ -29,15 +29,15 @@ COMPRESSORS: dict[str, MakeCompression] = {
         name: partial(make, adapter)
         for name, make in makers(0.01, DGC={"momentum": 0.0}, Threshold={"threshold": 0.05}).items()
     },
-    "SIDCo-gamma": partial(adapter.SIDCo, 0.01, distribution="gamma"),
-    "SIDCo-gpareto": partial(adapter.SIDCo, 0.01, distribution="gpareto"),
-    "SIDCo-guarded": partial(adapter.SIDCo, 0.01, adapt="guarded"),
-    "RedSync-bisect": partial(adapter.RedSync, 0.01, method="bisect"),
-    "RandomK-own": partial(adapter.RandomK, 0.01, shared=False),
-    "RandomBlock-own": partial(adapter.RandomBlock, 0.01, shared=False, blocks=4),
-    "TopK-union": partial(adapter.TopK, 0.01, union=True),
-    "SIDCo-bfloat16": partial(adapter.SIDCo, 0.01, values="bfloat16"),
-    "SIDCo-balanced": partial(adapter.SIDCo, 0.01, balanced=True),
+    "SIDCo-gamma": partial(adapter.SIDCo, 0.01, distribution="gamma", warmup=None),
+    "SIDCo-gpareto": partial(adapter.SIDCo, 0.01, distribution="gpareto", warmup=None),
+    "SIDCo-guarded": partial(adapter.SIDCo, 0.01, adapt="guarded", warmup=None),
+    "RedSync-bisect": partial(adapter.RedSync, 0.01, method="bisect", warmup=None),
+    "RandomK-own": partial(adapter.RandomK, 0.01, shared=False, warmup=None),
+    "RandomBlock-own": partial(adapter.RandomBlock, 0.01, shared=False, blocks=4, warmup=None),
+    "TopK-union": partial(adapter.TopK, 0.01, union=True, warmup=None),
+    "SIDCo-bfloat16": partial(adapter.SIDCo, 0.01, values="bfloat16", warmup=None),
+    "SIDCo-balanced": partial(adapter.SIDCo, 0.01, balanced=True, warmup=None),
 }
 
 

@@ -20,8 +20,8 @@ from .scenario import MPI_2, MPI_4, scenario
 
 ALL_4 = (MPI_4, Launch("horovodrun", 4))
 COMPRESSORS: dict[str, MakeCompression] = {
-    "SIDCo": partial(adapter.SIDCo, 0.01, hierarchical=2),
-    "RandomBlock": partial(adapter.RandomBlock, 0.01, shared=False, hierarchical=2),
+    "SIDCo": partial(adapter.SIDCo, 0.01, hierarchical=2, warmup=None),
+    "RandomBlock": partial(adapter.RandomBlock, 0.01, shared=False, hierarchical=2, warmup=None),
 }
 
 
