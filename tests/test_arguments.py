@@ -111,7 +111,7 @@ def test_wrong_settings(make: Any, settings: dict[str, Any], message: str) -> No
             TopK,
             {"ratio": 1, "dense_steps": 4, "residual": True, "union": False, "discardable": True, "hierarchical": 2},
         ),
-        (DGC, {"ratio": 0.5, "momentum": 0.5, "warmup_steps": 10, "seed": 3, "nesterov": True}),
+        (DGC, {"ratio": 0.5, "momentum": 0.5, "seed": 3, "nesterov": True}),
         (Threshold, {"threshold": 0.125, "ratio": 0.5}),
         (RandomBlock, {"ratio": 0.5, "blocks": 4, "seed": 1}),
     ],
@@ -137,7 +137,7 @@ ARGUMENTS: dict[type[Compressor], set[str]] = {
     TopK: {"ratio", "union"},
     SIDCo: {"ratio", "distribution", "stages", "adapt"},
     Own: {"ratio", "distribution", "stages", "adapt", "own"},
-    DGC: {"ratio", "momentum", "nesterov", "masking", "sample_ratio", "warmup_steps", "seed"},
+    DGC: {"ratio", "momentum", "nesterov", "masking", "sample_ratio", "seed"},
     NoOp: set(),
 }
 """What classes have beside the settings that are common to all."""

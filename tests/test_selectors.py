@@ -15,7 +15,6 @@ from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.gaussiank import GaussianK
 from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.redsync import RedSync
-from horovod_sparse.compressors.schedules import warmup
 from horovod_sparse.compressors.threshold import Threshold, suggested_threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.numpy.ops import NumpyOps
@@ -138,11 +137,7 @@ def test_dgc_samples_in_odd_strides_from_changing_starts() -> None:
         assert set(np.diff(sample)) == {99.0} and sample.size > 1000
 
 
-def test_dgc_warm_up_is_the_papers() -> None:
-    assert DGC(0.001, warmup_steps=40).ratio == warmup(0.25, 0.001, 40)
-    assert DGC(0.5, warmup_steps=40).ratio_at(0) == 0.5
-    with pytest.raises(ValueError, match="warmup_steps must be 0 with a schedule, got 3"):
-        DGC(warmup(0.2, 0.1, 4), warmup_steps=3)
+def test_dgc_has_its_own_momentum() -> None:
     with pytest.raises(TypeError, match="DGC has its own momentum correction"):
         DGC(0.1, momentum_correction=None, warmup=None)
 
@@ -240,7 +235,6 @@ def test_suggested_thresholds() -> None:
         (lambda: GaussianK(0.1, refine="newton", warmup=None), "refine must be one of 'paper', 'exact', got 'newton'"),
         (lambda: RedSync(0.1, method="sort", warmup=None), "method must be one of 'trim', 'bisect', got 'sort'"),
         (lambda: DGC(0.1, sample_ratio=0.0, warmup=None), r"sample_ratio must be in \(0, 1\], got 0.0"),
-        (lambda: DGC(0.1, warmup_steps=-1), "warmup_steps must be >= 0, got -1"),
         (lambda: RandomK(0.1, seed=-1, warmup=None), "seed must be >= 0, got -1"),
         (lambda: RandomK(0.1, shared=1, warmup=None), "shared must be True or False, got 1"),
         (lambda: Threshold(-1.0), "threshold must be a finite magnitude >= 0, got -1.0"),

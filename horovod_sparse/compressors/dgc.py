@@ -9,7 +9,7 @@ from horovod_sparse.compressors.base import BucketState, Compressor, Settings
 from horovod_sparse.compressors.checks import check_fraction, check_integer
 from horovod_sparse.compressors.draws import generator
 from horovod_sparse.compressors.momentum import MomentumCorrection
-from horovod_sparse.compressors.schedules import Schedule, warmup
+from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _TOO_FEW, _TOO_MANY = 0.8, 1.3
 _MOST_ADAPTATIONS = 10
-_FIRST_RATIO = 0.25
 
 
 class DGC(Compressor):
@@ -39,7 +38,6 @@ class DGC(Compressor):
         clip_norm: the largest norm that the reduced gradient of every parameter shall have. Each worker clips its own gradient,
             in the unit that `Compressor` describes; None does not clip.
         sample_ratio: fraction of the entries that is sampled, in (0, 1]; at least 2/delta entries are sampled.
-        warmup_steps: steps over which the ratio decreases from 0.25 in geometric stairs, >= 0; needs a constant ratio.
         seed: seed of the sample's random start, an int >= 0.
         others: those of `Compressor` except `momentum_correction`. Message capacity is 1.3 k unless `slack` says otherwise.
     """
@@ -55,18 +53,9 @@ class DGC(Compressor):
         nesterov: bool = False,
         masking: bool = True,
         sample_ratio: float = 0.01,
-        warmup_steps: int = 0,
         seed: int = 0,
         **settings: Unpack[Settings],
     ) -> None:
-        check_integer("warmup_steps", warmup_steps, 0)
-        if warmup_steps:
-            if isinstance(ratio, Schedule):
-                raise ValueError(
-                    f"warmup_steps must be 0 with a schedule, got {warmup_steps}; put it into the schedule"
-                )
-            check_fraction("ratio", ratio)
-            ratio = warmup(max(_FIRST_RATIO, ratio), ratio, warmup_steps)
         if "momentum_correction" in settings:
             raise TypeError("DGC has its own momentum correction; set momentum, nesterov and masking instead")
         correction = MomentumCorrection(momentum, nesterov, masking)

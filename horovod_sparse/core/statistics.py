@@ -31,7 +31,6 @@ class BucketStats:
     """Entries that qualified but found no room in the message; they stayed in the residual."""
     bytes_sent: float
     """Bytes that this worker put on the network, in a ring; padding included."""
-    bytes_received: float
     residual_norm: float
     """Euclidean norm of the residual at the time of asking, in averages too."""
     exchange: str
@@ -58,7 +57,7 @@ class StepStats:
         def total(field: str) -> float:
             return math.fsum(getattr(bucket, field) for bucket in self.buckets)
 
-        summed = ("numel", "target", "count", "truncated", "bytes_sent", "bytes_received")
+        summed = ("numel", "target", "count", "truncated", "bytes_sent")
         number = max(len(self.buckets), 1)
         exchanges = {bucket.exchange for bucket in self.buckets} or {""}
         return BucketStats(
@@ -116,7 +115,6 @@ class Counts(NamedTuple):
             stages=self.stages,
             truncated=self.truncated,
             bytes_sent=self.bytes_each_way,
-            bytes_received=self.bytes_each_way,
             residual_norm=residual_norm,
             exchange=exchange,
         )

@@ -57,7 +57,7 @@ _NUMPY_MAKERS: dict[str, Any] = {
     "TopK-balanced": lambda library, **s: library.TopK(0.05, balanced=True, warmup=None, **s),
     "SIDCo-gamma": lambda library, **s: library.SIDCo(0.05, distribution="gamma", warmup=None, **s),
     "SIDCo-gpareto": lambda library, **s: library.SIDCo(0.05, distribution="gpareto", warmup=None, **s),
-    "DGC-warmup": lambda library, **s: library.DGC(0.01, warmup_steps=4, nesterov=True, clip_norm=10.0, **s),
+    "DGC-warmup": lambda library, **s: library.DGC(warmup(0.25, 0.01, 4), nesterov=True, clip_norm=10.0, **s),
     "RandomK-own": lambda library, **s: library.RandomK(0.05, shared=False, warmup=None, **s),
     "dense-steps": lambda library, **s: library.TopK(0.05, dense_steps=3, warmup=None, **s),
 }
