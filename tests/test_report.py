@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from test_stats_log import reduction, train
 
-from horovod_sparse.numpy import SparseAllreduce, StatsLog, TopK
+from horovod_sparse.numpy import SparseAllreduce, StatsLog, TopK, warmup
 from horovod_sparse.tools import cli
 from horovod_sparse.tools.report import log as logs
 from horovod_sparse.tools.report import picture, table
@@ -34,7 +34,7 @@ def test_the_table_says_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFixt
     path = write_log(tmp_path / "stats.jsonl", TopK(0.1, warmup=None))
     titles, row = report(capsys, path)
     assert tuple(titles) == table.TITLES
-    assert row[:4] == [str(path), "TopK", "12", "0.10000"]
+    assert row[:4] == [str(path), "TopK 0.1", "12", "0.10000"]
     assert float(row[5]) > 0.0
 
 
@@ -76,6 +76,20 @@ def test_steps_that_are_made_again_replace_those_of_before(made: Callable[..., P
     assert log.column("step") == [15.0] and log.weights == [10]
     log = logs.read(made(0, *steps, 20, (25, 0.1, 500.0, 0.0, 0.0)))
     assert log.column("count") == [100.0, 100.0, 500.0] and log.weights == [10, 10, 5]
+
+
+@pytest.mark.parametrize(
+    ("compressor", "short"),
+    [
+        (TopK(0.25), "TopK 0.25"),
+        (SparseAllreduce(None, TopK(0.25)), "TopK 0.25"),
+        (TopK(warmup(0.25, 0.01, steps=20)), "TopK warmup(start=0.25, end=0.01, steps=20)"),
+        ("Own(sample_ratio=0.1)", "Own"),
+    ],
+    ids=str,
+)
+def test_a_compressor_is_told_by_name_and_ratio(compressor: Any, short: str) -> None:
+    assert table.short(compressor if isinstance(compressor, str) else repr(compressor)) == short
 
 
 def test_every_log_has_a_line_in_every_panel(made: Callable[..., Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from horovod_sparse.tools.report.log import Log
@@ -11,13 +12,15 @@ TITLES = ("log", "compressor", "steps", "mean ratio", "total bytes", "median ste
 TEXTS = 2
 """How many of the columns hold text; numbers follow."""
 
+_RATIO = re.compile(r"\bratio=([^,()]*(?:\([^()]*\))?)")
+
 
 def rows(logs: Sequence[Log]) -> list[tuple[str, ...]]:
     """Return the cells of all logs, under `TITLES`."""
     return [
         (
             log.name,
-            ", then ".join(one.removeprefix("SparseAllreduce(").partition("(")[0] for one in log.compressors),
+            ", then ".join(map(short, log.compressors)),
             f"{log.steps:,}",
             _number(log.ratio, ".5f"),
             f"{log.bytes_sent:,.0f}",
@@ -25,6 +28,13 @@ def rows(logs: Sequence[Log]) -> list[tuple[str, ...]]:
         )
         for log in logs
     ]
+
+
+def short(compressor: str) -> str:
+    """Return name and ratio, of the `repr` of a compressor."""
+    name = compressor.removeprefix("SparseAllreduce(").partition("(")[0]
+    ratio = _RATIO.search(compressor)
+    return f"{name} {ratio[1]}" if ratio else name
 
 
 def text(logs: Sequence[Log]) -> str:
