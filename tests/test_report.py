@@ -116,13 +116,34 @@ def test_the_picture_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")) == (600, 1200)
 
 
-def test_an_incomplete_last_line_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incomplete_last_line_is_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_log(tmp_path / "stats.jsonl")
     content = path.read_bytes()
     path.write_bytes(content[:-30])
     assert cli.main(["report", str(path)]) == 0
-    assert re.search(r"  10  ", capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    assert re.search(r"  10  ", out)
+    assert err == f"{path}: the last line is incomplete, as a killed run leaves it, and is left out\n"
     assert path.read_bytes() == content[:-30]
+
+
+ODD = "e\x1b[31m]0;title\x07\u202e\ud800 \u00e9"
+
+
+def test_nothing_that_a_log_holds_reaches_the_terminal_but_text(
+    tmp_path: Path, made: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = made(0, (1, 0.1, 100.0, 8.0, 0.0), name="\x1b[2J.jsonl", compressor=f"{ODD}(ratio=\x1b[0m)")
+    assert cli.main(["report", str(path)]) == 0
+    printed, wanted = capsys.readouterr().out, "e\ufffd[31m]0;title\ufffd\ufffd\ufffd \u00e9 \ufffd[0m"
+    assert wanted in printed and "\ufffd[2J.jsonl" in printed
+    assert all(character.isprintable() or character == "\n" for character in printed)
+
+    for content in ("\x1b[2J\n", '{"format": "\x1b[2J", "step": 0}\n', '{"format": 1, "compressor": "", "step": 0}\n'):
+        path.write_text(content)
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["report", str(path)])
+        assert str(ended.value).isprintable()
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ Imports no framework.
 from __future__ import annotations
 
 import argparse
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 from horovod_sparse.tools.report import table
-from horovod_sparse.tools.report.log import Log, read
+from horovod_sparse.tools.report.log import Log, printable, read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,14 +34,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: Path) -> Log:
+    name = printable(str(path))
     try:
         log = read(path)
     except OSError as error:
-        raise SystemExit(f"{path} cannot be read: {error.strerror}") from error
+        raise SystemExit(f"{name} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise SystemExit(f"{path} is no log of StatsLog: {error}") from error
+        raise SystemExit(f"{name} is no log of StatsLog: {error}") from error
+    if log.incomplete:
+        print(f"{name}: the last line is incomplete, as a killed run leaves it, and is left out", file=sys.stderr)
     if not log.lines:
         raise SystemExit(
-            f"{path} has no steps yet: StatsLog writes after every 10th step, or as its argument every says, of several workers"
+            f"{name} has no steps yet: StatsLog writes after every 10th step, or as its argument every says, of several workers"
         )
     return log

@@ -16,8 +16,11 @@ class Log:
     """The lines of one file. Those that a resumed run has replaced are left out."""
 
     name: str
+    """The file's, `printable`."""
+    incomplete: bool
+    """Whether a killed run has left an incomplete last line."""
     compressors: list[str] = field(default_factory=list)
-    """All that were used, by their `repr`."""
+    """All that were used, by their `repr`, `printable`."""
     lines: list[dict[str, Any]] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
     """The number of steps that each line stands for: those since the line before."""
@@ -51,15 +54,20 @@ class Log:
         return median([value for value in self.column("seconds") if value == value] or [math.nan])
 
 
+def printable(text: str) -> str:
+    """Return a text for a terminal: each character that does not print, such as the escape character, becomes U+FFFD."""
+    return "".join(one if one.isprintable() else "\ufffd" for one in text)
+
+
 def read(path: Path) -> Log:
-    """Read a log. A last line that a killed run left incomplete is left out.
+    """Read a log.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: it is no log of a `StatsLog`.
     """
-    lines, _ = complete(path.read_bytes())
-    log = Log(str(path))
+    lines, rest = complete(path.read_bytes())
+    log = Log(printable(str(path)), bool(rest))
     before = 0
     for record in records(lines):
         step = record["step"]
@@ -71,7 +79,8 @@ def read(path: Path) -> Log:
             while log.lines and log.lines[-1]["step"] > step:
                 log.lines.pop()
                 log.weights.pop()
-            if record["compressor"] not in log.compressors:
-                log.compressors.append(record["compressor"])
+            compressor = printable(record["compressor"])
+            if compressor not in log.compressors:
+                log.compressors.append(compressor)
         before = step
     return log
