@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from test_stats_log import reduction, train
 
+from horovod_sparse.core.stats_log import NUMBERS
 from horovod_sparse.numpy import SparseAllreduce, StatsLog, TopK, warmup
 from horovod_sparse.tools import cli
 from horovod_sparse.tools.report import log as logs
@@ -144,6 +145,34 @@ def test_nothing_that_a_log_holds_reaches_the_terminal_but_text(
         with pytest.raises(SystemExit) as ended:
             cli.main(["report", str(path)])
         assert str(ended.value).isprintable()
+
+
+def line_of(step: str, numbers: dict[str, str]) -> str:
+    found = {"step": step, **dict.fromkeys(NUMBERS, "1.0"), **numbers}
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in found.items()) + "}\n"
+
+
+FIRST = '{"format": 1, "compressor": "TopK()", "step": 0}\n'
+
+
+@pytest.mark.parametrize(
+    "number", ["NaN", "Infinity", "-Infinity", "1e400", "1e201", "-1" + "0" * 400, "1" + "0" * 5000, '"1"', "[]"]
+)
+def test_a_number_that_a_float_does_not_hold_is_refused(number: str, tmp_path: Path) -> None:
+    path = tmp_path / "stats.jsonl"
+    for name in ("step", *NUMBERS):
+        path.write_text(FIRST + line_of("1", {name: number}))
+        with pytest.raises(SystemExit, match="is no log of StatsLog: line 2 must be one of a StatsLog"):
+            cli.main(["report", str(path)])
+
+
+@pytest.mark.parametrize("number", ["1e200", "-1e200", "1" + "0" * 199, "5e-324", "0", "null", "true"])
+def test_every_other_number_is_shown(number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "stats.jsonl"
+    steps = [("1", "1e200"), ("2", "5e-324"), (str(2**53 - 1), number), (str(2**53), "-1e200")]
+    path.write_text(FIRST + "".join(line_of(step, dict.fromkeys(NUMBERS, value)) for step, value in steps))
+    assert report(capsys, path, "--picture", tmp_path / "report.png")[1][2] == f"{2**53:,}"
 
 
 @pytest.mark.parametrize(

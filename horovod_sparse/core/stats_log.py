@@ -26,7 +26,11 @@ _TOTAL = (
 )  # fmt: skip
 """What a line has of `StepStats.total`; see `BucketStats`."""
 NUMBERS = ("seconds", *_TOTAL, "dense_bytes_sent")
-"""The numbers of a line, each of them finite, or None if there is none."""
+"""The numbers of a line. Each is in [-`LARGEST`, `LARGEST`], or None if there is none."""
+LARGEST = 1e200
+"""No sum or ratio of the numbers of a log overflows."""
+_LAST_STEP = 2**53
+"""A float holds every step up to this one."""
 
 
 class Source(Protocol):
@@ -129,7 +133,7 @@ class StatsLog:
         total = last.total
         found = {"seconds": median(self._times) if self._times else math.nan}
         found |= {name: getattr(total, name) for name in _TOTAL} | {"dense_bytes_sent": last.dense_bytes_sent}
-        numbers = {name: value if math.isfinite(value) else None for name, value in found.items()}
+        numbers = {name: value if abs(value) <= LARGEST else None for name, value in found.items()}
         self._append({"step": self.step, **numbers, "exchange": total.exchange})
         if self._writer is not None:
             for name, value in numbers.items():
@@ -171,13 +175,13 @@ def records(lines: bytes) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: a line is not what a `StatsLog` writes, or there is none.
     """
-    before = -1
-    """The step of the line before."""
+    before: int | None = None
+    """The step of the line before; None if there is none."""
     for number, line in enumerate(lines.splitlines() or [b""], 1):
         record = _record(number, line)
-        if "format" not in record and number == 1:
-            raise ValueError("line 1 must have the format and the compressor, as a first line has, got a step")
-        if "format" not in record and record["step"] <= before:
+        if "format" not in record and before is None:
+            raise ValueError(f"line {number} must have the format and the compressor, as a first line has, got a step")
+        if "format" not in record and before is not None and record["step"] <= before:
             raise ValueError(
                 f"line {number} must have a step > {before}, got {record['step']}; each worker must have a file of its own"
             )
@@ -190,13 +194,23 @@ def _record(number: int, line: bytes) -> dict[str, Any]:
         record = json.loads(line)
     except (ValueError, RecursionError):
         record = None
-    if not isinstance(record, dict):
-        record = {}
-    if record.get("format", FORMAT) != FORMAT:
+    if isinstance(record, dict) and record.get("format", FORMAT) != FORMAT:
         raise ValueError(
             f"line {number} must have the format {FORMAT}, got {record['format']!r}: another release wrote it"
         )
-    needed = ("compressor",) if "format" in record else NUMBERS
-    if type(record.get("step")) is not int or not record.keys() >= set(needed):
+    if not isinstance(record, dict) or not _is_whole(record):
         raise ValueError(f"line {number} must be one of a StatsLog, got {line[:60].decode(errors='replace')!r}")
     return record
+
+
+def _is_whole(record: dict[str, Any]) -> bool:
+    if type(record.get("step")) is not int or not 0 <= record["step"] <= _LAST_STEP:
+        return False
+    if "format" in record:
+        return isinstance(record.get("compressor"), str)
+    return all(name in record and _is_number(record[name]) for name in NUMBERS)
+
+
+def _is_number(value: object) -> bool:
+    # Python reads NaN and Infinity, and 1e400 as infinity. An int may be too large for a float.
+    return value is None or (isinstance(value, (int, float)) and abs(value) <= LARGEST)
