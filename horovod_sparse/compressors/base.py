@@ -30,7 +30,7 @@ from horovod_sparse.compressors.checks import (
 )
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.scalars import plain, shown
-from horovod_sparse.compressors.schedules import ByAge, Constant, Schedule
+from horovod_sparse.compressors.schedules import ByAge, Schedule
 from horovod_sparse.exchange import owners, protocols
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.exchange.protocols import Exchange
@@ -249,7 +249,7 @@ class Compressor(ABC):
             return self.ratio
         automatic = self.default_warmup if self.exchange in ROUNDS else None
         warmup = automatic if self.warmup == "auto" else self.warmup
-        return Constant(self.ratio) if warmup is None else ByAge(self.ratio, warmup, self.dense_steps)
+        return ByAge(self.ratio, warmup or 0.0, self.dense_steps)
 
     @abstractmethod
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
@@ -292,7 +292,7 @@ class Compressor(ABC):
     @property
     def changes(self) -> bool:
         """Whether messages depend on the step."""
-        return self.dense_steps > 0 or not isinstance(self._schedule, Constant)
+        return self.dense_steps > 0 or self._schedule != ByAge(self._schedule.final, 0.0)
 
     def ratio_at(self, step: int) -> float:
         """Return the ratio of a step; schedules count from the end of the dense steps."""

@@ -33,28 +33,10 @@ class Schedule(ABC):
 
 
 @dataclass(frozen=True)
-class Constant(Schedule):
-    """The same ratio in every step."""
-
-    value: float
-
-    @property
-    def highest(self) -> float:
-        return self.value
-
-    @property
-    def final(self) -> float:
-        return self.value
-
-    def ratio(self, step: int) -> float:
-        return self.value
-
-
-@dataclass(frozen=True)
 class ByAge(Schedule):
     """The ratio `max(end, c/(t+1))` of step t, in stairs of a factor sqrt(2), rounded up; at most 1.
 
-    With `c=1` no entry waits longer than training is old. All steps together send about `c ln(1/end)` dense gradients more.
+    With `c=0` it is `end` in all steps. With `c=1` no entry waits longer than training is old.
     """
 
     end: float
@@ -71,6 +53,8 @@ class ByAge(Schedule):
         return self.end
 
     def ratio(self, step: int) -> float:
+        if self.c == 0.0:
+            return self.end
         halvings, odd = divmod(max(math.floor(2 * math.log2((self.before + step + 1) / self.c)), 0), 2)
         return max(self.end, math.ldexp(math.sqrt(0.5) if odd else 1.0, -halvings))
 
