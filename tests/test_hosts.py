@@ -49,8 +49,9 @@ def test_workers_of_a_host_act_as_one(hosts: Any, number: int) -> None:
     reason = hosts.missing()
     if reason:
         pytest.skip(reason)
-    program = [sys.executable, "examples/torch_digits.py", "--compression", "sidco", "--ratio", "0.01", "--epochs", "1"]
-    command = [sys.executable, SCRIPT, "--hosts", str(number), "--slots", "2", "--", *program, "--hierarchical"]
+    options = ["--compression", "sidco", "--ratio", "0.01", "--warmup", "none", "--epochs", "1", "--hierarchical"]
+    program = [sys.executable, "examples/torch_digits.py", *options]
+    command = [sys.executable, SCRIPT, "--hosts", str(number), "--slots", "2", "--", *program]
     done = subprocess.run(
         command, env=clean_environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False
     )
