@@ -115,13 +115,13 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
         "granularity": args.granularity,
         "warmup": args.warmup,
         "residual": not args.no_residual,
-        "lr_in_residual": args.lr_in_residual,
+        "lr_in_residual": args.lr_in_residual or "auto",
         "values": args.values,
         "balanced": args.balanced,
         "hierarchical": args.hierarchical,
     }
     if args.momentum_correction:
-        common["momentum_correction"] = MomentumCorrection(args.momentum, masking=not args.no_masking)
+        common["momentum"] = MomentumCorrection(args.momentum, masking=not args.no_masking)
     ratio = args.ratio
     match args.compression:
         case "none":
@@ -135,8 +135,8 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
         case "sidco":
             return hvd.SIDCo(ratio, distribution=args.distribution, **common)
         case "dgc":
-            common.pop("momentum_correction", None)  # Its own.
-            return hvd.DGC(ratio, momentum=args.momentum, seed=args.seed, **common)
+            common["momentum"] = args.momentum
+            return hvd.DGC(ratio, seed=args.seed, **common)
         case "randomk" | "randomblock":
             cls = getattr(hvd, CLASSES[args.compression])
             return cls(ratio, shared=args.shared is not False, seed=args.seed, **common)

@@ -91,7 +91,7 @@ def cases(draw: st.DrawFn) -> Case:
     family = draw(st.sampled_from(list(dict.fromkeys(row.cls for row in COMPRESSORS))))
     row: Row = draw(st.sampled_from([row for row in COMPRESSORS if row.cls is family]))
     momentum = st.builds(MomentumCorrection, st.sampled_from((0.0, 0.5, 0.9)), st.booleans(), st.booleans())
-    options: dict[str, Any] = {} if "dgc" in row.name else {"momentum_correction": draw(st.none() | momentum)}
+    options: dict[str, Any] = {} if "dgc" in row.name else {"momentum": draw(st.none() | momentum)}
     dtype = draw(st.sampled_from(("float32", "float16", "float64")))
     asked = draw(st.sampled_from((None, "float32", "float64")))
     return Case(

@@ -16,13 +16,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.kernels.gpu.bucket import DeviceBucket
 from horovod_sparse.kernels.gpu.messages import add_up
 from horovod_sparse.kernels.gpu.rules import rule_of
+from horovod_sparse.ops.protocol import Momentum
 
 COMPRESSORS = [
     TopK(0.001, warmup=None),
@@ -59,14 +59,13 @@ def compile_only(function: Any, *arguments: Any, grid: Any, warmup: bool, **opti
 _run, JITFunction.run = JITFunction.run, compile_only
 
 
-def step(compressor: Any, dtype: torch.dtype, gradient: torch.dtype | None, momentum: bool) -> None:
+def step(compressor: Any, dtype: torch.dtype, gradient: torch.dtype | None, momentum: Momentum | None) -> None:
     size, k = 40_000, 40
     bucket = DeviceBucket(rule_of(compressor), torch.zeros(size, dtype=dtype), [size], 0.001)
-    velocity = torch.zeros(size, dtype=dtype) if momentum else None
+    velocity = torch.zeros(size, dtype=dtype) if momentum is not None else None
     state = compressor.new_state()
     given = None if gradient is None else torch.zeros(size, dtype=gradient)
-    correction = MomentumCorrection() if momentum else None
-    bucket.accumulate(0, given, state, k, velocity=velocity, correction=correction)
+    bucket.accumulate(0, given, state, k, velocity=velocity, momentum=momentum)
     message = bucket.select(state, k, 50)
     add_up(message, 1, 2.0, size, dtype)
 
@@ -74,10 +73,11 @@ def step(compressor: Any, dtype: torch.dtype, gradient: torch.dtype | None, mome
 def main(capability: int) -> None:
     triton.runtime.driver.set_active(Absent(capability))
     for compressor in COMPRESSORS:
-        step(compressor, torch.float32, torch.float32, momentum=False)
-    step(COMPRESSORS[-1], torch.float64, torch.float64, momentum=False)
+        step(compressor, torch.float32, torch.float32, momentum=None)
+    step(COMPRESSORS[-1], torch.float64, torch.float64, momentum=None)
     for gradient in (None, torch.bfloat16, torch.float16, torch.float64):
-        step(COMPRESSORS[0], torch.float32, gradient, momentum=True)
+        for ahead in (None, 0.9):
+            step(COMPRESSORS[0], torch.float32, gradient, Momentum(0.9, ahead))
     for kernel in compiled.values():
         # What the compiler makes in the end.
         assert kernel.asm["cubin"]

@@ -13,6 +13,7 @@ from backend import ORACLE, Backend
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.numpy.ops import NumpyOps
@@ -132,7 +133,7 @@ COMPRESSORS = [
     Row(
         "dgc-nesterov",
         compressors.DGC,
-        {"nesterov": True, "masking": False},
+        {"momentum": MomentumCorrection(0.9, nesterov=True, masking=False)},
         band=(0.9, 1.1),
         follows_order=True,
         momentum=True,

@@ -51,16 +51,16 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"residual_dtype": "float16"}, "residual_dtype must be one of None, 'float32', 'float64', got 'float16'"),
     ({"lr_in_residual": None}, "lr_in_residual must be True or False, got None"),
     (
-        {"momentum_correction": 0.8},
-        "momentum_correction must be a MomentumCorrection or None, got 0.8; write MomentumCorrection(0.8)",
+        {"momentum": 1.0},
+        "momentum must be in [0, 1), a MomentumCorrection, 'auto' or None, got 1.0",
     ),
     (
-        {"momentum_correction": "yes"},
-        "momentum_correction must be a MomentumCorrection or None, got 'yes'; write MomentumCorrection(0.9)",
+        {"momentum": "yes"},
+        "momentum must be one of 'auto', None, got 'yes'",
     ),
     (
-        {"momentum_correction": MomentumCorrection(0.9), "residual": False},
-        "residual must be True with momentum_correction, got False: velocities are kept in it",
+        {"momentum": MomentumCorrection(0.9), "residual": False},
+        "residual must be True with momentum=MomentumCorrection(momentum=0.9), got False: velocities are kept in it",
     ),
     ({"clip_norm": 0.0}, "clip_norm must be a finite norm > 0, got 0.0"),
     ({"clip_norm": "1"}, "clip_norm must be a finite norm > 0, got '1', a string; write clip_norm=1"),
@@ -111,7 +111,7 @@ def test_wrong_settings(make: Any, settings: dict[str, Any], message: str) -> No
             TopK,
             {"ratio": 1, "dense_steps": 4, "residual": True, "union": False, "discardable": True, "hierarchical": 2},
         ),
-        (DGC, {"ratio": 0.5, "momentum": 0.5, "seed": 3, "nesterov": True}),
+        (DGC, {"ratio": 0.5, "momentum": 0.5, "seed": 3}),
         (Threshold, {"threshold": 0.125, "ratio": 0.5}),
         (RandomBlock, {"ratio": 0.5, "blocks": 4, "seed": 1}),
     ],
@@ -137,7 +137,7 @@ ARGUMENTS: dict[type[Compressor], set[str]] = {
     TopK: {"ratio", "union"},
     SIDCo: {"ratio", "distribution", "stages", "adapt"},
     Own: {"ratio", "distribution", "stages", "adapt", "own"},
-    DGC: {"ratio", "momentum", "nesterov", "masking", "sample_ratio", "seed"},
+    DGC: {"ratio", "sample_ratio", "seed"},
     NoOp: set(),
 }
 """What classes have beside the settings that are common to all."""
@@ -146,7 +146,7 @@ ARGUMENTS: dict[type[Compressor], set[str]] = {
 @pytest.mark.parametrize("cls", ARGUMENTS)
 def test_every_argument_is_in_the_signature_and_all_after_ratio_by_name(cls: type[Compressor]) -> None:
     parameters = inspect.signature(cls).parameters
-    common = set(Settings.__annotations__) - ({"momentum_correction"} if cls is DGC else set())
+    common = set(Settings.__annotations__)
     assert set(parameters) == common | ARGUMENTS[cls]
     assert {one.kind for name, one in parameters.items() if name != "ratio"} == {inspect.Parameter.KEYWORD_ONLY}
 
@@ -155,8 +155,8 @@ def test_every_argument_is_in_the_signature_and_all_after_ratio_by_name(cls: typ
     ("make", "text"),
     [
         (
-            lambda: TopK(0.1, momentum_corection=None),
-            "TopK must be .*got momentum_corection; did you mean mom.*ion$",
+            lambda: TopK(0.1, momentun=None),
+            "TopK must be .*got momentun; did you mean momentum$",
         ),
         (
             lambda: SIDCo(0.1, distribusion="gamma"),
@@ -167,7 +167,6 @@ def test_every_argument_is_in_the_signature_and_all_after_ratio_by_name(cls: typ
             "Own must be given arguments that it has, got union; it has ratio, .*, slack",
         ),
         (lambda: NoOp(union=True), "NoOp must be given arguments that it has, got union; it has granularity, "),
-        (lambda: DGC(0.1, momentum_correction=None), "DGC has its own momentum correction; set momentum, nesterov"),
     ],
 )
 def test_an_unknown_argument_is_named_with_the_class_and_what_is_near(
@@ -200,9 +199,9 @@ def test_k_and_capacity(ratio: float, slack: float, numel: int, target: int, cap
         "SIDCo(ratio=0.01, distribution='gamma', slack=2.0)",
         "SIDCo(ratio=0.01, adapt='paper', slack=24.0)",
         "TopK(ratio=warmup(start=0.25, end=0.01, steps=9), exclude=('*.bias',))",
-        "TopK(ratio=0.1, momentum_correction=MomentumCorrection(momentum=0.9))",
-        "TopK(ratio=0.1, momentum_correction=MomentumCorrection(momentum=0.9, nesterov=True))",
-        "DGC(ratio=0.1, momentum=0.5, masking=False)",
+        "TopK(ratio=0.1, momentum=MomentumCorrection(momentum=0.9))",
+        "TopK(ratio=0.1, momentum=MomentumCorrection(momentum=0.9, nesterov=True))",
+        "DGC(ratio=0.1, momentum=MomentumCorrection(momentum=0.5, masking=False))",
         "RandomBlock(ratio=0.1, blocks=3, seed=7, values='bfloat16', shared=False)",
         "Threshold(threshold=0.5)",
         "Own(ratio=0.1, own=2)",
@@ -226,10 +225,11 @@ def test_repr_tells_what_was_changed_later() -> None:
 def test_what_is_off_by_default_and_what_is_on() -> None:
     """What costs memory or time must be asked for; momentum correction masks as in the paper."""
     settings = TopK(0.1).settings()
-    off = ("discardable", "lr_in_residual", "union", "clip_norm", "momentum_correction", "dense_steps")
+    off = ("discardable", "union", "clip_norm", "dense_steps")
     assert not any(settings[name] for name in off)
+    assert settings["momentum"] == settings["lr_in_residual"] == "auto"
     assert (settings["residual"], settings["clip_scope"], settings["not_finite"]) == (True, "layer", "raise")
-    assert DGC(0.1).momentum_correction == MomentumCorrection(0.9, nesterov=False, masking=True)
+    assert DGC(0.1).momentum_correction == DGC(0.1, momentum=0.9).momentum == MomentumCorrection(0.9, masking=True)
 
 
 @pytest.mark.parametrize(

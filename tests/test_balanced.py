@@ -180,7 +180,7 @@ def test_sent_and_kept_are_what_came(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("masking", [True, False])
 def test_momentum_is_masked_where_a_worker_has_sent_or_forwarded(masking: bool) -> None:
     correction = MomentumCorrection(0.5, masking=masking)
-    pipelines = pipelines_of(ORACLE, 2, compressors.TopK(0.1, momentum_correction=correction, warmup=None, **SETTINGS))
+    pipelines = pipelines_of(ORACLE, 2, compressors.TopK(0.1, momentum=correction, warmup=None, **SETTINGS))
     gradients = [gradient + np.float32(10) for gradient in dyadic(np.random.default_rng(5), 2)]
     results = step(ORACLE, pipelines, gradients)
     assert results is not None

@@ -138,9 +138,7 @@ def test_training_goes_on_from_a_saved_state() -> None:
 def test_momentum_is_masked_where_the_host_has_sent(masking: bool) -> None:
     """All workers of a host stop the momentum of what any of them has sent for it."""
     correction = MomentumCorrection(0.5, masking=masking)
-    pipelines = pipelines_of(
-        ORACLE, "aabb", compressors.TopK(0.1, momentum_correction=correction, warmup=None, **SETTINGS)
-    )
+    pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.1, momentum=correction, warmup=None, **SETTINGS))
     gradients = [gradient + np.float32(10) for gradient in dyadic(np.random.default_rng(5), 4)]
     assert step(ORACLE, pipelines, gradients) is not None
     for host in (0, 2):

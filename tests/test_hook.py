@@ -103,7 +103,7 @@ def test_a_model_has_one_hook() -> None:
 def test_momentum_is_not_applied_twice() -> None:
     model = make_model()
     with pytest.raises(ValueError, match="optimizer must have momentum=0"):
-        register(model, DGC(0.1, warmup=None), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        register(model, DGC(0.1, momentum=0.9, warmup=None), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
 @pytest.mark.parametrize(

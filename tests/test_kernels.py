@@ -24,7 +24,7 @@ from horovod_sparse.kernels.memory import TYPES, Memory
 from horovod_sparse.numpy.compiled import CompiledOps
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.cached import Above
-from horovod_sparse.ops.protocol import Hints, Moving, Sums
+from horovod_sparse.ops.protocol import Hints, Momentum, Moving, Sums
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the kernels are not compiled, or turned off"),
@@ -196,11 +196,12 @@ def test_accumulate_velocity(size: int, dtype: type, gradient_type: type, nester
     expected = sample(size, dtype), sample(size, dtype, 1)
     gradient = sample(size, gradient_type, 2, infinite=True, nan=True)
     hints = Hints(0.7, size, sums=nesterov)
-    moving = Moving(expected[1], 0.9, nesterov)
+    momentum = Momentum(0.9, 0.8 if nesterov else None)
+    moving = Moving(expected[1], momentum)
     (not_finite,) = ORACLE.accumulate(expected[0], [(0, gradient)], moving=moving)
     for threads in THREADS if size == LARGE else (1,):
         residual, velocity = sample(size, dtype), sample(size, dtype, 1)
-        taken = accumulate(CompiledOps(threads), residual, gradient, hints, Moving(velocity, 0.9, nesterov))
+        taken = accumulate(CompiledOps(threads), residual, gradient, hints, Moving(velocity, momentum))
         assert_same(velocity, expected[1])
         assert_same(residual, expected[0])
         assert taken.not_finite == not_finite
@@ -228,7 +229,7 @@ def test_nothing_is_told_of_a_pass_that_overflowed(size: int, dtype: type) -> No
                 velocity, expected = np.zeros(size, dtype), residual.copy()
                 assert accumulate(ops, residual, gradient, Hints(0.5, size)) == Taken(1)
                 assert_same(residual, expected)
-                taken = accumulate(ops, residual, gradient, Hints(0.5, size), Moving(velocity, 0.5, nesterov=False))
+                taken = accumulate(ops, residual, gradient, Hints(0.5, size), Moving(velocity, Momentum(0.5)))
                 assert taken == Taken(1)
                 assert_same(residual, expected)
 
@@ -446,7 +447,7 @@ def test_what_would_reach_beyond_an_array_is_refused() -> None:
         with pytest.raises(ValueError, match="gradients must be within the residual's 3 elements"):
             ONE.accumulate(short, [(0, short[:1]), (first, gradient)])
     with pytest.raises(ValueError, match="velocity must be like the residual"):
-        ONE.accumulate(long, [(0, long)], moving=Moving(short, 0.9, nesterov=False))
+        ONE.accumulate(long, [(0, long)], moving=Moving(short, Momentum(0.9)))
     with pytest.raises(ValueError, match="must be contiguous, aligned and writable, got one of 3"):
         ONE.accumulate(np.zeros(6, np.float32)[::2], [(0, short)])
     with pytest.raises(ValueError, match="indices must be of int64, got int32"):
@@ -471,8 +472,8 @@ def test_a_read_only_array_is_not_written_to() -> None:
     target.flags.writeable = False
     for write in (
         lambda: ONE.accumulate(target, [(0, other)]),
-        lambda: ONE.accumulate(target, [(0, other)], moving=Moving(other, 0.9, nesterov=False)),
-        lambda: ONE.accumulate(other, [(0, other)], moving=Moving(target, 0.9, nesterov=False)),
+        lambda: ONE.accumulate(target, [(0, other)], moving=Moving(other, Momentum(0.9))),
+        lambda: ONE.accumulate(other, [(0, other)], moving=Moving(target, Momentum(0.9))),
         lambda: ONE.take(target, some),
         lambda: ONE.assembler(ONE.pack(some, values, 2), [2], 1.0)([(0, target)]),
     ):

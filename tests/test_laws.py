@@ -189,8 +189,8 @@ def test_without_residual_a_step_that_failed_leaves_nothing(backend: Backend, ro
 
 @for_all
 def test_without_residual_nothing_is_kept(backend: Backend, row: Row) -> None:
-    if row.momentum:
-        with pytest.raises(ValueError, match="residual must be True with momentum_correction"):
+    if row.settings.get("momentum"):
+        with pytest.raises(ValueError, match="residual must be True with momentum="):
             row.make(0.1, residual=False)
         return
     rng = np.random.default_rng(1)

@@ -22,12 +22,8 @@ on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_without_masking_ratio_one_is_momentum_sgd_and_with_masking_plain_sgd(nesterov: bool) -> None:
     backend, rng = BACKENDS[0], np.random.default_rng(1)
-    momentum = make_pipeline(
-        backend, NoOp(momentum_correction=MomentumCorrection(0.8, nesterov, masking=False)), {"p": (300,)}
-    )
-    plain = make_pipeline(
-        backend, NoOp(momentum_correction=MomentumCorrection(0.8, False, masking=True)), {"p": (300,)}
-    )
+    momentum = make_pipeline(backend, NoOp(momentum=MomentumCorrection(0.8, nesterov, masking=False)), {"p": (300,)})
+    plain = make_pipeline(backend, NoOp(momentum=MomentumCorrection(0.8, False, masking=True)), {"p": (300,)})
     buffer = np.zeros(300)
     for _ in range(5):
         gradient = gradients("gaussian", 300, rng)
@@ -39,10 +35,10 @@ def test_without_masking_ratio_one_is_momentum_sgd_and_with_masking_plain_sgd(ne
 
 @on_every_backend
 def test_velocities_are_saved_and_checked(backend: Backend) -> None:
-    corrected = make_pipeline(backend, TopK(0.1, momentum_correction=MomentumCorrection(), warmup=None), {"p": (300,)})
+    corrected = make_pipeline(backend, TopK(0.1, momentum=MomentumCorrection(), warmup=None), {"p": (300,)})
     send(backend, corrected, gradients("laplace", 300, np.random.default_rng(4)))
     plain = make_pipeline(backend, TopK(0.1, warmup=None), {"p": (300,)})
-    with pytest.raises(ValueError, match=r"velocities must be .*unexpected: \['p'\].*same momentum_correction"):
+    with pytest.raises(ValueError, match=r"velocities must be .*unexpected: \['p'\].*same momentum"):
         plain.load_state_dict(corrected.state_dict())
     with pytest.raises(ValueError, match=r"velocities must be .*missing: \['p'\]"):
         corrected.load_state_dict(plain.state_dict())

@@ -162,7 +162,7 @@ def test_the_norm_of_all_arrays_together_is_clipped() -> None:
         np.testing.assert_allclose(reduced[name], gradient * 2 / norm, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("large", "settings"), [("w", {}), ("b", {"momentum_correction": MomentumCorrection(0.9)})])
+@pytest.mark.parametrize(("large", "settings"), [("w", {}), ("b", {"momentum": MomentumCorrection(0.9)})])
 def test_a_sum_that_its_type_cannot_hold_fails_the_step(large: str, settings: dict[str, Any]) -> None:
     """Gradients of half precision add up in residuals and velocities, which have more range."""
     reduce = SparseAllreduce(None, TopK(0.01, min_numel=50, warmup=None, **settings))

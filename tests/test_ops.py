@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from table import BACKENDS, WITH_OPERATIONS, Backend
 
-from horovod_sparse.ops.protocol import Moving
+from horovod_sparse.ops.protocol import Momentum, Moving
 from horovod_sparse.torch.compiled import tensor_ops
 
 ORACLE = BACKENDS[0].ops
@@ -199,7 +199,7 @@ def test_accumulate_leaves_out_what_is_not_finite_in_the_residual(backend: Backe
     residual, velocity = backend.array(np.zeros(5, dtype)), backend.array(np.zeros(5, dtype))
     assert backend.ops.accumulate(residual, [(0, gradient)]) == [5 - np.count_nonzero(kept)]
     np.testing.assert_array_equal(backend.numpy(residual), kept.astype(dtype), strict=True)
-    moving = Moving(velocity, 0.5, nesterov=False)
+    moving = Moving(velocity, Momentum(0.5))
     assert backend.ops.accumulate(residual, [(0, gradient)], moving=moving) == [5 - np.count_nonzero(kept)]
     np.testing.assert_array_equal(backend.numpy(velocity), kept.astype(dtype), strict=True)
 

@@ -372,7 +372,7 @@ def test_a_sum_that_its_type_cannot_hold_fails_the_step(dtype: torch.dtype, has_
 def test_a_moved_gradient_that_its_type_cannot_hold_fails_the_step() -> None:
     """What is reduced dense in half precision gets its momentum from a velocity of more range."""
     backend = next(one for one in BACKENDS if one.name == "torch")
-    pipeline = make_pipeline(backend, TopK(0.1, momentum_correction=MomentumCorrection(0.9), warmup=None), {})
+    pipeline = make_pipeline(backend, TopK(0.1, momentum=MomentumCorrection(0.9), warmup=None), {})
     layout = Layout.of([("p", (4,))], "float32")
     pipeline.add_dense([layout], lambda name: torch.zeros(1))
     for step in range(2):

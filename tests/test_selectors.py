@@ -137,11 +137,6 @@ def test_dgc_samples_in_odd_strides_from_changing_starts() -> None:
         assert set(np.diff(sample)) == {99.0} and sample.size > 1000
 
 
-def test_dgc_has_its_own_momentum() -> None:
-    with pytest.raises(TypeError, match="DGC has its own momentum correction"):
-        DGC(0.1, momentum_correction=None, warmup=None)
-
-
 # --- GaussianK ---
 
 

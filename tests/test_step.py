@@ -51,22 +51,22 @@ CASES = {
     "pairs": Case(TopK),
     "sidco": Case(SIDCo),
     "layer": Case(SIDCo, {"granularity": "layer"}),
-    "momentum": Case(TopK, {"momentum_correction": MOMENTUM}),
-    "nesterov": Case(TopK, {"momentum_correction": MomentumCorrection(0.5, nesterov=True)}),
+    "momentum": Case(TopK, {"momentum": MOMENTUM}),
+    "nesterov": Case(TopK, {"momentum": MomentumCorrection(0.5, nesterov=True)}),
     "clipped": Case(DGC, {"clip_norm": 1.0, "clip_scope": "model"}),
     "clipped-layer": Case(SIDCo, {"clip_norm": 1.0}),
-    "discardable": Case(SIDCo, {"discardable": True, "momentum_correction": MOMENTUM}),
+    "discardable": Case(SIDCo, {"discardable": True, "momentum": MOMENTUM}),
     "rates": Case(SIDCo, {"lr_in_residual": True}, (0.5, 0.1, 0.2)),
     "rates-zero": Case(TopK, {"lr_in_residual": True}, (0.5, 0.0, 0.2)),
     "rates-discardable": Case(MiCRO, {"lr_in_residual": True, "discardable": True}, (0.5, 0.1, 0.2)),
-    "dense": Case(TopK, {"dense_steps": 9, "momentum_correction": MOMENTUM}),
+    "dense": Case(TopK, {"dense_steps": 9, "momentum": MOMENTUM}),
     "union": Case(MiCRO),
-    "union-momentum": Case(TopK, {"union": True, "momentum_correction": MOMENTUM}),
+    "union-momentum": Case(TopK, {"union": True, "momentum": MOMENTUM}),
     "shared": Case(RandomK),
-    "balanced": Case(TopK, {"balanced": True, "momentum_correction": MOMENTUM}),
+    "balanced": Case(TopK, {"balanced": True, "momentum": MOMENTUM}),
     "bfloat16": Case(TopK, {"values": "bfloat16"}),
     "float64": Case(SIDCo, {"residual_dtype": "float64", "values": "bfloat16"}),
-    "nan": Case(SIDCo, {"momentum_correction": MOMENTUM}, poison=np.nan),
+    "nan": Case(SIDCo, {"momentum": MOMENTUM}, poison=np.nan),
     "nan-union": Case(MiCRO, poison=np.inf),
     "scaled": Case(SIDCo, {"discardable": True}, scale=4.0),
     "scaled-nan": Case(SIDCo, {"discardable": True}, poison=np.nan, scale=4.0),
@@ -148,7 +148,7 @@ class Group:
 
     def __init__(self, backend: Any, settings: dict[str, Any], until: str) -> None:
         self.backend, self.step = backend, 0
-        compressor = TopK(0.1, momentum_correction=MOMENTUM, warmup=None, **settings)
+        compressor = TopK(0.1, momentum=MOMENTUM, warmup=None, **settings)
         shapes = {name: shape for name, shape in SHAPES.items() if name != DENSE}
         self.pipelines = [
             make_pipeline(backend, compressor, shapes, world=4, position=rank, groups=["a", "a", "b", "b"])

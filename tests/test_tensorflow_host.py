@@ -242,8 +242,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "capacity": {"slack": 3.0},
     "exclude": {"exclude": ["*c"]},
     "clip": {"clip_norm": 0.7},
-    "momentum": {"momentum_correction": MomentumCorrection(0.9), "exclude": ["*c"]},
-    "nesterov": {"momentum_correction": MomentumCorrection(0.9, nesterov=True, masking=False), "exclude": ["*c"]},
+    "momentum": {"momentum": MomentumCorrection(0.9), "exclude": ["*c"]},
+    "nesterov": {"momentum": MomentumCorrection(0.9, nesterov=True, masking=False), "exclude": ["*c"]},
 }
 
 
@@ -395,7 +395,7 @@ def test_a_step_that_is_given_up_loses_nothing_and_says_nothing_twice(make: Any,
 @pytest.mark.parametrize("correction", [None, MomentumCorrection(0.9)])
 def test_what_waits_for_a_frozen_parameter_is_dropped(granularity: str, correction: Any) -> None:
     rng = np.random.default_rng(3)
-    options = {"exclude": ["c"], "momentum_correction": correction}
+    options = {"exclude": ["c"], "momentum": correction}
     worker, oracle = pair(TopK, SHAPES, world=2, granularity=granularity, **options)
     for _ in range(3):
         same_step(worker, oracle, draw(rng), messages(worker, rng))
@@ -417,7 +417,7 @@ def test_what_waits_for_a_frozen_parameter_is_dropped(granularity: str, correcti
 def test_small_parameters_share_a_message() -> None:
     rng = np.random.default_rng(4)
     shapes = {f"small{number}": (7, 3) for number in range(30)} | {"large": (400_000,), "last": (5,)}
-    worker, _ = pair(TopK, shapes, exclude=["*"], momentum_correction=MomentumCorrection(0.5))
+    worker, _ = pair(TopK, shapes, exclude=["*"], momentum=MomentumCorrection(0.5))
     for _ in range(2):
         given = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
         before = worker.engine.state_dict()["velocities"]

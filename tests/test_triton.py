@@ -23,7 +23,6 @@ from table import SCALES_WITHOUT_SQUARES, gradients
 
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.gaussiank import GaussianK
-from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.sidco import SIDCo, last_stage, next_aim
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
@@ -36,7 +35,7 @@ from horovod_sparse.kernels.gpu.messages import add_up
 from horovod_sparse.kernels.gpu.rules import Request, rule_of
 from horovod_sparse.kernels.gpu.tiles import RUN, SUMS
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.ops.protocol import Moving
+from horovod_sparse.ops.protocol import Momentum, Moving
 from horovod_sparse.torch import device
 from horovod_sparse.torch.ops import TorchOps
 
@@ -155,7 +154,7 @@ def check_accumulate(
     cut: float,
     floor: float,
     velocity: Any = None,
-    correction: MomentumCorrection | None = None,
+    momentum: Momentum | None = None,
 ) -> None:
     """The parameter stands between two others, at an offset that no vector is aligned with."""
     around = [np.full(3, 9, residual.dtype), residual, np.full(2, 9, residual.dtype)]
@@ -164,14 +163,14 @@ def check_accumulate(
     moving = None
     given = np.zeros(residual.size, np.float32) if gradient is None else gradient.double().numpy()
     expected = residual.copy()
-    if correction is None:
+    if momentum is None:
         (not_finite,) = ORACLE.accumulate(expected, [(0, given)])
     else:
         moving = torch.from_numpy(np.concatenate([np.zeros(3, residual.dtype), velocity, np.zeros(2, residual.dtype)]))
         velocity = velocity.copy()
-        how = Moving(velocity, correction.momentum, correction.nesterov)
+        how = Moving(velocity, momentum)
         (not_finite,) = ORACLE.accumulate(expected, [(0, given)], moving=how)
-    bucket.accumulate(3, gradient, None, 1, velocity=moving, correction=correction)
+    bucket.accumulate(3, gradient, None, 1, velocity=moving, momentum=momentum)
     np.testing.assert_array_equal(buffer.numpy(), np.concatenate([around[0], expected, around[2]]))
     if moving is not None:
         np.testing.assert_array_equal(moving.numpy()[3:-2], velocity)
@@ -202,11 +201,11 @@ def test_accumulate(size: int, dtype: type) -> None:
 
 @of_either_width
 @pytest.mark.parametrize("kind", [None, torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("correction", [None, MomentumCorrection(0.9), MomentumCorrection(0.9, nesterov=True)])
-def test_accumulate_takes_gradients_of_every_type(dtype: type, kind: torch.dtype | None, correction: Any) -> None:
+@pytest.mark.parametrize("momentum", [None, Momentum(0.9), Momentum(0.9, 0.8)])
+def test_accumulate_takes_gradients_of_every_type(dtype: type, kind: torch.dtype | None, momentum: Any) -> None:
     """Without a gradient it measures."""
     gradient = None if kind is None else torch.from_numpy(sample(70, np.float64, 1, bad=True)).to(kind)
-    check_accumulate(sample(70, dtype, 0), gradient, 0.5, 1.0, sample(70, dtype, 2), correction)
+    check_accumulate(sample(70, dtype, 0), gradient, 0.5, 1.0, sample(70, dtype, 2), momentum)
 
 
 def test_accumulate_follows_strides() -> None:
@@ -409,13 +408,13 @@ def test_sidco_learns_what_it_does_elsewhere(name: str) -> None:
 
 
 @of_either_width
-@pytest.mark.parametrize("correction", [None, MomentumCorrection(0.5), MomentumCorrection(0.5, nesterov=True)])
-def test_sums_that_overflow_stay_at_the_largest_number(dtype: type, correction: Any) -> None:
+@pytest.mark.parametrize("momentum", [None, Momentum(0.5), Momentum(0.5, 0.25)])
+def test_sums_that_overflow_stay_at_the_largest_number(dtype: type, momentum: Any) -> None:
     largest = float(np.finfo(dtype).max)
     residual, gradient, velocity = np.ones(150, dtype), np.zeros(150, dtype), np.zeros(150, dtype)
     residual[[5, 70]] = gradient[[5, 70]] = largest, -largest
     velocity[[5, 149]] = gradient[149] = largest
-    check_accumulate(residual, torch.from_numpy(gradient), 0.5, 0.7, velocity, correction)
+    check_accumulate(residual, torch.from_numpy(gradient), 0.5, 0.7, velocity, momentum)
 
 
 # --- receive ---

@@ -100,8 +100,8 @@ def test_a_saved_state_continues_identically(row: Row) -> None:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "float64": {"residual_dtype": "float64"},
-    "momentum": {"momentum_correction": MomentumCorrection(0.5)},
-    "nesterov": {"momentum_correction": MomentumCorrection(0.5, nesterov=True, masking=False)},
+    "momentum": {"momentum": MomentumCorrection(0.5)},
+    "nesterov": {"momentum": MomentumCorrection(0.5, nesterov=True, masking=False)},
     "learning-rate": {"lr_in_residual": True},
     "dense-steps": {"dense_steps": 2},
     "layers": {"granularity": "layer"},

@@ -7,7 +7,7 @@ import pytest
 
 from horovod_sparse import kernels
 from horovod_sparse.numpy.compiled import CompiledOps, host_ops
-from horovod_sparse.ops.protocol import Hints, Moving
+from horovod_sparse.ops.protocol import Hints, Momentum, Moving
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the kernels are not compiled, or turned off")
 
@@ -17,7 +17,7 @@ def everything_found(x: np.ndarray, threads: int) -> str:
     ops = CompiledOps(threads)
     residual, velocity = np.zeros_like(x), np.zeros_like(x)
     tracked, noted = ops.tracked(residual), []
-    for moving in (None, Moving(velocity, 0.9, nesterov=True)):
+    for moving in (None, Moving(velocity, Momentum(0.9, 0.8))):
         tracked.begin(Hints(0.7, x.size, sums=True))
         tracked.take_in([(0, x)], moving)
         noted += [tracked.sums, tracked.above and (tracked.above.indices.tobytes(), tracked.above.values.tobytes())]

@@ -32,9 +32,13 @@ class Expected:
     def take_in(self, name: str, gradient: Array | None, rate: float) -> bool:
         """Take in a gradient; return whether it was finite, and did not overflow the residual."""
         residual, correction = self.residuals[name], self.compressor.momentum_correction
-        if self.compressor.lr_in_residual and rate == 0.0:
-            gradient = None
-        elif self.compressor.lr_in_residual:
+        if self.compressor.in_updates and rate == 0.0:
+            # The update is 0, but the velocity goes on.
+            if correction is not None:
+                finite = gradient is not None and bool(np.isfinite(gradient).all())
+                self._accelerate(name, gradient.astype(residual.dtype) if finite else 0.0)
+            return True
+        if self.compressor.in_updates:
             residual *= self.rates.get(name, rate) / rate
             self.rates[name] = rate
             if gradient is None:
@@ -45,24 +49,25 @@ class Expected:
             added = np.where(np.isfinite(converted), converted, 0)
             finite = bool(np.isfinite(converted).all())
         if correction is not None:
-            residual += added if correction.nesterov else 0
-            added = self._moved(name, added, nesterov=correction.nesterov)
+            added = self._moved(name, added)
         residual += added
         return _keep_finite(residual) and finite
 
-    def _moved(self, name: str, gradient: Array, *, nesterov: bool) -> Array:
-        """Apply momentum to a gradient, as `MomentumCorrection` says; return what the residual takes in."""
+    def _accelerate(self, name: str, gradient: Array | float) -> Array:
+        """Add a gradient to the velocity; return that as it was before it was kept finite."""
         correction, velocity = self.compressor.momentum_correction, self.velocities[name]
         assert correction is not None
-        if nesterov:
-            velocity += gradient
-            velocity *= correction.momentum
-        else:
-            velocity *= correction.momentum
-            velocity += gradient
+        velocity *= correction.momentum
+        velocity += gradient
         moved = velocity.copy()
         _keep_finite(velocity)
         return moved
+
+    def _moved(self, name: str, gradient: Array) -> Array:
+        """Apply momentum to a gradient, as `MomentumCorrection` says; return what the residual takes in."""
+        correction, moved = self.compressor.momentum_correction, self._accelerate(name, gradient)
+        assert correction is not None
+        return moved * correction.momentum + gradient if correction.nesterov else moved
 
     def give_up(self, before: dict[str, float]) -> None:
         """Bring the residuals back to the units of before the step, where there were any."""
@@ -74,11 +79,7 @@ class Expected:
 
     def dense(self, reduced: Array) -> Array:
         """Apply momentum to the reduced gradient of the dense parameter, which is finite."""
-        if self.compressor.momentum_correction is None:
-            return reduced
-        nesterov = self.compressor.momentum_correction.nesterov
-        corrected = self._moved(DENSE, reduced, nesterov=nesterov)
-        return corrected + reduced if nesterov else corrected
+        return reduced if self.compressor.momentum_correction is None else self._moved(DENSE, reduced)
 
     def rescale(self, factor: float) -> None:
         for array in (*self.residuals.values(), *self.velocities.values()):

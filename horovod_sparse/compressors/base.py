@@ -16,6 +16,7 @@ from horovod_sparse.compressors.bucket_state import ALONE as ALONE
 from horovod_sparse.compressors.bucket_state import BucketState as BucketState
 from horovod_sparse.compressors.bucket_state import Place as Place
 from horovod_sparse.compressors.checks import (
+    check_automatic,
     check_boolean,
     check_choice,
     check_groups,
@@ -28,7 +29,7 @@ from horovod_sparse.compressors.checks import (
     check_slack,
     check_warmup,
 )
-from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.momentum import MomentumCorrection, MomentumSetting
 from horovod_sparse.compressors.scalars import plain, shown
 from horovod_sparse.compressors.schedules import ByAge, Schedule
 from horovod_sparse.exchange import owners, protocols
@@ -61,8 +62,8 @@ class Settings(TypedDict, total=False):
     dense_steps: int
     residual: bool
     residual_dtype: Literal["float32", "float64"] | None
-    lr_in_residual: bool
-    momentum_correction: MomentumCorrection | None
+    lr_in_residual: bool | Literal["auto"]
+    momentum: MomentumSetting
     clip_norm: float | None
     clip_scope: ClipScope
     slack: float | None
@@ -97,10 +98,13 @@ class Compressor(ABC):
             (https://arxiv.org/abs/1809.07599). When the learning rate changes from eta to eta', the residual is multiplied by
             eta/eta', so that every gradient is applied with the rate that it was computed at. Gradients of steps with rate 0
             add nothing; what is sent in such a step is lost. Rates that are negative, NaN or infinite are refused, and so are
-            those whose ratio to the last one float32 does not hold.
-        momentum_correction: momentum before the selection; the optimizer must then have none. Parameters that are reduced
-            dense get the same momentum after the reduction; embeddings with sparse gradients are refused. The optimizer
-            still adds weight decay, but now without momentum: multiply it by 1/(1 - momentum) for the same effect.
+            those whose ratio to the last one float32 does not hold. "auto" is True where `momentum` is taken from an optimizer.
+        momentum: momentum before the selection, m in [0, 1) or a `MomentumCorrection`; the optimizer must then have none.
+            "auto" takes that of PyTorch's and Keras' SGD: each worker applies it to its own gradients, and the optimizer steps
+            without. What is selected is the velocity, so that an entry that waits loses none of it, and with ratio 1 training
+            is the same. Where the optimizer is not seen (tape, bare hook), or is another, "auto" and None leave its momentum
+            where it is. Parameters that are reduced dense get the same momentum after the reduction. Embeddings with sparse
+            gradients are refused, and with "auto" leave the momentum in the optimizer.
         clip_norm: about the largest norm of the reduced gradient if the workers' gradients are independent, > 0, in the unit
             of the gradients (scaled ones with a GradScaler). Each worker scales its gradient down before anything else: to
             `clip_norm sqrt(workers)` where workers are averaged, and to `clip_norm / sqrt(workers)` where they are summed
@@ -139,10 +143,12 @@ class Compressor(ABC):
     """Capacity of a message as a multiple of k, unless the user says otherwise."""
     needs_sums: bool = False
     """Whether `select` calls `ops.measure`. If so, its sums are computed while gradients are accumulated."""
-    sets_itself: tuple[str, ...] = ()
-    """Arguments below that an algorithm sets itself, so that they are none of its own."""
     default_warmup: float | None = 1.0
     """c of `warmup="auto"`."""
+    default_momentum: MomentumCorrection | None = None
+    """What `momentum="auto"` is where no optimizer's momentum is moved."""
+    masks: bool = False
+    """Whether the momentum that is given by a number, or taken from the optimizer, is masked."""
     balances: bool = True
     """Whether the exchange `balanced` may be chosen. It needs entries that are spread over the bucket."""
     __signature__: ClassVar[inspect.Signature]
@@ -159,8 +165,8 @@ class Compressor(ABC):
         dense_steps: int = 0,
         residual: bool = True,
         residual_dtype: str | None = None,
-        lr_in_residual: bool = False,
-        momentum_correction: MomentumCorrection | None = None,
+        lr_in_residual: bool | Literal["auto"] = "auto",
+        momentum: MomentumSetting = "auto",
         clip_norm: float | None = None,
         clip_scope: ClipScope = "layer",
         slack: float | None = None,
@@ -181,8 +187,8 @@ class Compressor(ABC):
         self.dense_steps = dense_steps
         self.residual = residual
         self.residual_dtype = residual_dtype
-        self.lr_in_residual = lr_in_residual
-        self.momentum_correction = momentum_correction
+        self.lr_in_residual: bool | Literal["auto"] = lr_in_residual
+        self.momentum: MomentumSetting = momentum
         self.clip_norm = clip_norm
         self.clip_scope: ClipScope = clip_scope
         self.slack = self.default_slack if slack is None else slack
@@ -193,6 +199,8 @@ class Compressor(ABC):
         self.discardable = discardable
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
+        if isinstance(self.momentum, (int, float)):
+            self.momentum = MomentumCorrection(self.momentum, masking=self.masks) if self.momentum else None
         self._check_together()
         self.ratio = ratio if isinstance(ratio, Schedule) else float(ratio)
         self.slack = float(self.slack)
@@ -220,8 +228,10 @@ class Compressor(ABC):
                 f"warmup must be None or 'auto' with ratio={self.ratio!r}, which changes by itself, got {self.warmup!r}; "
                 "put it into the schedule, or give a number as ratio"
             )
-        if self.momentum_correction is not None and not self.residual:
-            raise ValueError("residual must be True with momentum_correction, got False: velocities are kept in it")
+        if self.momentum not in ("auto", None) and not self.residual:
+            raise ValueError(
+                f"residual must be True with momentum={self.momentum!r}, got False: velocities are kept in it"
+            )
         if self.values != "float32" and self.exchange is not protocols.sparse_allgather:
             raise ValueError(
                 f"values must be 'float32' where no pairs are sent, and with balanced=True, got {self.values!r} for "
@@ -276,6 +286,28 @@ class Compressor(ABC):
     def holds_back(self) -> bool:
         """Whether all gradients of a step must be available before the first one is accumulated."""
         return self.clip_norm is not None and self.clip_scope == "model"
+
+    @property
+    def momentum_correction(self) -> MomentumCorrection | None:
+        """The momentum before the selection; None if there is none."""
+        if isinstance(self.momentum, MomentumCorrection):
+            return self.momentum
+        automatic = self.momentum == "auto" and self.residual
+        return getattr(self, "_moved", self.default_momentum) if automatic else None
+
+    @property
+    def takes_momentum(self) -> bool:
+        """Whether the momentum is an optimizer's, which steps without it."""
+        return getattr(self, "_moved", None) is not None
+
+    @property
+    def in_updates(self) -> bool:
+        """Whether the residual is in units of the update."""
+        return self.takes_momentum if self.lr_in_residual == "auto" else self.lr_in_residual
+
+    def move_momentum(self, momentum: float, nesterov: bool) -> None:
+        """With `momentum="auto"`, take an optimizer's momentum. Call it before there are velocities."""
+        self._moved = MomentumCorrection(momentum, nesterov, self.masks) if momentum else None
 
     def new_state(self, place: Place = ALONE) -> BucketState:
         """Return the state of a bucket before its first step."""
@@ -358,7 +390,7 @@ def _signature(cls: type[Compressor]) -> inspect.Signature:
         for one in own:
             by_name = one.kind is inspect.Parameter.KEYWORD_ONLY
             way = inspect.Parameter.VAR_KEYWORD if by_name else inspect.Parameter.VAR_POSITIONAL
-            if one.kind not in _PASSED_ON and way in passed and one.name not in cls.sets_itself:
+            if one.kind not in _PASSED_ON and way in passed:
                 found.setdefault(one.name, one)
         passed &= {one.kind for one in own}
     return inspect.Signature(sorted(found.values(), key=lambda one: one.kind))
@@ -380,8 +412,8 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "dense_steps": partial(check_integer, least=0),
     "residual": check_boolean,
     "residual_dtype": partial(check_choice, choices=(None, "float32", "float64")),
-    "lr_in_residual": check_boolean,
-    "momentum_correction": check_momentum,
+    "lr_in_residual": check_automatic,
+    "momentum": check_momentum,
     "clip_norm": check_norm,
     "clip_scope": partial(check_choice, choices=get_args(ClipScope)),
     "slack": check_slack,

@@ -49,12 +49,17 @@ def check_patterns(name: str, value: Collection[object]) -> None:
 
 
 def check_momentum(name: str, value: object) -> None:
-    """Raise TypeError unless `value` is a momentum correction or None."""
-    if value is not None and not isinstance(value, MomentumCorrection):
-        factor = value if 0.0 <= as_number(value) < 1.0 else 0.9
-        raise TypeError(
-            f"{name} must be a MomentumCorrection or None, got {value!r}; write MomentumCorrection({factor})"
-        )
+    """Raise ValueError unless `value` is a momentum, "auto" or None."""
+    if isinstance(value, str):
+        check_choice(name, value, ("auto", None))
+    elif value is not None and not isinstance(value, MomentumCorrection):
+        check_number(name, value, "in [0, 1), a MomentumCorrection, 'auto' or None", 0.0 <= as_number(value) < 1.0)
+
+
+def check_automatic(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is True, False or "auto"."""
+    if value != "auto":
+        check_boolean(name, value)
 
 
 def check_warmup(name: str, value: object) -> None:

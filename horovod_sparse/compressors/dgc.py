@@ -27,41 +27,31 @@ class DGC(Compressor):
     exceed eta are sent and become zero in V and U (momentum factor masking). If more than 1.3 k entries exceed eta, the
     exact top-k of them is sent. If fewer than 0.8 k do, eta is lowered by the factor 0.8, at most 10 times.
 
-    Use an optimizer without momentum, because momentum is applied here (and multiply a weight decay by 1/(1 - m), see
-    `Compressor.momentum_correction`). With `momentum=0` this is sampled top-k with error feedback.
+    m is the optimizer's momentum where that can be moved (`Compressor.momentum`), and else 0.9. With `momentum=0` this is
+    sampled top-k with error feedback.
 
     Args:
         ratio: delta, fraction of entries to send, in (0, 1], or a schedule.
-        momentum: m, in [0, 1).
-        nesterov: whether to use Nesterov's form of the momentum.
-        masking: whether the velocity becomes zero where entries were sent.
         clip_norm: the largest norm that the reduced gradient of every parameter shall have. Each worker clips its own gradient,
             in the unit that `Compressor` describes; None does not clip.
         sample_ratio: fraction of the entries that is sampled, in (0, 1]; at least 2/delta entries are sampled.
         seed: seed of the sample's random start, an int >= 0.
-        others: those of `Compressor` except `momentum_correction`. Message capacity is 1.3 k unless `slack` says otherwise.
+        others: those of `Compressor`. Message capacity is 1.3 k unless `slack` says otherwise.
     """
 
     default_slack = _TOO_MANY
-    sets_itself = ("momentum_correction",)
+    default_momentum = MomentumCorrection(0.9)
+    masks = True
 
     def __init__(
         self,
         ratio: float | Schedule,
         *,
-        momentum: float = 0.9,
-        nesterov: bool = False,
-        masking: bool = True,
         sample_ratio: float = 0.01,
         seed: int = 0,
         **settings: Unpack[Settings],
     ) -> None:
-        if "momentum_correction" in settings:
-            raise TypeError("DGC has its own momentum correction; set momentum, nesterov and masking instead")
-        correction = MomentumCorrection(momentum, nesterov, masking)
-        settings["momentum_correction"] = correction if momentum else None
         super().__init__(ratio, **settings)
-        self.momentum, self.nesterov, self.masking = correction.momentum, nesterov, masking
         check_fraction("sample_ratio", sample_ratio)
         check_integer("seed", seed, 0)
         self.sample_ratio = float(sample_ratio)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from horovod_sparse.compressors.scalars import as_number, check_boolean, check_number, plain, shown
-from horovod_sparse.ops.protocol import Array, Ops
+from horovod_sparse.ops.protocol import Array, Momentum, Ops
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class MomentumCorrection:
     """Momentum before the selection (Deep Gradient Compression, https://arxiv.org/abs/1712.01887).
 
     The residual V accumulates the velocity U instead of the gradient G: `U = m U + G; V = V + U`, or in Nesterov's form
-    `U = m (U + G); V = V + U + G`. Entries are selected from V. The optimizer must then have no momentum of its own.
+    `V = V + G + m U`. Entries are selected from V. The optimizer must then have no momentum of its own.
 
     Args:
         momentum: m, in [0, 1).
@@ -38,8 +39,16 @@ class MomentumCorrection:
         check_boolean("nesterov", self.nesterov)
         check_boolean("masking", self.masking)
 
+    @property
+    def of_step(self) -> Momentum:
+        """What it is in every step."""
+        return Momentum(self.momentum, self.momentum if self.nesterov else None)
+
     def __repr__(self) -> str:
         return shown("MomentumCorrection", vars(self), {"nesterov": False, "masking": True})
+
+
+MomentumSetting = float | MomentumCorrection | Literal["auto"] | None
 
 
 def clip_limit(clip_norm: float, world: int, *, averages: bool) -> float:

@@ -148,7 +148,8 @@ def check_optimizer(c: Compressor, name: str, groups: Sequence[Mapping[str, obje
 
     `name` is that of the optimizer's class; `groups` are its settings, for each group of parameters.
     """
-    check_momentum(c, groups)
+    if c.momentum != "auto":
+        check_momentum(c, groups)
     correction = c.momentum_correction
     if (c.ratio == 1.0 and correction is None) or not any(DIVIDING.intersection(group) for group in groups):
         return
@@ -167,5 +168,5 @@ def check_momentum(c: Compressor, groups: Iterable[Mapping[str, object]]) -> Non
     if c.momentum_correction is not None and momentum is not None:
         raise ValueError(
             f"optimizer must have momentum=0 with {c.momentum_correction!r}, got momentum={momentum}: it would be applied "
-            "twice. Use SGD(..., momentum=0), or turn it off in the compression (DGC: momentum=0)"
+            "twice. Use SGD(..., momentum=0), or leave momentum out of the compression, which then takes the optimizer's"
         )

@@ -17,7 +17,7 @@ from horovod_sparse.exchange import cost, protocols
 from horovod_sparse.exchange.grid import Grid
 from horovod_sparse.exchange.protocols import Collective, Entries, Sent
 from horovod_sparse.exchange.rounds import Way, stands_in
-from horovod_sparse.ops.protocol import Array, Ops, Selection, Values
+from horovod_sparse.ops.protocol import Array, Momentum, Ops, Selection, Values
 
 _LASTING, _FEW_STEPS = 100, 5
 """Numbers of consecutive steps with a truncated message that show a lack of room: the lower one if most had no room."""
@@ -136,8 +136,8 @@ class Bucket(Owner):
         self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
         return Way(self.compressor.exchange, self.compressor.values)
 
-    def accumulate(self, gradients: Sequence[SlotGradient]) -> None:
-        self.selector.accumulate(gradients, self.state, self.k)
+    def accumulate(self, gradients: Sequence[SlotGradient], momentum: Momentum | None) -> None:
+        self.selector.accumulate(gradients, self.state, self.k, momentum)
 
     def change_unit(self, factor: float) -> None:
         """Adapt thresholds and controllers after a parameter's residual was multiplied by `factor` in this step."""

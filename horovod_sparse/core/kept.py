@@ -133,7 +133,10 @@ class Kept:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, and `check_state` has accepted. The buckets may differ."""
         self.residuals.load_state_dict(state["residuals"])
-        self.velocities.load_state_dict(state["velocities"])
+        if state["velocities"]:
+            self.velocities.load_state_dict(state["velocities"])
+        else:
+            self.velocities.reset()
         self.preparation.learning_rates = dict(state["learning_rates"])
         for bucket in self.buckets:
             bucket.forget()

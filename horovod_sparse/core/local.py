@@ -66,7 +66,7 @@ class Outer:
     def check(self, compressor: Compressor) -> None:
         """Raise ValueError if a compressor does what has no meaning here."""
         for name, needed, why in _NEEDED:
-            if getattr(compressor, name) != needed:
+            if getattr(compressor, name) not in ("auto", needed):
                 raise ValueError(
                     f"compression must have {name}={needed!r} with local updates, got {getattr(compressor, name)!r}: {why}"
                 )

@@ -6,6 +6,7 @@ provides the memory that the reduced gradients are written to. Imports no framew
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from horovod_sparse.core.selector import SlotGradient
 from horovod_sparse.core.state import check_discardable, check_state
 from horovod_sparse.core.step import Ending, Step
 from horovod_sparse.exchange.protocols import Collective, Reduced, Sent
-from horovod_sparse.ops.protocol import Array, Moving
+from horovod_sparse.ops.protocol import Array, Momentum, Moving, Part
 
 _NOT_FINITE = (
     "holds NaN or infinity, or overflows its residual; it was kept out of the residual. Lower the learning rate, or set "
@@ -76,9 +77,9 @@ class Pipeline(Kept):
             RuntimeError: a gradient has arrived before in this step.
             ValueError: `lr_in_residual` cannot use a learning rate; nothing was changed.
         """
-        in_units = self.compressor.lr_in_residual
+        in_units = self.compressor.in_updates
         factors = [self.preparation.change_of_unit(name, rate) if in_units else 1.0 for name, _, rate in arrived]
-        gradients: list[SlotGradient] = []
+        gradients = defaultdict[Momentum | None, list[SlotGradient]](list)
         for (name, gradient, learning_rate), factor in zip(arrived, factors, strict=True):
             if name not in bucket.missing:
                 raise RuntimeError(f"the gradient of {name!r} arrived twice in one step")
@@ -86,18 +87,29 @@ class Pipeline(Kept):
             if bucket.name not in step.buckets:
                 step.buckets[bucket.name] = bucket.begin_step(step.spare.get(bucket.name))
             bucket.missing.discard(name)
+            momentum = self.preparation.momentum(name)
             if factor is None:
-                # The learning rate is 0.
-                gradient = None
+                # The learning rate is 0, so that the update is 0, whatever the velocity is.
+                if momentum is not None:
+                    self._accelerate(bucket, name, gradient, momentum)
+                gradient = momentum = None
             elif learning_rate is not None and in_units:
                 # If a gradient is added, that notices what leaves the range.
                 self._change_unit(name, factor, learning_rate, keeps_range=gradient is None)
                 bucket.change_unit(factor)
             if gradient is not None:
                 gradient = self.preparation.prepared(gradient, bucket.layout.residual_dtype)
-            gradients.append((bucket.slots[name], gradient))
-        bucket.accumulate(gradients)
+            gradients[momentum].append((bucket.slots[name], gradient))
+        for momentum, some in gradients.items():
+            bucket.accumulate(some, momentum)
         return None if bucket.missing else bucket
+
+    def _accelerate(self, bucket: Bucket, name: str, gradient: Array | None, momentum: Momentum) -> None:
+        """Add a gradient to the velocity alone, unless it holds NaN or infinity."""
+        velocity = self.velocities.view(name)
+        velocity *= momentum.factor
+        if gradient is not None and self.ops.all_finite(gradient):
+            velocity += self.preparation.prepared(gradient, bucket.layout.residual_dtype).reshape(-1)
 
     def _begun(self) -> Step:
         """Return the step that has begun. If none has, one begins."""
@@ -190,8 +202,14 @@ class Pipeline(Kept):
             scale = self.preparation.scale
             if scale != 1.0:
                 flat /= scale
-            moving = Moving(velocity, correction.momentum, correction.nesterov)
-            good = [not overflowed for overflowed in self.ops.accumulate(corrected, parts, moving)]
+            together = defaultdict[Momentum, list[Part]](list)
+            for slot, part in zip(slots, parts, strict=True):
+                together[self.preparation.momentum(slot.name) or correction.of_step].append(part)
+            overflowed: dict[int, int] = {}
+            for momentum, some in together.items():
+                numbers = self.ops.accumulate(corrected, some, Moving(velocity, momentum))
+                overflowed |= {offset: number for (offset, _), number in zip(some, numbers, strict=True)}
+            good = [not overflowed[slot.offset] for slot in slots]
             if scale != 1.0:
                 corrected *= scale
             reduced[...] = corrected.reshape(reduced.shape)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from horovod_sparse.compressors import momentum
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.exchange.wire import LARGEST
-from horovod_sparse.ops.protocol import Array, Ops
+from horovod_sparse.ops.protocol import Array, Momentum, Ops
 
 
 class Arrived(NamedTuple):
@@ -33,6 +33,11 @@ class Preparation:
         """The loss scale of this step: gradients arrive multiplied by it."""
         self._factor: float | None = None
         """The factor by which this step's gradients are clipped, with `clip_scope="model"`."""
+        correction = compressor.momentum_correction
+        self.momentum: Callable[[str], Momentum | None] = lambda name: (
+            None if correction is None else correction.of_step
+        )
+        """Returns the momentum of a parameter in this step; None if the compressor has none."""
         self.learning_rates: dict[str, float] = {}
         """The last learning rate of each parameter that is not zero, with `lr_in_residual`."""
 

@@ -12,7 +12,7 @@ from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.rounds import FROM_PARTS
-from horovod_sparse.ops.protocol import Array, Hints, Moving, Ops, Part, Selection
+from horovod_sparse.ops.protocol import Array, Hints, Momentum, Moving, Ops, Part, Selection
 
 _FEW = 4
 """If more than one entry in `_FEW` exceeds the cut, none are noted: that would cost more memory and time than it saves."""
@@ -43,8 +43,10 @@ class Selector(Protocol):
     def begin(self, *, selects: bool) -> None:
         """Begin a step. `selects` says whether entries will be selected."""
 
-    def accumulate(self, gradients: Sequence[SlotGradient], state: BucketState, k: int) -> None:
-        """Add gradients to the residual, through the velocity if there is one, as `Ops.accumulate` does."""
+    def accumulate(
+        self, gradients: Sequence[SlotGradient], state: BucketState, k: int, momentum: Momentum | None
+    ) -> None:
+        """Add gradients to the residual, through the velocity if there is a momentum, as `Ops.accumulate` does."""
 
     def message(self, state: BucketState, k: int, capacity: int) -> Array:
         """Select, and return the message of pairs (`wire`, message 1). Its entries are no longer in the residual."""
@@ -94,16 +96,18 @@ class HostSelector:
         self._hinted, self.not_finite = False, []
         self._selects = selects and self._compressor.exchange not in FROM_PARTS
 
-    def accumulate(self, gradients: Sequence[SlotGradient], state: BucketState, k: int) -> None:
+    def accumulate(
+        self, gradients: Sequence[SlotGradient], state: BucketState, k: int, momentum: Momentum | None
+    ) -> None:
         if not self._hinted:
             # Not earlier: the state may be rescaled between the beginning of the step and the first gradient.
             self._hinted = True
             compressor, room = self._compressor, min(state.room, len(self._buffer) // _FEW)
             self._tracked.begin(Hints(state.cut, room, compressor.needs_sums) if self._selects else Hints())
-        correction, velocity, moving = self._compressor.momentum_correction, self._velocity, None
+        moving = None
         parts: list[Part] = [(slot.offset, gradient) for slot, gradient in gradients if gradient is not None]
-        if correction is not None and velocity is not None:
-            moving = Moving(velocity, correction.momentum, correction.nesterov)
+        if momentum is not None and self._velocity is not None:
+            moving = Moving(self._velocity, momentum)
             # The velocity goes on without a gradient.
             parts += [(slot.offset, self._zeros(slot)) for slot, gradient in gradients if gradient is None]
         if parts:

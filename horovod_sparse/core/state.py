@@ -123,7 +123,9 @@ def check_state(state: Any, compressor: Compressor, residuals: Shapes, velocitie
     """Raise ValueError unless `state` is a state of this release and algorithm, for parameters of these shapes."""
     _check_kinds(state)
     _check_shapes("residuals", state["residuals"], residuals, "the same min_numel and exclude")
-    _check_shapes("velocities", state["velocities"], velocities, "the same momentum_correction")
+    if state["velocities"] or not compressor.takes_momentum:
+        # Otherwise the momentum was in the optimizer, whose own state still holds it.
+        _check_shapes("velocities", state["velocities"], velocities, "the same momentum")
     unknown = sorted(state["learning_rates"].keys() - residuals.keys())
     if unknown:
         raise ValueError(f"state['learning_rates'] must be of parameters with a residual, got {unknown} too")

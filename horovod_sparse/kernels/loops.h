@@ -186,14 +186,11 @@ INLINE void each_vector(const Work& work) {
 
 // Returns the new residual and updates the velocity.
 template <class T, bool kVelocity, bool kNesterov>
-INLINE Vector<T> updated(Vector<T> residual, Vector<T>& velocity, Vector<T> gradient, T momentum) {
+INLINE Vector<T> updated(Vector<T> residual, Vector<T>& velocity, Vector<T> gradient, T momentum,
+                         T ahead) {
     if (!kVelocity) return residual + gradient;
-    if (!kNesterov) {
-        velocity = velocity * momentum + gradient;
-        return residual + velocity;
-    }
-    velocity = (velocity + gradient) * momentum;
-    return (residual + gradient) + velocity;
+    velocity = velocity * momentum + gradient;
+    return residual + (kNesterov ? velocity * ahead + gradient : velocity);
 }
 
 // Copies the finite entries of a group of a gradient, and zeros for the others. Returns the number of the others.
@@ -212,7 +209,7 @@ __attribute__((noinline)) int64_t clean(const T* gradient, T* cleaned) {
 
 // Returns a mask with a bit for each group that has an entry above the bound. Without sums, notes only the largest magnitude.
 template <class T, bool kSums, bool kVelocity, bool kNesterov>
-uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, T momentum,
+uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, T momentum, T ahead,
                     typename Type<T>::Bit bound, Totals<T>& totals) {
     constexpr int kVectors = kGroup / kLanes<T>;
     Running<T> sums(totals);
@@ -226,7 +223,7 @@ uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, 
                 const int at = part * kLanes<T>;
                 velocities[part] = kVelocity ? load<Vector<T>>(v + at) : Vector<T>{};
                 now[part] = updated<T, kVelocity, kNesterov>(load<Vector<T>>(r + at), velocities[part],
-                                                             load<Vector<T>>(from + at), momentum);
+                                                             load<Vector<T>>(from + at), momentum, ahead);
                 most = larger(most, magnitude_bits<T>(now[part]));
             });
             return most;

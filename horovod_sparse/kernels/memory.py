@@ -99,14 +99,14 @@ def gradients_of(ops: HostOps, parts: Sequence[Part]) -> Gradients | None:
 def take_in(ops: HostOps, residual: Block, gradients: Gradients, moving: Moving | None, notes: Any = None) -> list[int]:
     """Do as `Ops.accumulate`, and note what `notes` asks for. `residual` is the `Memory.write` of the buffer."""
     pointer, code, numel = residual
-    velocity, momentum, nesterov = ffi.NULL, 0.0, False
+    velocity, factor, ahead = ffi.NULL, 0.0, None
     if moving is not None:
         memory = ops.memory(moving.velocity)
         if memory is None or memory[1:3] != residual[1:]:
             raise ValueError(f"velocity must be like the residual, {numel} of {TYPES[code]}, got {memory}")
-        (velocity, _, _), momentum, nesterov = memory.write(), moving.momentum, moving.nesterov
+        (velocity, _, _), (factor, ahead) = memory.write(), moving.momentum
     parts = gradients.parts
-    what = parts, len(parts), momentum, nesterov, ops.threads(), notes or ffi.NULL
+    what = parts, len(parts), factor, ahead or 0.0, ahead is not None, ops.threads(), notes or ffi.NULL
     bad = lib.hs_accumulate(pointer, velocity, code, numel, *what)
     if bad < 0:
         places = [(part.first, part.n) for part in parts]

@@ -76,7 +76,7 @@ struct alignas(64) Totals {
 template <class T>
 struct Loops {
     using Bit = typename Type<T>::Bit;
-    using Accumulate = uint32_t(T*, T*, const T*, int64_t, T, Bit, Totals<T>&);
+    using Accumulate = uint32_t(T*, T*, const T*, int64_t, T, T, Bit, Totals<T>&);
     using Measure = void(const T*, int64_t, Bit, double, Totals<T>&);
     // First index: without velocity, with velocity, with Nesterov's. Second index: without sums, with sums.
     Accumulate* accumulate[3][2];

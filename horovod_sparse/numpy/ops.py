@@ -37,12 +37,12 @@ class NumpyOps(Ops):
         velocity = None if moving is None else moving.velocity[part]
         with np.errstate(over="ignore"):
             if moving is None or velocity is None:
-                moved = added
-            elif moving.nesterov:
-                moved = (velocity + added) * moving.momentum
+                moved = total = added
             else:
-                moved = velocity * moving.momentum + added
-            total = residual + added + moved if moving is not None and moving.nesterov else residual + moved
+                factor, ahead = moving.momentum
+                moved = velocity * factor + added
+                total = moved if ahead is None else moved * ahead + added
+            total = residual + total
         keep_finite(moved)
         overflowed = keep_finite(total)
         # In one statement, so that an interrupt finds both as they were or both as they will be.

@@ -70,13 +70,21 @@ class Hints(NamedTuple):
     """Whether the algorithm needs the sums of the whole array."""
 
 
+class Momentum(NamedTuple):
+    """Momentum of one step: `U = m U + G`, and the buffer gets U or, in Nesterov's form, `G + a U`."""
+
+    factor: float
+    """m, >= 0."""
+    ahead: float | None = None
+    """a, >= 0, in Nesterov's form; else None."""
+
+
 class Moving(NamedTuple):
-    """Momentum that is applied to gradients on their way into a buffer (see `momentum.MomentumCorrection`)."""
+    """Momentum that is applied to gradients on their way into a buffer."""
 
     velocity: Array
-    """An array like the buffer; it is changed."""
-    momentum: float
-    nesterov: bool
+    """U, an array like the buffer; it is changed."""
+    momentum: Momentum
 
 
 class Selection(NamedTuple):

@@ -26,7 +26,7 @@ from horovod_sparse.exchange.protocols import Collective, Exchange, Reduced, den
 from horovod_sparse.exchange.rounds import Round, rounds_of
 from horovod_sparse.kernels.pool import BufferPool
 from horovod_sparse.numpy.compiled import host_ops
-from horovod_sparse.ops.protocol import Array
+from horovod_sparse.ops.protocol import Array, Momentum
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.memory import check_memory, make_variable, memory_of
 
@@ -167,7 +167,7 @@ class HostPipeline(Pipeline):
         # Only a norm of all gradients must wait for all of them. Otherwise buckets are exchanged while others' gradients are
         # computed.
         gradients = [*step.gradients.values(), *step.dense.values()] if self.compressor.holds_back else []
-        return self._call(self._start_step, (), [step.scale, *gradients], tf.bool)
+        return self._call(self._start_step, (), [step.scale, step.rate, *gradients], tf.bool)
 
     def _together(self, buckets: list[Bucket]) -> list[list[Bucket]]:
         """Group the buckets that are always at the same step of their schedule: those that were made together."""
@@ -269,9 +269,21 @@ class HostPipeline(Pipeline):
 
     # --- called from the graph ---
 
-    def _start_step(self, scale: np.float64, *gradients: NDArray[Any]) -> np.bool_:
+    def _start_step(self, scale: np.float64, rate: np.float64, *gradients: NDArray[Any]) -> np.bool_:
+        self._accelerate_by(float(rate))
         self.start_step(gradients, None if math.isnan(scale) else float(scale))
         return np.True_
+
+    def _accelerate_by(self, rate: float) -> None:
+        """Keep the velocity in units of the update if the momentum was Keras': `u = m u + eta g`."""
+        correction = self.compressor.momentum_correction
+        if correction is None or not self.compressor.takes_momentum:
+            return
+        former = next(iter(self.preparation.learning_rates.values()), rate)
+        factor, ahead = correction.of_step
+        # It is stored in units of the gradient. A rate of 0 leaves the unit as it was.
+        momentum = Momentum(factor * former / rate if rate else factor, ahead)
+        self.preparation.momentum = lambda name: momentum
 
     def _is_dense(self, name: str) -> np.bool_:
         return np.bool_(self.bucket_of[name].is_dense)
@@ -282,7 +294,8 @@ class HostPipeline(Pipeline):
         bucket = self.bucket_of[name]
         self._use(bucket, *inputs[:parts])
         rate = float(inputs[parts])
-        gradients = dict(zip(names, inputs[parts + 1 :], strict=True))
+        # With rate 0 a gradient adds nothing to the velocity either.
+        gradients = dict(zip(names, inputs[parts + 1 :], strict=True)) if rate else {}
         for parameter in frozen:
             self.drop(parameter)
         learning_rate = None if math.isnan(rate) else rate

@@ -139,7 +139,7 @@ class Reducer(Server):
             tf.constant(math.nan, tf.float64) if one is None else tf.cast(one, tf.float64)
             for one in (learning_rate, loss_scale)
         )
-        if learning_rate is None and self.compressor.lr_in_residual:
+        if learning_rate is None and self.compressor.in_updates:
             raise ValueError(
                 "lr_in_residual must be False with a gradient tape or an optimizer of tf.compat.v1, which do not tell the "
                 "learning rate; use a Keras 3 optimizer with hvd.DistributedOptimizer"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from horovod_sparse import kernels
 from horovod_sparse.core import agreement
-from horovod_sparse.core.agreement import check_sparse, compare, op_name, warn_of_kernels, warn_of_values
+from horovod_sparse.core.agreement import compare, op_name, warn_of_kernels, warn_of_values
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import gather_json
 from horovod_sparse.torch.parameters import check_real, described, sums
@@ -73,7 +73,6 @@ def agree(
     warn_of_values([*new.values()], values, process_set.rank(), mpi_ops.rank(), "call hvd.broadcast_parameters first")
     check_real(new)
     found = {name for _, names, *_ in everyone for name in names}
-    check_sparse(found, compressor, sparse_as_dense=optimizer.sparse_as_dense, rank=mpi_ops.rank())
     return Agreement(max(agreed for _, _, agreed, *_ in everyone) if number is None else number, found, key)
 
 
@@ -96,10 +95,12 @@ def _describe(
         "groups": [str([names[p] for p in group]) for group in dict.fromkeys(optimizer._p_to_group.values())],
         "backward_passes_per_step": str(optimizer.backward_passes_per_step),
     }
-    if compressor.lr_in_residual:
+    if compressor.in_updates:
         # Residuals are in units of the update, which depends on these settings.
         description["lr"] = [str(float(group["lr"])) for group in groups]
         description["momentum"] = [str(group.get("momentum")) for group in groups]
+    if compressor.momentum_correction is not None:
+        description["momentum before the selection"] = repr(compressor.momentum_correction)
     return description
 
 

@@ -27,6 +27,7 @@ from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.gradients import write_to
+from horovod_sparse.torch.momentum import MovedMomentum
 from horovod_sparse.torch.parameters import check_real, described
 from horovod_sparse.torch.routes import Routes, dense_message
 from horovod_sparse.torch.step import Step
@@ -86,6 +87,8 @@ class GroupReducer(Server):
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         compressor.bind(self)
+        self.momentum: MovedMomentum | None = None
+        """The optimizer's momentum, if it is applied before the selection."""
         self.compressor = compressor
         self.active = compresses(transport.world)
         self._transport = transport
@@ -175,7 +178,7 @@ class GroupReducer(Server):
 
     def _take_compressed(self, pipeline: Pipeline, parameter: Tensor) -> None:
         step, name = self._step, self._routes.names[parameter]
-        rate = step.learning_rate(parameter, self._param_groups) if self.compressor.lr_in_residual else None
+        rate = step.learning_rate(parameter, self._param_groups) if self.compressor.in_updates else None
         bucket = pipeline.bucket_of[name]
         arrived = step.collect(bucket, Arrived(name, step.gradients[parameter], rate))
         if arrived and pipeline.arrive_together(bucket, arrived) is not None:
@@ -221,8 +224,10 @@ class GroupReducer(Server):
             "compression": repr(compressor),
             "parameters": described(new),
         }
-        if compressor.lr_in_residual:
+        if compressor.in_updates:
             mine["lr"] = [str(float(one["lr"])) for one in self._param_groups]
+        if compressor.momentum_correction is not None:
+            mine["momentum before the selection"] = repr(compressor.momentum_correction)
         everyone = group.everyone([mine, kernels.variant()])
         compare(mine, [theirs for theirs, _ in everyone], group.rank)
         warn_of_kernels([theirs for _, theirs in everyone], group.position, group.rank)
@@ -239,6 +244,8 @@ class GroupReducer(Server):
             groups=groups_of(compressor.hierarchical, group.world, group.hosts),
             device_selector=on_gpu,
         )
+        if self.momentum is not None:
+            pipeline.preparation.momentum = self.momentum.of
         self._routes.extend(new, (), pipeline)
         self.pipeline = pipeline
         if self.deferred is not None:

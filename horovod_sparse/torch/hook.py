@@ -3,6 +3,11 @@
 The annotations are no strings here: DDP compares those of a hook with its own classes.
 """
 
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
@@ -12,6 +17,7 @@ from horovod_sparse.core.binding import refuse_class
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.hooked import HookReducer
+from horovod_sparse.torch.momentum import MovedMomentum, moved_momentum
 from horovod_sparse.torch.parameters import check_memory
 from horovod_sparse.torch.uncompiled import uncompiled
 
@@ -83,13 +89,16 @@ def register(
     _check_optimizer(compression, optimizer)
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     check_memory(names)
-    if compression.lr_in_residual and optimizer is not None:
+    momentum = None
+    if optimizer is not None:
         moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         absent = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in moved]
-        if absent:
+        if absent and compression.in_updates:
             raise ValueError(
                 f"optimizer must have all parameters of the model with lr_in_residual=True, got none of {absent}"
             )
+        if not absent:
+            momentum = moved_momentum(compression, optimizer, optimizer.step, names)
     group = Group(model.process_group, next(iter(names)).device)
     try:
         model.register_comm_hook(compression, comm_hook)
@@ -99,7 +108,20 @@ def register(
             "each model, or wrap the module in a new DistributedDataParallel to give it another compression"
         ) from error
     reducer = HookReducer(compression, group, names, optimizer)
+    if momentum is not None and optimizer is not None:
+        reducer.momentum = momentum
+        optimizer.step = MethodType(_stepping(momentum, optimizer.step), optimizer)  # type: ignore[method-assign]
     reducer.finds_unused = model.find_unused_parameters and not model.static_graph
+
+
+def _stepping(momentum: MovedMomentum, own_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what takes the place of an optimizer's `step`. Schedulers wrap the step of an object in the same way."""
+
+    @functools.wraps(getattr(own_step, "__func__", own_step))
+    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        return momentum.step(own_step, closure)
+
+    return step
 
 
 def _check_bucket(bucket: object) -> None:
@@ -122,7 +144,7 @@ def _check_optimizer(compression: TorchCompressor, optimizer: torch.optim.Optimi
         check_optimizer(compression, type(optimizer).__name__, optimizer.param_groups)
         return
     for needs, why in (
-        (compression.lr_in_residual, "lr_in_residual=True, since residuals are in units of the update"),
+        (compression.in_updates, "lr_in_residual=True, since residuals are in units of the update"),
         (compression.momentum_correction, f"{compression.momentum_correction!r}, since it must have no momentum"),
     ):
         if needs:

@@ -49,13 +49,10 @@ class TorchOps(Ops):
             shaped.add_(gradient)
             return not_finite + self._keep_finite(residual)
         velocity = moving.velocity[part].view(gradient.shape)
-        if moving.nesterov:
-            velocity.add_(gradient)
-            shaped.add_(gradient)
-            velocity.mul_(moving.momentum)
-        else:
-            velocity.mul_(moving.momentum).add_(gradient)
-        shaped.add_(velocity)
+        factor, ahead = moving.momentum
+        velocity.mul_(factor).add_(gradient)
+        # Two roundings, as everywhere else: `add_` with alpha may round once.
+        shaped.add_(velocity if ahead is None else velocity.mul(ahead).add_(gradient))
         self._keep_finite(velocity)
         return not_finite + self._keep_finite(residual)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from horovod_sparse import kernels
-from horovod_sparse.core.agreement import agree_on_states, check_momentum, is_elastic
+from horovod_sparse.core.agreement import agree_on_states, check_momentum, check_sparse, is_elastic
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Slot
@@ -42,6 +42,7 @@ from horovod_sparse.torch.exchange import Collectives, empty_sparse
 from horovod_sparse.torch.following import WorkersBefore
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
+from horovod_sparse.torch.momentum import moved_momentum
 from horovod_sparse.torch.routes import OptimizerRoutes, dense_message
 from horovod_sparse.torch.scaler import WITH_SCALER, ScaledServer
 from horovod_sparse.torch.step import Step
@@ -58,10 +59,12 @@ class Reducer(ScaledServer):
 
     _routes: OptimizerRoutes
 
-    def __init__(self, optimizer: Any, compressor: TorchCompressor) -> None:
+    def __init__(self, optimizer: Any, compressor: TorchCompressor, own_step: Callable[..., Any]) -> None:
         compressor.bind(self)
         self.compressor = compressor
         self.optimizer = optimizer
+        self.momentum = moved_momentum(compressor, optimizer, own_step, optimizer._parameter_names)
+        """The optimizer's momentum, if it is applied before the selection."""
         self._ops = tensor_ops()
         self._process_set = optimizer.process_set
         self._forget_workers()
@@ -210,7 +213,7 @@ class Reducer(ScaledServer):
             step.sparse[parameter] = self._collectives.start("sparse", gradient, self._name(routes.names[parameter]))
         else:
             name, groups = routes.names[parameter], self.optimizer.param_groups
-            rate = step.learning_rate(parameter, groups) if self.compressor.lr_in_residual else None
+            rate = step.learning_rate(parameter, groups) if self.compressor.in_updates else None
             bucket = pipeline.bucket_of[name]
             gradients = step.collect(bucket, Arrived(name, gradient_of(parameter), rate))
             if gradients and pipeline.arrive_together(bucket, gradients) is not None:
@@ -364,12 +367,21 @@ class Reducer(ScaledServer):
 
     def settings_changed(self) -> None:
         """Check the optimizer's settings, which may have changed."""
-        check_momentum(self.compressor, self.optimizer.param_groups)
+        if self.momentum is not None:
+            self.momentum.check()
+        else:
+            check_momentum(self.compressor, self.optimizer.param_groups)
 
     def _extend_routes(self) -> None:
         new = self._routes.without_route()
         deferred = self.deferred or empty_state()
         agreement = agree(self.optimizer, self.compressor, new, deferred.get("sparse", ()), self._number)
+        sparse_as_dense = self.optimizer.sparse_as_dense
+        if agreement.sparse and not sparse_as_dense and self.momentum is not None and self.pipeline is None:
+            # Their gradients get no momentum before the selection, so that all of it stays in the optimizer.
+            self.momentum = None
+            self.compressor.move_momentum(0.0, nesterov=False)
+        check_sparse(agreement.sparse, self.compressor, sparse_as_dense=sparse_as_dense, rank=mpi_ops.rank())
         left_out = () if self.optimizer.sparse_as_dense else agreement.sparse
         if is_elastic() and self.pipeline is None:
             self.deferred = self.workers_before.align(self.deferred)
@@ -392,6 +404,8 @@ class Reducer(ScaledServer):
                 ),
                 device_selector=on_gpu,
             )
+            if self.momentum is not None:
+                pipeline.preparation.momentum = self.momentum.of
             self.pipeline = pipeline
         self._routes.extend(new, agreement.sparse, self.pipeline)
         self.sparse = [self._routes.names[parameter] for parameter in self._routes.sparse]

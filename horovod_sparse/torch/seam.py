@@ -154,7 +154,7 @@ def _init(stock: Method) -> Method:
             compression.check_free()
         stock(*arguments.args, **arguments.kwargs)
         if is_ours:
-            self._sparse_reducer = Reducer(self, compression)
+            self._sparse_reducer = Reducer(self, compression, _above_horovod(self).step)
 
     return extended
 
@@ -270,12 +270,15 @@ def _step(self: Any, reducer: Reducer, stock: Method, closure: Any = None) -> An
         return loss
 
     try:
+        own_step = _above_horovod(self).step
+        if reducer.momentum is not None:
+            own_step = functools.partial(reducer.momentum.step, own_step)
         if closure is not None:
-            return _above_horovod(self).step(reduced_closure)
+            return own_step(reduced_closure)
         if self._should_synchronize:
             # Stock Horovod warns here if the gradients are reduced already, as it reduces them again. This does not.
             self.synchronize()
-        return _above_horovod(self).step()
+        return own_step()
     except BaseException as error:
         reducer.update_failed(error)
         raise

@@ -20,6 +20,7 @@ MODULES = {
         "uneven",
         "uneven_errors",
         "policies",
+        "momentum",
         "disagreement",
         "parameters",
         "broadcast",
@@ -32,6 +33,7 @@ MODULES = {
     "tensorflow": (
         "tf.tape",
         "tf.keras3",
+        "tf.momentum",
         "tf.checkpoints",
         "tf.scaling",
         "tf.disagreement",
@@ -39,7 +41,7 @@ MODULES = {
         "tf.uneven",
         "tf.telemetry",
     ),
-    "ddp": ("ddp.hook", "ddp.local", "ddp.detached", "ddp.compiled", "ddp.telemetry"),
+    "ddp": ("ddp.hook", "ddp.momentum", "ddp.local", "ddp.detached", "ddp.compiled", "ddp.telemetry"),
 }
 
 

@@ -47,7 +47,7 @@ def gradients_are_those_of_moved_parameters(wrap: Wrap, rank: int, settings: dic
     unit = RATES[0]
     for step, rate in enumerate(RATES):
         optimizer.param_groups[0]["lr"] = rate
-        unit = unit if compression.lr_in_residual else rate
+        unit = unit if compression.in_updates else rate
         kept = compression.state_dict()["residuals"] if step else {}
         assert not step or any(residual.any() for residual in kept.values())
         before = digest(bowl.parameters())
@@ -97,7 +97,7 @@ LAWS: dict[str, tuple[Any, ...]] = {
     "gradients, lr in residual": (gradients_are_those_of_moved_parameters, {"lr_in_residual": True}),
     "gradients, momentum": (
         gradients_are_those_of_moved_parameters,
-        {"momentum_correction": MomentumCorrection(0.9, masking=False), "granularity": "layer"},
+        {"momentum": MomentumCorrection(0.9, masking=False), "granularity": "layer"},
     ),
     "refusals": (what_cannot_be_right_is_refused,),
 }

@@ -57,7 +57,9 @@ _NUMPY_MAKERS: dict[str, Any] = {
     "TopK-balanced": lambda library, **s: library.TopK(0.05, balanced=True, warmup=None, **s),
     "SIDCo-gamma": lambda library, **s: library.SIDCo(0.05, distribution="gamma", warmup=None, **s),
     "SIDCo-gpareto": lambda library, **s: library.SIDCo(0.05, distribution="gpareto", warmup=None, **s),
-    "DGC-warmup": lambda library, **s: library.DGC(warmup(0.25, 0.01, 4), nesterov=True, clip_norm=10.0, **s),
+    "DGC-warmup": lambda library, **s: library.DGC(
+        warmup(0.25, 0.01, 4), momentum=MomentumCorrection(nesterov=True), clip_norm=10.0, **s
+    ),
     "RandomK-own": lambda library, **s: library.RandomK(0.05, shared=False, warmup=None, **s),
     "dense-steps": lambda library, **s: library.TopK(0.05, dense_steps=3, warmup=None, **s),
 }
@@ -223,7 +225,7 @@ def unmasked_momentum_at_ratio_one_is_momentum_sgd(nesterov: bool) -> None:
     dense, corrected = small_model(), small_model()
     sgd = torch.optim.SGD(dense.parameters(), lr=0.05, momentum=0.9, nesterov=nesterov)
     train(dense, hvd.DistributedOptimizer(sgd, dense.named_parameters()), range(10))
-    compression = NoOp(momentum_correction=MomentumCorrection(0.9, nesterov, masking=False), bucket_bytes=BUCKET_BYTES)
+    compression = NoOp(momentum=MomentumCorrection(0.9, nesterov, masking=False), bucket_bytes=BUCKET_BYTES)
     train(corrected, wrap(corrected, compression, momentum=0.0), range(10))
     assert_close(corrected, dense)
     assert_identical(corrected)
@@ -233,8 +235,8 @@ def unmasked_momentum_at_ratio_one_is_momentum_sgd(nesterov: bool) -> None:
     *EVERYWHERE,
     cases={
         "DGC": (DGC,),
-        "SIDCo": (partial(SIDCo, momentum_correction=MomentumCorrection(), warmup=None),),
-        "no residual": (partial(TopK, momentum_correction=MomentumCorrection(), exclude=["*"], warmup=None),),
+        "SIDCo": (partial(SIDCo, momentum=MomentumCorrection(), warmup=None),),
+        "no residual": (partial(TopK, momentum=MomentumCorrection(), exclude=["*"], warmup=None),),
     },
 )
 def corrected_momentum_trains_alike_and_resumes(make: Any) -> None:
@@ -256,8 +258,11 @@ def corrected_momentum_trains_alike_and_resumes(make: Any) -> None:
 
 @scenario(MPI_2)
 def momentum_twice_is_refused() -> None:
-    message = raised(ValueError, lambda: wrap(small_model(), DGC(0.01, warmup=None), momentum=0.9))
-    assert "optimizer must have momentum=0 with MomentumCorrection" in message and "DGC: momentum=0" in message
+    message = raised(ValueError, lambda: wrap(small_model(), DGC(0.01, momentum=0.9, warmup=None), momentum=0.9))
+    assert (
+        "optimizer must have momentum=0 with MomentumCorrection" in message
+        and "which then takes the optimizer's" in message
+    )
     model = small_model()
     train(model, wrap(model, DGC(0.01, momentum=0.0, bucket_bytes=BUCKET_BYTES, warmup=None), momentum=0.9), range(3))
     # Also when it comes later: with the state of a dense run, or with another group of parameters.

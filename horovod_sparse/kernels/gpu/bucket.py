@@ -11,7 +11,6 @@ import triton
 from torch import Tensor
 
 from horovod_sparse.compressors.base import BucketState
-from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.exchange import wire
 from horovod_sparse.kernels.gpu.message import write
 from horovod_sparse.kernels.gpu.messages import CHUNK, device_of
@@ -19,6 +18,7 @@ from horovod_sparse.kernels.gpu.rules import Request, Rule
 from horovod_sparse.kernels.gpu.search import WORDS, count, histogram
 from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
 from horovod_sparse.kernels.gpu.tiles import MOST_BLOCK, NUMBERS, RUN, SUMS, accumulate
+from horovod_sparse.ops.protocol import Momentum
 
 BLOCK = 4096
 GROUPS = 1024
@@ -122,7 +122,7 @@ class DeviceBucket:
         k: int,
         *,
         velocity: Tensor | None = None,
-        correction: MomentumCorrection | None = None,
+        momentum: Momentum | None = None,
     ) -> None:
         part = self._parts[offset]
         x = self.buffer[offset : part.end]
@@ -140,17 +140,19 @@ class DeviceBucket:
                 self._tiles,
                 self.rule.request(state, k).cut,
                 self.rule.floor(state, self._limit),
+                0.0 if momentum is None else momentum.factor,
+                0.0 if momentum is None else momentum.ahead or 0.0,
                 self._partials,
                 self._found,
                 self._slots,
                 BLOCK=self._shape["BLOCK"],
                 SLOTS=self._slots_each,
                 HAS_GRADIENT=gradient is not None,
-                MOMENTUM=None if correction is None else correction.momentum,
-                NESTEROV=correction is not None and correction.nesterov,
+                HAS_VELOCITY=momentum is not None,
+                NESTEROV=momentum is not None and momentum.ahead is not None,
                 MEASURES=self.rule.measures,
                 # v * m + g must round twice, as it does everywhere else.
-                enable_fp_fusion=correction is None,
+                enable_fp_fusion=momentum is None,
             )
 
     def select(self, state: BucketState, k: int, capacity: int) -> Tensor:

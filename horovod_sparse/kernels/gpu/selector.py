@@ -7,29 +7,28 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from horovod_sparse.compressors.base import BucketState, Compressor
-from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.selector import Outcome, SlotGradient
 from horovod_sparse.kernels.gpu.bucket import DeviceBucket
 from horovod_sparse.kernels.gpu.rules import rule_of
+from horovod_sparse.ops.protocol import Momentum
 
 
 class DeviceSelector:
     """A `core.selector.Selector` that never makes the host wait before `finish`. It changes the bucket's velocity."""
 
-    def __init__(self, bucket: DeviceBucket, velocity: Tensor | None, correction: MomentumCorrection | None) -> None:
+    def __init__(self, bucket: DeviceBucket, velocity: Tensor | None) -> None:
         self.bucket = bucket
         self._velocity = velocity
-        self._correction = correction
 
     def begin(self, *, selects: bool) -> None:
         return
 
-    def accumulate(self, gradients: Sequence[SlotGradient], state: BucketState, k: int) -> None:
+    def accumulate(
+        self, gradients: Sequence[SlotGradient], state: BucketState, k: int, momentum: Momentum | None
+    ) -> None:
         for slot, gradient in gradients:
-            self.bucket.accumulate(
-                slot.offset, gradient, state, k, velocity=self._velocity, correction=self._correction
-            )
+            self.bucket.accumulate(slot.offset, gradient, state, k, velocity=self._velocity, momentum=momentum)
 
     def message(self, state: BucketState, k: int, capacity: int) -> Tensor:
         return self.bucket.select(state, k, capacity)
@@ -53,4 +52,4 @@ def selector_for(
         return None
     ratio = compressor.target_count(layout.numel) / layout.numel
     bucket = DeviceBucket(rule, buffer, [slot.numel for slot in layout.slots], ratio, **shape)
-    return DeviceSelector(bucket, velocity, compressor.momentum_correction)
+    return DeviceSelector(bucket, velocity)

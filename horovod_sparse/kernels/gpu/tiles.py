@@ -29,19 +29,17 @@ _RUN = tl.constexpr(RUN)
 
 
 @triton.jit
-def _add_to_velocity(x, g, velocity, inside, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr):
+def _add_to_velocity(x, g, velocity, inside, factor, ahead, NESTEROV: tl.constexpr):
     """Add the gradient, if there is one, to the velocity, and store that. Return what the residual becomes."""
     v = tl.load(velocity, inside, other=0.0)
-    if NESTEROV:
-        if g is not None:
-            v += g
-            x += g
-        v *= MOMENTUM
-    else:
-        v *= MOMENTUM
-        if g is not None:
-            v += g
+    v *= tl.full((), factor, tl.float64).to(v.dtype)
+    if g is not None:
+        v += g
     tl.store(velocity, clip(v, largest_of(v)), inside)
+    if NESTEROV:
+        v *= tl.full((), ahead, tl.float64).to(v.dtype)
+        if g is not None:
+            v += g
     return x + v
 
 
@@ -91,17 +89,19 @@ def accumulate(
     tiles: tl.int64,
     cut: tl.float64,
     floor: tl.float64,
+    factor: tl.float64,
+    ahead: tl.float64,
     partials,
     found,
     slots,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     HAS_GRADIENT: tl.constexpr,
-    MOMENTUM: tl.constexpr,
+    HAS_VELOCITY: tl.constexpr,
     NESTEROV: tl.constexpr,
     MEASURES: tl.constexpr,
 ):
-    """Add one parameter's gradient (with MOMENTUM, its velocity) to its residual, and store each tile's sums and candidates.
+    """Add one parameter's gradient, or its velocity, to its residual, and store each tile's sums and candidates.
 
     `residual`, `gradient` and `velocity` point to the parameter's first entry, which is entry `offset` of the bucket. Entries
     of the gradient that are not finite add nothing. Sums that overflow stay at the largest number. Both are counted.
@@ -116,8 +116,8 @@ def accumulate(
         g = tl.load(gradient + start + lanes, inside, other=0.0).to(x.dtype)
         finite = tl.abs(g) < float("inf")
         g, not_finite = tl.where(finite, g, 0.0), tl.where(finite, 0, 1)
-    if MOMENTUM is not None:
-        x = _add_to_velocity(x, g, velocity + start + lanes, inside, MOMENTUM, NESTEROV)
+    if HAS_VELOCITY:
+        x = _add_to_velocity(x, g, velocity + start + lanes, inside, factor, ahead, NESTEROV)
     elif HAS_GRADIENT:
         x += g
     not_finite = tl.where(tl.abs(x) < float("inf"), not_finite, 1)

@@ -20,6 +20,7 @@ from horovod_sparse.core.agreement import DIVIDING, check_optimizer
 from horovod_sparse.core.binding import check_kind
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.keras.loss_scaling import follow_scalers, inner_of, is_scaler, scale_of, spoiled
+from horovod_sparse.tensorflow.keras.momentum import move_momentum, without_momentum
 from horovod_sparse.tensorflow.memory import unwatched
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
@@ -110,7 +111,9 @@ class DistributedApply:
         self.local_variables: set[Any] = set()
         """References to variables whose gradients are not reduced."""
         self._optimizer = optimizer
-        self._apply = optimizer.apply
+        self._stock_apply = optimizer.apply
+        self._moves_momentum: bool | None = None
+        """Whether the optimizer's momentum is applied before the selection; None until the first step."""
         self._reduce = reduce
         self._accumulator = accumulator
         self._passes_divisor = passes_divisor
@@ -128,6 +131,13 @@ class DistributedApply:
     def register_local_var(self, var: Variable) -> None:
         """Do not reduce a variable's gradient: keep the one that this rank has computed."""
         self.local_variables.add(plain(var).ref())
+
+    def _apply(self, gradients: Sequence[Any], variables: Sequence[Variable] | None = None) -> None:
+        if self._moves_momentum and variables is not None:
+            with without_momentum(self._optimizer, variables):
+                self._stock_apply(gradients, variables)
+        else:
+            self._stock_apply(gradients, variables)
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Sequence[Any], trainable_variables: Sequence[Variable] | None = None) -> None:
@@ -166,6 +176,11 @@ class DistributedApply:
             # There is nothing to do, or the optimizer raises its own error.
             apply(grads, variables)
             return
+        if self._moves_momentum is None:
+            can_move = not self.local_variables
+            self._moves_momentum = self.compression is not None and move_momentum(
+                self.compression, self._optimizer, grads, can_move=can_move
+            )
         if not self._checked or not tf.executing_eagerly():
             _check_callers(optimizer)
             self._checked = True
@@ -205,7 +220,7 @@ def _accumulator(passes: int, sparse_as_dense: bool) -> _Accumulator | None:
 
 def _compressed(reducer: Reducer) -> Reduce:
     def reduce(gradients: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
-        rate = tf.convert_to_tensor(optimizer.learning_rate) if reducer.compressor.lr_in_residual else None
+        rate = tf.convert_to_tensor(optimizer.learning_rate) if reducer.compressor.in_updates else None
         if is_scaler(optimizer):
             # A step that is left out is discarded.
             reducer.compressor.discardable = True
@@ -225,11 +240,13 @@ def _settings_of(
 ) -> dict[str, str]:
     """Return the settings of an optimizer that must be equal on all ranks to keep replicas equal."""
     settings = {"backward_passes_per_step": str(passes), "average_aggregated_gradients": str(average_passes)}
-    if compression.lr_in_residual:
+    if compression.in_updates:
         inner = inner_of(optimizer)
         with tf.init_scope():
             settings["learning_rate"] = repr(float(tf.convert_to_tensor(inner.learning_rate)))
         settings["momentum"] = str(getattr(inner, "momentum", None))
+    if compression.momentum_correction is not None:
+        settings["momentum before the selection"] = repr(compression.momentum_correction)
     return settings
 
 

@@ -30,7 +30,7 @@ POLICIES: dict[str, MakeCompression] = {
     "dense-steps": lambda **settings: RandomBlock(0.01, dense_steps=3, warmup=None, **settings),
     "dense-steps-union": lambda **settings: TopK(0.01, union=True, dense_steps=2, warmup=None, **settings),
     "warm-up": lambda **settings: SIDCo(warmup(0.25, 0.01, 4), **settings),
-    "momentum": lambda **settings: TopK(0.01, momentum_correction=MomentumCorrection(0.9), warmup=None, **settings),
+    "momentum": lambda **settings: TopK(0.01, momentum=MomentumCorrection(0.9), warmup=None, **settings),
     "clipped": lambda **settings: TopK(0.01, clip_norm=0.5, warmup=None, **settings),
     "clipped-model": lambda **settings: TopK(0.01, clip_norm=0.5, clip_scope="model", warmup=None, **settings),
     "no-residual": lambda **settings: TopK(0.01, residual=False, warmup=None, **settings),
@@ -414,7 +414,7 @@ def a_discarded_step_leaves_no_trace(make: MakeCompression) -> None:
 
 def _all_dense(**settings: Any) -> Any:
     """There is no residual, but momentum."""
-    return TopK(0.05, momentum_correction=MomentumCorrection(0.9), exclude=["*"], warmup=None, **settings)
+    return TopK(0.05, momentum=MomentumCorrection(0.9), exclude=["*"], warmup=None, **settings)
 
 
 @scenario(
