@@ -121,16 +121,20 @@ class Pipeline(Kept):
 
     def _change_unit(self, name: str, factor: float, learning_rate: float, *, keeps_range: bool) -> None:
         """Multiply a residual by `factor`, because it is in units of `learning_rate` from now on."""
-        residual, rates = self.residuals.view(name), self.preparation.learning_rates
+        residual, rates, learning_rate = (
+            self.residuals.view(name),
+            self.preparation.learning_rates,
+            float(learning_rate),
+        )
         if factor == 1.0:
-            rates[name] = float(learning_rate)
+            rates[name] = learning_rate
             return
         with np.errstate(over="ignore"):
-            product = residual * factor
-        if keeps_range:
-            product = within_range(product)
-        # In one statement, so that the residual is never in another unit than is recorded.
-        residual[:], rates[name] = product, float(learning_rate)
+            # In one statement, so that the residual is never in another unit than is recorded.
+            if keeps_range and factor > 1.0:
+                residual[:], rates[name] = within_range(residual * factor), learning_rate
+            else:
+                _, rates[name] = residual.__imul__(factor), learning_rate
 
     def begin(self, bucket: Bucket) -> Collective:
         """Select from a complete bucket; return its exchange's first collective. What is not selected stays in the residual."""
