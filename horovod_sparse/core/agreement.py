@@ -150,6 +150,8 @@ def check_optimizer(c: Compressor, name: str, groups: Sequence[Mapping[str, obje
     """
     if c.momentum != "auto":
         check_momentum(c, groups)
+    elif c.residual:
+        check_dampening(groups)
     correction = c.momentum_correction
     if (c.ratio == 1.0 and correction is None) or not any(DIVIDING.intersection(group) for group in groups):
         return
@@ -160,6 +162,16 @@ def check_optimizer(c: Compressor, name: str, groups: Sequence[Mapping[str, obje
         "which exchanges the updates of the optimizer in place of gradients",
         stacklevel=1,
     )
+
+
+def check_dampening(groups: Iterable[Mapping[str, object]]) -> None:
+    """Raise ValueError if momentum cannot move, because PyTorch's SGD has dampening."""
+    for group in groups:
+        if group.get("momentum") and group.get("dampening"):
+            raise ValueError(
+                f"dampening must be 0 with momentum='auto', got {group['dampening']}; make the compressor with momentum=None, "
+                "which leaves the momentum in the optimizer"
+            )
 
 
 def check_momentum(c: Compressor, groups: Iterable[Mapping[str, object]]) -> None:

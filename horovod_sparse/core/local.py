@@ -29,7 +29,7 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.ops.protocol import Array
 
 _NEEDED = (
-    ("momentum_correction", None, "use outer_momentum, or momentum in the optimizer (DGC: momentum=0)"),
+    ("momentum_correction", None, "leave momentum out, and use outer_momentum, or momentum in the optimizer"),
     ("clip_norm", None, "movement that is clipped off would be lost; clip gradients before the optimizer's step"),
     ("not_finite", "raise", "the shared parameters would stay NaN"),
     ("lr_in_residual", False, "residuals are in units of the parameters already"),
@@ -65,6 +65,8 @@ class Outer:
 
     def check(self, compressor: Compressor) -> None:
         """Raise ValueError if a compressor does what has no meaning here."""
+        if compressor.momentum == "auto":
+            compressor.move_momentum(0.0, nesterov=False)
         for name, needed, why in _NEEDED:
             if getattr(compressor, name) not in ("auto", needed):
                 raise ValueError(

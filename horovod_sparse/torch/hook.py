@@ -89,16 +89,16 @@ def register(
     _check_optimizer(compression, optimizer)
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     check_memory(names)
-    momentum = None
-    if optimizer is not None:
-        moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        absent = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in moved]
-        if absent and compression.in_updates:
-            raise ValueError(
-                f"optimizer must have all parameters of the model with lr_in_residual=True, got none of {absent}"
-            )
-        if not absent:
-            momentum = moved_momentum(compression, optimizer, optimizer.step, names)
+    moved = (
+        {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if optimizer is not None
+        else set()
+    )
+    absent = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in moved]
+    if absent and compression.in_updates:
+        raise ValueError(
+            f"optimizer must have all parameters of the model with lr_in_residual=True, got none of {absent}"
+        )
     group = Group(model.process_group, next(iter(names)).device)
     try:
         model.register_comm_hook(compression, comm_hook)
@@ -108,8 +108,10 @@ def register(
             "each model, or wrap the module in a new DistributedDataParallel to give it another compression"
         ) from error
     reducer = HookReducer(compression, group, names, optimizer)
-    if momentum is not None and optimizer is not None:
-        reducer.momentum = momentum
+    momentum = None
+    if optimizer is not None and reducer.active and not absent:
+        momentum = reducer.momentum = moved_momentum(compression, optimizer, optimizer.step, names)
+    if optimizer is not None and momentum is not None:
         optimizer.step = MethodType(_stepping(momentum, optimizer.step), optimizer)  # type: ignore[method-assign]
     reducer.finds_unused = model.find_unused_parameters and not model.static_graph
 
@@ -119,7 +121,14 @@ def _stepping(momentum: MovedMomentum, own_step: Callable[..., Any]) -> Callable
 
     @functools.wraps(getattr(own_step, "__func__", own_step))
     def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        return momentum.step(own_step, closure)
+        loss = None
+        if closure is not None:
+            # Backward reads the momentum.
+            with torch.enable_grad():
+                loss = closure()
+        with momentum.left_out():
+            own_step()
+        return loss
 
     return step
 

@@ -26,9 +26,6 @@ def moved_momentum(
         optimizer: whose groups have it.
         step: the optimizer's own step. Only that of `torch.optim.SGD` is known to be linear in the gradients.
         names: the parameters' names; it may grow.
-
-    Raises:
-        ValueError: the optimizer has dampening.
     """
     is_sgd = inspect.unwrap(getattr(step, "__func__", step)) is inspect.unwrap(torch.optim.SGD.step)
     group = next((group for group in optimizer.param_groups if group.get("momentum")), None)
@@ -37,10 +34,8 @@ def moved_momentum(
     if not compressor.residual or not is_sgd:
         compressor.move_momentum(0.0, nesterov=False)
         return None
-    moved = MovedMomentum(optimizer, names)
-    moved.check()
     compressor.move_momentum(group["momentum"], group["nesterov"])
-    return moved
+    return MovedMomentum(optimizer, names)
 
 
 class MovedMomentum:
@@ -58,15 +53,6 @@ class MovedMomentum:
         self._seen: set[Tensor] = set()
         """Parameters whose `momentum_buffer` holds more than zeros."""
 
-    def check(self) -> None:
-        """Raise ValueError if the optimizer has dampening."""
-        for group in self._optimizer.param_groups:
-            if group["momentum"] and group["dampening"]:
-                raise ValueError(
-                    f"dampening must be 0 with momentum='auto', got {group['dampening']}; make the compressor with "
-                    "momentum=None, which leaves the momentum in the optimizer"
-                )
-
     def of(self, name: str) -> Momentum:
         """Return the momentum of a parameter in this step."""
         if name not in self._groups:
@@ -75,18 +61,8 @@ class MovedMomentum:
         group = self._optimizer.param_groups[self._groups[name]]
         return Momentum(group["momentum"], group["momentum"] if group["nesterov"] else None)
 
-    def step(self, own_step: Step, closure: Callable[[], Any] | None = None) -> Any:
-        """Step without momentum. A closure is called before, because the momentum must be there in backward."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with self._left_out():
-            own_step()
-        return loss
-
     @contextmanager
-    def _left_out(self) -> Iterator[None]:
+    def left_out(self) -> Iterator[None]:
         """Let the optimizer step without momentum in the block. Before, move the parameters by the velocity that it has."""
         found_inf = getattr(self._optimizer, "found_inf", None)
         if found_inf is not None and found_inf.item():

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from horovod_sparse import kernels
-from horovod_sparse.core.agreement import agree_on_states, check_momentum, check_sparse, is_elastic
+from horovod_sparse.core.agreement import agree_on_states, check_dampening, check_momentum, check_sparse, is_elastic
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Slot
@@ -42,7 +42,7 @@ from horovod_sparse.torch.exchange import Collectives, empty_sparse
 from horovod_sparse.torch.following import WorkersBefore
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
-from horovod_sparse.torch.momentum import moved_momentum
+from horovod_sparse.torch.momentum import MovedMomentum, moved_momentum
 from horovod_sparse.torch.routes import OptimizerRoutes, dense_message
 from horovod_sparse.torch.scaler import WITH_SCALER, ScaledServer
 from horovod_sparse.torch.step import Step
@@ -63,8 +63,6 @@ class Reducer(ScaledServer):
         compressor.bind(self)
         self.compressor = compressor
         self.optimizer = optimizer
-        self.momentum = moved_momentum(compressor, optimizer, own_step, optimizer._parameter_names)
-        """The optimizer's momentum, if it is applied before the selection."""
         self._ops = tensor_ops()
         self._process_set = optimizer.process_set
         self._forget_workers()
@@ -76,6 +74,10 @@ class Reducer(ScaledServer):
         self.workers_before = WorkersBefore()
         optimizer.register_step_pre_hook(self._note_step)
         self.active = self._process_set.included() and compresses(self._process_set.size())
+        self.momentum: MovedMomentum | None = None
+        """The optimizer's momentum, if it is applied before the selection."""
+        if self.active:
+            self.momentum = moved_momentum(compressor, optimizer, own_step, optimizer._parameter_names)
         if self.active and mpi_ops.size() == 1 and not is_elastic():
             # Stock Horovod registers no hooks for a single worker.
             optimizer._register_hooks()
@@ -368,7 +370,7 @@ class Reducer(ScaledServer):
     def settings_changed(self) -> None:
         """Check the optimizer's settings, which may have changed."""
         if self.momentum is not None:
-            self.momentum.check()
+            check_dampening(self.optimizer.param_groups)
         else:
             check_momentum(self.compressor, self.optimizer.param_groups)
 

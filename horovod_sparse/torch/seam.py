@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import horovod
@@ -270,15 +271,19 @@ def _step(self: Any, reducer: Reducer, stock: Method, closure: Any = None) -> An
         return loss
 
     try:
-        own_step = _above_horovod(self).step
-        if reducer.momentum is not None:
-            own_step = functools.partial(reducer.momentum.step, own_step)
+        own_step, loss = _above_horovod(self).step, None
         if closure is not None:
-            return own_step(reduced_closure)
+            if reducer.momentum is None:
+                return own_step(reduced_closure)
+            # Backward reads the momentum.
+            with torch.enable_grad():
+                loss = closure()
         if self._should_synchronize:
             # Stock Horovod warns here if the gradients are reduced already, as it reduces them again. This does not.
             self.synchronize()
-        return own_step()
+        with nullcontext() if reducer.momentum is None else reducer.momentum.left_out():
+            own_step()
+        return loss
     except BaseException as error:
         reducer.update_failed(error)
         raise

@@ -177,9 +177,12 @@ class DistributedApply:
             apply(grads, variables)
             return
         if self._moves_momentum is None:
-            can_move = not self.local_variables
-            self._moves_momentum = self.compression is not None and move_momentum(
-                self.compression, self._optimizer, grads, can_move=can_move
+            compression = self.compression
+            self._moves_momentum = (
+                compression is not None
+                and compression.server is not None
+                and compression.server.active
+                and move_momentum(compression, self._optimizer, grads, can_move=not self.local_variables)
             )
         if not self._checked or not tf.executing_eagerly():
             _check_callers(optimizer)
