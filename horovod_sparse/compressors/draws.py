@@ -14,10 +14,12 @@ from horovod_sparse.compressors.checks import check_boolean, check_integer
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.exchange import protocols
 from horovod_sparse.exchange.protocols import Exchange
-from horovod_sparse.ops.protocol import Ops
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+_MANY = 16
+"""If more than one number in `_MANY` is drawn, marking each number takes less time than sorting."""
 
 
 class _Key(ISeedSequence):
@@ -40,14 +42,25 @@ def generator(seed: int, state: BucketState, *, shared: bool) -> np.random.Gener
     return np.random.Generator(np.random.Philox(source))
 
 
-def distinct(ops: Ops, draws: np.random.Generator, numel: int, k: int) -> NDArray[np.int64]:
+def distinct(draws: np.random.Generator, numel: int, k: int) -> NDArray[np.int64]:
     """Draw k different numbers of [0, numel), ascending; every set of k is equally likely."""
     if k > numel // 2:
         rest = np.ones(numel, bool)
-        rest[distinct(ops, draws, numel, numel - k)] = False
+        rest[distinct(draws, numel, numel - k)] = False
         return np.flatnonzero(rest)
     # Draw repeated numbers again. This is faster than a generator's own choice, most of all for a large k.
-    drawn: NDArray[np.int64] = ops.distinct(lambda count: draws.integers(numel, size=count), numel, k)
+    if k > numel // _MANY:
+        marked, found = np.zeros(numel, bool), 0
+        while found < k:
+            marked[draws.integers(numel, size=k - found)] = True
+            found = int(np.count_nonzero(marked))
+        return np.flatnonzero(marked)
+    drawn = np.empty(0, np.int64)
+    while len(drawn) < k:
+        more = np.sort(draws.integers(numel, size=k - len(drawn)))
+        # This sort merges runs that are already in order.
+        drawn = np.sort(np.concatenate((drawn, more)), kind="stable")
+        drawn = drawn[np.diff(drawn, prepend=-1) > 0]
     return drawn
 
 

@@ -19,6 +19,6 @@ class RandomK(RandomCompressor):
     """
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
-        drawn = distinct(ops, self.draws(state), len(x), k)
+        drawn = distinct(self.draws(state), len(x), k)
         state.fingerprint = zlib.crc32(drawn.data) >> 1 if self.shared else 0
         return Selection(ops.indices(drawn, x), k)

@@ -730,22 +730,6 @@ int64_t hs_union(const int32_t* messages, int64_t length, int64_t header, int64_
     return merge_unique(ends);
 }
 
-int64_t hs_mark(uint64_t* marks, const int64_t* numbers, int64_t count) {
-    int64_t added = 0;
-    for (const int64_t* number = numbers; number != numbers + count; ++number) {
-        uint64_t& word = marks[*number / 64];
-        added += ~word >> *number % 64 & 1;
-        word |= uint64_t{1} << *number % 64;
-    }
-    return added;
-}
-
-void hs_marked(const uint64_t* marks, int64_t words, int64_t* numbers) {
-    for (int64_t number = 0; number < words; ++number)
-        for (uint64_t left = marks[number]; left != 0; left &= left - 1)
-            *numbers++ = 64 * number + __builtin_ctzll(left);
-}
-
 void hs_unpack(const int32_t* message, int64_t used, int64_t* indices, float* values) {
     for (int64_t row = 0; row < used; ++row) {
         indices[row] = message[2 * row];

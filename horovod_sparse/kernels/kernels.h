@@ -105,10 +105,6 @@ void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, in
    come after `header` numbers, and `merged` has room for all of them. Returns -1 unless hs_rows_in_use finds every message's
    indices in order, for a bucket of n. */
 int64_t hs_union(const int32_t* messages, int64_t length, int64_t header, int64_t world, int64_t n, int64_t* merged);
-/* Sets the bit of each of `count` numbers in `marks`, and returns how many bits were not set before. */
-int64_t hs_mark(uint64_t* marks, const int64_t* numbers, int64_t count);
-/* Writes the numbers of the bits that are set in `words` words of `marks`. */
-void hs_marked(const uint64_t* marks, int64_t words, int64_t* numbers);
 /* Reads the first `used` rows of a message of pairs. */
 void hs_unpack(const int32_t* message, int64_t used, int64_t* indices, float* values);
 /* end */

@@ -97,14 +97,6 @@ class KernelOps(HostOps):
         among = super().select_largest(x[few], count)
         return among._replace(indices=few[among.indices])
 
-    def distinct(self, draw: Callable[[int], NDArray[np.int64]], numel: int, k: int) -> NDArray[np.int64]:
-        marks, numbers, found = np.zeros((numel + 63) // 64, np.uint64), np.empty(k, np.int64), 0
-        while found < k:
-            drawn = draw(k - found)
-            found += lib.hs_mark(_written(marks), _written(drawn), len(drawn))
-        lib.hs_marked(_written(marks), len(marks), _written(numbers))
-        return numbers
-
     # --- messages ---
 
     def union(self, gathered: Array, world: int, header: int, numel: int) -> Array | None:

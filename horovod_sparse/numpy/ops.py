@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from horovod_sparse.exchange.wire import BAD_COUNTS, HALF_BIAS, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
 from horovod_sparse.ops.cached import Cached
-from horovod_sparse.ops.distinct import distinct
 from horovod_sparse.ops.protocol import Half, Moments, Moving, Ops, Part, Selection, Sums, Tracked
 
 Array = NDArray[Any]
@@ -116,9 +115,6 @@ class NumpyOps(Ops):
             return None
         merged = np.unique(np.concatenate(messages)).astype(np.int64)
         return merged[merged >= 0]
-
-    def distinct(self, draw: Callable[[int], Array], numel: int, k: int) -> Array:
-        return distinct(draw, numel, k)
 
     def take(self, x: Array, indices: Array) -> Array:
         largest = np.finfo(np.float32).max

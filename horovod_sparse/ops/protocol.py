@@ -157,12 +157,6 @@ class Ops(Protocol):
         In each message the indices come after `header` numbers, for a bucket of `numel` entries.
         """
 
-    def distinct(self, draw: Callable[[int], Any], numel: int, k: int) -> Any:
-        """Draw k different numbers of [0, numel), and return them ascending, as a NumPy array of int64.
-
-        `draw(n)` draws n numbers, which may be equal: first k, then as many as are missing, and so on.
-        """
-
     def take(self, x: Array, indices: Array) -> Array:
         """Return x[indices] rounded to float32 and subtract it from x, so that sent + kept is x exactly."""
 

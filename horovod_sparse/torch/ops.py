@@ -17,7 +17,6 @@ from torch import Tensor
 
 from horovod_sparse.exchange.wire import BAD_COUNTS, HALF_BIAS, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
 from horovod_sparse.ops.cached import Cached
-from horovod_sparse.ops.distinct import distinct
 from horovod_sparse.ops.protocol import Half, Moments, Moving, Ops, Part, Selection, Sums, Tracked
 from horovod_sparse.torch import device
 
@@ -167,9 +166,6 @@ class TorchOps(Ops):
         first = merged >= 0
         first[1:] &= merged[1:] != merged[:-1]
         return merged[first].long()
-
-    def distinct(self, draw: Callable[[int], NDArray[np.int64]], numel: int, k: int) -> NDArray[np.int64]:
-        return distinct(draw, numel, k)
 
     def take(self, x: Tensor, indices: Tensor) -> Tensor:
         taken = x[indices]
