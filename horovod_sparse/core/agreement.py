@@ -83,18 +83,6 @@ def _entry(values: list[str], number: int) -> str:
     return f"{len(values)}, number {number} is {values[number] if number < len(values) else _ABSENT}"
 
 
-def warn_of_kernels(kernels: Sequence[str], position: int, rank: int) -> None:
-    """Warn if the workers use different kernels. `kernels` are their names; `position` is this worker's."""
-    mine = kernels[position]
-    other = next((number for number, theirs in enumerate(kernels) if theirs != mine), None)
-    if other is not None:
-        warnings.warn(
-            f"horovod_sparse: rank {rank}: the kernels here are {mine!r}, but those of worker {other} of its group are "
-            f"{kernels[other]!r}. All replicas stay the same, but every step takes as long as on the slowest worker",
-            stacklevel=1,
-        )
-
-
 def warn_of_values(names: Sequence[str], sums: Sequence[Sequence[int]], position: int, rank: int, remedy: str) -> None:
     """Warn if parameters have other values on another worker. `sums` are all workers' numbers, in the order of `names`."""
     for other, theirs in enumerate(sums):

@@ -19,7 +19,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from horovod_sparse import kernels
-from horovod_sparse.core.agreement import RELEASE, check_arguments, check_sparse, compare, is_elastic, warn_of_kernels
+from horovod_sparse.core.agreement import RELEASE, check_arguments, check_sparse, compare, is_elastic
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Layout, Parameter, check_limits, plan
 from horovod_sparse.core.server import Server, log_start
@@ -350,10 +350,9 @@ class Reducer(Server):
         key = (self._process_set.process_set_id, *self._process_set.ranks)
         number = _agreed[key] if self._agreements == 0 else self._collectives.number
         mine["optimizer"] = f"number {number} of this process set, its agreement number {self._agreements}"
-        everyone = self._collectives.agree([mine, kernels.variant()], self._first_collective(names))
-        compare(mine, [theirs for theirs, _ in everyone], mpi_ops.rank())
+        everyone = self._collectives.agree(mine, self._first_collective(names))
+        compare(mine, everyone, mpi_ops.rank())
         if self._agreements == 0:
-            warn_of_kernels([theirs for _, theirs in everyone], self._process_set.rank(), mpi_ops.rank())
             self._collectives.number = number
             _agreed[key] = max(_agreed[key], number + 1)
         self._agreements += 1

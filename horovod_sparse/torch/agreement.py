@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from horovod_sparse import kernels
 from horovod_sparse.core import agreement
-from horovod_sparse.core.agreement import compare, op_name, warn_of_kernels, warn_of_values
+from horovod_sparse.core.agreement import compare, op_name, warn_of_values
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import gather_json
 from horovod_sparse.torch.parameters import check_real, described, sums
@@ -63,12 +62,8 @@ def agree(
     key = (process_set.process_set_id, *process_set.ranks)
     # Before the first agreement an optimizer has no number, so the collective's name cannot contain it. The description
     # that is compared does.
-    everyone = gather_json(
-        [mine, sparse, _agreed[key], kernels.variant(), sums(new)], agreement_name(process_set), process_set
-    )
+    everyone = gather_json([mine, sparse, _agreed[key], sums(new)], agreement_name(process_set), process_set)
     compare(mine, [theirs for theirs, *_ in everyone], mpi_ops.rank())
-    if number is None:
-        warn_of_kernels([theirs for *_, theirs, _ in everyone], process_set.rank(), mpi_ops.rank())
     values = [theirs for *_, theirs in everyone]
     warn_of_values([*new.values()], values, process_set.rank(), mpi_ops.rank(), "call hvd.broadcast_parameters first")
     check_real(new)

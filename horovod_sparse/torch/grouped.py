@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from horovod_sparse import kernels
-from horovod_sparse.core.agreement import RELEASE, agree_on_states, check_steps, compare, warn_of_kernels
+from horovod_sparse.core.agreement import RELEASE, agree_on_states, check_steps, compare
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.pipeline import Pipeline, UnderWay, Wait
@@ -228,9 +228,7 @@ class GroupReducer(Server):
             mine["lr"] = [str(float(one["lr"])) for one in self._param_groups]
         if compressor.momentum_correction is not None:
             mine["momentum before the selection"] = repr(compressor.momentum_correction)
-        everyone = group.everyone([mine, kernels.variant()])
-        compare(mine, [theirs for theirs, _ in everyone], group.rank)
-        warn_of_kernels([theirs for _, theirs in everyone], group.position, group.rank)
+        compare(mine, group.everyone(mine), group.rank)
         check_real(new)
         agree_on_states(
             lambda: self._check({name: tuple(p.shape) for p, name in new.items()}), group.everyone, group.rank

@@ -108,20 +108,16 @@ def weights_that_were_not_broadcast_cause_a_warning() -> None:
         name: (COMPRESSORS[name], kernel) for name in ("SIDCo", "MiCRO", "RandomK") for kernel in ("off", "slowest")
     },
 )
-def workers_with_different_kernels_are_told_and_stay_the_same(make: MakeCompression, kernel: str) -> None:
+def workers_with_different_kernels_stay_the_same(make: MakeCompression, kernel: str) -> None:
     before = os.environ.get(kernels.VARIABLE)
     if hvd.rank() == 1:
         os.environ[kernels.VARIABLE] = kernels.variants()[-1] if kernel == "slowest" else kernel
     try:
         model = small_model()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            train(model, wrap(model, make(bucket_bytes=BUCKET_BYTES)), range(8))
+        train(model, wrap(model, make(bucket_bytes=BUCKET_BYTES)), range(8))
     finally:
         os.environ.pop(kernels.VARIABLE, None)
         if before is not None:
             os.environ[kernels.VARIABLE] = before
         kernels.available()
-    texts = [str(warning.message) for warning in caught]
-    assert len(texts) == 1 and f"rank {hvd.rank()}: the kernels here are" in texts[0], texts
     assert_identical(model)
