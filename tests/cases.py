@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from stairs import Halving
 from table import BACKENDS, COMPRESSORS, Backend, Row
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.momentum import MomentumCorrection
-from horovod_sparse.compressors.schedules import warmup
 
 SHAPES = {"kernel": (5, 8), "embedding": (30,), "scale": (1,), "head": (9,)}
 """Parameters in buckets: two buckets of float32 with granularity "bucket", and one has a single entry with "layer"."""
@@ -94,16 +94,17 @@ def cases(draw: st.DrawFn) -> Case:
     options: dict[str, Any] = {} if "dgc" in row.name else {"momentum": draw(st.none() | momentum)}
     dtype = draw(st.sampled_from(("float32", "float16", "float64")))
     asked = draw(st.sampled_from((None, "float32", "float64")))
+    ratio = draw(st.sampled_from((0.1, 0.02, 0.5, 1.0, Halving(0.5, 0.1, 2))))
     return Case(
         row=row,
-        ratio=draw(st.sampled_from((0.1, 0.02, 0.5, 1.0, warmup(0.5, 0.1, 6, stairs=3)))),
+        ratio=ratio,
         backend=draw(st.sampled_from(LAWFUL)),
         dtype=dtype,
         residual_dtype=asked or ("float64" if dtype == "float64" else "float32"),
         averages=draw(st.booleans()),
         settings=options
         | {
-            "dense_steps": draw(st.sampled_from((0, 0, 1, 2))),
+            "warmup": draw(st.sampled_from((None, None, 1.0, 2.0))) if isinstance(ratio, float) else None,
             "discardable": draw(st.booleans()),
             "lr_in_residual": draw(st.booleans()),
             "not_finite": draw(st.sampled_from(("propagate", "raise"))),

@@ -103,7 +103,7 @@ class Row:
 
 def _threshold(ratio: Any) -> dict[str, Any]:
     # Entries of Laplace gradients exceed it with about the ratio's chance; at ratio 1 all do that are not zero.
-    return {"threshold": -np.log(ratio if isinstance(ratio, float) else ratio.end), "ratio": ratio}
+    return {"threshold": -np.log(ratio if isinstance(ratio, float) else ratio.final), "ratio": ratio}
 
 
 _RANDOM: dict[str, Any] = {"largest": False, "follows_order": True}

@@ -21,7 +21,7 @@ from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.noop import NoOp
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.randomk import RandomK
-from horovod_sparse.compressors.schedules import Schedule, warmup
+from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
@@ -46,7 +46,6 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"min_numel": True}, "min_numel must be an int >= 0, got True"),
     ({"exclude": "*.bias"}, "exclude must be a list of patterns such as ['*.bias'], got '*.bias'"),
     ({"exclude": ["a", 1]}, "exclude must be a list of patterns such as ['*.bias'], got ('a', 1)"),
-    ({"dense_steps": -1}, "dense_steps must be >= 0, got -1"),
     ({"residual": 1}, "residual must be True or False, got 1"),
     ({"residual_dtype": "float16"}, "residual_dtype must be one of None, 'float32', 'float64', got 'float16'"),
     ({"lr_in_residual": None}, "lr_in_residual must be True or False, got None"),
@@ -107,10 +106,7 @@ def test_wrong_settings(make: Any, settings: dict[str, Any], message: str) -> No
     ("cls", "settings"),
     [
         (SIDCo, {"ratio": 0.25, "slack": 1.5, "clip_norm": 2.0, "bucket_bytes": 1000, "min_numel": 3, "stages": 2}),
-        (
-            TopK,
-            {"ratio": 1, "dense_steps": 4, "residual": True, "union": False, "discardable": True, "hierarchical": 2},
-        ),
+        (TopK, {"ratio": 1, "warmup": 4.0, "residual": True, "union": False, "discardable": True, "hierarchical": 2}),
         (DGC, {"ratio": 0.5, "momentum": 0.5, "seed": 3}),
         (Threshold, {"threshold": 0.125, "ratio": 0.5}),
         (RandomBlock, {"ratio": 0.5, "blocks": 4, "seed": 1}),
@@ -198,7 +194,7 @@ def test_k_and_capacity(ratio: float, slack: float, numel: int, target: int, cap
         "SIDCo(ratio=0.001)",
         "SIDCo(ratio=0.01, distribution='gamma', slack=2.0)",
         "SIDCo(ratio=0.01, adapt='paper', slack=24.0)",
-        "TopK(ratio=warmup(start=0.25, end=0.01, steps=9), exclude=('*.bias',))",
+        "TopK(ratio=Fixed(highest=0.25, final=0.01), exclude=('*.bias',))",
         "TopK(ratio=0.1, momentum=MomentumCorrection(momentum=0.9))",
         "TopK(ratio=0.1, momentum=MomentumCorrection(momentum=0.9, nesterov=True))",
         "DGC(ratio=0.1, momentum=MomentumCorrection(momentum=0.5, masking=False))",
@@ -209,7 +205,7 @@ def test_k_and_capacity(ratio: float, slack: float, numel: int, target: int, cap
     ],
 )
 def test_repr_has_what_differs_from_the_defaults_and_can_be_read_back(text: str) -> None:
-    names = {one.__name__: one for one in (*COMPRESSORS, MomentumCorrection, Own, warmup)}
+    names = {one.__name__: one for one in (*COMPRESSORS, MomentumCorrection, Own, Fixed)}
     made = eval(text, names)
     assert repr(made) == repr(eval(repr(made), names))
     assert sorted(re.findall(r"\w+=[^,()]+", repr(made))) == sorted(re.findall(r"\w+=[^,()]+", text))
@@ -225,7 +221,7 @@ def test_repr_tells_what_was_changed_later() -> None:
 def test_what_is_off_by_default_and_what_is_on() -> None:
     """What costs memory or time must be asked for; momentum correction masks as in the paper."""
     settings = TopK(0.1).settings()
-    off = ("discardable", "union", "clip_norm", "dense_steps")
+    off = ("discardable", "union", "clip_norm")
     assert not any(settings[name] for name in off)
     assert settings["momentum"] == settings["lr_in_residual"] == "auto"
     assert (settings["residual"], settings["clip_scope"], settings["not_finite"]) == (True, "layer", "raise")

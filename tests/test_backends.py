@@ -16,9 +16,9 @@ from driver import exchange, make_pipeline
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from stairs import Halving
 from table import BACKENDS, COMPRESSORS, DEGENERATE, KINDS, ORACLE, Backend, Row, gradients
 
-from horovod_sparse.compressors.schedules import warmup
 from horovod_sparse.core.pipeline import Pipeline
 
 OTHERS = [backend for backend in BACKENDS if backend is not ORACLE]
@@ -154,7 +154,7 @@ def _kinds(row: Row) -> Iterator[Case]:
 
 
 def _not_finite(row: Row) -> Iterator[Case]:
-    cases = ((np.nan, {"not_finite": "raise"}), (np.inf, {"not_finite": "propagate"}), (-np.inf, {"dense_steps": 2}))
+    cases = ((np.nan, {"not_finite": "raise"}), (np.inf, {"not_finite": "propagate"}), (-np.inf, {"warmup": 2.0}))
     for bad, settings in cases:
         steps = _several(2, 3, np.random.default_rng(0))
         poisoned = steps[1][0]["c"]
@@ -166,7 +166,7 @@ def _not_finite(row: Row) -> Iterator[Case]:
 
 def _worlds(row: Row) -> Iterator[Case]:
     for world in (1, 2, 4):
-        for dense_steps in (0, 1):
+        for c in (None, 1.0):
             steps = _several(world, 4, np.random.default_rng(11))
             for number, given_now in enumerate(steps):
                 for rank, of_worker in enumerate(given_now):
@@ -174,9 +174,7 @@ def _worlds(row: Row) -> Iterator[Case]:
                         of_worker |= {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
                     if rank == 3:
                         of_worker["c"] = None if number else of_worker["c"]
-            yield Case(
-                steps, ratio=row.ratios[0], settings={"bucket_bytes": 4096, "dense_steps": dense_steps}, saved_after=3
-            )
+            yield Case(steps, ratio=row.ratios[0], settings={"bucket_bytes": 4096, "warmup": c}, saved_after=3)
 
 
 def _types(row: Row) -> Iterator[Case]:
@@ -194,9 +192,9 @@ def _saved(row: Row) -> Iterator[Case]:
     rng = np.random.default_rng(7)
     for saved_after in (1, 13):
         yield alone([gradients("pareto", 2000, rng) for _ in range(26)], ratio=0.01, saved_after=saved_after)
-    ratio = warmup(0.4, 0.1, 10, stairs=2)
     steps = [gradients("laplace", 2000, rng) for _ in range(20)]
-    yield alone(steps, ratio=ratio, settings={"dense_steps": 2}, saved_after=7)
+    yield alone(steps, ratio=Halving(0.4, 0.1, 5), saved_after=7)
+    yield alone(steps, settings={"warmup": 2.0}, saved_after=7)
 
 
 def _settings(row: Row) -> Iterator[Case]:

@@ -50,7 +50,7 @@ def test_the_numpy_adapter_imports_no_framework_and_no_mpi() -> None:
     assert loaded_frameworks("horovod_sparse.numpy") == "[]"
 
 
-@pytest.mark.parametrize("name", ["SIDCo", "MomentumCorrection", "warmup"])
+@pytest.mark.parametrize("name", ["SIDCo", "MomentumCorrection"])
 def test_a_public_name_is_said_to_be_in_the_adapters(name: str) -> None:
     with pytest.raises(
         ImportError, match=f"^{name} must be imported for a framework: from horovod_sparse.torch import {name}"

@@ -252,7 +252,7 @@ class Machine(RuleBasedStateMachine):
                 left, rounded = np.abs(after[indices]), rest_of(np.abs(before[indices]), compressor.values)
                 assert before.dtype == "float64" or (left <= rounded).all(), "what is sent leaves the residual"
                 masks = compressor.momentum_correction is not None and compressor.momentum_correction.masking
-                if masks and self.steps >= compressor.dense_steps:
+                if masks and self.steps >= compressor.first_sparse_step(world.world):
                     expected.velocities[slot.name].reshape(-1)[indices] = 0
                 expected.residuals[slot.name] = after.copy().reshape(slot.shape)
             self.check_conserved(slot.name, shares, parts, pairs=pairs)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from driver import exchange, make_pipeline, send
-from table import BACKENDS, COMPRESSORS, ORACLE, Backend, Row, gradients
+from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
 from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.momentum import MomentumCorrection
@@ -22,7 +22,6 @@ from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange.protocols import Collective, Exchange, Sender, Sent, sparse_allgather
-from horovod_sparse.exchange.rounds import Round
 from horovod_sparse.torch.gradients import write_reduced
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
@@ -327,19 +326,6 @@ def test_an_exchange_of_which_nothing_is_known_works(backend: Backend) -> None:
     assert own.stats().last.total.exchange == "own_exchange"
     for name in SHAPES:
         np.testing.assert_array_equal(*(backend.numpy(one.residuals.view(name)) for one in (own, usual)))
-
-
-def test_with_dense_steps_the_first_collective_must_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    compressor = OwnExchange(0.1, min_numel=0, dense_steps=1)
-    with pytest.raises(ValueError, match=r"^dense_steps must be 0 for OwnExchange.*got 1.*write exchange\.rounds = "):
-        pipeline_of(ORACLE, compressor)
-    monkeypatch.setattr(own_exchange, "rounds", (Round("allgather", "int32"),), raising=False)
-    pipeline, first = pipeline_of(ORACLE, compressor), []
-    for seed in range(2):
-        step(ORACLE, pipeline, seed)
-        first.append(pipeline.buckets[0].stands_in)
-    # In the dense step, ranks in other steps are met under the name of their first collective.
-    assert first == ["allgather", None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

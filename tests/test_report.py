@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stairs import Halving
 from test_stats_log import reduction, train
 
 from horovod_sparse.core.stats_log import NUMBERS
-from horovod_sparse.numpy import SparseAllreduce, StatsLog, TopK, warmup
+from horovod_sparse.numpy import SparseAllreduce, StatsLog, TopK
 from horovod_sparse.tools import cli
 from horovod_sparse.tools.report import log as logs
 from horovod_sparse.tools.report import picture, table
@@ -84,7 +85,7 @@ def test_steps_that_are_made_again_replace_those_of_before(made: Callable[..., P
     [
         (TopK(0.25), "TopK 0.25"),
         (SparseAllreduce(None, TopK(0.25)), "TopK 0.25"),
-        (TopK(warmup(0.25, 0.01, steps=20)), "TopK warmup(start=0.25, end=0.01, steps=20)"),
+        (TopK(Halving(0.25, 0.01, 20)), "TopK Halving(highest=0.25, final=0.01, every=20)"),
         ("Own(sample_ratio=0.1)", "Own"),
     ],
     ids=str,

@@ -7,49 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 from driver import exchange, make_pipeline
+from stairs import Halving
 from table import BACKENDS, gradients
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.randomk import RandomK
-from horovod_sparse.compressors.schedules import warmup
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.exchange.cost import allreduce_bytes
-
-
-def test_warm_up_of_deep_gradient_compression() -> None:
-    schedule = warmup(0.25, 0.25**5, 8)
-    assert [schedule.ratio(step) for step in range(0, 12, 2)] == pytest.approx(
-        [0.25, 0.0625, 0.015625, 0.00390625, 0.0009765625, 0.0009765625]
-    )
-    assert [schedule.ratio(step) for step in (0, 1)] == [0.25, 0.25], "in stairs"
-    assert (schedule.highest, schedule.final) == (0.25, 0.25**5)
-
-
-def test_few_message_shapes() -> None:
-    schedule = warmup(0.25, 0.001, 1000, stairs=3)
-    assert len({schedule.ratio(step) for step in range(1200)}) == 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"start": 0.0}, r"start must be in \(0, 1\], got 0.0"),
-        ({"end": 1.5}, r"end must be in \(0, 1\], got 1.5"),
-        ({"steps": 0}, "steps must be an int >= 1, got 0"),
-        ({"stairs": 2.0}, "stairs must be an int >= 1, got 2.0"),
-        ({"start": "0.25"}, r"start must be in \(0, 1\], got '0.25', a string; write start=0.25"),
-        (
-            {"start": 0.001, "end": 0.25},
-            r"end must be at most start=0.001, got 0.25.*write warmup\(0.25, 0.001, steps=",
-        ),
-    ],
-)
-def test_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        warmup(**{"start": 0.25, "end": 0.01, "steps": 4, **arguments})
 
 
 @pytest.mark.parametrize("c", [0.3, 1.0, 2.0])
@@ -63,9 +30,6 @@ def test_no_entry_waits_longer_than_training_is_old(ratio: float, c: float) -> N
     assert ratios == sorted(ratios, reverse=True)
     assert ratios[-1] == ratio
     assert len(set(ratios)) <= 2 + 2 * np.log2(1 / ratio), "in stairs"
-    # The age counts from the first step, and dense steps are among them.
-    late = TopK(ratio, warmup=c, dense_steps=100)
-    assert [late.ratio_at(step) for step in range(100, 300)] == ratios[100:300]
 
 
 @pytest.mark.parametrize("world", [2, 3, 8, 100])
@@ -99,7 +63,7 @@ def test_a_step_is_dense_while_that_sends_fewer_bytes(
 
 @pytest.mark.parametrize(
     "compressor",
-    [TopK(0.01, warmup=None), Threshold(0.1), TopK(warmup(0.01, 0.01, 5)), MiCRO(0.01, warmup=None), TopK(1.0)],
+    [TopK(0.01, warmup=None), Threshold(0.1), TopK(Halving(0.01, 0.01)), MiCRO(0.01, warmup=None), TopK(1.0)],
     ids=repr,
 )
 def test_without_warm_up_the_first_step_is_sparse(compressor: Compressor) -> None:
@@ -114,7 +78,7 @@ def test_without_warm_up_the_first_step_is_sparse(compressor: Compressor) -> Non
         ({"warmup": "yes"}, "warmup must be a finite number > 0, 'auto' or None, got 'yes'"),
         ({"warmup": True}, "warmup must be a finite number > 0, 'auto' or None, got True"),
         (
-            {"ratio": warmup(0.2, 0.1, 5), "warmup": 1.0},
+            {"ratio": Halving(0.2, 0.1), "warmup": 1.0},
             "warmup must be None or 'auto' with ratio=.*put it into the schedule",
         ),
     ],

@@ -12,12 +12,12 @@ import test_laws as laws
 import test_pipeline
 import torch
 from driver import dense_sum, exchange, make_pipeline
+from stairs import Halving
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.momentum import MomentumCorrection
-from horovod_sparse.compressors.schedules import warmup
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
@@ -79,7 +79,7 @@ def test_a_saved_state_continues_identically(row: Row) -> None:
     rng = np.random.default_rng(7)
 
     def make() -> Pipeline:
-        return make_pipeline(TRITON, row.make(warmup(0.4, 0.1, 8, stairs=2)), {"p": (300,)})
+        return make_pipeline(TRITON, row.make(Halving(0.4, 0.1, 4)), {"p": (300,)})
 
     original, counts = make(), []
     for step in range(12):
@@ -103,7 +103,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "momentum": {"momentum": MomentumCorrection(0.5)},
     "nesterov": {"momentum": MomentumCorrection(0.5, nesterov=True, masking=False)},
     "learning-rate": {"lr_in_residual": True},
-    "dense-steps": {"dense_steps": 2},
     "layers": {"granularity": "layer"},
     "propagate": {"not_finite": "propagate"},
 }

@@ -221,7 +221,8 @@ class World:
     # --- what it holds ---
 
     def exchange_of(self, step: int) -> Exchange:
-        return protocols.dense if step < self.compressor.dense_steps else self.compressor.exchange
+        first = self.compressor.first_sparse_step(self.world)
+        return protocols.dense if step < first else self.compressor.exchange
 
     def state_dicts(self) -> list[dict[str, Any]]:
         return [pipeline.state_dict() for pipeline in self.pipelines]

@@ -59,7 +59,6 @@ class Settings(TypedDict, total=False):
     min_numel: int
     exclude: Sequence[str]
     warmup: float | Literal["auto"] | None
-    dense_steps: int
     residual: bool
     residual_dtype: Literal["float32", "float64"] | None
     lr_in_residual: bool | Literal["auto"]
@@ -79,7 +78,7 @@ class Compressor(ABC):
 
     Args:
         ratio: fraction of a bucket's entries to send when training has begun, in (0, 1], or a `Schedule` of it (see
-            `schedules.warmup`); k = max(1, floor(ratio * numel)).
+            `schedules.Schedule`); k = max(1, floor(ratio * numel)).
         granularity: what one selection is made from: "layer" (every parameter by itself), "bucket" (parameters packed
             up to `bucket_bytes`), or "model" (everything).
         bucket_bytes: size of a bucket's residual in bytes, > 0; a larger parameter gets a bucket of its own.
@@ -90,7 +89,6 @@ class Compressor(ABC):
             waits longer than training is old. While the messages would have more bytes than a dense allreduce of float32,
             everything is sent, by allreduce. None takes `ratio` from the first step on. "auto" is 1.0 for a number as ratio,
             and None for a schedule, for Threshold, which sets no count, and for a user's own exchange.
-        dense_steps: number of first steps in which everything is sent, by allreduce, >= 0. A schedule starts after them.
         residual: whether what is not sent is kept and added to the next gradient (error feedback).
         residual_dtype: "float32" or "float64"; None takes float64 for float64 gradients, float32 for all others.
             Half precision is refused: it would round away the small gradients that the residual exists to keep.
@@ -162,7 +160,6 @@ class Compressor(ABC):
         min_numel: int = MIN_NUMEL,
         exclude: Sequence[str] = (),
         warmup: float | Literal["auto"] | None = "auto",
-        dense_steps: int = 0,
         residual: bool = True,
         residual_dtype: str | None = None,
         lr_in_residual: bool | Literal["auto"] = "auto",
@@ -184,7 +181,6 @@ class Compressor(ABC):
         self.min_numel = min_numel
         self.exclude = exclude if isinstance(exclude, str) else tuple(exclude)
         self.warmup: float | Literal["auto"] | None = warmup
-        self.dense_steps = dense_steps
         self.residual = residual
         self.residual_dtype = residual_dtype
         self.lr_in_residual: bool | Literal["auto"] = lr_in_residual
@@ -259,7 +255,7 @@ class Compressor(ABC):
             return self.ratio
         automatic = self.default_warmup if self.exchange in ROUNDS else None
         warmup = automatic if self.warmup == "auto" else self.warmup
-        return ByAge(self.ratio, warmup or 0.0, self.dense_steps)
+        return ByAge(self.ratio, warmup or 0.0)
 
     @abstractmethod
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
@@ -324,15 +320,15 @@ class Compressor(ABC):
     @property
     def changes(self) -> bool:
         """Whether messages depend on the step."""
-        return self.dense_steps > 0 or self._schedule != ByAge(self._schedule.final, 0.0)
+        return self._schedule != ByAge(self._schedule.final, 0.0)
 
     def ratio_at(self, step: int) -> float:
-        """Return the ratio of a step; schedules count from the end of the dense steps."""
-        return self._schedule.ratio(max(step - self.dense_steps, 0))
+        """Return the ratio of a step."""
+        return self._schedule.ratio(step)
 
     def first_sparse_step(self, world: int) -> int:
         """Return the first step that is not dense. In a warm-up its messages have no more bytes than a dense allreduce."""
-        first, final = self.dense_steps, self._schedule.final
+        first, final = 0, self._schedule.final
         if isinstance(self._schedule, ByAge):
             while self.ratio_at(first) > final and self._sends_more(self.ratio_at(first), world):
                 first += 1
@@ -409,7 +405,6 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "min_numel": partial(check_integer, least=0),
     "exclude": check_patterns,
     "warmup": check_warmup,
-    "dense_steps": partial(check_integer, least=0),
     "residual": check_boolean,
     "residual_dtype": partial(check_choice, choices=(None, "float32", "float64")),
     "lr_in_residual": check_automatic,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.exchange import regions, wire
-from horovod_sparse.exchange.rounds import EXAMPLE, rounds_of
+from horovod_sparse.exchange.rounds import rounds_of
 
 
 class Parameter(NamedTuple):
@@ -104,12 +104,7 @@ def _fits(numel: int, parameter: Parameter, compressor: Compressor, world: int) 
 
 
 def check_limits(layouts: Iterable[Layout], compressor: Compressor, world: int) -> None:
-    """Raise ValueError when a bucket is too large for its messages, or what ranks in other steps send would not be known."""
-    if compressor.dense_steps and rounds_of(compressor.exchange) is None:
-        raise ValueError(
-            f"dense_steps must be 0 for {type(compressor).__name__}, whose exchange has no attribute rounds, got "
-            f"{compressor.dense_steps}: ranks in other steps could wait for each other; write {EXAMPLE}"
-        )
+    """Raise ValueError when a bucket is too large for its messages."""
     for layout in layouts:
         what = _excess(layout.numel, compressor, world)
         if what is not None:

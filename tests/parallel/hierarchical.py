@@ -7,6 +7,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from stairs import Halving, dense_until
 
 import horovod_sparse.torch as adapter
 
@@ -47,8 +48,8 @@ def hosts_give_what_numpy_gives() -> None:
 @scenario(
     *ALL_4,
     cases={
-        "dense_steps": (partial(COMPRESSORS["SIDCo"], dense_steps=3), (1,)),
-        "schedule": (partial(adapter.TopK, adapter.warmup(0.25, 0.01, 6), hierarchical=2), (2, 3)),
+        "dense": (dense_until(3, COMPRESSORS["SIDCo"], hvd.size), (1,)),
+        "schedule": (partial(adapter.TopK, Halving(0.25, 0.01), hierarchical=2), (2, 3)),
     },
 )
 def hosts_disagree_on_the_step_and_all_raise(make: MakeCompression, behind: tuple[int, ...]) -> None:

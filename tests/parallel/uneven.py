@@ -92,7 +92,7 @@ _KINDS: dict[str, MakeCompression] = {
     "momentum": lambda **settings: DGC(0.02, warmup=None, **settings),
     "clipped_as_a_whole": lambda **settings: TopK(0.02, clip_norm=0.5, clip_scope="model", warmup=None, **settings),
     "in_units_of_the_update": lambda **settings: MiCRO(0.02, lr_in_residual=True, warmup=None, **settings),
-    "dense_steps": lambda **settings: SIDCo(0.02, dense_steps=2, warmup=None, **settings),
+    "warm-up": lambda **settings: SIDCo(0.02, **settings),
 }
 
 

@@ -399,7 +399,7 @@ def a_state_that_does_not_fit_raises_on_all() -> None:
 
 @scenario(TORCHRUN_2)
 def other_steps_of_a_schedule_raise_on_all() -> None:
-    compression = TopK(0.01, bucket_bytes=BUCKET_BYTES, dense_steps=3, warmup=None)
+    compression = TopK(0.01, bucket_bytes=BUCKET_BYTES, warmup=3.0)
     model = wrap(small_model(), compression)
     optimizer = sgd(model)
     train(model, optimizer, range(2))

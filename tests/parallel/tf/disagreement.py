@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from stairs import dense_until
 
 from horovod_sparse.tensorflow import RandomBlock, TopK
 
@@ -15,14 +16,14 @@ from .tape import SETTINGS, SHAPES, gradients_of
 @scenario(
     TF_2,
     cases={
-        "pairs": (lambda **settings: TopK(0.05, dense_steps=3, warmup=None, **settings),),
-        "union": (lambda **settings: TopK(0.05, union=True, dense_steps=3, warmup=None, **settings),),
-        "balanced": (lambda **settings: TopK(0.05, balanced=True, dense_steps=3, warmup=None, **settings),),
-        "shared": (lambda **settings: RandomBlock(0.05, dense_steps=3, warmup=None, **settings),),
+        "pairs": (lambda **settings: TopK(0.05, **settings),),
+        "union": (lambda **settings: TopK(0.05, union=True, **settings),),
+        "balanced": (lambda **settings: TopK(0.05, balanced=True, **settings),),
+        "shared": (lambda **settings: RandomBlock(0.05, **settings),),
     },
 )
-def dense_steps_that_end_in_different_steps_raise_on_all(make: MakeCompression) -> None:
-    weights, compression = variables(SHAPES), make(**SETTINGS)
+def warm_ups_that_are_dense_until_different_steps_raise_on_all(make: MakeCompression) -> None:
+    weights, compression = variables(SHAPES), dense_until(3, make, hvd.size)(**SETTINGS)
     for number in range(2):
         reduce(compression, weights, gradients_of(number))
     state = compression.state_dict()

@@ -15,11 +15,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 from mpi4py import MPI
+from stairs import Halving
 
 import horovod_sparse.numpy as reference
 import horovod_sparse.tensorflow.keras as hvd_keras
 from horovod_sparse.numpy import SparseAllreduce
-from horovod_sparse.tensorflow import DGC, MomentumCorrection, NoOp, RandomBlock, SIDCo, TopK, warmup
+from horovod_sparse.tensorflow import DGC, MomentumCorrection, NoOp, RandomBlock, SIDCo, TopK
 
 from ..scenario import TF_2, TF_4, TF_GLOO_2, TF_SETS_4, scenario
 from .common import COMPRESSORS, MakeCompression, assert_identical, everyone, normals, raised, reduce, variables
@@ -27,9 +28,9 @@ from .common import COMPRESSORS, MakeCompression, assert_identical, everyone, no
 SHAPES = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
 SETTINGS: dict[str, Any] = {"granularity": "bucket", "bucket_bytes": 16_000}
 POLICIES: dict[str, MakeCompression] = {
-    "dense-steps": lambda **settings: RandomBlock(0.01, dense_steps=3, warmup=None, **settings),
-    "dense-steps-union": lambda **settings: TopK(0.01, union=True, dense_steps=2, warmup=None, **settings),
-    "warm-up": lambda **settings: SIDCo(warmup(0.25, 0.01, 4), **settings),
+    "warm-up-shared": lambda **settings: RandomBlock(0.01, **settings),
+    "warm-up-union": lambda **settings: TopK(0.01, union=True, **settings),
+    "schedule": lambda **settings: SIDCo(Halving(0.25, 0.01), **settings),
     "momentum": lambda **settings: TopK(0.01, momentum=MomentumCorrection(0.9), warmup=None, **settings),
     "clipped": lambda **settings: TopK(0.01, clip_norm=0.5, warmup=None, **settings),
     "clipped-model": lambda **settings: TopK(0.01, clip_norm=0.5, clip_scope="model", warmup=None, **settings),
@@ -286,7 +287,7 @@ def layers_can_join_later() -> None:
     """Also in a function that is traced again because of it."""
     weights = variables(SHAPES)
     # The dense steps of what joins begin when it joins.
-    compression = TopK(0.05, dense_steps=1, warmup=None, **SETTINGS)
+    compression = TopK(0.05, **SETTINGS)
 
     @tf.function
     def function(names: tuple[str, ...], gradients: dict[str, tf.Tensor]) -> list[tf.Tensor]:
