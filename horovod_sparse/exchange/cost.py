@@ -29,11 +29,3 @@ BYTES: Mapping[str, Callable[[float, int], float]] = {
     "alltoall": alltoall_bytes,
 }
 """The function that counts the bytes of a collective, by its kind."""
-
-
-def break_even_ratio(itemsize: int, world: int) -> float:
-    """The ratio above which allgathering pairs moves more bytes than a dense ring allreduce of `itemsize` bytes.
-
-    `(world - 1) * ratio * 8 = 2 (world - 1)/world * itemsize`, so `ratio = itemsize / (4 world)`.
-    """
-    return itemsize / (4.0 * world)

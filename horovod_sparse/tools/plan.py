@@ -17,7 +17,6 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.exchange import cost
 from horovod_sparse.exchange.rounds import Call, Way, calls
 from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency, parse_number, quantity
 
@@ -144,7 +143,8 @@ def text(where: Network, parameters: int, ratio: float, world: int, computing: f
         "  ".join([title.ljust(widths[0]), *map(str.rjust, numbers, widths[1:]), what])
         for title, *numbers, what in rows
     ]
-    fewer = f"Without spare room, pairs send fewer bytes than dense float16 up to ratio {cost.break_even_ratio(2, world):.3g}."
+    # (world - 1) * ratio * 8 bytes by allgather, and 2 (world - 1)/world * 2 bytes by allreduce.
+    fewer = f"Without spare room, pairs send fewer bytes than dense float16 up to ratio {0.5 / world:.3g}."
     advice = f"Fastest exchange of those that train: {best.title}, {best.argument.format(ratio=repr(ratio))}"
     return "\n".join([heading, *lines, "", fewer, advice, LEFT_OUT])
 
