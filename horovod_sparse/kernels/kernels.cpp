@@ -635,27 +635,6 @@ int64_t hs_count(const void* x, int type, int64_t n, double threshold, int threa
     return typed(x, type, [&](const auto* entries) { return count_above(entries, n, threshold, threads); });
 }
 
-int hs_all_finite(const void* x, int type, int64_t n, int threads) {
-    std::vector<char> bad(kMostThreads);
-    const auto check = [&](auto own) {
-        using T = decltype(own);
-        in_parallel(n, threads, [&](int64_t part, int64_t first, int64_t end) {
-            const int64_t last = std::min(n, end * kBlock);
-            for (int64_t i = first * kBlock; i < last && !bad[part]; i += kPiece) {
-                const int64_t count = std::min(kPiece, last - i);
-                with_piece<T>(x, type, i, count, [&](const T* piece) {
-                    bad[part] = loops<T>().groups_above(piece, count, Type<T>::infinity - 1) != 0;
-                });
-            }
-        });
-    };
-    if (type == HS_FLOAT64)
-        check(double{});
-    else
-        check(float{});
-    return std::none_of(bad.begin(), bad.end(), [](char one) { return one != 0; });
-}
-
 int64_t hs_select_above(const void* x, int type, int64_t n, double threshold, int32_t* indices, int64_t room,
                         int threads, int* complete) {
     return typed(x, type, [&](const auto* entries) {

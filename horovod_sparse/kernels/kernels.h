@@ -71,8 +71,6 @@ int64_t hs_accumulate(void* residual, void* velocity, int type, int64_t numel, h
 void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums);
 /* Returns the number of entries above a threshold. */
 int64_t hs_count(const void* x, int type, int64_t n, double threshold, int threads);
-/* Returns whether all entries are finite. They may be of any type. */
-int hs_all_finite(const void* x, int type, int64_t n, int threads);
 /* Writes ascending indices of entries above the threshold, and returns how many entries are above it; n is at most 2^31.
    `complete` becomes 1 if all indices were written. One thread needs room for all of them; with more threads, room for twice
    as many mostly suffices. */

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from horovod_sparse.estimation.search import largest_candidates
 from horovod_sparse.exchange.wire import runs_of
 from horovod_sparse.kernels import ffi, lib, memory, pool
-from horovod_sparse.kernels.memory import FLOAT16, FLOAT32, FLOAT64, INT32, INT64, TYPES, HostOps, Memory
+from horovod_sparse.kernels.memory import FLOAT32, FLOAT64, INT32, INT64, TYPES, HostOps, Memory
 from horovod_sparse.kernels.tracked import TrackedMemory
 from horovod_sparse.ops.protocol import Array, Half, Moments, Moving, Part, Selection, Sums, Tracked
 
@@ -56,12 +56,6 @@ class KernelOps(HostOps):
     def norm(self, x: Array) -> float:
         at = self._wide(x)
         return super().norm(x) if at is None else math.sqrt(memory.measure(at.read(), self.threads()).squares)
-
-    def all_finite(self, array: Array) -> bool:
-        at = self.memory(array)
-        if at is None or at.type > FLOAT16:
-            return super().all_finite(array)
-        return bool(lib.hs_all_finite(*at.read(), self.threads()))
 
     def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
         at = self._wide(x)
