@@ -85,9 +85,9 @@ def _expected_of_sums(messages: list[np.ndarray], numel: int) -> str | None:
 
 def _expected_of(indices: list[list[int]], numel: int, *, finite: bool) -> str | None:
     for sender, of_one in enumerate(indices):
-        what = wire.flaw(of_one, numel)
-        if what is not None and (finite or of_one[0] != wire.NOT_FINITE):
-            return f"the message of worker {sender} for bucket 'p2' is damaged: {what}"
+        if _rows(of_one, numel) in (None, wire.NOT_FINITE) and (finite or of_one[0] != wire.NOT_FINITE):
+            which = "a worker" if finite else f"worker {sender}"
+            return f"the message of {which} for bucket 'p2' is damaged: its indices do not ascend within the bucket"
     return None if not finite and any(of_one[0] == wire.NOT_FINITE for of_one in indices) else ""
 
 
@@ -225,7 +225,9 @@ def _rows(indices: list[int], numel: int) -> int | None:
     """Return `Ops.rows_in_use` of one message, by the specification."""
     if indices[0] == wire.NOT_FINITE:
         return wire.NOT_FINITE
-    return None if wire.flaw(indices, numel) else sum(index >= 0 for index in indices)
+    rows = [index for index in indices if index != wire.PADDING]
+    right = rows == sorted(set(rows)) and all(0 <= index < numel for index in rows) and indices[: len(rows)] == rows
+    return len(rows) if right else None
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> bool:

@@ -18,8 +18,7 @@ from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.grid import Grid
 from horovod_sparse.ops.protocol import Array, Ops, Part, Selection, Values
 
-_LOOKED_AT = 2**16
-"""Number of indices of a damaged message that are looked at together."""
+_OUT_OF_ORDER = "its indices do not ascend within the bucket, with padding after them"
 
 
 Kind = Literal["allgather", "allreduce", "alltoall"]
@@ -222,7 +221,7 @@ def union(bucket: Sender) -> Generator[Collective, Any, Sent]:
     _check_headers(bucket, headers)
     indices = ops.union(gathered, bucket.world, wire.HEADER, bucket.numel)
     if indices is None:
-        raise _first_damaged(bucket, gathered)
+        raise damaged(bucket, "message of a worker", _OUT_OF_ORDER)
     bucket.sent(len(indices), selection.found - len(selection.indices))
     bucket.observe(indices, [proposed for _, proposed in headers])
     room = min(bucket.capacity * bucket.world, bucket.numel)
@@ -240,7 +239,7 @@ def rows_of(bucket: Sender, messages: Array, world: int) -> list[int] | None:
     rows: list[int] = []
     for sender, number in enumerate(bucket.ops.rows_in_use(messages, world, bucket.numel)):
         if number is None:
-            raise _damaged_indices(bucket, wire.split(messages, world)[sender][:, 0], sender)
+            raise damaged(bucket, f"message of worker {sender}", _OUT_OF_ORDER)
         rows.append(number)
     return None if wire.NOT_FINITE in rows else rows
 
@@ -257,14 +256,6 @@ def _header(numbers: Sequence[float]) -> tuple[int, float]:
     return int(checksum), wire.float_of(int(bits))
 
 
-def _first_damaged(bucket: Sender, gathered: Array) -> RuntimeError:
-    """Return the error for the first message of indices that is not as `wire` requires."""
-    messages = [message[wire.HEADER :] for message in wire.split(gathered, bucket.world)]
-    flaws = [bucket.ops.rows_in_use(message, 1, bucket.numel)[0] in (None, wire.NOT_FINITE) for message in messages]
-    sender = flaws.index(True)
-    return _damaged_indices(bucket, messages[sender], sender)
-
-
 def _check_headers(bucket: Sender, headers: Sequence[tuple[int, float]]) -> None:
     """Raise unless all ranks have sent the same checksum, and each has proposed a finite number."""
     for sender, header in enumerate(headers):
@@ -273,13 +264,6 @@ def _check_headers(bucket: Sender, headers: Sequence[tuple[int, float]]) -> None
             raise damaged(bucket, f"message of worker {sender}", what)
     if len({checksum for checksum, _ in headers}) > 1:
         raise disagreement(bucket)
-
-
-def _damaged_indices(bucket: Sender, indices: Array, sender: int) -> RuntimeError:
-    # The first flaw is enough: a whole message as Python's numbers takes many times its memory.
-    parts = (indices[start : start + _LOOKED_AT] for start in range(0, len(indices), _LOOKED_AT))
-    what = wire.flaw((int(index) for part in parts for index in part.tolist()), bucket.numel)
-    return damaged(bucket, f"message of worker {sender}", what)
 
 
 def damaged(bucket: Sender, which: str, what: str | None) -> RuntimeError:

@@ -56,7 +56,7 @@ the second message after indices, `(min(world * capacity, bucket size),)`.
 
 Gathered messages stand one after the other, in rank order.
 
-A receiver checks what it got before it adds anything: the length and the type together, the indices (`flaw`; if the counts of
+A receiver checks what it got before it adds anything: the length and the type together, the indices (if the counts of
 message 4 are wrong, its first index reads as -3), the header of message 3 (`header_flaw`), the last row of message 6 and the
 numbers that follow the values of message 2. What is wrong in message 5, 7, 8 or 9 only some ranks can see, and
 message 6 or 10 tells the others.
@@ -71,7 +71,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
 
 from horovod_sparse.ops.protocol import Array
 
@@ -155,16 +154,3 @@ def header_flaw(checksum: int, proposed: float) -> str | None:
     if checksum < 0:
         return f"its header begins with {checksum}, expected a checksum >= 0"
     return None if math.isfinite(proposed) else f"its header proposes {proposed}, expected a finite number"
-
-
-def flaw(indices: Iterable[int], numel: int) -> str | None:
-    """Return what is wrong with the indices of a message (rows in use and padding) for a bucket of `numel`; None if nothing."""
-    before = PADDING
-    for row, index in enumerate(indices):
-        padded = row > 0 and before == PADDING
-        if index != PADDING and (padded or not before < index < numel):
-            after = "padding" if padded else "none" if row == 0 else str(before)
-            expected = f"expected indices that ascend within [0, {numel}), then padding (-1)"
-            return f"row {row} has index {index} after {after}, {expected}"
-        before = index
-    return None

@@ -152,7 +152,7 @@ class Ops(Protocol):
         """Return the indices `host`, a NumPy array of int64, as an array on the device of `like`."""
 
     def union(self, gathered: Array, world: int, header: int, numel: int) -> Array | None:
-        """Return all indices (int64, ascending, unique) of `world` messages; None if `wire.flaw` finds a flaw in one.
+        """Return all indices (int64, ascending, unique) of `world` messages; None if one is not as `wire` requires.
 
         In each message the indices come after `header` numbers, for a bucket of `numel` entries.
         """
@@ -190,7 +190,7 @@ class Ops(Protocol):
         """
 
     def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
-        """Return, for each of `world` messages, how many indices come before its padding; None if `wire.flaw` finds a flaw.
+        """Return, for each of `world` messages, how many indices come before its padding; None if it is not as `wire` requires.
 
         The messages stand one after the other: pairs, of shape (rows, 2), or indices alone. They are int32, for a bucket of
         `numel` entries. If the first index is -2 (`wire.NOT_FINITE`), so is the number. This waits for a device once.
