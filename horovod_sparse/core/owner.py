@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,7 +12,8 @@ from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.core.selector import Outcome
 from horovod_sparse.exchange import regions, wire
 from horovod_sparse.exchange.grid import Grid
-from horovod_sparse.ops.protocol import Array, Ops, Selection
+from horovod_sparse.exchange.protocols import Sender
+from horovod_sparse.ops.protocol import Array, Selection
 
 
 class Region(NamedTuple):
@@ -25,17 +26,12 @@ class Region(NamedTuple):
     """Its values when the step succeeds."""
 
 
-class Owner(ABC):
-    """A bucket, as far as it concerns the part that this rank owns. The methods are those of `protocols.Sender`."""
+class Owner(Sender):
+    """A bucket, as far as it concerns the part that this rank owns."""
 
-    ops: Ops
     compressor: Compressor
     state: BucketState
     buffer: Array
-    numel: int
-    world: int
-    position: int
-    k: int
     sparse_step: int
     """Number of this step, counted from the first that is not one of the dense steps."""
     target: int
@@ -48,18 +44,9 @@ class Owner(ABC):
     masked: list[Array] | None
     """Indices of entries whose velocity is masked, if these are not the entries that were taken."""
 
-    @property
-    @abstractmethod
-    def finite(self) -> bool:
-        """Whether all of this rank's gradients are finite."""
-
     @abstractmethod
     def select_some(self, k: int, capacity: int) -> Selection:
         """Return what the compressor selects from the buffer, about k entries."""
-
-    @abstractmethod
-    def take(self, indices: Array) -> Array:
-        """Take the values at `indices` and return them."""
 
     @abstractmethod
     def taken_indices(self) -> list[Array]:
@@ -68,10 +55,6 @@ class Owner(ABC):
     @abstractmethod
     def forget(self) -> None:
         """Forget what was seen of the buffer, because it no longer applies."""
-
-    @abstractmethod
-    def sent(self, count: int, truncated: int = 0) -> None:
-        """Record how many entries are sent, and how many had no room."""
 
     @property
     def bounds(self) -> list[int]:
