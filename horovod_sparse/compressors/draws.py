@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Settings
@@ -22,24 +21,12 @@ _MANY = 16
 """If more than one number in `_MANY` is drawn, marking each number takes less time than sorting."""
 
 
-class _Key(ISeedSequence):
-    """A key of Philox. If NumPy is given a key itself, it also gathers entropy, which takes longer than many draws."""
-
-    def __init__(self, key: NDArray[np.uint64]) -> None:
-        self._key = key
-
-    def generate_state(self, n_words: int, dtype: object = None) -> NDArray[np.uint64]:
-        """Return the key."""
-        return self._key
-
-
 def generator(seed: int, state: BucketState, *, shared: bool) -> np.random.Generator:
     """Return a generator for this bucket's step: the same on all ranks if `shared`, otherwise each worker's own."""
     place = state.place
     key = repr((seed, place.bucket, state.step, None if shared else place.position))
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
-    source: Any = _Key(np.frombuffer(digest, dtype=np.uint64))
-    return np.random.Generator(np.random.Philox(source))
+    return np.random.Generator(np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64)))
 
 
 def distinct(draws: np.random.Generator, numel: int, k: int) -> NDArray[np.int64]:
