@@ -253,7 +253,7 @@ class Bucket(Owner):
         state = self.state
         if sent is not None:
             count, truncated, _ = self.outcome
-            self.counts = Counts(self.target, count, truncated, state.threshold, state.stages, self.bytes_sent)
+            self.counts = Counts(self.target, count, state.threshold, state.stages, truncated, self.bytes_sent)
         state.step += 1
         if self.mixed_factors and self.selector is self.device:
             self.start_again()

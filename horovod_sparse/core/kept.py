@@ -12,7 +12,7 @@ from horovod_sparse.core.preparation import Preparation
 from horovod_sparse.core.residuals import Residuals
 from horovod_sparse.core.selector import DeviceSelectorFor, no_device
 from horovod_sparse.core.state import VERSION
-from horovod_sparse.core.statistics import Stats, Tallied, combined
+from horovod_sparse.core.statistics import Counts, Stats, StepStats, Tally
 from horovod_sparse.exchange.grid import grid
 from horovod_sparse.ops.protocol import Array, Ops
 
@@ -112,10 +112,14 @@ class Kept:
 
     def stats(self) -> Stats:
         """Return counts and bytes per bucket and in total, of the last step and on average. They are computed now."""
-        buckets = [
-            Tallied(one.name, one.numel, one.way.title, one.tally, self.ops.norm(one.buffer)) for one in self.buckets
-        ]
-        return combined(buckets, self.dense_bytes_sent)
+        norms = [self.ops.norm(one.buffer) for one in self.buckets]
+
+        def of_all(counts: Callable[[Tally], Counts]) -> StepStats:
+            buckets = zip(self.buckets, norms, strict=True)
+            rows = [counts(one.tally).stats(one.name, one.numel, one.way.title, norm) for one, norm in buckets]
+            return StepStats(tuple(rows), self.dense_bytes_sent)
+
+        return Stats(self.steps, of_all(lambda tally: tally.last), of_all(Tally.mean))
 
     def state_dict(self) -> dict[str, Any]:
         """Return residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.

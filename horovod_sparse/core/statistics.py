@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,28 +95,17 @@ NO_STATS = Stats(0, StepStats((), 0.0), StepStats((), 0.0))
 
 
 class Counts(NamedTuple):
-    """What is known of one bucket after one step, or sums of such numbers over steps."""
+    """What is known of one bucket after one step, or sums of such numbers over steps; in the order of `BucketStats`."""
 
     target: float = 0
     sent: float = 0
-    truncated: float = 0
     threshold: float = 0.0
     stages: float = 0
-    bytes_each_way: float = 0
+    truncated: float = 0
+    bytes_sent: float = 0
 
     def stats(self, name: str, numel: int, exchange: str, residual_norm: float) -> BucketStats:
-        return BucketStats(
-            name=name,
-            numel=numel,
-            target=self.target,
-            count=self.sent,
-            threshold=self.threshold,
-            stages=self.stages,
-            truncated=self.truncated,
-            bytes_sent=self.bytes_each_way,
-            residual_norm=residual_norm,
-            exchange=exchange,
-        )
+        return BucketStats(name, numel, *self, residual_norm, exchange)
 
 
 class Tally(NamedTuple):
@@ -133,21 +121,3 @@ class Tally(NamedTuple):
 
     def mean(self) -> Counts:
         return Counts(*(total / max(self.steps, 1) for total in self.sums))
-
-
-class Tallied(NamedTuple):
-    """One bucket, with its tally."""
-
-    name: str
-    numel: int
-    exchange: str
-    tally: Tally
-    residual_norm: float
-
-
-def combined(buckets: Sequence[Tallied], dense_bytes_sent: float) -> Stats:
-    """Return the statistics of all buckets."""
-    last = tuple(one.tally.last.stats(one.name, one.numel, one.exchange, one.residual_norm) for one in buckets)
-    mean = tuple(one.tally.mean().stats(one.name, one.numel, one.exchange, one.residual_norm) for one in buckets)
-    steps = max((one.tally.steps for one in buckets), default=0)
-    return Stats(steps, StepStats(last, dense_bytes_sent), StepStats(mean, dense_bytes_sent))
