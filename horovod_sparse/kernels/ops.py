@@ -97,11 +97,7 @@ class KernelOps(HostOps):
         at = self.memory(gathered)
         if at is None:
             return super().union(gathered, world, header, numel)
-        length = at.numel // world
-        if at.numel % world or length < header:
-            raise ValueError(
-                f"gathered must be {world} messages of at least {header} numbers each, got {at.numel} numbers"
-            )
+        length = _length(at, 1, world)
         merged = np.empty(world * (length - header), np.int64)
         found = lib.hs_union(_messages(at), length, header, world, numel, _written(merged))
         return None if found < 0 else self.array(merged[:found])
@@ -154,10 +150,6 @@ class KernelOps(HostOps):
         if at is None:
             return super().expand(gathered, world, numel, values)
         capacity, runs = _length(at, 1, world) - runs_of(numel), runs_of(numel)
-        if capacity < 1:
-            raise ValueError(
-                f"gathered must be {world} messages of more than {runs} numbers each, got {at.numel} numbers"
-            )
         pairs = np.empty((world * capacity, 2), np.int32)
         lib.hs_expand(_messages(at), capacity, runs, world, TYPES.index(values), _written(pairs))
         return self.array(pairs)
