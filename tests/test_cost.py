@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod_sparse.exchange.cost import allgather_bytes, allreduce_bytes, alltoall_bytes
+from horovod_sparse.exchange.cost import BYTES, allreduce_bytes
 from horovod_sparse.tools.plan import (
     DENSE16,
     DENSE32,
@@ -27,10 +27,10 @@ def test_bytes() -> None:
     assert allreduce_bytes(4000, 1) == 0
     assert allreduce_bytes(4000, 2) == 4000
     assert allreduce_bytes(2000, 4) == 3000
-    assert allgather_bytes(80, 1) == 0
-    assert allgather_bytes(80, 4) == 240
-    assert alltoall_bytes(80, 1) == 0
-    assert alltoall_bytes(80, 4) == 60
+    assert BYTES["allgather"](80, 1) == 0
+    assert BYTES["allgather"](80, 4) == 240
+    assert BYTES["alltoall"](80, 1) == 0
+    assert BYTES["alltoall"](80, 4) == 60
 
 
 @pytest.mark.parametrize(

@@ -13,19 +13,9 @@ def allreduce_bytes(nbytes: float, world: int) -> float:
     return 2.0 * (world - 1) / world * nbytes
 
 
-def allgather_bytes(nbytes: float, world: int) -> float:
-    """Bytes that each of `world` workers sends (and receives) in a ring allgather of `nbytes` bytes from each."""
-    return (world - 1) * nbytes
-
-
-def alltoall_bytes(nbytes: float, world: int) -> float:
-    """Bytes that each of `world` workers sends (and receives) in an alltoall of `nbytes` bytes from each, its own part too."""
-    return (world - 1) / world * nbytes
-
-
 BYTES: Mapping[str, Callable[[float, int], float]] = {
-    "allgather": allgather_bytes,
+    "allgather": lambda nbytes, world: (world - 1) * nbytes,
     "allreduce": allreduce_bytes,
-    "alltoall": alltoall_bytes,
+    "alltoall": lambda nbytes, world: (world - 1) / world * nbytes,
 }
-"""The function that counts the bytes of a collective, by its kind."""
+"""The bytes that each worker sends in a ring collective, by its kind; `nbytes` is the size of its own message."""

@@ -49,15 +49,8 @@ ROUNDS: dict[Exchange, tuple[Round, ...]] = {
 """All collectives that an exchange may ask for. If a gradient is not finite, it can end before the last one."""
 
 
-TITLES: dict[Exchange, str] = {
-    sparse_allgather: "pairs",
-    shared_indices: "shared indices",
-    dense: "dense",
-    union: "union",
-    balanced: "balanced",
-    hierarchical: "hierarchical",
-}
-"""The names of the exchanges in statistics."""
+TITLES: dict[Exchange, str] = {sparse_allgather: "pairs", shared_indices: "shared indices"}
+"""The names in statistics of exchanges whose functions have another one."""
 
 
 class Way(NamedTuple):
@@ -69,7 +62,7 @@ class Way(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The name in statistics. A user's own exchange has the name of its function."""
+        """The name in statistics: mostly that of the function, as for a user's own exchange."""
         name = TITLES.get(self.exchange, getattr(self.exchange, "__name__", repr(self.exchange)))
         return name if self.values == "float32" else f"compact {name}"
 
