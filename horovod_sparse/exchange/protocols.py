@@ -258,15 +258,14 @@ def _header(numbers: Sequence[float]) -> tuple[int, float]:
 
 def _check_headers(bucket: Sender, headers: Sequence[tuple[int, float]]) -> None:
     """Raise unless all ranks have sent the same checksum, and each has proposed a finite number."""
-    for sender, header in enumerate(headers):
-        what = wire.header_flaw(*header)
-        if what is not None:
-            raise damaged(bucket, f"message of worker {sender}", what)
+    for sender, (checksum, proposed) in enumerate(headers):
+        if checksum < 0 or not math.isfinite(proposed):
+            raise damaged(bucket, f"message of worker {sender}", f"its header holds {checksum} and {proposed}")
     if len({checksum for checksum, _ in headers}) > 1:
         raise disagreement(bucket)
 
 
-def damaged(bucket: Sender, which: str, what: str | None) -> RuntimeError:
+def damaged(bucket: Sender, which: str, what: str) -> RuntimeError:
     """Return the error for a message that is not as `wire` requires."""
     return RuntimeError(
         f"rank {bucket.rank}: the {which} for bucket {bucket.name!r} is damaged: {what}. The "

@@ -57,7 +57,7 @@ the second message after indices, `(min(world * capacity, bucket size),)`.
 Gathered messages stand one after the other, in rank order.
 
 A receiver checks what it got before it adds anything: the length and the type together, the indices (if the counts of
-message 4 are wrong, its first index reads as -3), the header of message 3 (`header_flaw`), the last row of message 6 and the
+message 4 are wrong, its first index reads as -3), the header of message 3, the last row of message 6 and the
 numbers that follow the values of message 2. What is wrong in message 5, 7, 8 or 9 only some ranks can see, and
 message 6 or 10 tells the others.
 
@@ -69,7 +69,6 @@ received the same bytes, so all of them raise the same error.
 
 from __future__ import annotations
 
-import math
 import struct
 
 from horovod_sparse.ops.protocol import Array
@@ -147,10 +146,3 @@ def digest(pairs: Array) -> int:
     """Return a number in [0, 2^31 - 1) that tells whether ranks have received the same pairs: the sum of index XOR bits."""
     # No change of one bit adds a multiple of this modulus.
     return int((pairs[:, 0] ^ pairs[:, 1]).sum()) % (2**31 - 1)
-
-
-def header_flaw(checksum: int, proposed: float) -> str | None:
-    """Return what is wrong with the header of a message of indices; None if nothing."""
-    if checksum < 0:
-        return f"its header begins with {checksum}, expected a checksum >= 0"
-    return None if math.isfinite(proposed) else f"its header proposes {proposed}, expected a finite number"
