@@ -26,9 +26,14 @@ CHOICES = {
     "TopK 0.001": ["--compression", "topk", "--ratio", "0.001"],
     "DGC 0.001": ["--compression", "dgc", "--ratio", "0.001"],
 }
-WARM = {f"{row}, warm-up": CHOICES[row] for row in ("SIDCo 0.01", "SIDCo 0.001", "TopK 0.001", "DGC 0.001")}
-"""As users get it: the ratio comes down as training grows older."""
-ROWS = runs.DENSE | {row: [*options, "--warmup", "none"] for row, options in CHOICES.items()} | WARM
+PLAIN = {
+    f"{name}({ratio})": ["--compression", name.lower(), "--ratio", ratio]
+    for name in ("SIDCo", "TopK", "DGC", "MiCRO")
+    for ratio in ("0.01", "0.001")
+}
+"""The plain line: momentum moves before the selection, and the ratio comes down as training grows older."""
+CONSTANT = {row: [*options, "--warmup", "none", "--momentum-in-optimizer"] for row, options in CHOICES.items()}
+ROWS = runs.DENSE | CONSTANT | PLAIN
 
 
 def main() -> None:

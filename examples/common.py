@@ -65,12 +65,17 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
     )
     parser.add_argument("--momentum", type=float, default=0.9, help="of the optimizer, or before the selection")
     parser.add_argument(
-        "--momentum-correction",
+        "--momentum-in-optimizer",
         action="store_true",
-        help="momentum before the selection, as in DGC, instead of in the optimizer",
+        help="leave momentum in the optimizer, instead of moving it before the selection",
     )
     parser.add_argument(
-        "--no-masking", action="store_true", help="momentum before the selection goes on where entries were sent"
+        "--momentum-correction",
+        action="store_true",
+        help="momentum before the selection with masking, as in DGC, in units of the gradient",
+    )
+    parser.add_argument(
+        "--no-masking", action="store_true", help="with --momentum-correction: momentum goes on where entries were sent"
     )
     parser.add_argument(
         "--lr-in-residual",
@@ -122,6 +127,8 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
     }
     if args.momentum_correction:
         common["momentum"] = MomentumCorrection(args.momentum, masking=not args.no_masking)
+    elif args.momentum_in_optimizer:
+        common["momentum"] = None
     ratio = args.ratio
     match args.compression:
         case "none":

@@ -3,9 +3,6 @@
     mpirun -np 2 python examples/torch_charlm.py --compression sidco --ratio 0.001
     horovodrun -np 2 python examples/torch_charlm.py --compression fp16
 
-With few steps a sparse run trails the dense one, the more the smaller the ratio, since an entry is sent every 1/ratio steps or
-so: --momentum-correction makes up for it.
-
 With more workers than idle cores set OMP_NUM_THREADS=1, or the workers' threads fight for the cores.
 """
 

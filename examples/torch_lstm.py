@@ -1,6 +1,6 @@
 """Train an LSTM to continue the source text of Python's standard library, with compressed gradients.
 
-    mpirun -np 2 python examples/torch_lstm.py --compression sidco --ratio 0.01 --momentum-correction
+    mpirun -np 2 python examples/torch_lstm.py --compression sidco --ratio 0.01
     horovodrun -np 2 python examples/torch_lstm.py --compression fp16
 
 The text, the options and the training are those of `torch_charlm.py`, in `text.py`. With more workers than idle cores set
