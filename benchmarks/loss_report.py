@@ -168,6 +168,27 @@ def time_table(store: Store, results: Results, network: str) -> list[str]:
     return [*table(header, rows), "", *sorted(machines)]
 
 
+def race_table(runs: Mapping[str, Sequence[Curve]], target: float) -> list[str]:
+    """Time to the target, loss at the end, and bytes of whole runs."""
+    times = {name: [curve.reached(target, curve.seconds) for curve in curves] for name, curves in runs.items()}
+    medians = {name: statistics.median(time or math.inf for time in reached) for name, reached in times.items()}
+    best = min(medians[name] for name in runs if "dense" in name or "DDP" in name)
+    header = ["exchange", "time to the target, s: median (each seed)", "best dense's / it", "end: mean (each seed)"]
+    header += ["bytes sent per step and worker"]
+    rows = []
+    for name, curves in runs.items():
+        each = ", ".join(f"{time:.1f}" if time else "not reached" for time in times[name])
+        ends = [curve.last for curve in curves]
+        sent = (
+            "not counted"
+            if name.startswith("DDP")
+            else f"{statistics.fmean(one.bytes_per_step for one in curves):,.0f}"
+        )
+        end = f"{loss(statistics.fmean(ends))} ({', '.join(map(loss, ends))})"
+        rows.append([name, f"{medians[name]:.1f} ({each})", quotient(best, medians[name]), end, sent])
+    return table(header, rows)
+
+
 def to_target(result: Result, step_seconds: float | None) -> float | None:
     if step_seconds is None or result.mean_steps is None:
         return None

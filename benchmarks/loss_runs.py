@@ -145,6 +145,11 @@ DENSE_ROWS = (DENSE, "dense fp16", "dense fp16 no momentum", "DDP fp16", "DDP fp
 LOCAL = TASKS["adamw"].rows
 
 
+_PLAIN = {f"SIDCo({ratio})": Row(("--compression", "sidco", "--ratio", ratio)) for ratio in ("0.01", "0.001")}
+RACE = {name: ROWS[name] for name in ("dense fp16", "DDP fp16", "DDP PowerSGD rank 4")} | _PLAIN
+"""The plain line, and what it competes with."""
+
+
 def rows_of(task: str) -> list[str]:
     """The names of a task's rows."""
     chosen = TASKS[task].rows
@@ -267,11 +272,10 @@ class Store:
             kept = _write(path, command, Timing(curve.step_seconds, curve.bytes_per_step, machine.describe()))
         return Timing(**kept)
 
-    def whole(self, where: hosts.Cluster, network: str, name: str) -> Curve:
-        """The first seed's run once more, from beginning to end."""
-        rate, _ = self.tuned(name)
-        script, options = self._program(name, self._options(name, rate, SEEDS[0]))
-        path, command = self._path("whole", network, name), [script.name, *options]
+    def whole(self, where: hosts.Cluster, network: str, name: str, rate: float, seed: int) -> Curve:
+        """A run from beginning to end."""
+        script, options = self._program(name, self._options(name, rate, seed))
+        path, command = self._path("whole", network, name, seed), [script.name, *options]
         kept = _read(path, command) or _write(path, command, self._train_on(where, script, options))
         return Curve(**kept)
 
@@ -294,14 +298,14 @@ class Store:
 
     def _program(self, name: str, options: Sequence[str]) -> tuple[Path, list[str]]:
         """The script that trains a row, and its options."""
-        row = ROWS[name]
+        row = {**ROWS, **RACE}[name]
         if row.hook:
             return Path(__file__).with_name("loss_ddp.py"), [self.task.example, row.hook, *row.options, *options]
         return runs.EXAMPLES / f"{self.task.example}.py", [*row.options, *options]
 
     def _options(self, name: str, rate: float, seed: int) -> list[str]:
         """Of a whole training run."""
-        return [*self.task.options, "--lr", f"{rate * ROWS[name].rate_factor:g}", "--seed", str(seed)]
+        return [*self.task.options, "--lr", f"{rate * {**ROWS, **RACE}[name].rate_factor:g}", "--seed", str(seed)]
 
     def _train_on(self, where: hosts.Cluster, script: Path, options: Sequence[str]) -> Curve:
         os.environ.update(runs.demo.worker_environment())

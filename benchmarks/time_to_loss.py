@@ -2,14 +2,14 @@
 
     python benchmarks/time_to_loss.py train charlm
     sudo .venv/bin/python benchmarks/time_to_loss.py time charlm --rate 1gbit
-    sudo .venv/bin/python benchmarks/time_to_loss.py verify charlm --rate 1gbit --rows "dense fp32" "SIDCo 0.01"
+    sudo .venv/bin/python benchmarks/time_to_loss.py race charlm --rate 1gbit
     python benchmarks/time_to_loss.py report charlm --picture docs/time-to-loss.png
 
 `train` finds each row's learning rate, the best of the task's for one seed, and trains three seeds with it, on local workers.
 The loss over steps does not depend on the network. `time` measures the time of a step of the same program on two hosts, which
 are network namespaces of this machine, in short runs in turns; nothing else may run meanwhile. The time to the target is the
-product of both. `verify` trains once from beginning to end on the hosts and compares the time with the product. `report` prints
-the tables.
+product of both. `report` prints the tables. `race` compares the plain line, with the learning rate of dense training: it trains
+from beginning to end on the hosts, because the warm-up's steps take longer than the others.
 
 Every run leaves a file in the output folder and is not repeated while the file is there.
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 import hosts
 import loss_report
 import machine
-from loss_runs import DENSE, ROWS, TASKS, Curve, MissingRunError, Store, rows_of
+from loss_runs import DENSE, RACE, ROWS, SEEDS, TASKS, Curve, MissingRunError, Store, rows_of
 
 HOSTS = 2
 
@@ -52,27 +52,23 @@ def time(args: argparse.Namespace, store: Store) -> None:
                 print(f"{name}, run {number}: {1e3 * timing.seconds:.1f} ms", file=sys.stderr, flush=True)
 
 
-def verify(args: argparse.Namespace, store: Store) -> None:
-    """Compare whole runs on the hosts with the product of steps and step time."""
+def race(args: argparse.Namespace, store: Store) -> None:
+    """Train each row from beginning to end on the hosts, all with the learning rate that is dense fp32's best."""
     need_hosts()
-    target = store.target()
+    target, (rate, _) = store.target(), store.tuned(DENSE)
+    runs: dict[str, list[Curve]] = {name: [] for name in args.rows}
     with hosts.cluster(HOSTS, args.network) as where:
-        for name in args.rows:
-            whole = store.whole(where, args.network, name)
-            print(f"{name}, {args.network}: {comparison(store, args.network, name, target, whole)}", flush=True)
-
-
-def comparison(store: Store, network: str, name: str, target: float, whole: Curve) -> str:
-    """What a whole run took, beside the product."""
-    local = store.curves(name)[0]
-    furthest = max(abs(there - here) for there, here in zip(whole.losses, local.losses, strict=True))
-    told = f"the losses are within {furthest:.2g} of the local run's"
-    steps, took = local.reached(target, local.steps), whole.reached(target, whole.seconds)
-    step = store.step_seconds(network, name)
-    if steps is None or took is None or step is None:
-        return f"{told}; the target is not reached, or no step was timed"
-    product = steps * step
-    return f"{told}; {took:.1f} s until the target, the product is {product:.1f} s ({product / took - 1:+.0%})"
+        # In turns, so that what else happens on the machine concerns all rows.
+        for seed in SEEDS:
+            for name, curves in runs.items():
+                curves.append(store.whole(where, args.network, name, rate, seed))
+                print(
+                    f"{name}, seed {seed}: {curves[-1].reached(target, curves[-1].seconds)} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    print(f"{machine.describe()}; two hosts at {args.network}, learning rate {rate:g}, target {target:.3f}\n")
+    print("\n".join(loss_report.race_table(runs, target)))
 
 
 def report(args: argparse.Namespace, store: Store) -> None:
@@ -96,16 +92,16 @@ def need_hosts() -> None:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for action in (train, time, verify, report):
+    for action in (train, time, race, report):
         command = commands.add_parser(action.__name__, help=action.__doc__)
         command.set_defaults(action=action)
         add = command.add_argument
         add("task", choices=TASKS)
-        rows = [DENSE, "SIDCo 0.01"] if action is verify else None
-        add("--rows", nargs="+", choices=ROWS, default=rows, metavar="ROW", help="default: all of the task")
+        rows = list(RACE) if action is race else None
+        add("--rows", nargs="+", choices=[*ROWS, *RACE], default=rows, metavar="ROW", help="default: all of the task")
         add("--output", type=Path, default=Path("time-to-loss-output"), help="folder of the runs' files")
         add("--timeout", type=float, default=1200, help="seconds after which a run is stopped")
-        if action in (time, verify):
+        if action in (time, race):
             add("--rate", dest="network", default="1gbit", help="of every host's network card, as tc writes it")
         if action is time:
             add("--rounds", type=int, default=2, help="runs of each row")
