@@ -41,6 +41,7 @@ from horovod_sparse.ops.protocol import Array, Ops, Selection, Values
 Granularity = Literal["layer", "bucket", "model"]
 NotFinite = Literal["raise", "propagate"]
 ClipScope = Literal["layer", "model"]
+Updates = bool | Literal["auto"]
 
 _PASSED_ON = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 BUCKET_BYTES = 25 * 2**20
@@ -71,6 +72,7 @@ class Settings(TypedDict, total=False):
     hierarchical: bool | int
     not_finite: NotFinite
     discardable: bool
+    updates: Updates
 
 
 class Compressor(ABC):
@@ -132,6 +134,10 @@ class Compressor(ABC):
             them. A gradient that would overflow its residual has the same effect.
         discardable: whether `discard_step` can throw the last step away. This needs a copy of the residuals (and velocities),
             which doubles their memory.
+        updates: whether the optimizer steps with the gradients of its worker, and the movement of the parameters is exchanged
+            in their place, at the cost of a copy of the parameters. "auto" does so for optimizers that divide by the size of
+            the gradient, such as Adam, unless `ratio` is 1. PyTorch only, with an optimizer. Needs `not_finite="raise"`, and
+            neither `lr_in_residual` nor `clip_norm`; with `momentum="auto"` the optimizer keeps its own.
 
     Raises:
         ValueError, TypeError: the message names the argument, its value and what was expected.
@@ -172,6 +178,7 @@ class Compressor(ABC):
         hierarchical: bool | int = False,
         not_finite: NotFinite = "raise",
         discardable: bool = False,
+        updates: Updates = "auto",
         **unknown: NoReturn,
     ) -> None:
         self._refuse(unknown)
@@ -193,6 +200,7 @@ class Compressor(ABC):
         self.hierarchical = hierarchical
         self.not_finite: NotFinite = not_finite
         self.discardable = discardable
+        self.updates: Updates = updates
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
         if isinstance(self.momentum, (int, float)):
@@ -417,5 +425,6 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "hierarchical": check_groups,
     "not_finite": partial(check_choice, choices=get_args(NotFinite)),
     "discardable": check_boolean,
+    "updates": partial(check_choice, choices=(True, False, "auto")),
 }
 """What each argument of `Compressor` must be."""

@@ -146,8 +146,8 @@ def check_optimizer(c: Compressor, name: str, groups: Sequence[Mapping[str, obje
     twice = "" if correction is None else f" It also averages gradients that {correction!r} has averaged before."
     warnings.warn(
         f"horovod_sparse: sparse gradients train worse with {name} than with SGD: {name} divides by the size of the gradient, "
-        f"which cancels most of what an entry has gathered while it waited.{twice} Use SGD, or LocalUpdates (PyTorch, NumPy), "
-        "which exchanges the updates of the optimizer in place of gradients",
+        f"which cancels most of what an entry has gathered while it waited.{twice} Use SGD, or updates='auto' (PyTorch), which "
+        "exchanges the updates of the optimizer in place of gradients",
         stacklevel=1,
     )
 
@@ -160,6 +160,46 @@ def check_dampening(groups: Iterable[Mapping[str, object]]) -> None:
                 f"dampening must be 0 with momentum='auto', got {group['dampening']}; make the compressor with momentum=None, "
                 "which leaves the momentum in the optimizer"
             )
+
+
+def exchanges_updates(c: Compressor, groups: Sequence[Mapping[str, object]]) -> bool:
+    """Return whether updates are exchanged in place of gradients, for an optimizer with these settings.
+
+    Raise ValueError if they are, and the compressor does what has no meaning then.
+    """
+    divides = any(DIVIDING.intersection(group) for group in groups)
+    updates = (divides and c.ratio != 1.0) if c.updates == "auto" else c.updates
+    if updates:
+        check_moves(c, "where updates are exchanged, as for Adam (updates=False exchanges gradients)")
+    return updates
+
+
+def refuse_updates(c: Compressor, framework: str) -> None:
+    """Raise ValueError if a compressor is to exchange updates where that cannot be done."""
+    if c.updates is True:
+        raise ValueError(f"updates must be 'auto' or False with {framework}, got True; only PyTorch has it")
+
+
+def check_moves(c: Compressor, where: str) -> None:
+    """Let a compressor take movements of parameters: with `momentum="auto"` there is none before the selection.
+
+    Raise ValueError if it does what has no meaning for them. `where` tells who has them.
+    """
+    if c.momentum == "auto":
+        c.move_momentum(0.0, nesterov=False)
+    for name, value, needed, why in (
+        ("momentum", c.momentum_correction, None, "momentum is the optimizer's, or outer_momentum of LocalUpdates"),
+        (
+            "clip_norm",
+            c.clip_norm,
+            None,
+            "what is clipped off a movement is lost; clip gradients before the optimizer's step",
+        ),
+        ("not_finite", c.not_finite, "raise", "the shared parameters would stay NaN"),
+        ("lr_in_residual", c.in_updates, False, "residuals are in units of the parameters already"),
+    ):
+        if value != needed:
+            raise ValueError(f"compression must have {name}={needed!r} {where}, got {value!r}: {why}")
 
 
 def check_momentum(c: Compressor, groups: Iterable[Mapping[str, object]]) -> None:

@@ -105,6 +105,7 @@ class BoundCompressor(Compressor):
         """Continue from what `state_dict` returned, on the same model. It is strict; bucketing and world size may differ."""
         server = self._bound_on_every_rank("load_state_dict")
         check_parts(state, self)
+        server.check_unit(state)
         server.load_compression_state(state)
 
     def rescale(self, factor: float) -> None:

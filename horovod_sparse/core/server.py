@@ -15,11 +15,12 @@ from horovod_sparse.core.statistics import NO_STATS, Stats
 _log = logging.getLogger("horovod_sparse")
 
 
-def log_start(pipeline: Pipeline, kernels: str) -> None:
+def log_start(pipeline: Pipeline, kernels: str, updates: object = None) -> None:
     """Log in the first step, on the first worker, what is compressed. `kernels` is the name of the compiled ones."""
     if pipeline.position == 0:
         ratio = pipeline.compressor.ratio
         what = f"{ratio:g}" if isinstance(ratio, float) else repr(ratio)
+        what += "" if updates is None else f" of {updates}"
         _log.info("%s %s: %s, kernels %s", type(pipeline.compressor).__name__, what, pipeline.describe(), kernels)
 
 
@@ -36,6 +37,8 @@ class Server:
     """None until the first parameters have buckets."""
     deferred: Mapping[str, Any] | None = None
     """A copy of the state of parameters that have no buckets yet; None if there is nothing in it."""
+    updates: object = None
+    """What exchanges the updates of the optimizer in place of gradients; None if gradients are exchanged."""
     sparse: Collection[str] = ()
     """The names of the parameters with sparse gradients, which have no state."""
 
@@ -63,7 +66,17 @@ class Server:
         deferred, pipeline = copy.deepcopy(dict(self.deferred or empty_state())), self.between_steps()
         if pipeline is None:
             return deferred
-        return merged({**pipeline.state_dict(), "sparse": sorted(self.sparse)}, deferred)
+        exchanged = {} if self.updates is None else {"updates": True}
+        return merged({**pipeline.state_dict(), "sparse": sorted(self.sparse), **exchanged}, deferred)
+
+    def check_unit(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if the residuals in a state are gradients, and those here are updates, or the other way round."""
+        theirs, mine = bool(state.get("updates")), self.updates is not None
+        if self.active and holds_anything(state) and theirs != mine:
+            raise ValueError(
+                f"state must be one with updates={mine}, got one with updates={theirs}: residuals are in another unit; make "
+                f"the compression with updates={theirs}, or begin without this state"
+            )
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
         """Load a state that `check_parts` accepts, in place of the old one. Nothing is changed if it is refused."""

@@ -84,6 +84,7 @@ def _describe(
         "release": agreement.RELEASE,
         "optimizer": "new" if number is None else str(number),
         "compression": repr(compressor),
+        "updates": str(None if compressor.server is None else compressor.server.updates),
         "parameters": described(new),
         "op": op_name(optimizer.op, mpi_ops.Average, mpi_ops.Sum),
         "sparse_as_dense": str(bool(optimizer.sparse_as_dense)),

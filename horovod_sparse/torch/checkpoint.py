@@ -21,10 +21,10 @@ from horovod_sparse.core.state import joined
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.encoding import decode, encode, mapped
 from horovod_sparse.torch.exchange import gather_json
-from horovod_sparse.torch.reducer import Reducer
+from horovod_sparse.torch.reducer import Reducer, reducer_of
 
 _SHARED = (torch.nn.Module, torch.optim.Optimizer)
-"""Whose state is the same on every rank."""
+"""Whose state is the same on every rank, where gradients are exchanged."""
 
 
 def save_checkpoint(folder: Folder, step: int, *, keep: int = 3, **objects: Any) -> None:
@@ -32,8 +32,8 @@ def save_checkpoint(folder: Folder, step: int, *, keep: int = 3, **objects: Any)
 
     It holds `objects`, the residuals and the adaptive state of the optimizers' compressors, and the states of the random
     generators of PyTorch, NumPy and Python. The models and optimizers of rank 0 are saved for all ranks. Buffers of models
-    (running means) and everything else are saved for every rank. Numbers of NumPy's become Python's. Blocks until the
-    checkpoint is on the disk.
+    (running means), optimizers whose updates are exchanged, and everything else are saved for every rank. Numbers of NumPy's
+    become Python's. Blocks until the checkpoint is on the disk.
 
     Args:
         folder: the folder of all checkpoints of this job, on a file system that all hosts share.
@@ -124,7 +124,13 @@ def _own_state(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 def _states(objects: Mapping[str, Any], *, shared: bool) -> dict[str, Any]:
     """Return the states of the objects that have the same one on every rank, or of the others."""
-    return {name: _state_of(one) for name, one in objects.items() if shared == isinstance(one, _SHARED)}
+    return {name: _state_of(one) for name, one in objects.items() if shared == _is_shared(one)}
+
+
+def _is_shared(one: object) -> bool:
+    # An optimizer whose updates are exchanged has seen the gradients of its own rank.
+    reducer = reducer_of(one)
+    return isinstance(one, _SHARED) and (reducer is None or reducer.updates is None)
 
 
 def _set_state(objects: Mapping[str, Any], state: Mapping[str, Any]) -> None:

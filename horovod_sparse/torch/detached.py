@@ -25,7 +25,11 @@ def check_detachable(compressor: Compressor, coefficient: float) -> None:
 
 @contextmanager
 def moved(
-    pipeline: Pipeline | None, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, coefficient: float
+    pipeline: Pipeline | None,
+    parameters: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    coefficient: float,
+    rate: float | None,
 ) -> Iterator[None]:
     """Move parameters within the block. `TorchCompressor.detached` has the formula.
 
@@ -34,8 +38,11 @@ def moved(
         parameters: those that have residuals, by name.
         optimizer: which has their learning rates.
         coefficient: c, in [0, 1].
+        rate: what residuals are multiplied by; None for the learning rates.
     """
-    before = {} if pipeline is None or coefficient == 0.0 else _move(pipeline, parameters, optimizer, coefficient)
+    before = {}
+    if pipeline is not None and coefficient > 0.0:
+        before = _move(pipeline, parameters, optimizer, coefficient, rate)
     versions = [parameter._version for parameter in before]
     try:
         yield
@@ -53,7 +60,11 @@ def moved(
 
 @torch.no_grad()
 def _move(
-    pipeline: Pipeline, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, coefficient: float
+    pipeline: Pipeline,
+    parameters: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    coefficient: float,
+    rate: float | None,
 ) -> dict[Tensor, Tensor]:
     """Move parameters. Return what they were."""
     rates = {parameter: float(group["lr"]) for group in optimizer.param_groups for parameter in group["params"]}
@@ -66,6 +77,6 @@ def _move(
     before = {parameter: parameter.clone() for parameter in parameters.values()}
     for name, parameter in parameters.items():
         # With `lr_in_residual` the residual is in units of the last step's rate.
-        rate = pipeline.preparation.learning_rates.get(name, rates[parameter])
-        parameter.sub_(pipeline.residuals.view(name).view(parameter.shape), alpha=coefficient * rate)
+        known = pipeline.preparation.learning_rates.get(name, rates[parameter]) if rate is None else rate
+        parameter.sub_(pipeline.residuals.view(name).view(parameter.shape), alpha=coefficient * known)
     return before

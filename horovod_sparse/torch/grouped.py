@@ -222,6 +222,7 @@ class GroupReducer(Server):
         mine: dict[str, str | list[str]] = {
             "release": RELEASE,
             "compression": repr(compressor),
+            "updates": str(self.updates),
             "parameters": described(new),
         }
         if compressor.in_updates:
@@ -248,7 +249,7 @@ class GroupReducer(Server):
         self.pipeline = pipeline
         if self.deferred is not None:
             super().load_compression_state(self.deferred)
-        log_start(pipeline, kernels.variant())
+        log_start(pipeline, kernels.variant(), self.updates)
         return pipeline
 
     @property

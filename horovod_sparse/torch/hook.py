@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.core.agreement import check_optimizer
+from horovod_sparse.core.agreement import check_optimizer, exchanges_updates
 from horovod_sparse.core.binding import refuse_class
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
@@ -39,7 +40,8 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
         model.register_comm_hook(SIDCo(ratio=0.001), comm_hook)
 
     The ranks are those of the default process group. Parameters are named by numbers, in the order of DDP's first buckets. With
-    another group, with `lr_in_residual` or `momentum_correction`, and to load a state before the first step, use `register`.
+    another group, with `lr_in_residual` or `momentum_correction`, to exchange updates (also with Adam), and to load a state
+    before the first step, use `register`.
 
     Args:
         state: a compressor of this module; each model needs its own.
@@ -64,7 +66,7 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
 def register(
     model: DistributedDataParallel, compression: TorchCompressor, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Let `compression` reduce the gradients of a model, by its names, within its process group.
+    """Let `compression` reduce the gradients of a model, or its optimizer's updates, by its names, in its process group.
 
         model = DistributedDataParallel(model)
         register(model, SIDCo(ratio=0.001), optimizer)
@@ -72,7 +74,8 @@ def register(
     Args:
         model: whose gradients are reduced. Call this on every rank of its process group, before the first step.
         compression: a compressor of this module; each model needs its own.
-        optimizer: the model's, which is checked. `lr_in_residual` and `momentum_correction` need it.
+        optimizer: the model's, which is checked. `lr_in_residual`, `momentum_correction` and `updates` need it. If updates are
+            exchanged, its `step` does so.
 
     Raises:
         TypeError: `model` is not a `DistributedDataParallel`, `compression` is not a compressor of this module, or a
@@ -86,7 +89,7 @@ def register(
             f"model must be a torch.nn.parallel.DistributedDataParallel, got {type(model)}: wrap the model first. {_NO_FSDP}"
         )
     compression.check_free()
-    _check_optimizer(compression, optimizer)
+    updates = _check_optimizer(compression, optimizer)
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     check_memory(names)
     moved = (
@@ -95,9 +98,10 @@ def register(
         else set()
     )
     absent = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in moved]
-    if absent and compression.in_updates:
+    if absent and (compression.in_updates or updates):
         raise ValueError(
-            f"optimizer must have all parameters of the model with lr_in_residual=True, got none of {absent}"
+            f"optimizer must have all parameters of the model with lr_in_residual=True, and where updates are exchanged "
+            f"(updates=False exchanges gradients), got none of {absent}"
         )
     group = Group(model.process_group, next(iter(names)).device)
     try:
@@ -109,11 +113,13 @@ def register(
         ) from error
     reducer = HookReducer(compression, group, names, optimizer)
     momentum = None
-    if optimizer is not None and reducer.active and not absent:
+    if optimizer is not None and reducer.active and not absent and not updates:
         momentum = reducer.momentum = moved_momentum(compression, optimizer, optimizer.step, names)
     if optimizer is not None and momentum is not None:
         optimizer.step = MethodType(_stepping(momentum, optimizer.step), optimizer)  # type: ignore[method-assign]
     reducer.finds_unused = model.find_unused_parameters and not model.static_graph
+    if updates and optimizer is not None:
+        reducer.exchange_updates(optimizer)
 
 
 def _stepping(momentum: MovedMomentum, own_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,13 +154,19 @@ def _check_compression(compression: object) -> None:
         )
 
 
-def _check_optimizer(compression: TorchCompressor, optimizer: torch.optim.Optimizer | None) -> None:
+def _check_optimizer(compression: TorchCompressor, optimizer: torch.optim.Optimizer | None) -> bool:
+    """Raise if they do not fit together. Return whether updates are exchanged."""
     if optimizer is not None:
+        # What a `ZeroRedundancyOptimizer` moves comes from other ranks.
+        if not isinstance(optimizer, Joinable) and exchanges_updates(compression, optimizer.param_groups):
+            return True
         check_optimizer(compression, type(optimizer).__name__, optimizer.param_groups)
-        return
+        return False
     for needs, why in (
         (compression.in_updates, "lr_in_residual=True, since residuals are in units of the update"),
         (compression.momentum_correction, f"{compression.momentum_correction!r}, since it must have no momentum"),
+        (compression.updates is True, "updates=True, since its steps exchange them"),
     ):
         if needs:
             raise ValueError(f"optimizer must be given with {why}; call register(model, compression, optimizer)")
+    return False

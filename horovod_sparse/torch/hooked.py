@@ -3,11 +3,15 @@
 DDP's buckets are not ours. DDP packs its own anew after the first step, and ours keep the residuals by parameter. A gradient is
 taken from DDP's bucket as soon as that is ready, and exchanges begin while backward goes on. The hook of DDP's last
 bucket ends all of them, in one order on all ranks, and writes the reduced gradients to the memory of DDP's buckets.
+
+Where updates are exchanged, DDP's buckets stay as they are. The optimizer's `step` is extended (`movement.Updates`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from horovod_sparse.torch.grouped import GroupReducer
+from horovod_sparse.torch.movement import Updates
 from horovod_sparse.torch.scaler import ScaledServer
 
 Future = torch.futures.Future
@@ -24,6 +29,7 @@ _NO_BACKWARD = -1
 class HookReducer(ScaledServer, GroupReducer):
     """Reduces the gradients of one model. `GroupReducer` has its arguments."""
 
+    updates: Updates | None = None
     finds_unused = True
     """Whether DDP may leave a gradient as it was if no rank has used the parameter in this step."""
 
@@ -34,6 +40,51 @@ class HookReducer(ScaledServer, GroupReducer):
         self._backward = _NO_BACKWARD
         """The number that PyTorch has given to the backward pass in which this step began."""
 
+    # --- updates ---
+
+    def exchange_updates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Exchange the updates of an optimizer in place of gradients, from now on."""
+        if not self.active:
+            return
+        self.updates, alone = Updates(optimizer), optimizer.step
+
+        @functools.wraps(alone)
+        def step(_: object, *args: Any, **kwargs: Any) -> Any:
+            return self._step_alone(functools.partial(alone, *args, **kwargs))
+
+        # Hooks would come twice where `step` calls that of its base. Schedulers of the learning rate replace it likewise.
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.register_step_pre_hook(self._check_step_begun)
+
+    def _step_alone(self, step: Callable[[], Any]) -> Any:
+        assert self.updates is not None
+        try:
+            self.updates.begin()
+            result = step()
+        except BaseException:
+            self.updates.give_up()
+            raise
+        self.updates.end(self._reduce_updates)
+        return result
+
+    def _check_step_begun(self, *_: object) -> None:
+        if self.updates is not None and not self.updates.begun:
+            raise RuntimeError(
+                "optimizer.step must be that which register has left, to exchange updates, but it was replaced or passed by; "
+                "call register after what replaces it (Accelerator.prepare, for instance)"
+            )
+
+    def _reduce_updates(self, drifts: dict[Tensor, Tensor]) -> None:
+        known = self._routes.names or drifts
+        late = [self._given_names.get(parameter, "(without a name)") for parameter in drifts if parameter not in known]
+        if late:
+            raise ValueError(
+                f"parameters must require gradients from the first step on, or never, got {late} later; wrap the module in "
+                "a new DistributedDataParallel, which ignores them, too"
+            )
+        moved = {one: drifts[one] if one in drifts else torch.zeros_like(one) for one in known}
+        self.reduce_all(lambda: moved)
+
     # --- DDP's buckets ---
 
     @torch.no_grad()
@@ -41,8 +92,11 @@ class HookReducer(ScaledServer, GroupReducer):
         """Take a bucket's gradients. Return the bucket, which holds the mean of all ranks' gradients once all are reduced."""
         buffer = bucket.buffer()
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
-        if not self.active:
+        if not self.active or self.updates is not None:
             future.set_result(buffer)
+            if self.updates is not None and bucket.is_last() and torch._C._current_graph_task_id() == _NO_BACKWARD:
+                # This rank has no data left: DDP's `join`.
+                self._step_alone(lambda: None)
             return future
         try:
             self._take_bucket(bucket)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,18 +12,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.core.agreement import compare
-from horovod_sparse.core.local import Local, Outer, next_number
+from horovod_sparse.core.agreement import check_moves, compare
+from horovod_sparse.core.local import Outer, check_parts, digest
 from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
 from horovod_sparse.torch.gradients import wide
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.grouped import GroupReducer, Transport
+from horovod_sparse.torch.movement import Movement
 from horovod_sparse.torch.parameters import check_memory
 from horovod_sparse.torch.uncompiled import uncompiled
 
+_made = itertools.count()
+_agreed = 0
+"""The number of the next `LocalUpdates` that agrees with those of other workers. One that only one worker has made has none."""
+_newest = -1
+"""Of those that have agreed, the one that this worker made last."""
 
-class LocalUpdates(Local):
+
+class LocalUpdates:
     """Steps of any optimizer on each worker alone, and now and then a sparse exchange of how far the parameters have moved.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -71,20 +80,28 @@ class LocalUpdates(Local):
         _check_arguments(optimizer, model)
         self.optimizer = optimizer
         self._model = model
-        outer = Outer(every, residual_decay, outer_lr, outer_momentum)
+        self.outer = Outer(every, residual_decay, outer_lr, outer_momentum)
         self.compression = NoOp() if compression is None else compression
         if not isinstance(self.compression, TorchCompressor):
             raise TypeError(
                 f"compression must be None or a compressor of horovod_sparse.torch, such as TopK(0.01), got {compression!r}"
             )
-        outer.check(self.compression)
         self.compression.check_free()
+        check_moves(self.compression, "with local updates")
         names = _names(optimizer, model)
         check_memory(names)
         self._transport = _transport(group, next(iter(names)).device)
-        shared = {name: parameter.detach().to(wide(parameter), copy=True) for parameter, name in names.items()}
-        reducer = GroupReducer(self.compression, self._transport, names)
-        super().__init__(outer, {name: parameter for parameter, name in names.items()}, shared, reducer)
+        self._parameters = {name: parameter for parameter, name in names.items()}
+        self._shared = {name: one.detach().to(wide(one), copy=True) for name, one in self._parameters.items()}
+        self._movement = Movement([*self._parameters.values()], [*self._shared.values()])
+        self._reducer = GroupReducer(self.compression, self._transport, names)
+        self._momentum = {name: torch.zeros_like(one) for name, one in self._shared.items()} if outer_momentum else {}
+        self._steps = 0
+        self._made = next(_made)
+        self._number: int | None = None
+        """The same on all workers; None before the first exchange."""
+        self._unchecked = True
+        """Whether the shared parameters are still to be compared with those of the other workers."""
         # An exchange that fails must leave no trace, because the drift is still there.
         self.compression.discardable = True
 
@@ -118,14 +135,35 @@ class LocalUpdates(Local):
         Raises:
             FloatingPointError: see `synchronize`.
         """
-        if self._count():
+        self._steps += 1
+        if self._steps >= self.outer.every:
             self.synchronize()
 
-    synchronize = uncompiled(torch.no_grad()(Local.synchronize))
+    @uncompiled
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Exchange now. All workers then have the same parameters. Call this on all of them, for instance at the end.
 
-    def _exchange(self) -> dict[str, Tensor]:
-        means = self._reducer.reduce_all(self._drifts)
-        return {name: means[parameter] for name, parameter in self._parameters.items()}
+        Raises:
+            FloatingPointError: on every worker, if a parameter of any worker holds NaN or infinity. All workers then have
+                the parameters of the last exchange again, and training can go on.
+            ValueError: on every worker, if they differ in settings or in the parameters with which they begin.
+            RuntimeError: with Horovod: on all other workers, if the exchange has raised on one, for instance because
+                of an interrupt. Nothing has changed, and training can go on.
+        """
+        try:
+            means = self._reducer.reduce_all(self._drifts)
+        except FloatingPointError:
+            self._reducer.discard_step()
+            self._movement.restore()
+            raise
+        for name, parameter in self._parameters.items():
+            self.outer.step(means[parameter], self._momentum.get(name))
+        self._movement.move([means[parameter] for parameter in self._movement.parameters])
+        self._movement.restore()
+        if self._reducer.pipeline is not None:
+            self._reducer.pipeline.decay(self.outer.residual_decay)
+        self._unchecked = False
 
     def _drifts(self) -> dict[Tensor, Tensor]:
         """Return how far the parameters have moved. Raise ValueError on all workers if they differ in what must be the same."""
@@ -136,23 +174,58 @@ class LocalUpdates(Local):
             # The others are told: they would wait.
             problem = error
         mine = {**self._described(), "problem": str(problem)}
-        everyone = self._transport.everyone([mine, next_number()])
+        everyone = self._transport.everyone([mine, _agreed])
         compare(mine, [theirs for theirs, _ in everyone], self._transport.rank)
         if problem is not None:
             raise problem
-        self._agree(number for _, number in everyone)
-        return {parameter: self._drift(name, parameter) for name, parameter in self._parameters.items()}
+        self._agree(max(number for _, number in everyone))
+        drifts = [torch.empty_like(one) for one in self._movement.copies]
+        self._movement.write(drifts)
+        for parameter, drift in zip(self._movement.parameters, drifts, strict=True):
+            if not parameter.requires_grad:
+                drift.zero_()
+        return dict(zip(self._movement.parameters, drifts, strict=True))
 
-    def _drift(self, name: str, parameter: Tensor) -> Tensor:
-        """Return how far a parameter has moved, the other way. It began with what its own type holds of the shared one."""
-        shared = self._shared[name]
-        if not parameter.requires_grad:
-            return torch.zeros_like(shared)
-        began: Tensor = shared.to(parameter.dtype).to(shared.dtype)
-        return began - parameter.to(shared.dtype)
+    def _described(self) -> dict[str, str]:
+        """Return what must be the same on all workers."""
+        number = str(self._number)
+        if self._number is None:
+            # Two that begin alike may have been taken in another order elsewhere. It shows at the second.
+            number = "made before another one that has exchanged already" if self._made < _newest else "new"
+        # All workers say so whenever one has loaded a state, so that nobody waits.
+        shared = digest(self._shared) if self._unchecked else "as they were"
+        return {"local updates": f"{number}, {self.outer}", "shared parameters": shared}
 
-    def _load(self, state: Mapping[str, Any]) -> None:
-        self.compression.load_state_dict(state)
+    def _agree(self, number: int) -> None:
+        """Begin an exchange. `number` is that of new `LocalUpdates`, the same on all workers."""
+        global _agreed, _newest
+        if self._number is None:
+            self._number = number
+            _agreed, _newest = number + 1, max(_newest, self._made)
+        self._steps = 0
+        # If this worker alone fails from here on, the others' shared parameters will be others.
+        self._unchecked = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this worker keeps beside its parameters and its optimizer: save all three on every worker."""
+        parts = {"shared": self._shared, "momentum": self._momentum}
+        return {"steps": self._steps, **copy.deepcopy(parts), "compression": self._reducer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned, with the same parameters and settings.
+
+        Before the first exchange, the state of the compression is checked in that exchange, and all workers raise.
+
+        Raises:
+            ValueError: the state belongs to other parameters, or is none of `LocalUpdates`; nothing was changed.
+        """
+        check_parts(state, {"shared": self._shared, "momentum": self._momentum})
+        self.compression.load_state_dict(state["compression"])
+        for part, mine in (("shared", self._shared), ("momentum", self._momentum)):
+            for name, array in mine.items():
+                array[...] = state[part][name]
+        self._unchecked = True
+        self._steps = int(state["steps"])
 
 
 def _check_arguments(optimizer: object, model: object) -> None:

@@ -8,6 +8,9 @@ Some steps are held back, and reduced as a whole in `synchronize`:
   of them learn which embeddings have sparse gradients.
 - A step that follows a step that was given up.
 - Every step, if the compressor must see every gradient first.
+
+Where updates are exchanged, backward hands over nothing, and a step is reduced as a whole after the optimizer's own
+(`movement.Updates`).
 """
 
 from __future__ import annotations
@@ -24,7 +27,14 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from horovod_sparse import kernels
-from horovod_sparse.core.agreement import agree_on_states, check_dampening, check_momentum, check_sparse, is_elastic
+from horovod_sparse.core.agreement import (
+    agree_on_states,
+    check_dampening,
+    check_momentum,
+    check_sparse,
+    exchanges_updates,
+    is_elastic,
+)
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Slot
@@ -43,6 +53,7 @@ from horovod_sparse.torch.following import WorkersBefore
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
 from horovod_sparse.torch.momentum import MovedMomentum, moved_momentum
+from horovod_sparse.torch.movement import Updates
 from horovod_sparse.torch.routes import OptimizerRoutes, dense_message
 from horovod_sparse.torch.scaler import WITH_SCALER, ScaledServer
 from horovod_sparse.torch.step import Step
@@ -58,6 +69,7 @@ class Reducer(ScaledServer):
     """Reduces the gradients of one `hvd.DistributedOptimizer`, whose arguments the seam has checked."""
 
     _routes: OptimizerRoutes
+    updates: Updates | None = None
 
     def __init__(self, optimizer: Any, compressor: TorchCompressor, own_step: Callable[..., Any]) -> None:
         compressor.bind(self)
@@ -65,6 +77,10 @@ class Reducer(ScaledServer):
         self.optimizer = optimizer
         self._ops = tensor_ops()
         self._process_set = optimizer.process_set
+        self.active = self._process_set.included() and compresses(self._process_set.size())
+        updates = exchanges_updates(compressor, optimizer.param_groups)
+        if self.active and updates:
+            self.updates = Updates(optimizer)
         self._forget_workers()
         self._step = Step()
         self._passes: dict[int, weakref.ref[object]] = {}
@@ -73,10 +89,9 @@ class Reducer(ScaledServer):
         """Parameters that are not trained at the moment. They keep no residual and no velocity."""
         self.workers_before = WorkersBefore()
         optimizer.register_step_pre_hook(self._note_step)
-        self.active = self._process_set.included() and compresses(self._process_set.size())
         self.momentum: MovedMomentum | None = None
         """The optimizer's momentum, if it is applied before the selection."""
-        if self.active:
+        if self.active and not updates:
             self.momentum = moved_momentum(compressor, optimizer, own_step, optimizer._parameter_names)
         if self.active and mpi_ops.size() == 1 and not is_elastic():
             # Stock Horovod registers no hooks for a single worker.
@@ -87,7 +102,9 @@ class Reducer(ScaledServer):
         optimizer = self.optimizer
         self._number: int | None = None
         """The optimizer's number, the same on every rank; None before the first agreement."""
-        self._collectives = Collectives(optimizer.op, optimizer.gradient_predivide_factor, self._process_set)
+        given = (optimizer.op, optimizer.gradient_predivide_factor)
+        op, predivide = given if self.updates is None else (mpi_ops.Average, 1.0)
+        self._collectives = Collectives(op, predivide, self._process_set)
         self._routes = OptimizerRoutes(optimizer, self.compressor)
         self.pipeline = None
 
@@ -104,6 +121,8 @@ class Reducer(ScaledServer):
 
     def is_scaled_by(self, scaler: torch.amp.GradScaler) -> bool:
         """Return whether a scaler is this optimizer's. The first that is about to unscale is, if nothing was reduced yet."""
+        if self.updates is not None:
+            return False
         if self.pipeline is None and self.scaler is None and not self.optimizer._synchronized:
             self.scale_with(scaler)
         return self.scaler is scaler
@@ -148,7 +167,7 @@ class Reducer(ScaledServer):
     @uncompiled
     def submit(self, parameter: Tensor) -> None:
         """Record a gradient that is ready, and take it at once unless the step is held back."""
-        if not self.active:
+        if not self.active or self.updates is not None:
             return
         if torch.is_grad_enabled():
             # Backward makes a graph of its own. Otherwise there is no context, which would take longer than a small gradient.
@@ -226,8 +245,35 @@ class Reducer(ScaledServer):
 
     # --- reduced gradients out ---
 
-    @uncompiled
     def synchronize(self) -> None:
+        """Do as `reduce`. Where updates are exchanged, the gradients stay as they are."""
+        if self.updates is None:
+            self.reduce()
+            return
+        self._restore_hooks()
+        self.optimizer._synchronized = True
+
+    def step_alone(self, step: Callable[[], Any]) -> Any:
+        """Let the optimizer step with this rank's gradients, and exchange its update."""
+        assert self.updates is not None
+        try:
+            self.updates.begin()
+            loss = step()
+        except BaseException:
+            self.updates.give_up()
+            self._give_up_step()
+            # The others wait for this rank's update. Before the first one there is nothing that could tell them.
+            self._collectives.given_up = self.pipeline is not None
+            raise
+        self.updates.end(self._reduce_update)
+        return loss
+
+    def _reduce_update(self, drifts: dict[Tensor, Tensor]) -> None:
+        self.optimizer._synchronized = False
+        self.reduce()
+
+    @uncompiled
+    def reduce(self) -> None:
         """Reduce all gradients and leave the results in `.grad`. A second call without new gradients does nothing."""
         optimizer = self.optimizer
         if optimizer._synchronized and not optimizer._handles:
@@ -377,7 +423,8 @@ class Reducer(ScaledServer):
     def _extend_routes(self) -> None:
         new = self._routes.without_route()
         deferred = self.deferred or empty_state()
-        agreement = agree(self.optimizer, self.compressor, new, deferred.get("sparse", ()), self._number)
+        known_sparse = () if self.updates is not None else deferred.get("sparse", ())
+        agreement = agree(self.optimizer, self.compressor, new, known_sparse, self._number)
         sparse_as_dense = self.optimizer.sparse_as_dense
         if agreement.sparse and not sparse_as_dense and self.momentum is not None and self.pipeline is None:
             # Their gradients get no momentum before the selection, so that all of it stays in the optimizer.
@@ -400,7 +447,7 @@ class Reducer(ScaledServer):
                 world=self._process_set.size(),
                 position=self._process_set.rank(),
                 rank=mpi_ops.rank(),
-                averages=self.optimizer.op == mpi_ops.Average,
+                averages=self.updates is not None or self.optimizer.op == mpi_ops.Average,
                 groups=groups_of(
                     self.compressor.hierarchical, self._process_set.size(), partial(hosts, self._process_set)
                 ),
@@ -414,7 +461,7 @@ class Reducer(ScaledServer):
         if self.deferred is not None:
             super().load_compression_state(self.deferred)
         if is_first:
-            log_start(self.pipeline, kernels.variant())
+            log_start(self.pipeline, kernels.variant(), self.updates)
 
     def _check(self, state: Mapping[str, Any], sparse: Collection[str]) -> None:
         """Raise ValueError unless a state fits the parameters. Those named in `sparse` have none."""

@@ -28,11 +28,12 @@ class ScaledServer(Server):
     def detached(self, optimizer: torch.optim.Optimizer, coefficient: float) -> AbstractContextManager[None]:
         """See `TorchCompressor.detached`."""
         check_detachable(self.compressor, coefficient)
-        return moved(self.between_steps(), self._routes.compressed, optimizer, coefficient)
+        rate = None if self.updates is None else 1.0
+        return moved(self.between_steps(), self._routes.compressed, optimizer, coefficient, rate)
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         """See `TorchCompressor.scale_with`."""
-        if self.scaler is scaler or not scaler.is_enabled():
+        if self.updates is not None or self.scaler is scaler or not scaler.is_enabled():
             return
         if self.pipeline is not None or self.scaler is not None:
             raise RuntimeError(

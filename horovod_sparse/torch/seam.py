@@ -23,7 +23,7 @@ from horovod.torch import mpi_ops
 from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.elastic.state import TorchState, get_handler_registry, set_handler_registry
 
-from horovod_sparse.core.agreement import check_arguments, check_optimizer
+from horovod_sparse.core.agreement import check_arguments, check_optimizer, exchanges_updates
 from horovod_sparse.core.binding import check_kind, refuse_join
 from horovod_sparse.core.process_sets import complete_global_set
 from horovod_sparse.torch.compressors import TorchCompressor
@@ -151,8 +151,9 @@ def _init(stock: Method) -> Method:
             if named is not None:
                 named = arguments.arguments["named_parameters"] = list(named)
             check_memory(_names(params, named or ()))
-            check_optimizer(compression, type(self).__name__, params)
             compression.check_free()
+            if not exchanges_updates(compression, params):
+                check_optimizer(compression, type(self).__name__, params)
         stock(*arguments.args, **arguments.kwargs)
         if is_ours:
             self._sparse_reducer = Reducer(self, compression, _above_horovod(self).step)
@@ -272,6 +273,8 @@ def _step(self: Any, reducer: Reducer, stock: Method, closure: Any = None) -> An
 
     try:
         own_step, loss = _above_horovod(self).step, None
+        if reducer.updates is not None:
+            return reducer.step_alone(own_step if closure is None else functools.partial(own_step, reduced_closure))
         if closure is not None:
             if reducer.momentum is None:
                 return own_step(reduced_closure)

@@ -238,7 +238,7 @@ class _Member:
         try:
             # If the step fails on all ranks, those with data decide what follows.
             with contextlib.suppress(FloatingPointError):
-                self.reducer.synchronize()
+                self.reducer.reduce()
         finally:
             self._drop_gradients()
 

@@ -1,0 +1,156 @@
+"""How far a worker's own steps have moved its parameters, and updates that are exchanged in place of gradients. No Horovod."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from horovod_sparse.torch.compiled import tensor_ops
+from horovod_sparse.torch.uncompiled import uncompiled
+
+
+class Movement:
+    """Parameters, and copies of them from before they moved, which are the same on all workers.
+
+    Args:
+        parameters: what each worker moves alone.
+        copies: one for each, in its type or a wider one.
+    """
+
+    def __init__(self, parameters: list[Tensor], copies: list[Tensor]) -> None:
+        self.parameters, self.copies = parameters, copies
+
+    def write(self, drifts: list[Tensor]) -> None:
+        """Write how far the parameters have moved, the other way. Each began with what its own type holds of its copy."""
+        pairs = zip(self.parameters, self.copies, strict=True)
+        torch._foreach_copy_(drifts, [copy.to(parameter.dtype) for parameter, copy in pairs])
+        torch._foreach_sub_(drifts, self.parameters)
+
+    def move(self, means: list[Tensor]) -> None:
+        """Move the copies by the means of what all workers have sent."""
+        torch._foreach_sub_(self.copies, means)
+
+    def restore(self) -> None:
+        """Give the parameters the values of their copies."""
+        torch._foreach_copy_(self.parameters, self.copies)
+
+
+class Updates:
+    """Lets an optimizer step with this worker's gradients, and exchanges the movement of the parameters in their place.
+
+    A step is `begin`, the optimizer's own step, and `end`. If the optimizer raises, `give_up` comes in place of `end`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        # A `GradScaler` then calls `step` also where gradients overflow. The other workers wait for this one's part.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        self._optimizer = optimizer
+        self._copies: dict[Tensor, Tensor] = {}
+        """They are kept from step to step, because memory that is new takes longer."""
+        self._movement: Movement | None = None
+        """That of the step that has begun."""
+        self._not_finite: dict[Tensor, Tensor] = {}
+        """This step's gradients, if one of them holds NaN or infinity."""
+        self._scaler: dict[str, Any] = {}
+        """What a `GradScaler` has told the optimizer for this step."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step has begun."""
+        return self._movement is not None
+
+    def __str__(self) -> str:
+        return f"updates of {type(self._optimizer).__name__} in place of gradients"
+
+    @uncompiled
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Keep what the parameters are. Take away gradients that are not finite, so that the optimizer's state stays good."""
+        self.give_up()
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            if not parameter.requires_grad:
+                # Optimizers would move it by what was left in its gradient.
+                parameter.grad = None
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        for parameter in trained:
+            if parameter not in self._copies:
+                self._copies[parameter] = parameter.detach().clone()
+        self._movement = Movement(trained, [self._copies[parameter] for parameter in trained])
+        torch._foreach_copy_(self._movement.copies, trained)
+        gradients = {parameter: parameter.grad for parameter in trained if parameter.grad is not None}
+        if self._unscaled([*gradients.values()]) and not all(map(_is_finite, gradients.values())):
+            self._not_finite = gradients
+            self._drop_gradients()
+
+    def _unscaled(self, gradients: Sequence[Tensor]) -> bool:
+        """Do what a `GradScaler` leaves to the optimizer. Return False if the step is left out on this worker."""
+        # Optimizers that are not fused refuse to step with these.
+        given = self._scaler = {
+            name: vars(self._optimizer).pop(name)
+            for name in ("grad_scale", "found_inf")
+            if name in vars(self._optimizer)
+        }
+        if given.get("found_inf"):
+            self._drop_gradients()
+            return False
+        if given.get("grad_scale") is not None:
+            for gradient in gradients:
+                gradient.div_(given["grad_scale"].to(gradient.device))
+        return True
+
+    @uncompiled
+    @torch.no_grad()
+    def end(self, reduce: Callable[[dict[Tensor, Tensor]], None]) -> None:
+        """Exchange the movement, and move the parameters by its mean, which their gradients then hold.
+
+        `reduce` replaces the movements, which are the gradients of these parameters, by their means over the workers. If it
+        raises, the parameters are those of before the step.
+        """
+        movement = self._movement
+        assert movement is not None
+        try:
+            drifts = {parameter: _room(parameter) for parameter in movement.parameters}
+            movement.write([*drifts.values()])
+            for parameter, gradient in self._not_finite.items():
+                # All workers then raise, and this one names the parameter.
+                drifts[parameter] += gradient * 0
+            # The first time, workers compare what they begin with.
+            movement.restore()
+            reduce(drifts)
+            movement.move([*drifts.values()])
+            # The scaler takes it back.
+            vars(self._optimizer).update(self._scaler)
+        except BaseException:
+            self._drop_gradients()
+            raise
+        finally:
+            self.give_up()
+
+    @torch.no_grad()
+    def give_up(self) -> None:
+        """End the step that has begun, if there is one: the parameters get the values of their copies."""
+        movement, self._movement = self._movement, None
+        self._not_finite = {}
+        if movement is not None:
+            movement.restore()
+
+    def _drop_gradients(self) -> None:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def _room(parameter: Tensor) -> Tensor:
+    """Return the memory of a parameter's gradient, which is dense from now on."""
+    gradient = parameter.grad
+    if gradient is None or gradient.is_sparse or gradient.requires_grad:
+        gradient = parameter.grad = torch.empty_like(parameter)
+    return gradient
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return tensor_ops().all_finite(gradient._values() if gradient.is_sparse else gradient)
