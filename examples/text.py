@@ -44,10 +44,10 @@ def make_text_parser(description: str, *, batch_size: int, lr: float, ratio: flo
     parser.add_argument("--bytes", type=int, default=200_000, help="characters of source text, 5 %% are held out")
     parser.add_argument("--context", type=int, default=32, help="characters that the model sees")
     parser.add_argument(
-        "--optimizer", choices=["sgd", "adamw"], default="sgd", help="adamw is for dense or local updates"
+        "--optimizer", choices=["sgd", "adamw"], default="sgd", help="with adamw, sparsifiers exchange its updates"
     )
     parser.add_argument(
-        "--every", type=int, default=0, metavar="STEPS", help="exchange local updates after so many steps; 0: gradients"
+        "--every", type=int, default=0, metavar="STEPS", help="local updates, after so many steps; 0: in every step"
     )
     parser.add_argument("--residual-decay", type=float, default=0.95, help="of local updates")
     parser.add_argument("--outer-lr", type=float, default=1.0, help="of local updates")
@@ -58,10 +58,6 @@ def make_text_parser(description: str, *, batch_size: int, lr: float, ratio: flo
 def make_optimizer(model: nn.Module, args: argparse.Namespace, compression: Any) -> tuple[Any, Any]:
     """What is stepped, and the compressor that counts bytes."""
     if args.optimizer == "adamw":
-        if not args.every and hasattr(compression, "stats"):
-            raise SystemExit(
-                "--optimizer adamw needs --compression none or fp16, or --every: Adam divides away what has waited"
-            )
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=optimizer_momentum(compression, args))

@@ -1,11 +1,12 @@
 """Fine-tune GPT-2 of Hugging Face Transformers on a text file in a plain loop, data parallel, with compressed exchanges.
 
     mpirun -np 2 python examples/torch_gpt2.py --data FILE --model gpt2 --compression topk --ratio 0.03 --local-steps 30
-    mpirun -np 2 python examples/torch_gpt2.py --data FILE --model gpt2 --local-steps 0 --lr 0.05
+    mpirun -np 2 python examples/torch_gpt2.py --data FILE --model gpt2 --local-steps 0 --optimizer sgd --lr 0.05
     mpirun -np 2 python examples/torch_gpt2.py --synthetic --epochs 1
 
 With --local-steps H, every worker makes H steps of AdamW alone. Then the workers exchange how far their parameters have moved.
-With --local-steps 0, gradients are exchanged in every step, for SGD. docs/torch-gpt2.md says more.
+With --local-steps 0, the workers exchange in every step: the updates of AdamW, or gradients with --optimizer sgd.
+docs/torch-gpt2.md says more.
 """
 
 from __future__ import annotations
@@ -77,14 +78,15 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> tuple[Any, Any
     """What is stepped, the compressor that counts bytes, and what a checkpoint holds."""
     # In your own script: compression = hvd.TopK(ratio=0.03).
     compression = make_compression(args, hvd)
+    adamw = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
     if not args.local_steps:
         sgd = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=optimizer_momentum(compression, args))
-        optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters(), compression=compression)
+        chosen = sgd if args.optimizer == "sgd" else adamw
+        optimizer = hvd.DistributedOptimizer(chosen, named_parameters=model.named_parameters(), compression=compression)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         return optimizer, compression, {"model": model, "optimizer": optimizer}
     if args.compression == "fp16":
         raise SystemExit("--local-steps needs --compression none or a sparsifier, got fp16; --local-steps 0 takes it")
-    adamw = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
     sparse = compression if hasattr(compression, "stats") else None
     local = hvd.LocalUpdates(adamw, model, sparse, every=args.local_steps)
     return local, local.compression, {"model": Own(model), "optimizer": Own(adamw), "local": local}
@@ -120,7 +122,8 @@ def main() -> None:
         __doc__.splitlines()[0], data="text file in UTF-8", epochs=3, batch_size=4, lr=5e-5, ratio=0.03
     )
     parser.add_argument("--model", help="name on the Hugging Face Hub, or folder; without it, a new model reads bytes")
-    parser.add_argument("--local-steps", type=int, default=30, metavar="H", help="0: SGD, gradients in every step")
+    parser.add_argument("--local-steps", type=int, default=30, metavar="H", help="0: exchange in every step")
+    parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="with --local-steps 0")
     parser.add_argument("--context", type=int, default=512, help="tokens of a sample")
     parser.add_argument("--width", type=int, default=768, help="of a new model")
     parser.add_argument("--layers", type=int, default=12, help="of a new model")

@@ -68,6 +68,7 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"values": "float64"}, "values must be one of 'float32', 'bfloat16', 'float16', got 'float64'"),
     ({"clip_scope": "bucket"}, "clip_scope must be one of 'layer', 'model', got 'bucket'"),
     ({"discardable": "no"}, "discardable must be True or False, got 'no'"),
+    ({"updates": "always"}, "updates must be one of True, False, 'auto', got 'always'"),
     ({"not_finite": "ignore"}, "not_finite must be one of 'raise', 'propagate', got 'ignore'"),
 ]
 

@@ -205,8 +205,17 @@ def test_support_and_residual_can_be_chosen(common: Any, name: str, attribute: s
         pytest.param(
             "torch_gpt2.py", [*TINY_GPT2, "4"], 2, 6, "perplexity", marks=needs("transformers"), id="gpt2-local"
         ),
-        pytest.param(
-            "torch_gpt2.py", [*TINY_GPT2, "0"], 2, 6, "perplexity", marks=needs("transformers"), id="gpt2-sgd"
+        *(
+            pytest.param(
+                "torch_gpt2.py",
+                [*TINY_GPT2, "0", "--optimizer", name],
+                2,
+                6,
+                "perplexity",
+                marks=needs("transformers"),
+                id=f"gpt2-{name}",
+            )
+            for name in ("adamw", "sgd")
         ),
     ],
 )

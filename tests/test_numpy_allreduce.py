@@ -52,6 +52,11 @@ def test_the_first_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == [f"TopK 0.1: 2 buckets, 1700 entries, 1 parameters dense, kernels {kernels.variant()}"]
 
 
+def test_updates_are_refused() -> None:
+    with pytest.raises(ValueError, match="updates must be 'auto' or False with NumPy, got True"):
+        SparseAllreduce(None, TopK(0.1, updates=True))
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_types_are_kept(dtype: Any) -> None:
     reduce = SparseAllreduce(None, NoOp())

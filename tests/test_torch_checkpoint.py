@@ -170,7 +170,10 @@ def test_files_of_two_ranks_that_older_code_wrote_are_loaded() -> None:
     del loaded["data"]
     residuals: list[Any] = []
     compression._server = SimpleNamespace(  # type: ignore[assignment]
-        announce=None, load_compression_state=lambda state: residuals.append(state["residuals"]), state_dict=dict
+        announce=None,
+        check_unit=lambda state: None,
+        load_compression_state=lambda state: residuals.append(state["residuals"]),
+        state_dict=dict,
     )
     loaded["optimizer"]._compression = compression
     with pytest.warns(UserWarning, match="2 workers saved the checkpoint of step 3, 1 continue"):

@@ -26,6 +26,7 @@ MODULES = {
         "broadcast",
         "hierarchical",
         "local",
+        "updates",
         "detached",
         "compiled",
         "telemetry",
@@ -41,7 +42,7 @@ MODULES = {
         "tf.uneven",
         "tf.telemetry",
     ),
-    "ddp": ("ddp.hook", "ddp.momentum", "ddp.local", "ddp.detached", "ddp.compiled", "ddp.telemetry"),
+    "ddp": ("ddp.hook", "ddp.momentum", "ddp.local", "ddp.updates", "ddp.detached", "ddp.compiled", "ddp.telemetry"),
 }
 
 

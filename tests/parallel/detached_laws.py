@@ -47,7 +47,7 @@ def gradients_are_those_of_moved_parameters(wrap: Wrap, rank: int, settings: dic
     unit = RATES[0]
     for step, rate in enumerate(RATES):
         optimizer.param_groups[0]["lr"] = rate
-        unit = unit if compression.in_updates else rate
+        unit = 1.0 if compression.updates is True else unit if compression.in_updates else rate
         kept = compression.state_dict()["residuals"] if step else {}
         assert not step or any(residual.any() for residual in kept.values())
         before = digest(bowl.parameters())
@@ -95,6 +95,7 @@ def what_cannot_be_right_is_refused(wrap: Wrap, rank: int) -> None:
 LAWS: dict[str, tuple[Any, ...]] = {
     "gradients": (gradients_are_those_of_moved_parameters, {}),
     "gradients, lr in residual": (gradients_are_those_of_moved_parameters, {"lr_in_residual": True}),
+    "gradients, updates": (gradients_are_those_of_moved_parameters, {"updates": True}),
     "gradients, momentum": (
         gradients_are_those_of_moved_parameters,
         {"momentum": MomentumCorrection(0.9, masking=False), "granularity": "layer"},

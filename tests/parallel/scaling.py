@@ -117,7 +117,7 @@ def reduced_gradients_are_unscaled_and_clipped_before_the_step() -> None:
 def several_optimizers_share_a_scaler() -> None:
     """Each leaves out its own steps. An optimizer that unscales in its own kernel works, too."""
     models = [overflowing(), overflowing()]
-    compressions = [SIDCo(0.02, warmup=None), TopK(0.02, warmup=None)]
+    compressions = [SIDCo(0.02, warmup=None, updates=False), TopK(0.02, warmup=None, updates=False)]
     optimizers = [
         hvd.DistributedOptimizer(
             torch.optim.Adam(model.parameters(), lr=1e-3, fused=True), model.named_parameters(), compression=compression

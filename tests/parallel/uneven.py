@@ -181,7 +181,7 @@ def the_state_of_the_optimizer_is_that_of_the_last_rank(make: Any, dtype: str) -
     steps = {2: (0, 3), 4: (0, 3, 1, 3)}
     model = small_model(dtype=getattr(torch, dtype))
     optimizer = hvd.DistributedOptimizer(
-        make(model.parameters()), model.named_parameters(), compression=SIDCo(0.02, warmup=None)
+        make(model.parameters()), model.named_parameters(), compression=SIDCo(0.02, warmup=None, updates=False)
     )
     for start in (0, 10):
         with Join(optimizer) as join:

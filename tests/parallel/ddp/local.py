@@ -85,7 +85,7 @@ def wrong_settings_are_refused() -> None:
         ({"outer_lr": float("inf")}, "outer_lr must be a finite number"),
         ({"outer_momentum": 1.0}, "outer_momentum must be in"),
         ({"optimizer": other}, "optimizer must have parameters of the model only, got 1 others"),
-        ({"compression": sparse.DGC(0.1, momentum=0.9)}, "compression must have momentum_correction=None"),
+        ({"compression": sparse.DGC(0.1, momentum=0.9)}, "compression must have momentum=None"),
         (
             {"compression": sparse.TopK(0.1, lr_in_residual=True, warmup=None)},
             "compression must have lr_in_residual=False",
