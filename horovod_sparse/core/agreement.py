@@ -193,7 +193,7 @@ def check_moves(c: Compressor, where: str) -> None:
             "clip_norm",
             c.clip_norm,
             None,
-            "what is clipped off a movement is lost; clip gradients before the optimizer's step",
+            "what it clips off a movement is lost; clip gradients before the optimizer steps",
         ),
         ("not_finite", c.not_finite, "raise", "the shared parameters would stay NaN"),
         ("lr_in_residual", c.in_updates, False, "residuals are in units of the parameters already"),

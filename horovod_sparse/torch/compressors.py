@@ -61,7 +61,7 @@ class TorchCompressor(BoundCompressor, stock.Compressor):
         they are x again, bit by bit, so all ranks step the same x, and evaluations and checkpoints outside of the block see
         it (https://arxiv.org/abs/2004.05298). The gradient then knows of what waits to be sent. Compressors that choose at
         random need that (`docs/ablation.md`). Parameters that are reduced dense stay where they are. The block needs the
-        memory of a second copy of the others.
+        memory of a second copy of the others. Where updates are exchanged, e is one, and eta is 1.
 
         Args:
             optimizer: the one that steps the parameters: `hvd.DistributedOptimizer`'s, or that of the model in DDP.

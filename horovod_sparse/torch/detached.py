@@ -25,24 +25,17 @@ def check_detachable(compressor: Compressor, coefficient: float) -> None:
 
 @contextmanager
 def moved(
-    pipeline: Pipeline | None,
-    parameters: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-    coefficient: float,
-    rate: float | None,
+    pipeline: Pipeline | None, parameters: Mapping[str, Tensor], rates: Mapping[Tensor, float], coefficient: float
 ) -> Iterator[None]:
     """Move parameters within the block. `TorchCompressor.detached` has the formula.
 
     Args:
         pipeline: which has their residuals; None before the first step, when nothing waits.
         parameters: those that have residuals, by name.
-        optimizer: which has their learning rates.
+        rates: what their residuals are multiplied by: the learning rates, or 1 where updates are exchanged.
         coefficient: c, in [0, 1].
-        rate: what residuals are multiplied by; None for the learning rates.
     """
-    before = {}
-    if pipeline is not None and coefficient > 0.0:
-        before = _move(pipeline, parameters, optimizer, coefficient, rate)
+    before = {} if pipeline is None or coefficient == 0.0 else _move(pipeline, parameters, rates, coefficient)
     versions = [parameter._version for parameter in before]
     try:
         yield
@@ -60,14 +53,9 @@ def moved(
 
 @torch.no_grad()
 def _move(
-    pipeline: Pipeline,
-    parameters: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-    coefficient: float,
-    rate: float | None,
+    pipeline: Pipeline, parameters: Mapping[str, Tensor], rates: Mapping[Tensor, float], coefficient: float
 ) -> dict[Tensor, Tensor]:
     """Move parameters. Return what they were."""
-    rates = {parameter: float(group["lr"]) for group in optimizer.param_groups for parameter in group["params"]}
     unknown = [name for name, parameter in parameters.items() if parameter not in rates]
     if unknown:
         raise ValueError(
@@ -77,6 +65,6 @@ def _move(
     before = {parameter: parameter.clone() for parameter in parameters.values()}
     for name, parameter in parameters.items():
         # With `lr_in_residual` the residual is in units of the last step's rate.
-        known = pipeline.preparation.learning_rates.get(name, rates[parameter]) if rate is None else rate
-        parameter.sub_(pipeline.residuals.view(name).view(parameter.shape), alpha=coefficient * known)
+        rate = pipeline.preparation.learning_rates.get(name, rates[parameter])
+        parameter.sub_(pipeline.residuals.view(name).view(parameter.shape), alpha=coefficient * rate)
     return before

@@ -26,16 +26,16 @@ class Movement:
     def write(self, drifts: list[Tensor]) -> None:
         """Write how far the parameters have moved, the other way. Each began with what its own type holds of its copy."""
         pairs = zip(self.parameters, self.copies, strict=True)
-        torch._foreach_copy_(drifts, [copy.to(parameter.dtype) for parameter, copy in pairs])
-        torch._foreach_sub_(drifts, self.parameters)
+        _copy(drifts, [copy.to(parameter.dtype) for parameter, copy in pairs])
+        _subtract(drifts, self.parameters)
 
     def move(self, means: list[Tensor]) -> None:
         """Move the copies by the means of what all workers have sent."""
-        torch._foreach_sub_(self.copies, means)
+        _subtract(self.copies, means)
 
     def restore(self) -> None:
         """Give the parameters the values of their copies."""
-        torch._foreach_copy_(self.parameters, self.copies)
+        _copy(self.parameters, self.copies)
 
 
 class Updates:
@@ -80,7 +80,7 @@ class Updates:
             if parameter not in self._copies:
                 self._copies[parameter] = parameter.detach().clone()
         self._movement = Movement(trained, [self._copies[parameter] for parameter in trained])
-        torch._foreach_copy_(self._movement.copies, trained)
+        _copy(self._movement.copies, trained)
         gradients = {parameter: parameter.grad for parameter in trained if parameter.grad is not None}
         if self._unscaled([*gradients.values()]) and not all(map(_is_finite, gradients.values())):
             self._not_finite = gradients
@@ -142,6 +142,17 @@ class Updates:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    # PyTorch refuses empty lists: all parameters may be frozen.
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _subtract(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_sub_(targets, sources)
 
 
 def _room(parameter: Tensor) -> Tensor:

@@ -28,8 +28,9 @@ class ScaledServer(Server):
     def detached(self, optimizer: torch.optim.Optimizer, coefficient: float) -> AbstractContextManager[None]:
         """See `TorchCompressor.detached`."""
         check_detachable(self.compressor, coefficient)
-        rate = None if self.updates is None else 1.0
-        return moved(self.between_steps(), self._routes.compressed, optimizer, coefficient, rate)
+        groups, moves = optimizer.param_groups, self.updates is not None
+        rates = {parameter: 1.0 if moves else float(group["lr"]) for group in groups for parameter in group["params"]}
+        return moved(self.between_steps(), self._routes.compressed, rates, coefficient)
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         """See `TorchCompressor.scale_with`."""

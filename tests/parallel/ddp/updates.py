@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -80,6 +81,30 @@ def accumulated_gradients_are_one_update() -> None:
         assert_identical(model)
         results.append(digest(model.parameters()))
     assert results[0] == results[1]
+
+
+@scenario(TORCHRUN_2)
+def schedulers_and_step_go_together() -> None:
+    """Also a scheduler that was there first. Both replace `step`. A step that passes by the exchange is refused."""
+    results = []
+    for comes_first in (True, False):
+        model = small_model()
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        before = torch.optim.lr_scheduler.StepLR(adam, 2) if comes_first else None
+        wrapped, optimizer = _wrap(model, adam, TopK(0.02, warmup=None))
+        scheduler = before or torch.optim.lr_scheduler.StepLR(adam, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(wrapped, step).backward()
+                optimizer.step()
+                scheduler.step()
+        assert_identical(model)
+        results.append(digest(model.parameters()))
+    assert results[0] == results[1]
+    del optimizer.step
+    assert "register" in raised(RuntimeError, optimizer.step)
 
 
 @scenario(TORCHRUN_2)
