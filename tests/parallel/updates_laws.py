@@ -117,7 +117,8 @@ def replicas_are_identical(workers: Workers, name: str) -> None:
     for step in range(8):
         frozen.requires_grad_(step not in (3, 4))
         before = digest(frozen.parameters())
-        optimizer.zero_grad()
+        # Gradients that stay are zeros, with which the optimizer would move what is frozen.
+        optimizer.zero_grad(set_to_none=step < 3)
         _loss(trained, step, workers.rank).backward()
         if step == 6 and workers.rank == 1:
             model[4].weight.grad = None
