@@ -100,12 +100,6 @@ def test_stock_join_is_refused_beside_a_compressor(monkeypatch: pytest.MonkeyPat
     assert called == [True]
 
 
-def test_updates_are_refused() -> None:
-    server: Any = SimpleNamespace(active=True)
-    with pytest.raises(ValueError, match="updates must be 'auto' or False with TensorFlow, got True"):
-        TopK(0.5, updates=True).bind(server)
-
-
 def test_all_public_names_of_horovod_are_there() -> None:
     ours = {"DistributedOptimizer", "broadcast_variables"}  # They take Keras 3 too.
     module = horovod_sparse.tensorflow

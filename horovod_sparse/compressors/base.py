@@ -136,8 +136,9 @@ class Compressor(ABC):
             which doubles their memory.
         updates: whether the optimizer steps with the gradients of its worker, and the movement of the parameters is exchanged
             in their place, at the cost of a copy of the parameters. "auto" does so for optimizers that divide by the size of
-            the gradient, such as Adam, unless `ratio` is 1. PyTorch only, with an optimizer. Needs `not_finite="raise"`, and
-            neither `lr_in_residual` nor `clip_norm`; with `momentum="auto"` the optimizer keeps its own.
+            the gradient, such as Adam, unless `ratio` is 1. Where the optimizer is seen: PyTorch and Keras 3. Needs
+            `not_finite="raise"`, and neither `lr_in_residual` nor `clip_norm`; with `momentum="auto"` the optimizer keeps its
+            own.
 
     Raises:
         ValueError, TypeError: the message names the argument, its value and what was expected.

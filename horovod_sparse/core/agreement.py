@@ -146,7 +146,7 @@ def check_optimizer(c: Compressor, name: str, groups: Sequence[Mapping[str, obje
     twice = "" if correction is None else f" It also averages gradients that {correction!r} has averaged before."
     warnings.warn(
         f"horovod_sparse: sparse gradients train worse with {name} than with SGD: {name} divides by the size of the gradient, "
-        f"which cancels most of what an entry has gathered while it waited.{twice} Use SGD, or updates='auto' (PyTorch), which "
+        f"which cancels most of what an entry has gathered while it waited.{twice} Use SGD, or updates='auto', which "
         "exchanges the updates of the optimizer in place of gradients",
         stacklevel=1,
     )
@@ -177,7 +177,9 @@ def exchanges_updates(c: Compressor, groups: Sequence[Mapping[str, object]]) -> 
 def refuse_updates(c: Compressor, framework: str) -> None:
     """Raise ValueError if a compressor is to exchange updates where that cannot be done."""
     if c.updates is True:
-        raise ValueError(f"updates must be 'auto' or False with {framework}, got True; only PyTorch has it")
+        raise ValueError(
+            f"updates must be 'auto' or False with {framework}, got True; use an optimizer of PyTorch or Keras 3"
+        )
 
 
 def check_moves(c: Compressor, where: str) -> None:

@@ -12,7 +12,6 @@ from horovod.tensorflow.compression import Compressor as HorovodCompressor
 from numpy.typing import NDArray
 
 from horovod_sparse import compressors
-from horovod_sparse.core.agreement import refuse_updates
 from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.core.packing import packed_state, unpacked_state
 from horovod_sparse.core.server import Server
@@ -49,7 +48,6 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
         return {name: value for name, value in super().__getstate__().items() if name != "_pending"}
 
     def bind(self, server: Server) -> None:
-        refuse_updates(self, "TensorFlow")
         super().bind(server)
         if self._pending is not None:
             server.load_compression_state(self._pending)

@@ -19,7 +19,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from horovod_sparse import kernels
-from horovod_sparse.core.agreement import RELEASE, check_arguments, check_sparse, compare, is_elastic
+from horovod_sparse.core.agreement import RELEASE, check_arguments, check_sparse, compare, is_elastic, refuse_updates
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Layout, Parameter, check_limits, plan
 from horovod_sparse.core.server import Server, log_start
@@ -277,7 +277,7 @@ class Reducer(Server):
             allreduce_bytes(layout.numel * wire_dtype(dtypes[layout.name]).size, pipeline.world) for layout in dense
         )
         if is_first:
-            log_start(pipeline, kernels.variant())
+            log_start(pipeline, kernels.variant(), self.updates)
         self._bucket_of.update((slot.name, layout) for layout in buckets for slot in layout.slots)
         self.sparse.extend(sparse)
         self._dense.update(layout.name for layout in dense)
@@ -394,6 +394,8 @@ def reducer_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared
     bound = compressor.server
     if not (shared and isinstance(bound, Reducer) and bound.shared):
         compressor.check_free()
+        if shared:
+            refuse_updates(compressor, "a gradient tape, which does not see the optimizer")
         return Reducer(compressor, reduction, shared=shared)
     bound.reduction.check_same(reduction)
     return bound

@@ -35,6 +35,7 @@ MODULES = {
         "tf.tape",
         "tf.keras3",
         "tf.momentum",
+        "tf.updates",
         "tf.checkpoints",
         "tf.scaling",
         "tf.disagreement",

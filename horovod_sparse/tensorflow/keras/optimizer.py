@@ -6,6 +6,7 @@ instance. Its class stays that of the plain optimizer, and so does what is saved
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -16,11 +17,12 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.core.agreement import DIVIDING, check_optimizer
+from horovod_sparse.core.agreement import DIVIDING, check_optimizer, exchanges_updates
 from horovod_sparse.core.binding import check_kind
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.keras.loss_scaling import follow_scalers, inner_of, is_scaler, scale_of, spoiled
 from horovod_sparse.tensorflow.keras.momentum import move_momentum, without_momentum
+from horovod_sparse.tensorflow.keras.updates import step_alone
 from horovod_sparse.tensorflow.memory import unwatched
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
@@ -65,12 +67,16 @@ def make(
     _check_optimizer(optimizer, backward_passes_per_step)
     _check_reduction(reduction)
     if isinstance(compression, TensorflowCompressor):
-        _check_compression(optimizer, compression)
+        updates = _exchanges_updates(optimizer, compression)
+        if updates:
+            reduction = dataclasses.replace(reduction, op=mpi_ops.Average, gradient_predivide_factor=1.0)
         reducer = reducer_of(compression, reduction, shared=False)
+        if updates and reducer.active:
+            reducer.updates = f"updates of {type(inner_of(optimizer)).__name__} in place of gradients"
         reducer.settings = functools.partial(
             _settings_of, optimizer, compression, backward_passes_per_step, average_aggregated_gradients
         )
-        reduce = _compressed(reducer)
+        reduce = _compressed(reducer) if reducer.updates is None else _of_updates(reducer)
     else:
         reduce = _Dense(
             **arguments,
@@ -188,7 +194,7 @@ class DistributedApply:
             _check_callers(optimizer)
             self._checked = True
         if self._accumulator is None:
-            apply(self._reduced(grads, variables, optimizer), variables)
+            self._reduce_and_apply(grads, variables, optimizer, apply)
             return
         sums = self._accumulator.add(grads, variables)
         # The condition is the same on all ranks, so that all or none of them reach the collectives.
@@ -198,14 +204,26 @@ class DistributedApply:
         assert self._accumulator is not None
         # Clear first. If the reduction raised before that, the passes that follow would never make a step.
         with tf.control_dependencies(self._accumulator.clear()):
-            reduced = self._reduced(sums, variables, optimizer)
-        apply([_divide(one, self._passes_divisor) for one in reduced], variables)
+            self._reduce_and_apply(sums, variables, optimizer, apply, self._passes_divisor)
         return tf.constant(True)
 
     def _skip(self) -> Tensor:
         # Count every pass, as stock Horovod does.
         self._optimizer.iterations.assign_add(1)
         return tf.constant(False)
+
+    def _reduce_and_apply(
+        self, gradients: list[Any], variables: list[Variable], optimizer: Any, apply: Apply, passes: int = 1
+    ) -> None:
+        server = None if self.compression is None else self.compression.server
+        if server is None or server.updates is None:
+            apply([_divide(one, passes) for one in self._reduced(gradients, variables, optimizer)], variables)
+            return
+        local = [plain(variable).ref() in self.local_variables for variable in variables]
+        divisors = [passes * (self._local_divisor if alone else 1) for alone in local]
+        own = [_divide(gradient, divisor) for gradient, divisor in zip(gradients, divisors, strict=True)]
+        exchanged = [variable for variable, alone in zip(variables, local, strict=True) if not alone]
+        step_alone(apply, own, variables, exchanged, lambda moved, of: self._reduce(moved, of, optimizer), optimizer)
 
     def _reduced(self, gradients: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
         is_local = [plain(variable).ref() in self.local_variables for variable in variables]
@@ -238,11 +256,19 @@ def _compressed(reducer: Reducer) -> Reduce:
     return reduce
 
 
+def _of_updates(reducer: Reducer) -> Reduce:
+    def reduce(movements: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
+        return list(reducer(movements, variables))
+
+    return reduce
+
+
 def _settings_of(
     optimizer: Any, compression: TensorflowCompressor, passes: int, average_passes: bool
 ) -> dict[str, str]:
     """Return the settings of an optimizer that must be equal on all ranks to keep replicas equal."""
     settings = {"backward_passes_per_step": str(passes), "average_aggregated_gradients": str(average_passes)}
+    settings["updates"] = str(compression.server is not None and compression.server.updates)
     if compression.in_updates:
         inner = inner_of(optimizer)
         with tf.init_scope():
@@ -369,12 +395,15 @@ def _check_reduction(reduction: Reduction) -> None:
         raise ValueError(f"groups must be a list of lists of variables, or a number > 0 of groups, got {groups!r}")
 
 
-def _check_compression(optimizer: Any, compression: TensorflowCompressor) -> None:
-    """Raise ValueError if one of our compressors cannot be used with an optimizer."""
+def _exchanges_updates(optimizer: Any, compression: TensorflowCompressor) -> bool:
+    """Return whether updates are exchanged. Raise ValueError if one of our compressors cannot be used with an optimizer."""
     compression.check_free()
     inner = inner_of(optimizer)
     settings = {name: getattr(inner, name) for name in ("momentum", *DIVIDING) if hasattr(inner, name)}
-    check_optimizer(compression, type(inner).__name__, [settings])
+    updates = exchanges_updates(compression, [settings])
+    if not updates:
+        check_optimizer(compression, type(inner).__name__, [settings])
+    return updates
 
 
 def _check_callers(optimizer: Any) -> None:

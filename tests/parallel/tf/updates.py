@@ -1,0 +1,94 @@
+"""Scenarios: Keras optimizers that divide by the gradient's size exchange updates in place of gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as stock
+import keras
+import numpy as np
+import tensorflow as tf
+
+import horovod_sparse.tensorflow.keras as hvd
+from horovod_sparse.tensorflow import NoOp, SIDCo, TopK
+
+from ..scenario import TF_2, scenario
+from .common import assert_identical, raised
+from .keras3 import LOSS, compiled, data, fit, small_model
+
+
+def _gradients(model: Any, step: int, rank: int) -> list[Any]:
+    inputs, labels = data([step], [rank])
+    with tf.GradientTape() as tape:
+        loss = LOSS(labels, model(inputs))
+    return list(tape.gradient(loss, model.trainable_variables))
+
+
+@scenario(TF_2, cases={"graph": (False,), "eager": (True,)})
+def everything_sent_is_the_mean_of_all_steps(eager: bool) -> None:
+    model = compiled(
+        hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=NoOp(updates=True, bucket_bytes=10_000)),
+        run_eagerly=eager,
+    )
+    alone = [(small_model(), keras.optimizers.Adam(0.01)) for _ in range(stock.size())]
+    for step in range(5):
+        fit(model, [step])
+        for rank, (one, adam) in enumerate(alone):
+            adam.apply(_gradients(one, step, rank), one.trainable_variables)
+        means = [np.mean(weights, axis=0) for weights in zip(*(one.get_weights() for one, _ in alone), strict=True)]
+        for one, _ in alone:
+            one.set_weights(means)
+    for mine, expected in zip(model.get_weights(), means, strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
+    assert_identical(model.weights)
+
+
+@scenario(TF_2)
+def the_plain_line_keeps_replicas_identical() -> None:
+    compression = SIDCo(0.02)
+    model = compiled(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=compression))
+    fit(model, range(30))
+    assert compression.stats().steps == 30 and compression.stats().last.total.ratio < 0.2
+    assert_identical(model.weights)
+    assert compression.state_dict()["updates"]
+
+
+@scenario(TF_2)
+def a_movement_that_is_not_finite_raises_everywhere() -> None:
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=TopK(0.1))
+    optimizer.apply(_gradients(model, 0, stock.rank()), model.trainable_variables)
+    before = model.get_weights()
+    bad = _gradients(model, 1, stock.rank())
+    if stock.rank() == 1:
+        bad[0] = bad[0] * np.nan
+    raised(Exception, lambda: optimizer.apply(bad, model.trainable_variables))
+    assert all(np.array_equal(one, other) for one, other in zip(model.get_weights(), before, strict=True))
+    optimizer.apply(_gradients(model, 2, stock.rank()), model.trainable_variables)
+    assert_identical(model.weights)
+    assert not np.array_equal(model.get_weights()[0], before[0])
+
+
+@scenario(TF_2)
+def each_worker_has_a_loss_scale_of_its_own() -> None:
+    model = small_model()
+    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=64.0)
+    optimizer = hvd.DistributedOptimizer(scaler, compression=TopK(0.1))
+    for step in range(4):
+        gradients = [64.0 * one for one in _gradients(model, step, stock.rank())]
+        if step == 2 and stock.rank() == 1:
+            gradients[0] = gradients[0] * np.inf
+        optimizer.apply(gradients, model.trainable_variables)
+    assert_identical(model.weights)
+    assert float(scaler.dynamic_scale) == (32.0 if stock.rank() == 1 else 64.0)
+
+
+@scenario(TF_2)
+def what_has_no_meaning_is_refused() -> None:
+    def make(**settings: Any) -> None:
+        hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=TopK(0.1, **settings))
+
+    assert "compression must have clip_norm=None" in raised(ValueError, lambda: make(clip_norm=1.0))
+    assert "compression must have momentum=None" in raised(ValueError, lambda: make(momentum=0.9))
+    tape = lambda: stock.DistributedGradientTape(tf.GradientTape(), compression=TopK(0.1, updates=True))  # noqa: E731
+    assert "updates must be 'auto' or False with a gradient tape" in raised(ValueError, tape)
