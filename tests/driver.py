@@ -92,7 +92,8 @@ def exchange(
             targets = [backend.ops.copy(backend.array(np.full(slot.numel, np.nan, dtype))) for slot in slots]
             reduced.write([(slot.offset, target) for slot, target in zip(slots, targets, strict=True)])
             for slot, target in zip(slots, targets, strict=True):
-                result[slot.name] = [_share(backend, slot, *entries, divisor) for entries in reduced.parts()]
+                shared_by = reduced.divisor_at(slot.offset)
+                result[slot.name] = [_share(backend, slot, *entries, shared_by) for entries in reduced.parts()]
                 np.testing.assert_array_equal(backend.numpy(target), dense_sum(result[slot.name], slot.numel))
 
         return write

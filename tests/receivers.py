@@ -250,7 +250,7 @@ class Receiver:
             assert self._host.tobytes() == self._untouched, "something was written before the error"
             return re.sub(r"^rank \d: ", "", str(error))
         if sent is not None:
-            Reduced(self.backend.ops, sent, float(WORLD)).write(self._parts)
+            Reduced(self.backend.ops, sent, float(WORLD), {}).write(self._parts)
         return None if sent is None else self._written()
 
     def rows_in_use(self, messages: np.ndarray) -> list[int | None]:

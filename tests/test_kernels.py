@@ -113,10 +113,11 @@ def accumulate(
     gradient: np.ndarray,
     hints: Hints = NOTHING,
     moving: Moving | None = None,
+    rate: float = 1.0,
 ) -> Taken:
     tracked: Any = ops.tracked(residual)
     tracked.begin(hints)
-    (not_finite,) = tracked.take_in([(0, gradient)], moving)
+    (not_finite,) = tracked.take_in([(0, gradient)], moving, rate)
     return Taken(not_finite, tracked.sums, tracked.above)
 
 
@@ -190,18 +191,19 @@ def test_a_thread_stays_within_its_share_of_the_room(dtype: type, number: int) -
 @of_either_width
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("gradient_type", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("rate", [1.0, 0.3])
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 4097, LARGE])
-def test_accumulate_velocity(size: int, dtype: type, gradient_type: type, nesterov: bool) -> None:
+def test_accumulate_velocity(size: int, rate: float, dtype: type, gradient_type: type, nesterov: bool) -> None:
     found = set()
     expected = sample(size, dtype), sample(size, dtype, 1)
     gradient = sample(size, gradient_type, 2, infinite=True, nan=True)
     hints = Hints(0.7, size, sums=nesterov)
     momentum = Momentum(0.9, 0.8 if nesterov else None)
     moving = Moving(expected[1], momentum)
-    (not_finite,) = ORACLE.accumulate(expected[0], [(0, gradient)], moving=moving)
+    (not_finite,) = ORACLE.accumulate(expected[0], [(0, gradient)], moving, rate)
     for threads in THREADS if size == LARGE else (1,):
         residual, velocity = sample(size, dtype), sample(size, dtype, 1)
-        taken = accumulate(CompiledOps(threads), residual, gradient, hints, Moving(velocity, momentum))
+        taken = accumulate(CompiledOps(threads), residual, gradient, hints, Moving(velocity, momentum), rate)
         assert_same(velocity, expected[1])
         assert_same(residual, expected[0])
         assert taken.not_finite == not_finite
@@ -213,6 +215,22 @@ def test_accumulate_velocity(size: int, dtype: type, gradient_type: type, nester
             assert_found(taken, residual, hints)
         found.add(repr(taken.sums))
     assert len(found) == 1
+
+
+@of_either_width
+@pytest.mark.parametrize("gradient_type", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("rate", [1e-3, 0.3, 1e30])
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 4097, LARGE])
+def test_accumulate_at_a_rate(size: int, rate: float, dtype: type, gradient_type: type) -> None:
+    gradient = sample(size, gradient_type, 1, infinite=True, nan=True)
+    expected = sample(size, dtype)
+    not_finite = ORACLE.accumulate(expected, [(0, gradient)], rate=rate)
+    for threads in THREADS if size == LARGE else (1,):
+        residual, other = sample(size, dtype), sample(size, dtype)
+        taken = accumulate(CompiledOps(threads), residual, gradient, Hints(0.7, size), rate=rate)
+        assert [taken.not_finite] == CompiledOps(threads).accumulate(other, [(0, gradient)], rate=rate) == not_finite
+        assert_same(residual, expected)
+        assert_same(other, expected)
 
 
 @of_either_width

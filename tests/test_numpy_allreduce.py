@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -187,15 +188,17 @@ def test_a_sum_that_its_type_cannot_hold_fails_the_step(large: str, settings: di
 
 @pytest.mark.parametrize(
     ("rates", "wrong"),
-    [((), np.nan), ((), np.inf), ((), -0.1), ((0.1,), 1e-310), ((1e-310,), 0.1), ((1.0,), 2e-39)],
-    ids=["NaN", "infinity", "negative", "tiny", "after a tiny one", "beyond float32"],
+    [((), np.nan), ((), np.inf), ((), -0.1), ((0.1,), 1e-310), ((0.1,), 1e39), ((1.0,), 2e-39)],
+    ids=["NaN", "infinity", "negative", "tiny", "huge", "beyond float32"],
 )
 def test_a_learning_rate_that_is_no_unit_is_refused_and_changes_nothing(rates: tuple[float, ...], wrong: float) -> None:
     reduce, other = (SparseAllreduce(None, SIDCo(0.1, lr_in_residual=True, warmup=None)) for _ in range(2))
     for one in (reduce, other):
         for step, rate in enumerate(rates):
             one(local(step), learning_rate=rate)
-    with pytest.raises(ValueError, match=rf"learning rate of parameter 'kernel' must be 0, or .* got {wrong!r}"):
+    with pytest.raises(
+        ValueError, match=rf"learning rate of parameter 'kernel' must be 0, or .* got {re.escape(repr(wrong))}"
+    ):
         reduce(local(7), learning_rate=wrong)
     right = rates[-1] if rates else 0.1
     for step in range(8, 10):

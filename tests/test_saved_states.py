@@ -50,7 +50,8 @@ def load(name: str) -> tuple[dict[str, Any], dict[int, Named], dict[int, Named]]
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_a_state_of_release_0_1_0_goes_on_bit_for_bit(name: str) -> None:
+def test_a_state_of_release_0_1_0_goes_on(name: str) -> None:
+    """Bit for bit, except that what was in units of the gradient holds updates now, which are rounded differently."""
     state, gradients, expected = load(name)
     reduce = SparseAllreduce(None, COMPRESSORS[name]())
     reduce.load_state_dict(state, gradients[SAVED_AT])
@@ -58,7 +59,8 @@ def test_a_state_of_release_0_1_0_goes_on_bit_for_bit(name: str) -> None:
         got = reduce(given, learning_rate=learning_rate(step))
         assert got.keys() == expected[step].keys() == SHAPES.keys()
         for parameter, array in expected[step].items():
-            np.testing.assert_array_equal(got[parameter], array, err_msg=f"{parameter} in step {step}")
+            tolerance = 1e-6 if state["learning_rates"] else 0.0
+            np.testing.assert_allclose(got[parameter], array, tolerance, 0.0, err_msg=f"{parameter} in step {step}")
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)

@@ -155,6 +155,7 @@ def check_accumulate(
     floor: float,
     velocity: Any = None,
     momentum: Momentum | None = None,
+    rate: float = 1.0,
 ) -> None:
     """The parameter stands between two others, at an offset that no vector is aligned with."""
     around = [np.full(3, 9, residual.dtype), residual, np.full(2, 9, residual.dtype)]
@@ -164,13 +165,13 @@ def check_accumulate(
     given = np.zeros(residual.size, np.float32) if gradient is None else gradient.double().numpy()
     expected = residual.copy()
     if momentum is None:
-        (not_finite,) = ORACLE.accumulate(expected, [(0, given)])
+        (not_finite,) = ORACLE.accumulate(expected, [(0, given)], rate=rate)
     else:
         moving = torch.from_numpy(np.concatenate([np.zeros(3, residual.dtype), velocity, np.zeros(2, residual.dtype)]))
         velocity = velocity.copy()
         how = Moving(velocity, momentum)
-        (not_finite,) = ORACLE.accumulate(expected, [(0, given)], moving=how)
-    bucket.accumulate(3, gradient, None, 1, velocity=moving, momentum=momentum)
+        (not_finite,) = ORACLE.accumulate(expected, [(0, given)], how, rate)
+    bucket.accumulate(3, gradient, None, 1, velocity=moving, momentum=momentum, rate=rate)
     np.testing.assert_array_equal(buffer.numpy(), np.concatenate([around[0], expected, around[2]]))
     if moving is not None:
         np.testing.assert_array_equal(moving.numpy()[3:-2], velocity)
@@ -202,10 +203,13 @@ def test_accumulate(size: int, dtype: type) -> None:
 @of_either_width
 @pytest.mark.parametrize("kind", [None, torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("momentum", [None, Momentum(0.9), Momentum(0.9, 0.8)])
-def test_accumulate_takes_gradients_of_every_type(dtype: type, kind: torch.dtype | None, momentum: Any) -> None:
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+def test_accumulate_takes_gradients_of_every_type(
+    dtype: type, kind: torch.dtype | None, momentum: Any, rate: float
+) -> None:
     """Without a gradient it measures."""
     gradient = None if kind is None else torch.from_numpy(sample(70, np.float64, 1, bad=True)).to(kind)
-    check_accumulate(sample(70, dtype, 0), gradient, 0.5, 1.0, sample(70, dtype, 2), momentum)
+    check_accumulate(sample(70, dtype, 0), gradient, 0.5, 1.0, sample(70, dtype, 2), momentum, rate)
 
 
 def test_accumulate_follows_strides() -> None:

@@ -27,7 +27,6 @@ class Expected:
         self.residuals = {name: np.zeros(shape, dtype) for name, shape in SHAPES.items()}
         corrected = compressor.momentum_correction is not None
         self.velocities = {name: np.zeros(SHAPES.get(name, 3), dtype) for name in NAMES if corrected}
-        self.rates: dict[str, float] = {}
 
     def take_in(self, name: str, gradient: Array | None, rate: float) -> bool:
         """Take in a gradient; return whether it was finite, and did not overflow the residual."""
@@ -38,11 +37,6 @@ class Expected:
                 finite = gradient is not None and bool(np.isfinite(gradient).all())
                 self._accelerate(name, gradient.astype(residual.dtype) if finite else 0.0)
             return True
-        if self.compressor.in_updates:
-            residual *= self.rates.get(name, rate) / rate
-            self.rates[name] = rate
-            if gradient is None:
-                _keep_finite(residual)
         added, finite = np.zeros_like(residual), True
         if gradient is not None:
             converted = gradient.astype(residual.dtype)
@@ -50,7 +44,7 @@ class Expected:
             finite = bool(np.isfinite(converted).all())
         if correction is not None:
             added = self._moved(name, added)
-        residual += added
+        residual += added * rate if self.compressor.in_updates else added
         return _keep_finite(residual) and finite
 
     def _accelerate(self, name: str, gradient: Array | float) -> Array:
@@ -68,14 +62,6 @@ class Expected:
         correction, moved = self.compressor.momentum_correction, self._accelerate(name, gradient)
         assert correction is not None
         return moved * correction.momentum + gradient if correction.nesterov else moved
-
-    def give_up(self, before: dict[str, float]) -> None:
-        """Bring the residuals back to the units of before the step, where there were any."""
-        for name, rate in self.rates.items():
-            if name in before and before[name] != rate:
-                self.residuals[name] *= rate / before[name]
-                _keep_finite(self.residuals[name])
-        self.rates.update(before)
 
     def dense(self, reduced: Array) -> Array:
         """Apply momentum to the reduced gradient of the dense parameter, which is finite."""

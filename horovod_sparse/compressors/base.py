@@ -95,10 +95,11 @@ class Compressor(ABC):
         residual_dtype: "float32" or "float64"; None takes float64 for float64 gradients, float32 for all others.
             Half precision is refused: it would round away the small gradients that the residual exists to keep.
         lr_in_residual: whether the residual is kept in units of the update, as in Sparsified SGD with Memory
-            (https://arxiv.org/abs/1809.07599). When the learning rate changes from eta to eta', the residual is multiplied by
-            eta/eta', so that every gradient is applied with the rate that it was computed at. Gradients of steps with rate 0
-            add nothing; what is sent in such a step is lost. Rates that are negative, NaN or infinite are refused, and so are
-            those whose ratio to the last one float32 does not hold. "auto" is True where `momentum` is taken from an optimizer.
+            (https://arxiv.org/abs/1809.07599): what is added and sent is eta times the gradient, and the reduced gradient is
+            what was sent, divided by eta. So every gradient is applied with the learning rate eta that it was computed at.
+            Gradients of steps with rate 0 add nothing, and what is sent in such a step is lost: the reduced gradient is zero.
+            Rates that are negative, NaN or infinite are refused, and so are those that float32 does not hold. "auto" is True
+            where `momentum` is taken from an optimizer.
         momentum: momentum before the selection, m in [0, 1) or a `MomentumCorrection`; the optimizer must then have none.
             "auto" takes that of PyTorch's and Keras' SGD: each worker applies it to its own gradients, and the optimizer steps
             without. What is selected is the velocity, so that an entry that waits loses none of it, and with ratio 1 training

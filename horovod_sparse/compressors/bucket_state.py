@@ -115,8 +115,8 @@ class BucketState:
         self.cut *= factor
         self.smallest *= factor
 
-    def keep_unit(self, fields: Mapping[str, Any]) -> None:
-        """Use the unit of a former state, whose `snapshot` is given, although nothing else of it is known any more."""
+    def know_rate(self, rate: float) -> None:
+        """Take note of a step's learning rate with `lr_in_residual`, or of 1."""
 
     def checksum(self) -> int:
         """Return a 31-bit checksum that tells different states apart."""

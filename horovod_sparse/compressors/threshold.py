@@ -20,21 +20,23 @@ if TYPE_CHECKING:
 class ThresholdState(BucketState):
     """The unit of the residual, where it differs from the gradient's own (`lr_in_residual`, `rescale`)."""
 
-    saved: ClassVar[tuple[str, ...]] = ("scale",)
-    ranges = BucketState.ranges | {"scale": POSITIVE}
+    saved: ClassVar[tuple[str, ...]] = ("scale", "rate")
+    ranges = BucketState.ranges | {"scale": POSITIVE, "rate": (0.0, POSITIVE[1])}
     scale: float = 1.0
-    """Factor that the threshold is multiplied by."""
+    """Factor that the residual was multiplied by."""
+    rate: float = 1.0
+    """The first learning rate that was not 0, with `lr_in_residual`; 0 until it is known."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # States that were saved by releases whose threshold did not follow rescaling have no scale.
-        super().load_state_dict({"scale": 1.0, **state} if isinstance(state, Mapping) else state)
+        # States of earlier releases have no rate, because their residuals were in units of the gradient, or no scale either.
+        super().load_state_dict({"scale": 1.0, "rate": 1.0, **state} if isinstance(state, Mapping) else state)
 
     def rescale(self, factor: float) -> None:
         super().rescale(factor)
         self.scale *= factor
 
-    def keep_unit(self, fields: Mapping[str, Any]) -> None:
-        self.scale = fields["scale"]
+    def know_rate(self, rate: float) -> None:
+        self.rate = self.rate or rate
 
 
 class Threshold(Compressor):
@@ -50,8 +52,8 @@ class Threshold(Compressor):
     Args:
         threshold: a magnitude, finite, >= 0. It has the unit of the gradient. So its meaning changes with the model, with
             loss scaling and with the batch's averaging, and the count changes too. `suggested_threshold` gives a value to
-            start with. Where the residual is rescaled (`lr_in_residual`, `rescale`) the threshold follows it. If the
-            learning rates of one bucket's parameters change by different factors, the threshold stays what it was.
+            start with. Where residuals are rescaled (`rescale`) the threshold follows them. With `lr_in_residual` it is
+            multiplied by the first learning rate that is not 0, the largest one in a bucket, and then stays what it is.
         ratio: sets the size of the message and the target count in statistics, in (0, 1], or a schedule; nothing else depends
             on it. If more entries exceed the threshold than fit, the largest are sent and the rest count as truncated.
         others: those of `Compressor`. Message capacity is 16 ratio * numel unless `slack` says otherwise. With `ratio=0.01`
@@ -67,11 +69,11 @@ class Threshold(Compressor):
         self.threshold = float(threshold)
 
     def new_state(self, place: Place = ALONE) -> ThresholdState:
-        return ThresholdState(place)
+        return ThresholdState(place, rate=0.0 if self.in_updates else 1.0)
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, ThresholdState)
-        state.threshold = self.threshold * state.scale
+        state.threshold = self.threshold * state.scale * (state.rate or 1.0)
         state.expect(state.threshold, capacity)
         return ops.select_above(x, state.threshold, capacity)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -21,8 +20,6 @@ from horovod_sparse.ops.protocol import Array, Momentum, Ops, Selection, Values
 
 _LASTING, _FEW_STEPS = 100, 5
 """Numbers of consecutive steps with a truncated message that show a lack of room: the lower one if most had no room."""
-_SAME_FACTOR = 1e-6
-"""Largest relative difference of two factors that are equal except for rounding."""
 
 
 class Bucket(Owner):
@@ -65,10 +62,6 @@ class Bucket(Owner):
         """What selects on the bucket's device; None if the host does. It makes pairs; for all else there is the host."""
         self.way = self.sparse_way()
         """How the bucket is exchanged in this step, or was in the last one."""
-        self.factor: float | None = None
-        """The factor that the residual was multiplied by in this step, with `lr_in_residual`; None until it is known."""
-        self.mixed_factors = False
-        """Whether the factor differs between the parameters."""
         self.rebind(buffer, velocity)
         self.close()
 
@@ -76,6 +69,8 @@ class Bucket(Owner):
         """Forget the step that has ended."""
         self.missing = set(self.slots)
         """Parameters whose gradient has not arrived in this step."""
+        self.rates: dict[int, float] = {}
+        """This step's learning rates of the parameters that have arrived, by offset; 1 without `lr_in_residual`."""
         self.exchange: Generator[Collective, Any, Sent] | None = None
         self.rounds, self.bytes_sent = 0, 0.0
         """Collectives begun in this step, and the bytes that they have sent."""
@@ -107,7 +102,6 @@ class Bucket(Owner):
             before.residual = _copy(self.ops, self.buffer, spare and spare.residual)
             if self.velocity is not None:
                 before.velocity = _copy(self.ops, self.velocity, spare and spare.velocity)
-        self.factor, self.mixed_factors = None, False
         self.sparse_step = self.state.step - self._first_sparse
         self._in_dense_steps = self.is_dense
         sparse = self.sparse_way()
@@ -117,7 +111,6 @@ class Bucket(Owner):
         on_device = self.device is not None and self.way.exchange is protocols.sparse_allgather
         self.selector: Selector = self.device if self.device is not None and on_device else self._host
         self.selector.begin(selects=not self._in_dense_steps)
-        self._before = before.state
         return before
 
     @property
@@ -136,18 +129,8 @@ class Bucket(Owner):
         self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
         return Way(self.compressor.exchange, self.compressor.values)
 
-    def accumulate(self, gradients: Sequence[SlotGradient], momentum: Momentum | None) -> None:
-        self.selector.accumulate(gradients, self.state, self.k, momentum)
-
-    def change_unit(self, factor: float) -> None:
-        """Adapt thresholds and controllers after a parameter's residual was multiplied by `factor` in this step."""
-        if self.factor is None:
-            self.factor = factor
-            if factor != 1.0:
-                self.forget()
-                self.state.rescale(factor)
-        elif not math.isclose(factor, self.factor, rel_tol=_SAME_FACTOR):
-            self.mixed_factors = True
+    def accumulate(self, gradients: Sequence[SlotGradient], momentum: Momentum | None, rate: float) -> None:
+        self.selector.accumulate(gradients, self.state, self.k, momentum, rate)
 
     def forget(self) -> None:
         """Forget what was seen of the buffer, because it no longer applies."""
@@ -157,9 +140,8 @@ class Bucket(Owner):
 
     def begin_exchange(self) -> Collective:
         """Begin the exchange of a bucket that is complete: select, and return the first collective."""
-        if self.mixed_factors and self.selector is self._host:
-            # Ranks may have seen the factors in another order. What they all know stays the same on all of them.
-            self.start_again()
+        # Not earlier: on other ranks the parameters may have arrived in another order.
+        self.state.know_rate(max(self.rates.values()))
         self.target = self.numel if self.way.exchange is protocols.dense else self.k
         self.exchange = self.way.exchange(self)
         return self._counted(next(self.exchange))
@@ -255,8 +237,6 @@ class Bucket(Owner):
             count, truncated, _ = self.outcome
             self.counts = Counts(self.target, count, state.threshold, state.stages, truncated, self.bytes_sent)
         state.step += 1
-        if self.mixed_factors and self.selector is self.device:
-            self.start_again()
         offsets: Sequence[int] = self._host.not_finite if self.selector is self._host else self.outcome.not_finite
         return [slot.name for slot in self.layout.slots if slot.offset in offsets] if offsets else []
 
@@ -322,17 +302,6 @@ class Bucket(Owner):
         if rows is not None:
             indices, values = self.ops.unpack(self._message, rows[0])
             self._taken, self._message = [Entries(indices, self.buffer[indices] + values)], None
-
-    def start_again(self) -> None:
-        """Restart the algorithm within the same step, because nothing that it knew of the residual holds.
-
-        A device has used the state while gradients arrived. So it goes on with that state until its selection is made.
-        """
-        step = self.state.step
-        self.state = self.compressor.new_state(self.state.place)
-        self.state.step = step
-        self.state.keep_unit(self._before)
-        self.forget()
 
     def reset(self) -> None:
         """Forget adaptive state and statistics; the residual has been set to zero."""

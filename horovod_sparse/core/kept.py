@@ -9,7 +9,7 @@ from horovod_sparse.compressors.base import Compressor, Place
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Layout, check_limits
 from horovod_sparse.core.preparation import Preparation
-from horovod_sparse.core.residuals import Residuals
+from horovod_sparse.core.residuals import Residuals, multiply
 from horovod_sparse.core.selector import DeviceSelectorFor, no_device
 from horovod_sparse.core.state import VERSION
 from horovod_sparse.core.statistics import Counts, Stats, StepStats, Tally
@@ -60,6 +60,8 @@ class Kept:
         self.preparation = Preparation(ops, compressor, world, averages=averages)
         self.dense_bytes_sent = 0.0
         self.bucket_of: dict[str, Bucket] = {}
+        self.in_gradients: set[str] = set()
+        """Buckets that were loaded in units of the gradient, until the learning rate is known that makes them updates."""
 
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Add buckets. `like(name)` returns an array on the device where the parameter's bucket will be kept."""
@@ -124,13 +126,14 @@ class Kept:
     def state_dict(self) -> dict[str, Any]:
         """Return residuals and adaptive state by parameter name: arrays, numbers, strings and lists only.
 
-        Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it.
+        Every parameter carries a copy of its bucket's adaptive state, so that different buckets can be built from it. Residuals
+        are in units of the gradient at "learning_rates": at 1.0 if they hold updates. Earlier releases have written others.
         """
         return {
             "version": VERSION,
             "residuals": self.residuals.state_dict(),
             "velocities": self.velocities.state_dict(),
-            "learning_rates": dict(self.preparation.learning_rates),
+            "learning_rates": dict.fromkeys(self._in_updates(), 1.0),
             "adaptive": {name: bucket.state.state_dict() for bucket in self.buckets for name in bucket.slots},
         }
 
@@ -141,10 +144,27 @@ class Kept:
             self.velocities.load_state_dict(state["velocities"])
         else:
             self.velocities.reset()
-        self.preparation.learning_rates = dict(state["learning_rates"])
+        rates = state["learning_rates"] if self.compressor.in_updates else {}
+        self.in_gradients = {bucket.name for bucket in self.buckets if self.compressor.in_updates}
         for bucket in self.buckets:
             bucket.forget()
             bucket.state.load_state_dict(state["adaptive"][bucket.name])
+            known = {name: rates[name] for name in bucket.slots if name in rates}
+            if known:
+                self.to_updates(bucket, known)
+
+    def _in_updates(self) -> list[str]:
+        """Return the names of the parameters whose residuals hold updates."""
+        known = [bucket for bucket in self.buckets if bucket.name not in self.in_gradients]
+        return [name for bucket in known for name in bucket.slots] if self.compressor.in_updates else []
+
+    def to_updates(self, bucket: Bucket, rates: Mapping[str, float]) -> None:
+        """Bring residuals that were loaded in units of the gradient to those of the update, by learning rates > 0."""
+        self.in_gradients.discard(bucket.name)
+        for name, rate in rates.items():
+            multiply(self.residuals.view(name), rate)
+        bucket.forget()
+        bucket.state.rescale(max(rates.values()))
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals and velocities by `factor`. Earlier steps can no longer be discarded: they used another unit."""
@@ -165,6 +185,6 @@ class Kept:
         """Start afresh: residuals are zero, adaptive state and statistics are as before the first step."""
         self.residuals.reset()
         self.velocities.reset()
-        self.preparation.learning_rates = {}
+        self.in_gradients = set()
         for bucket in self.buckets:
             bucket.reset()

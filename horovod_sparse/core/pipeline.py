@@ -10,13 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.kept import Kept
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.preparation import Arrived
-from horovod_sparse.core.residuals import within_range
 from horovod_sparse.core.selector import SlotGradient
 from horovod_sparse.core.state import check_discardable, check_state
 from horovod_sparse.core.step import Ending, Step
@@ -77,31 +74,29 @@ class Pipeline(Kept):
             RuntimeError: a gradient has arrived before in this step.
             ValueError: `lr_in_residual` cannot use a learning rate; nothing was changed.
         """
-        in_units = self.compressor.in_updates
-        factors = [self.preparation.change_of_unit(name, rate) if in_units else 1.0 for name, _, rate in arrived]
-        gradients = defaultdict[Momentum | None, list[SlotGradient]](list)
-        for (name, gradient, learning_rate), factor in zip(arrived, factors, strict=True):
+        rates = [self.preparation.rate(one) for one in arrived]
+        gradients = defaultdict[tuple[Momentum | None, float], list[SlotGradient]](list)
+        for (name, gradient, _), rate in zip(arrived, rates, strict=True):
             if name not in bucket.missing:
                 raise RuntimeError(f"the gradient of {name!r} arrived twice in one step")
             step = self._begun()
             if bucket.name not in step.buckets:
+                if bucket.name in self.in_gradients and max(rates) > 0.0:
+                    self.to_updates(bucket, dict.fromkeys(bucket.slots, max(rates)))
                 step.buckets[bucket.name] = bucket.begin_step(step.spare.get(bucket.name))
             bucket.missing.discard(name)
-            momentum = self.preparation.momentum(name)
-            if factor is None:
+            slot, momentum = bucket.slots[name], self.preparation.momentum(name)
+            bucket.rates[slot.offset] = rate
+            if rate == 0.0:
                 # The learning rate is 0, so that the update is 0, whatever the velocity is.
                 if momentum is not None:
                     self._accelerate(bucket, name, gradient, momentum)
                 gradient = momentum = None
-            elif learning_rate is not None and in_units:
-                # If a gradient is added, that notices what leaves the range.
-                self._change_unit(name, factor, learning_rate, keeps_range=gradient is None)
-                bucket.change_unit(factor)
             if gradient is not None:
                 gradient = self.preparation.prepared(gradient, bucket.layout.residual_dtype)
-            gradients[momentum].append((bucket.slots[name], gradient))
-        for momentum, some in gradients.items():
-            bucket.accumulate(some, momentum)
+            gradients[momentum, rate].append((slot, gradient))
+        for (momentum, rate), some in gradients.items():
+            bucket.accumulate(some, momentum, rate)
         return None if bucket.missing else bucket
 
     def _accelerate(self, bucket: Bucket, name: str, gradient: Array | None, momentum: Momentum) -> None:
@@ -116,25 +111,8 @@ class Pipeline(Kept):
         if self._step is None:
             spare = {} if self._last is None else self._last.buckets
             # From here on the last step cannot be discarded, because its memory is used again.
-            self._step, self._last = Step(dict(self.preparation.learning_rates), spare), None
+            self._step, self._last = Step(spare), None
         return self._step
-
-    def _change_unit(self, name: str, factor: float, learning_rate: float, *, keeps_range: bool) -> None:
-        """Multiply a residual by `factor`, because it is in units of `learning_rate` from now on."""
-        residual, rates, learning_rate = (
-            self.residuals.view(name),
-            self.preparation.learning_rates,
-            float(learning_rate),
-        )
-        if factor == 1.0:
-            rates[name] = learning_rate
-            return
-        with np.errstate(over="ignore"):
-            # In one statement, so that the residual is never in another unit than is recorded.
-            if keeps_range and factor > 1.0:
-                residual[:], rates[name] = within_range(residual * factor), learning_rate
-            else:
-                _, rates[name] = residual.__imul__(factor), learning_rate
 
     def begin(self, bucket: Bucket) -> Collective:
         """Select from a complete bucket; return its exchange's first collective. What is not selected stays in the residual."""
@@ -144,8 +122,9 @@ class Pipeline(Kept):
         """Continue with the result of a bucket's collective. Return the next collective, or None at the end.
 
         At the end, `write` is called with the parameters' slots and a `Reduced`. It holds the bucket's entries, rank by rank in
-        rank order, divided by `divisor`. If some rank's gradient was not finite, it holds nothing. The order is the same on
-        all ranks, so that the sums of floats are equal to the last bit.
+        rank order, divided by `divisor` and, with `lr_in_residual`, by the learning rate: what is sent are updates. If some
+        rank's gradient was not finite, it holds nothing. The order is the same on all ranks, so that the sums of floats are
+        equal to the last bit.
         """
         try:
             return bucket.advance(result)
@@ -158,7 +137,7 @@ class Pipeline(Kept):
             step.failures_elsewhere.append(
                 f"the gradient of some parameter in bucket {bucket.name!r} of another rank {_NOT_FINITE}"
             )
-        for name in write(bucket.layout.slots, Reduced(self.ops, sent, divisor)) or ():
+        for name in write(bucket.layout.slots, Reduced(self.ops, sent, divisor, bucket.rates)) or ():
             self.note_overflow(name)
         return None
 
@@ -257,26 +236,9 @@ class Pipeline(Kept):
                 self.ops.assign(self.velocities.buffer(name), velocity)
         for bucket in reached:
             bucket.close()
-        if step.ending is Ending.UNDONE:
-            # Last, because what a bucket has taken returns in the step's units.
-            self._bring_back_rates(step, [name for bucket in reached for name in bucket.slots])
         self.preparation.end()
         is_last = self.compressor.discardable and step.ending is not Ending.UNDONE
         self._step, self._last = None, step if is_last else None
-
-    def _bring_back_rates(self, step: Step, reached: Iterable[str]) -> None:
-        """Go back to the learning rates of before a step, and to the units of the residuals."""
-        rates = self.preparation.learning_rates
-        if self.compressor.discardable:
-            # The residuals are those of before the step already.
-            self.preparation.learning_rates = dict(step.learning_rates)
-            return
-        for name in reached:
-            # Ranks may have come to different points of the step, and must have the same thresholds again. A gradient that was
-            # the first of its parameter stays in its unit.
-            former = step.learning_rates.get(name)
-            if former is not None and rates[name] != former:
-                self._change_unit(name, rates[name] / former, former, keeps_range=True)
 
     # --- steps that are given up ---
 

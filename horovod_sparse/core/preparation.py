@@ -1,8 +1,7 @@
-"""What happens to a gradient before it is added to the residual: clipping, and its unit. Imports no framework."""
+"""What happens to a gradient before it is added to the residual: clipping, and its learning rate. Imports no framework."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ class Preparation:
 
     def __init__(self, ops: Ops, compressor: Compressor, world: int, *, averages: bool) -> None:
         self._ops = ops
+        self._compressor = compressor
         self._norm, self._holds_back = compressor.clip_norm, compressor.holds_back
         self._limit = 0.0 if self._norm is None else momentum.clip_limit(self._norm, world, averages=averages)
         self.scale = 1.0
@@ -38,8 +38,6 @@ class Preparation:
             None if correction is None else correction.of_step
         )
         """Returns the momentum of a parameter in this step; None if the compressor has none."""
-        self.learning_rates: dict[str, float] = {}
-        """The last learning rate of each parameter that is not zero, with `lr_in_residual`."""
 
     def begin(self, gradients: Iterable[Array], scale: float) -> None:
         """Begin a step. If the compressor holds gradients back, these are all gradients of this rank."""
@@ -65,19 +63,16 @@ class Preparation:
         clipped = self.clipped(gradient, dtype)
         return clipped if self.scale == 1.0 else momentum.scaled(self._ops, clipped, 1.0 / self.scale, dtype)
 
-    def change_of_unit(self, name: str, learning_rate: float | None) -> float | None:
-        """Return the factor that brings a parameter's residual to the unit of the update; None if a gradient adds nothing.
-
-        Raise ValueError for a learning rate that residuals cannot be in units of. Nothing is changed.
-        """
+    def rate(self, arrived: Arrived) -> float:
+        """Return what is added to the residual in units of what arrives. Raise ValueError for an unusable learning rate."""
+        if not self._compressor.in_updates:
+            return 1.0
+        name, _, learning_rate = arrived
         if learning_rate is None:
             raise ValueError("learning_rate must be given with lr_in_residual=True, got None")
-        if learning_rate == 0.0:
-            return None
-        former = self.learning_rates.get(name, learning_rate)
-        if not (0.0 < learning_rate < math.inf and max(former / learning_rate, learning_rate / former) <= LARGEST):
+        if learning_rate != 0.0 and not 1.0 / LARGEST <= learning_rate <= LARGEST:
             raise ValueError(
-                f"the learning rate of parameter {name!r} must be 0, or a finite number > 0 whose ratio to the last one "
-                f"float32 holds, with lr_in_residual=True; got {learning_rate!r} after {former!r}. Correct the schedule"
+                f"the learning rate of parameter {name!r} must be 0, or a finite number > 0 that float32 holds, with "
+                f"lr_in_residual=True; got {learning_rate!r}. Correct the schedule"
             )
-        return former / learning_rate
+        return float(learning_rate)

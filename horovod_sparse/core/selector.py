@@ -44,7 +44,7 @@ class Selector(Protocol):
         """Begin a step. `selects` says whether entries will be selected."""
 
     def accumulate(
-        self, gradients: Sequence[SlotGradient], state: BucketState, k: int, momentum: Momentum | None
+        self, gradients: Sequence[SlotGradient], state: BucketState, k: int, momentum: Momentum | None, rate: float
     ) -> None:
         """Add gradients to the residual, through the velocity if there is a momentum, as `Ops.accumulate` does."""
 
@@ -97,10 +97,9 @@ class HostSelector:
         self._selects = selects and self._compressor.exchange not in FROM_PARTS
 
     def accumulate(
-        self, gradients: Sequence[SlotGradient], state: BucketState, k: int, momentum: Momentum | None
+        self, gradients: Sequence[SlotGradient], state: BucketState, k: int, momentum: Momentum | None, rate: float
     ) -> None:
         if not self._hinted:
-            # Not earlier: the state may be rescaled between the beginning of the step and the first gradient.
             self._hinted = True
             compressor, room = self._compressor, min(state.room, len(self._buffer) // _FEW)
             self._tracked.begin(Hints(state.cut, room, compressor.needs_sums) if self._selects else Hints())
@@ -113,7 +112,7 @@ class HostSelector:
         if parts:
             # Entries are noted in this order, which should be that of the buffer.
             parts.sort(key=itemgetter(0))
-            bad = self._tracked.take_in(parts, moving)
+            bad = self._tracked.take_in(parts, moving, rate)
             if any(bad):
                 self.not_finite += [offset for (offset, _), number in zip(parts, bad, strict=True) if number]
 

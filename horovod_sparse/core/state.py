@@ -46,7 +46,7 @@ def part_of(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
 
 def merged(state: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Return `state` with the entries of `other` added or replaced."""
-    return {**state, **{part: {**state[part], **other[part]} for part in PARTS}}
+    return {**other, **state, **{part: {**state[part], **other[part]} for part in PARTS}}
 
 
 def joined(states: Sequence[Mapping[str, Any]], *, zero: bool) -> dict[str, Any]:
@@ -92,9 +92,7 @@ def aligned(
     steps = {name: adaptive["step"] for name, adaptive in first["adaptive"].items()}
     if steps == {name: adaptive["step"] for name, adaptive in state["adaptive"].items()}:
         return dict(state)
-    # This worker has committed a step that the first one has not, or the other way round. Residuals keep their own unit.
-    for name, rate in state["learning_rates"].items():
-        state["residuals"][name] *= rate / first["learning_rates"].get(name, rate)
+    # This worker has committed a step that the first one has not, or the other way round.
     return {**state, **first}
 
 

@@ -41,8 +41,6 @@ class Before:
 class Step:
     """A step of a pipeline that has begun, or the last one if it can be discarded."""
 
-    learning_rates: dict[str, float]
-    """Those of before the step."""
     spare: dict[str, Before]
     """What is known of a former step; its memory is used again."""
     buckets: dict[str, Before] = field(default_factory=dict)

@@ -11,7 +11,8 @@ out of the residual counts as sent only when the whole step has succeeded. Other
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from horovod_sparse.exchange import wire
@@ -283,11 +284,14 @@ def disagreement(bucket: Sender) -> RuntimeError:
 
 
 class Reduced:
-    """What all ranks sent of a bucket. `write` adds it up, divided by `divisor`."""
+    """What all ranks sent of a bucket. `write` adds it up, divided by `divisor`.
 
-    def __init__(self, ops: Ops, sent: Sent, divisor: float) -> None:
+    `rates` are numbers, by the offsets of parameters, by which their parts are divided too. Where that is 0, zero is written.
+    """
+
+    def __init__(self, ops: Ops, sent: Sent, divisor: float, rates: Mapping[int, float]) -> None:
         self._ops = ops
-        self._divisor = divisor
+        self._divisor, self._rates = divisor, rates
         self._sum: Array | None = None
         self._messages: Messages | None = None
         if isinstance(sent, Entries) and sent.indices is None:
@@ -298,8 +302,6 @@ class Reduced:
             self._messages = Messages(ops.pack(*sent, max(count, 1)), [count])
         else:
             self._messages = sent
-        if self._messages is not None:
-            self._assemble = ops.assembler(*self._messages, divisor)
 
     def parts(self) -> list[Entries]:
         """Return what is added up, part by part and not divided. It is made on each call."""
@@ -309,15 +311,26 @@ class Reduced:
         pairs = zip(wire.split(gathered, len(used)), used, strict=True)
         return [Entries(*self._ops.unpack(message, rows)) for message, rows in pairs]
 
+    def divisor_at(self, first: int) -> float:
+        """Return the number by which the part that begins at an index is divided."""
+        return self._divisor * (self._rates.get(first, 1.0) or math.inf)
+
     def write(self, parts: Sequence[Part]) -> None:
-        """Write the sum, in rank order, to parts of the bucket (flat arrays); NaN if a rank's gradient was not finite."""
+        """Write the sum, in rank order, to the parameters' parts (flat arrays); NaN if a rank's gradient was not finite."""
+        together = defaultdict[float, list[Part]](list)
+        for part in parts:
+            together[self.divisor_at(part[0])].append(part)
+        for divisor, some in together.items():
+            self._write(some, divisor)
+
+    def _write(self, parts: Sequence[Part], divisor: float) -> None:
         if self._messages is not None:
-            self._assemble(parts)
+            self._ops.assembler(*self._messages, divisor)(parts)
             return
         for first, target in parts:
             if self._sum is None:
                 target[:] = math.nan
             else:
                 self._ops.assign(target, self._sum[first : first + len(target)])
-                if self._divisor != 1.0:
-                    target /= self._divisor
+                if divisor != 1.0:
+                    target /= divisor

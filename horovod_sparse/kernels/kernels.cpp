@@ -247,7 +247,7 @@ int64_t keep_finite(T* x, int64_t n) {
 
 // Takes in one gradient. `residual` and `velocity` point to its part.
 template <class T>
-void accumulate(T* residual, T* velocity, hs_gradient& gradient, T momentum, T ahead, bool nesterov, int threads,
+void accumulate(T* residual, T* velocity, hs_gradient& gradient, Rates<T> rates, bool nesterov, int threads,
                 hs_notes& notes) {
     const auto loop = loops<T>().accumulate[velocity == nullptr ? 0 : nesterov ? 2 : 1][notes.with_sums != 0];
     const int64_t n = gradient.n, parts = parts_of(n, threads);
@@ -263,7 +263,7 @@ void accumulate(T* residual, T* velocity, hs_gradient& gradient, T momentum, T a
             T* const piece_of_velocity = velocity == nullptr ? nullptr : velocity + i;
             with_piece<T>(reinterpret_cast<const void*>(gradient.address), gradient.type, i, count, [&](const T* g) {
                 const uint32_t groups =
-                    loop(residual + i, piece_of_velocity, g, count, momentum, ahead, collector.bound(), totals);
+                    loop(residual + i, piece_of_velocity, g, count, rates, collector.bound(), totals);
                 if (room > 0) collector.add(part, residual + i, i, count, groups);
             });
         }
@@ -284,13 +284,12 @@ void accumulate(T* residual, T* velocity, hs_gradient& gradient, T momentum, T a
 }
 
 template <class T>
-int64_t accumulate(T* residual, T* velocity, hs_gradient* gradients, int64_t number, double momentum, double ahead,
-                   bool nesterov, int threads, hs_notes& notes) {
+int64_t accumulate(T* residual, T* velocity, hs_gradient* gradients, int64_t number, Rates<T> rates, bool nesterov,
+                   int threads, hs_notes& notes) {
     int64_t bad = 0;
     for (hs_gradient* one = gradients; one != gradients + number; ++one) {
         T* const of_velocity = velocity == nullptr ? nullptr : velocity + one->first;
-        accumulate(residual + one->first, of_velocity, *one, static_cast<T>(momentum), static_cast<T>(ahead), nesterov, threads,
-                   notes);
+        accumulate(residual + one->first, of_velocity, *one, rates, nesterov, threads, notes);
         bad += one->not_finite != 0;
     }
     return bad;
@@ -616,14 +615,15 @@ int hs_share_threads(void) {
 }
 
 int64_t hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_gradient* gradients, int64_t number,
-                      double momentum, double ahead, int nesterov, int threads, hs_notes* notes) {
+                      double momentum, double ahead, int nesterov, double rate, int threads, hs_notes* notes) {
     for (const hs_gradient* one = gradients; one != gradients + number; ++one)
         if (one->first < 0 || one->n < 0 || one->first > numel - one->n) return -1;
     hs_notes none{};
     hs_notes& of_these = notes == nullptr ? none : *notes;
     return typed(residual, type, [&](auto* entries) {
-        return accumulate(entries, static_cast<decltype(entries)>(velocity), gradients, number, momentum, ahead,
-                          nesterov != 0, threads, of_these);
+        using T = std::remove_pointer_t<decltype(entries)>;
+        const Rates<T> rates{static_cast<T>(momentum), static_cast<T>(ahead), static_cast<T>(rate)};
+        return accumulate(entries, static_cast<T*>(velocity), gradients, number, rates, nesterov != 0, threads, of_these);
     });
 }
 

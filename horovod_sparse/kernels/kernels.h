@@ -60,13 +60,13 @@ int hs_choose(const char* name);
 /* Makes all functions below use the threads of the OpenMP runtime that the process has loaded. Idle threads of such a runtime
    spin for a while; threads of our own would compete with them. Returns 0 if there is none, or in a forked process. */
 int hs_share_threads(void);
-/* Takes the gradients, in this order, into their parts of residual and velocity. Without velocity: residual += gradient.
-   With velocity: velocity = momentum velocity + gradient, residual += velocity. With Nesterov's momentum, instead of the last:
-   residual += ahead velocity + gradient. Sums that leave the range of the type stay at its largest number. `notes` may be null.
+/* Takes the gradients, in this order, into their parts of residual and velocity. Without velocity: residual += rate gradient.
+   With velocity: velocity = momentum velocity + gradient, residual += rate velocity. With Nesterov's momentum, instead of the
+   last: residual += rate (ahead velocity + gradient). The rate is above zero. Products are rounded. Sums that leave the range of the type stay at its largest number. `notes` may be null.
    Returns how many gradients had entries that are not finite or such sums. Changes nothing and returns -1 if one reaches
    beyond numel. */
 int64_t hs_accumulate(void* residual, void* velocity, int type, int64_t numel, hs_gradient* gradients, int64_t number,
-                      double momentum, double ahead, int nesterov, int threads, hs_notes* notes);
+                      double momentum, double ahead, int nesterov, double rate, int threads, hs_notes* notes);
 /* Writes the sums of the excesses over a cut: of all magnitudes if the cut is 0, zeros if it is infinite or NaN. */
 void hs_measure(const void* x, int type, int64_t n, double cut, int with_logs, int threads, hs_sums* sums);
 /* Returns the number of entries above a threshold. */

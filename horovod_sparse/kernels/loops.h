@@ -186,11 +186,10 @@ INLINE void each_vector(const Work& work) {
 
 // Returns the new residual and updates the velocity.
 template <class T, bool kVelocity, bool kNesterov>
-INLINE Vector<T> updated(Vector<T> residual, Vector<T>& velocity, Vector<T> gradient, T momentum,
-                         T ahead) {
-    if (!kVelocity) return residual + gradient;
-    velocity = velocity * momentum + gradient;
-    return residual + (kNesterov ? velocity * ahead + gradient : velocity);
+INLINE Vector<T> updated(Vector<T> residual, Vector<T>& velocity, Vector<T> gradient, Rates<T> rates) {
+    if (!kVelocity) return residual + gradient * rates.rate;
+    velocity = velocity * rates.momentum + gradient;
+    return residual + (kNesterov ? velocity * rates.ahead + gradient : velocity) * rates.rate;
 }
 
 // Copies the finite entries of a group of a gradient, and zeros for the others. Returns the number of the others.
@@ -209,7 +208,7 @@ __attribute__((noinline)) int64_t clean(const T* gradient, T* cleaned) {
 
 // Returns a mask with a bit for each group that has an entry above the bound. Without sums, notes only the largest magnitude.
 template <class T, bool kSums, bool kVelocity, bool kNesterov>
-uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, T momentum, T ahead,
+uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, Rates<T> rates,
                     typename Type<T>::Bit bound, Totals<T>& totals) {
     constexpr int kVectors = kGroup / kLanes<T>;
     Running<T> sums(totals);
@@ -223,7 +222,7 @@ uint32_t accumulate(T* residual, T* velocity, const T* gradient, int64_t count, 
                 const int at = part * kLanes<T>;
                 velocities[part] = kVelocity ? load<Vector<T>>(v + at) : Vector<T>{};
                 now[part] = updated<T, kVelocity, kNesterov>(load<Vector<T>>(r + at), velocities[part],
-                                                             load<Vector<T>>(from + at), momentum, ahead);
+                                                             load<Vector<T>>(from + at), rates);
                 most = larger(most, magnitude_bits<T>(now[part]));
             });
             return most;

@@ -96,7 +96,9 @@ def gradients_of(ops: HostOps, parts: Sequence[Part]) -> Gradients | None:
     return Gradients(ffi.new("hs_gradient[]", given), total, owners)
 
 
-def take_in(ops: HostOps, residual: Block, gradients: Gradients, moving: Moving | None, notes: Any = None) -> list[int]:
+def take_in(
+    ops: HostOps, residual: Block, gradients: Gradients, moving: Moving | None, rate: float, notes: Any = None
+) -> list[int]:
     """Do as `Ops.accumulate`, and note what `notes` asks for. `residual` is the `Memory.write` of the buffer."""
     pointer, code, numel = residual
     velocity, factor, ahead = ffi.NULL, 0.0, None
@@ -106,7 +108,7 @@ def take_in(ops: HostOps, residual: Block, gradients: Gradients, moving: Moving 
             raise ValueError(f"velocity must be like the residual, {numel} of {TYPES[code]}, got {memory}")
         (velocity, _, _), (factor, ahead) = memory.write(), moving.momentum
     parts = gradients.parts
-    what = parts, len(parts), factor, ahead or 0.0, ahead is not None, ops.threads(), notes or ffi.NULL
+    what = parts, len(parts), factor, ahead or 0.0, ahead is not None, rate, ops.threads(), notes or ffi.NULL
     bad = lib.hs_accumulate(pointer, velocity, code, numel, *what)
     if bad < 0:
         places = [(part.first, part.n) for part in parts]

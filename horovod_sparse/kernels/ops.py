@@ -41,11 +41,13 @@ class KernelOps(HostOps):
         at = self._wide(x)
         return super().tracked(x) if at is None or not at.writable else cast(Tracked, TrackedMemory(self, x, at))
 
-    def accumulate(self, buffer: Array, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
+    def accumulate(
+        self, buffer: Array, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0
+    ) -> list[int]:
         at, given = self._wide(buffer), memory.gradients_of(self, gradients)
         if at is None or given is None:
-            return super().accumulate(buffer, gradients, moving)
-        return memory.take_in(self, at.write(), given, moving)
+            return super().accumulate(buffer, gradients, moving, rate)
+        return memory.take_in(self, at.write(), given, moving, rate)
 
     # --- what is in an array ---
 

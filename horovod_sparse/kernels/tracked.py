@@ -74,13 +74,13 @@ class TrackedMemory:
         self._notes = ffi.new("hs_notes *", noted)
         self._seen, self._groups, self._in_order = 0, [], False
 
-    def take_in(self, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
+    def take_in(self, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0) -> list[int]:
         given = memory.gradients_of(self._ops, gradients)
         if given is None:
             self.forget()
-            return self._ops.accumulate(self._x, gradients, moving)
+            return self._ops.accumulate(self._x, gradients, moving, rate)
         notes, before = self._notes, 0 if self._notes is None else self._notes.found
-        bad = memory.take_in(self._ops, self._residual, given, moving, notes)
+        bad = memory.take_in(self._ops, self._residual, given, moving, rate, notes)
         if notes is not None:
             self._seen += given.numel
             self._groups.append((before, given.parts))

@@ -72,11 +72,17 @@ struct alignas(64) Totals {
     }
 };
 
+// What velocities and additions to the residual are multiplied by.
+template <class T>
+struct Rates {
+    T momentum, ahead, rate;
+};
+
 // The loops over a piece or a block; loops.h says what they do.
 template <class T>
 struct Loops {
     using Bit = typename Type<T>::Bit;
-    using Accumulate = uint32_t(T*, T*, const T*, int64_t, T, T, Bit, Totals<T>&);
+    using Accumulate = uint32_t(T*, T*, const T*, int64_t, Rates<T>, Bit, Totals<T>&);
     using Measure = void(const T*, int64_t, Bit, double, Totals<T>&);
     // First index: without velocity, with velocity, with Nesterov's. Second index: without sums, with sums.
     Accumulate* accumulate[3][2];

@@ -24,10 +24,12 @@ class NumpyOps(Ops):
     def tracked(self, x: Array) -> Tracked:
         return cast(Tracked, Cached(self, x))
 
-    def accumulate(self, buffer: Array, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
-        return [self._accumulate(buffer, first, gradient, moving) for first, gradient in gradients]
+    def accumulate(
+        self, buffer: Array, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0
+    ) -> list[int]:
+        return [self._accumulate(buffer, first, gradient, moving, rate) for first, gradient in gradients]
 
-    def _accumulate(self, buffer: Array, first: int, gradient: Array, moving: Moving | None) -> int:
+    def _accumulate(self, buffer: Array, first: int, gradient: Array, moving: Moving | None, rate: float) -> int:
         part = slice(first, first + gradient.size)
         residual = buffer[part]
         if first < 0 or residual.size != gradient.size:
@@ -41,7 +43,7 @@ class NumpyOps(Ops):
                 factor, ahead = moving.momentum
                 moved = velocity * factor + added
                 total = moved if ahead is None else moved * ahead + added
-            total = residual + total
+            total = residual + total * rate
         keep_finite(moved)
         overflowed = keep_finite(total)
         # In one statement, so that an interrupt finds both as they were or both as they will be.

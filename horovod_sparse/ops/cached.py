@@ -38,8 +38,8 @@ class Cached:
     def begin(self, hints: Hints) -> None:
         self.forget()
 
-    def take_in(self, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
-        return self._ops.accumulate(self._x, gradients, moving)
+    def take_in(self, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0) -> list[int]:
+        return self._ops.accumulate(self._x, gradients, moving, rate)
 
     def forget(self) -> None:
         self._above = None

@@ -107,9 +107,12 @@ class Ops(Protocol):
     def tracked(self, x: Array) -> Tracked:
         """Return these operations for the array of a bucket, which remember what they have seen of it."""
 
-    def accumulate(self, buffer: Array, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
+    def accumulate(
+        self, buffer: Array, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0
+    ) -> list[int]:
         """Add gradients to their parts of a buffer, in place. They have any shape, float type and strides, and are not changed.
 
+        What is added, after the momentum, is multiplied by `rate` > 0 before. The product is rounded, and then the sum is.
         Entries that are not finite in the buffer's type add nothing. Sums that leave the range of that type stay at its
         largest number. Return how many entries of each gradient are such exceptions. Raise ValueError if a gradient reaches
         beyond the buffer.
@@ -224,7 +227,7 @@ class Tracked(Ops, Protocol):
     def begin(self, hints: Hints) -> None:
         """Begin a step. The array's parts are about to take in gradients, each part at most once."""
 
-    def take_in(self, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
+    def take_in(self, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0) -> list[int]:
         """Do as `Ops.accumulate`, for the array."""
 
     def forget(self) -> None:

@@ -22,6 +22,7 @@ from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.pipeline import Pipeline, Write
 from horovod_sparse.core.preparation import Arrived
+from horovod_sparse.core.step import Ending
 from horovod_sparse.exchange.protocols import Collective, Exchange, Reduced, dense
 from horovod_sparse.exchange.rounds import Round, rounds_of
 from horovod_sparse.kernels.pool import BufferPool
@@ -116,6 +117,10 @@ class HostPipeline(Pipeline):
         """Bucket -> the rows for each rank in its last collective (`Collective.to`)."""
         self._pool = BufferPool()
         """Lends the memory of reduced gradients. TensorFlow uses it without a copy; it returns when the last tensor is gone."""
+        self._rate: float | None = None
+        """The last learning rate that was not 0, if the momentum was Keras'."""
+        self._rate_before: float | None = None
+        """That of before the last step."""
 
     @property
     def variables(self) -> list[Variable]:
@@ -270,8 +275,8 @@ class HostPipeline(Pipeline):
     # --- called from the graph ---
 
     def _start_step(self, scale: np.float64, rate: np.float64, *gradients: NDArray[Any]) -> np.bool_:
-        self._accelerate_by(float(rate))
         self.start_step(gradients, None if math.isnan(scale) else float(scale))
+        self._accelerate_by(float(rate))
         return np.True_
 
     def _accelerate_by(self, rate: float) -> None:
@@ -279,11 +284,17 @@ class HostPipeline(Pipeline):
         correction = self.compressor.momentum_correction
         if correction is None or not self.compressor.takes_momentum:
             return
-        former = next(iter(self.preparation.learning_rates.values()), rate)
-        factor, ahead = correction.of_step
+        former, factor, ahead = self._rate or rate, *correction.of_step
         # It is stored in units of the gradient. A rate of 0 leaves the unit as it was.
         momentum = Momentum(factor * former / rate if rate else factor, ahead)
         self.preparation.momentum = lambda name: momentum
+        self._rate_before, self._rate = self._rate, rate or self._rate
+
+    def _finish(self) -> None:
+        is_undone = self._step is not None and self._step.ending is Ending.UNDONE
+        super()._finish()
+        if is_undone:
+            self._rate = self._rate_before
 
     def _is_dense(self, name: str) -> np.bool_:
         return np.bool_(self.bucket_of[name].is_dense)
@@ -368,6 +379,14 @@ class HostPipeline(Pipeline):
         super().abort()
 
     # --- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | ({} if self._rate is None else {"rate": self._rate})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        # Earlier releases have written it for each parameter.
+        self._rate = state.get("rate", next(iter(state["learning_rates"].values()), None))
 
     def adopt_memory(self) -> None:
         """Use the memory that the variables have now: a checkpoint may have been restored."""

@@ -64,7 +64,6 @@ def _move(
         )
     before = {parameter: parameter.clone() for parameter in parameters.values()}
     for name, parameter in parameters.items():
-        # With `lr_in_residual` the residual is in units of the last step's rate.
-        rate = pipeline.preparation.learning_rates.get(name, rates[parameter])
+        rate = 1.0 if pipeline.compressor.in_updates else rates[parameter]
         parameter.sub_(pipeline.residuals.view(name).view(parameter.shape), alpha=coefficient * rate)
     return before

@@ -34,25 +34,27 @@ class TorchOps(Ops):
     def tracked(self, x: Tensor) -> Tracked:
         return cast(Tracked, Cached(self, x))
 
-    def accumulate(self, buffer: Tensor, gradients: Sequence[Part], moving: Moving | None = None) -> list[int]:
-        return [self._accumulate(buffer, first, gradient, moving) for first, gradient in gradients]
+    def accumulate(
+        self, buffer: Tensor, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0
+    ) -> list[int]:
+        return [self._accumulate(buffer, first, gradient, moving, rate) for first, gradient in gradients]
 
-    def _accumulate(self, buffer: Tensor, first: int, gradient: Tensor, moving: Moving | None) -> int:
+    def _accumulate(self, buffer: Tensor, first: int, gradient: Tensor, moving: Moving | None, rate: float) -> int:
         part = slice(first, first + gradient.numel())
         residual = buffer[part]
         if first < 0 or residual.numel() != gradient.numel():
             raise ValueError(f"gradients must be within the residual's {buffer.numel()} elements, got {part}")
         gradient, not_finite = self._finite(gradient, residual.dtype)
-        shaped = residual.view(gradient.shape)
-        if moving is None:
-            shaped.add_(gradient)
-            return not_finite + self._keep_finite(residual)
-        velocity = moving.velocity[part].view(gradient.shape)
-        factor, ahead = moving.momentum
-        velocity.mul_(factor).add_(gradient)
-        # Two roundings, as everywhere else: `add_` with alpha may round once.
-        shaped.add_(velocity if ahead is None else velocity.mul(ahead).add_(gradient))
-        self._keep_finite(velocity)
+        # Products are rounded before they are added, as everywhere else: `add_` with alpha may round once.
+        added = gradient
+        if moving is not None:
+            velocity = moving.velocity[part].view(gradient.shape)
+            factor, ahead = moving.momentum
+            velocity.mul_(factor).add_(gradient)
+            added = velocity if ahead is None else velocity.mul(ahead).add_(gradient)
+        residual.view(gradient.shape).add_(added if rate == 1.0 else added.to(residual.dtype).mul(rate))
+        if moving is not None:
+            self._keep_finite(velocity)
         return not_finite + self._keep_finite(residual)
 
     def _keep_finite(self, sums: Tensor) -> int:

@@ -44,10 +44,9 @@ def gradients_are_those_of_moved_parameters(wrap: Wrap, rank: int, settings: dic
     seen: dict[str, Tensor] = {}
     for name, parameter in bowl.named_parameters():
         parameter.register_hook(lambda gradient, name=name: seen.__setitem__(name, gradient.clone()))
-    unit = RATES[0]
     for step, rate in enumerate(RATES):
         optimizer.param_groups[0]["lr"] = rate
-        unit = 1.0 if compression.updates is True else unit if compression.in_updates else rate
+        unit = 1.0 if compression.in_updates or compression.updates is True else rate
         kept = compression.state_dict()["residuals"] if step else {}
         assert not step or any(residual.any() for residual in kept.values())
         before = digest(bowl.parameters())
@@ -60,7 +59,6 @@ def gradients_are_those_of_moved_parameters(wrap: Wrap, rank: int, settings: dic
             moved = parameter.detach() - 0.75 * unit * kept.get(name, 0.0)
             torch.testing.assert_close(seen[name], moved - points[name], rtol=1e-5, atol=1e-6)
         optimizer.step()
-        unit = rate
 
 
 def what_cannot_be_right_is_refused(wrap: Wrap, rank: int) -> None:

@@ -123,6 +123,7 @@ class DeviceBucket:
         *,
         velocity: Tensor | None = None,
         momentum: Momentum | None = None,
+        rate: float = 1.0,
     ) -> None:
         part = self._parts[offset]
         x = self.buffer[offset : part.end]
@@ -142,6 +143,7 @@ class DeviceBucket:
                 self.rule.floor(state, self._limit),
                 0.0 if momentum is None else momentum.factor,
                 0.0 if momentum is None else momentum.ahead or 0.0,
+                rate,
                 self._partials,
                 self._found,
                 self._slots,
@@ -151,8 +153,8 @@ class DeviceBucket:
                 HAS_VELOCITY=momentum is not None,
                 NESTEROV=momentum is not None and momentum.ahead is not None,
                 MEASURES=self.rule.measures,
-                # v * m + g must round twice, as it does everywhere else.
-                enable_fp_fusion=momentum is None,
+                # A product and a sum must round twice, as they do everywhere else.
+                enable_fp_fusion=momentum is None and rate == 1.0,
             )
 
     def select(self, state: BucketState, k: int, capacity: int) -> Tensor:

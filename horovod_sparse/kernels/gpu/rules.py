@@ -64,10 +64,10 @@ class Above(Rule):
         return Request("above")
 
     def floor(self, state: BucketState, limit: float) -> float:
-        return self.threshold * _scale(state)
+        return self.threshold * _unit(state)
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
-        state.threshold = self.threshold * _scale(state)
+        state.threshold = self.threshold * _unit(state)
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,10 @@ class Fitted(Rule):
         state.cut = following if stages > 1 else math.inf
 
 
-def _scale(state: BucketState) -> float:
+def _unit(state: BucketState) -> float:
     assert isinstance(state, threshold.ThresholdState)
-    return state.scale
+    # As long as the rate is not known, all entries are candidates.
+    return state.scale * state.rate
 
 
 def rule_of(compressor: Compressor) -> Rule | None:

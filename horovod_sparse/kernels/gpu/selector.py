@@ -25,10 +25,11 @@ class DeviceSelector:
         return
 
     def accumulate(
-        self, gradients: Sequence[SlotGradient], state: BucketState, k: int, momentum: Momentum | None
+        self, gradients: Sequence[SlotGradient], state: BucketState, k: int, momentum: Momentum | None, rate: float
     ) -> None:
+        velocity = self._velocity
         for slot, gradient in gradients:
-            self.bucket.accumulate(slot.offset, gradient, state, k, velocity=self._velocity, momentum=momentum)
+            self.bucket.accumulate(slot.offset, gradient, state, k, velocity=velocity, momentum=momentum, rate=rate)
 
     def message(self, state: BucketState, k: int, capacity: int) -> Tensor:
         return self.bucket.select(state, k, capacity)

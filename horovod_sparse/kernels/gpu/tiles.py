@@ -29,8 +29,8 @@ _RUN = tl.constexpr(RUN)
 
 
 @triton.jit
-def _add_to_velocity(x, g, velocity, inside, factor, ahead, NESTEROV: tl.constexpr):
-    """Add the gradient, if there is one, to the velocity, and store that. Return what the residual becomes."""
+def _add_to_velocity(g, velocity, inside, factor, ahead, NESTEROV: tl.constexpr):
+    """Add the gradient, if there is one, to the velocity, and store that. Return what is added to the residual."""
     v = tl.load(velocity, inside, other=0.0)
     v *= tl.full((), factor, tl.float64).to(v.dtype)
     if g is not None:
@@ -40,7 +40,7 @@ def _add_to_velocity(x, g, velocity, inside, factor, ahead, NESTEROV: tl.constex
         v *= tl.full((), ahead, tl.float64).to(v.dtype)
         if g is not None:
             v += g
-    return x + v
+    return v
 
 
 @triton.jit
@@ -91,6 +91,7 @@ def accumulate(
     floor: tl.float64,
     factor: tl.float64,
     ahead: tl.float64,
+    rate: tl.float64,
     partials,
     found,
     slots,
@@ -101,7 +102,7 @@ def accumulate(
     NESTEROV: tl.constexpr,
     MEASURES: tl.constexpr,
 ):
-    """Add one parameter's gradient, or its velocity, to its residual, and store each tile's sums and candidates.
+    """Add `rate` times one parameter's gradient, or its velocity, to its residual, and store each tile's sums and candidates.
 
     `residual`, `gradient` and `velocity` point to the parameter's first entry, which is entry `offset` of the bucket. Entries
     of the gradient that are not finite add nothing. Sums that overflow stay at the largest number. Both are counted.
@@ -117,9 +118,9 @@ def accumulate(
         finite = tl.abs(g) < float("inf")
         g, not_finite = tl.where(finite, g, 0.0), tl.where(finite, 0, 1)
     if HAS_VELOCITY:
-        x = _add_to_velocity(x, g, velocity + start + lanes, inside, factor, ahead, NESTEROV)
-    elif HAS_GRADIENT:
-        x += g
+        g = _add_to_velocity(g, velocity + start + lanes, inside, factor, ahead, NESTEROV)
+    if HAS_VELOCITY or HAS_GRADIENT:
+        x += g * tl.full((), rate, tl.float64).to(x.dtype)
     not_finite = tl.where(tl.abs(x) < float("inf"), not_finite, 1)
     x = clip(x, largest_of(x))
     tl.store(residual + start + lanes, x, inside)
