@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
@@ -100,11 +99,6 @@ def _describe(
     return description
 
 
-def hosts(process_set: Any) -> list[str]:
-    """Return the name of each worker's host, in the order of the process set. Blocks."""
-    return gather_json(socket.gethostname(), f"{agreement_name(process_set)}.hosts", process_set)
-
-
-def gather_states(value: object, process_set: Any) -> list[Any]:
-    """Return every rank's `value`, in the order of the process set: what it has found wrong with a state. Blocks."""
+def gather(value: object, process_set: Any) -> list[Any]:
+    """Return every rank's `value`, in the order of the process set, after the settings have been compared. Blocks."""
     return gather_json(value, f"{agreement_name(process_set)}.state", process_set)

@@ -48,9 +48,6 @@ class Transport(Protocol):
     def start(self, collective: Collective) -> Wait:
         """Start a collective, and return a function that waits for its result. An allreduce is in place."""
 
-    def hosts(self) -> list[str]:
-        """Return the name of each rank's host. Blocks."""
-
     def together(self) -> AbstractContextManager[None]:
         """Return a block that all ranks enter. If it raises on one of them, it raises on all, where the transport can do so."""
 
@@ -240,7 +237,7 @@ class GroupReducer(Server):
             world=group.world,
             position=group.position,
             rank=group.rank,
-            groups=groups_of(compressor.hierarchical, group.world, group.hosts),
+            groups=groups_of(compressor.hierarchical, group.world, group.everyone),
             device_selector=on_gpu,
         )
         if self.momentum is not None:

@@ -44,7 +44,7 @@ from horovod_sparse.core.server import log_start
 from horovod_sparse.core.state import check_discardable, check_state, empty_state, holds_anything, kept_shapes
 from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.exchange.protocols import Collective, Reduced
-from horovod_sparse.torch.agreement import agree, gather_states, hosts
+from horovod_sparse.torch.agreement import agree, gather
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
@@ -435,8 +435,8 @@ class Reducer(ScaledServer):
         if is_elastic() and self.pipeline is None:
             self.deferred = self.workers_before.align(self.deferred)
             deferred = self.deferred or deferred
-        gather = partial(gather_states, process_set=self._process_set)
-        agree_on_states(lambda: self._check(deferred, left_out), gather, mpi_ops.rank())
+        everyone = partial(gather, process_set=self._process_set)
+        agree_on_states(lambda: self._check(deferred, left_out), everyone, mpi_ops.rank())
         agreement.conclude()
         self._number = agreement.number
         is_first = self.pipeline is None
@@ -448,9 +448,7 @@ class Reducer(ScaledServer):
                 position=self._process_set.rank(),
                 rank=mpi_ops.rank(),
                 averages=self.updates is not None or self.optimizer.op == mpi_ops.Average,
-                groups=groups_of(
-                    self.compressor.hierarchical, self._process_set.size(), partial(hosts, self._process_set)
-                ),
+                groups=groups_of(self.compressor.hierarchical, self._process_set.size(), everyone),
                 device_selector=on_gpu,
             )
             if self.momentum is not None:
