@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from horovod_sparse.exchange.cost import allreduce_bytes
-from horovod_sparse.tools.quantities import parse_count, parse_number, quantity
+from horovod_sparse.tools.quantities import parse_count, parse_number
 
 if TYPE_CHECKING:
     from torch import nn
@@ -294,13 +294,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count = partial(parse_number, least=0, most=1e6, whole=True)
     add = parser.add_argument
     add("--model", choices=MODELS, help="a model to train, instead of --parameters and --step-ms")
-    add("--batch-size", type=quantity(partial(count, example="32"), "batch-size"), default=32, metavar="N")
-    add("--parameters", type=quantity(parse_count, "parameters"), metavar="N", help="of your model, as 25M or 350k")
+    add("--batch-size", type=partial(count, "batch-size", example="32"), default=32, metavar="N")
+    add("--parameters", type=partial(parse_count, "parameters"), metavar="N", help="of your model, as 25M or 350k")
     milliseconds = partial(parse_number, least=0.0, most=1e6, example="110")
     text = "what a worker computes in a step of your model"
-    add("--step-ms", type=quantity(milliseconds, "step-ms"), metavar="MS", help=text)
+    add("--step-ms", type=partial(milliseconds, "step-ms"), metavar="MS", help=text)
     text = "steps of each exchange; default: 10"
-    add("--rounds", type=quantity(partial(count, example="10"), "rounds"), default=10, metavar="N", help=text)
+    add("--rounds", type=partial(count, "rounds", example="10"), default=10, metavar="N", help=text)
     add("--picture", type=Path, metavar="FILE.png", help="draw the medians")
 
 
