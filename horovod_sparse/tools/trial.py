@@ -238,18 +238,12 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
     group, device = _group()
     under_ddp = "TORCHELASTIC_RUN_ID" in os.environ
     make = _with_ddp if under_ddp else _with_horovod
-    titles = [ALONE, *(DENSE if under_ddp else DENSE[:2]), *(f"SIDCo {ratio:g}" for ratio in RATIOS)]
-    uses = [
-        "",
-        *(
-            ("DDP as it is", "DDP's fp16_compress_hook", "DDP's powerSGD_hook")
-            if under_ddp
-            else ("Compression.none", "Compression.fp16")
-        ),
-        *(f"SIDCo(ratio={ratio:g})" for ratio in RATIOS),
-    ]
+    ddp = "DDP as it is", "DDP's fp16_compress_hook", "DDP's powerSGD_hook"
+    dense_uses = ddp if under_ddp else ("Compression.none", "Compression.fp16")
+    uses = {ALONE: "", **dict(zip(DENSE, dense_uses, strict=False))}
+    uses |= {f"SIDCo {ratio:g}": f"SIDCo(ratio={ratio:g})" for ratio in RATIOS}
     contenders: list[Made] = []
-    for title in titles:
+    for title in uses:
         torch.manual_seed(0)
         model, batch = model_of(arguments, group.rank)
         model.to(device)
@@ -283,7 +277,7 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
         "dense fp16": allreduce_bytes(2 * numel, group.world),
     }
     results = []
-    for title, use, (_, _, compression), times in zip(titles, uses, contenders, slowest.tolist(), strict=True):
+    for (title, use), (_, _, compression), times in zip(uses.items(), contenders, slowest.tolist(), strict=True):
         sent = compression.stats().last.total.bytes_sent if title.startswith("SIDCo") else dense.get(title)
         results.append(Result(title, use, 0.0 if title == ALONE else sent, times))
     return results, group.world, group.rank
