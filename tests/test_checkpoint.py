@@ -158,14 +158,6 @@ def test_a_step_that_was_being_replaced_counts_until_the_new_one_is_there(tmp_pa
     assert names(tmp_path) == ["step-000000005", "step-000000007"]
 
 
-@contextlib.contextmanager
-def changed(path: Path) -> Iterator[dict[str, Any]]:
-    """Change a manifest."""
-    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
-    yield manifest
-    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
-
-
 def _change(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -182,14 +174,12 @@ def _folder(path: Path) -> None:
     path.mkdir()
 
 
+def _manifest(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
 def _entry(path: Path, value: object) -> None:
-    with changed(path.parent) as manifest:
-        manifest["files"] = dict.fromkeys(manifest["files"], value)
-
-
-def _world(path: Path, value: object) -> None:
-    with changed(path.parent) as manifest:
-        manifest["world"] = value
+    _manifest(path, files=dict.fromkeys(("shared", "rank-00000", "rank-00001"), value))
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
@@ -205,10 +195,10 @@ MANIFESTS: dict[str, Callable[[Path], None]] = {
     "entry of numbers": lambda path: _entry(path, [1, 2]),
     "entry of text": lambda path: _entry(path, ["1", "2"]),
     "no entry": lambda path: _entry(path, None),
-    "many ranks": lambda path: _world(path, 10**15),
-    "no ranks": lambda path: _world(path, 0),
-    "a rank less than none": lambda path: _world(path, -1),
-    "ranks in text": lambda path: _world(path, "2"),
+    "many ranks": lambda path: _manifest(path, world=10**15),
+    "no ranks": lambda path: _manifest(path, world=0),
+    "a rank less than none": lambda path: _manifest(path, world=-1),
+    "ranks in text": lambda path: _manifest(path, world="2"),
     "list": lambda path: path.write_text("[]") and None,
     "deep": lambda path: path.write_text("[" * 100_000) and None,
 }
@@ -377,10 +367,9 @@ def test_ranks_in_different_steps_are_refused(tmp_path: Path) -> None:
     assert [str(error) for error in errors] == ["step must be the same on every rank, got [0, 1]"] * 2
 
 
-def test_another_version_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "VERSION", 2)
+def test_another_version_is_not_read(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    monkeypatch.undo()
+    _manifest(tmp_path / "step-000000001" / "manifest.json", version=2)
     errors = load(tmp_path, damaged="raise")
     assert all("its version must be 1, got 2; another release saved it" in str(error) for error in errors)
 
