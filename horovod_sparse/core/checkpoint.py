@@ -142,10 +142,9 @@ def save(
             files[rank_file(workers.rank)] = own()
             if workers.rank == 0:
                 files[SHARED] = shared()
+                at_the_end.enter_context(_locked(folder))
             for content in files.values():
                 read(content)
-            if workers.rank == 0:
-                at_the_end.enter_context(_locked(folder))
             return [int(step), uuid.uuid4().hex]
 
         def write() -> Any:
