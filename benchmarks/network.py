@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import horovod.torch as hvd
@@ -19,7 +20,7 @@ import machine
 from network_measure import Collectives, agreed, measure, seconds
 
 from horovod_sparse.tools.plan import DENSE16, DENSE32, METHODS, POWER, Method, Network, Rounds
-from horovod_sparse.tools.quantities import parse_count, quantity
+from horovod_sparse.tools.quantities import parse_count
 
 BUDGET = 6.0
 """Seconds that the repetitions of one method take, if the prediction is right."""
@@ -74,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--parameters", type=quantity(parse_count, "parameters"), default="25.2M", metavar="N")
+    parser.add_argument("--parameters", type=partial(parse_count, "parameters"), default="25.2M", metavar="N")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.001, 0.01], metavar="RATIO")
     args = parser.parse_args()
     hvd.init()

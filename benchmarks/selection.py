@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from selection_worker import make_backend
 from tqdm import tqdm
 
 from horovod_sparse import kernels
-from horovod_sparse.tools.quantities import parse_count, quantity
+from horovod_sparse.tools.quantities import parse_count
 
 
 def measure(conditions: Conditions, cases: Sequence[Case], arguments: argparse.Namespace) -> list[Measured]:
@@ -82,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
         description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = options.add_argument
-    sizes = quantity(parse_count, "sizes")
+    sizes = partial(parse_count, "sizes")
     add("--sizes", nargs="+", type=sizes, default=[25_000_000], metavar="N", help="elements, as 1000000 or 25M")
     add("--ratios", nargs="+", type=float, default=[0.001], metavar="RATIO", help="of the entries that are sent")
     add("--threads", nargs="+", type=int, default=[1], metavar="N", help="of PyTorch and the kernels")

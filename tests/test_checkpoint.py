@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,8 @@ def content(step: int, rank: int) -> bytes:
 
 def save(folder: Path, step: Any, size: int = 2, keep: Any = 3) -> list[Any]:
     def action(workers: Workers) -> None:
-        contents = [content(step, one) for one in (workers.rank, -1)]
-        checkpoint.save(folder, step, keep, workers, lambda: contents[: 1 + (workers.rank == 0)], len)
+        own, shared = (partial(content, step, one) for one in (workers.rank, -1))
+        checkpoint.save(folder, step, keep, workers, own, shared, len)
 
     return together(size, action)
 
@@ -157,14 +158,6 @@ def test_a_step_that_was_being_replaced_counts_until_the_new_one_is_there(tmp_pa
     assert names(tmp_path) == ["step-000000005", "step-000000007"]
 
 
-@contextlib.contextmanager
-def changed(path: Path) -> Iterator[dict[str, Any]]:
-    """Change a manifest."""
-    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
-    yield manifest
-    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
-
-
 def _change(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -181,14 +174,12 @@ def _folder(path: Path) -> None:
     path.mkdir()
 
 
+def _manifest(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
 def _entry(path: Path, value: object) -> None:
-    with changed(path.parent) as manifest:
-        manifest["files"] = dict.fromkeys(manifest["files"], value)
-
-
-def _world(path: Path, value: object) -> None:
-    with changed(path.parent) as manifest:
-        manifest["world"] = value
+    _manifest(path, files=dict.fromkeys(("shared", "rank-00000", "rank-00001"), value))
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
@@ -204,10 +195,10 @@ MANIFESTS: dict[str, Callable[[Path], None]] = {
     "entry of numbers": lambda path: _entry(path, [1, 2]),
     "entry of text": lambda path: _entry(path, ["1", "2"]),
     "no entry": lambda path: _entry(path, None),
-    "many ranks": lambda path: _world(path, 10**15),
-    "no ranks": lambda path: _world(path, 0),
-    "a rank less than none": lambda path: _world(path, -1),
-    "ranks in text": lambda path: _world(path, "2"),
+    "many ranks": lambda path: _manifest(path, world=10**15),
+    "no ranks": lambda path: _manifest(path, world=0),
+    "a rank less than none": lambda path: _manifest(path, world=-1),
+    "ranks in text": lambda path: _manifest(path, world="2"),
     "list": lambda path: path.write_text("[]") and None,
     "deep": lambda path: path.write_text("[" * 100_000) and None,
 }
@@ -277,7 +268,7 @@ def test_a_wrong_argument_raises_on_every_rank(
 
     def action(workers: Workers) -> None:
         arguments = {"step": 5, "keep": 1, **(wrong if workers.rank else {})}
-        checkpoint.save(tmp_path, **arguments, workers=workers, contents=lambda: [b"", b""], read=len)
+        checkpoint.save(tmp_path, **arguments, workers=workers, own=bytes, shared=bytes, read=len)
 
     errors = together(2, action)
     assert type(errors[1]) is error and str(errors[1]) == text
@@ -323,10 +314,8 @@ def test_whatever_one_rank_raises_all_raise(
         if moment in ("look", "use", "end"):
             checkpoint.restore(tmp_path, workers, "skip", lambda _: use(workers))
             return
-        contents = [b"own", b"shared"][: 1 + (workers.rank == 0)]
-        checkpoint.save(
-            tmp_path, 2, 1, workers, lambda: fail(workers, "contents") or contents, lambda _: fail(workers, "read")
-        )
+        own = lambda: fail(workers, "contents") or b"own"  # noqa: E731
+        checkpoint.save(tmp_path, 2, 1, workers, own, bytes, lambda _: fail(workers, "read"))
 
     errors = together(2, action)
     assert all(type(one) is RuntimeError and f"rank {failing}:" in str(one) for one in errors), errors
@@ -367,21 +356,20 @@ def test_a_file_system_without_locks_is_used_all_the_same(tmp_path: Path, monkey
 
 def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     def action(workers: Workers) -> None:
-        checkpoint.save(tmp_path / str(workers.rank), 1, 3, workers, lambda: [b"own", b""][: 2 - workers.rank], len)
+        checkpoint.save(tmp_path / str(workers.rank), 1, 3, workers, bytes, bytes, len)
 
     errors = together(2, action)
     assert all("folder must be on a file system that all hosts share" in str(error) for error in errors)
 
 
 def test_ranks_in_different_steps_are_refused(tmp_path: Path) -> None:
-    errors = together(2, lambda workers: checkpoint.save(tmp_path, workers.rank, 3, workers, list, len))
+    errors = together(2, lambda workers: checkpoint.save(tmp_path, workers.rank, 3, workers, bytes, bytes, len))
     assert [str(error) for error in errors] == ["step must be the same on every rank, got [0, 1]"] * 2
 
 
-def test_another_version_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "VERSION", 2)
+def test_another_version_is_not_read(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    monkeypatch.undo()
+    _manifest(tmp_path / "step-000000001" / "manifest.json", version=2)
     errors = load(tmp_path, damaged="raise")
     assert all("its version must be 1, got 2; another release saved it" in str(error) for error in errors)
 

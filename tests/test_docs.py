@@ -171,6 +171,7 @@ def test_messages_are_quoted(message: tuple[str, str]) -> None:
         "ValueError",
         "TypeError",
         "IndexError",
+        "RefusedError",
     )
     assert checks or any(quotes(quoted, message) for quoted in QUOTED)
 

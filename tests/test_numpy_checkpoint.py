@@ -1,14 +1,7 @@
 """Checkpoints of NumPy's arrays on one worker: what a file can hold, and a file that older code wrote.
 
-tests/data/checkpoint_801e177_numpy was written by the code of commit 801e177:
+tests/data/checkpoint_801e177_numpy was written by the code of commit 801e177, which had no `warmup`, after `trained`:
 
-    rng = np.random.default_rng(0)
-    weights = {"weights": np.zeros((6, 5)), "bias": np.zeros(5, np.float32)}
-    allreduce = SparseAllreduce(None, TopK(0.2, min_numel=0))
-    for _ in range(3):
-        gradients = {name: rng.normal(size=one.shape).astype(one.dtype) for name, one in weights.items()}
-        for name, mean in allreduce(gradients).items():
-            weights[name] -= mean
     save_checkpoint(folder, 3, None, allreduce, weights, random=rng.bit_generator.state)
 """
 

@@ -14,7 +14,7 @@ pytest.importorskip("horovod.tensorflow", reason="Horovod was built without Tens
 import tensorflow as tf
 
 from horovod_sparse.core.checkpoint import Workers
-from horovod_sparse.core.packing import pack, unpack, unpacked_state
+from horovod_sparse.core.packing import unpack, unpacked_state
 from horovod_sparse.tensorflow import TopK, checkpoint
 from horovod_sparse.tensorflow.keras import callbacks
 from horovod_sparse.tensorflow.names import same_name
@@ -36,43 +36,53 @@ def test_arguments_are_checked(tmp_path: Path, arguments: dict[str, Any], error:
     assert str(raised.value) == message
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, without Horovod."""
+    monkeypatch.setattr(checkpoint, "_workers", lambda: Workers(0, 1, lambda value: [value]))
+
+
+def module(**variables: Any) -> tf.Module:
+    made = tf.Module()
+    for name, variable in variables.items():
+        setattr(made, name, variable)
+    return made
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool"])
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2)])
-def test_variables_of_every_type_come_back(dtype: str, shape: tuple[int, ...]) -> None:
-    variables = [tf.Variable(tf.cast(tf.fill(shape, 1.5), dtype), name=name) for name in ("dense_1/kernel", "b")]
-    values = {"random": [1, 2.5, "text", None]}
-    arrays, plain = unpack(pack(checkpoint._arrays({f"model/{n}": one for n, one in enumerate(variables)}), values))
-    assert plain == values
-    new = [tf.Variable(tf.zeros(shape, dtype), name=name) for name in ("dense_7/kernel", "b")]
-    names = {"model": ["dense_1/kernel", "b"]}
-    for variable, array in checkpoint._assignments("model", tf.Module(), {"model": []}, arrays):
-        pytest.fail(f"a module without variables has {variable} and {array}")
-    module = tf.Module()
-    module.one, module.two = new[1], new[0]
-    with pytest.raises(ValueError, match="variable 0 of model must be 'dense_1/kernel' with shape"):
-        list(checkpoint._assignments("model", module, names, arrays))
-    module.one, module.two = new
-    for variable, array in checkpoint._assignments("model", module, names, arrays):
-        variable.assign(array)
-    for mine, saved in zip(new, variables, strict=True):
-        np.testing.assert_array_equal(mine.numpy(), saved.numpy())
+def test_variables_of_every_type_come_back(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
+    saved, new = (
+        [tf.Variable(tf.cast(tf.fill(shape, value), dtype), name=name) for name in (f"dense_{number}/kernel", "b")]
+        for number, value in ((1, 1.5), (7, 0.0))
+    )
+    values = [1, 2.5, "text", None]
+    checkpoint.save_checkpoint(tmp_path, 1, model=module(one=saved[0], two=saved[1]), empty=tf.Module(), values=values)
+    with pytest.raises(RuntimeError, match="variable 0 of model must be 'dense_1/kernel' with shape"):
+        checkpoint.load_checkpoint(tmp_path, model=module(one=new[1], two=new[0]))
+    assert not any(one.numpy().any() for one in new)
+    found = checkpoint.load_checkpoint(tmp_path, model=module(one=new[0], two=new[1]), empty=tf.Module())
+    assert found.values == {"values": values}
+    for mine, theirs in zip(new, saved, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
 
 
-def test_a_variable_without_numbers_is_refused() -> None:
+@pytest.mark.usefixtures("alone")
+def test_a_variable_without_numbers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="variable 'words' must hold numbers, got string"):
-        checkpoint._arrays({"model/0": tf.Variable(["one"], name="words")})
+        checkpoint.save_checkpoint(tmp_path, 1, model=tf.Variable(["one"], name="words"))
 
 
-def test_a_file_that_older_code_wrote_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("alone")
+def test_a_file_that_older_code_wrote_is_loaded() -> None:
     """The code of commit 801e177 wrote it, after 2 steps of a tape with the loss |range(6) W|^2 and ones as W, and
 
     save_checkpoint(folder, 2, model=model, compression=compression, epoch=[1, "two"])
     """
-    monkeypatch.setattr(checkpoint, "_workers", lambda: Workers(0, 1, lambda value: [value]))
     folder = Path(__file__).parent / "data" / "checkpoint_801e177_tensorflow"
-    model = tf.Module()
-    model.mean = tf.Variable(tf.zeros(5, tf.bfloat16), trainable=False, name="mean")
-    model.weights = [tf.Variable(tf.zeros((6, 5)), name="weights")]
+    mean = tf.Variable(tf.zeros(5, tf.bfloat16), trainable=False, name="mean")
+    model = module(mean=mean, weights=[tf.Variable(tf.zeros((6, 5)), name="weights")])
     compression = TopK(0.2, min_numel=0, warmup=None)
     found = checkpoint.load_checkpoint(folder, damaged="raise", model=model, compression=compression)
     assert found == (2, {"epoch": [1, "two"]})

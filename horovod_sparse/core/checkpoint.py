@@ -20,7 +20,7 @@ import shutil
 import stat
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -118,16 +118,17 @@ def save(
     step: int,
     keep: int,
     workers: Workers,
-    contents: Callable[[], Iterable[bytes]],
+    own: Callable[[], bytes],
+    shared: Callable[[], bytes],
     read: Callable[[bytes], object],
 ) -> None:
     """Write a checkpoint, and then remove all earlier ones but the newest `keep` - 1. Blocks until it is complete.
 
-    `contents` returns the content of this rank's file and, on rank 0, that of the shared one. `read` is what will read them
-    from the disk. It raises if it cannot.
+    `own` returns the content of this rank's file, and `shared` that of the file that is the same for all. `read` is what will
+    read them from the disk. It raises if it cannot.
 
     Raises:
-        TypeError, ValueError: on this rank, if `contents` or `read` raises it, an argument is wrong, or steps differ.
+        TypeError, ValueError: on this rank, if one of these raises it, an argument is wrong, or steps differ.
         RuntimeError: on all others then, and on every rank if another job saves in the folder, or one cannot write. Older
             checkpoints are not touched.
     """
@@ -138,11 +139,12 @@ def save(
         def prepare() -> Any:
             check_integer("step", step, 0)
             check_integer("keep", keep, 1)
-            files.update(zip((rank_file(workers.rank), SHARED), contents(), strict=False))
+            files[rank_file(workers.rank)] = own()
+            if workers.rank == 0:
+                files[SHARED] = shared()
+                at_the_end.enter_context(_locked(folder))
             for content in files.values():
                 read(content)
-            if workers.rank == 0:
-                at_the_end.enter_context(_locked(folder))
             return [int(step), uuid.uuid4().hex]
 
         def write() -> Any:

@@ -5,6 +5,7 @@ A host has as many workers as every other one. A worker's slot is its number amo
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -38,16 +39,16 @@ class Grid(NamedTuple):
         return [numel * slot // self.slots for slot in range(self.slots + 1)]
 
 
-def groups_of(hierarchical: bool | int, world: int, gather: Callable[[], Sequence[str]]) -> list[str]:
+def groups_of(hierarchical: bool | int, world: int, gather: Callable[[str], Sequence[str]]) -> list[str]:
     """Return the name of each worker's host, in the order of their positions.
 
     Args:
         hierarchical: the compressor's setting. With a number, so many consecutive workers count as a host.
         world: number of workers.
-        gather: returns the host's name of each worker. It is called on all workers, or on none.
+        gather: takes this worker's value, and returns that of each. It is called on all workers, or on none.
     """
     if hierarchical is True:
-        return [*gather()]
+        return [*gather(socket.gethostname())]
     return [f"group {position // hierarchical}" for position in range(world)] if hierarchical else []
 
 

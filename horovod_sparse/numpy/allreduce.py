@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -239,7 +238,7 @@ class SparseAllreduce:
             raise
         self._agree(gradients, "")
         # Only workers with the same settings gather their hosts.
-        pipeline = self._new_pipeline(compressor, groups_of(compressor.hierarchical, self._world, self._hosts))
+        pipeline = self._new_pipeline(compressor, groups_of(compressor.hierarchical, self._world, self._digests))
         types = {name: compressor.residual_dtype or str(_wide(g.dtype)) for name, g in gradients.items()}
         dense = {name for name, gradient in gradients.items() if compressor.leaves_dense(name, gradient.size)}
         pipeline.dense_bytes_sent = sum(
@@ -259,20 +258,19 @@ class SparseAllreduce:
         """Raise ValueError on every worker unless all have the same arrays and settings. `problem` is this one's error."""
         arrays = [(n, g.shape, str(g.dtype)) for n, g in gradients.items()]
         mine = f"release {RELEASE}", repr(self.pipeline.compressor), arrays, self.pipeline.divisor, problem
-        digest = np.frombuffer(hashlib.sha256(repr(mine).encode()).digest(), np.uint8)
-        everyone = self._start(Collective("allgather", digest))().reshape(self._world, -1)
+        everyone = self._digests(repr(mine))
         for rank, theirs in enumerate(everyone):
-            if theirs.tobytes() != everyone[0].tobytes():
+            if theirs != everyone[0]:
                 raise ValueError(
                     f"rank {self._rank}: all workers must reduce the same arrays with the same settings, but worker {rank} "
                     f"and worker 0 differ; this one has {mine}"
                 )
 
-    def _hosts(self) -> list[str]:
-        """Return what tells each worker's host from others."""
-        digest = np.frombuffer(hashlib.sha256(socket.gethostname().encode()).digest(), np.uint8)
+    def _digests(self, text: str) -> list[str]:
+        """Return what tells each worker's text from others."""
+        digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
         everyone = self._start(Collective("allgather", digest))().reshape(self._world, -1)
-        return [theirs.tobytes().hex()[:12] for theirs in everyone]
+        return [theirs.tobytes().hex()[:16] for theirs in everyone]
 
     def __repr__(self) -> str:
         return f"SparseAllreduce({self.pipeline.compressor!r})"

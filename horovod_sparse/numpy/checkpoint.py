@@ -51,21 +51,22 @@ def save_checkpoint(
             express a value. Workers on which that is not so raise RuntimeError.
         RuntimeError: on every worker, if one cannot write, or another job saves in the folder. Older checkpoints stay.
     """
-    workers = _workers(comm)
 
-    def contents() -> list[bytes]:
+    def own() -> bytes:
         for name, value in values.items():
             check_plain(name, value)
         state: dict[str, Array] = {}
         if allreduce is not None:
             state[_STATE] = np.frombuffer(packed_state(allreduce.state_dict()), np.uint8)
+        return pack(state, values)
+
+    def shared() -> bytes:
         known = {} if allreduce is None else allreduce.shapes
         shapes = [(name, shape, str(dtype)) for name, (shape, dtype) in known.items()]
         held = {f"arrays/{name}": np.asarray(array) for name, array in arrays.items()}
-        own = pack(state, values)
-        return [own] if workers.rank else [own, pack(held, {"gradients": shapes})]
+        return pack(held, {"gradients": shapes})
 
-    checkpoint.save(folder, step, keep, workers, contents, unpack)
+    checkpoint.save(folder, step, keep, _workers(comm), own, shared, unpack)
 
 
 def load_checkpoint(

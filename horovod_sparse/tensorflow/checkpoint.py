@@ -51,35 +51,41 @@ def save_checkpoint(folder: Folder, step: int, *, keep: int = 3, **objects: Any)
             summed, or an object cannot be saved. Ranks on which that is not so raise RuntimeError.
         RuntimeError: on every rank, if one cannot write, or another job saves in the folder. Older checkpoints stay.
     """
-    workers = _workers()
-    checkpoint.save(folder, step, keep, workers, lambda: _contents(objects, workers.rank), unpack)
+    checkpoint.save(folder, step, keep, _workers(), lambda: _own(objects), lambda: _shared(objects), unpack)
 
 
-def _contents(objects: Mapping[str, Any], rank: int) -> list[bytes]:
-    """Return what is this rank's own and, on rank 0, what is the same on all."""
-    local = _local_variables(objects)
-    shared: dict[str, Variable] = {}
-    own: dict[str, Variable] = {}
-    names: dict[str, list[str]] = {}
-    values: dict[str, Any] = {}
+def _own(objects: Mapping[str, Any]) -> bytes:
+    arrays, values = _arrays(objects, shared=False), {}
     for name, one in objects.items():
         if passes_of(one):
             raise ValueError(
                 f"{name} must be between two steps, but sums the gradients of {passes_of(one)} passes that it has not applied; "
                 "save after the last of them"
             )
-        variables = _variables_of(one)
-        if variables is not None:
-            names[name] = [name_of(variable) for variable in variables]
-            for number, variable in enumerate(variables):
-                (shared if _is_shared(one, variable, local) else own)[f"{name}/{number}"] = variable
-        elif not isinstance(one, TensorflowCompressor):
+        if _variables_of(one) is None and not isinstance(one, TensorflowCompressor):
             check_plain(name, one, " or have variables")
             values[name] = one
-    compressors = _compressors(objects)
-    states = {f"{name}/state": np.frombuffer(one.serialize(), np.uint8) for name, one in compressors.items()}
-    mine = pack({**_arrays(own), **states}, {"values": values, "random": random_state()})
-    return [mine] if rank else [mine, pack(_arrays(shared), {"names": names})]
+    for name, compressor in _compressors(objects).items():
+        arrays[f"{name}/state"] = np.frombuffer(compressor.serialize(), np.uint8)
+    return pack(arrays, {"values": values, "random": random_state()})
+
+
+def _shared(objects: Mapping[str, Any]) -> bytes:
+    of = {name: variables for name, one in objects.items() if (variables := _variables_of(one)) is not None}
+    names = {name: [name_of(variable) for variable in variables] for name, variables in of.items()}
+    return pack(_arrays(objects, shared=True), {"names": names})
+
+
+def _arrays(objects: Mapping[str, Any], *, shared: bool) -> dict[str, NDArray[Any]]:
+    """Return the values of the variables that have the same one on every rank, or of the others, by object and number."""
+    local, arrays = _local_variables(objects), {}
+    for name, one in objects.items():
+        for number, variable in enumerate(_variables_of(one) or ()):
+            if _dtype(variable).hasobject:
+                raise ValueError(f"variable {name_of(variable)!r} must hold numbers, got {plain(variable).dtype.name}")
+            if shared == _is_shared(one, variable, local):
+                arrays[f"{name}/{number}"] = plain(variable).numpy()
+    return arrays
 
 
 def load_checkpoint(folder: Folder, *, damaged: Damaged = "skip", **objects: Any) -> Checkpoint:
@@ -218,20 +224,16 @@ def passes_of(one: Any) -> int:
 
 
 def _compressors(objects: Mapping[str, Any]) -> dict[str, TensorflowCompressor]:
-    given = {name: one for name, one in objects.items() if isinstance(one, TensorflowCompressor)}
-    found = {name: getattr(_distributed(one), "compression", None) for name, one in objects.items()}
-    of_optimizers = {name: one for name, one in found.items() if isinstance(one, TensorflowCompressor)}
-    known = {id(one) for one in given.values()}
-    return {**given, **{name: one for name, one in of_optimizers.items() if id(one) not in known}}
+    found = {name: getattr(_distributed(one), "compression", one) for name, one in objects.items()}
+    # That of an optimizer may have been given as well.
+    given = {id(one) for one in objects.values()}
+    return {
+        name: one
+        for name, one in found.items()
+        if isinstance(one, TensorflowCompressor) and (one is objects[name] or id(one) not in given)
+    }
 
 
 def _dtype(variable: Variable) -> np.dtype[Any]:
     dtype: np.dtype[Any] = np.dtype(plain(variable).dtype.as_numpy_dtype)
     return dtype
-
-
-def _arrays(variables: Mapping[str, Variable]) -> dict[str, NDArray[Any]]:
-    for variable in variables.values():
-        if _dtype(variable).hasobject:
-            raise ValueError(f"variable {name_of(variable)!r} must hold numbers, got {plain(variable).dtype.name}")
-    return {name: plain(variable).numpy() for name, variable in variables.items()}

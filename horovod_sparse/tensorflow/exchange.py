@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from functools import cache
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.tensorflow.memory import make_variable
 
 Tensor = Any
@@ -80,11 +78,6 @@ class Collectives:
     def gather_json(self, value: object, name: str) -> list[Any]:
         """Return every rank's `value`, in rank order. This blocks, also while a function is traced."""
         return gather_json(value, self._full(name), self._process_set)
-
-    def groups(self, hierarchical: bool | int) -> list[str]:
-        """Return the name of each worker's host (`grid.groups_of`). This blocks if the names must be gathered."""
-        workers = self._process_set.size()
-        return groups_of(hierarchical, workers, lambda: self.gather_json(socket.gethostname(), "hosts"))
 
     def agree(self, value: object, usual: str | None) -> list[Any]:
         """Return every rank's `value`, as `gather_json` does.

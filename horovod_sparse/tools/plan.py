@@ -18,7 +18,7 @@ from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.exchange.rounds import Call, Way, calls
-from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency, parse_number, quantity
+from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency, parse_number
 
 CYCLE = 0.001
 """Horovod's default cycle in seconds (`HOROVOD_CYCLE_TIME`)."""
@@ -155,15 +155,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     computing = partial(parse_number, least=0.0, most=1e9, example="110")
     workers = partial(parse_number, least=1.0, most=MOST_WORKERS, example="64", whole=True)
     add = parser.add_argument
-    add("--parameters", type=quantity(parse_count, "parameters"), required=True, metavar="N", help="as 25.6M or 350k")
-    add("--workers", type=quantity(workers, "workers"), required=True, metavar="N", help="at least 2")
+    add("--parameters", type=partial(parse_count, "parameters"), required=True, metavar="N", help="as 25.6M or 350k")
+    add("--workers", type=partial(workers, "workers"), required=True, metavar="N", help="at least 2")
     bandwidth = "of a worker in each direction, as 10gbit or 1.2GB"
-    add("--bandwidth", type=quantity(parse_bandwidth, "bandwidth"), required=True, metavar="RATE", help=bandwidth)
+    add("--bandwidth", type=partial(parse_bandwidth, "bandwidth"), required=True, metavar="RATE", help=bandwidth)
     text = "what a worker computes in a step, without any exchange"
-    add("--step-ms", type=quantity(computing, "step-ms"), required=True, metavar="MS", help=text)
+    add("--step-ms", type=partial(computing, "step-ms"), required=True, metavar="MS", help=text)
     text = f"of a message, as 50us or 0.1ms; default: {1e6 * LATENCY:g}us"
-    add("--latency", type=quantity(parse_latency, "latency"), default=LATENCY, metavar="TIME", help=text)
-    add("--ratio", type=quantity(ratio, "ratio"), default=0.001, help="of the entries that are sent; default: 0.001")
+    add("--latency", type=partial(parse_latency, "latency"), default=LATENCY, metavar="TIME", help=text)
+    add("--ratio", type=partial(ratio, "ratio"), default=0.001, help="of the entries that are sent; default: 0.001")
 
 
 def run(arguments: argparse.Namespace) -> int:

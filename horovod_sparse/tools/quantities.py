@@ -1,15 +1,15 @@
-"""Options of commands, as people write them: counts, bandwidths, latencies and numbers. Plain Python, no framework."""
+"""Options of commands, as people write them: counts, bandwidths, latencies and numbers. Plain Python, no framework.
+
+The `type` of an option is `partial(parse_count, name)`.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from argparse import ArgumentTypeError as Refusal
-from collections.abc import Callable, Mapping
+from argparse import ArgumentTypeError
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import TypeVar
-
-T = TypeVar("T")
 
 _QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)\s*([A-Za-zµ]*)")
 _LEAST, _MOST = Fraction(1, 10**30), Fraction(10**30)
@@ -17,6 +17,10 @@ _COUNTS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 _BYTES = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SECONDS = {"us": Fraction(1, 10**6), "µs": Fraction(1, 10**6), "ms": Fraction(1, 10**3), "s": Fraction(1)}
+
+
+class RefusedError(ArgumentTypeError, ValueError):
+    """A text says no such quantity. argparse prints the message as it is."""
 
 
 def parse_count(name: str, text: str) -> int:
@@ -31,7 +35,7 @@ def parse_count(name: str, text: str) -> int:
     """
     number = _number(text, _COUNTS)
     if number is None or number < 1 or number.denominator != 1:
-        raise ValueError(
+        raise RefusedError(
             f"{name} must be a whole number >= 1, with k, M or B behind it or none, such as 25.6M, got {text!r}"
         )
     return int(number)
@@ -55,7 +59,7 @@ def parse_bandwidth(name: str, text: str) -> float:
         bits = _number(text.lower(), _BITS)
         number = bits / 8 if bits is not None else None
     if not number:
-        raise ValueError(
+        raise RefusedError(
             f"{name} must be bits per second, such as 100mbit or 10gbit, or bytes per second, such as 1.2GB, got {text!r}"
         )
     return float(number)
@@ -73,7 +77,7 @@ def parse_latency(name: str, text: str) -> float:
     """
     number = _number(text, _SECONDS)
     if number is None:
-        raise ValueError(f"{name} must be a time in us, ms or s, such as 50us, got {text!r}")
+        raise RefusedError(f"{name} must be a time in us, ms or s, such as 50us, got {text!r}")
     return float(number)
 
 
@@ -89,20 +93,8 @@ def parse_number(name: str, text: str, *, least: float, most: float, example: st
         number = math.nan
     if not least < number <= most or (whole and not number.is_integer()):
         kind = "a whole number" if whole else "a number"
-        raise ValueError(f"{name} must be {kind} > {least:g} and <= {most:g}, such as {example}, got {text!r}")
+        raise RefusedError(f"{name} must be {kind} > {least:g} and <= {most:g}, such as {example}, got {text!r}")
     return number
-
-
-def quantity(parse: Callable[[str, str], T], name: str) -> Callable[[str], T]:
-    """Return the `type` of an option: `parse(name, text)`. argparse prints the message of its ValueError as it is."""
-
-    def parsed(text: str) -> T:
-        try:
-            return parse(name, text)
-        except ValueError as error:
-            raise Refusal(str(error)) from error
-
-    return parsed
 
 
 def _number(text: str, units: Mapping[str, int | Fraction]) -> Fraction | None:

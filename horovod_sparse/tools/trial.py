@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from horovod_sparse.exchange.cost import allreduce_bytes
-from horovod_sparse.tools.quantities import parse_count, parse_number, quantity
+from horovod_sparse.tools.quantities import parse_count, parse_number
 
 if TYPE_CHECKING:
     from torch import nn
@@ -238,18 +238,12 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
     group, device = _group()
     under_ddp = "TORCHELASTIC_RUN_ID" in os.environ
     make = _with_ddp if under_ddp else _with_horovod
-    titles = [ALONE, *(DENSE if under_ddp else DENSE[:2]), *(f"SIDCo {ratio:g}" for ratio in RATIOS)]
-    uses = [
-        "",
-        *(
-            ("DDP as it is", "DDP's fp16_compress_hook", "DDP's powerSGD_hook")
-            if under_ddp
-            else ("Compression.none", "Compression.fp16")
-        ),
-        *(f"SIDCo(ratio={ratio:g})" for ratio in RATIOS),
-    ]
+    ddp = "DDP as it is", "DDP's fp16_compress_hook", "DDP's powerSGD_hook"
+    dense_uses = ddp if under_ddp else ("Compression.none", "Compression.fp16")
+    uses = {ALONE: "", **dict(zip(DENSE, dense_uses, strict=False))}
+    uses |= {f"SIDCo {ratio:g}": f"SIDCo(ratio={ratio:g})" for ratio in RATIOS}
     contenders: list[Made] = []
-    for title in titles:
+    for title in uses:
         torch.manual_seed(0)
         model, batch = model_of(arguments, group.rank)
         model.to(device)
@@ -283,7 +277,7 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
         "dense fp16": allreduce_bytes(2 * numel, group.world),
     }
     results = []
-    for title, use, (_, _, compression), times in zip(titles, uses, contenders, slowest.tolist(), strict=True):
+    for (title, use), (_, _, compression), times in zip(uses.items(), contenders, slowest.tolist(), strict=True):
         sent = compression.stats().last.total.bytes_sent if title.startswith("SIDCo") else dense.get(title)
         results.append(Result(title, use, 0.0 if title == ALONE else sent, times))
     return results, group.world, group.rank
@@ -294,13 +288,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count = partial(parse_number, least=0, most=1e6, whole=True)
     add = parser.add_argument
     add("--model", choices=MODELS, help="a model to train, instead of --parameters and --step-ms")
-    add("--batch-size", type=quantity(partial(count, example="32"), "batch-size"), default=32, metavar="N")
-    add("--parameters", type=quantity(parse_count, "parameters"), metavar="N", help="of your model, as 25M or 350k")
+    add("--batch-size", type=partial(count, "batch-size", example="32"), default=32, metavar="N")
+    add("--parameters", type=partial(parse_count, "parameters"), metavar="N", help="of your model, as 25M or 350k")
     milliseconds = partial(parse_number, least=0.0, most=1e6, example="110")
     text = "what a worker computes in a step of your model"
-    add("--step-ms", type=quantity(milliseconds, "step-ms"), metavar="MS", help=text)
+    add("--step-ms", type=partial(milliseconds, "step-ms"), metavar="MS", help=text)
     text = "steps of each exchange; default: 10"
-    add("--rounds", type=quantity(partial(count, example="10"), "rounds"), default=10, metavar="N", help=text)
+    add("--rounds", type=partial(count, "rounds", example="10"), default=10, metavar="N", help=text)
     add("--picture", type=Path, metavar="FILE.png", help="draw the medians")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
@@ -10,11 +9,10 @@ from typing import Any, NamedTuple
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from horovod_sparse.core import agreement
 from horovod_sparse.core.agreement import compare, op_name, warn_of_values
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import gather_json
-from horovod_sparse.torch.parameters import check_real, described, sums
+from horovod_sparse.torch.parameters import check_real, description, sums
 
 _agreed: Counter[tuple[int, ...]] = Counter()
 """How many optimizers have agreed so far, by process set. Each optimizer gets a number, which is part of its collectives'
@@ -79,32 +77,17 @@ def agreement_name(process_set: Any) -> str:
 def _describe(
     optimizer: Any, compressor: TorchCompressor, new: Mapping[Tensor, str], number: int | None
 ) -> dict[str, str | list[str]]:
-    names, groups = optimizer._parameter_names, optimizer.param_groups
-    description: dict[str, str | list[str]] = {
-        "release": agreement.RELEASE,
+    names = optimizer._parameter_names
+    return {
+        **description(compressor, new, optimizer.param_groups),
         "optimizer": "new" if number is None else str(number),
-        "compression": repr(compressor),
-        "updates": str(None if compressor.server is None else compressor.server.updates),
-        "parameters": described(new),
         "op": op_name(optimizer.op, mpi_ops.Average, mpi_ops.Sum),
         "sparse_as_dense": str(bool(optimizer.sparse_as_dense)),
         "groups": [str([names[p] for p in group]) for group in dict.fromkeys(optimizer._p_to_group.values())],
         "backward_passes_per_step": str(optimizer.backward_passes_per_step),
     }
-    if compressor.in_updates:
-        # Residuals are in units of the update, which depends on these settings.
-        description["lr"] = [str(float(group["lr"])) for group in groups]
-        description["momentum"] = [str(group.get("momentum")) for group in groups]
-    if compressor.momentum_correction is not None:
-        description["momentum before the selection"] = repr(compressor.momentum_correction)
-    return description
 
 
-def hosts(process_set: Any) -> list[str]:
-    """Return the name of each worker's host, in the order of the process set. Blocks."""
-    return gather_json(socket.gethostname(), f"{agreement_name(process_set)}.hosts", process_set)
-
-
-def gather_states(value: object, process_set: Any) -> list[Any]:
-    """Return every rank's `value`, in the order of the process set: what it has found wrong with a state. Blocks."""
+def gather(value: object, process_set: Any) -> list[Any]:
+    """Return every rank's `value`, in the order of the process set, after the settings have been compared. Blocks."""
     return gather_json(value, f"{agreement_name(process_set)}.state", process_set)

@@ -47,13 +47,8 @@ def save_checkpoint(folder: Folder, step: int, *, keep: int = 3, **objects: Any)
             `torch.load(weights_only=True)` refuses. Ranks on which that is not so raise RuntimeError.
         RuntimeError: on every rank, if one cannot write, or another job saves in the folder. Older checkpoints stay.
     """
-    workers = _workers()
-
-    def contents() -> list[bytes]:
-        own = encode(_own_state(objects))
-        return [own] if workers.rank else [own, encode(_states(objects, shared=True))]
-
-    checkpoint.save(folder, step, keep, workers, contents, decode)
+    own, shared = (lambda: encode(_own_state(objects))), (lambda: encode(_states(objects, shared=True)))
+    checkpoint.save(folder, step, keep, _workers(), own, shared, decode)
 
 
 def load_checkpoint(folder: Folder, *, damaged: Damaged = "skip", **objects: Any) -> Checkpoint:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 from horovod.torch.elastic.state import OptimizerStateHandler
-from torch import Tensor
 
 from horovod_sparse.core.state import ARRAYS, aligned, empty_state, replicated
 from horovod_sparse.torch.exchange import gather_json
@@ -88,7 +87,7 @@ class WorkersBefore:
             return state
         made = aligned(kept, first, residuals, velocities, torch.zeros)
         for number, name in enumerate(replicated(residuals, velocities)):
-            made["velocities"][name] = _broadcast(made["velocities"][name], f"align.{number}")
+            made["velocities"][name] = mpi_ops.broadcast(made["velocities"][name], 0, f"horovod_sparse.align.{number}")
         return made
 
     def _report(self, present: set[int | None]) -> None:
@@ -104,8 +103,3 @@ class WorkersBefore:
 
 def _gather(value: object, name: str) -> list[Any]:
     return gather_json(value, f"horovod_sparse.{name}", mpi_ops.global_process_set)
-
-
-def _broadcast(array: Tensor, name: str) -> Tensor:
-    first: Tensor = mpi_ops.broadcast(array, 0, f"horovod_sparse.{name}")
-    return first

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -70,10 +69,6 @@ class Group:
         message[: len(line)] = line
         lines = self.start(Collective("allgather", message))().view(self.world, -1).cpu()
         return [json.loads(one[:length].numpy().tobytes()) for one, length in zip(lines, lengths, strict=True)]
-
-    def hosts(self) -> list[str]:
-        """Return the name of each rank's host. Blocks."""
-        return self.everyone(socket.gethostname())
 
     def together(self) -> AbstractContextManager[None]:
         """Return a block that does nothing: a rank of `torch.distributed` that raises must end."""

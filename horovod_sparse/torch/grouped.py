@@ -13,23 +13,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from horovod_sparse import kernels
-from horovod_sparse.core.agreement import RELEASE, agree_on_states, check_steps, compare
+from horovod_sparse.core.agreement import agree_on_states, check_steps, compare
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.pipeline import Pipeline, UnderWay, Wait
 from horovod_sparse.core.preparation import Arrived
-from horovod_sparse.core.server import Server, log_start
-from horovod_sparse.core.state import check_state, empty_state, holds_anything, kept_shapes
-from horovod_sparse.exchange.grid import groups_of
+from horovod_sparse.core.state import empty_state
 from horovod_sparse.exchange.protocols import Collective, Reduced
-from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
-from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.gradients import write_to
-from horovod_sparse.torch.momentum import MovedMomentum
-from horovod_sparse.torch.parameters import check_real, described
+from horovod_sparse.torch.parameters import check_real, description
 from horovod_sparse.torch.routes import Routes, dense_message
+from horovod_sparse.torch.server import TensorServer
 from horovod_sparse.torch.step import Step
 
 
@@ -48,9 +43,6 @@ class Transport(Protocol):
     def start(self, collective: Collective) -> Wait:
         """Start a collective, and return a function that waits for its result. An allreduce is in place."""
 
-    def hosts(self) -> list[str]:
-        """Return the name of each rank's host. Blocks."""
-
     def together(self) -> AbstractContextManager[None]:
         """Return a block that all ranks enter. If it raises on one of them, it raises on all, where the transport can do so."""
 
@@ -66,7 +58,7 @@ class GroupStep(Step):
     """Waits for the numbers of the step that the ranks are in; None if they are known, or do not matter."""
 
 
-class GroupReducer(Server):
+class GroupReducer(TensorServer):
     """Reduces the gradients of some parameters.
 
     Args:
@@ -77,8 +69,6 @@ class GroupReducer(Server):
         optimizer: the optimizer, which `lr_in_residual` needs.
     """
 
-    compressor: TorchCompressor
-
     def __init__(
         self,
         compressor: TorchCompressor,
@@ -86,16 +76,12 @@ class GroupReducer(Server):
         names: Mapping[Tensor, str],
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        compressor.bind(self)
-        self.momentum: MovedMomentum | None = None
-        """The optimizer's momentum, if it is applied before the selection."""
-        self.compressor = compressor
+        super().__init__(compressor)
         self.active = compresses(transport.world)
         self._transport = transport
         self._given_names = names
         self._optimizer = optimizer
         self._routes = Routes(compressor)
-        self._frozen: set[Tensor] = set()
         self._step = GroupStep()
 
     def reduce_all(self, prepare: Callable[[], dict[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
@@ -169,13 +155,6 @@ class GroupReducer(Server):
         if numbers is not None:
             check_steps(numbers().tolist(), self._transport.rank)
 
-    def _drop_frozen(self, pipeline: Pipeline) -> None:
-        """Forget what is kept of parameters that are not trained any more."""
-        frozen = {parameter for parameter in self._routes.names if not parameter.requires_grad}
-        for parameter in frozen - self._frozen:
-            pipeline.drop(self._routes.names[parameter])
-        self._frozen = frozen
-
     def _take_compressed(self, pipeline: Pipeline, parameter: Tensor) -> None:
         step, name = self._step, self._routes.names[parameter]
         rate = step.learning_rate(parameter, self._param_groups) if self.compressor.in_updates else None
@@ -214,53 +193,21 @@ class GroupReducer(Server):
 
     def _begin(self, parameters: Sequence[Tensor]) -> Pipeline:
         """Agree with the other ranks, make buckets for all parameters, and load the state that was deferred. Blocks."""
-        group, compressor = self._transport, self.compressor
+        group = self._transport
         new = {parameter: name for parameter, name in self._given_names.items() if parameter in self._step.gradients}
         if not new:
             # Backward begins with the last parameters of the model.
             new = {parameter: f"parameter {number}" for number, parameter in reversed([*enumerate(parameters)])}
-        mine: dict[str, str | list[str]] = {
-            "release": RELEASE,
-            "compression": repr(compressor),
-            "updates": str(self.updates),
-            "parameters": described(new),
-        }
-        if compressor.in_updates:
-            mine["lr"] = [str(float(one["lr"])) for one in self._param_groups]
-        if compressor.momentum_correction is not None:
-            mine["momentum before the selection"] = repr(compressor.momentum_correction)
+        mine = description(self.compressor, new, self._param_groups)
         compare(mine, group.everyone(mine), group.rank)
         check_real(new)
-        agree_on_states(
-            lambda: self._check({name: tuple(p.shape) for p, name in new.items()}), group.everyone, group.rank
-        )
-        pipeline = Pipeline(
-            tensor_ops(),
-            compressor,
-            world=group.world,
-            position=group.position,
-            rank=group.rank,
-            groups=groups_of(compressor.hierarchical, group.world, group.hosts),
-            device_selector=on_gpu,
-        )
-        if self.momentum is not None:
-            pipeline.preparation.momentum = self.momentum.of
-        self._routes.extend(new, (), pipeline)
-        self.pipeline = pipeline
-        if self.deferred is not None:
-            super().load_compression_state(self.deferred)
-        log_start(pipeline, kernels.variant(), self.updates)
-        return pipeline
+        shapes = {name: tuple(parameter.shape) for parameter, name in new.items()}
+        agree_on_states(lambda: self._check(self.deferred or empty_state(), shapes), group.everyone, group.rank)
+        return self._extend(new, (), group.everyone, world=group.world, position=group.position, rank=group.rank)
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
         return [] if self._optimizer is None else self._optimizer.param_groups
-
-    def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ValueError unless the state that is deferred fits the parameters."""
-        state = self.deferred or empty_state()
-        if holds_anything(state):
-            check_state(state, self.compressor, *kept_shapes(shapes, self.compressor))
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
         super().load_compression_state(state)

@@ -92,11 +92,8 @@ def register(
     updates = _check_optimizer(compression, optimizer)
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     check_memory(names)
-    moved = (
-        {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        if optimizer is not None
-        else set()
-    )
+    groups = [] if optimizer is None else optimizer.param_groups
+    moved = {parameter for group in groups for parameter in group["params"]}
     absent = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in moved]
     if absent and (compression.in_updates or updates):
         raise ValueError(
@@ -112,14 +109,15 @@ def register(
             "each model, or wrap the module in a new DistributedDataParallel to give it another compression"
         ) from error
     reducer = HookReducer(compression, group, names, optimizer)
-    momentum = None
-    if optimizer is not None and reducer.active and not absent and not updates:
-        momentum = reducer.momentum = moved_momentum(compression, optimizer, optimizer.step, names)
-    if optimizer is not None and momentum is not None:
-        optimizer.step = MethodType(_stepping(momentum, optimizer.step), optimizer)  # type: ignore[method-assign]
     reducer.finds_unused = model.find_unused_parameters and not model.static_graph
-    if updates and optimizer is not None:
+    if optimizer is None or not reducer.active:
+        return
+    if updates:
         reducer.exchange_updates(optimizer)
+    elif not absent:
+        momentum = reducer.momentum = moved_momentum(compression, optimizer, optimizer.step, names)
+        if momentum is not None:
+            optimizer.step = MethodType(_stepping(momentum, optimizer.step), optimizer)  # type: ignore[method-assign]
 
 
 def _stepping(momentum: MovedMomentum, own_step: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,8 +44,6 @@ class HookReducer(ScaledServer, GroupReducer):
 
     def exchange_updates(self, optimizer: torch.optim.Optimizer) -> None:
         """Exchange the updates of an optimizer in place of gradients, from now on."""
-        if not self.active:
-            return
         self.updates, alone = Updates(optimizer), optimizer.step
 
         @functools.wraps(alone)

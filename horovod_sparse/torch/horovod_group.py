@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -94,7 +93,3 @@ class HorovodGroup:
             raise
         finally:
             self._is_together = False
-
-    def hosts(self) -> list[str]:
-        hosts: list[str] = self.everyone(socket.gethostname())
-        return hosts

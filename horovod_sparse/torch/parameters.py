@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from horovod_sparse.core import agreement
+from horovod_sparse.torch.compressors import TorchCompressor
 
-def described(named: Mapping[Tensor, str]) -> list[str]:
-    """Return name, shape and type of each parameter."""
-    return [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for parameter, name in named.items()]
+
+def description(
+    compressor: TorchCompressor, named: Mapping[Tensor, str], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, str | list[str]]:
+    """Return what must be equal on all ranks, whatever connects them: settings, parameters, and what `groups` say of both."""
+    found: dict[str, str | list[str]] = {
+        "release": agreement.RELEASE,
+        "compression": repr(compressor),
+        "updates": str(None if compressor.server is None else compressor.server.updates),
+        "parameters": [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for parameter, name in named.items()],
+    }
+    if compressor.in_updates:
+        # Residuals are in units of the update, which depends on these settings.
+        found["lr"] = [str(float(group["lr"])) for group in groups]
+        found["momentum"] = [str(group.get("momentum")) for group in groups]
+    if compressor.momentum_correction is not None:
+        found["momentum before the selection"] = repr(compressor.momentum_correction)
+    return found
 
 
 def sums(named: Mapping[Tensor, str]) -> list[int]:

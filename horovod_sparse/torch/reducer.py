@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from horovod.torch import mpi_ops
 from torch import Tensor
 from torch.autograd import Variable
 
-from horovod_sparse import kernels
 from horovod_sparse.core.agreement import (
     agree_on_states,
     check_dampening,
@@ -40,19 +39,16 @@ from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.pipeline import Pipeline, Wait
 from horovod_sparse.core.preparation import Arrived
-from horovod_sparse.core.server import log_start
-from horovod_sparse.core.state import check_discardable, check_state, empty_state, holds_anything, kept_shapes
-from horovod_sparse.exchange.grid import groups_of
+from horovod_sparse.core.state import check_discardable, empty_state, holds_anything
 from horovod_sparse.exchange.protocols import Collective, Reduced
-from horovod_sparse.torch.agreement import agree, gather_states, hosts
+from horovod_sparse.torch.agreement import agree, gather
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
-from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.exchange import Collectives, empty_sparse
 from horovod_sparse.torch.following import WorkersBefore
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
-from horovod_sparse.torch.momentum import MovedMomentum, moved_momentum
+from horovod_sparse.torch.momentum import moved_momentum
 from horovod_sparse.torch.movement import Updates
 from horovod_sparse.torch.routes import OptimizerRoutes, dense_message
 from horovod_sparse.torch.scaler import WITH_SCALER, ScaledServer
@@ -72,8 +68,7 @@ class Reducer(ScaledServer):
     updates: Updates | None = None
 
     def __init__(self, optimizer: Any, compressor: TorchCompressor, own_step: Callable[..., Any]) -> None:
-        compressor.bind(self)
-        self.compressor = compressor
+        super().__init__(compressor)
         self.optimizer = optimizer
         self._ops = tensor_ops()
         self._process_set = optimizer.process_set
@@ -85,12 +80,8 @@ class Reducer(ScaledServer):
         self._step = Step()
         self._passes: dict[int, weakref.ref[object]] = {}
         """What PyTorch calls at the end of a backward pass, by its number. PyTorch drops that of an interrupted pass."""
-        self._frozen: set[Tensor] = set()
-        """Parameters that are not trained at the moment. They keep no residual and no velocity."""
         self.workers_before = WorkersBefore()
         optimizer.register_step_pre_hook(self._note_step)
-        self.momentum: MovedMomentum | None = None
-        """The optimizer's momentum, if it is applied before the selection."""
         if self.active and not updates:
             self.momentum = moved_momentum(compressor, optimizer, own_step, optimizer._parameter_names)
         if self.active and mpi_ops.size() == 1 and not is_elastic():
@@ -197,12 +188,6 @@ class Reducer(ScaledServer):
         assert self.pipeline is not None
         self._drop_frozen(self.pipeline)
         self.pipeline.start_step(self._gradients(), self._scale)
-
-    def _drop_frozen(self, pipeline: Pipeline) -> None:
-        frozen = {parameter for parameter in self._routes.names if not parameter.requires_grad}
-        for parameter in frozen - self._frozen - self._routes.sparse:
-            pipeline.drop(self._routes.names[parameter])
-        self._frozen = frozen
 
     def _gradients(self) -> Iterator[Tensor]:
         """Yield all gradients that this rank has, except sparse ones."""
@@ -435,38 +420,20 @@ class Reducer(ScaledServer):
         if is_elastic() and self.pipeline is None:
             self.deferred = self.workers_before.align(self.deferred)
             deferred = self.deferred or deferred
-        gather = partial(gather_states, process_set=self._process_set)
-        agree_on_states(lambda: self._check(deferred, left_out), gather, mpi_ops.rank())
+        everyone = partial(gather, process_set=self._process_set)
+        agree_on_states(lambda: self._check(deferred, self._routes.shapes(left_out)), everyone, mpi_ops.rank())
         agreement.conclude()
         self._number = agreement.number
-        is_first = self.pipeline is None
-        if self.pipeline is None:
-            pipeline = Pipeline(
-                self._ops,
-                self.compressor,
-                world=self._process_set.size(),
-                position=self._process_set.rank(),
-                rank=mpi_ops.rank(),
-                averages=self.updates is not None or self.optimizer.op == mpi_ops.Average,
-                groups=groups_of(
-                    self.compressor.hierarchical, self._process_set.size(), partial(hosts, self._process_set)
-                ),
-                device_selector=on_gpu,
-            )
-            if self.momentum is not None:
-                pipeline.preparation.momentum = self.momentum.of
-            self.pipeline = pipeline
-        self._routes.extend(new, agreement.sparse, self.pipeline)
+        self._extend(
+            new,
+            agreement.sparse,
+            everyone,
+            world=self._process_set.size(),
+            position=self._process_set.rank(),
+            rank=mpi_ops.rank(),
+            averages=self.updates is not None or self.optimizer.op == mpi_ops.Average,
+        )
         self.sparse = [self._routes.names[parameter] for parameter in self._routes.sparse]
-        if self.deferred is not None:
-            super().load_compression_state(self.deferred)
-        if is_first:
-            log_start(self.pipeline, kernels.variant(), self.updates)
-
-    def _check(self, state: Mapping[str, Any], sparse: Collection[str]) -> None:
-        """Raise ValueError unless a state fits the parameters. Those named in `sparse` have none."""
-        if holds_anything(state):
-            check_state(state, self.compressor, *kept_shapes(self._routes.shapes(sparse), self.compressor))
 
     # --- statistics and state: see `Server` ---
 
@@ -482,7 +449,7 @@ class Reducer(ScaledServer):
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
         if self.pipeline is None and self.active:
             # Find a wrong state when it is loaded, not in the middle of the first step.
-            self._check(state, state.get("sparse", ()))
+            self._check(state, self._routes.shapes(state.get("sparse", ())))
         super().load_compression_state(state)
         self._begin_afresh()
 

@@ -105,7 +105,9 @@ def broadcast_states(
         except Exception as error:
             # The other ranks wait for the frame.
             frame = encode({"problem": str(error)})
-    state = decode(_broadcast_bytes(frame, root, name, process_set))
+    # Only the root has any bytes.
+    message = torch.tensor([*frame], dtype=torch.uint8)
+    state = decode(mpi_ops.allgather(message, f"{name}.frame", process_set).numpy().tobytes())
     if "problem" in state:
         raise ValueError(f"optimizer must have settings that can be sent: {state['problem']}")
     if not is_root:
@@ -115,15 +117,6 @@ def broadcast_states(
         optimizer.load_state_dict(state["optimizer"])
         if scaler is not None:
             scaler.load_state_dict(state["scaler"])
-
-
-def _broadcast_bytes(content: bytes, root: int, name: str, process_set: Any) -> bytes:
-    length = mpi_ops.broadcast(torch.tensor([len(content)]), root, f"{name}.length", process_set=process_set)
-    message = torch.zeros(int(length), dtype=torch.uint8)
-    if mpi_ops.rank() == root:
-        message = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    received: bytes = mpi_ops.broadcast(message, root, f"{name}.frame", process_set=process_set).numpy().tobytes()
-    return received
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], root: int, name: str, process_set: Any) -> None:

@@ -7,10 +7,8 @@ from contextlib import AbstractContextManager
 import torch
 
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.core.server import Server
-from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.detached import check_detachable, moved
-from horovod_sparse.torch.routes import Routes
+from horovod_sparse.torch.server import TensorServer
 
 WITH_SCALER = (
     "With torch.amp.GradScaler, call compression.scale_with(scaler) before the first step, so that all ranks leave out the "
@@ -18,12 +16,10 @@ WITH_SCALER = (
 )
 
 
-class ScaledServer(Server):
+class ScaledServer(TensorServer):
     """Keeps residuals without the loss scale."""
 
-    compressor: TorchCompressor
     scaler: torch.amp.GradScaler | None = None
-    _routes: Routes
 
     def detached(self, optimizer: torch.optim.Optimizer, coefficient: float) -> AbstractContextManager[None]:
         """See `TorchCompressor.detached`."""

@@ -205,17 +205,6 @@ def _make_hook(stock: Method) -> Method:
     return extended
 
 
-def _allreduce_grad_async(stock: Method) -> Method:
-    def extended(self: Any, p: Any) -> Any:
-        reducer = reducer_of(self)
-        if reducer is None:
-            return stock(self, p)
-        reducer.submit(p)
-        return _UNDER_WAY
-
-    return extended
-
-
 def _add_param_group(stock: None) -> Method:
     def extended(self: Any, param_group: dict[str, Any]) -> None:
         _above_horovod(self).add_param_group(param_group)
@@ -244,6 +233,12 @@ def _if_ours(own: Callable[..., Any]) -> Callable[[Method], Method]:
         return extended
 
     return extend
+
+
+@_if_ours
+def _allreduce_grad_async(self: Any, reducer: Reducer, stock: Method, p: Any) -> Any:
+    reducer.submit(p)
+    return _UNDER_WAY
 
 
 @_if_ours

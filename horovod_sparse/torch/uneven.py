@@ -107,7 +107,7 @@ class Join:
         if what >= 0:
             row += self._members[what].settings()
         elif what == _NOTHING:
-            row += [float(member.has_scaler) for member in self._members]
+            row += [float(member.reducer.scaler is not None) for member in self._members]
         width = max(len(self._members), *(len(member.settings()) for member in self._members))
         row += [0.0] * (1 + width - len(row))
         message = torch.tensor([row], dtype=torch.float64)
@@ -206,10 +206,6 @@ class _Member:
         self.optimizer = reducer.optimizer
         self.reducer = reducer
 
-    @property
-    def has_scaler(self) -> bool:
-        return self.reducer.scaler is not None
-
     def settings(self) -> list[float]:
         """Return what a rank that takes part must know: whether a step was given up, loss scale, learning rates."""
         scaler = self.reducer.scaler
@@ -229,7 +225,9 @@ class _Member:
         given_up, scale, *rates = settings
         if given_up:
             self.reducer.give_up()
-        self._follow_scale(scale)
+        scaler = self.reducer.scaler
+        if scaler is not None:
+            scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
         for group, rate in zip(self.optimizer.param_groups, rates, strict=False):
             if "lr" in group:
                 # Residuals may be in units of the update.
@@ -241,11 +239,6 @@ class _Member:
                 self.reducer.reduce()
         finally:
             self._drop_gradients()
-
-    def _follow_scale(self, scale: float) -> None:
-        scaler = self.reducer.scaler
-        if scaler is not None:
-            scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
 
     def _drop_gradients(self) -> None:
         self.optimizer._synchronized = False

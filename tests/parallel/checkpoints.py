@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +16,12 @@ from torch.nn import functional as F
 from horovod_sparse.torch import TopK, load_checkpoint, save_checkpoint
 
 from .common import BUCKET_BYTES, COMPRESSORS, MakeCompression, assert_identical, digest, everyone, raised
+from .folder import folder_of
 from .scenario import MPI_2, PAIR, scenario
 
 
-@contextmanager
-def shared_folder() -> Iterator[Path]:
-    """A folder that all ranks see, and that is removed when all have left it."""
-    made = tempfile.TemporaryDirectory() if hvd.rank() == 0 else None
-    try:
-        yield Path(everyone(made.name if made else "")[0])
-        hvd.barrier()
-    finally:
-        if made:
-            made.cleanup()
+def shared_folder() -> AbstractContextManager[Path]:
+    return folder_of(hvd.rank(), everyone)
 
 
 class Training:

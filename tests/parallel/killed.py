@@ -40,7 +40,7 @@ class Trainings:
         self.parts = {
             "sidco": Training(SIDCo(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)),
             "micro": Training(MiCRO(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)),
-            "dgc": Training(DGC(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)),
+            "dgc": Training(DGC(0.01, bucket_bytes=BUCKET_BYTES, warmup=None, updates=False)),
         }
 
     @property

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +19,7 @@ import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.core.checkpoint import Workers
 from horovod_sparse.tensorflow import DGC, MiCRO, SIDCo, TopK, checkpoint
 
+from ..folder import folder_of
 from ..scenario import TF_2, TF_GLOO_2, scenario
 from .common import MakeCompression, assert_identical, everyone, raised
 from .keras3 import BATCH, LOSS, data
@@ -27,16 +27,8 @@ from .keras3 import BATCH, LOSS, data
 BATCHES, EPOCHS = 6, 3
 
 
-@contextmanager
-def shared_folder() -> Iterator[Path]:
-    """A folder that all ranks see, and that is removed when all have left it."""
-    made = tempfile.TemporaryDirectory() if hvd.rank() == 0 else None
-    try:
-        yield Path(everyone(made.name if made else "")[0])
-        everyone(None, "left")
-    finally:
-        if made:
-            made.cleanup()
+def shared_folder() -> AbstractContextManager[Path]:
+    return folder_of(hvd.rank(), everyone)
 
 
 class Trained(keras.callbacks.Callback):
