@@ -132,7 +132,7 @@ def ways_to_compile(arguments: dict[str, Any]) -> None:
 @scenario(TF_2)
 def a_training_loop_of_ones_own() -> None:
     model = small_model()
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=TopK(0.01, warmup=None))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=TopK(0.01, updates=False))
 
     @tf.function
     def step(inputs: Any, labels: Any) -> None:
