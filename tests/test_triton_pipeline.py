@@ -52,7 +52,7 @@ def test_the_rows_select_on_the_device() -> None:
 @for_all
 def test_laws(row: Row) -> None:
     laws.test_not_finite_gradients_never_reach_the_residual(TRITON, row, np.nan)
-    laws.test_what_was_sent_returns_when_another_rank_is_not_finite(TRITON, row, 0)
+    laws.test_what_was_sent_returns_when_another_rank_is_not_finite(TRITON, row, None)
     laws.test_without_residual_nothing_is_kept(TRITON, row)
     laws.test_the_callers_gradient_is_untouched(TRITON, row, np.float16)
     laws.test_ratio_one_sends_everything(TRITON, row)
@@ -61,11 +61,11 @@ def test_laws(row: Row) -> None:
 
 @pytest.mark.full
 def test_without_residual_a_step_that_failed_leaves_nothing() -> None:
-    laws.test_without_residual_a_step_that_failed_leaves_nothing(TRITON, ROWS[0], 0)
+    laws.test_without_residual_a_step_that_failed_leaves_nothing(TRITON, ROWS[0], None)
 
 
 def test_everything_dense_at_first() -> None:
-    laws.test_what_was_sent_returns_when_another_rank_is_not_finite(TRITON, ROWS[0], 1)
+    laws.test_what_was_sent_returns_when_another_rank_is_not_finite(TRITON, ROWS[0], 1.0)
 
 
 def test_what_a_parameter_has_kept_is_dropped() -> None:
