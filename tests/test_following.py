@@ -32,9 +32,9 @@ class Workers:
         self.others: list[Any] = []
         self.sent: object = None
         self.velocity = torch.zeros(0)
-        monkeypatch.setattr(following, "mpi_ops", SimpleNamespace(rank=lambda: self.rank))
+        collectives = SimpleNamespace(rank=lambda: self.rank, broadcast=lambda array, root, name: self.velocity)
+        monkeypatch.setattr(following, "mpi_ops", collectives)
         monkeypatch.setattr(following, "_gather", self.gather)
-        monkeypatch.setattr(following, "_broadcast", lambda array, name: self.velocity)
 
     def gather(self, value: object, name: str) -> list[Any]:
         self.sent = value
