@@ -193,8 +193,10 @@ def _variables_of(one: Any) -> list[Variable] | None:
 def _is_shared(one: Any, variable: Variable, local: frozenset[Any]) -> bool:
     """Return whether a variable has the same value on every rank."""
     if _is_optimizer(one):
-        # What an optimizer keeps of a local variable has no mark of its own.
-        return not local
+        # What an optimizer keeps of a local variable has no mark of its own. One whose updates are exchanged has seen the
+        # gradients of its own rank.
+        server = getattr(getattr(_distributed(one), "compression", None), "server", None)
+        return not local and (server is None or server.updates is None)
     return bool(variable.trainable) and plain(variable).ref() not in local
 
 
