@@ -457,7 +457,7 @@ def saved_models_know_nothing_of_horovod() -> None:
 @scenario(TF_2, TF_4)
 def the_callback_makes_replicas_identical() -> None:
     def start(local_variables: Any = None) -> tuple[Any, Any]:
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=SIDCo(0.01, warmup=None))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=SIDCo(0.01, updates=False))
         model = compiled(optimizer, seed=hvd.rank())
         weights = [layer.kernel for layer in model.layers][: 0 if local_variables is None else local_variables]
         return model, hvd.callbacks.BroadcastGlobalVariablesCallback(1, local_variables=weights)
