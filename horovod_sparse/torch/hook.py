@@ -3,11 +3,6 @@
 The annotations are no strings here: DDP compares those of a hook with its own classes.
 """
 
-import functools
-from collections.abc import Callable
-from types import MethodType
-from typing import Any
-
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Joinable
@@ -17,8 +12,8 @@ from horovod_sparse.core.agreement import check_optimizer, exchanges_updates
 from horovod_sparse.core.binding import refuse_class
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.group import Group
-from horovod_sparse.torch.hooked import HookReducer
-from horovod_sparse.torch.momentum import MovedMomentum, moved_momentum
+from horovod_sparse.torch.hooked import HookReducer, replace_step
+from horovod_sparse.torch.momentum import moved_momentum
 from horovod_sparse.torch.parameters import check_memory
 from horovod_sparse.torch.uncompiled import uncompiled
 
@@ -40,7 +35,7 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
         model.register_comm_hook(SIDCo(ratio=0.001), comm_hook)
 
     The ranks are those of the default process group. Parameters are named by numbers, in the order of DDP's first buckets. With
-    another group, with `lr_in_residual` or `momentum_correction`, to exchange updates (also with Adam), and to load a state
+    another group, with `lr_in_residual` or `momentum`, to exchange updates (also with Adam), and to load a state
     before the first step, use `register`.
 
     Args:
@@ -74,7 +69,7 @@ def register(
     Args:
         model: whose gradients are reduced. Call this on every rank of its process group, before the first step.
         compression: a compressor of this module; each model needs its own.
-        optimizer: the model's, which is checked. `lr_in_residual`, `momentum_correction` and `updates` need it. If updates are
+        optimizer: the model's, which is checked. `lr_in_residual`, `momentum` and `updates` need it. If updates are
             exchanged, its `step` does so.
 
     Raises:
@@ -117,24 +112,7 @@ def register(
     elif not absent:
         momentum = reducer.momentum = moved_momentum(compression, optimizer, optimizer.step, names)
         if momentum is not None:
-            optimizer.step = MethodType(_stepping(momentum, optimizer.step), optimizer)  # type: ignore[method-assign]
-
-
-def _stepping(momentum: MovedMomentum, own_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what takes the place of an optimizer's `step`. Schedulers wrap the step of an object in the same way."""
-
-    @functools.wraps(getattr(own_step, "__func__", own_step))
-    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            # Backward reads the momentum.
-            with torch.enable_grad():
-                loss = closure()
-        with momentum.left_out():
-            own_step()
-        return loss
-
-    return step
+            replace_step(optimizer, momentum.step)
 
 
 def _check_bucket(bucket: object) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -24,6 +25,21 @@ from horovod_sparse.torch.scaler import ScaledServer
 
 Future = torch.futures.Future
 _NO_BACKWARD = -1
+
+
+def replace_step(optimizer: torch.optim.Optimizer, around: Callable[[Callable[..., Any], Any], Any]) -> None:
+    """Let `around(own_step, closure)` take the place of an optimizer's `step`, as schedulers of the learning rate do.
+
+    PyTorch's own hooks would come twice where `step` calls that of its base, and not at all after an exception.
+    """
+    own = optimizer.step
+
+    @functools.wraps(getattr(own, "__func__", own))
+    def step(_: object, closure: Callable[[], Any] | None = None) -> Any:
+        return around(own, closure)
+
+    # Mypy has no notion of a method that one object alone has.
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
 class HookReducer(ScaledServer, GroupReducer):
@@ -44,14 +60,10 @@ class HookReducer(ScaledServer, GroupReducer):
 
     def exchange_updates(self, optimizer: torch.optim.Optimizer) -> None:
         """Exchange the updates of an optimizer in place of gradients, from now on."""
-        self.updates, alone = Updates(optimizer), optimizer.step
-
-        @functools.wraps(alone)
-        def step(_: object, *args: Any, **kwargs: Any) -> Any:
-            return self._step_alone(functools.partial(alone, *args, **kwargs))
-
-        # Hooks would come twice where `step` calls that of its base. Schedulers of the learning rate replace it likewise.
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        self.updates = Updates(optimizer)
+        replace_step(
+            optimizer, lambda own, closure: self._step_alone(own if closure is None else partial(own, closure))
+        )
         optimizer.register_step_pre_hook(self._check_step_begun)
 
     def _step_alone(self, step: Callable[[], Any]) -> Any:

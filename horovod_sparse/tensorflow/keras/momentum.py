@@ -38,19 +38,23 @@ def move_momentum(
     return moves
 
 
+def velocities_left(optimizer: Any, variables: Sequence[Variable]) -> list[int]:
+    """Return the numbers of the velocities that a dense training has left in an optimizer. Call this in the first step."""
+    inner = inner_of(optimizer)
+    with tf.init_scope():
+        if not inner.built:
+            inner.build(variables)
+        return [number for number, velocity in enumerate(inner.momentums) if bool(keras.ops.any(velocity != 0))]
+
+
 @contextmanager
-def without_momentum(optimizer: Any, variables: Sequence[Variable]) -> Iterator[None]:
-    """Let the optimizer apply gradients without momentum in the block, after the velocity that a dense training has left.
+def without_momentum(optimizer: Any, left: Sequence[int]) -> Iterator[None]:
+    """Let the optimizer apply gradients without momentum in the block, after the velocities that are `left`.
 
     The optimizer keeps its velocities as variables, so that its checkpoints stay the same; they are zero otherwise.
     """
     inner = inner_of(optimizer)
     momentum = inner.momentum
-    if not inner.built:
-        with tf.init_scope():
-            inner.build(variables)
-    with tf.init_scope():
-        left = [number for number, velocity in enumerate(inner.momentums) if bool(keras.ops.any(velocity != 0))]
     for number in left:
         velocity, variable = inner.momentums[number], inner._trainable_variables[number]
         velocity.assign(velocity * momentum)

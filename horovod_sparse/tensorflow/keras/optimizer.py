@@ -21,7 +21,7 @@ from horovod_sparse.core.agreement import DIVIDING, check_optimizer, exchanges_u
 from horovod_sparse.core.binding import check_kind
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.keras.loss_scaling import follow_scalers, inner_of, is_scaler, scale_of, spoiled
-from horovod_sparse.tensorflow.keras.momentum import move_momentum, without_momentum
+from horovod_sparse.tensorflow.keras.momentum import move_momentum, velocities_left, without_momentum
 from horovod_sparse.tensorflow.keras.updates import step_alone
 from horovod_sparse.tensorflow.memory import unwatched
 from horovod_sparse.tensorflow.names import plain
@@ -120,6 +120,8 @@ class DistributedApply:
         self._stock_apply = optimizer.apply
         self._moves_momentum: bool | None = None
         """Whether the optimizer's momentum is applied before the selection; None until the first step."""
+        self._left: list[int] | None = None
+        """The velocities in the optimizer that are not zero; None until the first step, because looking takes a pass."""
         self._reduce = reduce
         self._accumulator = accumulator
         self._passes_divisor = passes_divisor
@@ -140,7 +142,9 @@ class DistributedApply:
 
     def _apply(self, gradients: Sequence[Any], variables: Sequence[Variable] | None = None) -> None:
         if self._moves_momentum and variables is not None:
-            with without_momentum(self._optimizer, variables):
+            if self._left is None:
+                self._left = velocities_left(self._optimizer, variables)
+            with without_momentum(self._optimizer, self._left):
                 self._stock_apply(gradients, variables)
         else:
             self._stock_apply(gradients, variables)

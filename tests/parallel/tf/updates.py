@@ -90,5 +90,8 @@ def what_has_no_meaning_is_refused() -> None:
 
     assert "compression must have clip_norm=None" in raised(ValueError, lambda: make(clip_norm=1.0))
     assert "compression must have momentum=None" in raised(ValueError, lambda: make(momentum=0.9))
-    tape = lambda: stock.DistributedGradientTape(tf.GradientTape(), compression=TopK(0.1, updates=True))  # noqa: E731
+
+    def tape() -> None:
+        stock.DistributedGradientTape(tf.GradientTape(), compression=TopK(0.1, updates=True))
+
     assert "updates must be 'auto' or False with a gradient tape" in raised(ValueError, tape)
