@@ -314,8 +314,9 @@ def test_whatever_one_rank_raises_all_raise(
         if moment in ("look", "use", "end"):
             checkpoint.restore(tmp_path, workers, "skip", lambda _: use(workers))
             return
-        own = lambda: fail(workers, "contents") or b"own"  # noqa: E731
-        checkpoint.save(tmp_path, 2, 1, workers, own, bytes, lambda _: fail(workers, "read"))
+        checkpoint.save(
+            tmp_path, 2, 1, workers, lambda: fail(workers, "contents") or b"own", bytes, lambda _: fail(workers, "read")
+        )
 
     errors = together(2, action)
     assert all(type(one) is RuntimeError and f"rank {failing}:" in str(one) for one in errors), errors
