@@ -10,7 +10,6 @@ import hashlib
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -90,6 +89,13 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
         help="the ratio of step t is at least C/(t+1); none: the ratio from the first step on",
     )
     parser.add_argument(
+        "--detached",
+        type=lambda text: text if text == "auto" else float(text),
+        default="auto",
+        metavar="C",
+        help="compute gradients where the part C of this worker's residual has moved the parameters already (PyTorch)",
+    )
+    parser.add_argument(
         "--values", choices=["float32", "bfloat16", "float16"], default="float32", help="type of the values in pairs"
     )
     parser.add_argument(
@@ -121,6 +127,7 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
         "warmup": args.warmup,
         "residual": not args.no_residual,
         "lr_in_residual": args.lr_in_residual or "auto",
+        "detached": args.detached,
         "values": args.values,
         "balanced": args.balanced,
         "hierarchical": args.hierarchical,
@@ -155,23 +162,6 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
 def optimizer_momentum(compression: Any, args: argparse.Namespace) -> float:
     """The optimizer's momentum; 0 where the compression has momentum of its own, which would come on top of it (DGC)."""
     return 0.0 if getattr(compression, "momentum_correction", None) else args.momentum
-
-
-def add_detached(parser: argparse.ArgumentParser) -> None:
-    """The option of the examples that can have detached error feedback, which is for PyTorch's gradients."""
-    parser.add_argument(
-        "--detached",
-        type=float,
-        default=0.0,
-        metavar="C",
-        help="compute gradients where the part C of this worker's residual has moved the parameters already",
-    )
-
-
-def detached(compression: Any, optimizer: Any, coefficient: float) -> AbstractContextManager[None]:
-    """The block in which gradients are computed. In your own script: `with compression.detached(optimizer):`."""
-    sparse = hasattr(compression, "detached")
-    return compression.detached(optimizer, coefficient) if coefficient and sparse else nullcontext()
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,7 @@ import torch
 import torch.nn.functional as F
 from common import (
     RunLog,
-    add_detached,
     check_replicas,
-    detached,
     make_compression,
     make_parser,
     measure_traffic,
@@ -36,7 +34,6 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "encodings", "pydoc_data", "sit
 def make_text_parser(description: str, *, batch_size: int, lr: float, ratio: float) -> argparse.ArgumentParser:
     """The options of every example, and those about text and training that the character models have in common."""
     parser = make_parser(description, epochs=8, batch_size=batch_size, lr=lr, ratio=ratio)
-    add_detached(parser)
     parser.add_argument("--epoch-steps", type=int, default=500, help="steps between two evaluations")
     parser.add_argument(
         "--warmup-steps", type=int, default=60, help="steps over which the learning rate rises, to fall after"
@@ -148,9 +145,8 @@ def train(model: nn.Module, args: argparse.Namespace) -> None:
                 group["lr"] = args.lr * min(step / args.warmup_steps, max(1 - step / steps, 0.02))
             x, y = sample(shard, args.batch_size, args.context, generator)
             optimizer.zero_grad()
-            with detached(compression, optimizer, args.detached):
-                loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-                loss.backward()
+            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+            loss.backward()
             optimizer.step()
             losses.append(loss.item())
             seconds.append(time.perf_counter() - step_started)

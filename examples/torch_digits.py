@@ -17,9 +17,7 @@ import torch
 import torch.nn.functional as F
 from common import (
     RunLog,
-    add_detached,
     check_replicas,
-    detached,
     make_compression,
     make_parser,
     measure_traffic,
@@ -71,7 +69,6 @@ def evaluate(model: nn.Module, data: TensorDataset) -> tuple[float, float]:
 
 def main() -> None:
     parser = make_parser(__doc__.splitlines()[0], epochs=25, batch_size=16, lr=0.03, ratio=0.001)
-    add_detached(parser)
     parser.add_argument("--width", type=int, default=32, help="channels of the first convolution")
     parser.add_argument(
         "--transport",
@@ -115,9 +112,8 @@ def main() -> None:
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * min(1.0, step / warmup_steps)
             optimizer.zero_grad()
-            with detached(compression, optimizer, args.detached):
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
             optimizer.step()
             losses.append(loss.item())
             seconds.append(time.perf_counter() - step_started)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import add_detached, check_replicas, detached, make_compression, measure_traffic, optimizer_momentum
+from common import check_replicas, make_compression, measure_traffic, optimizer_momentum
 from jobs import make_course, make_job_parser, print_closing_table, resume, start_log
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -110,7 +110,6 @@ def main() -> None:
         lr=0.1,
         ratio=0.01,
     )
-    add_detached(parser)
     parser.add_argument("--model", choices=["resnet18", "resnet34", "resnet50"], default="resnet50")
     parser.add_argument("--float32", action="store_true", help="no autocast to bfloat16")
     parser.add_argument("--weight-decay", type=float, default=1e-4)
@@ -169,11 +168,10 @@ def main() -> None:
                 group["lr"] = args.lr * lr_factor(step, warmup, course.total)
             x, y = x.to(device, memory_format=torch.channels_last), y.to(device)
             optimizer.zero_grad()
-            with detached(compression, optimizer, args.detached):
-                # Parameters, gradients and residuals stay float32; no GradScaler is needed.
-                with torch.autocast(device.type, torch.bfloat16, enabled=not args.float32):
-                    loss = F.cross_entropy(model(x), y)
-                loss.backward()
+            # Parameters, gradients and residuals stay float32; no GradScaler is needed.
+            with torch.autocast(device.type, torch.bfloat16, enabled=not args.float32):
+                loss = F.cross_entropy(model(x), y)
+            loss.backward()
             optimizer.step()
             losses.append(loss.item())
             seconds.append(time.perf_counter() - step_started)

@@ -19,6 +19,7 @@ from horovod_sparse.compressors.checks import (
     check_automatic,
     check_boolean,
     check_choice,
+    check_coefficient,
     check_groups,
     check_integer,
     check_momentum,
@@ -42,6 +43,7 @@ Granularity = Literal["layer", "bucket", "model"]
 NotFinite = Literal["raise", "propagate"]
 ClipScope = Literal["layer", "model"]
 Updates = bool | Literal["auto"]
+Detachment = float | Literal["auto"]
 
 _PASSED_ON = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 BUCKET_BYTES = 25 * 2**20
@@ -73,6 +75,7 @@ class Settings(TypedDict, total=False):
     not_finite: NotFinite
     discardable: bool
     updates: Updates
+    detached: Detachment
 
 
 class Compressor(ABC):
@@ -140,6 +143,11 @@ class Compressor(ABC):
             the gradient, such as Adam, unless `ratio` is 1. Where the optimizer is seen: PyTorch and Keras 3. Needs
             `not_finite="raise"`, and neither `lr_in_residual` nor `clip_norm`; with `momentum="auto"` the optimizer keeps its
             own.
+        detached: c in [0, 1], for detached error feedback (https://arxiv.org/abs/2004.05298). From a forward pass in training
+            until the optimizer's step, the parameters of each worker are `x - c eta e`, with its own residual e, so that its
+            gradients know of what waits. The step, evaluations and `state_dict` see x, which is the same on all workers. Needs
+            the memory of a second copy of the parameters, and PyTorch, where the optimizer is seen. "auto" is 0.5 there. 0 is
+            error feedback as usual. Refused where residuals hold what other workers have sent (`balanced`, `hierarchical`).
 
     Raises:
         ValueError, TypeError: the message names the argument, its value and what was expected.
@@ -181,6 +189,7 @@ class Compressor(ABC):
         not_finite: NotFinite = "raise",
         discardable: bool = False,
         updates: Updates = "auto",
+        detached: Detachment = "auto",
         **unknown: NoReturn,
     ) -> None:
         self._refuse(unknown)
@@ -203,6 +212,7 @@ class Compressor(ABC):
         self.not_finite: NotFinite = not_finite
         self.discardable = discardable
         self.updates: Updates = updates
+        self.detached: Detachment = detached
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
         if isinstance(self.momentum, (int, float)):
@@ -247,6 +257,11 @@ class Compressor(ABC):
             raise ValueError(
                 f"balanced must be False where no pairs are sent, got True for {type(self).__name__}; use union=False or "
                 "shared=False if it has them"
+            )
+        if self.detached not in ("auto", 0) and not self._keeps_own:
+            raise ValueError(
+                f"detached must be 'auto' or 0 with residual=False, balanced=True or hierarchical, got {self.detached!r}: "
+                "residuals must hold what this worker has not sent, and nothing else"
             )
         if self.balanced and not self.balances:
             raise ValueError(
@@ -310,6 +325,17 @@ class Compressor(ABC):
     def in_updates(self) -> bool:
         """Whether the residual is in units of the update."""
         return self.takes_momentum if self.lr_in_residual == "auto" else self.lr_in_residual
+
+    @property
+    def _keeps_own(self) -> bool:
+        """Whether a worker's residual holds what it has not sent, and nothing else."""
+        return self.residual and not (self.balanced or self.hierarchical)
+
+    @property
+    def detached_coefficient(self) -> float:
+        """c of detached error feedback, where the adapter can have it."""
+        automatic = 0.5 if self._keeps_own and self.ratio != 1.0 else 0.0
+        return automatic if self.detached == "auto" else self.detached
 
     def move_momentum(self, momentum: float, nesterov: bool) -> None:
         """With `momentum="auto"`, take an optimizer's momentum. Call it before there are velocities."""
@@ -428,5 +454,6 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "not_finite": partial(check_choice, choices=get_args(NotFinite)),
     "discardable": check_boolean,
     "updates": partial(check_choice, choices=(True, False, "auto")),
+    "detached": check_coefficient,
 }
 """What each argument of `Compressor` must be."""

@@ -182,6 +182,15 @@ def refuse_updates(c: Compressor, framework: str) -> None:
         )
 
 
+def refuse_detached(c: Compressor, framework: str) -> None:
+    """Raise ValueError if a compressor is to move parameters where that cannot be done."""
+    if c.detached not in ("auto", 0):
+        raise ValueError(
+            f"detached must be 'auto' or 0 with {framework}, got {c.detached!r}; PyTorch's hvd.DistributedOptimizer and "
+            "register can have it"
+        )
+
+
 def check_moves(c: Compressor, where: str) -> None:
     """Let a compressor take movements of parameters: with `momentum="auto"` there is none before the selection.
 

@@ -106,6 +106,11 @@ class Pipeline(Kept):
         if gradient is not None and self.ops.all_finite(gradient):
             velocity += self.preparation.prepared(gradient, bucket.layout.residual_dtype).reshape(-1)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._step is not None
+
     def _begun(self) -> Step:
         """Return the step that has begun. If none has, one begins."""
         if self._step is None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse import kernels
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.agreement import RELEASE, check_steps, refuse_updates
+from horovod_sparse.core.agreement import RELEASE, check_steps, refuse_detached, refuse_updates
 from horovod_sparse.core.binding import check_factor
 from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline, Wait
@@ -81,6 +81,7 @@ class SparseAllreduce:
         if not isinstance(compression, Compressor):
             raise TypeError(f"compression must be a compressor such as TopK(ratio=0.01), got {compression!r}")
         refuse_updates(compression, "NumPy")
+        refuse_detached(compression, "NumPy")
         self._comm = comm
         self._world = 1 if comm is None else int(comm.Get_size())
         self._rank = 0 if comm is None else int(comm.Get_rank())

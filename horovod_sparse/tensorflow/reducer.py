@@ -20,7 +20,15 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from horovod_sparse import kernels
-from horovod_sparse.core.agreement import RELEASE, check_arguments, check_sparse, compare, is_elastic, refuse_updates
+from horovod_sparse.core.agreement import (
+    RELEASE,
+    check_arguments,
+    check_sparse,
+    compare,
+    is_elastic,
+    refuse_detached,
+    refuse_updates,
+)
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Layout, Parameter, check_limits, plan
 from horovod_sparse.core.server import Server, log_start
@@ -400,6 +408,7 @@ def reducer_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared
     bound = compressor.server
     if not (shared and isinstance(bound, Reducer) and bound.shared):
         compressor.check_free()
+        refuse_detached(compressor, "TensorFlow")
         if shared:
             refuse_updates(compressor, "a gradient tape, which does not see the optimizer")
         return Reducer(compressor, reduction, shared=shared)

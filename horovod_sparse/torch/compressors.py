@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,33 +48,6 @@ class TorchCompressor(BoundCompressor, stock.Compressor):
         """
         server: Any = self._bound()
         server.scale_with(scaler)
-
-    def detached(self, optimizer: torch.optim.Optimizer, coefficient: float = 1.0) -> AbstractContextManager[None]:
-        """Compute gradients at parameters that part of this rank's residual has moved already (detached error feedback).
-
-            with compression.detached(optimizer):
-                loss(model, batch).backward()
-            optimizer.step()
-
-        Within the block the parameters are `x - c eta e`, with this rank's residual e and the learning rate eta. At its end
-        they are x again, bit by bit, so all ranks step the same x, and evaluations and checkpoints outside of the block see
-        it (https://arxiv.org/abs/2004.05298). The gradient then knows of what waits to be sent. Compressors that choose at
-        random need that (`docs/ablation.md`). Parameters that are reduced dense stay where they are. The block needs the
-        memory of a second copy of the others. Where updates are exchanged, e is one, and eta is 1.
-
-        Args:
-            optimizer: the one that steps the parameters: `hvd.DistributedOptimizer`'s, or that of the model in DDP.
-            coefficient: c, in [0, 1]. 0 is error feedback as usual.
-
-        Raises:
-            ValueError: the coefficient is not in its range, the optimizer has other parameters, or a residual may also hold
-                what other ranks have sent (`balanced`, `hierarchical`).
-            RuntimeError: the compressor serves no optimizer and no model in DDP yet, or parameters were changed within the
-                block; they are restored all the same.
-        """
-        server: Any = self._bound()
-        block: AbstractContextManager[None] = server.detached(optimizer, coefficient)
-        return block
 
 
 class DGC(TorchCompressor, compressors.DGC): ...

@@ -1,69 +1,131 @@
-"""Detached error feedback: gradients at parameters that part of this rank's residual has moved already."""
+"""Detached error feedback: gradients at parameters that part of this rank's residual has moved already. No Horovod."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakSet, finalize, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.pipeline import Pipeline
-
-
-def check_detachable(compressor: Compressor, coefficient: float) -> None:
-    """Raise ValueError unless a rank's residual holds what this rank has not sent, and the coefficient is in its range."""
-    if isinstance(coefficient, bool) or not 0.0 <= coefficient <= 1.0:
-        raise ValueError(f"coefficient must be in [0, 1], got {coefficient!r}")
-    if compressor.balanced or compressor.hierarchical:
-        raise ValueError(
-            "balanced and hierarchical must be False for detached error feedback, because residuals else hold "
-            f"what other ranks have sent, too; got {compressor!r}"
-        )
+from horovod_sparse.torch.uncompiled import uncompiled
 
 
-@contextmanager
-def moved(
-    pipeline: Pipeline | None, parameters: Mapping[str, Tensor], rates: Mapping[Tensor, float], coefficient: float
-) -> Iterator[None]:
-    """Move parameters within the block. `TorchCompressor.detached` has the formula.
+class Waiting(NamedTuple):
+    """What waits of a parameter on this rank."""
+
+    parameter: Tensor
+    residual: Tensor
+    unit: float
+    """What the residual is multiplied by to become an update: eta, or 1 if it holds updates."""
+
+
+class Detached:
+    """Moves the parameters of a model while gradients are computed.
+
+    From a forward pass in training until the optimizer's step they are `x - c eta e`, with this rank's residual e
+    (https://arxiv.org/abs/2004.05298). The step, evaluations and `state_dict` see x, bit by bit.
+
+    The model is found in its first forward pass: it is the outermost module that has some of the parameters.
 
     Args:
-        pipeline: which has their residuals; None before the first step, when nothing waits.
-        parameters: those that have residuals, by name.
-        rates: what their residuals are multiplied by: the learning rates, or 1 where updates are exchanged.
-        coefficient: c, in [0, 1].
+        coefficient: c, in (0, 1].
+        parameters: those of the optimizer.
+        waiting: returns what waits between two steps.
     """
-    before = {} if pipeline is None or coefficient == 0.0 else _move(pipeline, parameters, rates, coefficient)
-    versions = [parameter._version for parameter in before]
-    try:
-        yield
-    finally:
-        changed = versions != [parameter._version for parameter in before]
-        with torch.no_grad():
-            for parameter, value in before.items():
-                parameter.copy_(value)
-    if changed:
-        raise RuntimeError(
-            "parameters must not be changed within compression.detached(...), which has restored them; call optimizer.step() "
-            "after the block"
-        )
+
+    def __init__(
+        self, coefficient: float, parameters: Iterable[Tensor], waiting: Callable[[], Sequence[Waiting]]
+    ) -> None:
+        self._coefficient = coefficient
+        self._waiting = waiting
+        self._moved: dict[Tensor, int] = {}
+        """The parameters that have been moved, with their versions."""
+        self._copies: dict[Tensor, Tensor] = {}
+        """They are kept from step to step, because memory that is new takes longer."""
+        self._not_found = {*parameters}
+        self._known = WeakSet[nn.Module]()
+        """Modules that need not be looked at again."""
+        self._search = register_module_forward_pre_hook(_Hook(self, Detached._look))
+        finalize(self, self._search.remove)
+
+    @uncompiled
+    def _look(self, module: nn.Module) -> None:
+        """Take a module in training for the model, if it has parameters that no other has."""
+        if module in self._known or not module.training or not torch.is_grad_enabled():
+            return
+        self._known.update(module.modules())
+        found = self._not_found.intersection(module.parameters())
+        if not found:
+            return
+        self._not_found -= found
+        module.register_forward_pre_hook(_Hook(self, Detached._enter))
+        for one in module.modules():
+            # Of a model in `DistributedDataParallel`, the one within is saved.
+            one.register_state_dict_pre_hook(_Hook(self, Detached._leave))  # type: ignore[no-untyped-call]
+        self._enter(module)
+        if not self._not_found:
+            self._search.remove()
+
+    @uncompiled
+    def _enter(self, module: nn.Module) -> None:
+        """Move the parameters before a forward pass in training, and restore them before any other."""
+        if not (module.training and torch.is_grad_enabled()):
+            self.restore()
+        elif not self._moved:
+            self._move()
+
+    @torch.no_grad()
+    def _move(self) -> None:
+        for parameter, residual, unit in self._waiting():
+            if parameter not in self._copies:
+                self._copies[parameter] = torch.empty_like(parameter)
+            self._copies[parameter].copy_(parameter)
+            self._moved[parameter] = parameter._version
+            # Through `data`, autograd takes no notice: the graph of a pass that goes on stays valid.
+            parameter.data.sub_(residual, alpha=self._coefficient * unit)
+
+    def _leave(self, _: nn.Module) -> None:
+        self.restore()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the parameters back what they were, but for those that somebody has written to since."""
+        moved, self._moved = self._moved, {}
+        for parameter, version in moved.items():
+            if parameter._version == version:
+                parameter.data.copy_(self._copies[parameter])
+
+    def step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
+        """Let an optimizer step from the parameters as they were, also after its closure."""
+        self.restore()
+        if closure is None:
+            return own_step()
+
+        def restoring() -> Any:
+            loss = closure()
+            self.restore()
+            return loss
+
+        return own_step(restoring)
 
 
-@torch.no_grad()
-def _move(
-    pipeline: Pipeline, parameters: Mapping[str, Tensor], rates: Mapping[Tensor, float], coefficient: float
-) -> dict[Tensor, Tensor]:
-    """Move parameters. Return what they were."""
-    unknown = [name for name, parameter in parameters.items() if parameter not in rates]
-    if unknown:
-        raise ValueError(
-            f"optimizer must have the parameters that the compression reduces, got one without {unknown[0]!r}; give the one "
-            "that steps them"
-        )
-    before = {parameter: parameter.clone() for parameter in parameters.values()}
-    for name, parameter in parameters.items():
-        rate = 1.0 if pipeline.compressor.in_updates else rates[parameter]
-        parameter.sub_(pipeline.residuals.view(name).view(parameter.shape), alpha=coefficient * rate)
-    return before
+class _Hook:
+    """A hook of a module. It does nothing once its `Detached` is gone, and a copy of the module has none."""
+
+    def __init__(self, detached: Detached, call: Callable[[Detached, nn.Module], None]) -> None:
+        self._detached, self._call = ref(detached), call
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        detached = self._detached()
+        if detached is not None:
+            self._call(detached, module)
+
+    def __reduce__(self) -> Any:
+        return _Nothing, ()
+
+
+class _Nothing:
+    def __call__(self, *_: object) -> None: ...

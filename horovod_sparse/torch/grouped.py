@@ -117,13 +117,6 @@ class GroupReducer(TensorServer):
             "scaler.step(optimizer) with the optimizer itself, and then local.count_step()"
         )
 
-    def detached(self, optimizer: torch.optim.Optimizer, coefficient: float) -> AbstractContextManager[None]:
-        """See `TorchCompressor.detached`. Refused here, because no gradient waits in a residual."""
-        raise RuntimeError(
-            "detached must be used with hvd.DistributedOptimizer or DistributedDataParallel: with LocalUpdates the parameters "
-            "of each worker hold all of its own movement already"
-        )
-
     # --- gradients in ---
 
     def _take(self, pipeline: Pipeline, parameters: Iterable[Tensor]) -> None:

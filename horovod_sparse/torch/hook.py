@@ -113,6 +113,7 @@ def register(
         momentum = reducer.momentum = moved_momentum(compression, optimizer, optimizer.step, names)
         if momentum is not None:
             replace_step(optimizer, momentum.step)
+    reducer.detach(optimizer)
 
 
 def _check_bucket(bucket: object) -> None:
@@ -142,6 +143,7 @@ def _check_optimizer(compression: TorchCompressor, optimizer: torch.optim.Optimi
         (compression.in_updates, "lr_in_residual=True, since residuals are in units of the update"),
         (compression.momentum_correction, f"{compression.momentum_correction!r}, since it must have no momentum"),
         (compression.updates is True, "updates=True, since its steps exchange them"),
+        (compression.detached not in ("auto", 0), "detached, since its steps end what a forward pass begins"),
     ):
         if needs:
             raise ValueError(f"optimizer must be given with {why}; call register(model, compression, optimizer)")

@@ -66,6 +66,12 @@ class HookReducer(ScaledServer, GroupReducer):
         )
         optimizer.register_step_pre_hook(self._check_step_begun)
 
+    def detach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the model's parameters while gradients are computed, as the compressor says. Call it last."""
+        self._detach(optimizer)
+        if self.detached is not None:
+            replace_step(optimizer, self.detached.step)
+
     def _step_alone(self, step: Callable[[], Any]) -> Any:
         assert self.updates is not None
         try:

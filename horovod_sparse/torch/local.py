@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.core.agreement import check_moves, compare
+from horovod_sparse.core.agreement import check_moves, compare, refuse_detached
 from horovod_sparse.core.local import Outer, check_parts, digest
 from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
@@ -88,6 +88,7 @@ class LocalUpdates:
             )
         self.compression.check_free()
         check_moves(self.compression, "with local updates")
+        refuse_detached(self.compression, "local updates")
         names = _names(optimizer, model)
         check_memory(names)
         self._transport = _transport(group, next(iter(names)).device)

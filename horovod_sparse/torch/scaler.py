@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.torch.detached import check_detachable, moved
+from horovod_sparse.torch.detached import Detached, Waiting
 from horovod_sparse.torch.server import TensorServer
 
 WITH_SCALER = (
@@ -21,12 +21,30 @@ class ScaledServer(TensorServer):
 
     scaler: torch.amp.GradScaler | None = None
 
-    def detached(self, optimizer: torch.optim.Optimizer, coefficient: float) -> AbstractContextManager[None]:
-        """See `TorchCompressor.detached`."""
-        check_detachable(self.compressor, coefficient)
-        groups, moves = optimizer.param_groups, self.updates is not None
-        rates = {parameter: 1.0 if moves else float(group["lr"]) for group in groups for parameter in group["params"]}
-        return moved(self.between_steps(), self._routes.compressed, rates, coefficient)
+    detached: Detached | None = None
+    """Moves the model's parameters while gradients are computed; None if they stay where they are."""
+
+    def _detach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the parameters of an optimizer as the compressor says."""
+        coefficient = self.compressor.detached_coefficient
+        if self.active and coefficient:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self.detached = Detached(coefficient, parameters, partial(self._waiting, optimizer))
+
+    def _waiting(self, optimizer: torch.optim.Optimizer) -> list[Waiting]:
+        """Return what waits between two steps."""
+        pipeline = self.pipeline
+        if pipeline is None or pipeline.is_open or all(bucket.is_dense for bucket in pipeline.buckets):
+            return []
+        in_updates = self.updates is not None or self.compressor.in_updates
+        rates = {
+            p: 1.0 if in_updates else float(group["lr"]) for group in optimizer.param_groups for p in group["params"]
+        }
+        return [
+            Waiting(parameter, pipeline.residuals.view(name).view(parameter.shape), rates[parameter])
+            for name, parameter in self._routes.compressed.items()
+            if parameter in rates
+        ]
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         """See `TorchCompressor.scale_with`."""

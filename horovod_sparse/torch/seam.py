@@ -260,6 +260,11 @@ def _synchronize(self: Any, reducer: Reducer, stock: Method) -> None:
 
 @_if_ours
 def _step(self: Any, reducer: Reducer, stock: Method, closure: Any = None) -> Any:
+    step = functools.partial(_step_from_here, self, reducer)
+    return step(closure) if reducer.detached is None else reducer.detached.step(step, closure)
+
+
+def _step_from_here(self: Any, reducer: Reducer, closure: Any = None) -> Any:
     def reduced_closure() -> Any:
         loss = closure()
         if self._should_synchronize:

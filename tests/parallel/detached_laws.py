@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,67 +38,124 @@ def _points(step: int, rank: int) -> dict[str, Tensor]:
     return {name: torch.from_numpy(normals(shape, step=step, rank=rank)) for name, shape in SHAPES.items()}
 
 
-def gradients_are_those_of_moved_parameters(wrap: Wrap, rank: int, settings: dict[str, Any]) -> None:
-    """The gradient is that at `x - c eta e`, and the block leaves x as it was, bit by bit."""
+def _values(bowl: Bowl) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in bowl.named_parameters()}
+
+
+def gradients_are_those_of_moved_parameters(
+    wrap: Wrap, rank: int, settings: dict[str, Any], momentum: float = 0.0, with_closure: bool = False
+) -> None:
+    """The gradient is that at `x - c eta e`, and the step begins at x, bit by bit."""
     bowl = Bowl()
     compression = RandomBlock(0.1, seed=3, warmup=None, **settings)
-    model, optimizer = wrap(bowl, torch.optim.SGD(bowl.parameters(), lr=RATES[0]), compression)
+    inner = torch.optim.SGD(bowl.parameters(), lr=RATES[0], momentum=momentum)
+    model, optimizer = wrap(bowl, inner, compression)
+    c = 0.5 if compression.detached == "auto" else compression.detached
     seen: dict[str, Tensor] = {}
     for name, parameter in bowl.named_parameters():
         parameter.register_hook(lambda gradient, name=name: seen.__setitem__(name, gradient.clone()))
+    at_step: list[dict[str, Tensor]] = []
+    optimizer.register_step_pre_hook(lambda *_: at_step.append(_values(bowl)))
     for step, rate in enumerate(RATES):
         optimizer.param_groups[0]["lr"] = rate
         unit = 1.0 if compression.in_updates or compression.updates is True else rate
         kept = compression.state_dict()["residuals"] if step else {}
         assert not step or any(residual.any() for residual in kept.values())
-        before = digest(bowl.parameters())
-        optimizer.zero_grad()
-        points = _points(step, rank)
-        with compression.detached(optimizer, 0.75):
-            model(points).backward()
-        assert digest(bowl.parameters()) == before
-        for name, parameter in bowl.named_parameters():
-            moved = parameter.detach() - 0.75 * unit * kept.get(name, 0.0)
+        before, points = _values(bowl), _points(step, rank)
+
+        def closure(points: dict[str, Tensor] = points) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(points)
+            loss.backward()
+            return loss
+
+        if with_closure:
+            optimizer.step(closure)
+        else:
+            closure()
+            at_step.clear()
+            optimizer.step()
+            torch.testing.assert_close(at_step[-1], before, rtol=0.0, atol=0.0)
+        for name in SHAPES:
+            moved = before[name] - c * unit * kept.get(name, 0.0)
             torch.testing.assert_close(seen[name], moved - points[name], rtol=1e-5, atol=1e-6)
+
+
+def others_see_the_parameters_themselves(wrap: Wrap, rank: int) -> None:
+    """Evaluations, states and copies of the model see x, also between a forward pass and the step."""
+    bowl = Bowl()
+    model, optimizer = wrap(bowl, torch.optim.SGD(bowl.parameters(), lr=0.1), TopK(0.1, warmup=None))
+
+    def begin(step: int) -> str:
+        """Return the digest of x after a step and a forward pass, which moves the parameters."""
+        for number in (step, step + 1):
+            optimizer.zero_grad()
+            before = digest(bowl.parameters())
+            loss = model(_points(number, rank))
+            if number == step:
+                loss.backward()
+                optimizer.step()
+        assert digest(bowl.parameters()) != before
+        return before
+
+    for number, look in enumerate(
+        (
+            lambda: (model.eval(), model(_points(0, rank)), model.train()),
+            lambda: torch.no_grad()(model)(_points(0, rank)),
+            model.state_dict,
+            bowl.state_dict,
+        )
+    ):
+        expected = begin(2 * number)
+        look()
+        assert digest(bowl.parameters()) == expected, number
+    # What somebody writes meanwhile stays.
+    begin(10)
+    with torch.no_grad():
+        bowl.first.fill_(3.0)
+    optimizer.zero_grad()
+    bowl.state_dict()
+    assert bool((bowl.first == 3.0).all())
+    # Copies have none of it.
+    for other in (copy.deepcopy(bowl), pickle.loads(pickle.dumps(bowl))):
+        first = other.first.detach().clone()
+        other(_points(1, rank))
+        assert torch.equal(first, other.first)
+
+
+def none_where_it_is_off(wrap: Wrap, rank: int, settings: dict[str, Any]) -> None:
+    bowl = Bowl()
+    model, optimizer = wrap(bowl, torch.optim.SGD(bowl.parameters(), lr=0.1), TopK(0.1, warmup=None, **settings))
+    for step in range(3):
+        optimizer.zero_grad()
+        before = digest(bowl.parameters())
+        loss = model(_points(step, rank))
+        assert digest(bowl.parameters()) == before
+        loss.backward()
         optimizer.step()
 
 
 def what_cannot_be_right_is_refused(wrap: Wrap, rank: int) -> None:
-    bowl, compression = Bowl(), TopK(0.1, warmup=None)
-    inner = torch.optim.SGD(bowl.parameters(), lr=0.1)
-    assert "serves no optimizer yet" in raised(RuntimeError, lambda: compression.detached(inner))
-    model, optimizer = wrap(bowl, inner, compression)
-
-    def step_in_block() -> None:
-        with compression.detached(optimizer):
-            model(_points(1, rank)).backward()
-            optimizer.step()
-
-    def enter(optimizer: Any, compression: Any, coefficient: float = 0.5) -> None:
-        with compression.detached(optimizer, coefficient):
-            pass
-
-    step_in_block()  # Nothing waits before the first step.
-    assert "call optimizer.step() after the block" in raised(RuntimeError, step_in_block)
-    other = torch.optim.SGD([bowl.second], lr=0.1)
-    assert "got one without 'first'" in raised(ValueError, lambda: enter(other, compression))
-    assert "coefficient must be in" in raised(ValueError, lambda: enter(optimizer, compression, 1.5))
-    other_bowl, refused = Bowl(), TopK(0.1, balanced=True, warmup=None)
-    _, other = wrap(other_bowl, torch.optim.SGD(other_bowl.parameters(), lr=0.1), refused)
-    assert "must be False" in raised(ValueError, lambda: enter(other, refused))
-    moving = Bowl()
-    alone = torch.optim.SGD(moving.parameters(), lr=0.1)
-    local = LocalUpdates(alone, moving, TopK(0.1, warmup=None))
-    assert "with LocalUpdates" in raised(RuntimeError, lambda: enter(alone, local.compression))
+    bowl = Bowl()
+    optimizer = torch.optim.SGD(bowl.parameters(), lr=0.1)
+    local = TopK(0.1, detached=0.5)
+    assert "with local updates" in raised(ValueError, lambda: LocalUpdates(optimizer, bowl, local))
 
 
+GRADIENTS = gradients_are_those_of_moved_parameters
 LAWS: dict[str, tuple[Any, ...]] = {
-    "gradients": (gradients_are_those_of_moved_parameters, {}),
-    "gradients, lr in residual": (gradients_are_those_of_moved_parameters, {"lr_in_residual": True}),
-    "gradients, updates": (gradients_are_those_of_moved_parameters, {"updates": True}),
-    "gradients, momentum": (
-        gradients_are_those_of_moved_parameters,
-        {"momentum": MomentumCorrection(0.9, masking=False), "granularity": "layer"},
-    ),
+    "gradients": (GRADIENTS, {}),
+    "gradients, 0.75": (GRADIENTS, {"detached": 0.75}),
+    "gradients, lr in residual": (GRADIENTS, {"lr_in_residual": True}),
+    "gradients, updates": (GRADIENTS, {"updates": True}),
+    "gradients, momentum of the optimizer": (GRADIENTS, {}, 0.9),
+    "gradients, closure": (GRADIENTS, {}, 0.0, True),
+    "gradients, closure and momentum": (GRADIENTS, {}, 0.9, True),
+    "gradients, closure and updates": (GRADIENTS, {"updates": True}, 0.0, True),
+    "gradients, momentum": (GRADIENTS, {"momentum": MomentumCorrection(0.9, masking=False), "granularity": "layer"}),
+    "others": (others_see_the_parameters_themselves,),
+    "off, 0": (none_where_it_is_off, {"detached": 0.0}),
+    "off, balanced": (none_where_it_is_off, {"balanced": True}),
+    "off, residual": (none_where_it_is_off, {"residual": False}),
     "refusals": (what_cannot_be_right_is_refused,),
 }
