@@ -27,7 +27,7 @@ COMPRESSORS = {"RandomK": "randomk", "RandomBlock": "randomblock", "TopK": "topk
 SUPPORTS = {"shared": ["--shared"], "per worker": ["--per-worker"]}
 GRANULARITIES = ("layer", "model")
 DETACHED = {f"detached {c}": ["--detached", str(c)] for c in (0.3, 1.0)}
-FEEDBACKS = {"on": [], "off": ["--no-residual"]}
+FEEDBACKS = {"on": ["--detached", "0"], "off": ["--no-residual"]}
 MOMENTA = {
     "optimizer": [],
     "selection": ["--momentum-correction", "--no-masking"],
@@ -38,7 +38,7 @@ DENSE = "dense fp32"
 COLUMNS = ["compression", "support", "granularity", "error feedback", "momentum"]
 DETACHED_TEXT = (
     "With detached error feedback ([arXiv 2004.05298](https://arxiv.org/abs/2004.05298)) each worker computes its gradient "
-    "where a part of its own residual has moved the parameters already (`with compression.detached(optimizer, 0.3):`). "
+    "where a part of its own residual has moved the parameters already (the setting `detached`). "
     "The number is that part. The authors' code has 0.3 in its scripts."
 )
 FALL = 10

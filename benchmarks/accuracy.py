@@ -31,8 +31,9 @@ PLAIN = {
     for name in ("SIDCo", "TopK", "DGC", "MiCRO")
     for ratio in ("0.01", "0.001")
 }
-"""The plain line: momentum moves before the selection, and the ratio comes down as training grows older."""
-CONSTANT = {row: [*options, "--warmup", "none", "--momentum-in-optimizer"] for row, options in CHOICES.items()}
+"""The plain line: momentum moves before the selection, the ratio comes down as training grows older, and feedback is detached."""
+BARE = ["--warmup", "none", "--momentum-in-optimizer", "--detached", "0"]
+CONSTANT = {row: [*options, *BARE] for row, options in CHOICES.items()}
 ROWS = runs.DENSE | CONSTANT | PLAIN
 
 

@@ -102,7 +102,7 @@ class Row:
 
 
 NO_MOMENTUM = ("--momentum", "0")
-CONSTANT = ("--warmup", "none")
+CONSTANT = ("--warmup", "none", "--detached", "0")
 
 
 def _sparse(compression: str, ratio: str, *options: str) -> Row:

@@ -146,8 +146,10 @@ class Compressor(ABC):
         detached: c in [0, 1], for detached error feedback (https://arxiv.org/abs/2004.05298). From a forward pass in training
             until the optimizer's step, the parameters of each worker are `x - c eta e`, with its own residual e, so that its
             gradients know of what waits. The step, evaluations and `state_dict` see x, which is the same on all workers. Needs
-            the memory of a second copy of the parameters, and PyTorch, where the optimizer is seen. "auto" is 0.5 there. 0 is
-            error feedback as usual. Refused where residuals hold what other workers have sent (`balanced`, `hierarchical`).
+            the memory of a second copy of the parameters, and PyTorch, where the optimizer is seen. "auto" is 0.5 there for
+            `torch.optim.SGD` and where updates are exchanged, with `not_finite="raise"`. It ends if gradients are changed
+            after their reduction. 0 is error feedback as usual. Refused where residuals hold what other workers have sent
+            (`balanced`, `hierarchical`).
 
     Raises:
         ValueError, TypeError: the message names the argument, its value and what was expected.
@@ -334,7 +336,9 @@ class Compressor(ABC):
     @property
     def detached_coefficient(self) -> float:
         """c of detached error feedback, where the adapter can have it."""
-        automatic = 0.5 if self._keeps_own and self.ratio != 1.0 else 0.0
+        # With "propagate" the loss may be scaled by hand, and the residuals with it.
+        is_known = self._keeps_own and self.not_finite == "raise"
+        automatic = 0.5 if is_known and self.ratio != 1.0 else 0.0
         return automatic if self.detached == "auto" else self.detached
 
     def move_momentum(self, momentum: float, nesterov: bool) -> None:

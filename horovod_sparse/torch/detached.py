@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet, finalize, ref
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from horovod_sparse.torch.handover import Handed, first_changed, hand_over, without_sample
 from horovod_sparse.torch.uncompiled import uncompiled
+
+_log = logging.getLogger("horovod_sparse")
 
 
 class Waiting(NamedTuple):
@@ -45,6 +49,8 @@ class Detached:
         """The parameters that have been moved, with their versions."""
         self._copies: dict[Tensor, Tensor] = {}
         """They are kept from step to step, because memory that is new takes longer."""
+        self._reduced: dict[Tensor, Handed] = {}
+        """A reduced gradient that the step is to find as it was."""
         self._not_found = {*parameters}
         self._known = WeakSet[nn.Module]()
         """Modules that need not be looked at again."""
@@ -74,7 +80,7 @@ class Detached:
         """Move the parameters before a forward pass in training, and restore them before any other."""
         if not (module.training and torch.is_grad_enabled()):
             self.restore()
-        elif not self._moved:
+        elif self._coefficient and not self._moved:
             self._move()
 
     @torch.no_grad()
@@ -98,18 +104,38 @@ class Detached:
             if parameter._version == version:
                 parameter.data.copy_(self._copies[parameter])
 
+    def note(self, parameter: Tensor | None) -> None:
+        """Remember the reduced gradient of a parameter, until the step."""
+        if parameter is not None:
+            handed = hand_over(parameter.grad)
+            # A device is not waited for.
+            self._reduced = {parameter: handed if isinstance(handed.sample, bytes) else without_sample(handed)}
+
+    def _check(self) -> None:
+        """Never move parameters again if the gradients were changed after the reduction: residuals have another unit."""
+        if self._coefficient and first_changed(self._reduced) is not None:
+            self._coefficient = 0.0
+            _log.info(
+                "detached error feedback is off, because gradients were changed after they had been reduced. To clip, "
+                "pass clip_norm to the compressor"
+            )
+
     def step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
         """Let an optimizer step from the parameters as they were, also after its closure."""
         self.restore()
-        if closure is None:
-            return own_step()
+        self._check()
 
         def restoring() -> Any:
+            assert closure is not None
             loss = closure()
             self.restore()
             return loss
 
-        return own_step(restoring)
+        try:
+            return own_step() if closure is None else own_step(restoring)
+        finally:
+            # What was reduced within the step had no time to change.
+            self._reduced = {}
 
 
 class _Hook:

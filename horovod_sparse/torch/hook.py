@@ -107,13 +107,14 @@ def register(
     reducer.finds_unused = model.find_unused_parameters and not model.static_graph
     if optimizer is None or not reducer.active:
         return
+    own_step = optimizer.step
     if updates:
         reducer.exchange_updates(optimizer)
     elif not absent:
-        momentum = reducer.momentum = moved_momentum(compression, optimizer, optimizer.step, names)
+        momentum = reducer.momentum = moved_momentum(compression, optimizer, own_step, names)
         if momentum is not None:
             replace_step(optimizer, momentum.step)
-    reducer.detach(optimizer)
+    reducer.detach(optimizer, own_step)
 
 
 def _check_bucket(bucket: object) -> None:

@@ -66,9 +66,9 @@ class HookReducer(ScaledServer, GroupReducer):
         )
         optimizer.register_step_pre_hook(self._check_step_begun)
 
-    def detach(self, optimizer: torch.optim.Optimizer) -> None:
+    def detach(self, optimizer: torch.optim.Optimizer, own_step: Callable[..., Any]) -> None:
         """Move the model's parameters while gradients are computed, as the compressor says. Call it last."""
-        self._detach(optimizer)
+        self._detach(optimizer, own_step)
         if self.detached is not None:
             replace_step(optimizer, self.detached.step)
 
@@ -194,6 +194,7 @@ class HookReducer(ScaledServer, GroupReducer):
                     parameter.grad = reduced.clone() if reduced.any() else None
                 elif self.finds_unused and not torch.equal(parameter.grad, reduced):
                     parameter.grad.copy_(reduced)
+            self._note_reduced()
             if error is not None:
                 raise error
 

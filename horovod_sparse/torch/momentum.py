@@ -16,6 +16,11 @@ from horovod_sparse.torch.compressors import TorchCompressor
 Step = Callable[..., Any]
 
 
+def is_sgd(step: Step) -> bool:
+    """Return whether an optimizer's own step is that of `torch.optim.SGD`, the only one known to be linear in the gradients."""
+    return inspect.unwrap(getattr(step, "__func__", step)) is inspect.unwrap(torch.optim.SGD.step)
+
+
 def moved_momentum(
     compressor: TorchCompressor, optimizer: torch.optim.Optimizer, step: Step, names: Mapping[Tensor, str]
 ) -> MovedMomentum | None:
@@ -24,14 +29,13 @@ def moved_momentum(
     Args:
         compressor: which then has the momentum.
         optimizer: whose groups have it.
-        step: the optimizer's own step. Only that of `torch.optim.SGD` is known to be linear in the gradients.
+        step: the optimizer's own step.
         names: the parameters' names; it may grow.
     """
-    is_sgd = inspect.unwrap(getattr(step, "__func__", step)) is inspect.unwrap(torch.optim.SGD.step)
     group = next((group for group in optimizer.param_groups if group.get("momentum")), None)
     if compressor.momentum != "auto" or group is None:
         return None
-    if not compressor.residual or not is_sgd:
+    if not compressor.residual or not is_sgd(step):
         compressor.move_momentum(0.0, nesterov=False)
         return None
     compressor.move_momentum(group["momentum"], group["nesterov"])

@@ -84,7 +84,7 @@ class Reducer(ScaledServer):
         optimizer.register_step_pre_hook(self._note_step)
         if self.active and not updates:
             self.momentum = moved_momentum(compressor, optimizer, own_step, optimizer._parameter_names)
-        self._detach(optimizer)
+        self._detach(optimizer, own_step)
         if self.active and mpi_ops.size() == 1 and not is_elastic():
             # Stock Horovod registers no hooks for a single worker.
             optimizer._register_hooks()
@@ -284,6 +284,7 @@ class Reducer(ScaledServer):
                 self.pipeline.abort()
                 self.update_failed(error)
                 raise
+            self._note_reduced()
 
     @torch.no_grad()
     def _reduce(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.torch.detached import Detached, Waiting
+from horovod_sparse.torch.momentum import is_sgd
 from horovod_sparse.torch.server import TensorServer
 
 WITH_SCALER = (
@@ -24,10 +27,11 @@ class ScaledServer(TensorServer):
     detached: Detached | None = None
     """Moves the model's parameters while gradients are computed; None if they stay where they are."""
 
-    def _detach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move the parameters of an optimizer as the compressor says."""
+    def _detach(self, optimizer: torch.optim.Optimizer, own_step: Callable[..., Any]) -> None:
+        """Move the parameters of an optimizer as the compressor says, by itself only where the unit of updates is known."""
         coefficient = self.compressor.detached_coefficient
-        if self.active and coefficient:
+        known = self.updates is not None or is_sgd(own_step) or self.compressor.detached != "auto"
+        if self.active and coefficient and known:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             self.detached = Detached(coefficient, parameters, partial(self._waiting, optimizer))
 
@@ -45,6 +49,11 @@ class ScaledServer(TensorServer):
             for name, parameter in self._routes.compressed.items()
             if parameter in rates
         ]
+
+    def _note_reduced(self) -> None:
+        """Let a change of the gradients be noticed, which gives the updates another unit than the residuals have."""
+        if self.detached is not None and self.updates is None:
+            self.detached.note(next((p for p in self._routes.compressed.values() if p.grad is not None), None))
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         """See `TorchCompressor.scale_with`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -123,9 +124,9 @@ def others_see_the_parameters_themselves(wrap: Wrap, rank: int) -> None:
         assert torch.equal(first, other.first)
 
 
-def none_where_it_is_off(wrap: Wrap, rank: int, settings: dict[str, Any]) -> None:
+def none_where_it_is_off(wrap: Wrap, rank: int, settings: dict[str, Any], make: Any = torch.optim.SGD) -> None:
     bowl = Bowl()
-    model, optimizer = wrap(bowl, torch.optim.SGD(bowl.parameters(), lr=0.1), TopK(0.1, warmup=None, **settings))
+    model, optimizer = wrap(bowl, make(bowl.parameters()), TopK(0.1, warmup=None, **settings))
     for step in range(3):
         optimizer.zero_grad()
         before = digest(bowl.parameters())
@@ -133,6 +134,47 @@ def none_where_it_is_off(wrap: Wrap, rank: int, settings: dict[str, Any]) -> Non
         assert digest(bowl.parameters()) == before
         loss.backward()
         optimizer.step()
+
+
+def it_ends_where_gradients_are_changed(wrap: Wrap, rank: int, change: Callable[[Bowl], None]) -> None:
+    """Residuals then have another unit than updates."""
+    bowl = Bowl()
+    model, optimizer = wrap(bowl, torch.optim.SGD(bowl.parameters(), lr=0.1), TopK(0.1, warmup=None))
+    moved = []
+    for step in range(6):
+        optimizer.zero_grad()
+        before = digest(bowl.parameters())
+        loss = model(_points(step, rank))
+        moved.append(digest(bowl.parameters()) != before)
+        loss.backward()
+        if hasattr(optimizer, "synchronize"):
+            optimizer.synchronize()
+        if step == 3:
+            change(bowl)
+        with optimizer.skip_synchronize() if hasattr(optimizer, "synchronize") else nullcontext():
+            optimizer.step()
+    assert moved == [False, True, True, True, False, False]
+
+
+def _clip(bowl: Bowl) -> None:
+    nn.utils.clip_grad_norm_(bowl.parameters(), 0.1)
+
+
+def _scale(bowl: Bowl) -> None:
+    for parameter in bowl.parameters():
+        parameter.grad.data /= 1024
+
+
+class Plain(torch.optim.Optimizer):
+    """Steps against the sign of the gradient, which no residual knows."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.1 * parameter.grad.sign()
 
 
 def what_cannot_be_right_is_refused(wrap: Wrap, rank: int) -> None:
@@ -157,5 +199,9 @@ LAWS: dict[str, tuple[Any, ...]] = {
     "off, 0": (none_where_it_is_off, {"detached": 0.0}),
     "off, balanced": (none_where_it_is_off, {"balanced": True}),
     "off, residual": (none_where_it_is_off, {"residual": False}),
+    "off, propagate": (none_where_it_is_off, {"not_finite": "propagate"}),
+    "off, signs": (none_where_it_is_off, {}, Plain),
+    "ends, clipping": (it_ends_where_gradients_are_changed, _clip),
+    "ends, scaling by hand": (it_ends_where_gradients_are_changed, _scale),
     "refusals": (what_cannot_be_right_is_refused,),
 }
