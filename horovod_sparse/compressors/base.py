@@ -144,8 +144,8 @@ class Compressor(ABC):
             `not_finite="raise"`, and neither `lr_in_residual` nor `clip_norm`; with `momentum="auto"` the optimizer keeps its
             own.
         detached: c in [0, 1], for detached error feedback (https://arxiv.org/abs/2004.05298). From a forward pass in training
-            until the optimizer's step, the parameters of each worker are `x - c eta e`, with its own residual e, so that its
-            gradients know of what waits. The step, evaluations and `state_dict` see x, which is the same on all workers. Needs
+            until the end of backward, the parameters of each worker are `x - c eta e`, with its own residual e, so that its
+            gradients know of what waits. Steps, evaluations and `state_dict` see x, which is the same on all workers. Needs
             the memory of a second copy of the parameters, and PyTorch, where the optimizer is seen. "auto" is 0.5 there for
             `torch.optim.SGD` and where updates are exchanged, with `not_finite="raise"`. It ends if gradients are changed
             after their reduction. 0 is error feedback as usual. Refused where residuals hold what other workers have sent

@@ -133,7 +133,7 @@ class Kept:
             "version": VERSION,
             "residuals": self.residuals.state_dict(),
             "velocities": self.velocities.state_dict(),
-            "learning_rates": dict.fromkeys(self._in_updates(), 1.0),
+            "learning_rates": self.learning_rates,
             "adaptive": {name: bucket.state.state_dict() for bucket in self.buckets for name in bucket.slots},
         }
 
@@ -153,10 +153,11 @@ class Kept:
             if known:
                 self.to_updates(bucket, known)
 
-    def _in_updates(self) -> list[str]:
-        """Return the names of the parameters whose residuals hold updates."""
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """1.0, by name, for each parameter whose residual holds updates; nothing for those whose residuals hold gradients."""
         known = [bucket for bucket in self.buckets if bucket.name not in self.in_gradients]
-        return [name for bucket in known for name in bucket.slots] if self.compressor.in_updates else []
+        return {name: 1.0 for bucket in known for name in bucket.slots} if self.compressor.in_updates else {}
 
     def to_updates(self, bucket: Bucket, rates: Mapping[str, float]) -> None:
         """Bring residuals that were loaded in units of the gradient to those of the update, by learning rates > 0."""

@@ -29,8 +29,8 @@ class Waiting(NamedTuple):
 class Detached:
     """Moves the parameters of a model while gradients are computed.
 
-    From a forward pass in training until the optimizer's step they are `x - c eta e`, with this rank's residual e
-    (https://arxiv.org/abs/2004.05298). The step, evaluations and `state_dict` see x, bit by bit.
+    From a forward pass in training until the end of backward they are `x - c eta e`, with this rank's residual e
+    (https://arxiv.org/abs/2004.05298). Steps, evaluations and `state_dict` see x, bit by bit.
 
     The model is found in its first forward pass: it is the outermost module that has some of the parameters.
 
@@ -105,37 +105,26 @@ class Detached:
                 parameter.data.copy_(self._copies[parameter])
 
     def note(self, parameter: Tensor | None) -> None:
-        """Remember the reduced gradient of a parameter, until the step."""
+        """Remember the reduced gradient of a parameter until the step. None forgets the last one."""
+        self._reduced = {}
         if parameter is not None:
             handed = hand_over(parameter.grad)
             # A device is not waited for.
             self._reduced = {parameter: handed if isinstance(handed.sample, bytes) else without_sample(handed)}
 
-    def _check(self) -> None:
-        """Never move parameters again if the gradients were changed after the reduction: residuals have another unit."""
-        if self._coefficient and first_changed(self._reduced) is not None:
-            self._coefficient = 0.0
+    def stop(self) -> None:
+        """Never move parameters again."""
+        self._coefficient = 0.0
+
+    def check(self, *_: object) -> None:
+        """Stop if the gradients that the optimizer steps with were changed: residuals have another unit then."""
+        reduced, self._reduced = self._reduced, {}
+        if self._coefficient and first_changed(reduced) is not None:
+            self.stop()
             _log.info(
                 "detached error feedback is off, because gradients were changed after they had been reduced. To clip, "
                 "pass clip_norm to the compressor"
             )
-
-    def step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
-        """Let an optimizer step from the parameters as they were, also after its closure."""
-        self.restore()
-        self._check()
-
-        def restoring() -> Any:
-            assert closure is not None
-            loss = closure()
-            self.restore()
-            return loss
-
-        try:
-            return own_step() if closure is None else own_step(restoring)
-        finally:
-            # What was reduced within the step had no time to change.
-            self._reduced = {}
 
 
 class _Hook:

@@ -66,12 +66,6 @@ class HookReducer(ScaledServer, GroupReducer):
         )
         optimizer.register_step_pre_hook(self._check_step_begun)
 
-    def detach(self, optimizer: torch.optim.Optimizer, own_step: Callable[..., Any]) -> None:
-        """Move the model's parameters while gradients are computed, as the compressor says. Call it last."""
-        self._detach(optimizer, own_step)
-        if self.detached is not None:
-            replace_step(optimizer, self.detached.step)
-
     def _step_alone(self, step: Callable[[], Any]) -> Any:
         assert self.updates is not None
         try:
@@ -101,6 +95,12 @@ class HookReducer(ScaledServer, GroupReducer):
         moved = {one: drifts[one] if one in drifts else torch.zeros_like(one) for one in known}
         self.reduce_all(lambda: moved)
 
+    def scale_with(self, scaler: torch.amp.GradScaler) -> None:
+        super().scale_with(scaler)
+        if self.detached is not None:
+            # The scaler changes gradients, and nothing tells whether anybody else does so.
+            self.detached.stop()
+
     # --- DDP's buckets ---
 
     @torch.no_grad()
@@ -110,9 +110,12 @@ class HookReducer(ScaledServer, GroupReducer):
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
         if not self.active or self.updates is not None:
             future.set_result(buffer)
-            if self.updates is not None and bucket.is_last() and torch._C._current_graph_task_id() == _NO_BACKWARD:
-                # This rank has no data left: DDP's `join`.
-                self._step_alone(lambda: None)
+            if self.updates is not None and bucket.is_last():
+                if torch._C._current_graph_task_id() == _NO_BACKWARD:
+                    # This rank has no data left: DDP's `join`.
+                    self._step_alone(lambda: None)
+                else:
+                    Variable._execution_engine.queue_callback(self.restore_moved)
             return future
         try:
             self._take_bucket(bucket)
@@ -194,7 +197,8 @@ class HookReducer(ScaledServer, GroupReducer):
                     parameter.grad = reduced.clone() if reduced.any() else None
                 elif self.finds_unused and not torch.equal(parameter.grad, reduced):
                     parameter.grad.copy_(reduced)
-            self._note_reduced()
+            self.restore_moved()
+            self.note_reduced()
             if error is not None:
                 raise error
 

@@ -84,7 +84,7 @@ class Reducer(ScaledServer):
         optimizer.register_step_pre_hook(self._note_step)
         if self.active and not updates:
             self.momentum = moved_momentum(compressor, optimizer, own_step, optimizer._parameter_names)
-        self._detach(optimizer, own_step)
+        self.detach(optimizer, own_step, optimizer._parameter_names)
         if self.active and mpi_ops.size() == 1 and not is_elastic():
             # Stock Horovod registers no hooks for a single worker.
             optimizer._register_hooks()
@@ -135,6 +135,7 @@ class Reducer(ScaledServer):
 
             def ended() -> None:
                 self._passes.pop(number, None)
+                self.restore_moved()
 
             self._passes[number] = weakref.ref(ended)
             Variable._execution_engine.queue_callback(ended)
@@ -233,6 +234,7 @@ class Reducer(ScaledServer):
 
     def synchronize(self) -> None:
         """Do as `reduce`. Where updates are exchanged, the gradients stay as they are."""
+        self.restore_moved()
         if self.updates is None:
             self.reduce()
             return
@@ -284,7 +286,8 @@ class Reducer(ScaledServer):
                 self.pipeline.abort()
                 self.update_failed(error)
                 raise
-            self._note_reduced()
+            if self.scaler is None:
+                self.note_reduced()
 
     @torch.no_grad()
     def _reduce(self) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.state import empty_state
 from horovod_sparse.torch.detached import Detached, Waiting
 from horovod_sparse.torch.momentum import is_sgd
 from horovod_sparse.torch.server import TensorServer
@@ -27,33 +29,44 @@ class ScaledServer(TensorServer):
     detached: Detached | None = None
     """Moves the model's parameters while gradients are computed; None if they stay where they are."""
 
-    def _detach(self, optimizer: torch.optim.Optimizer, own_step: Callable[..., Any]) -> None:
+    def detach(
+        self, optimizer: torch.optim.Optimizer, own_step: Callable[..., Any], names: Mapping[Tensor, str]
+    ) -> None:
         """Move the parameters of an optimizer as the compressor says, by itself only where the unit of updates is known."""
         coefficient = self.compressor.detached_coefficient
         known = self.updates is not None or is_sgd(own_step) or self.compressor.detached != "auto"
         if self.active and coefficient and known:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            self.detached = Detached(coefficient, parameters, partial(self._waiting, optimizer))
+            self.detached = Detached(coefficient, parameters, partial(self._waiting, optimizer, names))
+            optimizer.register_step_pre_hook(self.detached.check)
 
-    def _waiting(self, optimizer: torch.optim.Optimizer) -> list[Waiting]:
-        """Return what waits between two steps."""
-        pipeline = self.pipeline
-        if pipeline is None or pipeline.is_open or all(bucket.is_dense for bucket in pipeline.buckets):
-            return []
-        in_updates = self.updates is not None or self.compressor.in_updates
-        rates = {
-            p: 1.0 if in_updates else float(group["lr"]) for group in optimizer.param_groups for p in group["params"]
-        }
-        return [
-            Waiting(parameter, pipeline.residuals.view(name).view(parameter.shape), rates[parameter])
-            for name, parameter in self._routes.compressed.items()
-            if parameter in rates
-        ]
+    def _waiting(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> list[Waiting]:
+        """Return what waits between two steps: in the pipeline, or in a state that was loaded before the first step."""
+        pipeline, state = self.pipeline, self.deferred or empty_state()
+        residuals, known = state["residuals"], state["learning_rates"]
+        if pipeline is not None:
+            nothing = pipeline.is_open or all(bucket.is_dense for bucket in pipeline.buckets)
+            residuals = {} if nothing else {name: pipeline.residuals.view(name) for name in pipeline.bucket_of}
+            known = pipeline.learning_rates
+        found = []
+        for group in optimizer.param_groups:
+            rate = 1.0 if self.updates is not None else float(group["lr"])
+            for parameter in group["params"]:
+                name = names.get(parameter, "")
+                if parameter.requires_grad and name in residuals:
+                    residual = residuals[name].view(parameter.shape)
+                    found.append(Waiting(parameter, residual, known.get(name, rate)))
+        return found
 
-    def _note_reduced(self) -> None:
+    def note_reduced(self) -> None:
         """Let a change of the gradients be noticed, which gives the updates another unit than the residuals have."""
         if self.detached is not None and self.updates is None:
             self.detached.note(next((p for p in self._routes.compressed.values() if p.grad is not None), None))
+
+    def restore_moved(self) -> None:
+        """Give the parameters back what they were before a forward pass."""
+        if self.detached is not None:
+            self.detached.restore()
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         """See `TorchCompressor.scale_with`."""

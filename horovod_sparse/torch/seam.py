@@ -260,11 +260,6 @@ def _synchronize(self: Any, reducer: Reducer, stock: Method) -> None:
 
 @_if_ours
 def _step(self: Any, reducer: Reducer, stock: Method, closure: Any = None) -> Any:
-    step = functools.partial(_step_from_here, self, reducer)
-    return step(closure) if reducer.detached is None else reducer.detached.step(step, closure)
-
-
-def _step_from_here(self: Any, reducer: Reducer, closure: Any = None) -> Any:
     def reduced_closure() -> Any:
         loss = closure()
         if self._should_synchronize:
@@ -352,9 +347,12 @@ def _join(stock: Method) -> Method:
 
 def _unscale(stock: Method) -> Method:
     def extended(self: Any, optimizer: Any) -> None:
-        if _is_scaled(self, optimizer):
+        reducer = reducer_of(optimizer) if _is_scaled(self, optimizer) else None
+        if reducer is not None:
             optimizer.synchronize()
         stock(self, optimizer)
+        if reducer is not None:
+            reducer.note_reduced()
 
     return extended
 

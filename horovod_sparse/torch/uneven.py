@@ -83,6 +83,7 @@ class Join:
             return
         for member in self._members:
             member.reducer.announce = None
+            member.reducer.restore_moved()
         if kind is not None:
             self._break_off()
             return
@@ -239,6 +240,7 @@ class _Member:
                 self.reducer.reduce()
         finally:
             self._drop_gradients()
+            self.reducer.note_reduced()
 
     def _drop_gradients(self) -> None:
         self.optimizer._synchronized = False

@@ -309,7 +309,8 @@ def a_scaler_leaves_out_the_step_on_all_ranks() -> None:
     model = wrap(network, compression)
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     compression.scale_with(scaler)
-    plain = wrap(small_model(), TopK(0.01, bucket_bytes=BUCKET_BYTES, warmup=None))
+    # A scaler ends detached feedback here.
+    plain = wrap(small_model(), TopK(0.01, bucket_bytes=BUCKET_BYTES, warmup=None, detached=0))
     plain_optimizer = sgd(plain)
     for step in range(10):
         network.overflows = step == 5 and ranks.rank() == 1
