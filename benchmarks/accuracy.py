@@ -31,7 +31,7 @@ PLAIN = {
     for name in ("SIDCo", "TopK", "DGC", "MiCRO")
     for ratio in ("0.01", "0.001")
 }
-"""The plain line: momentum moves before the selection, the ratio comes down as training grows older, and feedback is detached."""
+"""The plain line: momentum moves before the selection, the ratio comes down with time, and feedback is detached."""
 BARE = ["--warmup", "none", "--momentum-in-optimizer", "--detached", "0"]
 CONSTANT = {row: [*options, *BARE] for row, options in CHOICES.items()}
 ROWS = runs.DENSE | CONSTANT | PLAIN
