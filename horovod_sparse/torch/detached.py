@@ -45,10 +45,10 @@ class Detached:
     ) -> None:
         self._coefficient = coefficient
         self._waiting = waiting
-        self._moved: dict[Tensor, int] = {}
-        """The parameters that have been moved, with their versions."""
-        self._copies: dict[Tensor, Tensor] = {}
-        """They are kept from step to step, because memory that is new takes longer."""
+        self._moved: dict[Tensor, tuple[Tensor, int]] = {}
+        """The values of the parameters that have been moved, and their versions."""
+        self._memory: dict[Tensor, Tensor] = {}
+        """A second copy of each. It is kept from step to step, because memory that is new takes longer."""
         self._reduced: dict[Tensor, Handed] = {}
         """A reduced gradient that the step is to find as it was."""
         self._not_found = {*parameters}
@@ -86,12 +86,17 @@ class Detached:
     @torch.no_grad()
     def _move(self) -> None:
         for parameter, residual, unit in self._waiting():
-            if parameter not in self._copies:
-                self._copies[parameter] = torch.empty_like(parameter)
-            self._copies[parameter].copy_(parameter)
-            self._moved[parameter] = parameter._version
+            if parameter not in self._memory:
+                self._memory[parameter] = torch.empty_like(parameter)
+            value, other, part = parameter.data, self._memory[parameter], self._coefficient * unit
             # Through `data`, autograd takes no notice: the graph of a pass that goes on stays valid.
-            parameter.data.sub_(residual, alpha=self._coefficient * unit)
+            if parameter.is_cpu:
+                self._moved[parameter] = value, parameter._version
+                parameter.data = torch.sub(value, residual, alpha=part, out=other)
+            else:
+                # CUDA graphs and cuDNN remember where parameters are.
+                self._moved[parameter] = other.copy_(value), parameter._version
+                value.sub_(residual, alpha=part)
 
     def _leave(self, _: nn.Module) -> None:
         self.restore()
@@ -100,9 +105,13 @@ class Detached:
     def restore(self) -> None:
         """Give the parameters back what they were, but for those that somebody has written to since."""
         moved, self._moved = self._moved, {}
-        for parameter, version in moved.items():
-            if parameter._version == version:
-                parameter.data.copy_(self._copies[parameter])
+        for parameter, (value, version) in moved.items():
+            if parameter._version != version:
+                value.copy_(parameter)
+            if parameter.is_cpu:
+                parameter.data = value
+            else:
+                parameter.data.copy_(value)
 
     def note(self, parameter: Tensor | None) -> None:
         """Remember the reduced gradient of a parameter until the step. None forgets the last one."""
