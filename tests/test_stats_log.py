@@ -13,7 +13,6 @@ import pytest
 from horovod_sparse import __version__
 from horovod_sparse.core import stats_log
 from horovod_sparse.core.statistics import NO_STATS, Stats
-from horovod_sparse.core.stats_log import NUMBERS
 from horovod_sparse.numpy import SIDCo, SparseAllreduce, StatsLog, TopK
 
 WRITER: Any = "a file"
@@ -62,7 +61,8 @@ def test_lines_hold_what_stats_says(tmp_path: Path) -> None:
     assert [line["step"] for line in written] == [3, 6]
     seconds = written[-1].pop("seconds")
     assert 0.0 < seconds < 60.0
-    names = set(NUMBERS) - {"seconds", "dense_bytes_sent"}
+    names = {*written[-1]} - {"step", "dense_bytes_sent", "exchange"}
+    assert names >= {"numel", "count", "ratio", "bytes_sent", "residual_norm"}
     expected = {name: getattr(last.total, name) for name in names}
     expected |= {"step": 6, "dense_bytes_sent": last.dense_bytes_sent, "exchange": last.total.exchange}
     assert written[-1] == expected
@@ -75,7 +75,10 @@ def test_the_writer_gets_the_same_numbers(tmp_path: Path) -> None:
     train(reduce, StatsLog(reduce, path, writer=scalars, every=2), 4)
     _, *written = lines(path)
     assert scalars.given == [
-        (f"horovod_sparse/{name}", line[name], line["step"]) for line in written for name in NUMBERS
+        (f"horovod_sparse/{name}", line[name], line["step"])
+        for line in written
+        for name in line
+        if name not in ("step", "exchange")
     ]
 
 
@@ -158,21 +161,19 @@ def test_a_line_that_a_killed_run_left_incomplete_is_removed(tmp_path: Path) -> 
 
 
 HEADER = json.dumps({"format": 1, "package": "0", "compressor": "TopK()", "step": 0})
-STEP = json.dumps({"step": 1, **dict.fromkeys(NUMBERS, 1.0), "exchange": "pairs"})
+STEP = json.dumps({"step": 1, "seconds": 1.0})
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("shopping list", "line 1 must be one of a StatsLog, got ''"),
-        ("a shopping list\n", "line 1 must be one of a StatsLog, got 'a shopping list'"),
-        ("\n", "line 1 must be one of a StatsLog, got ''"),
-        ("[1]\n", r"line 1 must be one of a StatsLog, got '\[1\]'"),
-        ('{"step": 1}\n', "line 1 must be one of a StatsLog"),
-        ('{"step": "1", "format": 1, "compressor": ""}\n', "line 1 must be one of a StatsLog"),
-        ('{"step": 1, "format": 2}\n', "line 1 must have the format 1, got 2: another release wrote it"),
-        (f"{STEP}\n", "line 1 must have the format and the compressor, as a first line has, got a step"),
-        (f"{HEADER}\n{STEP[:-30]}\n{STEP}\n", "line 2 must be one of a StatsLog"),
+        ("shopping list", "line 1 must be one of a StatsLog, got b''"),
+        ("a shopping list\n", "line 1 must be one of a StatsLog, got b'a shopping list'"),
+        ("[1]\n", r"line 1 must be one of a StatsLog, got b'\[1\]'"),
+        ('{"step": "one", "format": 1}\n', "line 1 must be one of a StatsLog"),
+        ('{"step": 1, "format": 2}\n', "line 1 must have format=1, got .*: another release has written it"),
+        (f"{STEP}\n", "line 1 must have format=1"),
+        (f"{HEADER}\n{STEP[:-9]}\n{STEP}\n", "line 2 must be one of a StatsLog"),
         (f"{HEADER}\n{STEP}\n{STEP}\n", "line 3 must have a step > 1, got 1; each worker must have a file of its own"),
     ],
 )

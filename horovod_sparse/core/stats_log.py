@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -24,13 +24,7 @@ FORMAT = 1
 _TOTAL = (
     "numel", "target", "count", "ratio", "threshold", "stages", "truncated", "bytes_sent", "residual_norm",
 )  # fmt: skip
-"""What a line has of `StepStats.total`; see `BucketStats`."""
-NUMBERS = ("seconds", *_TOTAL, "dense_bytes_sent")
-"""The numbers of a line. Each is in [-`LARGEST`, `LARGEST`], or None if there is none."""
-LARGEST = 1e200
-"""No sum or ratio of the numbers of a log overflows."""
-_LAST_STEP = 2**53
-"""A float holds every step up to this one."""
+"""What a line has of `StepStats.total`; see `BucketStats`. A number that is not finite is None."""
 
 
 class Source(Protocol):
@@ -133,7 +127,7 @@ class StatsLog:
         total = last.total
         found = {"seconds": median(self._times) if self._times else math.nan}
         found |= {name: getattr(total, name) for name in _TOTAL} | {"dense_bytes_sent": last.dense_bytes_sent}
-        numbers = {name: value if abs(value) <= LARGEST else None for name, value in found.items()}
+        numbers = {name: value if math.isfinite(value) else None for name, value in found.items()}
         self._append({"step": self.step, **numbers, "exchange": total.exchange})
         if self._writer is not None:
             for name, value in numbers.items():
@@ -153,64 +147,37 @@ def _continue(path: Path) -> int:
     content = path.read_bytes() if path.exists() else b""
     if not content:
         return 0
-    lines, rest = complete(content)
     try:
-        last = [record["step"] for record in records(lines)][-1]
+        last = records(path)[-1]["step"]
     except ValueError as error:
         raise ValueError(f"path must be a log of StatsLog, or not exist yet, got {str(path)!r}: {error}") from error
-    if rest:
-        os.truncate(path, len(content) - len(rest))
+    # A killed run may have left a line incomplete.
+    os.truncate(path, content.rfind(b"\n") + 1)
     return int(last)
 
 
-def complete(content: bytes) -> tuple[bytes, bytes]:
-    """Return the complete lines of a log, and what a killed run left of the next one."""
-    end = content.rfind(b"\n") + 1
-    return content[:end], content[end:]
-
-
-def records(lines: bytes) -> Iterator[dict[str, Any]]:
-    """Check the complete lines of a log and return their content. Those that begin a run have the key "format".
+def records(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a log. Those that begin a run have the key "format".
 
     Raises:
-        ValueError: a line is not what a `StatsLog` writes, or there is none.
+        OSError: the file cannot be read.
+        ValueError: no `StatsLog` has written it.
     """
-    before: int | None = None
-    """The step of the line before; None if there is none."""
-    for number, line in enumerate(lines.splitlines() or [b""], 1):
-        record = _record(number, line)
-        if "format" not in record and before is None:
-            raise ValueError(f"line {number} must have the format and the compressor, as a first line has, got a step")
-        if "format" not in record and before is not None and record["step"] <= before:
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] or [b""], 1):
+        try:
+            record = json.loads(line)
+            begins = "format" in record
+            found.append({**record, "step": int(record["step"])})
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"line {number} must be one of a StatsLog, got {line[:60]!r}") from error
+        if record.get("format") != FORMAT if begins else number == 1:
             raise ValueError(
-                f"line {number} must have a step > {before}, got {record['step']}; each worker must have a file of its own"
+                f"line {number} must have format={FORMAT}, got {line[:60]!r}: another release has written it"
             )
-        before = record["step"]
-        yield record
-
-
-def _record(number: int, line: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    if isinstance(record, dict) and record.get("format", FORMAT) != FORMAT:
-        raise ValueError(
-            f"line {number} must have the format {FORMAT}, got {record['format']!r}: another release wrote it"
-        )
-    if not isinstance(record, dict) or not _is_whole(record):
-        raise ValueError(f"line {number} must be one of a StatsLog, got {line[:60].decode(errors='replace')!r}")
-    return record
-
-
-def _is_whole(record: dict[str, Any]) -> bool:
-    if type(record.get("step")) is not int or not 0 <= record["step"] <= _LAST_STEP:
-        return False
-    if "format" in record:
-        return isinstance(record.get("compressor"), str)
-    return all(name in record and _is_number(record[name]) for name in NUMBERS)
-
-
-def _is_number(value: object) -> bool:
-    # Python reads NaN and Infinity, and 1e400 as infinity. An int may be too large for a float.
-    return value is None or (isinstance(value, (int, float)) and abs(value) <= LARGEST)
+        if not begins and record["step"] <= found[-2]["step"]:
+            raise ValueError(
+                f"line {number} must have a step > {found[-2]['step']}, got {record['step']}; each worker must have a file of "
+                "its own"
+            )
+    return found

@@ -1,20 +1,16 @@
 """Check whether this machine can train with sparse gradients and, if not, what to do about it. Imports no framework.
 
-The checks run in other processes, as `python -m horovod_sparse.tools.check PROCESS`. So a library that is broken, or crashes
-or hangs while it is imported, only gives a line of the report.
+Libraries are imported in other processes. So one that is broken, or crashes or hangs, only gives a line of the report.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
-from collections import ChainMap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -22,8 +18,8 @@ from horovod_sparse import kernels
 
 _SETS = ("sse4_2", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "asimd", "sve", "sve2")
 """The instruction sets that tell a processor's generation."""
-_MARK = "horovod_sparse.check:"
-"""A line of output that begins with this holds a finding."""
+PATIENCE = 150.0
+"""Seconds that a library may take."""
 
 
 class Finding(NamedTuple):
@@ -44,8 +40,6 @@ class Line(NamedTuple):
     """One check."""
 
     what: str
-    process: str
-    """Checks with the same name share a process, and run there in order: so a slow import is made once."""
     find: Callable[[], str]
     """Returns the detail of a finding that is "ok". Raises UserWarning for "warn", any other error for "missing"."""
     remedy: str
@@ -55,41 +49,31 @@ class Line(NamedTuple):
             return Finding("ok", self.what, self.find())
         except UserWarning as problem:
             return Finding("warn", self.what, str(problem), self.remedy)
-        except Exception as error:  # a broken library may raise anything
-            return self.missing(f"{type(error).__name__}: {_last_line(str(error))}")
-
-    def missing(self, problem: str) -> Finding:
-        return Finding("missing", self.what, problem, self.remedy)
+        except (RuntimeError, ValueError) as error:
+            return Finding("missing", self.what, str(error), self.remedy)
 
 
-def _torch() -> str:
-    torch = import_module("torch")
-    return f"{torch.__version__}, {'with a CUDA device' if torch.cuda.is_available() else 'CPU'}"
+def imported(statements: str, detail: str) -> str:
+    """Return the value of the expression `detail` after some statements, in another process. Raise RuntimeError if it fails."""
+    command = [sys.executable, "-c", f"{statements}\nprint({detail})"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    except subprocess.TimeoutExpired as expired:
+        raise RuntimeError(f"gave no answer within {PATIENCE:g} s") from expired
+    if done.returncode:
+        raise RuntimeError(_last_line(done.stderr) or f"ended with exit status {done.returncode}")
+    return _last_line(done.stdout)
 
 
-def _ddp() -> str:
-    import_module("horovod_sparse.torch")
-    # A build without torch.distributed lacks what this imports.
-    import_module("torch.distributed.distributed_c10d")
-    return "torch.distributed"
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def _horovod(framework: str) -> str:
-    hvd = import_module(f"horovod.{framework}")
     # Importing the adapter checks the installed Horovod.
-    import_module(f"horovod_sparse.{framework}")
-    built = [name for name in ("mpi", "gloo", "nccl") if getattr(hvd, f"{name}_built")()]
-    return f"{import_module('horovod').__version__}, with {', '.join(built)}"
-
-
-def _tensorflow() -> str:
-    return str(import_module("tensorflow").__version__)
-
-
-def _mpi4py() -> str:
-    # Asking for the version must not start MPI, which some clusters forbid outside a job.
-    import_module("mpi4py").rc.initialize = False
-    return str(import_module("mpi4py.MPI").Get_library_version()).split(",")[0].strip()
+    statements = f"import horovod, horovod.{framework} as hvd, horovod_sparse.{framework}"
+    built = ", ".join(f"'{name}' * hvd.{name}_built()" for name in ("mpi", "gloo", "nccl"))
+    return imported(statements, f"horovod.__version__ + ', with ' + ', '.join(filter(None, ({built})))")
 
 
 def _program(name: str) -> str:
@@ -126,17 +110,24 @@ def _kernels() -> str:
     return told
 
 
+_TORCH = "torch.__version__ + (', with a CUDA device' if torch.cuda.is_available() else ', CPU')"
+# A build without torch.distributed lacks what this imports.
+_DDP = "import horovod_sparse.torch, torch.distributed.distributed_c10d"
+# Asking for the version must not start MPI, which some clusters forbid outside a job.
+_MPI = "import mpi4py\nmpi4py.rc.initialize = False\nfrom mpi4py import MPI"
 _HOROVOD = "build Horovod 0.28.1: make setup, or docker/build_horovod.sh PYTHON"
+_TENSORFLOW = "only for TensorFlow: pip install tensorflow-cpu"
+_VERSION = "MPI.Get_library_version().split(',')[0].strip()"
 LINES = (
-    Line("torch", "torch", _torch, "pip install torch"),
-    Line("DDP", "torch", _ddp, "settle torch first"),
-    Line("horovod for torch", "torch", partial(_horovod, "torch"), _HOROVOD),
-    Line("tensorflow", "tf", _tensorflow, "only for TensorFlow: pip install tensorflow-cpu"),
-    Line("horovod for tf", "tf", partial(_horovod, "tensorflow"), f"only for TensorFlow: {_HOROVOD}"),
-    Line("mpi4py", "mpi", _mpi4py, "only for NumPy arrays over MPI: pip install 'mpi4py>=4'"),
-    Line("mpirun", "host", partial(_program, "mpirun"), "install openmpi-bin, or start with horovodrun --gloo"),
-    Line("horovodrun", "host", partial(_program, "horovodrun"), f"{_HOROVOD}, or start with mpirun"),
-    Line("kernels", "host", _kernels, f"install g++ and reinstall, unset {kernels.VARIABLE}"),
+    Line("torch", partial(imported, "import torch", _TORCH), "pip install torch"),
+    Line("DDP", partial(imported, _DDP, "'torch.distributed'"), "settle torch first"),
+    Line("horovod for torch", partial(_horovod, "torch"), _HOROVOD),
+    Line("tensorflow", partial(imported, "import tensorflow", "tensorflow.__version__"), _TENSORFLOW),
+    Line("horovod for tf", partial(_horovod, "tensorflow"), f"only for TensorFlow: {_HOROVOD}"),
+    Line("mpi4py", partial(imported, _MPI, _VERSION), "only for NumPy arrays over MPI: pip install 'mpi4py>=4'"),
+    Line("mpirun", partial(_program, "mpirun"), "install openmpi-bin, or start with horovodrun --gloo"),
+    Line("horovodrun", partial(_program, "horovodrun"), f"{_HOROVOD}, or start with mpirun"),
+    Line("kernels", _kernels, f"install g++ and reinstall, unset {kernels.VARIABLE}"),
 )
 
 WAYS = {
@@ -150,34 +141,5 @@ WAYS = {
 
 def findings() -> list[Finding]:
     """Run all checks, and return one finding for each."""
-    processes = dict.fromkeys(line.process for line in LINES)
-    with ThreadPoolExecutor(len(processes)) as pool:
-        found = ChainMap(*pool.map(ask, processes))
-    return [found[line.what] for line in LINES]
-
-
-def ask(process: str, timeout: float = 60.0) -> dict[str, Finding]:
-    """Run the checks that share a process, and wait at most `timeout` seconds. Return the findings by `what`."""
-    command = [sys.executable, "-m", "horovod_sparse.tools.check", process]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired as expired:
-        output = expired.stdout.decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
-        death = f"gave no answer within {timeout:g} s"
-    else:
-        output = done.stdout
-        death = _last_line(done.stderr) or f"ended with exit status {done.returncode}"
-    told = [Finding(*json.loads(line.removeprefix(_MARK))) for line in output.splitlines() if line.startswith(_MARK)]
-    # After a crash or a hang, the checks that had not answered yet have failed.
-    missing = {line.what: line.missing(death) for line in LINES if line.process == process}
-    return missing | {finding.what: finding for finding in told}
-
-
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-
-
-if __name__ == "__main__":
-    for checked in LINES:
-        if checked.process == sys.argv[1]:
-            print("\n" + _MARK + json.dumps(checked.finding()), flush=True)
+    with ThreadPoolExecutor(len(LINES)) as pool:
+        return [*pool.map(Line.finding, LINES)]
