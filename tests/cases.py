@@ -39,6 +39,8 @@ class Case:
     """Type of the gradients."""
     residual_dtype: str
     averages: bool
+    undoes: bool
+    """Whether steps that fail, or are given up, leave no trace."""
     settings: dict[str, Any] = field(hash=False)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -47,7 +49,8 @@ class Case:
 
     def __str__(self) -> str:
         types = f"{self.dtype} into {self.residual_dtype}"
-        return f"Case({self.row}, {self.ratio}, {self.backend}, {types}, averages={self.averages}, {self.settings})"
+        flags = f"averages={self.averages}, undoes={self.undoes}"
+        return f"Case({self.row}, {self.ratio}, {self.backend}, {types}, {flags}, {self.settings})"
 
     def compressor(self, granularity: str) -> Compressor:
         return self.row.make(self.ratio, granularity=granularity, bucket_bytes=BUCKET_BYTES, **self.settings)
@@ -102,10 +105,10 @@ def cases(draw: st.DrawFn) -> Case:
         dtype=dtype,
         residual_dtype=asked or ("float64" if dtype == "float64" else "float32"),
         averages=draw(st.booleans()),
+        undoes=draw(st.booleans()),
         settings=options
         | {
             "warmup": draw(st.sampled_from((None, None, 1.0, 2.0))) if isinstance(ratio, float) else None,
-            "discardable": draw(st.booleans()),
             "lr_in_residual": draw(st.booleans()),
             "not_finite": draw(st.sampled_from(("propagate", "raise"))),
             "slack": draw(st.sampled_from((None, 1.0))),

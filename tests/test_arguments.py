@@ -67,7 +67,6 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"slack": math.inf}, "slack must be a finite multiple of k, >= 1, got inf"),
     ({"values": "float64"}, "values must be one of 'float32', 'bfloat16', 'float16', got 'float64'"),
     ({"clip_scope": "bucket"}, "clip_scope must be one of 'layer', 'model', got 'bucket'"),
-    ({"discardable": "no"}, "discardable must be True or False, got 'no'"),
     ({"updates": "always"}, "updates must be one of True, False, 'auto', got 'always'"),
     ({"not_finite": "ignore"}, "not_finite must be one of 'raise', 'propagate', got 'ignore'"),
 ]
@@ -107,7 +106,7 @@ def test_wrong_settings(make: Any, settings: dict[str, Any], message: str) -> No
     ("cls", "settings"),
     [
         (SIDCo, {"ratio": 0.25, "slack": 1.5, "clip_norm": 2.0, "bucket_bytes": 1000, "min_numel": 3, "stages": 2}),
-        (TopK, {"ratio": 1, "warmup": 4.0, "residual": True, "union": False, "discardable": True, "hierarchical": 2}),
+        (TopK, {"ratio": 1, "warmup": 4.0, "residual": True, "union": False, "hierarchical": 2}),
         (DGC, {"ratio": 0.5, "momentum": 0.5, "seed": 3}),
         (Threshold, {"threshold": 0.125, "ratio": 0.5}),
         (RandomBlock, {"ratio": 0.5, "blocks": 4, "seed": 1}),
@@ -215,14 +214,14 @@ def test_repr_has_what_differs_from_the_defaults_and_can_be_read_back(text: str)
 def test_repr_tells_what_was_changed_later() -> None:
     """Ranks compare settings by it."""
     compressor = DGC(0.1)
-    compressor.discardable = True
-    assert repr(compressor) == "DGC(ratio=0.1, discardable=True)"
+    compressor.residual = False
+    assert repr(compressor) == "DGC(ratio=0.1, residual=False)"
 
 
 def test_what_is_off_by_default_and_what_is_on() -> None:
     """What costs memory or time must be asked for; momentum correction masks as in the paper."""
     settings = TopK(0.1).settings()
-    off = ("discardable", "union", "clip_norm")
+    off = ("union", "clip_norm")
     assert not any(settings[name] for name in off)
     assert settings["momentum"] == settings["lr_in_residual"] == "auto"
     assert (settings["residual"], settings["clip_scope"], settings["not_finite"]) == (True, "layer", "raise")

@@ -1,4 +1,4 @@
-"""A step that is given up, or discarded: nothing is lost, nothing is counted, and the next step is not disturbed."""
+"""A step that is given up, or fails: nothing is lost, nothing is counted, and the next step is not disturbed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import collective, exchange, make_pipeline, send
+from driver import collective, exchange, make_pipeline
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
 from horovod_sparse.compressors.topk import TopK
@@ -33,10 +33,12 @@ def given(rng: np.random.Generator) -> list[dict[str, np.ndarray]]:
     ]
 
 
-def reduce(backend: Backend, pipelines: list[Pipeline], step: list[dict[str, np.ndarray]]) -> list[Any]:
+def reduce(
+    backend: Backend, pipelines: list[Pipeline], step: list[dict[str, np.ndarray]], *, undoes: bool = False
+) -> list[Any]:
     """A whole step; what every rank got of it."""
     for pipeline, mine in zip(pipelines, step, strict=True):
-        pipeline.start_step()
+        pipeline.start_step(undoes=undoes)
         for name, gradient in mine.items():
             pipeline.arrive(name, backend.array(gradient))
     results = [
@@ -52,11 +54,16 @@ def residuals(backend: Backend, pipeline: Pipeline) -> dict[str, np.ndarray]:
 
 
 def begin_and_stop(
-    backend: Backend, pipelines: list[Pipeline], step: list[dict[str, np.ndarray]], reached: int
+    backend: Backend,
+    pipelines: list[Pipeline],
+    step: list[dict[str, np.ndarray]],
+    reached: int,
+    *,
+    undoes: bool = False,
 ) -> None:
     """A step that an exception ends: 0, after a gradient; 1, in the first exchange; 2, in the second; 3, before the end."""
     for pipeline, mine in zip(pipelines, step, strict=True):
-        pipeline.start_step()
+        pipeline.start_step(undoes=undoes)
         for name in list(SHAPES)[: 1 if reached == 0 else None]:
             pipeline.arrive(name, backend.array(mine[name]))
     if reached == 0:
@@ -95,20 +102,21 @@ def test_what_was_taken_returns_when_a_step_is_given_up(backend: Backend, row: R
 
 @pytest.mark.parametrize("reached", range(5))
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_a_discarded_step_leaves_no_trace(backend: Backend, row: Row, reached: int) -> None:
-    """Whether it was given up somewhere (0 to 3) or has ended (4): training goes on as if it had never been."""
+def test_an_undone_step_leaves_no_trace(backend: Backend, row: Row, reached: int) -> None:
+    """Whether it was given up somewhere (0 to 3) or fails at its end (4): training goes on as if it had never been."""
     rng = np.random.default_rng(1)
     steps = [given(rng) for _ in range(6)]
-    pipelines, undisturbed = (make(backend, row, discardable=True) for _ in range(2))
+    pipelines, undisturbed = (make(backend, row, not_finite="propagate") for _ in range(2))
     for number, step in enumerate(steps):
         if number == 3:
             spike = [{name: 50 * gradient for name, gradient in mine.items()} for mine in given(rng)]
             if reached < 4:
-                begin_and_stop(backend, pipelines, spike, reached)
+                begin_and_stop(backend, pipelines, spike, reached, undoes=True)
             else:
-                reduce(backend, pipelines, spike)
+                spike[0]["kernel"][7] = np.nan
+                reduce(backend, pipelines, spike, undoes=True)
             for pipeline in pipelines:
-                pipeline.discard_step()
+                pipeline.abort()
         results, expected = reduce(backend, pipelines, step), reduce(backend, undisturbed, step)
         for of_bucket, of_expected in zip(results, expected, strict=True):
             for mine, theirs in zip(of_bucket, of_expected, strict=True):
@@ -124,25 +132,6 @@ def test_a_discarded_step_leaves_no_trace(backend: Backend, row: Row, reached: i
             arrays, expected = pipeline.state_dict()[part], other.state_dict()[part]
             for name in expected:
                 np.testing.assert_array_equal(backend.numpy(arrays[name]), backend.numpy(expected[name]))
-
-
-def test_what_cannot_be_discarded_is_said(backend: Backend) -> None:
-    rng = np.random.default_rng(3)
-    pipeline = make_pipeline(backend, TopK(0.1, warmup=None), {"p": (300,)})
-    send(backend, pipeline, gradients("laplace", 300, rng))
-    with pytest.raises(RuntimeError, match=r"discardable must be True .*TopK\(\.\.\., discardable=True\)"):
-        pipeline.discard_step()
-    pipeline = make_pipeline(backend, TopK(0.1, discardable=True, warmup=None), {"p": (300,)})
-    with pytest.raises(RuntimeError, match="there is no step to discard"):
-        pipeline.discard_step()
-    send(backend, pipeline, gradients("laplace", 300, rng))
-    pipeline.discard_step()
-    with pytest.raises(RuntimeError, match="there is no step to discard"):
-        pipeline.discard_step()
-    send(backend, pipeline, gradients("laplace", 300, rng))
-    pipeline.rescale(2.0)
-    with pytest.raises(RuntimeError, match="there is no step to discard"):
-        pipeline.discard_step()
 
 
 def test_a_state_that_is_loaded_ends_what_had_begun(backend: Backend) -> None:

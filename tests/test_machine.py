@@ -100,8 +100,6 @@ class Machine(RuleBasedStateMachine):
         self.scales = not wild and case.row.settings.get("values") != "float16"
         self.scale = scale if self.scales else 1.0
         """The scale of the twin's loss."""
-        self.before: Settled | None = None
-        """What was known before the last step, if it can be discarded."""
         self.saved: tuple[list[Any], list[Any], Settled] | None = None
         """States, copies of them, and what was known when they were saved."""
         self.local: list[dict[str, np.ndarray]] = [{} for _ in range(3)]
@@ -113,7 +111,7 @@ class Machine(RuleBasedStateMachine):
 
     def make_twin(self, states: list[Any] | None) -> None:
         """Make fresh workers that are like those in use, which have these states; None if they hold nothing."""
-        self.twin, self.before = World(self.case, self.main.world, self.main.granularity), None
+        self.twin = World(self.case, self.main.world, self.main.granularity)
         if states is not None:
             self.twin.load(states)
         assert self.adaptive() == [state["adaptive"] for state in self.twin.state_dicts()]
@@ -199,7 +197,7 @@ class Machine(RuleBasedStateMachine):
         self.reduce(self.step_of(seed, together=False, eager=False))
 
     def reduce(self, step: Step) -> None:
-        self.before = self.settled()
+        before = self.settled()
         results = [world.run(step) for world in self.all]
         dense = [world.reduce_dense(step) for world in self.all]
         bad = self.take_in(step, [list(SHAPES)] * self.main.world)
@@ -219,7 +217,11 @@ class Machine(RuleBasedStateMachine):
         if not failed:
             counts = [self.settle(number, result) for number, result in enumerate(results[0])]
             self.history.append([[one[rank] for one in counts] for rank in range(self.main.world)])
-        self.steps += 1
+        if failed and self.case.undoes:
+            assert self.adaptive() == before.adaptive, "nothing is learned from a step that leaves no trace"
+            self.go_back(before)
+        else:
+            self.steps += 1
         for theirs, others in zip(results[1:], dense[1:], strict=True):
             self.compare_results(results[0], theirs, dense[0][1], others[1])
 
@@ -327,24 +329,11 @@ class Machine(RuleBasedStateMachine):
             reached = world.run_in_part(step, arrived, exchanged, begun=begun)
             for pipeline in world.pipelines:
                 pipeline.abort()
-        if self.main.compressor.discardable:
+        if self.case.undoes:
             self.expected = before.expected
         else:
             self.take_in(step, reached)
         assert self.adaptive() == before.adaptive, "nothing is learned from a step that is given up"
-        self.before = None
-        self.go_on(then)
-
-    @precondition(lambda self: self.before is not None and self.main.compressor.discardable)
-    @rule(then=steps)
-    def discard_step(self, then: list[int]) -> None:
-        assert self.before is not None
-        for world in self.all:
-            for pipeline in world.pipelines:
-                pipeline.discard_step()
-        assert self.adaptive() == self.before.adaptive
-        self.go_back(self.before)
-        self.before = None
         self.go_on(then)
 
     # --- states ---
@@ -391,7 +380,6 @@ class Machine(RuleBasedStateMachine):
                 pipeline.rescale(factor)
         for expected in self.expected:
             expected.rescale(factor)
-        self.before = None
         self.go_on(then)
 
     @precondition(lambda self: self.scales)
@@ -421,7 +409,6 @@ class Machine(RuleBasedStateMachine):
             expected.residuals[name][:] = 0
             if expected.velocities:
                 expected.velocities[name][:] = 0
-        self.before = None
         self.go_on(then)
 
     # --- what holds after every rule ---

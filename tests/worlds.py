@@ -140,7 +140,7 @@ class World:
     def run(self, step: Step) -> list[list[Reduced]]:
         """All of a step except its end. Return what every rank got of each bucket."""
         for pipeline in self.pipelines:
-            pipeline.start_step()
+            pipeline.start_step(undoes=self.case.undoes)
         order, results = self.buckets(step), {}
         for bucket in order:
             for rank in range(self.world):
@@ -188,7 +188,7 @@ class World:
         flat = [(bucket, name) for bucket in self.buckets(step) for name in self.names_in(bucket, step)]
         reached = []
         for rank, pipeline in enumerate(self.pipelines):
-            pipeline.start_step()
+            pipeline.start_step(undoes=self.case.undoes)
             taken = flat[: arrived[rank % len(arrived)]]
             for bucket in self.buckets(step):
                 self.arrive(rank, [name for number, name in taken if number == bucket], step)

@@ -73,7 +73,6 @@ class Settings(TypedDict, total=False):
     balanced: bool
     hierarchical: bool | int
     not_finite: NotFinite
-    discardable: bool
     updates: Updates
     detached: Detachment
 
@@ -136,8 +135,6 @@ class Compressor(ABC):
             reduced gradient becomes NaN on every rank, which is what `torch.amp.GradScaler` needs to skip the step
             everywhere. Either way the NaN or infinity is kept out of the residuals, and what the step had sent returns to
             them. A gradient that would overflow its residual has the same effect.
-        discardable: whether `discard_step` can throw the last step away. This needs a copy of the residuals (and velocities),
-            which doubles their memory.
         updates: whether the optimizer steps with the gradients of its worker, and the movement of the parameters is exchanged
             in their place, at the cost of a copy of the parameters. "auto" does so for optimizers that divide by the size of
             the gradient, such as Adam, unless `ratio` is 1. Where the optimizer is seen: PyTorch and Keras 3. Needs
@@ -189,7 +186,6 @@ class Compressor(ABC):
         balanced: bool = False,
         hierarchical: bool | int = False,
         not_finite: NotFinite = "raise",
-        discardable: bool = False,
         updates: Updates = "auto",
         detached: Detachment = "auto",
         **unknown: NoReturn,
@@ -212,7 +208,6 @@ class Compressor(ABC):
         self.balanced = balanced
         self.hierarchical = hierarchical
         self.not_finite: NotFinite = not_finite
-        self.discardable = discardable
         self.updates: Updates = updates
         self.detached: Detachment = detached
         for name, check in _CHECKS.items():
@@ -456,7 +451,6 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "balanced": check_boolean,
     "hierarchical": check_groups,
     "not_finite": partial(check_choice, choices=get_args(NotFinite)),
-    "discardable": check_boolean,
     "updates": partial(check_choice, choices=(True, False, "auto")),
     "detached": check_coefficient,
 }

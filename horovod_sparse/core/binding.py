@@ -122,17 +122,6 @@ class BoundCompressor(Compressor):
         """Forget residuals, adaptive state and statistics."""
         self._bound_on_every_rank("reset").reset()
 
-    def discard_step(self) -> None:
-        """Discard a step whose gradients were reduced but must not be applied: call it on every rank, before the next step.
-
-        Without this call, what the step did not send stays in the residuals and is applied later, and what it did send is
-        lost. The call restores residuals, velocities, adaptive state and statistics to those before the step.
-
-        Raises:
-            RuntimeError: the compressor was not made with `discardable=True`, or there is no step to discard.
-        """
-        self._bound_on_every_rank("discard_step").discard_step()
-
     def _bound(self) -> Server:
         if self._server is None:
             raise RuntimeError(f"{self!r} serves no optimizer yet; give it to one first, by its argument compression")

@@ -62,6 +62,7 @@ class Bucket(Owner):
         """What selects on the bucket's device; None if the host does. It makes pairs; for all else there is the host."""
         self.way = self.sparse_way()
         """How the bucket is exchanged in this step, or was in the last one."""
+        self._copies: list[Array] | None = None
         self.rebind(buffer, velocity)
         self.close()
 
@@ -95,13 +96,9 @@ class Bucket(Owner):
 
     # --- gradients in ---
 
-    def begin_step(self, spare: Before | None) -> Before:
-        """Begin a step, when its first gradient arrives. Return what is needed to undo it, perhaps in the memory of `spare`."""
-        before = Before(self.state.snapshot(), self.tally, self.truncated_steps)
-        if self.compressor.discardable:
-            before.residual = _copy(self.ops, self.buffer, spare and spare.residual)
-            if self.velocity is not None:
-                before.velocity = _copy(self.ops, self.velocity, spare and spare.velocity)
+    def begin_step(self, *, copies: bool) -> Before:
+        """Begin a step, when its first gradient arrives. Return what is needed to undo it."""
+        before = Before(self.state.snapshot(), self.tally, self.truncated_steps, self._copy() if copies else ())
         self.sparse_step = self.state.step - self._first_sparse
         self._in_dense_steps = self.is_dense
         sparse = self.sparse_way()
@@ -112,6 +109,20 @@ class Bucket(Owner):
         self.selector: Selector = self.device if self.device is not None and on_device else self._host
         self.selector.begin(selects=not self._in_dense_steps)
         return before
+
+    @property
+    def _arrays(self) -> list[Array]:
+        """The residual and, with momentum, the velocity."""
+        return [self.buffer] if self.velocity is None else [self.buffer, self.velocity]
+
+    def _copy(self) -> list[Array]:
+        """Return copies of the residual and of the velocity, in the memory of those of the step before."""
+        if self._copies is None:
+            self._copies = [self.ops.copy(array) for array in self._arrays]
+        else:
+            for memory, array in zip(self._copies, self._arrays, strict=True):
+                self.ops.assign(memory, array)
+        return self._copies
 
     @property
     def begins_dense(self) -> bool:
@@ -253,10 +264,9 @@ class Bucket(Owner):
             self.forget()
             self.state.restore(before.state)
             self.tally, self.truncated_steps = before.tally, before.truncated_steps
-            if before.residual is not None:
-                self.ops.assign(self.buffer, before.residual)
-                if self.velocity is not None:
-                    self.ops.assign(self.velocity, before.velocity)
+            if before.copies:
+                for array, copied in zip(self._arrays, before.copies, strict=True):
+                    self.ops.assign(array, copied)
 
     @property
     def lacks_room(self) -> bool:
@@ -308,11 +318,3 @@ class Bucket(Owner):
         self.forget()
         self.state = self.compressor.new_state(self.state.place)
         self.tally, self.truncated_steps = Tally(), 0
-
-
-def _copy(ops: Ops, array: Array, memory: Array | None) -> Array:
-    """Return a copy of an array, in the memory of an older copy if there is one."""
-    if memory is None:
-        return ops.copy(array)
-    ops.assign(memory, array)
-    return memory

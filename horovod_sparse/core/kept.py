@@ -168,7 +168,7 @@ class Kept:
         bucket.state.rescale(max(rates.values()))
 
     def rescale(self, factor: float) -> None:
-        """Multiply residuals and velocities by `factor`. Earlier steps can no longer be discarded: they used another unit."""
+        """Multiply residuals and velocities by `factor`."""
         self.residuals.rescale(factor)
         self.velocities.rescale(factor)
         for bucket in self.buckets:

@@ -15,7 +15,7 @@ from horovod_sparse.core.kept import Kept
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.preparation import Arrived
 from horovod_sparse.core.selector import SlotGradient
-from horovod_sparse.core.state import check_discardable, check_state
+from horovod_sparse.core.state import check_state
 from horovod_sparse.core.step import Ending, Step
 from horovod_sparse.exchange.protocols import Collective, Reduced, Sent
 from horovod_sparse.ops.protocol import Array, Momentum, Moving, Part
@@ -40,23 +40,25 @@ class Pipeline(Kept):
         super().__init__(*args, **kwargs)
         self._step: Step | None = None
         """The step that has begun."""
-        self._last: Step | None = None
-        """The last step, while it can be discarded."""
         self._warned = False
         self._has_scaler = False
         """Whether a loss scaler leaves out the update of a step that fails."""
+        self._undoes = False
+        """Whether a step that fails, or is given up, leaves no trace."""
 
     # --- a step: from gradients to messages, from messages to reduced gradients ---
 
-    def start_step(self, gradients: Iterable[Array] = (), scale: float | None = None) -> None:
+    def start_step(self, gradients: Iterable[Array] = (), scale: float | None = None, *, undoes: bool = False) -> None:
         """Begin a step, before its first gradient arrives. A step that has not ended is given up (`abort`).
 
         If the compressor's `holds_back` is True, `gradients` are all gradients of this rank, including those that are reduced
         dense. With a loss scaler, `scale` is its scale: gradients arrive multiplied by it, and so are the reduced ones.
-        Residuals are kept without it.
+        Residuals are kept without it. With `undoes`, or with a scale, everything is as before the step if it fails or is given
+        up. This needs copies of the residuals and velocities.
         """
         self.abort()
         self._has_scaler = scale is not None
+        self._undoes = undoes or self._has_scaler
         self.preparation.begin(gradients, 1.0 if scale is None else scale)
         self._begun()
 
@@ -83,7 +85,7 @@ class Pipeline(Kept):
             if bucket.name not in step.buckets:
                 if bucket.name in self.in_gradients and max(rates) > 0.0:
                     self.to_updates(bucket, dict.fromkeys(bucket.slots, max(rates)))
-                step.buckets[bucket.name] = bucket.begin_step(step.spare.get(bucket.name))
+                step.buckets[bucket.name] = bucket.begin_step(copies=self._undoes)
             bucket.missing.discard(name)
             slot, momentum = bucket.slots[name], self.preparation.momentum(name)
             bucket.rates[slot.offset] = rate
@@ -114,9 +116,7 @@ class Pipeline(Kept):
     def _begun(self) -> Step:
         """Return the step that has begun. If none has, one begins."""
         if self._step is None:
-            spare = {} if self._last is None else self._last.buckets
-            # From here on the last step cannot be discarded, because its memory is used again.
-            self._step, self._last = Step(spare), None
+            self._step = Step()
         return self._step
 
     def begin(self, bucket: Bucket) -> Collective:
@@ -214,11 +214,11 @@ class Pipeline(Kept):
         It fails if some rank's gradient held NaN or infinity, or overflowed a residual. Then what every bucket had
         sent returns to the residuals. They are finite and also hold the step's finite gradients; momentum has moved on. A
         failed step raises FloatingPointError on every rank, unless `not_finite="propagate"`. Training can go on.
-        With a loss scaler, which leaves out the update, the failed step is discarded instead.
+        A loss scaler leaves out the update instead: nothing is raised. See `start_step` for a failed step that leaves no trace.
         """
         step = self._begun()
         found = step.failures + step.failures_elsewhere
-        failed = Ending.UNDONE if self._has_scaler else Ending.FAILED
+        failed = Ending.UNDONE if self._undoes else Ending.FAILED
         step.ending = failed if found else Ending.SENT
         self._finish()
         truncated = None if self._warned else next((bucket for bucket in self.buckets if bucket.lacks_room), None)
@@ -242,8 +242,7 @@ class Pipeline(Kept):
         for bucket in reached:
             bucket.close()
         self.preparation.end()
-        is_last = self.compressor.discardable and step.ending is not Ending.UNDONE
-        self._step, self._last = None, step if is_last else None
+        self._step = None
 
     # --- steps that are given up ---
 
@@ -251,35 +250,18 @@ class Pipeline(Kept):
         """Give up the step that has begun, if there is one, so that the next can begin after an exception.
 
         What the step had taken returns to the residuals. Every parameter's residual is then as before the step, or also holds
-        its whole gradient if that had arrived. With `discardable`, everything is as before the step. If the end of the step was
+        its whole gradient if that had arrived; see `start_step` for a step that leaves no trace. If the end of the step was
         interrupted, after it was decided that it succeeds or fails, the end is completed instead.
         """
         if self._step is not None and self._step.ending is None:
             self._step.ending = Ending.UNDONE
         self._finish()
 
-    def discard_step(self) -> None:
-        """Throw away the step that has begun or, between two steps, the last one. Everything is then as before that step.
-
-        Raises:
-            RuntimeError: the compressor is not `discardable`, or no step has ended since the last one was discarded.
-        """
-        check_discardable(self.compressor)
-        begun = self._step is not None
-        self.abort()
-        if begun and self._last is None:
-            return
-        if self._last is None:
-            raise RuntimeError("there is no step to discard; discard a step once, after it and before the next one")
-        self._last.ending = Ending.UNDONE
-        self._step, self._last = self._last, None
-        self._finish()
-
-    # --- state: a step that has begun is given up, and the last one can no longer be discarded ---
+    # --- state: a step that has begun is given up ---
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_state(state, self.compressor, self.residuals.shapes, self.velocities.shapes)
-        self._begin_afresh()
+        self.abort()
         super().load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -288,18 +270,12 @@ class Pipeline(Kept):
 
     def rescale(self, factor: float) -> None:
         self._finish()
-        self._last = None
         super().rescale(factor)
 
     def decay(self, factor: float) -> None:
         self._finish()
-        self._last = None
         super().decay(factor)
 
     def reset(self) -> None:
-        self._begin_afresh()
-        super().reset()
-
-    def _begin_afresh(self) -> None:
         self.abort()
-        self._last = None
+        super().reset()

@@ -37,6 +37,8 @@ class Server:
     """None until the first parameters have buckets."""
     deferred: Mapping[str, Any] | None = None
     """A copy of the state of parameters that have no buckets yet; None if there is nothing in it."""
+    undoes: bool = False
+    """Whether steps that fail leave no trace, which needs copies of the residuals (`Pipeline.start_step`)."""
     updates: object = None
     """What exchanges the updates of the optimizer in place of gradients; None if gradients are exchanged."""
     sparse: Collection[str] = ()
@@ -102,12 +104,3 @@ class Server:
         pipeline = self.between_steps()
         if pipeline is not None:
             pipeline.reset()
-
-    def discard_step(self) -> None:
-        if not self.active:
-            # No step leaves anything to discard.
-            return
-        pipeline = self.between_steps()
-        if pipeline is None:
-            raise RuntimeError("there is no step to discard: nothing was reduced yet")
-        pipeline.discard_step()

@@ -102,15 +102,6 @@ def kept_shapes(shapes: Shapes, compressor: Compressor) -> tuple[Shapes, Shapes]
     return residuals, {} if compressor.momentum_correction is None else shapes
 
 
-def check_discardable(compressor: Compressor) -> None:
-    """Raise RuntimeError unless `discard_step` can be called."""
-    if not compressor.discardable:
-        raise RuntimeError(
-            f"discardable must be True in the compression to discard a step, got False; make it "
-            f"{type(compressor).__name__}(..., discardable=True), which keeps a copy of the residuals"
-        )
-
-
 def check_parts(state: Any, compressor: Compressor) -> None:
     """Raise ValueError unless `state` is a state of this release and algorithm, whatever its parameters."""
     _check_kinds(state)

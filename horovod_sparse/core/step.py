@@ -6,6 +6,7 @@ is changed, an ending is decided by one assignment, and whatever carries it out 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -32,17 +33,14 @@ class Before:
     state: dict[str, Any]
     tally: Tally
     truncated_steps: int
-    residual: Array | None = None
-    """A copy of the residual, with `discardable`; else None. The same holds for the velocity."""
-    velocity: Array | None = None
+    copies: Sequence[Array]
+    """Copies of the residual and of the velocity; none if gradients that have arrived stay in the residual."""
 
 
 @dataclass(slots=True)
 class Step:
-    """A step of a pipeline that has begun, or the last one if it can be discarded."""
+    """A step of a pipeline that has begun."""
 
-    spare: dict[str, Before]
-    """What is known of a former step; its memory is used again."""
     buckets: dict[str, Before] = field(default_factory=dict)
     """The buckets that a gradient of this step has reached."""
     velocities: dict[str, Array] = field(default_factory=dict)

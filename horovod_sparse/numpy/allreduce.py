@@ -327,14 +327,6 @@ class SparseAllreduce:
         check_factor(factor)
         self.pipeline.rescale(factor)
 
-    def discard_step(self) -> None:
-        """Discard the last call, because its result will not be applied. Do so on every worker, before the next call.
-
-        Raises:
-            RuntimeError: the compressor was not made with `discardable=True`, or there is no step to discard.
-        """
-        self.pipeline.discard_step()
-
     def reset(self) -> None:
         """Forget residuals, adaptive state and statistics."""
         self.pipeline.reset()

@@ -357,6 +357,7 @@ class Reducer(Server):
             ],
             "problem": problem,
             "compression": repr(self.compressor),
+            "undoes failed steps": str(self.undoes),
             "op": self.reduction.op_name,
             "sparse_as_dense": str(self.reduction.sparse_as_dense),
             **self.settings(),

@@ -40,8 +40,7 @@ class TorchCompressor(BoundCompressor, stock.Compressor):
         The usual form then works: `scaler.scale(loss).backward()`, `scaler.step(optimizer)`, `scaler.update()`, with
         `scaler.unscale_(optimizer)` before the step if reduced gradients are clipped. If any rank's gradient overflows, all
         ranks skip the update, and residuals, velocities and thresholds are as before the step. This needs a copy of the
-        residuals: `discardable` becomes True. The first `scaler.step(optimizer)` calls this by itself if nothing was reduced
-        before it.
+        residuals. The first `scaler.step(optimizer)` calls this by itself if nothing was reduced before it.
 
         Raises:
             RuntimeError: the compressor serves no optimizer yet, or its first step is over.

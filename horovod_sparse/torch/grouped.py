@@ -129,7 +129,7 @@ class GroupReducer(TensorServer):
                 number = pipeline.buckets[0].buffer.new_tensor([pipeline.buckets[0].state.step], dtype=torch.int64)
                 step.numbers = self._transport.start(Collective("allgather", number))
             self._drop_frozen(pipeline)
-            pipeline.start_step(step.gradients.values(), self._scale)
+            pipeline.start_step(step.gradients.values(), self._scale, undoes=self.undoes)
         for parameter in parameters:
             together = self._routes.dense.get(parameter)
             if together is None:

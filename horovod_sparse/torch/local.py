@@ -104,7 +104,7 @@ class LocalUpdates:
         self._unchecked = True
         """Whether the shared parameters are still to be compared with those of the other workers."""
         # An exchange that fails must leave no trace, because the drift is still there.
-        self.compression.discardable = True
+        self._reducer.undoes = True
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -155,7 +155,6 @@ class LocalUpdates:
         try:
             means = self._reducer.reduce_all(self._drifts)
         except FloatingPointError:
-            self._reducer.discard_step()
             self._movement.restore()
             raise
         for name, parameter in self._parameters.items():

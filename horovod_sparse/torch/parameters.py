@@ -20,6 +20,7 @@ def description(
         "release": agreement.RELEASE,
         "compression": repr(compressor),
         "updates": str(None if compressor.server is None else compressor.server.updates),
+        "undoes failed steps": str(compressor.server is not None and compressor.server.undoes),
         "parameters": [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for parameter, name in named.items()],
     }
     if compressor.in_updates:

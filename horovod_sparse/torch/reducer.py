@@ -39,7 +39,7 @@ from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.pipeline import Pipeline, Wait
 from horovod_sparse.core.preparation import Arrived
-from horovod_sparse.core.state import check_discardable, empty_state, holds_anything
+from horovod_sparse.core.state import empty_state, holds_anything
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.torch.agreement import agree, gather
 from horovod_sparse.torch.compiled import tensor_ops
@@ -467,12 +467,3 @@ class Reducer(ScaledServer):
         if self._step.begun:
             self._give_up_step()
         self._frozen.clear()
-
-    def discard_step(self) -> None:
-        """See `BoundCompressor.discard_step`. A step whose gradients were only handed over has changed nothing yet."""
-        check_discardable(self.compressor)
-        open_step = bool(self._step.handed)
-        if self._step.begun or not open_step:
-            super().discard_step()
-        if open_step:
-            self._give_up_step()

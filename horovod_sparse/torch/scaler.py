@@ -77,8 +77,7 @@ class ScaledServer(TensorServer):
                 "scale_with must be called once, before the first step, because residuals are kept without the loss scale; "
                 "make a new optimizer and a new compression, or scale by hand: see docs/pytorch.md"
             )
-        self.compressor.discardable = True
-        self.scaler = scaler
+        self.scaler, self.undoes = scaler, True
 
     def rescale(self, factor: float) -> None:
         if self.scaler is not None:

@@ -59,7 +59,7 @@ def forced() -> None:
 def plain() -> None:
     reference, model = small_model(), small_model()
     train(reference, torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9), range(5))
-    compression = SIDCo(0.01, discardable=True, warmup=None)
+    compression = SIDCo(0.01, warmup=None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         optimizer = wrap(model, compression)
@@ -72,8 +72,6 @@ def plain() -> None:
     optimizer.synchronize()
     assert compression.stats().steps == 0 and compression.residual_bytes == 0
     compression.load_state_dict(compression.state_dict())
-    # The same script runs with many workers: alone there is nothing to bring back.
-    compression.discard_step()
 
 
 if __name__ == "__main__":

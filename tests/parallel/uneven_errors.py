@@ -120,7 +120,7 @@ def ranks_that_reduce_different_optimizers_raise() -> None:
 
 @scenario(MPI_2)
 def misuse_is_refused() -> None:
-    model, compression, scaler = small_model(), TopK(0.02, discardable=True, warmup=None), torch.amp.GradScaler("cpu")
+    model, compression, scaler = small_model(), TopK(0.02, warmup=None), torch.amp.GradScaler("cpu")
     optimizer = wrap(model, compression)
     train(model, optimizer, range(2))
     assert "at least one" in raised(ValueError, Join)
@@ -128,14 +128,14 @@ def misuse_is_refused() -> None:
     assert "compressor of horovod_sparse" in raised(TypeError, lambda: Join(plain))
     with Join(optimizer):
         assert "entered again" in raised(RuntimeError, Join(optimizer).__enter__)
-        for call in (compression.discard_step, compression.reset, partial(compression.rescale, 2.0)):
+        for call in (compression.reset, partial(compression.rescale, 2.0)):
             assert "within Join some ranks may have no data left" in raised(RuntimeError, call)
         train(model, optimizer, range(hvd.rank() + 1))
     assert_identical(model)
     for join in (hvd.join, stock_join):
         assert "horovod_sparse.torch.Join(optimizer)" in raised(AssertionError, join)
     other_model = small_model()
-    other = wrap(other_model, SIDCo(0.02, discardable=True, warmup=None))
+    other = wrap(other_model, SIDCo(0.02, warmup=None))
 
     def epoch() -> None:
         with Join(other):

@@ -247,8 +247,7 @@ def _compressed(reducer: Reducer) -> Reduce:
     def reduce(gradients: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
         rate = tf.convert_to_tensor(optimizer.learning_rate) if reducer.compressor.in_updates else None
         if is_scaler(optimizer):
-            # A step that is left out is discarded.
-            reducer.compressor.discardable = True
+            reducer.undoes = True
             return list(reducer(gradients, variables, learning_rate=rate, loss_scale=scale_of(optimizer)))
         # Undo a fixed loss scale. Nothing leaves out a step because of it.
         factor = optimizer.loss_scale_factor

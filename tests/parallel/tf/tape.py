@@ -389,30 +389,6 @@ def complex_variables_are_named() -> None:
     assert "variable 'spectrum' must be of a floating-point type, got complex64" in message
 
 
-@scenario(TF_2, cases={name: (COMPRESSORS[name],) for name in ("TopK", "SIDCo", "DGC", "MiCRO")})
-def a_discarded_step_leaves_no_trace(make: MakeCompression) -> None:
-    weights = variables(SHAPES)
-    compression, undisturbed = make(discardable=True, **SETTINGS), make(**SETTINGS)
-    function = graph_reducer(compression, weights)
-    assert "there is no step to discard" in raised(RuntimeError, compression.discard_step) or not compression.server
-    for number in range(6):
-        if number == 3:
-            function(tensors({name: 50 * gradient for name, gradient in gradients_of(9).items()}))
-            compression.discard_step()
-            assert "there is no step to discard" in raised(RuntimeError, compression.discard_step)
-        gradients = gradients_of(number)
-        got, expected = function(tensors(gradients)), reduce(undisturbed, weights, gradients)
-        for name in SHAPES:
-            np.testing.assert_array_equal(got[name].numpy(), expected[name])
-    mine, theirs = compression.state_dict(), undisturbed.state_dict()
-    assert mine["adaptive"] == theirs["adaptive"]
-    for part in ("residuals", "velocities"):
-        for name, array in theirs[part].items():
-            np.testing.assert_array_equal(mine[part][name], array)
-    assert compression.stats().steps == 6
-    assert "discardable must be True" in raised(RuntimeError, undisturbed.discard_step)
-
-
 def _all_dense(**settings: Any) -> Any:
     """There is no residual, but momentum."""
     return TopK(0.05, momentum=MomentumCorrection(0.9), exclude=["*"], warmup=None, **settings)
