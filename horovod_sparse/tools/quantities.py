@@ -1,6 +1,6 @@
 """Options of commands, as people write them: counts, bandwidths, latencies and numbers. Plain Python, no framework.
 
-The `type` of an option is `partial(parse_count, name)`.
+The `type` of an option is `partial(parse_count, name)`. What says no such quantity raises a ValueError that names the option.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 _QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)\s*([A-Za-zµ]*)")
-_LEAST, _MOST = Fraction(1, 10**30), Fraction(10**30)
 _COUNTS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 _BYTES = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -24,15 +23,7 @@ class RefusedError(ArgumentTypeError, ValueError):
 
 
 def parse_count(name: str, text: str) -> int:
-    """Return the whole number that `text` says: digits, or a number with k (10^3), M (10^6) or B (10^9).
-
-    Args:
-        name: of the argument, for the error.
-        text: such as "25600000", "25.6M", "1.5B" or "350k"; at least 1.
-
-    Raises:
-        ValueError: the text is anything else, or less than 1, or not a whole number.
-    """
+    """Return a whole number >= 1: digits, or a number with k (10^3), M (10^6) or B (10^9), such as "25.6M"."""
     number = _number(text, _COUNTS)
     if number is None or number < 1 or number.denominator != 1:
         raise RefusedError(
@@ -42,22 +33,11 @@ def parse_count(name: str, text: str) -> int:
 
 
 def parse_bandwidth(name: str, text: str) -> float:
-    """Return the bytes per second that `text` says: in bits as tc writes them, or in bytes with a capital B.
+    """Return bytes per second > 0, from bits as tc writes them ("10gbit"), or from bytes with a capital B ("1.2GB").
 
-    Powers of ten: 1gbit is 10^9 bits per second, 125,000,000 bytes per second, and so is 125MB. What may mean both, such as
-    10gb or 10gbps (which tc takes for bytes), is refused.
-
-    Args:
-        name: of the argument, for the error.
-        text: such as "100mbit", "1gbit", "10Gbit" or "1.2GB"; more than 0.
-
-    Raises:
-        ValueError: the text is anything else, or 0.
+    Powers of ten: 1gbit is 125MB. What may mean both, such as 10gb or 10gbps (which tc takes for bytes), is refused.
     """
-    number = _number(text, _BYTES)
-    if number is None:
-        bits = _number(text.lower(), _BITS)
-        number = bits / 8 if bits is not None else None
+    number = _number(text, _BYTES) or (_number(text.lower(), _BITS) or 0) / Fraction(8)
     if not number:
         raise RefusedError(
             f"{name} must be bits per second, such as 100mbit or 10gbit, or bytes per second, such as 1.2GB, got {text!r}"
@@ -66,15 +46,7 @@ def parse_bandwidth(name: str, text: str) -> float:
 
 
 def parse_latency(name: str, text: str) -> float:
-    """Return the seconds that `text` says.
-
-    Args:
-        name: of the argument, for the error.
-        text: a number with us, ms or s, such as "50us", "0.1ms" or "1s"; at least 0.
-
-    Raises:
-        ValueError: the text is anything else.
-    """
+    """Return seconds >= 0, from a number with us, ms or s, such as "50us"."""
     number = _number(text, _SECONDS)
     if number is None:
         raise RefusedError(f"{name} must be a time in us, ms or s, such as 50us, got {text!r}")
@@ -82,11 +54,7 @@ def parse_latency(name: str, text: str) -> float:
 
 
 def parse_number(name: str, text: str, *, least: float, most: float, example: str, whole: bool = False) -> float:
-    """Return the number that `text` says, in (least, most], and a whole one if it must be.
-
-    Raises:
-        ValueError: the text is anything else.
-    """
+    """Return a number in (least, most], and a whole one if it must be."""
     try:
         number = float(text)
     except ValueError:
@@ -98,10 +66,8 @@ def parse_number(name: str, text: str, *, least: float, most: float, example: st
 
 
 def _number(text: str, units: Mapping[str, int | Fraction]) -> Fraction | None:
-    """Return a number with one of these units, exactly; None if `text` is anything else."""
+    """Return a number with one of these units, exactly; None if `text` is anything else, or too long for a float."""
     found = _QUANTITY.fullmatch(text.strip())
-    if found is None or found[2] not in units:
+    if found is None or found[2] not in units or len(text) > 30:
         return None
-    number = Fraction(found[1]) * units[found[2]]
-    # A float holds these, and what is computed from them.
-    return number if not number or _LEAST <= number <= _MOST else None
+    return Fraction(found[1]) * units[found[2]]
