@@ -132,7 +132,7 @@ def test_stock_join_is_untouched_unless_a_compressor_serves(monkeypatch: pytest.
         stock_join()
     server: Any = SimpleNamespace(active=True)
     compressor.bind(server)
-    with pytest.raises(AssertionError, match=r"TopK\(.*with horovod_sparse\.torch\.Join\(optimizer\)"):
+    with pytest.raises(AssertionError, match=r"TopK\(.*horovod_sparse\.torch\.joined\(loader\)"):
         stock_join()
     cycle = [compressor]
     cycle.append(cycle)

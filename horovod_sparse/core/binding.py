@@ -103,7 +103,7 @@ class BoundCompressor(Compressor):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, on the same model. It is strict; bucketing and world size may differ."""
-        server = self._bound_on_every_rank("load_state_dict")
+        server = self._bound()
         check_parts(state, self)
         server.check_unit(state)
         server.load_compression_state(state)
@@ -114,27 +114,18 @@ class BoundCompressor(Compressor):
         With dynamic loss scaling, call this whenever the scale has changed; `factor` is the new scale / the old one.
         """
         check_factor(factor)
-        server = self._bound_on_every_rank("rescale")
+        server = self._bound()
         if factor != 1.0:
             server.rescale(float(factor))
 
     def reset(self) -> None:
         """Forget residuals, adaptive state and statistics."""
-        self._bound_on_every_rank("reset").reset()
+        self._bound().reset()
 
     def _bound(self) -> Server:
         if self._server is None:
             raise RuntimeError(f"{self!r} serves no optimizer yet; give it to one first, by its argument compression")
         return self._server
-
-    def _bound_on_every_rank(self, method: str) -> Server:
-        server = self._bound()
-        if server.announce is not None:
-            raise RuntimeError(
-                f"{method} must be called on every rank, but within Join some ranks may have no data left; call it before "
-                "or after"
-            )
-        return server
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has the settings but not the residuals, because it is for another optimizer.

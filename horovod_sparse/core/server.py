@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from horovod_sparse.compressors.base import Compressor
@@ -43,9 +43,6 @@ class Server:
     """What exchanges the updates of the optimizer in place of gradients; None if gradients are exchanged."""
     sparse: Collection[str] = ()
     """The names of the parameters with sparse gradients, which have no state."""
-
-    announce: Callable[[], None] | None = None
-    """While ranks may run out of data: tells the others that this one is about to reduce, before anything waits for them."""
 
     def between_steps(self) -> Pipeline | None:
         """Return the pipeline, ready to be used between two steps."""

@@ -1,19 +1,16 @@
-"""Training on uneven data: a rank that has no data left repeats its last batch, with weight zero, until nobody has any."""
+"""Training on uneven data with TensorFlow."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any
 
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from horovod_sparse.core.uneven import Batch, repeated
 from horovod_sparse.tensorflow.exchange import gather_json
-
-Batch = TypeVar("Batch")
-
-_NO_DATA = object()
-_HAS_DATA, _ENDED, _EMPTY = "has data", "ended", "empty"
 
 
 def joined(
@@ -39,24 +36,8 @@ def joined(
             "within the loop"
         )
     if not process_set.included():
-        for batch in dataset:
-            yield batch, tf.constant(1.0)
+        yield from ((batch, tf.constant(1.0)) for batch in dataset)
         return
-    name = f"horovod_sparse.{process_set.process_set_id}.joined"
-    iterator, last = iter(dataset), cast(Batch, _NO_DATA)
-    while True:
-        new: Any = next(iterator, _NO_DATA)
-        state = _HAS_DATA if new is not _NO_DATA else _EMPTY if last is _NO_DATA else _ENDED
-        states = gather_json(state, name, process_set)
-        if _HAS_DATA not in states:
-            return
-        if _EMPTY in states:
-            ranks = process_set.ranks or range(len(states))
-            empty = [rank for rank, one in zip(ranks, states, strict=True) if one == _EMPTY]
-            raise ValueError(
-                f"rank {mpi_ops.rank()}: dataset must have at least one batch on every rank, got none on the ranks {empty}; a "
-                "rank without data repeats its last batch"
-            )
-        if state == _HAS_DATA:
-            last = new
-        yield last, tf.constant(float(state == _HAS_DATA))
+    gather = partial(gather_json, name=f"horovod_sparse.{process_set.process_set_id}.joined", process_set=process_set)
+    for batch, weight in repeated(dataset, gather, process_set.ranks, mpi_ops.rank()):
+        yield batch, tf.constant(weight)

@@ -14,6 +14,7 @@ from horovod_sparse.torch.compressors import *
 from horovod_sparse.torch.hook import comm_hook as comm_hook
 from horovod_sparse.torch.hook import register as register
 from horovod_sparse.torch.local import LocalUpdates as LocalUpdates
+from horovod_sparse.torch.uneven import joined as joined
 
 if stock.module is not None:
     from horovod_sparse.core.checkpoint import Checkpoint as Checkpoint
@@ -22,7 +23,6 @@ if stock.module is not None:
     from horovod_sparse.torch.checkpoint import save_checkpoint as save_checkpoint
     from horovod_sparse.torch.replicas import broadcast_optimizer_state as broadcast_optimizer_state
     from horovod_sparse.torch.replicas import broadcast_parameters as broadcast_parameters
-    from horovod_sparse.torch.uneven import Join as Join
 
     seam.install()
 

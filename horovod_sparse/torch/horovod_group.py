@@ -69,7 +69,8 @@ class HorovodGroup:
 
     def _tell(self, value: Any) -> Wait:
         name = f"{self._name}.meeting.{self._meetings}"
-        self._meetings += 1
+        # Otherwise they come one after the other, and Horovod remembers names.
+        self._meetings += self._is_together
         return self._collectives.start("allgather", as_line(value), name)
 
     @contextmanager

@@ -91,7 +91,7 @@ class LocalUpdates:
         refuse_detached(self.compression, "local updates")
         names = _names(optimizer, model)
         check_memory(names)
-        self._transport = _transport(group, next(iter(names)).device)
+        self._transport = transport_of(group, next(iter(names)).device)
         self._parameters = {name: parameter for parameter, name in names.items()}
         self._shared = {name: one.detach().to(wide(one), copy=True) for name, one in self._parameters.items()}
         self._movement = Movement([*self._parameters.values()], [*self._shared.values()])
@@ -265,7 +265,8 @@ def _names(
     return names
 
 
-def _transport(group: Any, device: torch.device) -> Transport:
+def transport_of(group: Any, device: torch.device) -> Transport:
+    """Return the collectives of a process set, or of a process group of `torch.distributed`; None for all workers."""
     with_horovod = stock.module is not None and stock.module.is_initialized()
     if with_horovod and (isinstance(group, stock.module.ProcessSet) or (group is None and not dist.is_initialized())):
         from horovod_sparse.torch.horovod_group import HorovodGroup
@@ -273,7 +274,6 @@ def _transport(group: Any, device: torch.device) -> Transport:
         return HorovodGroup(stock.module.global_process_set if group is None else group)
     if not dist.is_initialized():
         raise ValueError(
-            "nothing connects the workers yet; call hvd.init() or torch.distributed.init_process_group() before "
-            "LocalUpdates is made"
+            "nothing connects the workers yet; call hvd.init() or torch.distributed.init_process_group() first"
         )
     return Group(group, device)

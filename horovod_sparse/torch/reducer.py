@@ -292,8 +292,6 @@ class Reducer(ScaledServer):
     @torch.no_grad()
     def _reduce(self) -> None:
         self.check_unchanged()
-        if self.announce is not None:
-            self.announce()
         self._routes.adopt()
         if not self._routes.complete:
             self._extend_routes()
@@ -385,11 +383,6 @@ class Reducer(ScaledServer):
     def _write(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
         parameters = [self._routes.compressed[slot.name] for slot in slots]
         return write_reduced(slots, parameters, reduced, self._routes.sparse_as_dense)
-
-    @property
-    def given_up(self) -> bool:
-        """Whether a step was given up, whose collectives may still be under way."""
-        return self._collectives.given_up
 
     def give_up(self) -> None:
         """Give up the step that may have begun, because all ranks do."""

@@ -36,7 +36,7 @@ def broadcast_parameters(params: Mapping[str, Tensor] | Iterable[Tensor | tuple[
             raise TypeError(
                 f"params must have tensors only, got {type(tensor).__name__}; broadcast other objects with hvd.broadcast_object"
             )
-    broadcast_tensors(tensors, root_rank, "horovod_sparse.parameters", mpi_ops.global_process_set)
+    _broadcast(tensors, root_rank, "horovod_sparse.parameters")
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: object = None) -> None:
@@ -63,26 +63,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
                 is_sparse = isinstance(optimizer, torch.optim.SparseAdam) or id(parameter) in sparse
                 zeros = torch.zeros_like(parameter)
                 parameter.grad = zeros.to_sparse(1) if is_sparse else zeros
-    is_behind = mpi_ops.rank() != root_rank
-    broadcast_states(
-        optimizer, None, root_rank, "horovod_sparse.optimizer", mpi_ops.global_process_set, is_behind=is_behind
-    )
-
-
-def broadcast_states(
-    optimizer: Any,
-    scaler: torch.amp.GradScaler | None,
-    root: int,
-    name: str,
-    process_set: Any,
-    *,
-    is_behind: bool,
-) -> None:
-    """Copy the state of an optimizer and of its loss scaler from rank `root`. Blocks.
-
-    `name` begins the collectives' names. Ranks that are not behind load no state.
-    """
-    is_root = mpi_ops.rank() == root
+    is_root, name = mpi_ops.rank() == root_rank, "horovod_sparse.optimizer"
     tensors: list[Tensor] = []
 
     def put_aside(_: str, value: Any) -> Any:
@@ -99,27 +80,24 @@ def broadcast_states(
 
     frame = b""
     if is_root:
-        parts = {"optimizer": optimizer, **({} if scaler is None else {"scaler": scaler})}
         try:
-            frame = encode(mapped({part: one.state_dict() for part, one in parts.items()}, put_aside))
+            frame = encode({"optimizer": mapped(optimizer.state_dict(), put_aside)})
         except Exception as error:
             # The other ranks wait for the frame.
             frame = encode({"problem": str(error)})
     # Only the root has any bytes.
     message = torch.tensor([*frame], dtype=torch.uint8)
+    process_set = mpi_ops.global_process_set
     state = decode(mpi_ops.allgather(message, f"{name}.frame", process_set).numpy().tobytes())
     if "problem" in state:
         raise ValueError(f"optimizer must have settings that can be sent: {state['problem']}")
-    if not is_root:
-        state = mapped(state, make_room)
-    broadcast_tensors(tensors, root, name, process_set)
-    if is_behind:
-        optimizer.load_state_dict(state["optimizer"])
-        if scaler is not None:
-            scaler.load_state_dict(state["scaler"])
+    made = None if is_root else mapped(state["optimizer"], make_room)
+    _broadcast(tensors, root_rank, name)
+    if made is not None:
+        optimizer.load_state_dict(made)
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], root: int, name: str, process_set: Any) -> None:
+def _broadcast(tensors: Iterable[Tensor], root: int, name: str) -> None:
     """Broadcast tensors in place. Each goes in one dimension."""
     under_way = []
     for number, tensor in enumerate(tensor.detach() for tensor in tensors):
@@ -127,7 +105,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], root: int, name: str, process_s
             continue
         flat = tensor.reshape(-1)
         wire = flat.view(_WIRE[min(flat.itemsize, 8)])
-        handle = mpi_ops.broadcast_async_(wire, root, f"{name}.{number}", process_set=process_set)
+        handle = mpi_ops.broadcast_async_(wire, root, f"{name}.{number}")
         under_way.append((tensor, flat, handle))
     for tensor, flat, handle in under_way:
         mpi_ops.synchronize(handle)

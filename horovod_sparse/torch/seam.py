@@ -339,7 +339,7 @@ def _reset(stock: None) -> Method:
 
 def _join(stock: Method) -> Method:
     def extended(*args: Any) -> Any:
-        refuse_join("with uneven data use `with horovod_sparse.torch.Join(optimizer):` around the steps")
+        refuse_join("with uneven data iterate over `horovod_sparse.torch.joined(loader)`")
         return stock(*args)
 
     return extended

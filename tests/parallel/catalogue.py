@@ -18,7 +18,6 @@ MODULES = {
         "numpy_checkpoints",
         "scaling",
         "uneven",
-        "uneven_errors",
         "policies",
         "momentum",
         "disagreement",
@@ -43,7 +42,16 @@ MODULES = {
         "tf.uneven",
         "tf.telemetry",
     ),
-    "ddp": ("ddp.hook", "ddp.momentum", "ddp.local", "ddp.updates", "ddp.detached", "ddp.compiled", "ddp.telemetry"),
+    "ddp": (
+        "ddp.hook",
+        "ddp.momentum",
+        "ddp.local",
+        "ddp.updates",
+        "ddp.detached",
+        "ddp.uneven",
+        "ddp.compiled",
+        "ddp.telemetry",
+    ),
 }
 
 

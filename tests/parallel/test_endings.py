@@ -42,7 +42,7 @@ def test_difference_between_ranks_is_named(launch: Launch) -> None:
 def test_stock_join_is_an_error_not_a_hang(launch: Launch) -> None:
     output = _run(launch, "stock_join")
     assert "AssertionError: hvd.join() was called while TopK(" in output
-    assert "with horovod_sparse.torch.Join(optimizer)" in output
+    assert "horovod_sparse.torch.joined(loader)" in output
 
 
 @pytest.mark.full

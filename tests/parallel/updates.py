@@ -8,7 +8,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from horovod_sparse.torch import Join, TopK
+from horovod_sparse.torch import TopK
 
 from . import updates_laws
 from .common import assert_identical, digest, everyone, loss_of, raised, small_model
@@ -53,16 +53,3 @@ def stock_habits_make_no_difference_to_updates() -> None:
         loss_of(model, 4).backward()
     assert "before loss.backward()" in raised(AssertionError, optimizer.zero_grad)
     optimizer.step()
-
-
-@scenario(MPI_2)
-def updates_of_uneven_data() -> None:
-    model = small_model()
-    _, optimizer = _wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), TopK(0.02, warmup=None))
-    with Join(optimizer):
-        for step in range(5 if hvd.rank() == 0 else 2):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-    assert_identical(model)
-    assert int(optimizer.state[model[0].weight]["step"]) == 5

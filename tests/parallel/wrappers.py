@@ -11,7 +11,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from horovod_sparse.torch import Join, SIDCo
+from horovod_sparse.torch import SIDCo, joined
 
 from .common import BUCKET_BYTES, assert_identical, digest, kept, loss_of, raised, small_model, train, wrap
 from .scenario import MPI_2, PAIR, scenario
@@ -103,12 +103,11 @@ def a_wrapped_optimizer_takes_parameters_scaler_and_uneven_data(wrapper: Callabl
             scaler.scale(loss * float("inf") if step == 1 and hvd.rank() == 1 else loss).backward()
             scaler.step(optimizer)
             scaler.update()
-        with Join(optimizer):
-            for step in range(4 + hvd.rank()):
-                optimizer.zero_grad()
-                scaler.scale(loss_of(model, step)).backward()
-                scaler.step(optimizer)
-                scaler.update()
+        for step, weight in joined(range(4 + hvd.rank())):
+            optimizer.zero_grad()
+            scaler.scale(weight * loss_of(model, step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
     assert digest(models[0].parameters()) == digest(models[1].parameters())
     assert_identical(models[1])
 
