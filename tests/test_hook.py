@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from horovod_sparse.torch import DGC, LocalUpdates, NoOp, TopK, comm_hook, register
 
@@ -152,6 +154,70 @@ def test_a_hook_that_needs_the_optimizer_says_so(compression: Any) -> None:
     model.register_comm_hook(compression, comm_hook)
     with pytest.raises(ValueError, match=r"call register\(model, compression, optimizer\)"):
         backward(model)
+
+
+def _bare(model: Any, compression: Any) -> None:
+    model.register_comm_hook(compression, comm_hook)
+
+
+def _steps(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(3):
+        backward(model)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("hook", [_bare, register])
+@pytest.mark.parametrize(
+    ("make", "lost"),
+    [
+        (
+            lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+            "SGD, .* its momentum moves after the selection",
+        ),
+        (torch.optim.Adam, "Adam, .* its updates are not exchanged in place of gradients"),
+    ],
+)
+def test_an_optimizer_that_is_not_seen_causes_one_warning(hook: Any, make: Any, lost: str) -> None:
+    model, other = make_model(), make_model()
+    hooks = len(_global_optimizer_pre_hooks)
+    hook(model, TopK(0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        backward(model)
+        _steps(other, make(other.parameters()))
+    with pytest.warns(
+        UserWarning, match=rf"TopK reduces .* of {lost}.*register\(model, compression, optimizer\)"
+    ) as caught:
+        _steps(model, make(model.parameters()))
+    assert len(caught) == 1 and len(_global_optimizer_pre_hooks) == hooks
+
+
+@pytest.mark.parametrize(
+    ("compression", "make"),
+    [
+        (TopK(0.1), torch.optim.SGD),
+        (TopK(0.1, updates=False, momentum=None), torch.optim.Adam),
+        (TopK(0.1, momentum=None), lambda parameters: torch.optim.SGD(parameters, momentum=0.9)),
+        (NoOp(), torch.optim.Adam),
+        (TopK(0.1), lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1, momentum=0.9)),
+    ],
+)
+def test_an_optimizer_that_is_not_seen_and_would_not_train_better_causes_none(compression: Any, make: Any) -> None:
+    model, hooks = make_model(), len(_global_optimizer_pre_hooks)
+    register(model, compression)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        _steps(model, make([*model.parameters()]))
+    assert len(_global_optimizer_pre_hooks) == hooks
+
+
+def test_an_optimizer_that_is_given_causes_no_warning() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    register(model, TopK(0.1), optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        _steps(model, optimizer)
 
 
 def test_complex_parameters_are_refused_by_name() -> None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
-from driver import collective, make_pipeline
+from driver import collective, exchange, make_pipeline
 from parallel.launch import REPOSITORY, Launch
 from table import BACKENDS
 
 from horovod_sparse.compressors import COMPRESSORS
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.micro import MiCRO
+from horovod_sparse.compressors.sidco import SIDCo
+from horovod_sparse.exchange.protocols import dense
+from horovod_sparse.exchange.rounds import Way, calls
 from horovod_sparse.tools import cli
-from horovod_sparse.tools.plan import DENSE16, LEFT_OUT, METHODS, Call, Method, Network
+from horovod_sparse.tools.plan import DENSE16, LEFT_OUT, METHODS, Call, Method, Network, warm_up
 from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency
 
 PLAN = ["plan", "--parameters", "25.6M", "--workers", "64", "--bandwidth", "10gbit", "--step-ms", "110"]
@@ -125,6 +131,60 @@ def test_the_library_sends_what_the_model_says(method: Method, world: int) -> No
     assert sent == [list(together) for together in method.rounds(100_000, 0.01, world)]
     bytes_sent = pipelines[0].buckets[0].bytes_sent
     assert bytes_sent == pytest.approx(method.bytes_sent(100_000, 0.01, world))
+
+
+@pytest.mark.parametrize("make", [SIDCo, MiCRO, partial(SIDCo, values="bfloat16"), partial(SIDCo, warmup=3.7)])
+@pytest.mark.parametrize(("ratio", "world"), [(0.05, 2), (0.004, 5), (0.0007, 64), (0.0007, 1000), (0.3, 4), (1.0, 4)])
+def test_the_warm_up_is_the_sum_over_its_steps(make: Callable[[float], Compressor], ratio: float, world: int) -> None:
+    compressor, parameters = make(ratio), 8_000_001
+    most = compressor.bucket_bytes // 4
+    buckets = [most, parameters - most]
+    step = dense_steps = 0
+    sent = 0.0
+    while (now := compressor.ratio_at(step)) > ratio:
+        is_dense = step < compressor.first_sparse_step(world)
+        for numel in buckets:
+            k = compressor.target_count(numel, now)
+            way = Way(dense) if is_dense else Way(compressor.exchange, compressor.values)
+            of_bucket = calls(way, numel, k, compressor.message_capacity(numel, k, world), world)
+            assert of_bucket is not None
+            sent += sum(call.bytes_sent(world) for call in of_bucket)
+        dense_steps += is_dense
+        step += 1
+    assert compressor.ratio_at(step + 10) == ratio
+    assert warm_up(compressor, parameters, world) == (step, dense_steps, pytest.approx(sent))
+
+
+@pytest.mark.parametrize("make", [SIDCo, MiCRO])
+def test_the_library_warms_up_as_the_model_says(make: Callable[[float], Compressor]) -> None:
+    world, compressor = 3, make(0.05)
+    pipelines = [
+        make_pipeline(NUMPY, compressor, {"p": (5000,)}, world=world, position=position) for position in range(world)
+    ]
+    expected = warm_up(compressor, 5000, world)
+    sent, dense_steps = 0.0, 0
+    for step in range(expected.steps):
+        for pipeline in pipelines:
+            pipeline.arrive("p", np.random.default_rng(step).laplace(size=5000).astype(np.float32))
+        bucket = pipelines[0].buckets[0]
+        dense_steps += bucket.way.exchange is dense
+        exchange(NUMPY, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
+        sent += bucket.bytes_sent
+        for pipeline in pipelines:
+            pipeline.end_step()
+    assert compressor.ratio_at(expected.steps - 1) > compressor.ratio_at(expected.steps) == 0.05
+    assert (dense_steps, sent) == (expected.dense, pytest.approx(expected.bytes_sent))
+
+
+def test_a_warm_up_is_said_in_dense_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*PLAN, "--ratio", "1e-9"]) == 0
+    steps, dense_steps, sent = warm_up(SIDCo(1e-9), 25_600_000, 64)
+    text = (
+        f"takes {steps:,} steps, of which the first {dense_steps:,} are dense float32. In all of them a worker sends "
+        f"{sent:,.0f} bytes, as much as in {sent / DENSE16.bytes_sent(25_600_000, 1e-9, 64):,.1f} dense float16 steps."
+    )
+    assert text in capsys.readouterr().out.replace("\n", " ")
+    assert steps > 1e9
 
 
 @pytest.mark.parametrize(

@@ -173,3 +173,27 @@ def test_copies_of_a_state_share_nothing_with_it() -> None:
     assert (state.window, loaded.window) == ([1, 2], [1, 2])
     state.restore(snapshot)
     assert (state.window, state.others) == ([1], {"a": [1]})
+
+
+def test_residuals_in_units_of_the_update_are_not_taken_for_gradients() -> None:
+    saved = serve(TopK(0.1, lr_in_residual=True, warmup=None), "p", "q")
+    assert saved.pipeline is not None
+    for name in SHAPES:
+        bucket = saved.pipeline.arrive(name, BACKEND.array(np.ones(SHAPES[name], np.float32)), 0.5)
+    assert bucket is not None
+    exchange(BACKEND, [saved.pipeline], [bucket])
+    saved.pipeline.end_step()
+    state = saved.state_dict()
+    other = serve(TopK(0.1, warmup=None), "p", "q")
+    before = other.state_dict()
+    with pytest.raises(ValueError, match="state must be one with lr_in_residual=False, got one with"):
+        other.load_compression_state(state)
+    assert repr(other.state_dict()) == repr(before)
+    # Residuals of earlier releases are gradients, whatever their rates.
+    gradients_at = {**state, "learning_rates": dict.fromkeys(SHAPES, 0.5)}
+    other = serve(TopK(0.1, warmup=None), "p", "q")
+    other.load_compression_state(gradients_at)
+    np.testing.assert_array_equal(other.state_dict()["residuals"]["p"], state["residuals"]["p"])
+    same = serve(TopK(0.1, lr_in_residual=True, warmup=None), "p", "q")
+    same.load_compression_state(state)
+    np.testing.assert_array_equal(same.state_dict()["residuals"]["p"], state["residuals"]["p"])

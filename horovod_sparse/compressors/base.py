@@ -363,11 +363,16 @@ class Compressor(ABC):
 
     def first_sparse_step(self, world: int) -> int:
         """Return the first step that is not dense. In a warm-up its messages have no more bytes than a dense allreduce."""
-        first, final = 0, self._schedule.final
-        if isinstance(self._schedule, ByAge):
-            while self.ratio_at(first) > final and self._sends_more(self.ratio_at(first), world):
-                first += 1
+        first = 0
+        for stair in self.warmup_stairs():
+            if not self._sends_more(self.ratio_at(stair.start), world):
+                return stair.start
+            first = stair.stop
         return first
+
+    def warmup_stairs(self) -> Iterable[range]:
+        """Return the steps of each stair of a warm-up by age, in which the ratio stays the same."""
+        return self._schedule.stairs() if isinstance(self._schedule, ByAge) else ()
 
     def _sends_more(self, ratio: float, world: int) -> bool:
         """Return whether the exchange sends more bytes than a dense allreduce of float32. It is the same for all buckets."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -51,3 +52,16 @@ class ByAge(Schedule):
             return self.end
         halvings, odd = divmod(max(math.floor(2 * math.log2((step + 1) / self.c)), 0), 2)
         return max(self.end, math.ldexp(math.sqrt(0.5) if odd else 1.0, -halvings))
+
+    def stairs(self) -> Iterator[range]:
+        """Return the steps of each stair, until the ratio has come down to the end."""
+        stop = 0
+        while (ratio := self.ratio(stop)) > self.end:
+            start = low = stop
+            stop = start + 1
+            while self.ratio(stop) == ratio:
+                low, stop = stop, 2 * stop
+            while stop - low > 1:
+                middle = (low + stop) // 2
+                low, stop = (middle, stop) if self.ratio(middle) == ratio else (low, middle)
+            yield range(start, stop)

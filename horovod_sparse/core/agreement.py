@@ -152,6 +152,25 @@ def check_optimizer(c: Compressor, name: str, groups: Sequence[Mapping[str, obje
     )
 
 
+def warn_unseen(c: Compressor, name: str, groups: Sequence[Mapping[str, object]], instead: str) -> None:
+    """Warn of an optimizer that steps with reduced gradients, but that the compressor does not see, if this trains worse.
+
+    `name` and `groups` are as in `check_optimizer`; `instead` tells what to write.
+    """
+    divides = c.updates == "auto" and any(DIVIDING.intersection(group) for group in groups)
+    has_momentum = c.momentum == "auto" and c.residual and any(group.get("momentum") for group in groups)
+    if c.ratio == 1.0 or not (divides or has_momentum):
+        return
+    lost = (
+        "its updates are not exchanged in place of gradients" if divides else "its momentum moves after the selection"
+    )
+    warnings.warn(
+        f"horovod_sparse: {type(c).__name__} reduces gradients of {name}, but does not see this optimizer: {lost}, which "
+        f"trains worse; {instead}",
+        stacklevel=1,
+    )
+
+
 def check_dampening(groups: Iterable[Mapping[str, object]]) -> None:
     """Raise ValueError if momentum cannot move, because PyTorch's SGD has dampening."""
     for group in groups:

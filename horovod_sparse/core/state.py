@@ -118,6 +118,13 @@ def check_state(state: Any, compressor: Compressor, residuals: Shapes, velocitie
     unknown = sorted(state["learning_rates"].keys() - residuals.keys())
     if unknown:
         raise ValueError(f"state['learning_rates'] must be of parameters with a residual, got {unknown} too")
+    # Other rates are those at which residuals of an earlier release, in units of the gradient, become updates.
+    if not compressor.in_updates and 1.0 in state["learning_rates"].values():
+        raise ValueError(
+            "state must be one with lr_in_residual=False, got one with lr_in_residual=True: its residuals are in units of the "
+            "update; make the compression with lr_in_residual=True, or leave it 'auto' and give the optimizer the momentum "
+            "that it had, or begin without this state"
+        )
     _check_adaptive(state, compressor)
 
 

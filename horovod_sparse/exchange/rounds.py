@@ -71,7 +71,7 @@ _CALLS: Mapping[str, Callable[[int, int, int, int], list[Call]]] = {
     "pairs": lambda numel, k, room, world: [Call("allgather", 2 * room)],
     "compact pairs": lambda numel, k, room, world: [Call("allgather", wire.runs_of(numel) + room)],
     "shared indices": lambda numel, k, room, world: [Call("allreduce", room + len(wire.tail(True, 0)))],
-    "dense": lambda numel, k, room, world: [Call("allreduce", numel)],
+    "dense": lambda numel, k, room, world: [Call("allreduce", numel + len(wire.tail(True, 0)))],
     "union": lambda numel, k, room, world: [
         Call("allgather", wire.HEADER + room),
         Call("allreduce", min(world * room, numel)),

@@ -66,6 +66,12 @@ _uses: dict[int, _Use] = {}
 """The `id` of a variable -> the compressor that was the last to reduce it for a tape."""
 
 
+def compressor_of(variable: Variable) -> TensorflowCompressor | None:
+    """Return the compressor that was the last to reduce a variable for a tape; None if there is none, or none any more."""
+    use = _uses.get(id(plain(variable)))
+    return None if use is None else use.compressor()
+
+
 class Reducer(Server):
     """Reduces lists of gradients. If `shared`, it serves one tape after the other, else one optimizer."""
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
 from horovod_sparse.tensorflow.reduction import Reduction
+from horovod_sparse.tensorflow.unseen import watch_optimizers
 
 Function = Callable[..., Any]
 
@@ -92,7 +94,10 @@ def _make_allreduce_grads_fn(stock: Function) -> Function:
         if not isinstance(compression, TensorflowCompressor):
             return stock(*args, **kwargs)
         # A new tape is made in every step.
-        return reducer_of(compression, Reduction.among(given), shared=given["name"] == "DistributedGradientTape")
+        is_tape = given["name"] == "DistributedGradientTape"
+        if is_tape and "keras" in sys.modules:
+            watch_optimizers()
+        return reducer_of(compression, Reduction.among(given), shared=is_tape)
 
     return extended
 

@@ -17,6 +17,7 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.sidco import SIDCo
+from horovod_sparse.exchange.protocols import dense
 from horovod_sparse.exchange.rounds import Call, Way, calls
 from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency, parse_number
 
@@ -55,10 +56,13 @@ class Network(NamedTuple):
         `sum over rounds of (wait + sum over its collectives of (messages * latency + bytes sent / bandwidth))`. In a ring all
         workers send and receive at the same time, so only one direction counts.
         """
-        calls = [call for together in rounds for call in together]
-        messages = sum(call.messages(world) for call in calls)
-        sent = sum(call.bytes_sent(world) for call in calls)
-        return len(rounds) * self.wait + messages * self.latency + sent / self.bandwidth
+        messages = sum(call.messages(world) for together in rounds for call in together)
+        return len(rounds) * self.wait + messages * self.latency + _sent(rounds, world) / self.bandwidth
+
+
+def _sent(rounds: Rounds, world: int) -> float:
+    """Return the bytes that each worker sends."""
+    return sum(call.bytes_sent(world) for together in rounds for call in together)
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,7 @@ class Method:
 
     def bytes_sent(self, parameters: int, ratio: float, world: int) -> float:
         """Return the bytes that each worker sends in a step."""
-        rounds = self.rounds(parameters, ratio, world)
-        return sum(call.bytes_sent(world) for together in rounds for call in together)
+        return _sent(self.rounds(parameters, ratio, world), world)
 
     def seconds(self, where: Network, parameters: int, ratio: float, world: int) -> float:
         """Return how long the collectives of a step take."""
@@ -85,19 +88,20 @@ class Method:
 
 def sparse(make: Callable[[float], Compressor]) -> Callable[[int, float, int], Rounds]:
     """Return `Method.rounds` of a compressor, when its ratio has come down to the end."""
+    return lambda parameters, ratio, world: _rounds(make(ratio), parameters, world)
 
-    def rounds(parameters: int, ratio: float, world: int) -> Rounds:
-        compressor = make(ratio)
-        most = max(1, compressor.bucket_bytes // 4)
-        way = Way(compressor.exchange, compressor.values)
-        buckets = []
-        for start in range(0, parameters, most):
-            numel = min(most, parameters - start)
-            k = compressor.target_count(numel)
-            buckets.append(calls(way, numel, k, compressor.message_capacity(numel, k, world), world) or [])
-        return list(zip(*buckets, strict=True))
 
-    return rounds
+def _rounds(compressor: Compressor, parameters: int, world: int, step: int | None = None) -> Rounds:
+    """Return the collectives of a step; None is one after the warm-up."""
+    most = max(1, compressor.bucket_bytes // 4)
+    is_dense = step is not None and step < compressor.first_sparse_step(world)
+    way = Way(dense) if is_dense else Way(compressor.exchange, compressor.values)
+    buckets = []
+    for start in range(0, parameters, most):
+        numel = min(most, parameters - start)
+        k = compressor.target_count(numel, None if step is None else compressor.ratio_at(step))
+        buckets.append(calls(way, numel, k, compressor.message_capacity(numel, k, world), world) or [])
+    return list(zip(*buckets, strict=True))
 
 
 def _dense(itemsize: int) -> Callable[[int, float, int], Rounds]:
@@ -124,6 +128,26 @@ SHARED = Method("shared indices", "RandomBlock({ratio})", sparse(RandomBlock), t
 METHODS = (DENSE32, DENSE16, POWER, PAIRS, COMPACT, BALANCED, UNION, SHARED)
 
 
+class WarmUp(NamedTuple):
+    """What the steps of a compressor send until its ratio has come down to the end."""
+
+    steps: int
+    dense: int
+    """The steps that send everything. They are the first ones."""
+    bytes_sent: float
+    """The bytes that each worker sends in all of these steps."""
+
+
+def warm_up(compressor: Compressor, parameters: int, world: int) -> WarmUp:
+    """Return what a warm-up costs in all."""
+    stairs = [*compressor.warmup_stairs()]
+    sent = 0.0
+    for stair in stairs:
+        rounds = _rounds(compressor, parameters, world, stair.start)
+        sent += (stair.stop - stair.start) * _sent(rounds, world)
+    return WarmUp(stairs[-1].stop if stairs else 0, compressor.first_sparse_step(world), sent)
+
+
 def text(where: Network, parameters: int, ratio: float, world: int, computing: float) -> str:
     """Return the whole report. `computing` is what a worker computes in a step, in seconds."""
     rows = [("method", "bytes per step", "exchange ms", "step ms", "dense fp16 / it", "what to write")]
@@ -146,7 +170,14 @@ def text(where: Network, parameters: int, ratio: float, world: int, computing: f
     # (world - 1) * ratio * 8 bytes by allgather, and 2 (world - 1)/world * 2 bytes by allreduce.
     fewer = f"Without spare room, pairs send fewer bytes than dense float16 up to ratio {0.5 / world:.3g}."
     advice = f"Fastest exchange of those that train: {best.title}, {best.argument.format(ratio=repr(ratio))}"
-    return "\n".join([heading, *lines, "", fewer, advice, LEFT_OUT])
+    steps_of_warm_up, dense_steps, sent_in_all = warm_up(SIDCo(ratio), parameters, world)
+    beginning = (
+        f"The table is for steps after the warm-up. That of {PAIRS.argument.format(ratio=repr(ratio))} takes "
+        f"{steps_of_warm_up:,} steps, of which the first {dense_steps:,} are\n"
+        f"dense float32. In all of them a worker sends {sent_in_all:,.0f} bytes, as much as in "
+        f"{sent_in_all / DENSE16.bytes_sent(parameters, ratio, world):,.1f} dense float16 steps."
+    )
+    return "\n".join([heading, *lines, "", beginning, fewer, advice, LEFT_OUT])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

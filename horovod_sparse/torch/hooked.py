@@ -10,6 +10,7 @@ Where updates are exchanged, DDP's buckets stay as they are. The optimizer's `st
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
@@ -18,7 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.distributed.algorithms.join import Joinable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+from horovod_sparse.core.agreement import warn_unseen
 from horovod_sparse.torch.grouped import GroupReducer
 from horovod_sparse.torch.movement import Updates
 from horovod_sparse.torch.scaler import ScaledServer
@@ -55,6 +60,37 @@ class HookReducer(ScaledServer, GroupReducer):
         """DDP's buckets of this step, and what tells DDP that each is reduced."""
         self._backward = _NO_BACKWARD
         """The number that PyTorch has given to the backward pass in which this step began."""
+        self._watch: RemovableHandle | None = None
+        """Shows the steps of all optimizers, until one of these parameters is among theirs."""
+        self._steps_seen = False
+
+    # --- an optimizer that nobody has given ---
+
+    def _watch_optimizers(self) -> None:
+        """Warn once if an optimizer steps these parameters that had better be given to `register`."""
+        if self._watch is not None and self._steps_seen:
+            # PyTorch iterates over the hooks while it calls them, so that they cannot remove themselves.
+            self._watch.remove()
+            self._watch = None
+        if self._watch is None and not self._steps_seen and self._optimizer is None:
+            note = weakref.WeakMethod(self._note_optimizer)
+
+            def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+                living = note()
+                if living is not None:
+                    living(optimizer)
+
+            self._watch = register_optimizer_step_pre_hook(look)
+
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = optimizer.param_groups
+        if self._steps_seen or not any(one in self._routes.names for group in groups for one in group["params"]):
+            return
+        self._steps_seen = True
+        # With a `ZeroRedundancyOptimizer` nothing would change.
+        if not isinstance(optimizer, Joinable):
+            instead = "write register(model, compression, optimizer) (horovod_sparse.torch)"
+            warn_unseen(self.compressor, type(optimizer).__name__, groups, instead)
 
     # --- updates ---
 
@@ -117,6 +153,7 @@ class HookReducer(ScaledServer, GroupReducer):
                 else:
                     Variable._execution_engine.queue_callback(self.restore_moved)
             return future
+        self._watch_optimizers()
         try:
             self._take_bucket(bucket)
             self._promised.append((buffer, future))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import tempfile
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -377,6 +378,35 @@ def _joining(compression: Any) -> None:
     """A variable that a compression has not seen."""
     weights = variables({"joining": (400,)})
     reduce(compression, weights, {"joining": np.ones(400, np.float32)})
+
+
+@scenario(TF_2, cases={"eager": (False,), "graph": (True,)})
+def an_optimizer_that_the_tape_does_not_see_causes_one_warning(graph: bool) -> None:
+    def warned(optimizer: Any, **settings: Any) -> list[str]:
+        compression, weight = SIDCo(0.1, **settings), keras.Variable(np.ones(400, np.float32), name="weight")
+
+        def step() -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weight.value**2)
+            tape = hvd.DistributedGradientTape(tape, compression=compression)
+            optimizer.apply_gradients(zip(tape.gradient(loss, [weight]), [weight], strict=True))
+
+        optimizer.build([weight])
+        run = tf.function(step) if graph else step
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                run()
+        return [str(one.message) for one in caught if "does not see" in str(one.message)]
+
+    (message,) = warned(keras.optimizers.SGD(0.1, momentum=0.9))
+    assert "SIDCo reduces gradients of SGD, but does not see this optimizer: its momentum" in message
+    assert "momentum=0.9 and the optimizer none" in message
+    (message,) = warned(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
+    assert "of Adam" in message and "hvd.DistributedOptimizer(optimizer, compression=...)" in message
+    assert not warned(keras.optimizers.SGD(0.1)) and not warned(keras.optimizers.SGD(0.1), momentum=0.9)
+    assert not warned(keras.optimizers.Adam(), updates=False)
+    assert not warned(keras.optimizers.SGD(0.1, momentum=0.9), momentum=None)
 
 
 @scenario(TF_2)

@@ -1,0 +1,41 @@
+"""Warns of Keras optimizers that step with gradients of a sparse tape, which does not see them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from weakref import WeakSet
+
+import tensorflow as tf
+
+from horovod_sparse.core.agreement import DIVIDING, warn_unseen
+from horovod_sparse.tensorflow.compressors import TensorflowCompressor
+from horovod_sparse.tensorflow.reducer import compressor_of
+
+_INSTEAD = (
+    "give the optimizer to hvd.DistributedOptimizer(optimizer, compression=...) in place of the tape or, where only its "
+    "momentum matters, give the compressor momentum=0.9 and the optimizer none"
+)
+_told: WeakSet[TensorflowCompressor] = WeakSet()
+"""The compressors that have met an optimizer."""
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Look at the variables of every `Optimizer.apply` of Keras 3 from now on. A second call does nothing."""
+    import keras
+
+    stock = keras.optimizers.Optimizer.apply
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        # The `apply` of an optimizer that is distributed is its own.
+        if "apply" not in vars(self):
+            for compressor in {*map(compressor_of, trainable_variables or self._trainable_variables)}:
+                if compressor is None or compressor in _told:
+                    continue
+                _told.add(compressor)
+                settings = {name: getattr(self, name) for name in ("momentum", *DIVIDING) if hasattr(self, name)}
+                warn_unseen(compressor, type(self).__name__, [settings], _INSTEAD)
+        stock(self, grads, trainable_variables)
+
+    keras.optimizers.Optimizer.apply = tf.autograph.experimental.do_not_convert(apply)
