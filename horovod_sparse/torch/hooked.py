@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.algorithms.join import Joinable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from horovod_sparse.core.agreement import warn_unseen
 from horovod_sparse.torch.grouped import GroupReducer
@@ -60,37 +59,27 @@ class HookReducer(ScaledServer, GroupReducer):
         """DDP's buckets of this step, and what tells DDP that each is reduced."""
         self._backward = _NO_BACKWARD
         """The number that PyTorch has given to the backward pass in which this step began."""
-        self._watch: RemovableHandle | None = None
-        """Shows the steps of all optimizers, until one of these parameters is among theirs."""
-        self._steps_seen = False
+        self._watches: bool | None = None
+        """Whether the steps of all optimizers are looked at, until one steps these parameters; None before the first bucket."""
 
     # --- an optimizer that nobody has given ---
 
     def _watch_optimizers(self) -> None:
         """Warn once if an optimizer steps these parameters that had better be given to `register`."""
-        if self._watch is not None and self._steps_seen:
-            # PyTorch iterates over the hooks while it calls them, so that they cannot remove themselves.
-            self._watch.remove()
-            self._watch = None
-        if self._watch is None and not self._steps_seen and self._optimizer is None:
-            note = weakref.WeakMethod(self._note_optimizer)
+        self._watches, known = True, weakref.ref(self)
 
-            def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
-                living = note()
-                if living is not None:
-                    living(optimizer)
+        def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            living, groups = known(), optimizer.param_groups
+            if living is None or not living._watches:
+                return
+            if any(parameter in living._routes.names for group in groups for parameter in group["params"]):
+                living._watches = False
+                # With a `ZeroRedundancyOptimizer` nothing would change.
+                if not isinstance(optimizer, Joinable):
+                    instead = "write register(model, compression, optimizer) (horovod_sparse.torch)"
+                    warn_unseen(living.compressor, type(optimizer).__name__, groups, instead)
 
-            self._watch = register_optimizer_step_pre_hook(look)
-
-    def _note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        groups = optimizer.param_groups
-        if self._steps_seen or not any(one in self._routes.names for group in groups for one in group["params"]):
-            return
-        self._steps_seen = True
-        # With a `ZeroRedundancyOptimizer` nothing would change.
-        if not isinstance(optimizer, Joinable):
-            instead = "write register(model, compression, optimizer) (horovod_sparse.torch)"
-            warn_unseen(self.compressor, type(optimizer).__name__, groups, instead)
+        weakref.finalize(self, register_optimizer_step_pre_hook(look).remove)
 
     # --- updates ---
 
@@ -153,7 +142,8 @@ class HookReducer(ScaledServer, GroupReducer):
                 else:
                     Variable._execution_engine.queue_callback(self.restore_moved)
             return future
-        self._watch_optimizers()
+        if self._watches is None and self._optimizer is None:
+            self._watch_optimizers()
         try:
             self._take_bucket(bucket)
             self._promised.append((buffer, future))
