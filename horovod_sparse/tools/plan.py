@@ -17,7 +17,9 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.exchange.rounds import Call, Way, calls
+from horovod_sparse.exchange.balanced import Balanced
+from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.protocols import Round
 from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency, parse_number
 
 CYCLE = 0.001
@@ -35,7 +37,7 @@ waiting for slow workers. All collectives are taken to be rings; PowerSGD's matr
 RandomBlock trains only with detached error feedback. To measure instead: horovod-sparse try"""
 
 
-Rounds = Sequence[Sequence[Call]]
+Rounds = Sequence[Sequence[Round]]
 """The collectives of a step. Those of one round do not wait for each other; a round waits for the one before."""
 
 
@@ -89,36 +91,33 @@ def sparse(make: Callable[[float], Compressor]) -> Callable[[int, float, int], R
     def rounds(parameters: int, ratio: float, world: int) -> Rounds:
         compressor = make(ratio)
         most = max(1, compressor.bucket_bytes // 4)
-        way = Way(compressor.exchange, compressor.values)
-        buckets = []
-        for start in range(0, parameters, most):
-            numel = min(most, parameters - start)
-            k = compressor.target_count(numel)
-            buckets.append(calls(way, numel, k, compressor.message_capacity(numel, k, world), world) or [])
-        return list(zip(*buckets, strict=True))
+        sizes = (min(most, parameters - start) for start in range(0, parameters, most))
+        return list(zip(*(compressor.rounds(numel, ratio, world) for numel in sizes), strict=True))
 
     return rounds
 
 
-def _dense(itemsize: int) -> Callable[[int, float, int], Rounds]:
+def _dense(dtype: str, itemsize: int) -> Callable[[int, float, int], Rounds]:
     """Return the allreduces of all parameters, as many together as Horovod fuses."""
     most = FUSION_BYTES // itemsize
     return lambda parameters, ratio, world: [
-        [Call("allreduce", min(most, parameters - start), itemsize) for start in range(0, parameters, most)]
+        [Round("allreduce", min(most, parameters - start), dtype) for start in range(0, parameters, most)]
     ]
 
 
 def _power(parameters: int, ratio: float, world: int) -> Rounds:
     """Return PowerSGD's allreduces of all left and of all right factors."""
-    return [[Call("allreduce", math.ceil(_RANK * parameters / _MATRIX))]] * 2
+    return [[Round("allreduce", math.ceil(_RANK * parameters / _MATRIX), "float32")]] * 2
 
 
-DENSE32 = Method("dense float32", "hvd.Compression.none", _dense(4))
-DENSE16 = Method("dense float16", "hvd.Compression.fp16", _dense(2))
+DENSE32 = Method("dense float32", "hvd.Compression.none", _dense("float32", 4))
+DENSE16 = Method("dense float16", "hvd.Compression.fp16", _dense("float16", 2))
 POWER = Method(f"PowerSGD rank {_RANK}", "DDP's powerSGD_hook", _power)
 PAIRS = Method("pairs", "SIDCo({ratio})", sparse(SIDCo))
-COMPACT = Method("compact pairs", 'SIDCo({ratio}, values="bfloat16")', sparse(partial(SIDCo, values="bfloat16")))
-BALANCED = Method("balanced", "SIDCo({ratio}, balanced=True)", sparse(partial(SIDCo, balanced=True)))
+COMPACT = Method(
+    "compact pairs", 'SIDCo({ratio}, exchange=Pairs("bfloat16"))', sparse(partial(SIDCo, exchange=Pairs("bfloat16")))
+)
+BALANCED = Method("balanced", "SIDCo({ratio}, exchange=Balanced())", sparse(partial(SIDCo, exchange=Balanced())))
 UNION = Method("union", "MiCRO({ratio})", sparse(MiCRO))
 SHARED = Method("shared indices", "RandomBlock({ratio})", sparse(RandomBlock), trains=False)
 METHODS = (DENSE32, DENSE16, POWER, PAIRS, COMPACT, BALANCED, UNION, SHARED)
