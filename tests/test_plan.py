@@ -11,9 +11,9 @@ from driver import collective, make_pipeline
 from parallel.launch import REPOSITORY, Launch
 from table import BACKENDS
 
-from horovod_sparse.compressors import COMPRESSORS
+import horovod_sparse.numpy
 from horovod_sparse.tools import cli
-from horovod_sparse.tools.plan import DENSE16, LEFT_OUT, METHODS, Call, Method, Network
+from horovod_sparse.tools.plan import DENSE16, LEFT_OUT, METHODS, Method, Network, Round
 from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency
 
 PLAN = ["plan", "--parameters", "25.6M", "--workers", "64", "--bandwidth", "10gbit", "--step-ms", "110"]
@@ -91,8 +91,8 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> N
     ("options", "advice"),
     [
         # Here random blocks are exchanged faster than anything else.
-        (["--latency", "0us"], "balanced, SIDCo(0.001, balanced=True)"),
-        (["--ratio", "0.0001"], 'compact pairs, SIDCo(0.0001, values="bfloat16")'),
+        (["--latency", "0us"], "balanced, SIDCo(0.001, exchange=Balanced())"),
+        (["--ratio", "0.0001"], 'compact pairs, SIDCo(0.0001, exchange=Pairs("bfloat16"))'),
         (["--bandwidth", "100tbit", "--latency", "1s"], "dense float16, hvd.Compression.fp16"),
         (["--workers", "2", "--ratio", "1"], "PowerSGD rank 4, DDP's powerSGD_hook"),
     ],
@@ -106,7 +106,7 @@ def test_advice_is_the_fastest_that_trains(options: list[str], advice: str, caps
 @pytest.mark.parametrize("method", METHODS[3:], ids=lambda method: method.title)
 def test_the_library_sends_what_the_model_says(method: Method, world: int) -> None:
     """A step of the compressor that the table names: the same collectives, in the same rounds, with messages as long."""
-    compressor = eval(method.argument.format(ratio="0.01, warmup=None"), {cls.__name__: cls for cls in COMPRESSORS})
+    compressor = eval(method.argument.format(ratio="0.01, warmup=None"), vars(horovod_sparse.numpy))
     pipelines = [
         make_pipeline(NUMPY, compressor, {"p": (100_000,)}, world=world, position=position) for position in range(world)
     ]
@@ -116,7 +116,7 @@ def test_the_library_sends_what_the_model_says(method: Method, world: int) -> No
     sent = []
     while following[0] is not None:
         message = following[0].message
-        sent.append([Call(following[0].kind, message.size, message.itemsize)])
+        sent.append([Round(following[0].kind, message.size, str(message.dtype))])
         answers = collective(NUMPY, following)
         following = [
             pipeline.advance(pipeline.buckets[0], answer, 1.0, lambda slots, reduced: None)

@@ -52,7 +52,7 @@ class Balanced(Exchange):
         count = _add_parts(bucket, received, message, region)
         is_finite = bucket.finite and ops.all_finite(region)
         room = regions.forwarded(bucket.k, world)
-        most = min(room, len(region))
+        most = min(room, len(region)) if is_finite else 0
         forwarded = ops.select_largest(region, most).indices if most else indices[:0]
         message = ops.pack(forwarded + run.place.start, ops.take(region, forwarded), room + 1)
         run.after, run.masked = region, [indices, forwarded + run.place.start]
