@@ -53,7 +53,7 @@ class Collectives:
 
     def _starter(self, call: Round, name: str) -> Callable[[], Any]:
         reduces = call.kind == "allreduce"
-        dtype = torch.float16 if call.itemsize == 2 else torch.float32 if reduces else torch.int32
+        dtype = torch.float16 if call.dtype == "float16" else torch.float32 if reduces else torch.int32
         message = torch.zeros(call.length, dtype=dtype)
         where = {"name": name, "process_set": self._process_set}
         if reduces:
