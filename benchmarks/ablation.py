@@ -24,7 +24,7 @@ from typing import NamedTuple
 import runs
 
 COMPRESSORS = {"RandomK": "randomk", "RandomBlock": "randomblock", "TopK": "topk"}
-SUPPORTS = {"shared": ["--shared"], "per worker": ["--per-worker"]}
+SUPPORTS = ("shared", "per worker")
 GRANULARITIES = ("layer", "model")
 DETACHED = {f"detached {c}": ["--detached", str(c)] for c in (0.3, 1.0)}
 FEEDBACKS = {"on": ["--detached", "0"], "off": ["--no-residual"]}
@@ -69,9 +69,11 @@ class Setting(NamedTuple):
             "none",
             "--granularity",
             self.granularity,
+            "--exchange",
+            "pairs" if self.support == "per worker" else "union" if self.compressor == "TopK" else "shared",
         ]
         feedback = (FEEDBACKS | DETACHED)[self.feedback]
-        return [*chosen, *SUPPORTS[self.support], *feedback, *momentum]
+        return [*chosen, *feedback, *momentum]
 
     def label(self) -> str:
         return " ".join(part for part in self if part != "-")
@@ -139,8 +141,8 @@ def conditions(dense: runs.Result, passed_on: list[str], args: argparse.Namespac
         f"Python {platform.python_version()}, PyTorch {version('torch')}, Horovod {version('horovod')}.",
         "",
         '- *Support*: "shared" entries are the same on all workers, and their values go through an allreduce: RandomK and '
-        'RandomBlock draw them with one seed, TopK takes the union of what the workers chose (`union=True`). "Per worker" '
-        "entries are each worker's own, sent as pairs by an allgather.",
+        "RandomBlock draw them with one seed, TopK takes the union of what the workers chose (`exchange=Union()`). "
+        '"Per worker" entries are each worker\'s own, sent as pairs by an allgather.',
         "- *Granularity*: entries are chosen from each layer by itself, or from the whole model at once. (The default, "
         "buckets, would put this whole model into one.)",
         "- *Error feedback*: what was not sent is added to the next gradient, or forgotten (`residual=False`).",

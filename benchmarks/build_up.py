@@ -33,7 +33,9 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.layout import Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange import wire
+from horovod_sparse.exchange.balanced import Balanced
 from horovod_sparse.exchange.protocols import Collective, Reduced
+from horovod_sparse.exchange.union import Union
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "build-up.png"
 Make = Callable[[float, float], Compressor]
@@ -51,8 +53,8 @@ ROWS: dict[str, Make] = {
     BALANCED_PARTS: _default(MiCRO, parts="balanced"),
     "Threshold": lambda ratio, threshold: Threshold(threshold, ratio=ratio, granularity="model"),
     "MiCRO, paper": _default(MiCRO, scaling="paper"),
-    "TopK, union": _default(TopK, union=True),
-    "SIDCo, balanced": _default(SIDCo, balanced=True),
+    "TopK, union": _default(TopK, exchange=Union()),
+    "SIDCo, balanced": _default(SIDCo, exchange=Balanced()),
     "dense": lambda ratio, threshold: NoOp(granularity="model"),
 }
 """All compressors; MiCRO's variants; and two exchanges that others can choose. Dense has a loss, and no build-up."""

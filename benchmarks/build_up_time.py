@@ -30,7 +30,7 @@ from tqdm import tqdm
 from horovod_sparse.core.layout import Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange.protocols import Collective, Reduced
-from horovod_sparse.tools.plan import DENSE16, DENSE32, LATENCY, Call, Network, Rounds
+from horovod_sparse.tools.plan import DENSE16, DENSE32, LATENCY, Network, Round, Rounds
 from horovod_sparse.tools.quantities import parse_bandwidth
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "build-up-time.png"
@@ -73,7 +73,7 @@ class Group:
             pipeline.add_buckets(layouts, lambda name: first)
         self.reduced = torch.empty_like(first)
         self.seconds: list[float] = []
-        self.rounds: list[list[Call]] = []
+        self.rounds: list[list[Round]] = []
 
     def step(self, gradients: Sequence[Tensor], *, timed: bool) -> None:
         """All workers' next step."""
@@ -82,7 +82,7 @@ class Group:
         while following[0] is not None:
             requests = [one for one in following if one is not None]
             message = requests[0].message
-            self.rounds.append([Call(requests[0].kind, message.numel(), message.element_size())])
+            self.rounds.append([Round(requests[0].kind, message.numel(), str(message.dtype).removeprefix("torch."))])
             results = collective(requests)
             following = [self._advance(number, result) for number, result in enumerate(results)]
         for pipeline in self.pipelines:

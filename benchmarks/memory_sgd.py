@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from horovod_sparse.numpy import RandomK, SparseAllreduce, TopK, WeightedAverage
+from horovod_sparse.numpy import Pairs, RandomK, SparseAllreduce, TopK, WeightedAverage
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -81,7 +81,7 @@ class SometimesTopK(_Sometimes, TopK): ...
 
 def random_k(size: int, k: float, **chosen: Any) -> Any:
     compression = SometimesRandomK(
-        max(k, 1.0) / size, shared=False, min_numel=0, lr_in_residual=True, warmup=None, **chosen
+        max(k, 1.0) / size, exchange=Pairs(), min_numel=0, lr_in_residual=True, warmup=None, **chosen
     )
     compression.probability = min(k, 1.0)
     return compression

@@ -16,7 +16,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from horovod_sparse.exchange.protocols import Kind
-from horovod_sparse.tools.plan import CYCLE, Call, Network
+from horovod_sparse.tools.plan import CYCLE, Network, Round
 from horovod_sparse.torch.exchange import gather_json
 
 TINY = 1
@@ -41,7 +41,7 @@ class Collectives:
         self._prefix = prefix
         self.world: int = process_set.size()
 
-    def run(self, calls: Sequence[Call], name: str) -> Run:
+    def run(self, calls: Sequence[Round], name: str) -> Run:
         """Return a function that starts these collectives together, sends zeros, and waits for all of them."""
         begin = [self._starter(call, f"{self._prefix}.{name}.{number}") for number, call in enumerate(calls)]
 
@@ -51,9 +51,9 @@ class Collectives:
 
         return run
 
-    def _starter(self, call: Call, name: str) -> Callable[[], Any]:
+    def _starter(self, call: Round, name: str) -> Callable[[], Any]:
         reduces = call.kind == "allreduce"
-        dtype = torch.float16 if call.itemsize == 2 else torch.float32 if reduces else torch.int32
+        dtype = torch.float16 if call.dtype == "float16" else torch.float32 if reduces else torch.int32
         message = torch.zeros(call.length, dtype=dtype)
         where = {"name": name, "process_set": self._process_set}
         if reduces:
@@ -89,7 +89,7 @@ def measure(collectives: Collectives) -> Network:
     def spent(calls: int, name: str) -> float:
         return agreed(collectives, seconds(collectives.run([tiny] * calls, name), REPETITIONS))
 
-    tiny = Call("alltoall", TINY * collectives.world)
+    tiny = Round("alltoall", TINY * collectives.world)
     one, many = spent(1, "plan.one"), spent(TOGETHER, "plan.many")
     # One more alltoall takes its messages' latency, and does not wait for Horovod's next cycle.
     latency = max(0.0, (many - one) / (TOGETHER - 1) / tiny.messages(collectives.world))
@@ -103,7 +103,7 @@ def _rate(collectives: Collectives, kind: Kind, known: Network) -> float:
     """Return the bytes per second of a collective, without what is known of its latency."""
     world, length = collectives.world, FIRST
     while True:
-        call = Call(kind, length)
+        call = Round(kind, length)
         run = collectives.run([call], f"plan.{kind}.{length}")
         spent = agreed(collectives, seconds(run, 1))
         if spent >= LONG or length >= MOST:

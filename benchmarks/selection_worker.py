@@ -16,7 +16,8 @@ from horovod_sparse.compressors.base import BucketState
 from horovod_sparse.core.layout import Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.protocols import Collective, Reduced, union
+from horovod_sparse.exchange.protocols import Collective, Reduced
+from horovod_sparse.exchange.union import Union
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Array, Ops
@@ -115,7 +116,7 @@ class Worker:
         if self._row.world == 1 or request.kind == "allreduce":
             # What others add does not change the work that is left.
             return request.message
-        if self.compressor.exchange is union:
+        if isinstance(self.compressor.exchange, Union):
             return self._backend.join([request.message, *self._other_parts(len(request.message) - wire.HEADER)])
         # The others send what this worker has sent before.
         self._former = [self._backend.ops.copy(request.message), *self._former][: self._row.world]
@@ -150,7 +151,7 @@ class Worker:
         # What was sent is no longer in the residual. Together the two are what was selected from.
         assert not x[indices].any(), f"{self._row.title}: what was sent is still in the residual"
         x[indices] = self._backend.host(entries.values)
-        selecting = self._row.world if self.compressor.exchange is union else 1
+        selecting = self._row.world if isinstance(self.compressor.exchange, Union) else 1
         due = np.concatenate([self._select(NumpyOps(), x, self._state_of(number)) for number in range(selecting)])
         title = f"{self._row.title}, {self._conditions}"
         assert np.array_equal(indices, np.sort(due)), f"{title}: sent {len(indices)} entries, {len(due)} were due"

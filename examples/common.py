@@ -25,8 +25,16 @@ from horovod_sparse.exchange.cost import allreduce_bytes
 
 CLASSES = {cls.__name__.lower(): cls.__name__ for cls in COMPRESSORS}
 COMPRESSIONS = ["none", "fp16", *CLASSES]
-CHOOSE_SUPPORT = ["topk", "randomk", "randomblock"]
-"""Those that can send the same entries on all workers, or each worker's own."""
+EXCHANGES = {
+    "pairs": ("Pairs",),
+    "bfloat16": ("Pairs", "bfloat16"),
+    "float16": ("Pairs", "float16"),
+    "balanced": ("Balanced",),
+    "hierarchical": ("Hierarchical",),
+    "union": ("Union",),
+    "shared": ("SharedIndices",),
+}
+"""What each exchange is made of: its class and the type of its values."""
 
 
 def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ratio: float) -> argparse.ArgumentParser:
@@ -46,15 +54,8 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
         help="what entries are selected from at once",
     )
     parser.add_argument("--no-residual", action="store_true", help="forget what was not sent: no error feedback")
-    support = parser.add_mutually_exclusive_group()
-    support.add_argument(
-        "--shared",
-        action="store_true",
-        default=None,
-        help=f"all workers send the same entries, topk the union of theirs ({', '.join(CHOOSE_SUPPORT)})",
-    )
-    support.add_argument(
-        "--per-worker", dest="shared", action="store_false", default=None, help="every worker sends entries of its own"
+    parser.add_argument(
+        "--exchange", choices=EXCHANGES, help="how entries are exchanged; by default the compression's own"
     )
     parser.add_argument(
         "--distribution",
@@ -95,19 +96,6 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
         metavar="C",
         help="compute gradients where the part C of this worker's residual has moved the parameters already (PyTorch)",
     )
-    parser.add_argument(
-        "--values", choices=["float32", "bfloat16", "float16"], default="float32", help="type of the values in pairs"
-    )
-    parser.add_argument(
-        "--balanced",
-        action="store_true",
-        help="pairs go to the worker that owns their part, which forwards the largest",
-    )
-    parser.add_argument(
-        "--hierarchical",
-        action="store_true",
-        help="the workers of a host act as one worker; hosts have the same number of workers",
-    )
     parser.add_argument("--threshold", type=float, default=0.01, help="magnitude above which threshold sends entries")
     parser.add_argument("--epochs", type=int, default=epochs, help="number of evaluations")
     parser.add_argument("--batch-size", type=int, default=batch_size, help="samples per worker and step")
@@ -120,18 +108,16 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
 
 def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
     """The object that `hvd.DistributedOptimizer(compression=...)` takes."""
-    if args.shared is not None and args.compression not in CHOOSE_SUPPORT:
-        raise SystemExit(f"--shared and --per-worker are for {', '.join(CHOOSE_SUPPORT)}, not for {args.compression}")
     common: dict[str, Any] = {
         "granularity": args.granularity,
         "warmup": args.warmup,
         "residual": not args.no_residual,
         "lr_in_residual": args.lr_in_residual or "auto",
         "detached": args.detached,
-        "values": args.values,
-        "balanced": args.balanced,
-        "hierarchical": args.hierarchical,
     }
+    if args.exchange is not None:
+        name, *arguments = EXCHANGES[args.exchange]
+        common["exchange"] = getattr(hvd, name)(*arguments)
     if args.momentum_correction:
         common["momentum"] = MomentumCorrection(args.momentum, masking=not args.no_masking)
     elif args.momentum_in_optimizer:
@@ -144,8 +130,6 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
             return hvd.Compression.fp16
         case "noop":
             return hvd.NoOp(**common)
-        case "topk":
-            return hvd.TopK(ratio, union=args.shared is True, **common)
         case "sidco":
             return hvd.SIDCo(ratio, distribution=args.distribution, **common)
         case "dgc":
@@ -153,7 +137,7 @@ def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
             return hvd.DGC(ratio, seed=args.seed, **common)
         case "randomk" | "randomblock":
             cls = getattr(hvd, CLASSES[args.compression])
-            return cls(ratio, shared=args.shared is not False, seed=args.seed, **common)
+            return cls(ratio, seed=args.seed, **common)
         case "threshold":
             return hvd.Threshold(args.threshold, ratio=ratio, **common)
     return getattr(hvd, CLASSES[args.compression])(ratio, **common)

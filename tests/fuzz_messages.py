@@ -23,11 +23,17 @@ from damage import change_compact, change_gathered, change_indices, change_pairs
 from receivers import CASES, GROUPS, WORLD, Receiver, Recorded, record
 from table import ORACLE, WITH_OPERATIONS, Backend
 
-from horovod_sparse.exchange import owners, protocols, wire
+from horovod_sparse.exchange import wire
+from horovod_sparse.exchange.balanced import Balanced
+from horovod_sparse.exchange.dense import Dense
+from horovod_sparse.exchange.hierarchical import Hierarchical
+from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.shared import SharedIndices
+from horovod_sparse.exchange.union import Union
 
 TOGETHER = 64
 """Number of messages that are judged in one call."""
-JUDGED = (protocols.sparse_allgather, protocols.union)
+JUDGED = (Pairs, Union)
 """The exchanges whose messages can be judged one by one."""
 QUICK = ("numpy-compiled", "torch")
 """The backends with kernels. They judge all messages, the others those of every eighth call."""
@@ -39,7 +45,7 @@ def expected(recorded: Recorded, results: Sequence[np.ndarray]) -> str | None:
     if recorded.received:
         # Whatever is wrong with it, the other workers learn by this worker's message, which is not among the others here.
         first = results[len(recorded.received)]
-    gathers = recorded.exchange in (protocols.sparse_allgather, protocols.union, owners.balanced, owners.hierarchical)
+    gathers = not isinstance(recorded.exchange, (Dense, SharedIndices))
     like, many = recorded.messages[0], WORLD if gathers else 1
     if first.dtype != like.dtype or first.shape != (many * len(like), *like.shape[1:]):
         return disagree
@@ -49,15 +55,15 @@ def expected(recorded: Recorded, results: Sequence[np.ndarray]) -> str | None:
             return disagree
         return None if flag in range(1, WORLD + 1) else "" if flag == 0 else "sum of the messages"
     messages = np.split(_as_pairs(first, WORLD, recorded), WORLD)
-    if recorded.exchange is owners.balanced:
+    if isinstance(recorded.exchange, Balanced):
         return _expected_of_sums(messages, recorded.numel)
-    if recorded.exchange is owners.hierarchical:
+    if isinstance(recorded.exchange, Hierarchical):
         digests = results[-1].tolist()
         if results[-1].shape != (WORLD,) or results[-1].dtype != np.int32 or wire.BAD_PART in digests:
             return disagree
         if len(set(digests)) > 1:
             return "the message of a host for bucket 'p2' is damaged"
-    if recorded.exchange in (protocols.sparse_allgather, owners.hierarchical):
+    if isinstance(recorded.exchange, (Pairs, Hierarchical)):
         return _expected_of([message[:, 0].tolist() for message in messages], recorded.numel, finite=False)
     headers = [(message[0].item(), message[1:2].view(np.float32).item()) for message in messages]
     if any(checksum == wire.NOT_FINITE for checksum, _ in headers):
@@ -93,12 +99,12 @@ def _expected_of(indices: list[list[int]], numel: int, *, finite: bool) -> str |
 
 def damaged(recorded: Recorded, random: Random) -> tuple[list[np.ndarray], int]:
     """Return the results of the collectives, changed, and the number of messages that were changed."""
-    if recorded.exchange in (protocols.shared_indices, protocols.dense):
+    if isinstance(recorded.exchange, (Dense, SharedIndices)):
         total = np.sum(recorded.messages, axis=0, dtype=recorded.messages[0].dtype)
         return [change_values(total, WORLD, 17, random)], 1
-    pairs = recorded.exchange is protocols.sparse_allgather
+    pairs = isinstance(recorded.exchange, Pairs)
     messages = [message.copy() for message in recorded.messages]
-    if recorded.exchange is owners.balanced:
+    if isinstance(recorded.exchange, Balanced):
         return _damaged_regions(*recorded.received, messages, recorded.numel, random)
     changed = random.sample(range(WORLD), random.randint(1, WORLD))
     change = _change_of(recorded)
@@ -108,7 +114,7 @@ def damaged(recorded: Recorded, random: Random) -> tuple[list[np.ndarray], int]:
     gathered = np.concatenate(messages)
     if random.random() < 0.05:
         gathered = change_gathered(gathered, random)
-    if recorded.exchange is owners.hierarchical:
+    if isinstance(recorded.exchange, Hierarchical):
         received = [*_damaged_shard(*recorded.received, recorded.numel, random), gathered]
         likes = (*recorded.received, np.concatenate(recorded.messages))
         fits = all(
@@ -172,13 +178,13 @@ def check(receivers: Sequence[Receiver], results: list[np.ndarray], random: Rand
 def judge(receivers: Sequence[Receiver], random: Random) -> Counter[str]:
     """Change many messages and have each of them judged. Return what became of them."""
     recorded = receivers[0].recorded
-    pairs = recorded.exchange is protocols.sparse_allgather
+    pairs = isinstance(recorded.exchange, Pairs)
     change, first = _change_of(recorded), 0 if pairs else wire.HEADER
     messages = [random.choice(recorded.messages).copy() for _ in range(TOGETHER)]
     for sender in range(TOGETHER):
         change(messages, sender, recorded.numel, random)
     every = np.stack(messages)[:, first:]
-    if recorded.values != "float32":
+    if _is_compact(recorded):
         expanded = _as_pairs(every.reshape(-1), TOGETHER, recorded).reshape(TOGETHER, -1, 2)
         for receiver in receivers:
             got_pairs = receiver.expand(every)
@@ -208,17 +214,21 @@ def judge(receivers: Sequence[Receiver], random: Random) -> Counter[str]:
 
 def _as_pairs(gathered: np.ndarray, world: int, recorded: Recorded) -> np.ndarray:
     """Return the messages of pairs that gathered messages stand for."""
-    if recorded.values == "float32":
+    if not _is_compact(recorded):
         return gathered
-    pairs: np.ndarray = ORACLE.ops.expand(gathered, world, recorded.numel, recorded.values)
+    pairs: np.ndarray = ORACLE.ops.expand(gathered, world, recorded.numel, recorded.exchange.values)
     return pairs
+
+
+def _is_compact(recorded: Recorded) -> bool:
+    return recorded.exchange.title == "compact pairs"
 
 
 def _change_of(recorded: Recorded) -> Callable[[list[np.ndarray], int, int, Random], None]:
     """Return what changes a message of this kind that was gathered."""
-    if recorded.values != "float32":
+    if _is_compact(recorded):
         return change_compact
-    return change_indices if recorded.exchange is protocols.union else change_pairs
+    return change_indices if isinstance(recorded.exchange, Union) else change_pairs
 
 
 def _rows(indices: list[int], numel: int) -> int | None:
@@ -243,7 +253,7 @@ def fuzz(name: str, backends: Sequence[Backend], messages: int, seed: int, whole
     recorded, random = record(CASES[name]), Random(f"{name} {seed}")
     receivers = [Receiver(backend, recorded, number % WORLD) for number, backend in enumerate(backends)]
     quick = [receiver for receiver in receivers if receiver.backend.name in QUICK]
-    alone = recorded.exchange in JUDGED
+    alone = isinstance(recorded.exchange, JUDGED)
     counts: Counter[str] = Counter()
     calls = 0
     while counts["messages"] < messages:
@@ -281,7 +291,7 @@ def report(backends: Sequence[Backend], messages: int, seed: int) -> None:
     begin = time.perf_counter()
     for name in CASES:
         # The others go through exchanges, which takes longer.
-        judged = CASES[name].exchange in JUDGED
+        judged = isinstance(CASES[name].exchange, JUDGED)
         counts = fuzz(name, backends, messages // (8 if judged else 100), seed)
         total += counts
         print(f"{name:20} {dict(sorted(counts.items()))}", flush=True)

@@ -13,10 +13,13 @@ from table import ORACLE, Backend
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.base import Compressor, Place
-from horovod_sparse.exchange import owners, regions, wire
+from horovod_sparse.exchange.balanced import Balanced
 from horovod_sparse.exchange.grid import Grid, grid
-from horovod_sparse.exchange.protocols import Exchange, Reduced
-from horovod_sparse.ops.protocol import Selection, Values
+from horovod_sparse.exchange.hierarchical import Hierarchical
+from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.protocols import Exchange, Reduced, Run
+from horovod_sparse.exchange.union import Union
+from horovod_sparse.ops.protocol import Selection
 
 WORLD = 4
 GUARD = 64
@@ -30,13 +33,13 @@ CASES: dict[str, Compressor] = {
     "pairs, one row": compressors.TopK(0.01, warmup=None),
     "pairs, estimated": compressors.SIDCo(0.2, warmup=None),
     "pairs, float64": compressors.TopK(0.2, slack=1.3, residual_dtype="float64", warmup=None),
-    "pairs, compact": compressors.TopK(0.2, slack=1.3, values="bfloat16", warmup=None),
-    "pairs, float16": compressors.TopK(0.2, slack=1.3, values="float16", warmup=None),
-    "sums of regions": compressors.TopK(0.2, slack=1.3, balanced=True, warmup=None),
-    "pairs of hosts": compressors.TopK(0.2, slack=1.3, hierarchical=True, warmup=None),
-    "pairs, drawn": compressors.RandomK(0.2, shared=False, warmup=None),
+    "pairs, compact": compressors.TopK(0.2, slack=1.3, exchange=Pairs("bfloat16"), warmup=None),
+    "pairs, float16": compressors.TopK(0.2, slack=1.3, exchange=Pairs("float16"), warmup=None),
+    "sums of regions": compressors.TopK(0.2, slack=1.3, exchange=Balanced(), warmup=None),
+    "pairs of hosts": compressors.TopK(0.2, slack=1.3, exchange=Hierarchical(), warmup=None),
+    "pairs, drawn": compressors.RandomK(0.2, exchange=Pairs(), warmup=None),
     "indices": compressors.MiCRO(0.2, warmup=None),
-    "indices, of all": compressors.TopK(0.2, slack=1.3, union=True, warmup=None),
+    "indices, of all": compressors.TopK(0.2, slack=1.3, exchange=Union(), warmup=None),
     "values": compressors.RandomK(0.2, warmup=None),
     "values, blocks": compressors.RandomBlock(0.2, warmup=None),
     "dense": compressors.NoOp(),
@@ -48,10 +51,6 @@ SIZES = (23, 1, 40)
 """Of the parameters of the bucket."""
 
 
-ALLTOALLS: dict[Exchange, int] = {owners.balanced: 1, owners.hierarchical: 2}
-"""How many of an exchange's collectives are seen by their receiver only, before what is added up."""
-
-
 @dataclass(frozen=True)
 class Recorded:
     """What the workers have sent in one step, and what each was about to do next."""
@@ -61,7 +60,6 @@ class Recorded:
     numel: int
     k: int
     capacity: int
-    values: Values
     dtype: str
     buffers: list[np.ndarray]
     """Each worker's residual before the selection."""
@@ -80,7 +78,8 @@ def record(compressor: Compressor) -> Recorded:
     rng = np.random.default_rng(5)
     shapes = {f"p{number}": (size,) for number, size in enumerate(SIZES)}
     compressor.min_numel, compressor.granularity = 0, "model"
-    dtype, groups = compressor.residual_dtype or "float32", GROUPS if compressor.hierarchical else ""
+    dtype = compressor.residual_dtype or "float32"
+    groups = compressor.exchange.hosts(WORLD, lambda host: GROUPS)
     pipelines = [
         make_pipeline(ORACLE, compressor, shapes, world=WORLD, position=position, dtype=dtype, groups=groups)
         for position in range(WORLD)
@@ -97,15 +96,18 @@ def record(compressor: Compressor) -> Recorded:
                 pipeline.end_step()
     buffers = [bucket.buffer.copy() for bucket in buckets]
     selected = [bucket.select().indices for bucket in buckets]
-    bounds = buckets[0].bounds
+    bounds = [*buckets[0].state.bounds]
     asked = [pipeline.begin(bucket) for pipeline, bucket in zip(pipelines, buckets, strict=True)]
     received = []
-    for _ in range(ALLTOALLS.get(compressor.exchange, 0)):
+    # What an alltoall brings is seen by its receiver only. The last one of a host brings what is added up.
+    between = [one for one in buckets[0].rounds_of(compressor.exchange) if one.kind == "alltoall"]
+    of_hosts = len(between) > 1
+    for _ in between[of_hosts:]:
         answers = collective(ORACLE, asked)
         received.append(answers[0].copy())
         asked = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
     messages = [one.message for one in asked]
-    if compressor.exchange is owners.hierarchical:
+    if of_hosts:
         messages = np.split(collective(ORACLE, asked)[0], WORLD)
     return Recorded(
         compressor,
@@ -113,7 +115,6 @@ def record(compressor: Compressor) -> Recorded:
         buckets[0].numel,
         buckets[0].k,
         buckets[0].capacity,
-        buckets[0].values,
         dtype,
         buffers,
         selected,
@@ -121,7 +122,7 @@ def record(compressor: Compressor) -> Recorded:
         received,
         bounds,
         [bucket.checksum() for bucket in buckets],
-        [bucket.proposal() for bucket in buckets],
+        [bucket.state.proposal for bucket in buckets],
     )
 
 
@@ -132,86 +133,55 @@ class Replay:
     world = WORLD
     finite = True
     position = 0
+    step = 1
+    sparse_step = 1
 
     def __init__(self, recorded: Recorded, backend: Backend, rank: int) -> None:
         self.ops, self.rank = backend.ops, rank
-        self.numel, self.capacity, self.values = recorded.numel, recorded.capacity, recorded.values
-        self.k, self.bounds = recorded.k, recorded.bounds
+        self.numel, self.capacity, self.k = recorded.numel, recorded.capacity, recorded.k
         self._recorded = recorded
-        self._buffer = backend.array(recorded.buffers[rank])
+        self._pristine = backend.array(recorded.buffers[rank])
         self._selected = backend.array(recorded.selected[rank])
-        self._message = backend.array(recorded.messages[rank])
-        self.grid: Grid = grid(GROUPS, self.position)
+        self.grid: Grid | None = grid(GROUPS, self.position)
+        self.begin()
 
-    @property
-    def step(self) -> int:
-        return 1
+    def begin(self) -> None:
+        """Go back to the beginning of the step."""
+        self.buffer = self.ops.copy(self._pristine)
+        self.state = self._recorded.compressor.new_state(Place(self.name, self.rank, WORLD))
+        self.state.bounds = [*self._recorded.bounds]
+        self.state.proposal = self._recorded.proposals[self.rank]
 
     def message(self) -> Any:
-        return self._message
+        return self.ops.pack(self._selected, self.take(self._selected), self.capacity)
 
     def finish(self) -> None: ...
-
-    def message_to_regions(self, room: int) -> Any:
-        (received,) = self._recorded.received
-        assert len(received) == WORLD * room
-        return self.ops.copy(self.ops.indices(received, self._buffer))
-
-    def message_of_shard(self, received: Any) -> Any:
-        message = self.ops.copy(self._message)
-        if received is None:
-            message[0, 0] = wire.NOT_FINITE
-            return message
-        assert received.dtype == self._buffer.dtype
-        shard = self.ops.copy(self._buffer[: self.grid.shards(self.numel)[1]])
-        for part in received.reshape(self.grid.slots, len(shard)):
-            self.ops.accumulate(shard, [(0, part)])
-        return message
-
-    def host_sent(self, indices: Any) -> None:
-        assert len(indices) == self.grid.slots and all(
-            0 <= one < self.numel for some in indices for one in some.tolist()
-        )
-
-    def region(self) -> Any:
-        return self.ops.copy(self._buffer[: self.bounds[1]])
-
-    def forward(self, region: Any, most: int) -> Any:
-        """Select something: NaN, which is not kept, has no place among the largest."""
-        indices = self.ops.select_above(self._buffer[: len(region)], 0.0, most).indices
-        return self.ops.pack(indices, self.ops.take(region, indices), most + 1)
-
-    def balance(self, counts: list[int]) -> None:
-        assert regions.are_bounds(regions.balanced(self.bounds, counts, regions.gain(0)))
 
     def select(self) -> Selection:
         return Selection(self._selected, len(self._selected))
 
+    def select_from(self, x: Any, k: int, capacity: int) -> Selection:
+        return self.ops.select_largest(x, min(k, capacity))
+
+    def capacity_for(self, numel: int, k: int) -> int:
+        return self._recorded.compressor.message_capacity(numel, k, WORLD)
+
     def take(self, indices: Any) -> Any:
-        return self.ops.take(self.ops.copy(self._buffer), indices)
+        return self.ops.take(self.buffer, indices)
 
     def take_all(self) -> Any:
-        return self._buffer
+        return self.buffer
 
     def drop_rest(self) -> None: ...
 
-    def sent(self, count: int, truncated: int = 0) -> None:
+    def sent(self, count: int, truncated: int = 0, target: int | None = None) -> None:
         assert 0 <= count <= self.numel
 
     def checksum(self) -> int:
         return self._recorded.checksums[self.rank]
 
-    def proposal(self) -> float:
-        return self._recorded.proposals[self.rank]
-
-    def observe(self, indices: Any, proposed: list[float]) -> None:
-        """Let the algorithm learn. What it has learned must be something that can be saved and loaded."""
-        compressor = self._recorded.compressor
-        state = compressor.new_state(Place(self.name, self.rank, WORLD))
-        state.bounds = self.bounds
-        _, counts = self.ops.fit(self._buffer, indices, state.bounds, self.numel)
-        compressor.observe(state, counts, self._recorded.k, proposed)
-        state.load_state_dict(state.state_dict())
+    def observe(self, counts: list[int], proposed: list[float]) -> None:
+        self._recorded.compressor.observe(self.state, counts, self.k, proposed)
 
 
 class Receiver:
@@ -239,16 +209,20 @@ class Receiver:
 
     def receive(self, results: Sequence[np.ndarray]) -> str | np.ndarray | None:
         """Return the error, or the sums as they are in memory, guards included; None if a gradient was not finite."""
-        following = self.recorded.exchange(self._sender)
-        next(following)
+        self._sender.begin()
+        run = Run(self.recorded.exchange, self._sender)
+        next(run.collectives)
         try:
             for result in results:
-                following.send(self.backend.array(result))
+                run.collectives.send(self.backend.array(result))
         except StopIteration as end:
             sent = end.value
         except RuntimeError as error:
             assert self._host.tobytes() == self._untouched, "something was written before the error"
             return re.sub(r"^rank \d: ", "", str(error))
+        # What the worker has learned must be something that can be saved and loaded.
+        self._sender.state.load_state_dict(self._sender.state.state_dict())
+        assert all(0 <= one < self.recorded.numel for some in run.masked or () for one in some.tolist())
         if sent is not None:
             Reduced(self.backend.ops, sent, float(WORLD), {}).write(self._parts)
         return None if sent is None else self._written()
@@ -263,9 +237,9 @@ class Receiver:
 
     def expand(self, messages: np.ndarray) -> np.ndarray:
         """Return the messages of pairs that many compact ones stand for."""
-        gathered, recorded = self.backend.array(messages.reshape(-1)), self.recorded
-        assert recorded.values != "float32"
-        pairs = self.backend.ops.expand(gathered, len(messages), recorded.numel, recorded.values)
+        gathered, exchange = self.backend.array(messages.reshape(-1)), self.recorded.exchange
+        assert isinstance(exchange, Pairs) and exchange.values != "float32"
+        pairs = self.backend.ops.expand(gathered, len(messages), self.recorded.numel, exchange.values)
         return self.backend.numpy(pairs).reshape(len(messages), -1, 2)
 
     def assemble(self, messages: np.ndarray, used: list[int]) -> np.ndarray:
@@ -286,6 +260,7 @@ class Receiver:
         indices = self.backend.ops.union(gathered, len(messages), 0, self._sender.numel)
         if indices is None:
             return None
+        self._sender.begin()
         assert len(self._sender.take(indices)) == len(indices)
         return self.backend.numpy(indices)
 

@@ -15,6 +15,8 @@ from horovod_sparse import compressors
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.union import Union
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Ops
@@ -111,9 +113,9 @@ _RANDOM: dict[str, Any] = {"largest": False, "follows_order": True}
 COMPRESSORS = [
     Row("noop", compressors.NoOp, arguments=lambda ratio: {}, ratios=(1.0,)),
     Row("topk", compressors.TopK),
-    Row("topk-union", compressors.TopK, {"union": True}),
-    Row("topk-bfloat16", compressors.TopK, {"values": "bfloat16"}),
-    Row("topk-float16", compressors.TopK, {"values": "float16"}),
+    Row("topk-union", compressors.TopK, {"exchange": Union()}),
+    Row("topk-bfloat16", compressors.TopK, {"exchange": Pairs("bfloat16")}),
+    Row("topk-float16", compressors.TopK, {"exchange": Pairs("float16")}),
     *(
         Row(
             f"sidco-{distribution}-{adapt}",
@@ -145,9 +147,9 @@ COMPRESSORS = [
     Row("micro-balanced", compressors.MiCRO, {"parts": "balanced"}, band=(0.95, 1.25), workers_differ=True),
     Row("micro-paper", compressors.MiCRO, {"scaling": "paper"}, band=(0.85, 2.0), workers_differ=True, robust=False),
     Row("randomk", compressors.RandomK, **_RANDOM),
-    Row("randomk-own", compressors.RandomK, {"shared": False}, **_RANDOM, workers_differ=True),
+    Row("randomk-own", compressors.RandomK, {"exchange": Pairs()}, **_RANDOM, workers_differ=True),
     Row("randomblock", compressors.RandomBlock, **_RANDOM),
-    Row("randomblock-own", compressors.RandomBlock, {"shared": False, "blocks": 5}, **_RANDOM, workers_differ=True),
+    Row("randomblock-own", compressors.RandomBlock, {"exchange": Pairs(), "blocks": 5}, **_RANDOM, workers_differ=True),
     Row("threshold", compressors.Threshold, arguments=_threshold, band=(1.6, 6.3), follows_scale=True),
 ]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
+import pickle
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +27,13 @@ from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.exchange.balanced import Balanced
+from horovod_sparse.exchange.dense import Dense
+from horovod_sparse.exchange.hierarchical import Hierarchical
+from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.exchange.shared import SharedIndices
+from horovod_sparse.exchange.union import Union
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"clip_norm": "1"}, "clip_norm must be a finite norm > 0, got '1', a string; write clip_norm=1"),
     ({"slack": 0.9}, "slack must be a finite multiple of k, >= 1, got 0.9"),
     ({"slack": math.inf}, "slack must be a finite multiple of k, >= 1, got inf"),
-    ({"values": "float64"}, "values must be one of 'float32', 'bfloat16', 'float16', got 'float64'"),
+    ({"exchange": "pairs"}, "exchange must be an Exchange, such as Pairs('bfloat16'), or None, got 'pairs'"),
     ({"clip_scope": "bucket"}, "clip_scope must be one of 'layer', 'model', got 'bucket'"),
     ({"updates": "always"}, "updates must be one of True, False, 'auto', got 'always'"),
     ({"not_finite": "ignore"}, "not_finite must be one of 'raise', 'propagate', got 'ignore'"),
@@ -106,7 +115,7 @@ def test_wrong_settings(make: Any, settings: dict[str, Any], message: str) -> No
     ("cls", "settings"),
     [
         (SIDCo, {"ratio": 0.25, "slack": 1.5, "clip_norm": 2.0, "bucket_bytes": 1000, "min_numel": 3, "stages": 2}),
-        (TopK, {"ratio": 1, "warmup": 4.0, "residual": True, "union": False, "hierarchical": 2}),
+        (TopK, {"ratio": 1, "warmup": 4.0, "residual": True}),
         (DGC, {"ratio": 0.5, "momentum": 0.5, "seed": 3}),
         (Threshold, {"threshold": 0.125, "ratio": 0.5}),
         (RandomBlock, {"ratio": 0.5, "blocks": 4, "seed": 1}),
@@ -130,7 +139,7 @@ class Own(SIDCo):
 
 
 ARGUMENTS: dict[type[Compressor], set[str]] = {
-    TopK: {"ratio", "union"},
+    TopK: {"ratio"},
     SIDCo: {"ratio", "distribution", "stages", "adapt"},
     Own: {"ratio", "distribution", "stages", "adapt", "own"},
     DGC: {"ratio", "sample_ratio", "seed"},
@@ -198,14 +207,14 @@ def test_k_and_capacity(ratio: float, slack: float, numel: int, target: int, cap
         "TopK(ratio=0.1, momentum=MomentumCorrection(momentum=0.9))",
         "TopK(ratio=0.1, momentum=MomentumCorrection(momentum=0.9, nesterov=True))",
         "DGC(ratio=0.1, momentum=MomentumCorrection(momentum=0.5, masking=False))",
-        "RandomBlock(ratio=0.1, blocks=3, seed=7, values='bfloat16', shared=False)",
+        "RandomBlock(ratio=0.1, blocks=3, seed=7, exchange=Pairs(values='bfloat16'))",
         "Threshold(threshold=0.5)",
         "Own(ratio=0.1, own=2)",
         "NoOp()",
     ],
 )
 def test_repr_has_what_differs_from_the_defaults_and_can_be_read_back(text: str) -> None:
-    names = {one.__name__: one for one in (*COMPRESSORS, MomentumCorrection, Own, Fixed)}
+    names = {one.__name__: one for one in (*COMPRESSORS, MomentumCorrection, Own, Fixed, Pairs)}
     made = eval(text, names)
     assert repr(made) == repr(eval(repr(made), names))
     assert sorted(re.findall(r"\w+=[^,()]+", repr(made))) == sorted(re.findall(r"\w+=[^,()]+", text))
@@ -221,27 +230,46 @@ def test_repr_tells_what_was_changed_later() -> None:
 def test_what_is_off_by_default_and_what_is_on() -> None:
     """What costs memory or time must be asked for; momentum correction masks as in the paper."""
     settings = TopK(0.1).settings()
-    off = ("union", "clip_norm")
-    assert not any(settings[name] for name in off)
+    assert settings["clip_norm"] is None
     assert settings["momentum"] == settings["lr_in_residual"] == "auto"
     assert (settings["residual"], settings["clip_scope"], settings["not_finite"]) == (True, "layer", "raise")
     assert DGC(0.1).momentum_correction == DGC(0.1, momentum=0.9).momentum == MomentumCorrection(0.9, masking=True)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [partial(TopK, 0.1, union=True), partial(RandomK, 0.1), partial(RandomBlock, 0.1), partial(MiCRO, 0.1), NoOp],
-)
-def test_only_pairs_have_another_type_of_values_or_are_balanced(make: Callable[..., Compressor]) -> None:
-    with pytest.raises(
-        ValueError, match="values must be 'float32' where no pairs are sent, and with balanced=True, got"
-    ):
-        make(values="bfloat16")
-    with pytest.raises(ValueError, match="balanced must be False where no pairs are sent, got True for"):
-        make(balanced=True)
-    with pytest.raises(ValueError, match="balanced must be False for RandomBlock, got True"):
-        RandomBlock(0.1, shared=False, balanced=True)
-    with pytest.raises(ValueError, match="and with balanced=True, got 'bfloat16' for TopK"):
-        TopK(0.1, values="bfloat16", balanced=True)
-    assert RandomK(0.1, shared=False, values="bfloat16").values == "bfloat16"
-    assert "values='bfloat16'" in repr(TopK(0.1, values="bfloat16"))
+EXCHANGES = [Pairs(), Pairs("bfloat16"), Balanced(), Hierarchical(), Union(), SharedIndices(), Dense()]
+ALLOWED: dict[type[Compressor], str] = {
+    SIDCo: "pairs compact balanced hierarchical",
+    TopK: "pairs compact balanced hierarchical union",
+    RandomK: "pairs compact balanced hierarchical shared",
+    RandomBlock: "pairs compact hierarchical shared",
+    MiCRO: "union",
+    NoOp: "dense",
+}
+"""The exchanges that algorithms can use, by the first words of their titles."""
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=repr)
+@pytest.mark.parametrize("cls", ALLOWED)
+def test_an_algorithm_refuses_exchanges_that_it_cannot_use(cls: type[Compressor], exchange: Exchange) -> None:
+    ratio = {} if cls is NoOp else {"ratio": 0.1}
+    if exchange.title.split()[0] in ALLOWED[cls].split():
+        assert cls(**ratio, exchange=exchange).exchange is exchange
+        return
+    text = (
+        f"exchange must be one that {cls.__name__} can use, such as {cls(**ratio).exchange!r}, got {exchange!r}; leave"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        cls(**ratio, exchange=exchange)
+
+
+def test_values_have_32_or_16_bits() -> None:
+    with pytest.raises(ValueError, match="values must be 'float32', 'bfloat16' or 'float16', got 'float64'"):
+        Pairs("float64")
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=repr)
+def test_an_exchange_never_changes_and_copies_are_equal(exchange: Exchange) -> None:
+    assert copy.deepcopy(exchange) == exchange == pickle.loads(pickle.dumps(exchange))
+    assert repr(eval(repr(exchange), {type(exchange).__name__: type(exchange)})) == repr(exchange)
+    with pytest.raises(FrozenInstanceError):
+        exchange.values = "float16"

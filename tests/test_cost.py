@@ -15,8 +15,8 @@ from horovod_sparse.tools.plan import (
     METHODS,
     POWER,
     SHARED,
-    Call,
     Network,
+    Round,
 )
 
 FREE = Network(latency=0.0, bandwidth=1e9, wait=0.0)
@@ -34,35 +34,37 @@ def test_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "seconds"),
+    ("one", "seconds"),
     [
         # 2 * 3 messages; 2 * 3/4 of 4000 bytes.
-        (Call("allreduce", 1000), 0.01 + 6 * 0.001 + 6000 / 1e6),
-        (Call("allreduce", 1000, itemsize=2), 0.01 + 6 * 0.001 + 3000 / 1e6),
+        (Round("allreduce", 1000), 0.01 + 6 * 0.001 + 6000 / 1e6),
+        (Round("allreduce", 1000, "float16"), 0.01 + 6 * 0.001 + 3000 / 1e6),
         # 3 messages of 4000 bytes.
-        (Call("allgather", 1000), 0.01 + 3 * 0.001 + 12_000 / 1e6),
+        (Round("allgather", 1000), 0.01 + 3 * 0.001 + 12_000 / 1e6),
         # 3 messages with the lengths, then 3 of 1000 bytes.
-        (Call("alltoall", 1000), 0.01 + 6 * 0.001 + 3000 / 1e6),
+        (Round("alltoall", 1000), 0.01 + 6 * 0.001 + 3000 / 1e6),
     ],
 )
-def test_seconds_worked_by_hand(call: Call, seconds: float) -> None:
+def test_seconds_worked_by_hand(one: Round, seconds: float) -> None:
     where = Network(latency=0.001, bandwidth=1e6, wait=0.01)
-    assert where.seconds([[call]], 4) == pytest.approx(seconds)
+    assert where.seconds([[one]], 4) == pytest.approx(seconds)
     # Together they wait once, one after the other twice.
-    assert where.seconds([[call, call]], 4) == pytest.approx(2 * seconds - 0.01)
-    assert where.seconds([[call], [call]], 4) == pytest.approx(2 * seconds)
+    assert where.seconds([[one, one]], 4) == pytest.approx(2 * seconds - 0.01)
+    assert where.seconds([[one], [one]], 4) == pytest.approx(2 * seconds)
 
 
 def test_dense_gradients_are_fused_as_horovod_does() -> None:
     """128 MiB hold 2^25 numbers of 4 bytes."""
-    assert DENSE32.rounds(2**25, 1.0, 2) == [[Call("allreduce", 2**25)]]
-    assert DENSE32.rounds(2**25 + 1, 1.0, 2) == [[Call("allreduce", 2**25), Call("allreduce", 1)]]
-    assert DENSE16.rounds(2**25 + 1, 1.0, 2) == [[Call("allreduce", 2**25 + 1, 2)]]
+    assert DENSE32.rounds(2**25, 1.0, 2) == [[Round("allreduce", 2**25, "float32")]]
+    assert DENSE32.rounds(2**25 + 1, 1.0, 2) == [
+        [Round("allreduce", 2**25, "float32"), Round("allreduce", 1, "float32")]
+    ]
+    assert DENSE16.rounds(2**25 + 1, 1.0, 2) == [[Round("allreduce", 2**25 + 1, "float16")]]
 
 
 def test_factors_of_rank_4() -> None:
     """Of each matrix of 1024 x 1024, first 1024 x 4 numbers, then 4 x 1024."""
-    assert POWER.rounds(2**22, 0.001, 8) == [[Call("allreduce", 4 * 1024 * 4)]] * 2
+    assert POWER.rounds(2**22, 0.001, 8) == [[Round("allreduce", 4 * 1024 * 4, "float32")]] * 2
 
 
 @given(st.integers(1, 10**9), st.floats(1e-6, 1.0), st.integers(2, 1000))

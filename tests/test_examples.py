@@ -16,6 +16,9 @@ from parallel.launch import Launch
 
 import horovod_sparse.torch as hvd
 from horovod_sparse.compressors import COMPRESSORS
+from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.exchange.shared import SharedIndices
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TWO_WORKERS = Launch("mpirun", 2)
@@ -169,16 +172,21 @@ def test_momentum_is_in_one_place(common: Any) -> None:
     assert common.optimizer_momentum(compression, plain) == 0.5
 
 
-@pytest.mark.parametrize(("name", "attribute"), [("topk", "union"), ("randomk", "shared"), ("randomblock", "shared")])
-def test_support_and_residual_can_be_chosen(common: Any, name: str, attribute: str) -> None:
-    chosen = ["--compression", name, "--no-residual"]
-    default, shared, own = (
-        common.make_compression(parsed(common, *chosen, *support), hvd)
-        for support in ([], ["--shared"], ["--per-worker"])
+@pytest.mark.parametrize(
+    ("name", "default", "chosen"),
+    [
+        ("topk", Pairs(), "union"),
+        ("randomk", SharedIndices(), "pairs"),
+        ("randomblock", SharedIndices(), "hierarchical"),
+    ],
+)
+def test_exchange_and_residual_can_be_chosen(common: Any, name: str, default: Exchange, chosen: str) -> None:
+    options = ["--compression", name, "--no-residual"]
+    usual, other = (
+        common.make_compression(parsed(common, *options, *more), hvd) for more in ([], ["--exchange", chosen])
     )
-    assert (getattr(shared, attribute), getattr(own, attribute)) == (True, False)
-    assert getattr(default, attribute) == (attribute == "shared"), "the compressor's own default"
-    assert not default.residual
+    assert usual.exchange == default and other.exchange.title == chosen
+    assert not usual.residual
 
 
 @pytest.mark.full

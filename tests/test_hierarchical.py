@@ -31,8 +31,9 @@ from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange import regions
 from horovod_sparse.exchange.grid import grid
+from horovod_sparse.exchange.hierarchical import Hierarchical
 
-SETTINGS: dict[str, Any] = {"min_numel": 0, "granularity": "model", "hierarchical": True}
+SETTINGS: dict[str, Any] = {"min_numel": 0, "granularity": "model", "exchange": Hierarchical()}
 GRIDS = ["aabb", "abab", "aaabbb", "abcabc", "abbaab", "ab", "aabbccdd"]
 """The host of each worker."""
 
@@ -84,7 +85,7 @@ def test_every_step_is_as_in_dense_arrays(backend: Backend, groups: str, seed: i
 def test_sent_and_kept_are_what_came(name: str, dtype: str) -> None:
     """For every compressor that sends pairs. A step whose gradient is not finite changes nothing but its finite entries."""
     groups, rng = "aabb", np.random.default_rng(3)
-    make = PAIRS.get(name, lambda **settings: compressors.RandomBlock(0.1, shared=False, warmup=None, **settings))
+    make = PAIRS.get(name, lambda **settings: compressors.RandomBlock(0.1, warmup=None, **settings))
     pipelines = pipelines_of(
         ORACLE, groups, make(not_finite="propagate", residual_dtype=dtype, **SETTINGS), dtype=dtype
     )
@@ -285,29 +286,14 @@ def test_every_worker_has_a_place_in_the_grid(hosts: int, slots: int, random: An
 @pytest.mark.parametrize("groups", ["aab", "aaa", "a", "abbcc"])
 def test_what_is_not_a_grid_is_refused(groups: str) -> None:
     with pytest.raises(
-        ValueError, match=r"hierarchical needs at least two hosts .* same number of workers on each, got \{'a': "
+        ValueError, match=r"Hierarchical needs at least two hosts .* same number of workers on each, got \{'a': "
     ):
         pipelines_of(ORACLE, groups, compressors.TopK(0.1, warmup=None, **SETTINGS))
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "text"),
-    [
-        ({"hierarchical": 1}, ValueError, "hierarchical must be True, False, or a number of workers >= 2, got 1"),
-        (
-            {"hierarchical": "yes"},
-            TypeError,
-            "hierarchical must be True, False, or a number of workers >= 2, got 'yes'",
-        ),
-        (
-            {"hierarchical": True, "balanced": True},
-            ValueError,
-            "hierarchical must be False where no pairs are sent, and with",
-        ),
-        ({"hierarchical": True, "values": "bfloat16"}, ValueError, "values must be 'float32' where no pairs"),
-        ({"hierarchical": True, "union": True}, ValueError, "hierarchical must be False where no pairs"),
-    ],
+    ("number", "error"), [(1, ValueError), (True, ValueError), ("yes", TypeError), (2.0, TypeError)]
 )
-def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        compressors.TopK(0.1, warmup=None, **settings)
+def test_what_is_no_number_of_workers_is_refused(number: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"workers_per_host must be an int >= 2 or None, got {number!r}"):
+        Hierarchical(number)

@@ -49,7 +49,8 @@ def test_workers_of_a_host_act_as_one(hosts: Any, number: int) -> None:
     reason = hosts.missing()
     if reason:
         pytest.skip(reason)
-    options = ["--compression", "sidco", "--ratio", "0.01", "--warmup", "none", "--epochs", "1", "--hierarchical"]
+    options = ["--compression", "sidco", "--ratio", "0.01", "--warmup", "none", "--epochs", "1"]
+    options += ["--exchange", "hierarchical"]
     program = [sys.executable, "examples/torch_digits.py", *options]
     command = [sys.executable, SCRIPT, "--hosts", str(number), "--slots", "2", "--", *program]
     done = subprocess.run(

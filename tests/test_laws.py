@@ -20,7 +20,7 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.sidco import TRUSTED
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.exchange import protocols
+from horovod_sparse.exchange.dense import Dense
 
 pytestmark = pytest.mark.parametrize("backend", [ORACLE], ids=str)
 
@@ -61,7 +61,7 @@ def check_step(row: Row, pipeline: Pipeline, after: np.ndarray, sent: Sent) -> N
     before, indices, values = sent
     compressor = pipeline.compressor
     # Everything is sent in the residual's own type.
-    sent_type = before.dtype if compressor.exchange is protocols.dense else np.dtype(np.float32)
+    sent_type = before.dtype if compressor.exchange == Dense() else np.dtype(np.float32)
     assert (indices.dtype, values.dtype) == (np.int64, sent_type)
     assert (np.diff(indices) > 0).all(), "indices must be unique and ascending"
     assert indices.size <= compressor.message_capacity(before.size, compressor.target_count(before.size), 1)

@@ -16,6 +16,7 @@ from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Parameter, check_limits, plan
 from horovod_sparse.exchange import wire
+from horovod_sparse.exchange.union import Union
 
 PARAMETERS = st.lists(
     st.tuples(
@@ -76,7 +77,7 @@ def test_what_exceeds_the_largest_bucket_becomes_several(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("world", "buckets"), [(1, 1), (2, 2), (4, 4)])
-@pytest.mark.parametrize("make", [TopK, lambda ratio, **s: TopK(ratio, union=True, **s)], ids=["pairs", "union"])
+@pytest.mark.parametrize("make", [TopK, lambda ratio, **s: TopK(ratio, exchange=Union(), **s)], ids=["pairs", "union"])
 def test_what_gathers_too_much_becomes_several(
     monkeypatch: pytest.MonkeyPatch, make: type[TopK], world: int, buckets: int
 ) -> None:

@@ -43,7 +43,9 @@ from worlds import Expected, World, within_range
 
 from horovod_sparse import kernels
 from horovod_sparse.core.statistics import Counts
-from horovod_sparse.exchange import protocols
+from horovod_sparse.exchange.dense import Dense
+from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.union import Union
 from horovod_sparse.kernels.pool import BufferPool
 from horovod_sparse.ops.protocol import Values
 
@@ -237,9 +239,10 @@ class Machine(RuleBasedStateMachine):
     def settle(self, number: int, result: list[Reduced]) -> list[Counts]:
         """Check what was sent of a bucket, and take it out of what is expected. Return every rank's counts."""
         world, compressor = self.main, self.main.compressor
-        protocol = world.exchange_of(self.steps)
+        exchange = world.exchange_of(self.steps)
         buckets = [pipeline.buckets[number] for pipeline in world.pipelines]
-        pairs = protocol is protocols.sparse_allgather
+        pairs = isinstance(exchange, Pairs)
+        values = exchange.values if isinstance(exchange, Pairs) else "float32"
         sent = [np.zeros(buckets[0].numel, bool) for _ in buckets]
         befores = [np.zeros(buckets[0].numel) for _ in buckets]
         for slot in buckets[0].layout.slots:
@@ -252,7 +255,7 @@ class Machine(RuleBasedStateMachine):
                 indices = parts[rank if pairs else 0][0]
                 shares.append(before - after)
                 sent[rank][slot.offset + indices], befores[rank][inside] = True, before
-                left, rounded = np.abs(after[indices]), rest_of(np.abs(before[indices]), compressor.values)
+                left, rounded = np.abs(after[indices]), rest_of(np.abs(before[indices]), values)
                 assert before.dtype == "float64" or (left <= rounded).all(), "what is sent leaves the residual"
                 masks = compressor.momentum_correction is not None and compressor.momentum_correction.masking
                 if masks and self.steps >= compressor.first_sparse_step(world.world):
@@ -289,14 +292,14 @@ class Machine(RuleBasedStateMachine):
         bucket = world.pipelines[rank].buckets[number]
         k = compressor.target_count(bucket.numel, compressor.ratio_at(self.steps))
         room, everything = compressor.message_capacity(bucket.numel, k, world.world), bucket.numel
-        protocol, counts = world.exchange_of(self.steps), bucket.tally.last
-        if protocol is protocols.dense:
+        exchange, counts = world.exchange_of(self.steps), bucket.tally.last
+        if isinstance(exchange, Dense):
             k = room = everything
-        elif protocol is protocols.union:
+        elif isinstance(exchange, Union):
             room = min(room * world.world, everything)
         assert counts.sent == sent <= room, "a message holds no more than its capacity"
         assert counts.target == k and counts.truncated >= 0
-        assert counts.truncated == 0 or protocol is protocols.union or sent == room, "nothing is truncated for nothing"
+        assert counts.truncated == 0 or isinstance(exchange, Union) or sent == room, "nothing is truncated for nothing"
         return counts
 
     # --- steps that do not end, or do not count ---
@@ -441,7 +444,7 @@ class Machine(RuleBasedStateMachine):
         for pipeline in (pipeline for world in self.all for pipeline in world.pipelines):
             assert pipeline._step is None
             for bucket in pipeline.buckets:
-                assert bucket.exchange is None and bucket.missing == set(bucket.slots)
+                assert bucket.under_way is None and bucket.missing == set(bucket.slots)
                 assert bucket._message is None and not bucket._taken
                 assert bucket.state.step == self.steps, "every step counts once"
 

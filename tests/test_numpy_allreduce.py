@@ -12,7 +12,19 @@ from table import gradients
 from virtual_mpi import Comm, run
 
 from horovod_sparse import kernels
-from horovod_sparse.numpy import DGC, MiCRO, MomentumCorrection, NoOp, RandomK, SIDCo, SparseAllreduce, TopK
+from horovod_sparse.numpy import (
+    DGC,
+    Balanced,
+    Hierarchical,
+    MiCRO,
+    MomentumCorrection,
+    NoOp,
+    RandomK,
+    SIDCo,
+    SparseAllreduce,
+    TopK,
+    Union,
+)
 
 SHAPES = {"weight": (30, 40), "kernel": (500,), "bias": (7,)}
 
@@ -25,7 +37,7 @@ def local(step: int, dtype: Any = np.float32) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("make", [TopK, SIDCo, MiCRO, RandomK, lambda r: TopK(r, union=True, warmup=None)])
+@pytest.mark.parametrize("make", [TopK, SIDCo, MiCRO, RandomK, lambda r: TopK(r, exchange=Union(), warmup=None)])
 def test_what_is_sent_and_kept_is_what_was_given(make: Any) -> None:
     reduce = SparseAllreduce(None, make(0.1))
     given = {name: np.zeros(shape) for name, shape in SHAPES.items()}
@@ -233,16 +245,14 @@ MAKERS = {
     "layer": lambda: SIDCo(0.1, granularity="layer", warmup=None),
     "union": lambda: MiCRO(0.1, warmup=None),
     "shared": lambda: RandomK(0.1, warmup=None),
-    "balanced": lambda: TopK(0.1, balanced=True, warmup=None),
+    "balanced": lambda: TopK(0.1, exchange=Balanced(), warmup=None),
 }
 
 
-@pytest.mark.parametrize("hierarchical", [True, 2])
-def test_workers_that_differ_in_hierarchical_are_told(hierarchical: Any) -> None:
+@pytest.mark.parametrize("exchange", [Hierarchical(), Hierarchical(2)], ids=repr)
+def test_workers_that_differ_in_their_exchange_are_told(exchange: Hierarchical) -> None:
     def work(comm: Comm) -> None:
-        reduce = SparseAllreduce(
-            comm, TopK(0.1, hierarchical=hierarchical if comm.Get_rank() == 0 else False, warmup=None)
-        )
+        reduce = SparseAllreduce(comm, TopK(0.1, exchange=exchange if comm.Get_rank() == 0 else None, warmup=None))
         for _ in range(2):
             with pytest.raises(ValueError, match="all workers must reduce the same arrays with the same settings"):
                 reduce(local(0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.exchange.protocols import Collective, Exchange, Sender, Sent, sparse_allgather
+from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.torch.gradients import write_reduced
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
@@ -303,27 +302,20 @@ def test_the_first_gradient_that_is_not_finite_is_named(backend: Backend) -> Non
         pipeline.end_step()
 
 
-# --- a compressor's own exchange ---
+# --- a user's own exchange ---
 
 
-def own_exchange(bucket: Sender) -> Generator[Collective, Any, Sent]:
-    """The pairs of all workers. Nothing is known of it before it begins."""
-    return (yield from sparse_allgather(bucket))
-
-
-class OwnExchange(TopK):
-    @property
-    def exchange(self) -> Exchange:
-        return own_exchange
+class Own(Pairs): ...
 
 
 @on_every_backend
-def test_an_exchange_of_which_nothing_is_known_works(backend: Backend) -> None:
-    own, usual = (pipeline_of(backend, cls(0.1, min_numel=0, warmup=None)) for cls in (OwnExchange, TopK))
+def test_an_exchange_of_ones_own_works(backend: Backend) -> None:
+    own, usual = (
+        pipeline_of(backend, TopK(0.1, min_numel=0, exchange=exchange, warmup=None)) for exchange in (Own(), Pairs())
+    )
     for seed in range(3):
         step(backend, own, seed)
         step(backend, usual, seed)
-    assert own.stats().last.total.exchange == "own_exchange"
     for name in SHAPES:
         np.testing.assert_array_equal(*(backend.numpy(one.residuals.view(name)) for one in (own, usual)))
 

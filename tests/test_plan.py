@@ -12,14 +12,14 @@ from driver import collective, exchange, make_pipeline
 from parallel.launch import REPOSITORY, Launch
 from table import BACKENDS
 
-from horovod_sparse.compressors import COMPRESSORS
+import horovod_sparse.numpy
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.exchange.protocols import dense
-from horovod_sparse.exchange.rounds import Way, calls
+from horovod_sparse.exchange.dense import Dense
+from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.tools import cli
-from horovod_sparse.tools.plan import DENSE16, LEFT_OUT, METHODS, Call, Method, Network, warm_up
+from horovod_sparse.tools.plan import DENSE16, LEFT_OUT, METHODS, Method, Network, Round, warm_up
 from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency
 
 PLAN = ["plan", "--parameters", "25.6M", "--workers", "64", "--bandwidth", "10gbit", "--step-ms", "110"]
@@ -97,8 +97,8 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> N
     ("options", "advice"),
     [
         # Here random blocks are exchanged faster than anything else.
-        (["--latency", "0us"], "balanced, SIDCo(0.001, balanced=True)"),
-        (["--ratio", "0.0001"], 'compact pairs, SIDCo(0.0001, values="bfloat16")'),
+        (["--latency", "0us"], "balanced, SIDCo(0.001, exchange=Balanced())"),
+        (["--ratio", "0.0001"], 'compact pairs, SIDCo(0.0001, exchange=Pairs("bfloat16"))'),
         (["--bandwidth", "100tbit", "--latency", "1s"], "dense float16, hvd.Compression.fp16"),
         (["--workers", "2", "--ratio", "1"], "PowerSGD rank 4, DDP's powerSGD_hook"),
     ],
@@ -112,7 +112,7 @@ def test_advice_is_the_fastest_that_trains(options: list[str], advice: str, caps
 @pytest.mark.parametrize("method", METHODS[3:], ids=lambda method: method.title)
 def test_the_library_sends_what_the_model_says(method: Method, world: int) -> None:
     """A step of the compressor that the table names: the same collectives, in the same rounds, with messages as long."""
-    compressor = eval(method.argument.format(ratio="0.01, warmup=None"), {cls.__name__: cls for cls in COMPRESSORS})
+    compressor = eval(method.argument.format(ratio="0.01, warmup=None"), vars(horovod_sparse.numpy))
     pipelines = [
         make_pipeline(NUMPY, compressor, {"p": (100_000,)}, world=world, position=position) for position in range(world)
     ]
@@ -122,7 +122,7 @@ def test_the_library_sends_what_the_model_says(method: Method, world: int) -> No
     sent = []
     while following[0] is not None:
         message = following[0].message
-        sent.append([Call(following[0].kind, message.size, message.itemsize)])
+        sent.append([Round(following[0].kind, message.size, str(message.dtype))])
         answers = collective(NUMPY, following)
         following = [
             pipeline.advance(pipeline.buckets[0], answer, 1.0, lambda slots, reduced: None)
@@ -133,7 +133,7 @@ def test_the_library_sends_what_the_model_says(method: Method, world: int) -> No
     assert bytes_sent == pytest.approx(method.bytes_sent(100_000, 0.01, world))
 
 
-@pytest.mark.parametrize("make", [SIDCo, MiCRO, partial(SIDCo, values="bfloat16"), partial(SIDCo, warmup=3.7)])
+@pytest.mark.parametrize("make", [SIDCo, MiCRO, partial(SIDCo, exchange=Pairs("bfloat16")), partial(SIDCo, warmup=3.7)])
 @pytest.mark.parametrize(("ratio", "world"), [(0.05, 2), (0.004, 5), (0.0007, 64), (0.0007, 1000), (0.3, 4), (1.0, 4)])
 def test_the_warm_up_is_the_sum_over_its_steps(make: Callable[[float], Compressor], ratio: float, world: int) -> None:
     compressor, parameters = make(ratio), 8_000_001
@@ -144,11 +144,8 @@ def test_the_warm_up_is_the_sum_over_its_steps(make: Callable[[float], Compresso
     while (now := compressor.ratio_at(step)) > ratio:
         is_dense = step < compressor.first_sparse_step(world)
         for numel in buckets:
-            k = compressor.target_count(numel, now)
-            way = Way(dense) if is_dense else Way(compressor.exchange, compressor.values)
-            of_bucket = calls(way, numel, k, compressor.message_capacity(numel, k, world), world)
-            assert of_bucket is not None
-            sent += sum(call.bytes_sent(world) for call in of_bucket)
+            rounds = Dense().rounds(numel, 0, 0, world) if is_dense else compressor.rounds(numel, now, world)
+            sent += sum(one.bytes_sent(world) for one in rounds)
         dense_steps += is_dense
         step += 1
     assert compressor.ratio_at(step + 10) == ratio
@@ -167,7 +164,7 @@ def test_the_library_warms_up_as_the_model_says(make: Callable[[float], Compress
         for pipeline in pipelines:
             pipeline.arrive("p", np.random.default_rng(step).laplace(size=5000).astype(np.float32))
         bucket = pipelines[0].buckets[0]
-        dense_steps += bucket.way.exchange is dense
+        dense_steps += isinstance(bucket.exchange, Dense)
         exchange(NUMPY, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
         sent += bucket.bytes_sent
         for pipeline in pipelines:

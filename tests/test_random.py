@@ -16,6 +16,7 @@ from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.compressors.draws import distinct
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.randomk import RandomK
+from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.numpy.ops import NumpyOps
 
 OPS = NumpyOps()
@@ -53,7 +54,7 @@ def test_every_entry_has_the_same_chance(make: Any) -> None:
 
 @every_kind
 def test_ranks_draw_alike_or_each_for_itself(make: Any) -> None:
-    shared, own = make(0.05, seed=3), make(0.05, seed=3, shared=False)
+    shared, own = make(0.05, seed=3), make(0.05, seed=3, exchange=Pairs())
     for step in range(5):
         np.testing.assert_array_equal(draw(shared, 1000, step, position=0), draw(shared, 1000, step, position=3))
         assert not np.array_equal(draw(own, 1000, step, position=0), draw(own, 1000, step, position=3))

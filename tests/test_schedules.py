@@ -17,6 +17,7 @@ from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.exchange.cost import allreduce_bytes
+from horovod_sparse.exchange.pairs import Pairs
 
 
 @pytest.mark.parametrize("c", [0.3, 1.0, 2.0])
@@ -39,7 +40,7 @@ def test_no_entry_waits_longer_than_training_is_old(ratio: float, c: float) -> N
         # Numbers of 4 bytes in a message with room for one entry, and whether they go by allgather.
         (TopK(0.001), (2, True)),
         (SIDCo(0.001), (2, True)),
-        (TopK(0.001, values="bfloat16"), (1, True)),
+        (TopK(0.001, exchange=Pairs("bfloat16")), (1, True)),
         (RandomK(0.001), (1, False)),
     ],
     ids=repr,
@@ -104,7 +105,7 @@ def test_training_begins_dense_and_a_state_goes_on_with_its_step() -> None:
         exchange(backend, workers, buckets)
         for one in workers:
             one.end_step()
-        return buckets[0].way.title, workers[0].stats().last.total.target
+        return buckets[0].exchange.title, workers[0].stats().last.total.target
 
     workers, found = make(), []
     for number in range(200):

@@ -17,6 +17,7 @@ from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.redsync import RedSync
 from horovod_sparse.compressors.threshold import Threshold, suggested_threshold
 from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.exchange.hierarchical import Hierarchical
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Selection
 
@@ -282,7 +283,7 @@ def test_what_is_no_selection_is_refused_by_name(backend: Backend, name: str, hi
         def select(self, ops: Any, x: Any, *arguments: Any) -> Any:
             return select(ops, x)
 
-    compressor = Mine(0.5, min_numel=0, hierarchical=hierarchical, warmup=None)
+    compressor = Mine(0.5, min_numel=0, exchange=Hierarchical() if hierarchical else None, warmup=None)
     groups = "ab" if hierarchical else ""
     pipelines = [
         make_pipeline(backend, compressor, {"p": (8,)}, world=1 + hierarchical, position=rank, groups=groups)

@@ -24,6 +24,11 @@ from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.exchange.balanced import Balanced
+from horovod_sparse.exchange.hierarchical import Hierarchical
+from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.exchange.union import Union
 from horovod_sparse.numpy.allreduce import SparseAllreduce
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -71,11 +76,11 @@ CASES = {
     "rates-undone": Case(MiCRO, {"lr_in_residual": True}, (0.5, 0.1, 0.2), undoes=True),
     "dense": Case(Dense, {"momentum": MOMENTUM}),
     "union": Case(MiCRO),
-    "union-momentum": Case(TopK, {"union": True, "momentum": MOMENTUM}),
+    "union-momentum": Case(TopK, {"exchange": Union(), "momentum": MOMENTUM}),
     "shared": Case(RandomK),
-    "balanced": Case(TopK, {"balanced": True, "momentum": MOMENTUM}),
-    "bfloat16": Case(TopK, {"values": "bfloat16"}),
-    "float64": Case(SIDCo, {"residual_dtype": "float64", "values": "bfloat16"}),
+    "balanced": Case(TopK, {"exchange": Balanced(), "momentum": MOMENTUM}),
+    "bfloat16": Case(TopK, {"exchange": Pairs("bfloat16")}),
+    "float64": Case(SIDCo, {"residual_dtype": "float64", "exchange": Pairs("bfloat16")}),
     "nan": Case(SIDCo, {"momentum": MOMENTUM}, poison=np.nan),
     "nan-union": Case(MiCRO, poison=np.inf),
     "scaled": Case(SIDCo, scale=4.0),
@@ -272,9 +277,9 @@ def test_a_step_that_fails_leaves_no_trace_though_its_end_was_interrupted() -> N
 
 
 @pytest.mark.parametrize("backend", [one for one in BACKENDS if one.name.startswith("numpy")], ids=str)
-@pytest.mark.parametrize("name", ["balanced", "hierarchical"])
-def test_an_exception_at_any_line_loses_nothing_of_what_workers_own(name: str, backend: Any) -> None:
-    settings = {name: True}
+@pytest.mark.parametrize("exchange", [Balanced(), Hierarchical()], ids=repr)
+def test_an_exception_at_any_line_loses_nothing_of_what_workers_own(exchange: Exchange, backend: Any) -> None:
+    settings = {"exchange": exchange}
     untils = {
         until: [held(one) for one in Group(backend, settings, until).pipelines]
         for until in ("before", "whole", "after")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +22,6 @@ from horovod.tensorflow import mpi_ops  # noqa: E402
 from horovod_sparse.compressors.momentum import MomentumCorrection  # noqa: E402
 from horovod_sparse.core.layout import Layout, Parameter, plan  # noqa: E402
 from horovod_sparse.core.preparation import Arrived  # noqa: E402
-from horovod_sparse.exchange.protocols import Collective, Exchange, Sender, Sent, sparse_allgather  # noqa: E402
-from horovod_sparse.exchange.rounds import Round  # noqa: E402
 from horovod_sparse.tensorflow import host  # noqa: E402
 from horovod_sparse.tensorflow.compressors import SIDCo, TopK  # noqa: E402
 from horovod_sparse.tensorflow.host import HostPipeline, Step  # noqa: E402
@@ -425,25 +423,6 @@ def test_small_parameters_share_a_message() -> None:
         for name, gradient in given.items():
             np.testing.assert_array_equal(reduced[name], np.float32(0.5) * before[name] + 2 * gradient)
     assert worker.collectives.dense_names == ["dense.0", "dense.1", "dense.2"]
-
-
-def test_the_collectives_of_an_own_exchange_must_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph is built before the first step."""
-
-    def own_exchange(bucket: Sender) -> Generator[Collective, Any, Sent]:
-        return (yield from sparse_allgather(bucket))
-
-    class Own(TopK):
-        @property
-        def exchange(self) -> Exchange:
-            return own_exchange
-
-    with pytest.raises(
-        ValueError, match=r"^exchange must have an attribute rounds for Own in TensorFlow.* write exchange\.r"
-    ):
-        Own(0.1)
-    monkeypatch.setattr(own_exchange, "rounds", (Round("allgather", "int32"),), raising=False)
-    assert Own(0.1).exchange is own_exchange
 
 
 @pytest.mark.parametrize("dtype", [tf.float16, tf.float32])

@@ -36,7 +36,7 @@ from horovod_sparse.kernels.gpu.rules import Request, rule_of
 from horovod_sparse.kernels.gpu.tiles import RUN, SUMS
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Momentum, Moving
-from horovod_sparse.torch import device
+from horovod_sparse.torch import Union, device
 from horovod_sparse.torch.ops import TorchOps
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -466,7 +466,7 @@ def test_what_selects_on_the_device() -> None:
         assert rule_of(make(0.1)) is not None
     for other in (
         GaussianK(0.1, warmup=None),
-        TopK(0.1, union=True, warmup=None),
+        TopK(0.1, exchange=Union(), warmup=None),
         TopK(0.1, clip_norm=1.0, warmup=None),
         SIDCo(0.1, distribution="gamma", warmup=None),
         SIDCo(0.1, adapt="paper", warmup=None),

@@ -15,6 +15,7 @@ from table import BACKENDS, ORACLE, Backend
 
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.exchange import wire
+from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.ops.protocol import Half
 
 # Indices of a message for a bucket of 8, and whether they are as required.
@@ -158,7 +159,7 @@ def test_compact_messages_become_pairs(
 
 @on_every_backend
 def test_compact_not_finite_bytes(backend: Backend) -> None:
-    compressor = TopK(0.5, min_numel=0, slack=1.0, values="bfloat16", not_finite="propagate", warmup=None)
+    compressor = TopK(0.5, min_numel=0, slack=1.0, exchange=Pairs("bfloat16"), not_finite="propagate", warmup=None)
     pipeline = make_pipeline(backend, compressor, {"p": (4,)})
     pipeline.start_step()
     bucket = pipeline.arrive("p", backend.array(np.array([1.0, np.nan, 2.0, 3.0], np.float32)))

@@ -13,7 +13,7 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.preparation import Arrived
-from horovod_sparse.exchange import protocols
+from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.protocols import Exchange
 
 Array = np.ndarray
@@ -208,7 +208,7 @@ class World:
 
     def exchange_of(self, step: int) -> Exchange:
         first = self.compressor.first_sparse_step(self.world)
-        return protocols.dense if step < first else self.compressor.exchange
+        return Dense() if step < first else self.compressor.exchange
 
     def state_dicts(self) -> list[dict[str, Any]]:
         return [pipeline.state_dict() for pipeline in self.pipelines]

@@ -20,7 +20,7 @@ from horovod_sparse.compressors.checks import (
     check_boolean,
     check_choice,
     check_coefficient,
-    check_groups,
+    check_exchange,
     check_integer,
     check_momentum,
     check_norm,
@@ -33,11 +33,13 @@ from horovod_sparse.compressors.checks import (
 from horovod_sparse.compressors.momentum import MomentumCorrection, MomentumSetting
 from horovod_sparse.compressors.scalars import plain, shown
 from horovod_sparse.compressors.schedules import ByAge, Schedule
-from horovod_sparse.exchange import owners, protocols
 from horovod_sparse.exchange.cost import allreduce_bytes
-from horovod_sparse.exchange.protocols import Exchange
-from horovod_sparse.exchange.rounds import ROUNDS, Way, calls
-from horovod_sparse.ops.protocol import Array, Ops, Selection, Values
+from horovod_sparse.exchange.dense import Dense
+from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.protocols import Exchange, Round
+from horovod_sparse.exchange.shared import SharedIndices
+from horovod_sparse.exchange.union import Union
+from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 Granularity = Literal["layer", "bucket", "model"]
 NotFinite = Literal["raise", "propagate"]
@@ -69,9 +71,7 @@ class Settings(TypedDict, total=False):
     clip_norm: float | None
     clip_scope: ClipScope
     slack: float | None
-    values: Values
-    balanced: bool
-    hierarchical: bool | int
+    exchange: Exchange | None
     not_finite: NotFinite
     updates: Updates
     detached: Detachment
@@ -92,7 +92,7 @@ class Compressor(ABC):
         warmup: c, finite, > 0. The ratio of step t is `max(ratio, c/(t+1))`, in stairs of a factor sqrt(2). With c = 1 no entry
             waits longer than training is old. While the messages would have more bytes than a dense allreduce of float32,
             everything is sent, by allreduce. None takes `ratio` from the first step on. "auto" is 1.0 for a number as ratio,
-            and None for a schedule, for Threshold, which sets no count, and for a user's own exchange.
+            and None for a schedule and for Threshold, which sets no count.
         residual: whether what is not sent is kept and added to the next gradient (error feedback).
         residual_dtype: "float32" or "float64"; None takes float64 for float64 gradients, float32 for all others.
             Half precision is refused: it would round away the small gradients that the residual exists to keep.
@@ -118,18 +118,9 @@ class Compressor(ABC):
             together, as with `torch.nn.utils.clip_grad_norm_`. With "model" nothing is exchanged before backward has ended.
         slack: capacity of a message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit stays in the
             residual.
-        values: the type of the values in messages of pairs: "float32", with 8 bytes per entry, or "bfloat16" or "float16",
-            with 4 bytes per entry (`wire`, message 4). What rounding leaves stays in the residual. "float16" rounds less, but
-            magnitudes below 2^-25 become zero, and of those above 2^15 only the power of two below is sent, so that they are
-            sent in up to 24 steps. Exchanges that send no pairs (`union`, shared indices, NoOp) refuse both.
-        balanced: whether pairs go through the ranks that own their regions of the bucket (exchange `balanced`). Each rank sums
-            what all ranks have sent to its region, forwards about k/n of the largest sums, and keeps the others in its own
-            residual. So about k entries are reduced, and each rank sends up to 6 k numbers for any number n of workers, if n is
-            much less than k and slack is 1.25 or less. Other exchanges, and values in 16 bits, refuse it. EXPERIMENTAL.
-        hierarchical: whether the workers of a host act as one worker. Each sums up and selects from its own part of the bucket
-            for its host. So each host sends the pairs of one worker, however many workers it has. All hosts must have the same
-            number of workers. A number n instead of True takes n consecutive workers for a host. Other exchanges, `balanced`,
-            and values in 16 bits refuse it.
+        exchange: how the selections of all workers become one gradient: `Pairs`, `Balanced`, `Hierarchical`, `Union`,
+            `SharedIndices`, or an `Exchange` of one's own. Which of them an algorithm can use depends on it. None takes its
+            own, which for most is `Pairs()`.
         not_finite: what a NaN or infinity in a gradient does. "raise": every rank raises FloatingPointError when the step
             is reduced, and the rank with that gradient names the parameter. "propagate": no rank raises, and the bucket's
             reduced gradient becomes NaN on every rank, which is what `torch.amp.GradScaler` needs to skip the step
@@ -146,7 +137,7 @@ class Compressor(ABC):
             the memory of a second copy of the parameters, and PyTorch, where the optimizer is seen. "auto" is 0.5 there for
             `torch.optim.SGD` and where updates are exchanged, with `not_finite="raise"`. It ends if gradients are changed
             after their reduction. 0 is error feedback as usual. Refused where residuals hold what other workers have sent
-            (`balanced`, `hierarchical`).
+            (`Balanced`, `Hierarchical`).
 
     Raises:
         ValueError, TypeError: the message names the argument, its value and what was expected.
@@ -162,8 +153,10 @@ class Compressor(ABC):
     """What `momentum="auto"` is where no optimizer's momentum is moved."""
     masks: bool = False
     """Whether the momentum that is given by a number, or taken from the optimizer, is masked."""
-    balances: bool = True
-    """Whether the exchange `balanced` may be chosen. It needs entries that are spread over the bucket."""
+    default_exchange: Exchange = Pairs()
+    """How selections are exchanged, unless the user says otherwise."""
+    refuses: tuple[type[Exchange], ...] = (Dense, SharedIndices, Union)
+    """Exchanges that cannot be chosen. Of these the default may be an exception."""
     __signature__: ClassVar[inspect.Signature]
 
     def __init__(
@@ -182,9 +175,7 @@ class Compressor(ABC):
         clip_norm: float | None = None,
         clip_scope: ClipScope = "layer",
         slack: float | None = None,
-        values: Values = "float32",
-        balanced: bool = False,
-        hierarchical: bool | int = False,
+        exchange: Exchange | None = None,
         not_finite: NotFinite = "raise",
         updates: Updates = "auto",
         detached: Detachment = "auto",
@@ -204,9 +195,7 @@ class Compressor(ABC):
         self.clip_norm = clip_norm
         self.clip_scope: ClipScope = clip_scope
         self.slack = self.default_slack if slack is None else slack
-        self.values: Values = values
-        self.balanced = balanced
-        self.hierarchical = hierarchical
+        self.exchange = self.default_exchange if exchange is None else exchange
         self.not_finite: NotFinite = not_finite
         self.updates: Updates = updates
         self.detached: Detachment = detached
@@ -245,38 +234,22 @@ class Compressor(ABC):
             raise ValueError(
                 f"residual must be True with momentum={self.momentum!r}, got False: velocities are kept in it"
             )
-        if self.values != "float32" and self.exchange is not protocols.sparse_allgather:
+        if self.exchange != self.default_exchange and isinstance(self.exchange, self.refuses):
             raise ValueError(
-                f"values must be 'float32' where no pairs are sent, and with balanced=True, got {self.values!r} for "
-                f"{type(self).__name__}; use union=False or shared=False if it has them"
-            )
-        if self.balanced and self.exchange not in (owners.balanced, owners.hierarchical):
-            raise ValueError(
-                f"balanced must be False where no pairs are sent, got True for {type(self).__name__}; use union=False or "
-                "shared=False if it has them"
+                f"exchange must be one that {type(self).__name__} can use, such as {self.default_exchange!r}, got "
+                f"{self.exchange!r}; leave exchange out, or use another compressor"
             )
         if self.detached not in ("auto", 0) and not self._keeps_own:
             raise ValueError(
-                f"detached must be 'auto' or 0 with residual=False, balanced=True or hierarchical, got {self.detached!r}: "
-                "residuals must hold what this worker has not sent, and nothing else"
-            )
-        if self.balanced and not self.balances:
-            raise ValueError(
-                f"balanced must be False for {type(self).__name__}, got True: its entries lie in one place, and there is room "
-                "for about 1.5 k/workers of each part of the bucket; use RandomK(shared=False)"
-            )
-        if self.hierarchical and (self.balanced or self.exchange is not owners.hierarchical):
-            raise ValueError(
-                f"hierarchical must be False where no pairs are sent, and with balanced=True, got {self.hierarchical!r} for "
-                f"{type(self).__name__}; use union=False or shared=False if it has them"
+                f"detached must be 'auto' or 0 with residual={self.residual} and exchange={self.exchange!r}, got "
+                f"{self.detached!r}: residuals must hold what this worker has not sent, and nothing else"
             )
 
     @cached_property
     def _schedule(self) -> Schedule:
         if isinstance(self.ratio, Schedule):
             return self.ratio
-        automatic = self.default_warmup if self.exchange in ROUNDS else None
-        warmup = automatic if self.warmup == "auto" else self.warmup
+        warmup = self.default_warmup if self.warmup == "auto" else self.warmup
         return ByAge(self.ratio, warmup or 0.0)
 
     @abstractmethod
@@ -292,13 +265,6 @@ class Compressor(ABC):
         selection = self.select(ops, x, k, capacity, state)
         check_selection(type(self).__name__, selection, x, capacity)
         return selection
-
-    @property
-    def exchange(self) -> Exchange:
-        """How the selections of all ranks become one gradient: a generator function (`protocols.Exchange`)."""
-        if self.hierarchical:
-            return owners.hierarchical
-        return owners.balanced if self.balanced else protocols.sparse_allgather
 
     @property
     def holds_back(self) -> bool:
@@ -326,7 +292,7 @@ class Compressor(ABC):
     @property
     def _keeps_own(self) -> bool:
         """Whether a worker's residual holds what it has not sent, and nothing else."""
-        return self.residual and not (self.balanced or self.hierarchical)
+        return self.residual and not self.exchange.owns_parts
 
     @property
     def detached_coefficient(self) -> float:
@@ -345,7 +311,7 @@ class Compressor(ABC):
         return BucketState(place)
 
     def observe(self, state: BucketState, counts: list[int], k: int, proposed: list[float]) -> None:
-        """Learn how many entries all ranks selected together, and what each rank proposed (exchange `union`).
+        """Learn how many entries all ranks selected together, and what each rank proposed (exchange `Union`).
 
         `counts` has one number for each part of the bucket. The parts are those of `BucketState.bounds`, or of the same size if
         it is empty.
@@ -376,9 +342,13 @@ class Compressor(ABC):
 
     def _sends_more(self, ratio: float, world: int) -> bool:
         """Return whether the exchange sends more bytes than a dense allreduce of float32. It is the same for all buckets."""
-        k = self.target_count(_LARGE, ratio)
-        sparse = calls(Way(self.exchange, self.values), _LARGE, k, self.message_capacity(_LARGE, k, world), world)
-        return sparse is not None and sum(one.bytes_sent(world) for one in sparse) > allreduce_bytes(4 * _LARGE, world)
+        sparse = self.rounds(_LARGE, ratio, world)
+        return sum(one.bytes_sent(world) for one in sparse) > allreduce_bytes(4 * _LARGE, world)
+
+    def rounds(self, numel: int, ratio: float, world: int) -> Sequence[Round]:
+        """Return the collectives of a bucket at a ratio."""
+        k = self.target_count(numel, ratio)
+        return self.exchange.rounds(numel, k, self.message_capacity(numel, k, world), world)
 
     def target_count(self, numel: int, ratio: float | None = None) -> int:
         """Return k = max(1, floor(ratio * numel)); `ratio` is the final ratio by default."""
@@ -391,11 +361,10 @@ class Compressor(ABC):
         """Return the capacity of one rank's message in entries, for a bucket of `numel`: ceil(slack * k), at most numel."""
         return min(numel, math.ceil(self.slack * k))
 
-    def most_capacity(self, numel: int, world: int) -> int:
-        """Return the largest `message_capacity` of any step that is not dense."""
+    def highest_ratio(self, world: int) -> float:
+        """Return the largest ratio of any step that is not dense."""
         schedule = self._schedule
-        highest = self.ratio_at(self.first_sparse_step(world)) if isinstance(schedule, ByAge) else schedule.highest
-        return self.message_capacity(numel, self.target_count(numel, highest), world)
+        return self.ratio_at(self.first_sparse_step(world)) if isinstance(schedule, ByAge) else schedule.highest
 
     def leaves_dense(self, name: str, numel: int) -> bool:
         """Return whether a parameter goes through the framework's own dense allreduce."""
@@ -411,7 +380,8 @@ class Compressor(ABC):
         known, settings = inspect.signature(type(self)).parameters, self.settings()
         # What is no argument, but an attribute of `Compressor`, follows from the arguments.
         names = [*known, *(name for name in settings if name not in {*known, *_CHECKS, "compressor"})]
-        defaults = {name: one.default for name, one in known.items()} | {"slack": type(self).default_slack}
+        usual = {"slack": self.default_slack, "exchange": self.default_exchange}
+        defaults = {name: one.default for name, one in known.items()} | usual
         return shown(type(self).__name__, {name: settings[name] for name in names if name in settings}, defaults)
 
 
@@ -452,9 +422,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "clip_norm": check_norm,
     "clip_scope": partial(check_choice, choices=get_args(ClipScope)),
     "slack": check_slack,
-    "values": partial(check_choice, choices=get_args(Values)),
-    "balanced": check_boolean,
-    "hierarchical": check_groups,
+    "exchange": check_exchange,
     "not_finite": partial(check_choice, choices=get_args(NotFinite)),
     "updates": partial(check_choice, choices=(True, False, "auto")),
     "detached": check_coefficient,

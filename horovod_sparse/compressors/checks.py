@@ -16,15 +16,14 @@ from horovod_sparse.compressors.scalars import check_fraction as check_fraction
 from horovod_sparse.compressors.scalars import check_integer as check_integer
 from horovod_sparse.compressors.scalars import check_number as check_number
 from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.ops.protocol import Array, Selection
 
 
-def check_groups(name: str, value: object) -> None:
-    """Raise unless `value` is True, False, or an int of at least 2."""
-    if not isinstance(value, int):
-        raise TypeError(f"{name} must be True, False, or a number of workers >= 2, got {value!r}")
-    if not isinstance(value, bool) and value < 2:
-        raise ValueError(f"{name} must be True, False, or a number of workers >= 2, got {value!r}")
+def check_exchange(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is an exchange."""
+    if not isinstance(value, Exchange):
+        raise TypeError(f"{name} must be an Exchange, such as Pairs('bfloat16'), or None, got {value!r}")
 
 
 def check_choice(name: str, value: object, choices: Collection[object]) -> None:

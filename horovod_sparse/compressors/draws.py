@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Settings
-from horovod_sparse.compressors.checks import check_boolean, check_integer
+from horovod_sparse.compressors.checks import check_integer
 from horovod_sparse.compressors.schedules import Schedule
-from horovod_sparse.exchange import protocols
+from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.exchange.shared import SharedIndices
+from horovod_sparse.exchange.union import Union
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,25 +58,24 @@ class RandomCompressor(Compressor):
 
     Args:
         ratio: fraction of entries to send, in (0, 1], or a schedule.
-        shared: True: all workers draw the same entries, so that only their values are sent, by allreduce; the reduced
-            gradient is as sparse as one worker's share. False: each worker draws its own entries, and sends pairs by
-            allgather.
         seed: seed of the draws, an int >= 0, the same on all ranks. No other random generator is touched.
+        exchange: with `SharedIndices()`, which None takes, all workers draw the same entries, so that the reduced gradient is
+            as sparse as one worker's share. With all others each worker draws its own.
         others: those of `Compressor`. Message capacity is exactly k.
     """
 
-    def __init__(
-        self, ratio: float | Schedule, *, shared: bool = True, seed: int = 0, **settings: Unpack[Settings]
-    ) -> None:
-        check_boolean("shared", shared)
+    default_exchange = SharedIndices()
+    refuses: tuple[type[Exchange], ...] = (Dense, Union)
+
+    def __init__(self, ratio: float | Schedule, *, seed: int = 0, **settings: Unpack[Settings]) -> None:
         check_integer("seed", seed, 0)
-        self.shared = shared
         self.seed = seed
         super().__init__(ratio, **settings)
 
     @property
-    def exchange(self) -> Exchange:
-        return protocols.shared_indices if self.shared else super().exchange
+    def shared(self) -> bool:
+        """Whether all workers draw the same entries."""
+        return isinstance(self.exchange, SharedIndices)
 
     def draws(self, state: BucketState) -> np.random.Generator:
         """Return the random generator of this bucket's step."""

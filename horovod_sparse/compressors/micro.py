@@ -11,8 +11,9 @@ from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Plac
 from horovod_sparse.compressors.checks import check_choice
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation.controllers import MOST_EXCESS, Scaling, ThresholdController
-from horovod_sparse.exchange import protocols, regions
+from horovod_sparse.exchange import regions
 from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.exchange.union import Union
 from horovod_sparse.exchange.wire import LARGEST
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
@@ -67,6 +68,8 @@ class MiCRO(Compressor):
     """
 
     default_slack = 2.0
+    default_exchange = Union()
+    refuses = (Exchange,)
 
     def __init__(
         self,
@@ -81,10 +84,6 @@ class MiCRO(Compressor):
         check_choice("parts", parts, get_args(Parts))
         self.scaling: Scaling = scaling
         self.parts: Parts = parts
-
-    @property
-    def exchange(self) -> Exchange:
-        return protocols.union
 
     def new_state(self, place: Place = ALONE) -> MiCROState:
         return MiCROState(place)

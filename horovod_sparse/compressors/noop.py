@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Settings
-from horovod_sparse.exchange import protocols
+from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
@@ -16,15 +16,14 @@ if TYPE_CHECKING:
 class NoOp(Compressor):
     """Sends every entry (ratio 1) by allreduce. It shows what the path itself costs, and tells its errors from an algorithm's.
 
-    Args: those of `Compressor` except `ratio`. It sends 4 bytes per entry, as dense float32 does.
+    Args: those of `Compressor` except `ratio` and `exchange`. It sends 4 bytes per entry, as dense float32 does.
     """
+
+    default_exchange = Dense()
+    refuses = (Exchange,)
 
     def __init__(self, **settings: Unpack[Settings]) -> None:
         super().__init__(1.0, **settings)
-
-    @property
-    def exchange(self) -> Exchange:
-        return protocols.dense
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         return ops.select_above(x, -1.0, capacity)

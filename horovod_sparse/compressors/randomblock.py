@@ -11,6 +11,7 @@ from horovod_sparse.compressors.base import BucketState, Settings
 from horovod_sparse.compressors.checks import check_integer
 from horovod_sparse.compressors.draws import RandomCompressor
 from horovod_sparse.compressors.schedules import Schedule
+from horovod_sparse.exchange.balanced import Balanced
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 if TYPE_CHECKING:
@@ -29,18 +30,18 @@ class RandomBlock(RandomCompressor):
         others: those of `RandomCompressor`.
     """
 
-    balances = False
+    # Its entries lie in one place, and a region has room for about 1.5 k/workers.
+    refuses = (*RandomCompressor.refuses, Balanced)
 
     def __init__(
         self,
         ratio: float | Schedule,
         *,
         blocks: int = 1,
-        shared: bool = True,
         seed: int = 0,
         **settings: Unpack[Settings],
     ) -> None:
-        super().__init__(ratio, shared=shared, seed=seed, **settings)
+        super().__init__(ratio, seed=seed, **settings)
         check_integer("blocks", blocks, 1)
         self.blocks = blocks
 

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from horovod_sparse.compressors.base import BucketState, Compressor, Settings
-from horovod_sparse.compressors.checks import check_boolean
-from horovod_sparse.compressors.schedules import Schedule
-from horovod_sparse.exchange import protocols
-from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.compressors.base import BucketState, Compressor
+from horovod_sparse.exchange.dense import Dense
+from horovod_sparse.exchange.shared import SharedIndices
 from horovod_sparse.ops.protocol import Array, Ops, Selection
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class TopK(Compressor):
@@ -24,20 +17,10 @@ class TopK(Compressor):
 
     Args:
         ratio: fraction of entries to send, in (0, 1], or a schedule.
-        union: False: each rank sends its own entries, as pairs. True: the ranks' indices are gathered, all ranks' values at
-            their union are summed by allreduce, and all residuals become zero there. This gives exact averages, at the cost
-            of sending up to k entries per worker (gradient build-up).
         others: those of `Compressor`. Message capacity is exactly k unless `slack` says otherwise.
     """
 
-    def __init__(self, ratio: float | Schedule, *, union: bool = False, **settings: Unpack[Settings]) -> None:
-        check_boolean("union", union)
-        self.union = union
-        super().__init__(ratio, **settings)
-
-    @property
-    def exchange(self) -> Exchange:
-        return protocols.union if self.union else super().exchange
+    refuses = (Dense, SharedIndices)
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         selection = ops.select_largest(x, k)

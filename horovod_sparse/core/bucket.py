@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+import numpy as np
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.core.layout import Layout, Slot
-from horovod_sparse.core.owner import Owner, Region
 from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector, SlotGradient
 from horovod_sparse.core.statistics import Counts, Tally
 from horovod_sparse.core.step import Before, Ending
-from horovod_sparse.exchange import cost, protocols
+from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.grid import Grid
-from horovod_sparse.exchange.protocols import Collective, Entries, Sent
-from horovod_sparse.exchange.rounds import Way, stands_in
-from horovod_sparse.ops.protocol import Array, Momentum, Ops, Selection, Values
+from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Exchanging, Kind, Round, Run, Sent
+from horovod_sparse.exchange.received import rows_of
+from horovod_sparse.ops.protocol import Array, Momentum, Ops, Selection
 
+_DENSE = Dense()
 _LASTING, _FEW_STEPS = 100, 5
 """Numbers of consecutive steps with a truncated message that show a lack of room: the lower one if most had no room."""
 
 
-class Bucket(Owner):
+class Bucket:
     """One bucket on this rank. It is the `protocols.Sender` of its exchange.
 
     `buffer` is the residual, and during a step also the gradients that have arrived. Both arrays belong to the pipeline.
@@ -51,18 +52,18 @@ class Bucket(Owner):
         self.buffer = buffer
         self.velocity = velocity
         self._first_sparse = compressor.first_sparse_step(place.world)
-        self.known_grid = grid
-        """The hosts and slots of the workers, with `hierarchical`."""
+        self.grid = grid
         self.slots: dict[str, Slot] = {slot.name: slot for slot in layout.slots}
         self.state: BucketState = compressor.new_state(place)
         self.tally = Tally()
         self.truncated_steps = 0
         """Number of consecutive steps, up to the last one, that found more entries than the message has room for."""
         self.device = device_selector(compressor, layout, buffer, velocity)
-        """What selects on the bucket's device; None if the host does. It makes pairs; for all else there is the host."""
-        self.way = self.sparse_way()
+        """What selects on the bucket's device; None if the host does. Dense steps are the host's."""
+        self.exchange = compressor.exchange
         """How the bucket is exchanged in this step, or was in the last one."""
         self._copies: list[Array] | None = None
+        self._resize()
         self.rebind(buffer, velocity)
         self.close()
 
@@ -72,7 +73,10 @@ class Bucket(Owner):
         """Parameters whose gradient has not arrived in this step."""
         self.rates: dict[int, float] = {}
         """This step's learning rates of the parameters that have arrived, by offset; 1 without `lr_in_residual`."""
-        self.exchange: Generator[Collective, Any, Sent] | None = None
+        self.run: Run | None = None
+        """The exchange of this step; None until it begins."""
+        self.under_way: Exchanging | None = None
+        """The collectives that are still to come; None if no exchange is under way."""
         self.rounds, self.bytes_sent = 0, 0.0
         """Collectives begun in this step, and the bytes that they have sent."""
         self.outcome = Outcome()
@@ -82,10 +86,6 @@ class Bucket(Owner):
         """Entries of the residual that were taken, with the values that they had before. They are the residual's own."""
         self._all_taken = False
         """Whether everything is sent. The residual still holds it then."""
-        self.own_region: Region | None = None
-        """What this rank owns of the bucket, with the balanced or the hierarchical exchange."""
-        self.masked: list[Array] | None = None
-        """Indices of entries whose velocity is masked, if these are not the entries that were taken."""
         self._message: Array | None = None
         """The message that a device makes with what it takes. Its number of entries may not be known yet."""
 
@@ -101,12 +101,11 @@ class Bucket(Owner):
         before = Before(self.state.snapshot(), self.tally, self.truncated_steps, self._copy() if copies else ())
         self.sparse_step = self.state.step - self._first_sparse
         self._in_dense_steps = self.is_dense
-        sparse = self.sparse_way()
-        self.way = Way(protocols.dense) if self._in_dense_steps else sparse
-        self.stands_in = stands_in(self.way.exchange, sparse.exchange)
+        self._resize()
+        self.exchange = _DENSE if self._in_dense_steps else self.compressor.exchange
+        self.stands_in = self._other_beginning() if self._in_dense_steps else None
         """What ranks in other steps would begin with, if that is another collective."""
-        on_device = self.device is not None and self.way.exchange is protocols.sparse_allgather
-        self.selector: Selector = self.device if self.device is not None and on_device else self._host
+        self.selector: Selector = self._host if self.device is None or self._in_dense_steps else self.device
         self.selector.begin(selects=not self._in_dense_steps)
         return before
 
@@ -134,11 +133,18 @@ class Bucket(Owner):
         """Whether everything is sent in the next step, or in the one that has begun."""
         return self.state.step < self._first_sparse
 
-    def sparse_way(self) -> Way:
-        """Return how the bucket is exchanged in this step if it is not one of the dense steps; set k and the capacity."""
+    def _resize(self) -> None:
+        """Set k and the capacity of this step."""
         self.k = self.compressor.target_count(self.numel, self.compressor.ratio_at(self.state.step))
-        self.capacity = self.compressor.message_capacity(self.numel, self.k, self.world)
-        return Way(self.compressor.exchange, self.compressor.values)
+        self.capacity = self.capacity_for(self.numel, self.k)
+
+    def rounds_of(self, exchange: Exchange) -> Sequence[Round]:
+        """Return the collectives of an exchange of this bucket."""
+        return exchange.rounds(self.numel, self.k, self.capacity, self.world)
+
+    def _other_beginning(self) -> Kind | None:
+        mine, usual = (self.rounds_of(one)[0].kind for one in (self.exchange, self.compressor.exchange))
+        return usual if usual != mine else None
 
     def accumulate(self, gradients: Sequence[SlotGradient], momentum: Momentum | None, rate: float) -> None:
         self.selector.accumulate(gradients, self.state, self.k, momentum, rate)
@@ -153,9 +159,10 @@ class Bucket(Owner):
         """Begin the exchange of a bucket that is complete: select, and return the first collective."""
         # Not earlier: on other ranks the parameters may have arrived in another order.
         self.state.know_rate(max(self.rates.values()))
-        self.target = self.numel if self.way.exchange is protocols.dense else self.k
-        self.exchange = self.way.exchange(self)
-        return self._counted(next(self.exchange))
+        self.target = self.numel if self._in_dense_steps else self.k
+        self.run = Run(self.exchange, self)
+        self.under_way = self.run.collectives
+        return self._counted(next(self.under_way))
 
     # --- as the exchange sees it: `protocols.Sender` ---
 
@@ -167,30 +174,25 @@ class Bucket(Owner):
     def finite(self) -> bool:
         return not self._host.not_finite
 
-    @property
-    def values(self) -> Values:
-        return self.way.values
-
     def message(self) -> Array:
         message = self.selector.message(self.state, self.k, self.capacity)
         if self.selector is self.device:
             self._message = message
-        if self.values != "float32":
-            message = self.ops.compact(self.buffer, message, self.values)
-        self.drop_rest()
         return message
 
     def finish(self) -> None:
         self.outcome = self.selector.finish(self.state, self.k, self.capacity)
 
     def select(self) -> Selection:
-        return self.select_some(self.k, self.capacity)
+        return self.select_from(self.buffer, self.k, self.capacity)
 
-    def select_some(self, k: int, capacity: int) -> Selection:
-        return self._host.select(self.state, k, capacity)
+    def select_from(self, x: Array, k: int, capacity: int) -> Selection:
+        if k == 0:
+            return Selection(self.ops.indices(np.empty(0, np.int64), x), 0)
+        return self._host.select(x, self.state, k, capacity)
 
-    def taken_indices(self) -> list[Array]:
-        return [entries.indices for entries in self._taken]
+    def capacity_for(self, numel: int, k: int) -> int:
+        return self.compressor.message_capacity(numel, k, self.world)
 
     def _remember(self, indices: Array) -> None:
         self._taken.append(Entries(indices, self.buffer[indices]))
@@ -210,39 +212,31 @@ class Bucket(Owner):
         if not self.compressor.residual:
             self.buffer[:] = 0
 
-    def sent(self, count: int, truncated: int = 0) -> None:
+    def sent(self, count: int, truncated: int = 0, target: int | None = None) -> None:
         self.outcome = Outcome(count, truncated)
+        self.target = self.target if target is None else target
 
     def checksum(self) -> int:
         return self.state.checksum() ^ self.state.fingerprint
 
-    def proposal(self) -> float:
-        return self.state.proposal
-
-    def observe(self, indices: Array, proposed: list[float]) -> None:
-        _, counts = self.ops.fit(self.buffer, indices, self.bounds, self.numel)
+    def observe(self, counts: list[int], proposed: list[float]) -> None:
         self.compressor.observe(self.state, counts, self.k, proposed)
 
     # --- results ---
 
     def advance(self, result: Array) -> Collective:
         """Continue the exchange with the result of its last collective. Raises StopIteration with what all ranks sent."""
-        assert self.exchange is not None
-        return self._counted(self.exchange.send(result))
+        assert self.under_way is not None
+        return self._counted(self.under_way.send(result))
 
     def _counted(self, collective: Collective) -> Collective:
         self.rounds += 1
-        kind, message, to, _ = collective
-        if to is None:
-            self.bytes_sent += cost.BYTES[kind](message.nbytes, self.world)
-        else:
-            leaving = sum(rows for position, rows in enumerate(to) if position not in self.grid.neighbours)
-            self.bytes_sent += leaving * message.nbytes / len(message)
+        self.bytes_sent += collective.bytes_sent(self.world)
         return collective
 
     def conclude(self, sent: Sent) -> list[str]:
         """End the exchange. Return the parameters whose gradients on this rank were not finite."""
-        self.exchange = None
+        self.under_way = None
         state = self.state
         if sent is not None:
             count, truncated, _ = self.outcome
@@ -291,24 +285,24 @@ class Bucket(Owner):
         correction = self.compressor.momentum_correction
         if correction is not None and correction.masking and not self._in_dense_steps and self.velocity is not None:
             self._recall()
-            everything = [slice(None)] if self._all_taken else []
-            for indices in self.masked if self.masked is not None else everything + self.taken_indices():
+            taken = [slice(None)] if self._all_taken else [entries.indices for entries in self._taken]
+            for indices in taken if self.run is None or self.run.masked is None else self.run.masked:
                 self.velocity[indices] = 0
-        if self.own_region is not None and self.own_region.after is not None and self.compressor.residual:
-            self.buffer[self.own_region.place] = self.own_region.after
+        if self.run is not None:
+            self.run.commit()
 
     def _restore(self) -> None:
         """Return what was taken to the residual."""
         self._recall()
         for indices, values in self._taken:
             self.buffer[indices] = values
-        if self.own_region is not None and self.own_region.before is not None:
-            self.buffer[self.own_region.place] = self.own_region.before
+        if self.run is not None:
+            self.run.restore()
         self.drop_rest()
 
     def _recall(self) -> None:
         """Find out what a device has taken. What is left of it in the residual, and what was sent, are what it was before."""
-        rows = None if self._message is None else protocols.rows_of(self, self._message, 1)
+        rows = None if self._message is None else rows_of(self, self._message, 1)
         if rows is not None:
             indices, values = self.ops.unpack(self._message, rows[0])
             self._taken, self._message = [Entries(indices, self.buffer[indices] + values)], None

@@ -27,7 +27,7 @@ class Kept:
         position: index of this worker among them, in [0, world).
         rank: this worker's global rank, for error messages.
         averages: True if the reduced gradient is the workers' mean, False if it is their sum; `clip_norm` depends on it.
-        groups: the name of each worker's host, with `hierarchical` (`grid.groups_of`).
+        groups: the name of each worker's host, if the exchange needs them (`Exchange.hosts`).
         device_selector: see `DeviceSelectorFor`.
     """
 
@@ -118,7 +118,7 @@ class Kept:
 
         def of_all(counts: Callable[[Tally], Counts]) -> StepStats:
             buckets = zip(self.buckets, norms, strict=True)
-            rows = [counts(one.tally).stats(one.name, one.numel, one.way.title, norm) for one, norm in buckets]
+            rows = [counts(one.tally).stats(one.name, one.numel, one.exchange.title, norm) for one, norm in buckets]
             return StepStats(tuple(rows), self.dense_bytes_sent)
 
         return Stats(self.steps, of_all(lambda tally: tally.last), of_all(Tally.mean))

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.exchange import regions, wire
-from horovod_sparse.exchange.rounds import rounds_of
+from horovod_sparse.exchange import wire
 
 
 class Parameter(NamedTuple):
@@ -116,12 +115,5 @@ def check_limits(layouts: Iterable[Layout], compressor: Compressor, world: int) 
 
 def _excess(numel: int, compressor: Compressor, world: int) -> str | None:
     """Return what is too much in a bucket of `numel` (`wire.excess`)."""
-    rounds = rounds_of(compressor.exchange)
-    gathers = rounds is None or any(one.kind != "allreduce" for one in rounds)
-    if not gathers:
-        return wire.excess(numel, 0, world)
-    capacity = compressor.most_capacity(numel, world)
-    if compressor.balanced:
-        # What the alltoall brings from each rank is never less than what each rank forwards, except for a last row.
-        return wire.excess(numel, 2 * (regions.room(capacity, world) + 1), world)
-    return wire.excess(numel, wire.runs_of(numel) + capacity if compressor.values != "float32" else 2 * capacity, world)
+    rounds = compressor.rounds(numel, compressor.highest_ratio(world), world)
+    return wire.excess(numel, max(one.gathered(world) for one in rounds), world)

@@ -5,5 +5,21 @@ from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.compressors.threshold import suggested_threshold
 from horovod_sparse.core.averaging import WeightedAverage
 from horovod_sparse.core.stats_log import StatsLog
+from horovod_sparse.exchange.balanced import Balanced
+from horovod_sparse.exchange.hierarchical import Hierarchical
+from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.shared import SharedIndices
+from horovod_sparse.exchange.union import Union
 
-__all__ = ["MomentumCorrection", "Schedule", "StatsLog", "WeightedAverage", "suggested_threshold"]
+__all__ = [
+    "Balanced",
+    "Hierarchical",
+    "MomentumCorrection",
+    "Pairs",
+    "Schedule",
+    "SharedIndices",
+    "StatsLog",
+    "Union",
+    "WeightedAverage",
+    "suggested_threshold",
+]

@@ -11,7 +11,6 @@ import numpy as np
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.rounds import FROM_PARTS
 from horovod_sparse.ops.protocol import Array, Hints, Momentum, Moving, Ops, Part, Selection
 
 _FEW = 4
@@ -94,7 +93,7 @@ class HostSelector:
 
     def begin(self, *, selects: bool) -> None:
         self._hinted, self.not_finite = False, []
-        self._selects = selects and self._compressor.exchange not in FROM_PARTS
+        self._selects = selects and not self._compressor.exchange.owns_parts
 
     def accumulate(
         self, gradients: Sequence[SlotGradient], state: BucketState, k: int, momentum: Momentum | None, rate: float
@@ -121,9 +120,9 @@ class HostSelector:
         zeros[:] = 0
         return zeros
 
-    def select(self, state: BucketState, k: int, capacity: int) -> Selection:
-        """Return what the compressor selects from the residual."""
-        selection = self._compressor.choose(self._tracked, self._buffer, k, capacity, state)
+    def select(self, x: Array, state: BucketState, k: int, capacity: int) -> Selection:
+        """Return what the compressor selects from `x`, which is the residual or a part of a sum."""
+        selection = self._compressor.choose(self._tracked, x, k, capacity, state)
         self._tracked.forget()
         return selection
 
@@ -134,7 +133,7 @@ class HostSelector:
             message = self._ops.pack(none, self._ops.take(self._buffer, none), capacity)
             message[0, 0] = wire.NOT_FINITE
             return message
-        indices, found, _ = self.select(state, k, capacity)
+        indices, found, _ = self.select(self._buffer, state, k, capacity)
         self._sent = len(indices)
         self._truncated = found - self._sent
         self._remember(indices)

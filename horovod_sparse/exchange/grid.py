@@ -5,9 +5,8 @@ A host has as many workers as every other one. A worker's slot is its number amo
 
 from __future__ import annotations
 
-import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -39,19 +38,6 @@ class Grid(NamedTuple):
         return [numel * slot // self.slots for slot in range(self.slots + 1)]
 
 
-def groups_of(hierarchical: bool | int, world: int, gather: Callable[[str], Sequence[str]]) -> list[str]:
-    """Return the name of each worker's host, in the order of their positions.
-
-    Args:
-        hierarchical: the compressor's setting. With a number, so many consecutive workers count as a host.
-        world: number of workers.
-        gather: takes this worker's value, and returns that of each. It is called on all workers, or on none.
-    """
-    if hierarchical is True:
-        return [*gather(socket.gethostname())]
-    return [f"group {position // hierarchical}" for position in range(world)] if hierarchical else []
-
-
 def grid(groups: Sequence[str], position: int) -> Grid:
     """Return the grid as the worker at `position` sees it; `groups` has each worker's host.
 
@@ -61,8 +47,8 @@ def grid(groups: Sequence[str], position: int) -> Grid:
     counts = Counter(groups)
     if len(counts) < 2 or len(set(counts.values())) > 1:
         raise ValueError(
-            "hierarchical needs at least two hosts (with a number: groups) with the same number of workers on each, got "
-            f"{dict(counts)} workers; start as many on every host, or use hierarchical=False"
+            "Hierarchical needs at least two hosts (with a number: groups) with the same number of workers on each, got "
+            f"{dict(counts)} workers; start as many on every host, or use another exchange"
         )
     seen: Counter[str] = Counter()
     slots = []

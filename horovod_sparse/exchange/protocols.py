@@ -1,4 +1,4 @@
-"""How the ranks' selections become one reduced gradient. Imports no framework.
+"""What an exchange is, and what it is made of. Imports no framework.
 
 An exchange is a generator: it yields the collectives that it needs, one after the other, and is sent their results. The
 adapter decides when to start a collective and when to wait. It can advance all buckets before it waits for the first again.
@@ -11,16 +11,16 @@ out of the residual counts as sent only when the whole step has succeeded. Other
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
-from horovod_sparse.exchange import wire
+import numpy as np
+
+from horovod_sparse.exchange import cost, wire
 from horovod_sparse.exchange.grid import Grid
-from horovod_sparse.ops.protocol import Array, Ops, Part, Selection, Values
-
-_OUT_OF_ORDER = "its indices do not ascend within the bucket, with padding after them"
-
+from horovod_sparse.ops.protocol import Array, Ops, Part, Selection
 
 Kind = Literal["allgather", "allreduce", "alltoall"]
 
@@ -39,6 +39,38 @@ class Collective(NamedTuple):
     """An alltoall with parts of different sizes: the number of rows for each rank. None for equal parts."""
     of: Sequence[int] | None = None
     """With `to`: the number of rows that this rank gets from each rank."""
+    near: Collection[int] = ()
+    """With `to`: the positions of the ranks on this rank's host. What goes to them does not leave it."""
+
+    def bytes_sent(self, world: int) -> float:
+        """Return the bytes that this rank sends."""
+        if self.to is None:
+            return cost.BYTES[self.kind](self.message.nbytes, world)
+        leaving = sum(rows for position, rows in enumerate(self.to) if position not in self.near)
+        return float(leaving * self.message.nbytes / len(self.message))
+
+
+class Round(NamedTuple):
+    """What is known of one collective of an exchange before its first step."""
+
+    kind: Kind
+    length: int
+    """Numbers in this worker's message, as far as they leave its host."""
+    dtype: str | None = "int32"
+    """Type of the message; None for the residual's own type, which counts as float32."""
+
+    def bytes_sent(self, world: int) -> float:
+        """Return the bytes that each of `world` workers sends."""
+        return cost.BYTES[self.kind](np.dtype(self.dtype or "float32").itemsize * self.length, world)
+
+    def messages(self, world: int) -> int:
+        """Return the number of messages that each of `world` workers sends one after the other."""
+        # An allreduce is a reduce-scatter and an allgather. Before an alltoall, Horovod exchanges how long the parts are.
+        return (world - 1) * (1 if self.kind == "allgather" else 2)
+
+    def gathered(self, world: int) -> int:
+        """Return how many numbers a worker gets that are not sums."""
+        return {"allgather": world * self.length, "alltoall": self.length, "allreduce": 0}[self.kind]
 
 
 class Entries(NamedTuple):
@@ -61,6 +93,15 @@ Sent = Entries | Messages | None
 """What all ranks sent: the sum of their entries, or each rank's own entries; None if a rank's gradient was not finite."""
 
 
+class State(Protocol):
+    """What a bucket keeps from step to step, as an exchange sees it."""
+
+    bounds: list[int]
+    """The bounds of regions or parts; empty until the first step."""
+    proposal: float
+    """A number of this rank that all ranks get to know."""
+
+
 class Sender(Protocol):
     """One bucket of this rank in one step, as an exchange sees it. `take` and `message` take entries out of the residual."""
 
@@ -76,59 +117,39 @@ class Sender(Protocol):
     rank: int
     position: int
     """Index of this rank among those that exchange."""
+    grid: Grid | None
+    """The hosts and slots of the ranks, if `Exchange.hosts` has named the hosts."""
+    buffer: Array
+    """The residual with the gradients of this step."""
+    sparse_step: int
+    """Number of this step, counted from the first that is not one of the dense steps."""
 
     @property
     def step(self) -> int:
         """The number of this step, which must be the same on all ranks."""
 
     @property
+    def state(self) -> State:
+        """What the bucket keeps from step to step."""
+
+    @property
     def finite(self) -> bool:
         """Whether all of this rank's gradients are finite."""
 
-    @property
-    def values(self) -> Values:
-        """The type of the values in messages of pairs. If it has 16 bits, they are compact (`wire`, message 4)."""
-
     def message(self) -> Array:
-        """Select, and return the message of pairs with what was selected."""
+        """Select, and return message 1 of `wire` with what was selected."""
 
     def finish(self) -> None:
         """Wait for the selection that `message` has begun, and learn from it."""
 
     def select(self) -> Selection:
-        """Return the selection. Nothing is taken."""
+        """Return the selection from the buffer. Nothing is taken."""
 
-    @property
-    def grid(self) -> Grid:
-        """The hosts and slots of the ranks."""
+    def select_from(self, x: Array, k: int, capacity: int) -> Selection:
+        """Return what the compressor selects from `x`, about k entries, at most `capacity`; nothing if k is 0."""
 
-    def message_of_shard(self, received: Array | None) -> Array:
-        """Add up what was received of this rank's shard, select from the sum, and return message 8 for one host.
-
-        If nothing of use was received, that is None. The message then says that a gradient is not finite.
-        """
-
-    def host_sent(self, indices: Sequence[Array]) -> None:
-        """Record what the ranks of this host have sent."""
-
-    @property
-    def bounds(self) -> list[int]:
-        """The bounds of the ranks' regions (`regions`)."""
-
-    def message_to_regions(self, room: int) -> Array:
-        """Select from the other ranks' regions, and return message 5 with up to `room` entries for each of them."""
-
-    def region(self) -> Array:
-        """Return a copy of this rank's region as it was before `message_to_regions`."""
-
-    def forward(self, region: Array, most: int) -> Array:
-        """Take the largest `most` entries out of the region, and return message 6 with them.
-
-        The region belongs to this object from now on. It becomes the residual when the step succeeds.
-        """
-
-    def balance(self, counts: list[int]) -> None:
-        """Move the bounds of the regions, which have received so many entries."""
+    def capacity_for(self, numel: int, k: int) -> int:
+        """Return the capacity of a message with about k of so many entries."""
 
     def take(self, indices: Array) -> Array:
         """Take the values at `indices` and return them."""
@@ -139,148 +160,86 @@ class Sender(Protocol):
     def drop_rest(self) -> None:
         """Set the residual to zero if it is not kept from step to step."""
 
-    def sent(self, count: int, truncated: int = 0) -> None:
-        """Record how many entries are sent, and how many had no room."""
+    def sent(self, count: int, truncated: int = 0, target: int | None = None) -> None:
+        """Record how many entries are sent, how many had no room, and how many were wanted, if that is not k."""
 
     def checksum(self) -> int:
         """Return 31 bits that must be equal on all ranks, so that they can send values without indices."""
 
-    def proposal(self) -> float:
-        """Return a number of this rank that all ranks get to know."""
-
-    def observe(self, indices: Array, proposed: list[float]) -> None:
-        """Take in the entries that all ranks send together, and what each rank has proposed."""
+    def observe(self, counts: list[int], proposed: list[float]) -> None:
+        """Take in how many entries of each part all ranks send together, and what each rank has proposed."""
 
 
-Exchange = Callable[[Sender], Generator[Collective, Any, Sent]]
-"""A generator function that returns what all ranks sent, or None if a rank's gradient was not finite."""
+Exchanging = Generator[Collective, Any, Sent]
+"""Asks for collectives, and returns what all ranks sent, or None if a rank's gradient was not finite."""
 
 
-def sparse_allgather(bucket: Sender) -> Generator[Collective, Any, Sent]:
-    """Exchange every rank's own entries, by one allgather of (index, value) pairs (`wire`, message 1 or 4)."""
-    message = bucket.message()
-    gathered = yield Collective("allgather", message)
-    # A device may have made the message while the host went on.
-    bucket.finish()
-    check_result(bucket, gathered, (bucket.world * len(message), *message.shape[1:]), message.dtype)
-    if bucket.values != "float32":
-        gathered = bucket.ops.expand(gathered, bucket.world, bucket.numel, bucket.values)
-    used = rows_of(bucket, gathered, bucket.world)
-    return None if used is None else Messages(gathered, used)
+class Exchange(ABC):
+    """How the selections of all ranks become one gradient.
 
-
-def shared_indices(bucket: Sender) -> Generator[Collective, Any, Sent]:
-    """Exchange entries that all ranks choose alike, by one allreduce of their values (`wire`, message 2)."""
-    indices = bucket.select().indices
-    return (yield from summed(bucket, indices, bucket.take(indices), bucket.capacity, bucket.checksum()))
-
-
-def dense(bucket: Sender) -> Generator[Collective, Any, Sent]:
-    """Exchange everything, by one allreduce in the residual's own type (message 2 with all entries)."""
-    return (yield from summed(bucket, None, bucket.take_all(), bucket.numel, bucket.checksum()))
-
-
-def summed(
-    bucket: Sender, indices: Array | None, values: Array, length: int, checksum: int
-) -> Generator[Collective, Any, Sent]:
-    """Exchange the values at indices that all ranks know (None: all entries), as message 2.
-
-    Args:
-        bucket: the bucket, out of whose residual `values` were taken.
-        indices: ascending and unique.
-        values: one for each index, at most `length`.
-        length: number of values in the message, the same on all ranks.
-        checksum: a number >= 0. If its lowest 16 bits differ between the ranks, all raise RuntimeError.
+    An object is a setting: it never changes, and ranks compare it by its `repr`, as that of a frozen dataclass. What belongs to
+    one step is kept in a `Run`.
     """
-    bucket.sent(len(values))
-    tail = wire.tail(bucket.finite, checksum)
-    total = yield Collective("allreduce", bucket.ops.pack_values(values, length, tail))
-    check_result(bucket, total, (length + len(tail),), values.dtype)
-    bad, *bits = total[length:].tolist()
-    # `bits` holds the sum of each bit of the checksum over the ranks.
-    if any(bit not in (0.0, float(bucket.world)) for bit in bits):
-        raise disagreement(bucket)
-    if not 0 <= bad <= bucket.world or bad % 1:
-        raise damaged(
-            bucket, "sum of the messages", f"{bad} of {bucket.world} workers say that their gradients are not finite"
-        )
-    return None if bad else Entries(indices, total[: len(values)])
+
+    owns_parts: ClassVar[bool] = False
+    """Whether each rank owns a part of the bucket. It selects from a part, and its residual holds what others have sent."""
+
+    @property
+    def title(self) -> str:
+        """The name in statistics."""
+        return type(self).__name__
+
+    @abstractmethod
+    def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
+        """Return all collectives of a bucket, one after the other. Their kinds and types must not depend on the arguments.
+
+        If a gradient is not finite, an exchange can end before the last one.
+
+        Args:
+            numel: number of entries of the bucket.
+            k: how many entries are wanted.
+            capacity: rows of a worker's message.
+            world: number of workers.
+        """
+
+    @abstractmethod
+    def collectives(self, bucket: Sender, run: Run) -> Exchanging:
+        """Exchange a bucket in a step. `run` takes what is to be done when the step ends, beside what `bucket.take` does."""
+
+    def hosts(self, world: int, gather: Callable[[str], Sequence[str]]) -> list[str]:
+        """Return the name of each worker's host, in the order of their positions; nothing if the exchange needs none.
+
+        `gather` takes this worker's value, and returns that of each. It is called on all workers, or on none.
+        """
+        return []
 
 
-def union(bucket: Sender) -> Generator[Collective, Any, Sent]:
-    """Exchange the union of all ranks' entries: allgather indices (message 3), then allreduce all ranks' values there."""
-    ops = bucket.ops
-    selection = bucket.select()
-    header = [bucket.checksum() if bucket.finite else wire.NOT_FINITE, wire.float_bits(bucket.proposal())]
-    message = ops.pack_indices(selection.indices, header, bucket.capacity)
-    gathered = yield Collective("allgather", message)
-    check_result(bucket, gathered, (bucket.world * (wire.HEADER + bucket.capacity),), message.dtype)
-    headers = [_header(row) for row in gathered.reshape(bucket.world, -1)[:, : wire.HEADER].tolist()]
-    if any(checksum == wire.NOT_FINITE for checksum, _ in headers):
-        bucket.drop_rest()
-        return None
-    _check_headers(bucket, headers)
-    indices = ops.union(gathered, bucket.world, wire.HEADER, bucket.numel)
-    if indices is None:
-        raise damaged(bucket, "message of a worker", _OUT_OF_ORDER)
-    bucket.sent(len(indices), selection.found - len(selection.indices))
-    bucket.observe(indices, [proposed for _, proposed in headers])
-    room = min(bucket.capacity * bucket.world, bucket.numel)
-    values = bucket.take(indices)
-    total = yield Collective("allreduce", ops.pack_values(values, room, []))
-    check_result(bucket, total, (room,), values.dtype)
-    return Entries(indices, total[: len(indices)])
+class Run:
+    """The exchange of one bucket in one step, and what it does to the residual when the step ends.
 
+    If an interrupt comes during `commit` or `restore`, it is called again.
+    """
 
-# --- checks of what was received: errors are raised on every rank ---
+    def __init__(self, exchange: Exchange, bucket: Sender) -> None:
+        self._bucket = bucket
+        self.place = slice(0)
+        """The part of the bucket that this rank owns, if it owns one."""
+        self.before: Array | None = None
+        """A copy of the residual there when the exchange began, if the buffer does not hold it."""
+        self.after: Array | None = None
+        """The residual there when the step succeeds."""
+        self.masked: list[Array] | None = None
+        """Indices of entries whose velocity is masked, if these are not the entries that were taken."""
+        self.collectives = exchange.collectives(bucket, self)
 
+    def commit(self) -> None:
+        if self.after is not None:
+            self._bucket.buffer[self.place] = self.after
+            self._bucket.drop_rest()
 
-def rows_of(bucket: Sender, messages: Array, world: int) -> list[int] | None:
-    """Return how many rows of each message of pairs are in use, or None if a worker's gradient was not finite."""
-    rows: list[int] = []
-    for sender, number in enumerate(bucket.ops.rows_in_use(messages, world, bucket.numel)):
-        if number is None:
-            raise damaged(bucket, f"message of worker {sender}", _OUT_OF_ORDER)
-        rows.append(number)
-    return None if wire.NOT_FINITE in rows else rows
-
-
-def check_result(bucket: Sender, result: Array, shape: tuple[int, ...], dtype: object) -> None:
-    """Raise unless a collective's result is what messages like this rank's give. With a schedule, that depends on the step."""
-    if result.shape != shape or result.dtype != dtype:
-        raise disagreement(bucket)
-
-
-def _header(numbers: Sequence[float]) -> tuple[int, float]:
-    """Return the checksum and the proposed number in the header of a message of indices."""
-    checksum, bits = numbers
-    return int(checksum), wire.float_of(int(bits))
-
-
-def _check_headers(bucket: Sender, headers: Sequence[tuple[int, float]]) -> None:
-    """Raise unless all ranks have sent the same checksum, and each has proposed a finite number."""
-    for sender, (checksum, proposed) in enumerate(headers):
-        if checksum < 0 or not math.isfinite(proposed):
-            raise damaged(bucket, f"message of worker {sender}", f"its header holds {checksum} and {proposed}")
-    if len({checksum for checksum, _ in headers}) > 1:
-        raise disagreement(bucket)
-
-
-def damaged(bucket: Sender, which: str, what: str) -> RuntimeError:
-    """Return the error for a message that is not as `wire` requires."""
-    return RuntimeError(
-        f"rank {bucket.rank}: the {which} for bucket {bucket.name!r} is damaged: {what}. The "
-        "ranks run different models or different versions of horovod_sparse"
-    )
-
-
-def disagreement(bucket: Sender) -> RuntimeError:
-    """Return the error for ranks whose steps, adaptive numbers or random choices differ."""
-    return RuntimeError(
-        f"rank {bucket.rank}: the ranks disagree on the state of bucket {bucket.name!r} (step, seed, threshold or regions), so "
-        "their values would not belong to the same entries. After a restart load the compression state on every "
-        "rank or on none, and run the same release of NumPy and horovod_sparse everywhere"
-    )
+    def restore(self) -> None:
+        if self.before is not None:
+            self._bucket.buffer[self.place] = self.before
 
 
 class Reduced:

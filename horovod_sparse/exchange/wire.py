@@ -102,14 +102,13 @@ def runs_of(numel: int) -> int:
     return -(-numel // RUN)
 
 
-def excess(numel: int, length: int, world: int) -> str | None:
+def excess(numel: int, gathered: int, world: int) -> str | None:
     """Return what is too much for the format or for Horovod's collectives in a bucket of `numel`; None if nothing is.
 
-    `length` is the largest one of a message that is gathered, in int32; 0 if none is.
+    `gathered` is the most that a worker gets in a message from `world` workers, in int32; 0 if nothing is gathered.
     """
     if numel > MAX_BUCKET:
         return f"has {numel} elements, expected at most {MAX_BUCKET} (Horovod counts in C ints)"
-    gathered = length * world
     if gathered > MAX_GATHERED:
         return (
             f"gathers {gathered} int32 from {world} workers, expected at most {MAX_GATHERED} (Horovod counts in C ints)"

@@ -22,7 +22,6 @@ from horovod_sparse.core.server import log_start
 from horovod_sparse.core.state import check_state, kept_shapes
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.exchange.cost import allreduce_bytes
-from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.numpy.compiled import host_ops
 
@@ -239,7 +238,7 @@ class SparseAllreduce:
             raise
         self._agree(gradients, "")
         # Only workers with the same settings gather their hosts.
-        pipeline = self._new_pipeline(compressor, groups_of(compressor.hierarchical, self._world, self._digests))
+        pipeline = self._new_pipeline(compressor, compressor.exchange.hosts(self._world, self._digests))
         types = {name: compressor.residual_dtype or str(_wide(g.dtype)) for name, g in gradients.items()}
         dense = {name for name, gradient in gradients.items() if compressor.leaves_dense(name, gradient.size)}
         pipeline.dense_bytes_sent = sum(

@@ -16,7 +16,6 @@ from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.core.packing import packed_state, unpacked_state
 from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import check_parts, empty_state
-from horovod_sparse.exchange.rounds import EXAMPLE, rounds_of
 from horovod_sparse.numpy.compiled import host_ops
 
 Tensor = Any
@@ -33,11 +32,6 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        if rounds_of(self.exchange) is None:
-            raise ValueError(
-                f"exchange must have an attribute rounds for {type(self).__name__} in TensorFlow, whose graph is built before "
-                f"the first step; write {EXAMPLE}"
-            )
         if not tf.executing_eagerly():
             raise RuntimeError(
                 f"{type(self).__name__} must not be made inside of a function that is being traced: every trace would begin "

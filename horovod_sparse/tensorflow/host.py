@@ -23,8 +23,8 @@ from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.pipeline import Pipeline, Write
 from horovod_sparse.core.preparation import Arrived
 from horovod_sparse.core.step import Ending
-from horovod_sparse.exchange.protocols import Collective, Exchange, Reduced, dense
-from horovod_sparse.exchange.rounds import Round, rounds_of
+from horovod_sparse.exchange.dense import Dense
+from horovod_sparse.exchange.protocols import Collective, Exchange, Reduced, Round
 from horovod_sparse.kernels.pool import BufferPool
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.ops.protocol import Array, Momentum
@@ -183,21 +183,21 @@ class HostPipeline(Pipeline):
 
     def _exchange_all(self, step: Step, buckets: list[Bucket]) -> list[Tensor]:
         """Return the reduced gradients of some buckets."""
-        usual = [bucket.sparse_way().exchange for bucket in buckets]
+        usual = self.compressor.exchange
         if not buckets[0].begins_dense:
             return self._exchange(step, buckets, usual)
         return _list(
             tf.cond(
                 self._call(self._is_dense, (buckets[0].name,), [], tf.bool),
-                lambda: self._exchange(step, buckets, [dense] * len(buckets)),
+                lambda: self._exchange(step, buckets, Dense()),
                 lambda: self._exchange(step, buckets, usual),
             )
         )
 
-    def _exchange(self, step: Step, buckets: list[Bucket], exchanges: list[Exchange]) -> list[Tensor]:
+    def _exchange(self, step: Step, buckets: list[Bucket], exchange: Exchange) -> list[Tensor]:
         # TensorFlow runs Python calls in the order in which they are written here. So all buckets are begun before any
         # result is requested, and their collectives run at the same time.
-        rounds = {one.name: rounds_of(exchange) or () for one, exchange in zip(buckets, exchanges, strict=True)}
+        rounds = {bucket.name: bucket.rounds_of(exchange) for bucket in buckets}
         tensors = {bucket.name: self._begin(step, bucket, rounds[bucket.name][0]) for bucket in buckets}
         for number in range(max(map(len, rounds.values()))):
             going_on = [bucket for bucket in buckets if number < len(rounds[bucket.name])]
@@ -335,7 +335,7 @@ class HostPipeline(Pipeline):
 
     def _write_out(self, name: str, types: list[Any], result: NDArray[Any]) -> list[NDArray[Any]]:
         bucket = self.bucket_of[name]
-        exchanging = bucket.exchange is not None
+        exchanging = bucket.under_way is not None
         if exchanging and self.advance(bucket, result, self.divisor, self._keep_reduced(bucket)) is not None:
             raise RuntimeError(f"the exchange of bucket {name!r} has more rounds than its graph; this is a defect")
         written = []

@@ -34,7 +34,6 @@ from horovod_sparse.core.layout import Layout, Parameter, check_limits, plan
 from horovod_sparse.core.server import Server, log_start
 from horovod_sparse.core.state import check_state, kept_shapes, merged, names_in, part_of
 from horovod_sparse.exchange.cost import allreduce_bytes
-from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
 from horovod_sparse.tensorflow.host import HostPipeline, Step
@@ -347,10 +346,8 @@ class Reducer(Server):
             position=self._process_set.rank(),
             rank=mpi_ops.rank(),
             averages=self.reduction.averages,
-            groups=groups_of(
-                self.compressor.hierarchical,
-                self._process_set.size(),
-                partial(self._collectives.gather_json, name="hosts"),
+            groups=self.compressor.exchange.hosts(
+                self._process_set.size(), partial(self._collectives.gather_json, name="hosts")
             ),
         )
 

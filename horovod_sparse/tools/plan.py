@@ -17,8 +17,10 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.exchange.protocols import dense
-from horovod_sparse.exchange.rounds import Call, Way, calls
+from horovod_sparse.exchange.balanced import Balanced
+from horovod_sparse.exchange.dense import Dense
+from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.protocols import Round
 from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency, parse_number
 
 CYCLE = 0.001
@@ -36,7 +38,7 @@ waiting for slow workers. All collectives are taken to be rings; PowerSGD's matr
 RandomBlock trains only with detached error feedback. To measure instead: horovod-sparse try"""
 
 
-Rounds = Sequence[Sequence[Call]]
+Rounds = Sequence[Sequence[Round]]
 """The collectives of a step. Those of one round do not wait for each other; a round waits for the one before."""
 
 
@@ -88,41 +90,41 @@ class Method:
 
 def sparse(make: Callable[[float], Compressor]) -> Callable[[int, float, int], Rounds]:
     """Return `Method.rounds` of a compressor, when its ratio has come down to the end."""
-    return lambda parameters, ratio, world: _rounds(make(ratio), parameters, world)
+    return lambda parameters, ratio, world: _rounds(make(ratio), parameters, ratio, world)
 
 
-def _rounds(compressor: Compressor, parameters: int, world: int, step: int | None = None) -> Rounds:
-    """Return the collectives of a step; None is one after the warm-up."""
+def _rounds(compressor: Compressor, parameters: int, ratio: float, world: int) -> Rounds:
+    """Return the collectives of a step with this ratio."""
+    return list(zip(*(compressor.rounds(n, ratio, world) for n in _sizes(compressor, parameters)), strict=True))
+
+
+def _sizes(compressor: Compressor, parameters: int) -> list[int]:
+    """Return the sizes of the buckets."""
     most = max(1, compressor.bucket_bytes // 4)
-    is_dense = step is not None and step < compressor.first_sparse_step(world)
-    way = Way(dense) if is_dense else Way(compressor.exchange, compressor.values)
-    buckets = []
-    for start in range(0, parameters, most):
-        numel = min(most, parameters - start)
-        k = compressor.target_count(numel, None if step is None else compressor.ratio_at(step))
-        buckets.append(calls(way, numel, k, compressor.message_capacity(numel, k, world), world) or [])
-    return list(zip(*buckets, strict=True))
+    return [min(most, parameters - start) for start in range(0, parameters, most)]
 
 
-def _dense(itemsize: int) -> Callable[[int, float, int], Rounds]:
+def _dense(dtype: str, itemsize: int) -> Callable[[int, float, int], Rounds]:
     """Return the allreduces of all parameters, as many together as Horovod fuses."""
     most = FUSION_BYTES // itemsize
     return lambda parameters, ratio, world: [
-        [Call("allreduce", min(most, parameters - start), itemsize) for start in range(0, parameters, most)]
+        [Round("allreduce", min(most, parameters - start), dtype) for start in range(0, parameters, most)]
     ]
 
 
 def _power(parameters: int, ratio: float, world: int) -> Rounds:
     """Return PowerSGD's allreduces of all left and of all right factors."""
-    return [[Call("allreduce", math.ceil(_RANK * parameters / _MATRIX))]] * 2
+    return [[Round("allreduce", math.ceil(_RANK * parameters / _MATRIX), "float32")]] * 2
 
 
-DENSE32 = Method("dense float32", "hvd.Compression.none", _dense(4))
-DENSE16 = Method("dense float16", "hvd.Compression.fp16", _dense(2))
+DENSE32 = Method("dense float32", "hvd.Compression.none", _dense("float32", 4))
+DENSE16 = Method("dense float16", "hvd.Compression.fp16", _dense("float16", 2))
 POWER = Method(f"PowerSGD rank {_RANK}", "DDP's powerSGD_hook", _power)
 PAIRS = Method("pairs", "SIDCo({ratio})", sparse(SIDCo))
-COMPACT = Method("compact pairs", 'SIDCo({ratio}, values="bfloat16")', sparse(partial(SIDCo, values="bfloat16")))
-BALANCED = Method("balanced", "SIDCo({ratio}, balanced=True)", sparse(partial(SIDCo, balanced=True)))
+COMPACT = Method(
+    "compact pairs", 'SIDCo({ratio}, exchange=Pairs("bfloat16"))', sparse(partial(SIDCo, exchange=Pairs("bfloat16")))
+)
+BALANCED = Method("balanced", "SIDCo({ratio}, exchange=Balanced())", sparse(partial(SIDCo, exchange=Balanced())))
 UNION = Method("union", "MiCRO({ratio})", sparse(MiCRO))
 SHARED = Method("shared indices", "RandomBlock({ratio})", sparse(RandomBlock), trains=False)
 METHODS = (DENSE32, DENSE16, POWER, PAIRS, COMPACT, BALANCED, UNION, SHARED)
@@ -140,12 +142,13 @@ class WarmUp(NamedTuple):
 
 def warm_up(compressor: Compressor, parameters: int, world: int) -> WarmUp:
     """Return what a warm-up costs in all."""
-    stairs = [*compressor.warmup_stairs()]
-    sent = 0.0
+    stairs, dense, sent = [*compressor.warmup_stairs()], compressor.first_sparse_step(world), 0.0
+    whole: Rounds = [Dense().rounds(numel, 0, 0, world) for numel in _sizes(compressor, parameters)]
     for stair in stairs:
-        rounds = _rounds(compressor, parameters, world, stair.start)
-        sent += (stair.stop - stair.start) * _sent(rounds, world)
-    return WarmUp(stairs[-1].stop if stairs else 0, compressor.first_sparse_step(world), sent)
+        ratio = compressor.ratio_at(stair.start)
+        rounds = whole if stair.start < dense else _rounds(compressor, parameters, ratio, world)
+        sent += len(stair) * _sent(rounds, world)
+    return WarmUp(stairs[-1].stop if stairs else 0, dense, sent)
 
 
 def text(where: Network, parameters: int, ratio: float, world: int, computing: float) -> str:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.pipeline import Wait
-from horovod_sparse.exchange.protocols import Collective, disagreement
+from horovod_sparse.exchange.protocols import Collective
+from horovod_sparse.exchange.received import disagreement
 
 Kind = Literal["allgather", "allreduce", "alltoall", "dense", "sparse"]
 """The collectives of exchanges (`protocols.Collective`), or Horovod's own reduction of a dense or a sparse gradient."""

@@ -11,7 +11,6 @@ from horovod_sparse import kernels
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.server import Server, log_start
 from horovod_sparse.core.state import check_state, holds_anything, kept_shapes
-from horovod_sparse.exchange.grid import groups_of
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
@@ -48,7 +47,7 @@ class TensorServer(Server):
         """
         pipeline, compressor = self.pipeline, self.compressor
         if pipeline is None:
-            groups = groups_of(compressor.hierarchical, place["world"], gather)
+            groups = compressor.exchange.hosts(place["world"], gather)
             pipeline = Pipeline(tensor_ops(), compressor, **place, groups=groups, device_selector=on_gpu)
             if self.momentum is not None:
                 pipeline.preparation.momentum = self.momentum.of

@@ -33,11 +33,11 @@ COMPRESSORS: dict[str, MakeCompression] = {
     "SIDCo-gpareto": partial(adapter.SIDCo, 0.01, distribution="gpareto", warmup=None),
     "SIDCo-guarded": partial(adapter.SIDCo, 0.01, adapt="guarded", warmup=None),
     "RedSync-bisect": partial(adapter.RedSync, 0.01, method="bisect", warmup=None),
-    "RandomK-own": partial(adapter.RandomK, 0.01, shared=False, warmup=None),
-    "RandomBlock-own": partial(adapter.RandomBlock, 0.01, shared=False, blocks=4, warmup=None),
-    "TopK-union": partial(adapter.TopK, 0.01, union=True, warmup=None),
-    "SIDCo-bfloat16": partial(adapter.SIDCo, 0.01, values="bfloat16", warmup=None),
-    "SIDCo-balanced": partial(adapter.SIDCo, 0.01, balanced=True, warmup=None),
+    "RandomK-own": partial(adapter.RandomK, 0.01, exchange=adapter.Pairs(), warmup=None),
+    "RandomBlock-own": partial(adapter.RandomBlock, 0.01, exchange=adapter.Pairs(), blocks=4, warmup=None),
+    "TopK-union": partial(adapter.TopK, 0.01, exchange=adapter.Union(), warmup=None),
+    "SIDCo-bfloat16": partial(adapter.SIDCo, 0.01, exchange=adapter.Pairs("bfloat16"), warmup=None),
+    "SIDCo-balanced": partial(adapter.SIDCo, 0.01, exchange=adapter.Balanced(), warmup=None),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from horovod_sparse.torch import LocalUpdates, MomentumCorrection, RandomBlock, TopK
+from horovod_sparse.torch import Balanced, LocalUpdates, MomentumCorrection, RandomBlock, TopK
 
 from .common import digest, normals, raised
 
@@ -197,7 +197,7 @@ LAWS: dict[str, tuple[Any, ...]] = {
     "gradients, momentum": (GRADIENTS, {"momentum": MomentumCorrection(0.9, masking=False), "granularity": "layer"}),
     "others": (others_see_the_parameters_themselves,),
     "off, 0": (none_where_it_is_off, {"detached": 0.0}),
-    "off, balanced": (none_where_it_is_off, {"balanced": True}),
+    "off, balanced": (none_where_it_is_off, {"exchange": Balanced()}),
     "off, residual": (none_where_it_is_off, {"residual": False}),
     "off, propagate": (none_where_it_is_off, {"not_finite": "propagate"}),
     "off, signs": (none_where_it_is_off, {}, Plain),

@@ -21,8 +21,8 @@ from .scenario import MPI_2, MPI_4, scenario
 
 ALL_4 = (MPI_4, Launch("horovodrun", 4))
 COMPRESSORS: dict[str, MakeCompression] = {
-    "SIDCo": partial(adapter.SIDCo, 0.01, hierarchical=2, warmup=None),
-    "RandomBlock": partial(adapter.RandomBlock, 0.01, shared=False, hierarchical=2, warmup=None),
+    "SIDCo": partial(adapter.SIDCo, 0.01, exchange=adapter.Hierarchical(2), warmup=None),
+    "RandomBlock": partial(adapter.RandomBlock, 0.01, exchange=adapter.Hierarchical(2), warmup=None),
 }
 
 
@@ -40,7 +40,7 @@ def hosts_resume_bit_for_bit(make: MakeCompression) -> None:
 @scenario(MPI_4)
 def hosts_give_what_numpy_gives() -> None:
     def make(library: Any, **settings: Any) -> Any:
-        return library.TopK(0.05, hierarchical=2, warmup=None, **settings)
+        return library.TopK(0.05, exchange=library.Hierarchical(2), warmup=None, **settings)
 
     numpy_gives_the_same(make)
 
@@ -49,7 +49,7 @@ def hosts_give_what_numpy_gives() -> None:
     *ALL_4,
     cases={
         "dense": (dense_until(3, COMPRESSORS["SIDCo"], hvd.size), (1,)),
-        "schedule": (partial(adapter.TopK, Halving(0.25, 0.01), hierarchical=2), (2, 3)),
+        "schedule": (partial(adapter.TopK, Halving(0.25, 0.01), exchange=adapter.Hierarchical(2)), (2, 3)),
     },
 )
 def hosts_disagree_on_the_step_and_all_raise(make: MakeCompression, behind: tuple[int, ...]) -> None:
@@ -74,6 +74,6 @@ def a_gradient_that_is_not_finite_fails_the_step_of_all_hosts() -> None:
 @scenario(MPI_2)
 def one_host_is_refused() -> None:
     model = small_model()
-    optimizer = wrap(model, adapter.TopK(0.01, hierarchical=True, warmup=None))
+    optimizer = wrap(model, adapter.TopK(0.01, exchange=adapter.Hierarchical(), warmup=None))
     message = raised(ValueError, lambda: train(model, optimizer, range(1)))
-    assert "hierarchical needs at least two hosts" in message and "use hierarchical=False" in message, message
+    assert "Hierarchical needs at least two hosts" in message and "use another exchange" in message, message

@@ -47,11 +47,15 @@ PLACES = {
 
 @scenario(
     *EVERYWHERE,
-    cases={f"{name}-{place}": (name == "owners", place) for name in ("pairs", "owners") for place in PLACES},
+    cases={
+        f"{exchange.title}-{place}": (exchange, place)
+        for exchange in (sparse.Pairs(), sparse.Balanced())
+        for place in PLACES
+    },
 )
-def an_exchange_that_raises_on_one_worker_raises_on_all_and_leaves_no_trace(balanced: bool, place: str) -> None:
+def an_exchange_that_raises_on_one_worker_raises_on_all_and_leaves_no_trace(exchange: Any, place: str) -> None:
     (mine, move, local), (calm, move_calmly, undisturbed) = (
-        local_laws.torch_maker(sparse)("TopK", {"ratio": 0.05, "bucket_bytes": 4000, "balanced": balanced}, every=100)
+        local_laws.torch_maker(sparse)("TopK", {"ratio": 0.05, "bucket_bytes": 4000, "exchange": exchange}, every=100)
         for _ in range(2)
     )
     for step in range(4):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from horovod_sparse.torch import MiCRO, NoOp, RandomK, SIDCo, TopK
+from horovod_sparse.torch import MiCRO, NoOp, RandomK, SIDCo, TopK, Union
 
 from .common import (
     Wrapper,
@@ -54,7 +54,7 @@ PARAMETERS: dict[str, dict[str, Kind]] = {
 }
 COMPRESSIONS: dict[str, Callable[..., Any]] = {
     "TopK": lambda **settings: TopK(0.1, warmup=None, **settings),
-    "union": lambda **settings: TopK(0.1, union=True, warmup=None, **settings),
+    "union": lambda **settings: TopK(0.1, exchange=Union(), warmup=None, **settings),
     "SIDCo": lambda **settings: SIDCo(0.1, warmup=None, **settings),
     "RandomK": lambda **settings: RandomK(0.1, warmup=None, **settings),
     "MiCRO": lambda **settings: MiCRO(0.1, warmup=None, **settings),

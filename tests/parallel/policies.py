@@ -18,6 +18,7 @@ from horovod_sparse.torch import (
     NoOp,
     SIDCo,
     TopK,
+    Union,
 )
 
 from .common import (
@@ -52,15 +53,15 @@ def _local(step: int, rank: int) -> dict[str, np.ndarray]:
 
 _NUMPY_MAKERS: dict[str, Any] = {
     **makers(0.05, Threshold={"threshold": 2.5}),
-    "TopK-union": lambda library, **s: library.TopK(0.05, union=True, warmup=None, **s),
-    "TopK-bfloat16": lambda library, **s: library.TopK(0.05, values="bfloat16", warmup=None, **s),
-    "TopK-balanced": lambda library, **s: library.TopK(0.05, balanced=True, warmup=None, **s),
+    "TopK-union": lambda library, **s: library.TopK(0.05, exchange=library.Union(), warmup=None, **s),
+    "TopK-bfloat16": lambda library, **s: library.TopK(0.05, exchange=library.Pairs("bfloat16"), warmup=None, **s),
+    "TopK-balanced": lambda library, **s: library.TopK(0.05, exchange=library.Balanced(), warmup=None, **s),
     "SIDCo-gamma": lambda library, **s: library.SIDCo(0.05, distribution="gamma", warmup=None, **s),
     "SIDCo-gpareto": lambda library, **s: library.SIDCo(0.05, distribution="gpareto", warmup=None, **s),
     "DGC-schedule": lambda library, **s: library.DGC(
         Halving(0.25, 0.01), momentum=MomentumCorrection(nesterov=True), clip_norm=10.0, **s
     ),
-    "RandomK-own": lambda library, **s: library.RandomK(0.05, shared=False, warmup=None, **s),
+    "RandomK-own": lambda library, **s: library.RandomK(0.05, exchange=library.Pairs(), warmup=None, **s),
     "warm-up": lambda library, **s: library.TopK(0.05, **s),
 }
 
@@ -353,7 +354,10 @@ def not_finite_raises_on_all_ranks_and_training_can_go_on(make: MakeCompression,
 def micro_counts_do_not_build_up() -> None:
     # With every worker the union stays at k; of TopK with the same union it grows with the workers.
     counts = {}
-    for name, compression in {"micro": MiCRO(0.02, warmup=None), "union": TopK(0.02, union=True, warmup=None)}.items():
+    for name, compression in {
+        "micro": MiCRO(0.02, warmup=None),
+        "union": TopK(0.02, exchange=Union(), warmup=None),
+    }.items():
         parameters = zeros({"weight": (20_000,)})
         optimizer = wrap_parameters(parameters, compression)
         for step in range(60):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.torch import DGC, NoOp, SIDCo, TopK, seam
+from horovod_sparse.torch import DGC, Balanced, NoOp, SIDCo, TopK, Union, seam
 
 from .common import (
     BUCKET_BYTES,
@@ -483,8 +483,8 @@ _STOPPED = {
 }
 _EXCHANGED: dict[str, Any] = {
     "TopK": lambda **s: TopK(0.02, warmup=None, **s),
-    "union": lambda **s: TopK(0.02, union=True, warmup=None, **s),
-    "balanced": lambda **s: SIDCo(0.02, balanced=True, warmup=None, **s),
+    "union": lambda **s: TopK(0.02, exchange=Union(), warmup=None, **s),
+    "balanced": lambda **s: SIDCo(0.02, exchange=Balanced(), warmup=None, **s),
     "dense": lambda **s: TopK(0.02, min_numel=10**6, warmup=None, **s),
 }
 _PLACES = {f"{place}-{name}": (_STOPPED[place], make) for place in _STOPPED for name, make in _EXCHANGED.items()}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from horovod_sparse.compressors import sidco, threshold, topk
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.sidco import SIDCo, SIDCoState
-from horovod_sparse.exchange import protocols
+from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.ops.protocol import Sums
 
 LOWER = 0.9
@@ -115,7 +115,7 @@ def _unit(state: BucketState) -> float:
 
 def rule_of(compressor: Compressor) -> Rule | None:
     """Return how a compressor selects on the device, or None if it does not."""
-    if compressor.exchange is not protocols.sparse_allgather or compressor.clip_norm is not None:
+    if type(compressor.exchange) is not Pairs or compressor.clip_norm is not None:
         return None
     select = type(compressor).select
     if select is topk.TopK.select:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from horovod_sparse.torch import NoOp, SIDCo, TopK, comm_hook, register
+from horovod_sparse.torch import Hierarchical, NoOp, SIDCo, TopK, comm_hook, register
 from horovod_sparse.torch.group import Group
 
 from ..common import (
@@ -366,7 +366,7 @@ def register_in(group: Any) -> None:
 
 @scenario(TORCHRUN_4)
 def hosts_act_as_one_worker() -> None:
-    model = wrap(small_model(), TopK(0.01, bucket_bytes=BUCKET_BYTES, hierarchical=2, warmup=None))
+    model = wrap(small_model(), TopK(0.01, bucket_bytes=BUCKET_BYTES, exchange=Hierarchical(2), warmup=None))
     train(model, sgd(model), range(10))
     assert_identical(model)
 

@@ -6,7 +6,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from stairs import dense_until
 
-from horovod_sparse.tensorflow import RandomBlock, TopK
+from horovod_sparse.tensorflow import Balanced, RandomBlock, TopK, Union
 
 from ..scenario import TF_2, scenario
 from .common import MakeCompression, assert_identical, raised, reduce, variables
@@ -17,8 +17,8 @@ from .tape import SETTINGS, SHAPES, gradients_of
     TF_2,
     cases={
         "pairs": (lambda **settings: TopK(0.05, **settings),),
-        "union": (lambda **settings: TopK(0.05, union=True, **settings),),
-        "balanced": (lambda **settings: TopK(0.05, balanced=True, **settings),),
+        "union": (lambda **settings: TopK(0.05, exchange=Union(), **settings),),
+        "balanced": (lambda **settings: TopK(0.05, exchange=Balanced(), **settings),),
         "shared": (lambda **settings: RandomBlock(0.05, **settings),),
     },
 )

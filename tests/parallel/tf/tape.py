@@ -20,7 +20,7 @@ from stairs import Halving
 
 import horovod_sparse.numpy as reference
 import horovod_sparse.tensorflow.keras as hvd_keras
-from horovod_sparse.numpy import SparseAllreduce
+from horovod_sparse.numpy import Hierarchical, SparseAllreduce, Union
 from horovod_sparse.tensorflow import DGC, MomentumCorrection, NoOp, RandomBlock, SIDCo, TopK
 
 from ..scenario import TF_2, TF_4, TF_GLOO_2, TF_SETS_4, scenario
@@ -30,7 +30,7 @@ SHAPES = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (3
 SETTINGS: dict[str, Any] = {"granularity": "bucket", "bucket_bytes": 16_000}
 POLICIES: dict[str, MakeCompression] = {
     "warm-up-shared": lambda **settings: RandomBlock(0.01, **settings),
-    "warm-up-union": lambda **settings: TopK(0.01, union=True, **settings),
+    "warm-up-union": lambda **settings: TopK(0.01, exchange=Union(), **settings),
     "schedule": lambda **settings: SIDCo(Halving(0.25, 0.01), **settings),
     "momentum": lambda **settings: TopK(0.01, momentum=MomentumCorrection(0.9), warmup=None, **settings),
     "clipped": lambda **settings: TopK(0.01, clip_norm=0.5, warmup=None, **settings),
@@ -103,7 +103,7 @@ def tensorflow_gives_what_numpy_gives(make: MakeCompression) -> None:
 @scenario(TF_4)
 def hosts_give_what_numpy_gives() -> None:
     # Two consecutive workers stand for a host.
-    compression = SIDCo(0.01, hierarchical=2, warmup=None, **SETTINGS)
+    compression = SIDCo(0.01, exchange=Hierarchical(2), warmup=None, **SETTINGS)
     expect = assert_lockstep(compression, 6)
     assert expect.stats().mean.total.bytes_sent == compression.stats().mean.total.bytes_sent > 0
 

@@ -1,0 +1,23 @@
+"""All entries of a bucket. Imports no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from horovod_sparse.exchange import wire
+from horovod_sparse.exchange.protocols import Exchange, Exchanging, Round, Run, Sender
+from horovod_sparse.exchange.received import summed
+
+
+@dataclass(frozen=True)
+class Dense(Exchange):
+    """Everything is summed, by one allreduce in the residual's own type (`wire`, message 2 with all entries)."""
+
+    title = "dense"
+
+    def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
+        return [Round("allreduce", numel + len(wire.tail(True, 0)), None)]
+
+    def collectives(self, bucket: Sender, run: Run) -> Exchanging:
+        return (yield from summed(bucket, None, bucket.take_all(), bucket.numel, bucket.checksum()))

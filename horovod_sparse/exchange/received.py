@@ -1,0 +1,68 @@
+"""What is received: checks, which raise errors on every rank, and sums. Imports no framework."""
+
+from __future__ import annotations
+
+from horovod_sparse.exchange import wire
+from horovod_sparse.exchange.protocols import Collective, Entries, Exchanging, Sender
+from horovod_sparse.ops.protocol import Array
+
+OUT_OF_ORDER = "its indices do not ascend within the bucket, with padding after them"
+"""What is wrong with a message whose indices are not as `wire` requires."""
+
+
+def rows_of(bucket: Sender, messages: Array, world: int) -> list[int] | None:
+    """Return how many rows of each message of pairs are in use, or None if a worker's gradient was not finite."""
+    rows: list[int] = []
+    for sender, number in enumerate(bucket.ops.rows_in_use(messages, world, bucket.numel)):
+        if number is None:
+            raise damaged(bucket, f"message of worker {sender}", OUT_OF_ORDER)
+        rows.append(number)
+    return None if wire.NOT_FINITE in rows else rows
+
+
+def check_result(bucket: Sender, result: Array, shape: tuple[int, ...], dtype: object) -> None:
+    """Raise unless a collective's result is what messages like this rank's give. With a schedule, that depends on the step."""
+    if result.shape != shape or result.dtype != dtype:
+        raise disagreement(bucket)
+
+
+def damaged(bucket: Sender, which: str, what: str) -> RuntimeError:
+    """Return the error for a message that is not as `wire` requires."""
+    return RuntimeError(
+        f"rank {bucket.rank}: the {which} for bucket {bucket.name!r} is damaged: {what}. The "
+        "ranks run different models or different versions of horovod_sparse"
+    )
+
+
+def disagreement(bucket: Sender) -> RuntimeError:
+    """Return the error for ranks whose steps, adaptive numbers or random choices differ."""
+    return RuntimeError(
+        f"rank {bucket.rank}: the ranks disagree on the state of bucket {bucket.name!r} (step, seed, threshold or regions), so "
+        "their values would not belong to the same entries. After a restart load the compression state on every "
+        "rank or on none, and run the same release of NumPy and horovod_sparse everywhere"
+    )
+
+
+def summed(bucket: Sender, indices: Array | None, values: Array, length: int, checksum: int) -> Exchanging:
+    """Exchange the values at indices that all ranks know (None: all entries), as message 2.
+
+    Args:
+        bucket: the bucket, out of whose residual `values` were taken.
+        indices: ascending and unique.
+        values: one for each index, at most `length`.
+        length: number of values in the message, the same on all ranks.
+        checksum: a number >= 0. If its lowest 16 bits differ between the ranks, all raise RuntimeError.
+    """
+    bucket.sent(len(values))
+    tail = wire.tail(bucket.finite, checksum)
+    total = yield Collective("allreduce", bucket.ops.pack_values(values, length, tail))
+    check_result(bucket, total, (length + len(tail),), values.dtype)
+    bad, *bits = total[length:].tolist()
+    # `bits` holds the sum of each bit of the checksum over the ranks.
+    if any(bit not in (0.0, float(bucket.world)) for bit in bits):
+        raise disagreement(bucket)
+    if not 0 <= bad <= bucket.world or bad % 1:
+        raise damaged(
+            bucket, "sum of the messages", f"{bad} of {bucket.world} workers say that their gradients are not finite"
+        )
+    return None if bad else Entries(indices, total[: len(values)])

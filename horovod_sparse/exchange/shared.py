@@ -1,0 +1,24 @@
+"""Entries that all ranks choose alike. Imports no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from horovod_sparse.exchange import wire
+from horovod_sparse.exchange.protocols import Exchange, Exchanging, Round, Run, Sender
+from horovod_sparse.exchange.received import summed
+
+
+@dataclass(frozen=True)
+class SharedIndices(Exchange):
+    """All workers choose the same entries, so that only the values are sent, by one allreduce (`wire`, message 2)."""
+
+    title = "shared indices"
+
+    def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
+        return [Round("allreduce", capacity + len(wire.tail(True, 0)), "float32")]
+
+    def collectives(self, bucket: Sender, run: Run) -> Exchanging:
+        indices = bucket.select().indices
+        return (yield from summed(bucket, indices, bucket.take(indices), bucket.capacity, bucket.checksum()))
