@@ -73,8 +73,6 @@ class Bucket:
         """Parameters whose gradient has not arrived in this step."""
         self.rates: dict[int, float] = {}
         """This step's learning rates of the parameters that have arrived, by offset; 1 without `lr_in_residual`."""
-        self.run: Run | None = None
-        """The exchange of this step; None until it begins."""
         self.under_way: Exchanging | None = None
         """The collectives that are still to come; None if no exchange is under way."""
         self.rounds, self.bytes_sent = 0, 0.0
@@ -88,6 +86,9 @@ class Bucket:
         """Whether everything is sent. The residual still holds it then."""
         self._message: Array | None = None
         """The message that a device makes with what it takes. Its number of entries may not be known yet."""
+        # Last: until here an ending that was interrupted can be done again.
+        self.run: Run | None = None
+        """The exchange of this step; None until it begins."""
 
     def rebind(self, buffer: Array, velocity: Array | None) -> None:
         """Use other memory for the residual and the velocity from now on."""

@@ -102,8 +102,15 @@ class SparseAllreduce:
         self.pipeline = self._new_pipeline(compression, ())
 
     def _new_pipeline(self, compression: Compressor, groups: Sequence[str]) -> Pipeline:
-        where = {"world": self._world, "position": self._rank, "rank": self._rank}
-        return Pipeline(self._ops, compression, **where, averages=self._average, groups=groups)
+        return Pipeline(
+            self._ops,
+            compression,
+            world=self._world,
+            position=self._rank,
+            rank=self._rank,
+            averages=self._average,
+            groups=groups,
+        )
 
     def __call__(self, gradients: Mapping[str, Array], *, learning_rate: float | None = None) -> dict[str, Array]:
         """Return the average of all workers' `gradients`, as new arrays by name.
