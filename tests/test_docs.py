@@ -107,7 +107,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in pages.anchors(other), f"{page.name} links to {target}"
 
 
-FILE = re.compile(r"(?<![\w./-])(?:\.ci|benchmarks|docker|docs|examples|horovod_sparse|tests)/[\w./-]*[\w/]")
+FILE = re.compile(r"(?<![\w./-])(?:\.ci|benchmarks|ci|docker|docs|examples|horovod_sparse|studies|tests)/[\w./-]*[\w/]")
 MODULE = re.compile(r"\bhorovod_sparse(?:\.[a-z_]+)+")
 
 

@@ -41,6 +41,7 @@ from horovod_sparse.torch.ops import TorchOps
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
+ROOT = Path(__file__).parent.parent
 ORACLE = NumpyOps()
 BLOCK, CHUNK, GROUPS = 64, 16, 2
 WIDE = {np.float32: torch.float32, np.float64: torch.float64}
@@ -485,20 +486,17 @@ def run(script: Path, *arguments: object, **environment: str) -> subprocess.Comp
 @pytest.mark.full
 def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     """The interpreter runs what the compiler refuses."""
-    done = run(Path(__file__).with_name("compile_triton.py"), 90, TRITON_CACHE_DIR=str(tmp_path))
+    done = run(ROOT / "ci" / "compile_triton.py", 90, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     names = {line.split()[0] for line in done.stdout.splitlines()}
     assert names == {"accumulate", "fit", "count", "histogram", "write", "scatter"}
-
-
-GPU_CHECK = Path(__file__).parent.parent / "benchmarks" / "gpu_check.py"
 
 
 @pytest.mark.full
 def test_gpu_check_runs_without_a_gpu_to_test_itself(tmp_path: Path) -> None:
     written = tmp_path / "figures.json"
     options = ("--interpret", "--sizes", "8k", "--repetitions", 1, "--ratios", 0.01, "--json", written)
-    done = run(GPU_CHECK, *options)
+    done = run(ROOT / "benchmarks" / "gpu_check.py", *options)
     assert done.returncode == 0, done.stderr
     figures = json.loads(written.read_text())
     assert figures["measured"] is False and "no measurement" in done.stdout
