@@ -1,4 +1,4 @@
-"""`benchmarks/memory_sgd.py`: QSGD, with which it compares. In a process of its own, since the benchmark initialises MPI."""
+"""`studies/memory_sgd.py`: QSGD, with which it compares. In a process of its own, since the benchmark initialises MPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`benchmarks/time_to_loss.py`: steps to a target, and tables; and the examples under DDP."""
+"""`studies/time_to_loss.py`: steps to a target, and tables; and the examples under DDP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RATES = (0.0125, 0.025, 0.05)
 
 @pytest.fixture
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module `benchmarks/loss_runs.py`; it makes those beside it importable."""
+    """The module `studies/loss_runs.py`; it makes those beside it importable."""
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     import loss_runs
 
@@ -104,7 +104,7 @@ def test_examples_train_with_ddp(example: str, field: str, tmp_path: Path) -> No
     log = tmp_path / "log"
     small = ["--epochs", "2", "--epoch-steps", "4", "--context", "16", "--width", "32", "--layers", "1"]
     ended = Launch("mpirun", 2).run(
-        "benchmarks/loss_ddp.py",
+        "studies/loss_ddp.py",
         example,
         "PowerSGD 4",
         "--compression",
