@@ -38,27 +38,10 @@ no = "command"
 """
 
 
-@pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A page of its own, in a repository of its own."""
+def test_commands_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "ROOT", tmp_path)
-    path = tmp_path / "page.md"
-    path.write_text(PAGE)
-    return path
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> quickstart.Place:
-    """A folder to run in, without a clone."""
-    (tmp_path / "clone" / "inner").mkdir(parents=True)
-    return quickstart.Place(tmp_path, None, {"PATH": os.environ["PATH"], "HOME": str(tmp_path)})
-
-
-def command(text: str, runs: bool = True) -> quickstart.Command:
-    return quickstart.Command("page.md", 1, text, runs)
-
-
-def test_commands_of_a_page(page: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
     assert quickstart.commands_of(page) == [
         ("page.md", 4, "make setup   # words", True),
         ("page.md", 7, "mpirun -np 2 python train.py", True),
@@ -68,23 +51,16 @@ def test_commands_of_a_page(page: Path) -> None:
     ]
 
 
-def test_commands_share_a_shell_and_end_at_the_first_failure(place: quickstart.Place) -> None:
-    todo = [
-        command("cd inner"),
-        command("word=kept"),
-        command("cat"),  # Its input is empty, and not the shell's.
-        command("srun x", runs=False),
-        command("make test"),
-        command("echo $PWD $word; echo trouble >&2; exit_status() { return 3; }; exit_status"),
-        command("touch reached"),
-    ]
+def test_commands_share_a_shell_and_end_at_the_first_failure(tmp_path: Path) -> None:
+    (tmp_path / "clone" / "inner").mkdir(parents=True)
+    place = quickstart.Place(tmp_path, None, {"PATH": os.environ["PATH"], "HOME": str(tmp_path)})
+    # The input of `cat` is empty, and not the shell's.
+    texts = ["cd inner", "word=kept", "cat", "srun x", "make test"]
+    texts += ["echo $PWD $word; echo trouble >&2; exit_status() { return 3; }; exit_status", "touch reached"]
+    todo = [quickstart.Command("page.md", 1, text, not text.startswith("srun")) for text in texts]
     results = list(quickstart.run(todo, place, skip=["make test"]))
     assert [result.outcome for result in results] == [
         "ok", "ok", "ok", "not run here", "skipped", "failed", "not reached",
     ]  # fmt: skip
     assert results[5].output == f"{place.folder}/clone/inner kept\ntrouble\n"
     assert not (place.folder / "clone" / "inner" / "reached").exists()
-    assert all(result.seconds > 0.0 for result in results if result.outcome in ("ok", "failed"))
-    assert quickstart.summary(results).startswith(
-        "7 commands: 3 ok, 1 not run here, 1 skipped, 1 failed, 1 not reached; "
-    )
