@@ -107,8 +107,7 @@ def test_digits_on_two_workers(
 @pytest.mark.full
 @pytest.mark.parametrize("launch", [TWO_WORKERS, Launch("horovodrun", 2)], ids=str)
 @pytest.mark.parametrize(
-    ("script", "options", "parameters"),
-    [("torch_charlm.py", TINY_CHARLM, 21_600), ("torch_lstm.py", TINY, 12_672)],
+    ("script", "options", "parameters"), [("torch_charlm.py", TINY_CHARLM, 21_600), ("torch_lstm.py", TINY, 12_672)]
 )
 def test_character_models_on_two_workers(
     script: str, options: list[str], parameters: int, launch: Launch, tmp_path: Path
