@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from parallel.launch import REPOSITORY, Launch, clean_environment
+from process import python
 
 HOSTS = REPOSITORY / "benchmarks" / "hosts.py"
 TINY = ["--width", "32", "--layers", "1", "--context", "16"]
@@ -176,5 +177,5 @@ assert _gamma_code(np.array([1, 2, 3, 4, 8])) == 1 + 3 + 3 + 5 + 7
 @pytest.mark.full
 def test_qsgd_rounds_without_bias_and_counts_its_bits() -> None:
     """In a process of its own, because the study initialises MPI."""
-    done = subprocess.run([sys.executable, "-c", QSGD], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = python("-c", QSGD)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -6,8 +6,6 @@ import ast
 import inspect
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,12 @@ import pages
 import pytest
 import source_blocks
 from driver import dense_sum, exchange, make_pipeline
+from process import ROOT, python
 from table import ORACLE
 
 from horovod_sparse.compressors import COMPRESSORS
 from horovod_sparse.compressors.base import Settings
 from horovod_sparse.numpy import SparseAllreduce
-
-ROOT = Path(__file__).parent.parent
 
 PAGES = [*pages.pages(), ROOT / "CONTRIBUTING.md"]
 PYTHON_PAGES = [page for page in pages.pages() if any(block.runs for block in pages.blocks(page, "python"))]
@@ -41,8 +38,7 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         if block.runs:
             lines += [""] * (block.line - 1 - len(lines)) + block.text.splitlines()
     code = "\n".join(lines)
-    command = [sys.executable, "-W", "error::DeprecationWarning:horovod_sparse", "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = python("-W", "error::DeprecationWarning:horovod_sparse", "-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -55,9 +51,7 @@ def test_the_compressor_of_the_page_passes_all_laws() -> None:
     # In a process of its own: the table of compressors is replaced before the laws are collected.
     laws = f"import sys, pytest, table\nfrom table import Row\ntable.COMPRESSORS[:] = [{row}]\n"
     laws += "sys.exit(pytest.main(['tests/test_laws.py', 'tests/test_backends.py', '-q', '-p', 'no:cacheprovider']))"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    options: Any = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 600}
-    done = subprocess.run([sys.executable, "-c", code + laws], check=False, **options)
+    done = python("-c", code + laws, limit=600, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"\n[1-9]\d* passed", done.stdout), done.stdout[-3000:]
 
