@@ -68,30 +68,6 @@ def test_workers_of_a_host_act_as_one(number: int) -> None:
     assert 0.004 < ratio < 0.006, done
 
 
-def rows(output: str) -> dict[str, list[str]]:
-    """The rows of a table in Markdown: the first cell, and the others."""
-    lines = [line.strip("| ").split(" | ") for line in output.splitlines() if line.startswith("| ")]
-    return {cells[0]: cells[1:] for cells in lines[1:]}
-
-
-@pytest.mark.full
-@pytest.mark.parallel
-def test_step_time_prints_a_row_for_each_contender() -> None:
-    names = ["dense fp16", "DDP fp16", "DDP PowerSGD rank 1", "SIDCo 0.01", "SIDCo 0.001"]
-    ended = Launch("mpirun", 2).run(
-        "benchmarks/step_time.py", "--rounds", "2", "--heads", "2", *TINY, "--rows", *names, limit=120
-    )
-    assert ended.code == 0, ended
-    printed = rows(ended.output)
-    assert [*printed] == ["none: computation alone", "dense fp32", *names]
-    assert [printed[name][0] for name in names[1:3]] == ["not counted"] * 2
-    fp32, fp16, more, less = (
-        int(printed[name][0].replace(",", "")) for name in ("dense fp32", "dense fp16", *names[3:])
-    )
-    assert fp32 == 2 * fp16 > 5 * more > 5 * less > 0
-    assert "2 workers on 1 hosts; 2 rounds" in ended.output
-
-
 @pytest.mark.full
 def test_selection_times_every_row(tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch")

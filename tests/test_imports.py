@@ -90,15 +90,6 @@ def test_no_import_points_upwards(package: str) -> None:
         assert not above, f"{path} imports {above}"
 
 
-def test_there_is_no_circle_of_modules() -> None:
-    modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
-    arrows = {name: imported(path) & modules.keys() for name, path in modules.items()}
-    while arrows:
-        free = {name for name, targets in arrows.items() if not targets & arrows.keys()}
-        assert free, f"these modules import each other in a circle: {sorted(arrows)}"
-        arrows = {name: targets for name, targets in arrows.items() if name not in free}
-
-
 def test_adapters_never_import_each_other() -> None:
     """But for the array operations in NumPy, which are TensorFlow's path on the CPU."""
     adapters = ("numpy", "torch", "tensorflow")
