@@ -121,11 +121,9 @@ QUOTED = QUOTE.findall((ROOT / "docs" / "troubleshooting.md").read_text(encoding
 
 
 def text_of(node: ast.expr) -> str:
-    """The text of a literal; "..." for what is filled in."""
-    if isinstance(node, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
-    assert isinstance(node, ast.Constant), ast.unparse(node)
-    return node.value
+    """The text of a literal; "..." for what is filled in, which may be all of it."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return "".join(part.value if isinstance(part, ast.Constant) else "..." for part in parts)
 
 
 def messages() -> Iterator[tuple[str, str]]:
