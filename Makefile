@@ -21,19 +21,19 @@ test-all: setup lint types ## the same, then all other tests: about 40 minutes o
 	$(bin)/python ci/tests.py --full
 
 sanitize: setup ## test the compiled kernels, also with a million damaged messages, with the sanitizers; about 8 minutes
-	$(bin)/python tests/sanitize.py
+	$(bin)/python ci/sanitize.py
 
 aarch64: setup ## test the compiled kernels for AArch64 in an emulator; Debian, as root
-	$(bin)/python tests/aarch64.py
+	$(bin)/python ci/aarch64.py
 
 package: setup ## build sdist and wheel, and try each extra alone in a new environment; some minutes
-	$(bin)/python tests/distributions.py
+	$(bin)/python ci/distributions.py
 
 integrations: setup ## run the scripts of docs/integrations.md, docs/recipes.md and docs/ray-spark.md, and the examples with torchvision and Transformers; minutes
-	$(bin)/python tests/integrations.py
+	$(bin)/python ci/integrations.py
 
 slurm: setup ## train on a Slurm cluster of one node, in each of the ways of docs/launching.md; Debian, as root
-	tests/slurm.sh
+	ci/slurm.sh
 
 demo: ## train a small model on several processes, dense and sparse; sets up PyTorch alone if nothing is set up yet
 	@docker/setup.sh demo
@@ -52,7 +52,7 @@ docs: setup ## write the API reference to build/api; a warning is an error
 lint: setup ## ruff: style and layout; shellcheck and hadolint, which are published for x86-64 only
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
-	[ ! -x $(bin)/shellcheck ] || $(bin)/shellcheck --external-sources --severity warning docker/*.sh tests/*.sh .ci/run
+	[ ! -x $(bin)/shellcheck ] || $(bin)/shellcheck --external-sources --severity warning docker/*.sh ci/*.sh .ci/run
 	[ ! -x $(bin)/hadolint ] || $(bin)/hadolint --failure-threshold warning docker/*.Dockerfile
 
 types: setup ## mypy

@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+import markdown
 from parallel.injected import FAULTS, LAUNCHES, MOMENTS, SHOWN, Fault, run
 from parallel.launch import Launch
 
@@ -29,12 +30,13 @@ def cell(launch: Launch, fault: Fault) -> str:
 
 
 def main() -> None:
-    print("| | one rank, at this moment | does this | mpirun (MPI) | horovodrun (Gloo) |")
-    print("|---|---|---|---|---|")
+    print(
+        markdown.table(["", "one rank, at this moment", "does this", "mpirun (MPI)", "horovodrun (Gloo)"], [], words=3)
+    )
     for fault in FAULTS:
         seconds = [cell(launch, fault) for launch in LAUNCHES[fault.framework]]
         row = [NAMES[fault.framework], MOMENTS[fault.moment], SHOWN[fault.action], *seconds]
-        print(f"| {' | '.join(row)} |", flush=True)
+        print(markdown.line(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -393,11 +393,7 @@ def other_rows(device: Device, ratio: float, gradient: Tensor) -> list[Row]:
     return [
         Row(f"decompress, {WORLD} ranks", receive, check=check_received),
         Row("torch.topk(x.abs(), k)", plain_topk, prepare=lambda: residual.copy_(gradient)),
-        Row(
-            "SIDCo in torch operations",
-            lambda: plain_sidco(residual, gradient, ratio),
-            prepare=residual.zero_,
-        ),
+        Row("SIDCo in torch operations", lambda: plain_sidco(residual, gradient, ratio), prepare=residual.zero_),
         Row("cast to fp16 and back", lambda: gradient.half().float()),
     ]
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import horovod.torch as hvd
 import machine
+import markdown
 from network_measure import Collectives, agreed, measure, seconds
 
 from horovod_sparse.tools.plan import DENSE16, DENSE32, METHODS, POWER, Method, Network, Rounds
@@ -39,11 +40,9 @@ class Row(NamedTuple):
     def error(self) -> float:
         return self.predicted / self.measured - 1.0
 
-    def __str__(self) -> str:
-        return (
-            f"| {self.title} | {self.sent:,.0f} | {1e3 * self.predicted:,.2f} | {1e3 * self.measured:,.2f} "
-            f"| {100 * self.error:+.0f} |"
-        )
+    def cells(self) -> list[str]:
+        times = [f"{1e3 * seconds:,.2f}" for seconds in (self.predicted, self.measured)]
+        return [self.title, f"{self.sent:,.0f}", *times, f"{100 * self.error:+.0f}"]
 
 
 def timed(collectives: Collectives, rounds: Rounds, name: str, repetitions: int) -> float:
@@ -89,10 +88,8 @@ def main() -> None:
         f"{where.bandwidth / 1e6:.1f} MB/s each way, {1e6 * where.latency:.0f} us per message, "
         f"{1e3 * where.wait:.2f} ms until a collective starts\n{machine.describe()}\n"
     )
-    print("| method | bytes sent per step and worker | predicted, ms | measured, ms | error, % |")
-    print("|---|---:|---:|---:|---:|")
-    for row in rows:
-        print(row)
+    header = ["method", "bytes sent per step and worker", "predicted, ms", "measured, ms", "error, %"]
+    print(markdown.table(header, [row.cells() for row in rows]))
     errors = [abs(row.error) for row in rows]
     print(f"\nMedian error {100 * statistics.median(errors):.0f} %, largest {100 * max(errors):.0f} %.", flush=True)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import hosts
 import machine
+import markdown
 
 ALONE = "none: computation alone"
 ROWS = (
@@ -52,27 +53,22 @@ def measure(numbers: list[int], rate: str, options: list[str]) -> Steps:
 
 def table(steps: Steps, numbers: list[int]) -> str:
     """Markdown: each step, and the part of it that is computation."""
-    lines = [
-        f"| exchange | {' | '.join(f'{number} hosts: step, ms' for number in numbers)} "
-        f"| {' | '.join(f'{number} hosts: computation' for number in numbers)} |",
-        "|---|" + 2 * len(numbers) * "---:|",
-    ]
+    header = [f"{number} hosts: {what}" for what in ("step, ms", "computation") for number in numbers]
+    rows = []
     for name, row in steps.items():
         spent = [f"{row[number][1]:.1f} ({row[number][0]:.1f}–{row[number][2]:.1f})" for number in numbers]
         parts = [f"{steps[ALONE][number][1] / row[number][1]:.0%}" for number in numbers]
-        lines.append(f"| {name} | {' | '.join([*spent, *parts])} |")
-    return "\n".join(lines)
+        rows.append([name, *spent, *parts])
+    return markdown.table(["exchange", *header], rows)
 
 
 def draw(steps: Steps, numbers: list[int], rate: str, picture: Path) -> None:
     """One curve for each row."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    figure, axes = plt.subplots(figsize=(9, 4.8), layout="constrained")
+    figure = Figure(figsize=(9, 4.8), layout="constrained")
+    axes = figure.subplots()
     rows = [name for name in steps if name != ALONE]
     for name, color in zip(rows, COLORS, strict=True):
         parts = [steps[ALONE][number][1] / steps[name][number][1] for number in numbers]
@@ -87,7 +83,6 @@ def draw(steps: Steps, numbers: list[int], rate: str, picture: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(picture, dpi=150)
-    plt.close(figure)
 
 
 def main() -> None:

@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import markdown
+
 from horovod_sparse import kernels
 
 HERE = Path(__file__).resolve().parent
@@ -90,8 +92,7 @@ def table(columns: list[dict[str, Any]]) -> str:
     """A row per compressor, a column per condition."""
     first, *others = columns
     titles = ["25 M elements, ratio 0.001, 1 thread", "units", "quartiles", "at most", "GB/s", "memory"]
-    lines = [_line([*titles, *(column.title for column in COLUMNS[1:])])]
-    lines.append("|---|" + "---:|" * (len(titles) + len(others) - 1))
+    rows = []
     for result in first["results"]:
         quotients = sorted(result["quotients"])
         quartiles = f"{quotients[len(quotients) // 4]:.2f}-{quotients[-1 - len(quotients) // 4]:.2f}"
@@ -101,8 +102,8 @@ def table(columns: list[dict[str, Any]]) -> str:
         memory = "" if result["memory"] is None else f"{100 * result['memory']:.1f} %"
         rate = f"{12e-9 * result['conditions']['size'] / seconds:.0f}"
         cells = [result["title"], f"{result['units']:.2f}{over}", quartiles, bar, rate, memory]
-        lines.append(_line([*cells, *(_cell(figures, result["title"]) for figures in others)]))
-    return "\n".join(lines)
+        rows.append([*cells, *(_cell(figures, result["title"]) for figures in others)])
+    return markdown.table([*titles, *(column.title for column in COLUMNS[1:])], rows)
 
 
 def _cell(figures: dict[str, Any], title: str) -> str:
@@ -116,17 +117,16 @@ def tensorflow_table(kept: dict[str, Any]) -> str:
     units = _units(kept["tensorflow"])
     places = ("eager code", "a tf.function", "PyTorch")
     names = dict.fromkeys(title.partition(", whole step in ")[0] for title in units)
-    lines = [_line(["25 M elements, ratio 0.001, 1 thread", *places]), "|---|---:|---:|---:|"]
-    lines += [_line([name, *(f"{units[f'{name}, whole step in {place}']:.2f}" for place in places)]) for name in names]
-    return "\n".join(lines)
+    rows = [[name, *(f"{units[f'{name}, whole step in {place}']:.2f}" for place in places)] for name in names]
+    return markdown.table(["25 M elements, ratio 0.001, 1 thread", *places], rows)
 
 
 def headline(kept: dict[str, Any]) -> str:
     """For the README: what the most telling rows cost, a column per variant."""
     firsts = {variant: columns[0] for variant, columns in kept["columns"].items()}
-    lines = [_line(["25 M float32, ratio 0.001, one thread", *firsts]), "|---|" + "---:|" * len(firsts)]
-    lines += [_line([title, *(f"{_units(figures)[title]:.2f}" for figures in firsts.values())]) for title in HEADLINE]
-    return "\n".join([*lines, "", machine(next(iter(firsts.values())))])
+    rows = [[title, *(f"{_units(figures)[title]:.2f}" for figures in firsts.values())] for title in HEADLINE]
+    shown = markdown.table(["25 M float32, ratio 0.001, one thread", *firsts], rows)
+    return f"{shown}\n\n{machine(next(iter(firsts.values())))}"
 
 
 def replace_between(path: Path, text: str) -> None:
@@ -137,10 +137,6 @@ def replace_between(path: Path, text: str) -> None:
     if not begin or not end:
         raise SystemExit(f"{path} must have <!-- {MARK}: begin --> and <!-- {MARK}: end -->")
     path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import selection_turns as turns
 from machine import processor
+from markdown import table
 from selection_contestants import Measured
 
 from horovod_sparse import __version__
@@ -57,13 +58,8 @@ def markdown(results: Sequence[Measured]) -> str:
     ]
     for heading, members in _tables(results):
         cells = [member.cells() for member in members]
-        lines += ["", f"{heading}:", "", _row(list(cells[0])), "|---|" + "---:|" * (len(cells[0]) - 1)]
-        lines += [_row(list(row.values())) for row in cells]
+        lines += ["", f"{heading}:", "", table([*cells[0]], [[*row.values()] for row in cells])]
     return "\n".join(lines) + "\n"
-
-
-def _row(columns: Sequence[str]) -> str:
-    return f"| {' | '.join(columns)} |"
 
 
 def write_json(results: Sequence[Measured], path: Path) -> None:

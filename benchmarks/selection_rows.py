@@ -140,11 +140,7 @@ _ROW = {row.title: row for row in ROWS}
 
 CASES = (
     *(
-        Case(
-            _ROW[f"SIDCo, {distribution}"],
-            {0.001: 1.8, 0.01: 2.2, 0.1: 4.0},
-            data,
-        )
+        Case(_ROW[f"SIDCo, {distribution}"], {0.001: 1.8, 0.01: 2.2, 0.1: 4.0}, data)
         for data in ("Laplace", "Gaussian", "heavy tails")
         for distribution in ("exponential", "gamma", "gpareto")
     ),

@@ -99,17 +99,13 @@ def _kind(name: str) -> str:
 
 
 def draw(panels: Iterable[tuple[str, list[tuple[str, list[Span]]]]], title: str, path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     panels = list(panels)
     heights = [len(rows) for _, rows in panels]
-    figure, axes = plt.subplots(
-        len(panels), 1, figsize=(9, 1.6 + 0.24 * sum(heights)), gridspec_kw={"height_ratios": heights}, squeeze=False
-    )
+    figure = Figure(figsize=(9, 1.6 + 0.24 * sum(heights)))
+    axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)
     for (name, rows), axis in zip(panels, axes[:, 0], strict=True):
         for number, (_, spans) in enumerate(rows):
             for span in spans:
@@ -120,18 +116,11 @@ def draw(panels: Iterable[tuple[str, list[tuple[str, list[Span]]]]], title: str,
         axis.set_xlabel("ms since the step began")
         axis.xaxis.grid(True, color="#dddddd", linewidth=0.6)
         axis.set_axisbelow(True)
-    figure.legend(
-        [Patch(color=color) for color in COLORS.values()],
-        COLORS,
-        loc="lower center",
-        ncols=5,
-        frameon=False,
-        fontsize=8,
-    )
+    patches = [Patch(color=color) for color in COLORS.values()]
+    figure.legend(patches, COLORS, loc="lower center", ncols=5, frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=10)
     figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
+import markdown
 import torch
 from step_contenders import ALONE, CONTENDERS, DENSE, MODELS, SPARSE, Settings, Task
 from torch import nn
@@ -133,22 +134,17 @@ def check(contender: Contender) -> None:
 def table(contenders: Iterable[Contender], parameters: int, unit: float) -> str:
     """Markdown; `unit` in milliseconds."""
     medians = {contender.name: quartiles(contender.seconds)[1] for contender in contenders}
-    lines = [
-        "| exchange | bytes sent per step and worker | step, ms: median (quartiles) | beyond computation, ms | in units "
-        "| dense fp32's / it |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+    header = ["exchange", "bytes sent per step and worker", "step, ms: median (quartiles)", "beyond computation, ms"]
+    rows = []
     for contender in contenders:
         low, middle, high = quartiles(contender.seconds)
         sent = "" if contender.name == ALONE else "not counted"
         if contender.compression is not None:
             sent = f"{common.measure_traffic(contender.compression, parameters, hvd).bytes_per_step:,.0f}"
         beyond = middle - medians[ALONE]
-        lines.append(
-            f"| {contender.name} | {sent} | {middle:.1f} ({low:.1f}–{high:.1f}) | {beyond:.1f} | {beyond / unit:.1f} "
-            f"| {medians[DENSE] / middle:.2f} |"
-        )
-    return "\n".join(lines)
+        cells = [contender.name, sent, f"{middle:.1f} ({low:.1f}–{high:.1f})", f"{beyond:.1f}"]
+        rows.append([*cells, f"{beyond / unit:.1f}", f"{medians[DENSE] / middle:.2f}"])
+    return markdown.table([*header, "in units", "dense fp32's / it"], rows)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

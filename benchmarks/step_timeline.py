@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import machine
+import markdown
 import torch
 from step_contenders import ALONE, MODELS
 from step_time import SETTLING, Contender, make, parse
@@ -77,16 +78,11 @@ class Clock:
 
 def table(seconds: dict[str, list[float]], whole: float, alone: float, unit: float) -> str:
     """Markdown: medians, in milliseconds and units."""
-    lines = ["| part of the step | ms | units |", "|---|---:|---:|"]
+    spent = {title: statistics.median(seconds[part]) for part, title in PARTS.items()}
     beyond = whole - alone
-    known = 0.0
-    for part, title in PARTS.items():
-        spent = statistics.median(seconds[part])
-        known += spent
-        lines.append(f"| {title} | {1000 * spent:.1f} | {spent / unit:.2f} |")
-    lines.append(f"| the rest | {1000 * (beyond - known):.1f} | {(beyond - known) / unit:.2f} |")
-    lines.append(f"| together: the step beyond computation | {1000 * beyond:.1f} | {beyond / unit:.2f} |")
-    return "\n".join(lines)
+    spent |= {"the rest": beyond - sum(spent.values()), "together: the step beyond computation": beyond}
+    rows = [[title, f"{1000 * one:.1f}", f"{one / unit:.2f}"] for title, one in spent.items()]
+    return markdown.table(["part of the step", "ms", "units"], rows)
 
 
 def timeline(spans: list[tuple[str, float, float]], whole: float) -> str:

@@ -17,10 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SHARED = ["--numprocesses", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
-QUICK = {
-    "in one process": [*SHARED, "-m", "not full and not parallel"],
-    "launches": ["-m", "not full and parallel"],
-}
+QUICK = {"in one process": [*SHARED, "-m", "not full and not parallel"], "launches": ["-m", "not full and parallel"]}
 FULL = {
     "in one process, full": [*SHARED, "-m", "(full or hypothesis) and not parallel", "--hypothesis-profile", "full"],
     "launches, full": ["-m", "full and parallel"],

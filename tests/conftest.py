@@ -47,7 +47,6 @@ EVERY: dict[str, int] = {
     "test_triton": ONE,
     "test_triton_pipeline": ONE,
     "test_micro": ONE,
-    "test_memory_sgd": ONE,
     "test_backends": 5,
     "test_momentum": 3,
     "test_laws": 2,

@@ -1,7 +1,5 @@
 """Damaged messages for the receiving side of every backend: each is refused with one error, or decoded within bounds.
 
-python tests/fuzz_messages.py [--messages 1000000] [--seed 0] [--backends numpy torch]
-
 Messages that real compressors have made (`receivers`) are changed (`damage`), and given to the receiving code. Every
 backend receives as another rank. It must come to the outcome that the specification asks for (`wire`), with the same error to
 the last letter or with the same sums, and it must write nothing beyond the memory it was given.
@@ -12,8 +10,6 @@ message hides the others. So all others are judged one by one, many in a call, a
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
@@ -21,7 +17,7 @@ from random import Random
 import numpy as np
 from damage import change_compact, change_gathered, change_indices, change_pairs, change_values
 from receivers import CASES, GROUPS, WORLD, Receiver, Recorded, record
-from table import ORACLE, WITH_OPERATIONS, Backend
+from table import ORACLE, Backend
 
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.balanced import Balanced
@@ -272,38 +268,3 @@ def fuzz(name: str, backends: Sequence[Backend], messages: int, seed: int, whole
         counts["exchanged"] += changed
         counts["messages"] += changed
     return counts
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--messages", type=int, default=10**6, help="number of messages that are changed")
-    parser.add_argument("--seed", type=int, default=0)
-    names = [backend.name for backend in WITH_OPERATIONS]
-    parser.add_argument("--backends", nargs="+", choices=names, default=names)
-    arguments = parser.parse_args()
-    backends = [backend for backend in WITH_OPERATIONS if backend.name in arguments.backends]
-    report(backends, arguments.messages, arguments.seed)
-
-
-def report(backends: Sequence[Backend], messages: int, seed: int) -> None:
-    """Fuzz all cases, and print what became of the messages."""
-    total: Counter[str] = Counter()
-    begin = time.perf_counter()
-    for name in CASES:
-        # The others go through exchanges, which takes longer.
-        judged = isinstance(CASES[name].exchange, JUDGED)
-        counts = fuzz(name, backends, messages // (8 if judged else 100), seed)
-        total += counts
-        print(f"{name:20} {dict(sorted(counts.items()))}", flush=True)
-    seconds = time.perf_counter() - begin
-    print(
-        f"{total['messages']} damaged messages in {seconds:.0f} s, {total['messages'] / seconds:.0f} per second. One by one, "
-        f"{total['refused']} were refused, {total['decoded']} decoded and {total['not finite']} not finite. The other "
-        f"{total['exchanged']} went through exchanges: {total['refused, exchanged']} of those were refused, "
-        f"{total['decoded, exchanged']} decoded and {total['not finite, exchanged']} not finite. The outcome was the same with "
-        f"{', '.join(backend.name for backend in backends)}, and nothing was written beyond its memory."
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -34,10 +34,7 @@ def _torch_backends() -> list[Backend]:
     def numpy(tensor: torch.Tensor) -> np.ndarray:
         return tensor.numpy()
 
-    return [
-        Backend("torch", tensor_ops(), tensor, numpy),
-        Backend("torch-operations", TorchOps(), tensor, numpy),
-    ]
+    return [Backend("torch", tensor_ops(), tensor, numpy), Backend("torch-operations", TorchOps(), tensor, numpy)]
 
 
 def _tensorflow_backends() -> list[Backend]:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from process import python
 
 from horovod_sparse.compressors import COMPRESSORS
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.full
 def test_the_reference_is_made_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("pdoc")
-    command = [sys.executable, "docs/api.py", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = python("docs/api.py", tmp_path, limit=300)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     for adapter in ("torch", "tensorflow", "tensorflow/keras", "numpy"):
         page = (tmp_path / "horovod_sparse" / f"{adapter}.html").read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from process import python
 
 from horovod_sparse import kernels
 from horovod_sparse.tools import check, cli
@@ -15,8 +16,7 @@ LINES = {line.what: line for line in check.LINES}
 
 
 def run_check(**environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "horovod_sparse.tools.cli", "check"]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    return python("-m", "horovod_sparse.tools.cli", "check", **environment)
 
 
 def stub(folder: Path, package: str, body: str) -> None:

@@ -9,15 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horovod_sparse.exchange.cost import BYTES, allreduce_bytes
-from horovod_sparse.tools.plan import (
-    DENSE16,
-    DENSE32,
-    METHODS,
-    POWER,
-    SHARED,
-    Network,
-    Round,
-)
+from horovod_sparse.tools.plan import DENSE16, DENSE32, METHODS, POWER, SHARED, Network, Round
 
 FREE = Network(latency=0.0, bandwidth=1e9, wait=0.0)
 """Only bytes cost anything."""

@@ -5,10 +5,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import math
-import os
 import platform
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from process import python
 
 from horovod_sparse import kernels
 from horovod_sparse.kernels.memory import TYPES, Memory
@@ -55,22 +53,8 @@ SIZES = (0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 4095, 4
 # Three threads start, and the last one has a part of a block.
 LARGE = 3 * 2**18 + 4096 + 5
 THREADS = (1, 2, 3, 100)
-THRESHOLDS = [
-    0.0,
-    -0.0,
-    -1.0,
-    -math.inf,
-    5e-324,
-    1e-45,
-    0.5,
-    0.7,
-    1.0,
-    3.0,
-    3.4028234663852886e38,
-    3.4028235e38,
-    3.5e38,
-]
-THRESHOLDS += [1e300, math.inf, math.nan]
+THRESHOLDS = [0.0, -0.0, -1.0, -math.inf, 5e-324, 1e-45, 0.5, 0.7, 1.0, 3.0]
+THRESHOLDS += [3.4028234663852886e38, 3.4028235e38, 3.5e38, 1e300, math.inf, math.nan]
 of_either_width = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 
 
@@ -506,20 +490,11 @@ print(hashlib.sha256(residual.tobytes() + found.tobytes()).hexdigest(), ops.meas
 def test_threads_of_openmp_find_the_same_bits_as_threads_of_our_own() -> None:
     """PyTorch's threads are there after the work, ours are not."""
     pytest.importorskip("torch")
-    environment = {**os.environ, "OMP_NUM_THREADS": "4"}
-    told = {
-        kind: subprocess.run(
-            [sys.executable, "-c", IN_THREADS, kind],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        ).stdout.splitlines()
-        for kind in ("own", "openmp")
-    }
-    assert told["own"][0] == "0" and int(told["openmp"][0]) > 0
-    assert told["own"][1] == told["openmp"][1]
+    done = [python("-c", IN_THREADS, kind, OMP_NUM_THREADS="4") for kind in ("own", "openmp")]
+    assert [one.returncode for one in done] == [0, 0], done
+    own, openmp = (one.stdout.splitlines() for one in done)
+    assert own[0] == "0" and int(openmp[0]) > 0
+    assert own[1] == openmp[1]
 
 
 IN_A_CHILD = """
@@ -541,6 +516,5 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_forked_process_has_threads_of_its_own() -> None:
     """Those of the OpenMP runtime are not there: it would wait for them forever."""
     pytest.importorskip("torch")
-    environment = {**os.environ, "OMP_NUM_THREADS": "4"}
-    done = subprocess.run([sys.executable, "-c", IN_A_CHILD], env=environment, timeout=60, check=False)
-    assert done.returncode == 0
+    done = python("-c", IN_A_CHILD, limit=60, OMP_NUM_THREADS="4")
+    assert done.returncode == 0, done

@@ -52,10 +52,7 @@ def step(backend: Backend, pipeline: Pipeline, seed: int) -> None:
         ),
         (lambda state: state["adaptive"].pop("head"), r"state\['adaptive'\] must name the same parameters"),
         (lambda state: state.update(version=1), "state must have version 3, got 1"),
-        (
-            lambda state: state["adaptive"].update(head={}),
-            "adaptive state must be like .*another algorithm",
-        ),
+        (lambda state: state["adaptive"].update(head={}), "adaptive state must be like .*another algorithm"),
     ],
 )
 def test_loading_is_strict_and_changes_nothing_when_it_fails(backend: Backend, damage: Any, expected: str) -> None:

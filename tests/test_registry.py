@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import copy
-import os
 import pickle
 import re
 import shutil
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -16,13 +14,13 @@ from pathlib import Path
 import pages
 import pytest
 from parallel.makers import MakeCompression, makers
+from process import ROOT, python
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors import COMPRESSORS
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.binding import BoundCompressor
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "adding-a-compressor.md"
 ADAPTERS = ("numpy", "torch", "tensorflow", "tensorflow.keras")
 MIXINS = {"torch": "TorchCompressor", "tensorflow": "TensorflowCompressor"}
@@ -30,19 +28,6 @@ MIXINS = {"torch": "TorchCompressor", "tensorflow": "TensorflowCompressor"}
 MAKERS = makers(0.1, Threshold={"threshold": 1.0})
 
 for_all_classes = pytest.mark.parametrize("cls", COMPRESSORS, ids=lambda cls: cls.__name__)
-
-
-def run(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "PYTHONPATH": str(folder), **environment}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize(("framework", "mixin"), MIXINS.items())
@@ -99,7 +84,7 @@ def test_mypy_checks_what_users_write() -> None:
         "SIDCo(ratoi=0.1)\n"
         "SIDCo(0.1, adapt='strong')\n"
     )
-    done = run("-m", "mypy", "--config-file", "pyproject.toml", "-c", code, folder=ROOT)
+    done = python("-m", "mypy", "--config-file", "pyproject.toml", "-c", code, limit=300, PYTHONPATH=str(ROOT))
     assert 'Revealed type is "horovod_sparse.core.statistics.Stats"' in done.stdout, done.stdout + done.stderr
     found = re.findall(r"<string>:(\d+): error: .*\[([a-z-]+)\]", done.stdout)
     assert found == [("4", "call-arg"), ("5", "arg-type")], done.stdout
@@ -143,5 +128,6 @@ assert reduce.stats().steps == 3
 def test_a_new_compressor_works_in_every_adapter(extended: Path, adapter: str) -> None:
     code = NUMPY if adapter == "numpy" else f"import horovod_sparse.{adapter} as hvd\nhvd.RMSThreshold(ratio=0.1)"
     own = f"\nassert hvd.__file__.startswith({str(extended)!r})\nassert 'RMSThreshold' in hvd.__all__\n"
-    done = run("-c", code + own, folder=extended, HOROVOD_SPARSE_FORCE="1", TF_CPP_MIN_LOG_LEVEL="3")
+    variables = {"PYTHONPATH": str(extended), "HOROVOD_SPARSE_FORCE": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = python("-c", code + own, cwd=extended, limit=300, **variables)
     assert done.returncode == 0, done.stderr[-3000:]

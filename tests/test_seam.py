@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +14,7 @@ import pytest
 from horovod.torch import join as stock_join
 from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.mpi_ops import mpi_lib
+from process import python
 
 import horovod_sparse.torch
 from horovod_sparse.core import binding
@@ -156,7 +155,7 @@ def test_import_fails_with_a_clear_message_on_another_horovod() -> None:
         "from horovod.torch import optimizer; del optimizer._DistributedOptimizer.synchronize\n"
         "import horovod_sparse.torch"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    done = python("-c", code)
     assert done.returncode == 1
     assert "ImportError: horovod_sparse extends horovod.torch.optimizer._DistributedOptimizer" in done.stderr
     assert "has no method synchronize" in done.stderr

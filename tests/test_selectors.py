@@ -265,11 +265,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "floats": (some(1, 3, dtype="float"), TypeError, "got indices of type (torch.)?float.."),
     "a list": (lambda ops, x: Selection([1, 3], 2), TypeError, "got indices of type list for entries of type"),
     "no array": (lambda ops, x: ([1, 3], 2), TypeError, "got an object of type tuple"),
-    "indices alone": (
-        lambda ops, x: some(1, 3)(ops, x).indices,
-        TypeError,
-        "got an object of type (ndarray|Tensor)",
-    ),
+    "indices alone": (lambda ops, x: some(1, 3)(ops, x).indices, TypeError, "got an object of type (ndarray|Tensor)"),
 }
 
 

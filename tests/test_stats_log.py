@@ -206,11 +206,7 @@ def test_another_file_is_refused_and_left_alone(content: str, message: str, tmp_
     ],
 )
 def test_wrong_arguments_are_refused(
-    arguments: dict[str, Any],
-    error: type[Exception],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: dict[str, Any], error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error) as raised:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +14,7 @@ import horovod._keras
 import horovod.tensorflow
 import keras
 import pytest
+from process import python
 
 import horovod_sparse.tensorflow
 from horovod_sparse.tensorflow import TopK, seam
@@ -133,13 +132,13 @@ def test_all_other_names_of_horovod_are_there_too(module: str) -> None:
 
 
 def _run(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.full
 def test_import_fails_with_a_clear_message_on_another_horovod() -> None:
     code = "import horovod.tensorflow as hvd; del hvd._make_allreduce_grads_fn\nimport horovod_sparse.tensorflow"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    done = python("-c", code)
     assert done.returncode == 1
     assert "ImportError: horovod_sparse extends horovod.tensorflow as it is in Horovod 0.28.1" in done.stderr

@@ -13,53 +13,42 @@ from horovod_sparse.tools.trial import Result
 SMALL = ["-m", "horovod_sparse.tools.cli", "try", "--parameters", "100k", "--step-ms", "5", "--rounds", "2"]
 
 
-def results(alone: float, **medians: float) -> list[Result]:
-    titles = {
-        "fp32": "dense fp32",
-        "fp16": "dense fp16",
-        "power": "PowerSGD rank 4",
-        "some": "SIDCo 0.01",
-        "few": "SIDCo 0.001",
-    }
-    others = [Result(titles[name], name, None, [median]) for name, median in medians.items()]
-    return [Result(trial.ALONE, "", 0.0, [alone]), *others]
+TITLES = {
+    "fp32": "dense fp32",
+    "fp16": "dense fp16",
+    "power": "PowerSGD rank 4",
+    "some": "SIDCo 0.01",
+    "few": "SIDCo 0.001",
+}
+NO_OTHER = "no other exchange makes a step more than 5 % faster."
 
 
 @pytest.mark.parametrize(
-    ("given", "advice"),
+    ("medians", "advice"),
     [
-        (results(100, fp32=300, fp16=200, some=120, few=110), "Use few: a step takes 0.55 times as long as with fp16."),
+        ({"fp32": 300, "fp16": 200, "some": 120, "few": 110}, "few: a step takes 0.55 times as long as with fp16."),
         # Within 5 % the one that sends more is chosen.
+        ({"fp32": 300, "fp16": 200, "some": 122, "few": 120}, "some: a step takes 0.61 times as long as with fp16."),
         (
-            results(100, fp32=300, fp16=200, some=122, few=120),
-            "Use some: a step takes 0.61 times as long as with fp16.",
+            {"fp32": 300, "fp16": 210, "power": 200, "some": 150, "few": 150},
+            "some: a step takes 0.75 times as long as with power.",
         ),
-        (
-            results(100, fp32=300, fp16=210, power=200, some=150, few=150),
-            "Use some: a step takes 0.75 times as long as with power.",
-        ),
-        (
-            results(100, fp32=300, fp16=200, power=130, some=135, few=131),
-            "Use power: no other exchange makes a step more than 5 % faster.",
-        ),
-        (
-            results(100, fp32=120, fp16=121, some=119, few=160),
-            "Use fp32: no other exchange makes a step more than 5 % faster.",
-        ),
+        ({"fp32": 300, "fp16": 200, "power": 130, "some": 135, "few": 131}, f"power: {NO_OTHER}"),
+        ({"fp32": 120, "fp16": 121, "some": 119, "few": 160}, f"fp32: {NO_OTHER}"),
         # Where an exchange costs nothing, the plainest one is right.
         (
-            results(100, fp32=102, fp16=101, some=101, few=100),
-            "Use fp32: a step takes 1.02 times as long as computation alone.",
+            {"fp32": 102, "fp16": 101, "some": 101, "few": 100},
+            "fp32: a step takes 1.02 times as long as computation alone.",
         ),
     ],
 )
-def test_advice_is_the_first_that_is_as_fast_as_the_fastest(given: list[Result], advice: str) -> None:
-    assert trial.advice(given) == advice
+def test_advice_is_the_first_that_is_as_fast_as_the_fastest(medians: dict[str, float], advice: str) -> None:
+    others = [Result(TITLES[name], name, None, [median]) for name, median in medians.items()]
+    assert trial.advice([Result(trial.ALONE, "", 0.0, [100]), *others]) == f"Use {advice}"
 
 
 @pytest.mark.parametrize(
-    "options",
-    [[], ["--parameters", "1M"], ["--step-ms", "1"], ["--model", "cnn", "--step-ms", "1"]],
+    "options", [[], ["--parameters", "1M"], ["--step-ms", "1"], ["--model", "cnn", "--step-ms", "1"]]
 )
 def test_a_model_or_its_size_and_time_must_be_given(options: list[str]) -> None:
     with pytest.raises(SystemExit, match="try needs --model, or --parameters and --step-ms, such as"):

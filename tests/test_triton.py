@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from interpreted import tl, triton
+from process import python
 from table import SCALES_WITHOUT_SQUARES, gradients
 
 from horovod_sparse.compressors.base import BucketState, Compressor
@@ -475,30 +476,26 @@ def test_what_selects_on_the_device() -> None:
         assert rule_of(other) is None
 
 
-def run(script: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(script), *map(str, arguments)]
+def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     # Where Triton is, and this package.
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HOROVOD_SPARSE_KERNELS": "1"}
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
+    path = os.pathsep.join(sys.path)
+    return python(*arguments, limit=300, PYTHONPATH=path, HOROVOD_SPARSE_KERNELS="1", **environment)
 
 
 @pytest.mark.full
 def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     """The interpreter runs what the compiler refuses."""
-    done = run(Path(__file__).with_name("compile_triton.py"), 90, TRITON_CACHE_DIR=str(tmp_path))
+    done = run("ci/compile_triton.py", 90, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     names = {line.split()[0] for line in done.stdout.splitlines()}
     assert names == {"accumulate", "fit", "count", "histogram", "write", "scatter"}
-
-
-GPU_CHECK = Path(__file__).parent.parent / "benchmarks" / "gpu_check.py"
 
 
 @pytest.mark.full
 def test_gpu_check_runs_without_a_gpu_to_test_itself(tmp_path: Path) -> None:
     written = tmp_path / "figures.json"
     options = ("--interpret", "--sizes", "8k", "--repetitions", 1, "--ratios", 0.01, "--json", written)
-    done = run(GPU_CHECK, *options)
+    done = run("benchmarks/gpu_check.py", *options)
     assert done.returncode == 0, done.stderr
     figures = json.loads(written.read_text())
     assert figures["measured"] is False and "no measurement" in done.stdout

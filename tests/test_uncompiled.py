@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import torch
+from process import python
 from torch import Tensor
 
 from horovod_sparse.torch.uncompiled import uncompiled
@@ -45,5 +43,5 @@ def test_the_function_keeps_its_name_and_documentation() -> None:
 
 def test_importing_the_package_does_not_import_the_compiler() -> None:
     code = "import sys, horovod_sparse.torch; assert 'torch._dynamo' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr

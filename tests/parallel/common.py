@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ import horovod_sparse.torch as adapter
 from horovod_sparse.core.pipeline import Pipeline
 
 from .makers import MakeCompression, makers
+from .scenario import raised as raised
 
 BUCKET_BYTES = 40_000
 """Puts the weights of `small_model` into three buckets."""
@@ -242,12 +243,3 @@ def assert_close(model: nn.Module, other: nn.Module, *, rtol: float = 1e-5, atol
     """Two models have the same parameters, to float32 tolerance."""
     for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def raised(error: type[BaseException] | tuple[type[BaseException], ...], function: Callable[[], object]) -> str:
-    """The message of the error that the function must raise."""
-    try:
-        function()
-    except error as caught:
-        return str(caught)
-    raise AssertionError(f"nothing raised, expected {error}")

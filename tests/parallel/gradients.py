@@ -11,17 +11,7 @@ from torch import nn
 
 from horovod_sparse.torch import NoOp, SIDCo, TopK
 
-from .common import (
-    assert_close,
-    assert_identical,
-    normals,
-    raised,
-    reduce,
-    train_as_one,
-    wrap,
-    wrap_parameters,
-    zeros,
-)
+from .common import assert_close, assert_identical, normals, raised, reduce, train_as_one, wrap, wrap_parameters, zeros
 from .scenario import EVERYWHERE, MPI, MPI_2, scenario
 
 

@@ -88,3 +88,12 @@ def scenarios_of(modules: Iterable[ModuleType]) -> dict[str, Scenario]:
                 is_one_of_many = one.launches[0].framework == "tensorflow" and typical > _TENSORFLOW
                 found.setdefault(one.name, replace(one, leads=leads, typical=one.typical and not is_one_of_many))
     return found
+
+
+def raised(error: type[BaseException] | tuple[type[BaseException], ...], function: Callable[[], object]) -> str:
+    """The message of the error that the function must raise."""
+    try:
+        function()
+    except error as caught:
+        return str(caught)
+    raise AssertionError(f"nothing raised, expected {error}")

@@ -70,14 +70,7 @@ def _arrays(path: Path) -> Source:
     return reduce
 
 
-@scenario(
-    *EVERYWHERE,
-    cases={
-        "hook": (_as_hook,),
-        "scaler": (_with_scaler,),
-        "local updates": (_local_updates,),
-    },
-)
+@scenario(*EVERYWHERE, cases={"hook": (_as_hook,), "scaler": (_with_scaler,), "local updates": (_local_updates,)})
 def a_log_has_every_second_step(run: Any) -> None:
     logged.check(run, hvd.rank(), everyone)
 

@@ -20,9 +20,7 @@ EVERY = [(fault, launch) for fault in FAULTS for launch in LAUNCHES[fault.framew
 
 
 @pytest.mark.parametrize(
-    ("fault", "launch"),
-    [pytest.param(*one, marks=[] if one == QUICK else pytest.mark.full) for one in EVERY],
-    ids=str,
+    ("fault", "launch"), [pytest.param(*one, marks=[] if one == QUICK else pytest.mark.full) for one in EVERY], ids=str
 )
 def test_a_fault_ends_the_job(fault: Fault, launch: Launch) -> None:
     outcome = run(launch, fault)

@@ -93,10 +93,7 @@ def wrong_settings_are_refused() -> None:
         ({"compression": sparse.TopK(0.1, clip_norm=1.0, warmup=None)}, "compression must have clip_norm=None"),
         ({"compression": "TopK"}, "got 'TopK'"),
         ({"optimizer": model, "model": optimizer}, "LocalUpdates(optimizer, model, compression), got Linear and AdamW"),
-        (
-            {"model": nn.Sequential(nn.parallel.DistributedDataParallel(model))},
-            "leave DistributedDataParallel out",
-        ),
+        ({"model": nn.Sequential(nn.parallel.DistributedDataParallel(model))}, "leave DistributedDataParallel out"),
     ):
         settings = {"optimizer": optimizer, "model": model, **arguments}
         assert text in raised((TypeError, ValueError), lambda settings=settings: sparse.LocalUpdates(**settings))

@@ -49,11 +49,7 @@ def parameters_that_are_not_used_do_not_move(as_view: bool) -> None:
     model = Sometimes()
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
     wrapped, optimizer = _wrap(
-        model,
-        adam,
-        TopK(0.5, warmup=None, min_numel=0),
-        find_unused_parameters=True,
-        gradient_as_bucket_view=as_view,
+        model, adam, TopK(0.5, warmup=None, min_numel=0), find_unused_parameters=True, gradient_as_bucket_view=as_view
     )
     for step in range(4):
         model.uses = ranks.rank() == 0 and step > 1

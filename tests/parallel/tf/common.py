@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import tensorflow as tf
 import horovod_sparse.tensorflow as adapter
 
 from ..makers import MakeCompression, makers
+from ..scenario import raised as raised
 
 COMPRESSORS: dict[str, MakeCompression] = {
     **{name: partial(make, adapter) for name, make in makers(0.01, Threshold={"threshold": 0.05}).items()},
@@ -70,12 +71,3 @@ def assert_identical(arrays: Sequence[Any]) -> None:
         sha.update(values.tobytes())
     digests = everyone(sha.hexdigest())
     assert len(set(digests)) == 1, f"replicas differ: {digests}"
-
-
-def raised(error: type[BaseException], function: Callable[[], object]) -> str:
-    """The message of the error that the function must raise."""
-    try:
-        function()
-    except error as caught:
-        return str(caught)
-    raise AssertionError(f"nothing raised, expected {error.__name__}")

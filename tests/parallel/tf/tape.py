@@ -425,8 +425,7 @@ def _all_dense(**settings: Any) -> Any:
 
 
 @scenario(
-    TF_2,
-    cases={name: (COMPRESSORS[name],) for name in ("SIDCo", "MiCRO", "DGC", "RandomK")} | {"dense": (_all_dense,)},
+    TF_2, cases={name: (COMPRESSORS[name],) for name in ("SIDCo", "MiCRO", "DGC", "RandomK")} | {"dense": (_all_dense,)}
 )
 def training_goes_on_from_a_checkpoint(make: MakeCompression) -> None:
     compression, weights = make(**SETTINGS), variables(SHAPES)
@@ -567,10 +566,7 @@ def a_state_that_is_damaged_is_refused() -> None:
 @scenario(
     TF_2,
     TF_4,
-    cases={
-        "incomplete": (_incomplete, "'first'"),
-        "of another shape": (_of_another_shape, "of another shape"),
-    },
+    cases={"incomplete": (_incomplete, "'first'"), "of another shape": (_of_another_shape, "of another shape")},
 )
 def a_wrong_state_on_one_rank_raises_on_all(spoil: Callable[[dict[str, Any]], dict[str, Any]], missing: str) -> None:
     weights = variables(SHAPES)

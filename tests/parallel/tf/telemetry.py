@@ -38,13 +38,6 @@ def _with_a_tape(path: Path) -> Any:
     return compression
 
 
-@scenario(
-    TF_2,
-    TF_4,
-    cases={
-        "fit": (_with_fit,),
-        "tape": (_with_a_tape,),
-    },
-)
+@scenario(TF_2, TF_4, cases={"fit": (_with_fit,), "tape": (_with_a_tape,)})
 def a_log_has_every_second_step(run: Any) -> None:
     logged.check(run, hvd.rank(), everyone)

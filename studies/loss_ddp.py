@@ -1,6 +1,6 @@
 """Run an example of PyTorch's with DistributedDataParallel in place of Horovod's optimizer; under any launcher.
 
-    mpirun -np 2 python benchmarks/loss_ddp.py torch_charlm "PowerSGD 4" --compression none --epochs 1
+    mpirun -np 2 python studies/loss_ddp.py torch_charlm "PowerSGD 4" --compression none --epochs 1
 
 The second argument is the communication hook, as in `step_contenders.py`. Everything else is the example's own: model, data,
 learning rate, evaluation, log, and the check that the workers agree. `bytes_per_step` in its log is not that of DDP.
@@ -12,7 +12,8 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from step_contenders import ddp  # Makes the examples importable.
+import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
+from step_contenders import ddp
 from torch import nn
 
 import horovod_sparse.torch as hvd

@@ -9,6 +9,7 @@ from typing import Any
 
 from distributions_fits import BLOCKS, FAMILIES, KEPT, RAW, STAGES, Quality, Snapshot
 from distributions_pictures import CAPTURED, COUNTS, QUANTILES, SHAPES, title
+from markdown import table
 
 CLOSE = 1.25
 """A count is called close to k if it is within this factor of it."""
@@ -22,10 +23,6 @@ SHAPED = [name for name in NAMES if "closed form" not in name]
 def spread(values: Sequence[float], digits: int = 3) -> str:
     """Median, least and largest."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
 def _groups(snapshots: Sequence[Snapshot]) -> dict[tuple[str, str], list[Snapshot]]:
@@ -55,7 +52,7 @@ def distance_table(snapshots: Sequence[Snapshot]) -> str:
         for what, stages, layer in (("all", 1, False), ("largest parameter", 1, True), ("excesses", 2, False)):
             found = [_distances(group, name, stages, layer) for name in SHAPED]
             rows.append([task, title(kind), what, *(spread(values) if values else "–" for values in found)])
-    return _table(["model", "gradient", "magnitudes", *SHAPED], rows)
+    return table(["model", "gradient", "magnitudes", *SHAPED], rows, words=3)
 
 
 def nearest(snapshots: Sequence[Snapshot], stages: int) -> str:
@@ -75,7 +72,7 @@ def shape_table(snapshots: Sequence[Snapshot]) -> str:
          spread([one.kurtosis for one in group], 1)]
         for (task, kind), group in _groups(snapshots).items()
     ]  # fmt: skip
-    return _table(["model", "gradient", "entries", "zeros, %", "excess kurtosis"], rows)
+    return table(["model", "gradient", "entries", "zeros, %", "excess kurtosis"], rows, words=2)
 
 
 def _ratios(group: Sequence[Snapshot]) -> list[float]:
@@ -93,7 +90,7 @@ def count_table(snapshots: Sequence[Snapshot]) -> str:
                     error = 100 * statistics.median(each.error for each in found) if found else 0.0
                     cells.append(f"{spread([each.count for each in found], 2)}, {error:+.0f} %" if found else "–")
                 rows.append([task, title(kind), f"{ratio:g}", str(stages), *cells])
-    return _table(["model", "gradient", "asked ratio", "stages", *NAMES], rows)
+    return table(["model", "gradient", "asked ratio", "stages", *NAMES], rows, words=2)
 
 
 def close(snapshots: Sequence[Snapshot], name: str, stages: int, raw: bool) -> tuple[int, int]:
@@ -121,7 +118,7 @@ def close_table(snapshots: Sequence[Snapshot]) -> str:
         for words, raw in ((RAW, True), ("with feedback", False))
         for stages, row in zip(STAGES, cells(raw), strict=True)
     ]
-    return _table(["gradient", "stages", *NAMES], rows)
+    return table(["gradient", "stages", *NAMES], rows)
 
 
 def contraction_table(snapshots: Sequence[Snapshot]) -> str:
@@ -133,14 +130,8 @@ def contraction_table(snapshots: Sequence[Snapshot]) -> str:
         rows.append([task, title(kind), *cells, below, spread([100 * one.convex for one in group], 0)])
     for name, power in (("1 - k/d", 1), ("(1 - k/d)²", 2)):
         rows.append([name, "", *(f"{(1.0 - part) ** power:.4f}" for part in PARTS), "", ""])
-    head = [
-        "model",
-        "gradient",
-        *(f"k/d = {part:g}" for part in PARTS),
-        "below the line",
-        f"convex, % of {BLOCKS} steps",
-    ]
-    return _table(head, rows)
+    head = ["model", "gradient", *(f"k/d = {part:g}" for part in PARTS), "below the line"]
+    return table([*head, f"convex, % of {BLOCKS} steps"], rows, words=2)
 
 
 def _kept_at(part: float) -> int:
@@ -161,7 +152,7 @@ def summary_table(snapshots: Sequence[Snapshot]) -> str:
             if found[0][1]:
                 cells = [f"{good} of {total}" for good, total in found]
                 rows.append([f"count within a factor {CLOSE:g} of k: {name}, stages: {stages}", *cells])
-    return _table(["", RAW, "with feedback"], rows)
+    return table(["", RAW, "with feedback"], rows)
 
 
 def findings(snapshots: Sequence[Snapshot]) -> str:

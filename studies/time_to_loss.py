@@ -1,9 +1,9 @@
 """How long each way to exchange gradients takes to reach the same held-out loss, with the learning rate tuned for each alike.
 
-    python benchmarks/time_to_loss.py train charlm
-    sudo .venv/bin/python benchmarks/time_to_loss.py time charlm --rate 1gbit
-    sudo .venv/bin/python benchmarks/time_to_loss.py race charlm --rate 1gbit
-    python benchmarks/time_to_loss.py report charlm --picture docs/time-to-loss.png
+    python studies/time_to_loss.py train charlm
+    sudo .venv/bin/python studies/time_to_loss.py time charlm --rate 1gbit
+    sudo .venv/bin/python studies/time_to_loss.py race charlm --rate 1gbit
+    python studies/time_to_loss.py report charlm --picture docs/time-to-loss.png
 
 `train` finds each row's learning rate, the best of the task's for one seed, and trains three seeds with it, on local workers.
 The loss over steps does not depend on the network. `time` measures the time of a step of the same program on two hosts, which
@@ -22,6 +22,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
 import hosts
 import loss_report
 import machine

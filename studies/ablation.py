@@ -1,7 +1,7 @@
 """Random and largest entries: support, granularity, error feedback, also detached, and momentum.
 
-    python benchmarks/ablation.py
-    python benchmarks/ablation.py --ratio 0.1 --seeds 1 --page page.md -- --epochs 10
+    python studies/ablation.py
+    python studies/ablation.py --ratio 0.1 --seeds 1 --page page.md -- --epochs 10
 
 An ablation in the shape of the random-block paper (https://arxiv.org/abs/2009.09271), on the digits example. Runs that are
 compared have the same settings but for compression and seed; what follows `--` goes to the example. Prints two tables and
@@ -21,6 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+import around
 import runs
 
 COMPRESSORS = {"RandomK": "randomk", "RandomBlock": "randomblock", "TopK": "topk"}
@@ -43,7 +44,7 @@ DETACHED_TEXT = (
 )
 FALL = 10
 """Points of accuracy below its best epoch at which a run's end counts as fallen."""
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "ablation.md"
+PAGE = around.DOCS / "ablation.md"
 
 
 class Setting(NamedTuple):
@@ -117,13 +118,13 @@ def page(usual: Results, other: Results, passed_on: list[str], args: argparse.Na
     """The page: command, conditions, tables, and what they show."""
     dense, better = usual[Setting(DENSE)], runs.TASKS["digits"].better
     lines = ["# Ablation: support, granularity, error feedback, momentum", "", *conditions(dense, passed_on, args), ""]
-    lines += [*runs.table(COLUMNS, usual, dense, better), "", *findings(usual), ""]
+    lines += [runs.table(COLUMNS, usual, dense, better), "", *findings(usual), ""]
     lines += ["## Without momentum, and detached error feedback", "", DETACHED_TEXT, ""]
     alone = {one: result for one, result in other.items() if one.momentum == "none"}
     before = {one: result for one, result in other.items() if one.momentum == "selection"}
-    lines += [*runs.table(COLUMNS, alone, alone[Setting(DENSE, momentum="none")], better), ""]
+    lines += [runs.table(COLUMNS, alone, alone[Setting(DENSE, momentum="none")], better), ""]
     lines += ["With momentum before the selection, beside the dense rows of the first table:", ""]
-    lines += [*runs.table(COLUMNS, before, dense, better), "", *detached_findings(usual | other), ""]
+    lines += [runs.table(COLUMNS, before, dense, better), "", *detached_findings(usual | other), ""]
     return "\n".join(lines)
 
 
@@ -131,7 +132,7 @@ def conditions(dense: runs.Result, passed_on: list[str], args: argparse.Namespac
     """How the numbers came about, and what the columns mean."""
     used = dense.settings
     instead = f" (`{shlex.join(passed_on)}` instead of the example's own)" if passed_on else ""
-    command = shlex.join(["python", "benchmarks/ablation.py", *sys.argv[1:]])
+    command = shlex.join(["python", "studies/ablation.py", *sys.argv[1:]])
     return [
         f"Written by `{command}`: `examples/torch_digits.py`, a CNN of {used['parameters']:,} parameters, on "
         f"{args.workers} workers, {args.seeds} seeds, {used['epochs']} epochs of {dense.steps // used['epochs']} steps, "

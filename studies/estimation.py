@@ -1,6 +1,6 @@
 """How close every compressor comes to the count it was asked for, and how far its error is from exact top-k's.
 
-    python benchmarks/estimation.py [--output FOLDER] [--page FILE] [--picture FILE]
+    python studies/estimation.py [--output FOLDER] [--page FILE] [--picture FILE]
 
 Feeds the same gradients to all compressors: those of three examples' own models in training, and synthetic ones of known
 distributions, each at three ratios, raw and with error feedback. Several workers take their steps together in this process,
@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import around
 import estimation_report as report
 import machine
 import numpy as np
@@ -39,7 +40,6 @@ from horovod_sparse.core.pipeline import Pipeline, Write
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.torch.compiled import tensor_ops
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
 OPS = tensor_ops()
 
 
@@ -233,8 +233,8 @@ def parse_arguments() -> argparse.Namespace:
         "--seeds", type=int, default=3, help="training runs of each example, with one seed after the other"
     )
     parser.add_argument("--output", type=Path, default=Path("estimation-output"), help="folder for estimation.json")
-    parser.add_argument("--page", type=Path, default=DOCS / "estimation.md", help="the page to write")
-    parser.add_argument("--picture", type=Path, default=DOCS / "estimation.png", help="the picture to draw")
+    parser.add_argument("--page", type=Path, default=around.DOCS / "estimation.md", help="the page to write")
+    parser.add_argument("--picture", type=Path, default=around.DOCS / "estimation.png", help="the picture to draw")
     args = parser.parse_args()
     if not 0 <= args.burn_in < args.steps:
         parser.error(f"--burn-in must be in [0, --steps), got {args.burn_in} of {args.steps} steps")
@@ -247,7 +247,7 @@ def main() -> None:
     started = time.process_time()
     results = measure_all(args)
     conditions = {
-        "command": shlex.join(["python", "benchmarks/estimation.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "studies/estimation.py", *sys.argv[1:]]),
         "processor": machine.describe(),
         "torch": torch.__version__,
         "processor_seconds": time.process_time() - started,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on a Slurm cluster of one node, which is made for it and ended again, in each of the ways of docs/launching.md.
 #
-#   tests/slurm.sh
+#   ci/slurm.sh
 #
 # Needs root and, of Debian's packages, slurmctld, slurmd, slurm-client, munge and slurm-wlm-basic-plugins.
 set -euo pipefail

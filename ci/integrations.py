@@ -2,7 +2,7 @@
 
 The pages are docs/integrations.md, docs/recipes.md and docs/ray-spark.md.
 
-python tests/integrations.py [NAME...]     of: Accelerate, "Fabric, Horovod", "Ray Train", Examples and so on (default: all)
+python ci/integrations.py [NAME...]     of: Accelerate, "Fabric, Horovod", "Ray Train", Examples and so on (default: all)
 
 The libraries are installed into an environment of their own, which is removed again and finds everything else in the
 environment that runs this. Spark needs Java. After each script all ranks must have the same parameters, and must have used

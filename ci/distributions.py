@@ -1,6 +1,6 @@
 """Build the distributions, and use them as their users do, each extra alone in an environment of its own: make package.
 
-python tests/distributions.py [NAME...]     of: torch, ddp, tensorflow, numpy, source (default: all)
+python ci/distributions.py [NAME...]     of: torch, ddp, tensorflow, numpy, source (default: all)
 
 Every environment is new and outside of the checkout, and what is tested there is what was installed, where there is no
 compiler: first that nothing else of ours and no other framework is there, then the tests of the core and of its adapter, then
@@ -117,7 +117,7 @@ def check_contents(names: set[str], kind: str) -> None:
         assert any("kernels/_native." in name for name in names), "the wheel must hold the compiled kernels"
         assert any(name.endswith("licenses/LICENSE") for name in names), "the wheel must hold the license"
     assert wanted <= names, f"the {kind} lacks {sorted(wanted - names)}"
-    of_checkout = ("tests/", "benchmarks/", "docker/", "examples/")
+    of_checkout = ("benchmarks/", "ci/", "docker/", "examples/", "studies/", "tests/")
     strange = [
         name for name in names if name.startswith(of_checkout) or "__pycache__" in name or name.endswith((".o", ".pyc"))
     ]

@@ -1,6 +1,6 @@
 """How near gradients in training are to the distributions that SIDCo and Gaussian-k fit to them.
 
-    python benchmarks/distributions.py [--steps 1200] [--points 12] [--seeds 2] [--output FOLDER]
+    python studies/distributions.py [--steps 1200] [--points 12] [--seeds 2] [--output FOLDER]
 
 Trains three examples' models (CNN, LSTM, transformer) on two workers in this process: dense, and by TopK with error feedback
 at each ratio. At some steps it takes the first worker's accumulated gradient (residual plus gradient; without feedback the
@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import around
 import distributions_pictures as pictures
 import distributions_report as report
 import machine
@@ -31,7 +32,6 @@ from tqdm import tqdm
 
 from horovod_sparse.compressors import NoOp, TopK
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
 WORKERS = 2
 
 
@@ -78,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=int, default=2, help="training runs of each kind")
     parser.add_argument("--output", type=Path, default=Path("distributions-output"), help="folder for a JSON file")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="folder for the page and its pictures")
+    parser.add_argument("--docs", type=Path, default=around.DOCS, help="folder for the page and its pictures")
     args = parser.parse_args()
     if not 1 <= args.first <= args.steps:
         parser.error(f"--first must be in [1, --steps], got {args.first} of {args.steps} steps")
@@ -99,7 +99,7 @@ def main() -> None:
             if seed == 0:
                 last[task, kind] = x
     conditions = {
-        "command": shlex.join(["python", "benchmarks/distributions.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "studies/distributions.py", *sys.argv[1:]]),
         "processor": machine.describe(),
         "torch": torch.__version__,
         "processor_seconds": time.process_time() - started,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from loss_runs import DENSE, DENSE_ROWS, ROWS, SEEDS, TARGET_PART, WORKERS, Curve, MissingRunError, Store
+from markdown import table
 
 POWER_SGD = "DDP PowerSGD rank 4"
 COLORS = {
@@ -83,17 +84,17 @@ def page(store: Store, results: Results, target: float) -> str:
         "largest."
     )
     if task.rows:
-        return "\n".join([f"{run}{rates} The losses are {task.unit}.", "", *local_table(results)])
+        return "\n".join([f"{run}{rates} The losses are {task.unit}.", "", local_table(results)])
     lines = [
         f"{run}The target, {target:.3f} {task.unit}, is what {DENSE} "
         f"has after {TARGET_PART:.0%} of its steps with the seed where it is largest. "
         f"{rates} Rows without momentum, of which Mem-SGD is one, try ten times these. The other sparse rows have momentum "
         "before the selection. DDP fp16 is not trained: it has the losses of dense fp16.",
         "",
-        *curve_table(results),
+        curve_table(results),
     ]
     for network in store.networks():
-        lines += ["", f"Two hosts at {network}:", "", *time_table(store, results, network)]
+        lines += ["", f"Two hosts at {network}:", "", time_table(store, results, network)]
     return "\n".join(lines)
 
 
@@ -105,13 +106,7 @@ def loss(value: float) -> str:
     return f"{value:.3f}" if math.isfinite(value) else "diverged"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Markdown; all columns but the first are numbers."""
-    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
-    return [lines[0], "|---|" + "---:|" * (len(header) - 1), *lines[1:]]
-
-
-def curve_table(results: Results) -> list[str]:
+def curve_table(results: Results) -> str:
     """Learning rate, loss at the end, steps to the target."""
     header = ["exchange", "learning rate", "end with each rate, one seed", "end, each seed"]
     header += ["steps to the target, each seed", "mean"]
@@ -128,7 +123,7 @@ def curve_table(results: Results) -> list[str]:
     return table(header, rows)
 
 
-def local_table(results: Results) -> list[str]:
+def local_table(results: Results) -> str:
     """Learning rate, loss at the end, and bytes, beside those of dense training."""
     header = ["exchange", "learning rate", "end with each rate, one seed", "end, each seed", "mean", "mean / dense's"]
     header += ["bytes sent per step and worker", "dense's / it"]
@@ -144,7 +139,7 @@ def local_table(results: Results) -> list[str]:
     return table(header, rows)
 
 
-def time_table(store: Store, results: Results, network: str) -> list[str]:
+def time_table(store: Store, results: Results, network: str) -> str:
     """Step time, time to the target, and how many times as long the best dense row and PowerSGD take."""
     seconds = {name: store.step_seconds(network, name) for name in results}
     times = {name: to_target(result, seconds[name]) for name, result in results.items()}
@@ -165,10 +160,10 @@ def time_table(store: Store, results: Results, network: str) -> list[str]:
         cells += [f"{time:.1f}" if time else "–", quotient(best, time), quotient(times.get(POWER_SGD), time)]
         rows.append(cells)
     machines = {timing.machine for name in results for timing in store.timings(network, name)}
-    return [*table(header, rows), "", *sorted(machines)]
+    return "\n".join([table(header, rows), "", *sorted(machines)])
 
 
-def race_table(runs: Mapping[str, Sequence[Curve]], target: float) -> list[str]:
+def race_table(runs: Mapping[str, Sequence[Curve]], target: float) -> str:
     """Time to the target, loss at the end, and bytes of whole runs."""
     times = {name: [curve.reached(target, curve.seconds) for curve in curves] for name, curves in runs.items()}
     medians = {name: statistics.median(time or math.inf for time in reached) for name, reached in times.items()}
@@ -204,18 +199,14 @@ def draw(store: Store, results: Results, target: float, picture: Path) -> None:
 
     The axis ends where dense fp32 begins, so that a row that does not train does not flatten the others.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     networks = store.networks()
     if not networks:
         raise SystemExit("no step times are there, so there is no picture: run `time` first")
-    figure, axes = plt.subplots(
-        1, len(networks), figsize=(8 * len(networks) + 2, 4.8), layout="constrained", sharey=True, squeeze=False
-    )
+    figure = Figure(figsize=(8 * len(networks) + 2, 4.8), layout="constrained")
+    axes = figure.subplots(1, len(networks), sharey=True, squeeze=False)
     whole = [one for one in results.values() if not any(math.isinf(curve.last) for curve in one.curves)]
     top = 1.1 * max(np.mean([curve.losses for curve in results[DENSE].curves], axis=0))
     bottom = 0.95 * min(np.mean([curve.losses for curve in one.curves], axis=0).min() for one in whole)
@@ -243,4 +234,3 @@ def draw(store: Store, results: Results, target: float, picture: Path) -> None:
     axes[0][0].set_ylabel(store.task.unit)
     axes[0][-1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(picture, dpi=150)
-    plt.close(figure)

@@ -1,8 +1,8 @@
 """Claims of Sparsified SGD with Memory: one entry per step or fewer is enough, the shift matters, workers speed it up.
 
-    python benchmarks/memory_sgd.py
-    python benchmarks/memory_sgd.py --products --epochs 10
-    mpirun -np 8 python -m mpi4py benchmarks/memory_sgd.py
+    python studies/memory_sgd.py
+    python studies/memory_sgd.py --products --epochs 10
+    mpirun -np 8 python -m mpi4py studies/memory_sgd.py
 
 The problem and the stepsizes are those of `examples/numpy_logistic.py` (https://arxiv.org/abs/1809.07599). With one worker, an
 entry is sent in some steps only: with k < 1 the operator sends one entry with probability k ("ultra-sparsification"), and
@@ -17,19 +17,17 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
+import markdown
 import numpy as np
 from mpi4py import MPI
+from numpy_logistic import GAMMA, Problem, load
 
 from horovod_sparse.numpy import Pairs, RandomK, SparseAllreduce, TopK, WeightedAverage
 from horovod_sparse.ops.protocol import Array, Ops, Selection
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from numpy_logistic import GAMMA, Problem, load
 
 WORLD = MPI.COMM_WORLD
 Make = Callable[..., Any]
@@ -136,24 +134,20 @@ def first(at: list[int], values: list[float], target: float) -> float:
 def fewer_than_one(problem: Problem, optimum: float, args: argparse.Namespace) -> None:
     """Print the table of the first claim. Only the first worker works."""
     size = problem.rows.shape[1]
-    print(
-        f"| method | k | entries sent per step | loss / optimum, each seed | {reached(args)} |\n|---|---:|---:|---|---|"
-    )
+    print(markdown.table(["method", "k", "entries sent per step", "loss / optimum, each seed", reached(args)], []))
     rows: list[tuple[str, float, Make | None]] = [("dense SGD", size, None)]
     rows += [(name, k, make) for name, make in (("random", random_k), ("top", top_k)) for k in (1.0, 0.5, 0.25, 0.125)]
     for name, k, make in rows:
         made = [None if make is None else make(size, k) for _ in range(args.seeds)]
         ends, steps, sent = alone(problem, optimum, made, 1.0 if make is None else size / k, args)
-        print(f"| {name} | {k:g} | {sent:.3f} | {ends} | {listed(steps)} |", flush=True)
+        print(markdown.line([name, f"{k:g}", f"{sent:.3f}", ends, listed(steps)]), flush=True)
 
 
 def one_entry(problem: Problem, optimum: float, args: argparse.Namespace) -> None:
     """Print the table of one entry per step beside dense SGD and QSGD, with and without shift and memory."""
     size = problem.rows.shape[1]
-    print(
-        f"| method | shift | bits sent per step | loss / optimum, each seed | {reached(args)} | bits until then, mean |\n"
-        "|---|---:|---:|---|---|---:|"
-    )
+    header = ["method", "shift", "bits sent per step", "loss / optimum, each seed", reached(args)]
+    print(markdown.table([*header, "bits until then, mean"], []))
     rows: list[tuple[str, float, Callable[[int], Any], float]] = [("dense SGD", size, lambda seed: None, 32)]
     for bits in (2, 4, 8):
         rows.append((f"QSGD, {bits} bits", size, lambda seed, bits=bits: QSGD(bits, seed), 1))
@@ -167,7 +161,7 @@ def one_entry(problem: Problem, optimum: float, args: argparse.Namespace) -> Non
         ends, steps, sent = alone(problem, optimum, [compression(seed) for seed in range(args.seeds)], shift, args)
         spent = bits_each * sent * statistics.fmean(steps)
         total = "" if math.isnan(spent) else f"{spent:,.0f}"
-        print(f"| {name} | {shift:g} | {bits_each * sent:,.0f} | {ends} | {listed(steps)} | {total} |", flush=True)
+        print(markdown.line([name, f"{shift:g}", f"{bits_each * sent:,.0f}", ends, listed(steps), total]), flush=True)
 
 
 def alone(
@@ -198,10 +192,9 @@ def more_workers(problem: Problem, optimum: float, args: argparse.Namespace) -> 
     numbers = [2**power for power in range(10) if 2**power <= WORLD.Get_size()]
     rank = WORLD.Get_rank()
     if rank == 0:
-        columns = " | ".join(f"{number} workers" for number in numbers)
         print(f"\n{updates} updates of all workers, {args.seeds} seeds")
         print(f"steps to {args.target:g} times the optimum, median (speed-up)\n")
-        print(f"| method | {columns} |\n|---|{'---:|' * len(numbers)}")
+        print(markdown.table(["method", *(f"{number} workers" for number in numbers)], []))
     for name, k, make in (("dense SGD", size, None), ("random-1", 1.0, random_k), ("top-1", 1.0, top_k)):
         medians = []
         for number in numbers:
@@ -218,7 +211,7 @@ def more_workers(problem: Problem, optimum: float, args: argparse.Namespace) -> 
             comm.Free()
         if rank == 0:
             cells = [f"{median:.0f} ({medians[0] / median:.1f})" for median in medians]
-            print(f"| {name} | {' | '.join(cells)} |", flush=True)
+            print(markdown.line([name, *cells]), flush=True)
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """Train one of the examples dense and sparse with several seeds, and set the sparse results beside dense's spread.
 
-    python benchmarks/accuracy.py digits
-    python benchmarks/accuracy.py digits --framework tensorflow
-    python benchmarks/accuracy.py charlm --rows "dense fp32" "SIDCo 0.01" -- --momentum-correction
-    python benchmarks/accuracy.py digits --rows "dense fp32" "RandomBlock 0.01" -- --momentum 0 --lr 0.1
+    python studies/accuracy.py digits
+    python studies/accuracy.py digits --framework tensorflow
+    python studies/accuracy.py charlm --rows "dense fp32" "SIDCo 0.01" -- --momentum-correction
+    python studies/accuracy.py digits --rows "dense fp32" "RandomBlock 0.01" -- --momentum 0 --lr 0.1
 
 What follows `--` goes to the example. Every run has the same settings but for compression, ratio and seed. Prints one table;
 the runs' logs stay in the output folder.
@@ -52,7 +52,7 @@ def main() -> None:
     steps = next(iter(results.values())).steps
     print(f"\n{args.task}, {args.framework}: {task.unit}, {args.workers} workers, {steps} steps, {args.seeds} seeds\n")
     rows = {(row,): result for row, result in results.items()}
-    print("\n".join(runs.table(["compression"], rows, results.get("dense fp32"), task.better)))
+    print(runs.table(["compression"], rows, results.get("dense fp32"), task.better))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-sys.path.insert(0, str(EXAMPLES))
+import around
 import demo
+import markdown
 
 DENSE = {"dense fp32": ["--compression", "none"], "dense fp16": ["--compression", "fp16"]}
 
@@ -66,7 +66,7 @@ def parse(parser: argparse.ArgumentParser, output: str) -> tuple[argparse.Namesp
 
 def script_of(task: str, framework: str) -> Path:
     """The example that trains a task with a framework; not all do."""
-    return EXAMPLES / f"{framework}_{task}.py"
+    return around.EXAMPLES / f"{framework}_{task}.py"
 
 
 def train(task: str, row: str, options: Sequence[str], args: argparse.Namespace, framework: str = "torch") -> Result:
@@ -110,12 +110,10 @@ def shortfall(result: Result, dense: Result, better: int) -> float:
     return max(0.0, worst - better * result.mean)
 
 
-def table(
-    columns: Sequence[str], results: Mapping[tuple[str, ...], Result], dense: Result | None, better: int
-) -> list[str]:
+def table(columns: Sequence[str], results: Mapping[tuple[str, ...], Result], dense: Result | None, better: int) -> str:
     """Markdown: one row per result, whose key fills `columns`."""
     header = [*columns, "mean", "each seed", "bytes sent per step and worker", "within dense's spread"]
-    lines = [_row(header), "|" + "---|" * len(header)]
+    rows = []
     for key, result in results.items():
         within = "unknown"
         if dense is not None:
@@ -123,9 +121,5 @@ def table(
             within = f"no, {short:.2f} worse" if short else "yes"
         ends = zip(result.values, result.diverged, strict=True)
         each = ", ".join(f"{value:.2f}" + " (diverged)" * diverged for value, diverged in ends)
-        lines.append(_row([*key, f"{result.mean:.2f}", each, f"{result.bytes_per_step:,.0f}", within]))
-    return lines
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        rows.append([*key, f"{result.mean:.2f}", each, f"{result.bytes_per_step:,.0f}", within])
+    return markdown.table(header, rows, words=len(header))

@@ -1,6 +1,6 @@
 """How close SIDCo comes to the ratio it was asked for, in real training with error feedback, on the two examples.
 
-    mpirun -np 2 python benchmarks/achieved_ratio.py [--json FILE]
+    mpirun -np 2 python studies/achieved_ratio.py [--json FILE]
 
 Trains each example for 200 steps per distribution and ratio with the examples' own models, data and learning rates, and reads
 achieved/asked count of every step from `compression.stats()`. Prints mean and 5-95 % range over the steps 20 to 200; fails when
@@ -11,22 +11,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
 import horovod.torch as hvd
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from horovod_sparse.torch import SIDCo
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import torch_charlm
 import torch_digits
 from text import read_corpus, sample
+from torch import Tensor, nn
+
+from horovod_sparse.torch import SIDCo
 
 STEPS, FIRST = 200, 20
 TOLERANCE = 0.2

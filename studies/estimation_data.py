@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
+import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from horovod_sparse.compressors.base import MIN_NUMEL
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import torch_charlm
 import torch_digits
 import torch_lstm
 from text import read_corpus, sample
+from torch import Tensor, nn
+
+from horovod_sparse.compressors.base import MIN_NUMEL
 
 Stream = Iterator[list[Tensor]]
 """One flat gradient per worker, step by step, without end."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import markdown
 from estimation_data import CHARLM_LAYERS, CHARLM_WIDTH, KINDS, LSTM_WIDTH, MOSTLY_ZERO, OUTLIER, RECORDED
 
 from horovod_sparse.compressors.base import MIN_NUMEL
@@ -74,12 +75,12 @@ def table(results: Sequence[Result], mode: str, cell: Callable[[Result], str]) -
     """One line per compressor and ratio, one column per kind of data."""
     found = {(one.compressor, one.ratio, one.data): one for one in results if one.mode == mode}
     kinds = unique(one.data for one in results)
-    lines = ["| compressor | ratio | " + " | ".join(kinds) + " |", "|---" * (len(kinds) + 2) + "|"]
-    for compressor in unique(one.compressor for one in results):
-        for ratio in unique(one.ratio for one in results):
-            cells = [cell(found[compressor, ratio, kind]) for kind in kinds]
-            lines.append(f"| {compressor} | {ratio} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    rows = [
+        [compressor, str(ratio), *(cell(found[compressor, ratio, kind]) for kind in kinds)]
+        for compressor in unique(one.compressor for one in results)
+        for ratio in unique(one.ratio for one in results)
+    ]
+    return markdown.table(["compressor", "ratio", *kinds], rows)
 
 
 def error_table(results: Sequence[Result]) -> str:
@@ -103,18 +104,14 @@ def tables(results: Sequence[Result]) -> str:
 
 def draw(results: Sequence[Result], picture: Path) -> None:
     """Achieved/asked count with feedback: one panel per ratio, one line per compressor, one point per kind of data."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.ticker import StrMethodFormatter
 
     compressors = unique(one.compressor for one in results)
     ratios = unique(one.ratio for one in results)
     kinds = unique(one.data for one in results)
-    figure, axes = plt.subplots(
-        1, len(ratios), figsize=(4.2 * len(ratios), 6.2), sharey=True, sharex=True, squeeze=False
-    )
+    figure = Figure(figsize=(4.2 * len(ratios), 6.2))
+    axes = figure.subplots(1, len(ratios), sharey=True, sharex=True, squeeze=False)
     for panel, ratio in zip(axes[0], ratios, strict=True):
         panel.axvspan(1 - TOLERANCE, 1 + TOLERANCE, color="#dfeedd", zorder=0)
         for number, kind in enumerate(kinds):
@@ -140,7 +137,6 @@ def draw(results: Sequence[Result], picture: Path) -> None:
     figure.suptitle(f"With error feedback; the band is ±{PERCENT}", fontsize=11)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(picture, dpi=110)
-    plt.close(figure)
 
 
 def page(results: Sequence[Result], conditions: Mapping[str, Any], settings: Mapping[str, Any], picture: str) -> str:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import around
 import hosts
 import machine
 import numpy as np
@@ -301,7 +302,7 @@ class Store:
         row = {**ROWS, **RACE}[name]
         if row.hook:
             return Path(__file__).with_name("loss_ddp.py"), [self.task.example, row.hook, *row.options, *options]
-        return runs.EXAMPLES / f"{self.task.example}.py", [*row.options, *options]
+        return around.EXAMPLES / f"{self.task.example}.py", [*row.options, *options]
 
     def _options(self, name: str, rate: float, seed: int) -> list[str]:
         """Of a whole training run."""

@@ -1,6 +1,6 @@
 """How dense the reduced gradient is with more and more workers (gradient build-up), for every compressor.
 
-    python benchmarks/build_up.py [--task digits] [--ratio 0.01] [--workers 2 4 8 16] [--steps 300] [--picture FILE]
+    python studies/build_up.py [--task digits] [--ratio 0.01] [--workers 2 4 8 16] [--steps 300] [--picture FILE]
 
 Trains the model of an example. All workers run in this process: each has its own data, its own residual and its own pipeline.
 They share one model, which the reduced gradient updates. Collectives are carried out in memory. The density is the number of
@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import around
+import markdown
 import torch
 from estimation import OPS, collective
 from estimation_data import MOMENTUM, RECORDED
@@ -37,7 +39,7 @@ from horovod_sparse.exchange.balanced import Balanced
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.exchange.union import Union
 
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "build-up.png"
+PICTURE = around.DOCS / "build-up.png"
 Make = Callable[[float, float], Compressor]
 """(ratio, the threshold that ratio * numel entries of the first gradient exceed) -> compressor."""
 
@@ -221,9 +223,8 @@ def growths(results: Sequence[Result]) -> dict[str, list[float]]:
 
 def table(lines: Mapping[str, Sequence[float]], worlds: Sequence[int], digits: int = 2) -> str:
     """One line per row, one column per number of workers."""
-    header = [f"| compressor | {' | '.join(f'{n} workers' for n in worlds)} |", "|---|" + "---:|" * len(worlds)]
-    cells = [f"| {row} | {' | '.join(f'{x:.{digits}f}' for x in figures)} |" for row, figures in lines.items()]
-    return "\n".join([*header, *cells])
+    rows = [[row, *(f"{x:.{digits}f}" for x in figures)] for row, figures in lines.items()]
+    return markdown.table(["compressor", *(f"{n} workers" for n in worlds)], rows)
 
 
 def independent(ratio: float, workers: int) -> float:
@@ -233,11 +234,9 @@ def independent(ratio: float, workers: int) -> float:
 
 def micro_table(results: Sequence[Result]) -> str:
     """MiCRO's count in each third of the training, how unequal workers and parts are, and what has no room."""
-    lines = [
-        "| compressor | workers | steps | count / k: mean (5 %–95 %) | largest worker's count in a step / mean "
-        "| largest part's count in all steps / mean | truncated / k |",
-        "|---|---:|---|---:|---:|---:|---:|",
-    ]
+    header = ["compressor", "workers", "steps", "count / k: mean (5 %–95 %)", "largest worker's count in a step / mean"]
+    header += ["largest part's count in all steps / mean", "truncated / k"]
+    rows = []
     for one in results:
         third = len(one.steps) // 3
         for start in (0, third, 2 * third):
@@ -251,11 +250,10 @@ def micro_table(results: Sequence[Result]) -> str:
                 for part in range(one.workers)
             ]
             truncated = statistics.fmean(step.truncated for step in steps) / one.k
-            lines.append(
-                f"| {one.row} | {one.workers} | {start + 1}–{start + third} | {statistics.fmean(counts):.2f} "
-                f"({low:.2f}–{high:.2f}) | {worker:.2f} | {largest(parts):.2f} | {truncated:.2f} |"
-            )
-    return "\n".join(lines)
+            count = f"{statistics.fmean(counts):.2f} ({low:.2f}–{high:.2f})"
+            cells = [one.row, str(one.workers), f"{start + 1}–{start + third}", count]
+            rows.append([*cells, f"{worker:.2f}", f"{largest(parts):.2f}", f"{truncated:.2f}"])
+    return markdown.table(header, rows)
 
 
 def largest(counts: Sequence[int]) -> float:
@@ -267,12 +265,10 @@ def draw(
     lines: Mapping[str, Sequence[float]], worlds: Sequence[int], counts: Mapping[int, Sequence[float]], picture: Path
 ) -> None:
     """Left: growth against the number of workers. Right: MiCRO's count / k in every step, by number of workers."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
+    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for number, row in enumerate(row for row in lines if row in PICTURED):
         left.plot(worlds, lines[row], marker="ov^sDP"[number], markersize=5, label=row)
     if INDEPENDENT in lines:
@@ -292,7 +288,6 @@ def draw(
         if axes.lines:
             axes.legend(fontsize=9, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4)
     figure.savefig(picture, dpi=110)
-    plt.close(figure)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """What one worker computes and sends in a step with more and more workers, and how long a network would take for it.
 
-    python benchmarks/build_up_time.py [--workers 2 4 8 16] [--numel 4000000] [--ratio 0.01] [--rounds 25] [--picture FILE]
+    python studies/build_up_time.py [--workers 2 4 8 16] [--numel 4000000] [--ratio 0.01] [--rounds 25] [--picture FILE]
 
 All workers run in this process, with gradients of their own, and collectives are carried out in memory. Only the first
 worker's computation is timed, as processor time: adding the gradient to the residual, selecting, packing, and adding up
@@ -20,7 +20,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import around
 import machine
+import markdown
 import torch
 from build_up import ROWS
 from estimation import OPS, collective
@@ -33,7 +35,7 @@ from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.tools.plan import DENSE16, DENSE32, LATENCY, Network, Round, Rounds
 from horovod_sparse.tools.quantities import parse_bandwidth
 
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "build-up-time.png"
+PICTURE = around.DOCS / "build-up-time.png"
 CONTENDERS = ("TopK", "SIDCo", "MiCRO, equal parts", "SIDCo, balanced")
 NETWORKS = ("10gbit", "1gbit")
 DENSE = ("dense fp32", "dense fp16")
@@ -160,7 +162,7 @@ def table(results: Sequence[Result]) -> str:
     head = ["exchange", "workers", "computes, ms: median (quartiles)", "in units", "bytes sent"]
     for name in NETWORKS:
         head += [f"network, {name}, ms", f"both, {name}, ms"]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    rows = []
     for one in results:
         low, middle, high = (1e3 * seconds for seconds in one.quartiles)
         computes = (
@@ -170,18 +172,16 @@ def table(results: Sequence[Result]) -> str:
         for name in NETWORKS:
             over = one.over(Network(LATENCY, parse_bandwidth("network", name)))
             cells += [f"{1e3 * over:.1f}", f"{1e3 * (over + one.quartiles[1]):.1f}"]
-        lines.append(cells)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        rows.append(cells)
+    return markdown.table(head, rows)
 
 
 def draw(results: Sequence[Result], picture: Path) -> None:
     """What a worker computes, and with each network, computation and communication together."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 1 + len(NETWORKS), figsize=(13, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    axes = figure.subplots(1, 1 + len(NETWORKS))
     for name, color in zip(dict.fromkeys(one.row for one in results), COLORS, strict=False):
         chosen = [one for one in results if one.row == name]
         worlds = [one.workers for one in chosen]
@@ -203,7 +203,6 @@ def draw(results: Sequence[Result], picture: Path) -> None:
         panel.grid(color="#e5e5e5", linewidth=0.6)
     axes[-1].legend(fontsize=8, frameon=False)
     figure.savefig(picture, dpi=85)
-    plt.close(figure)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """The tests of the kernels on AArch64, emulated: make aarch64. Debian only, as root; some minutes.
 
-    python tests/aarch64.py [ARGUMENTS OF PYTEST]
+    python ci/aarch64.py [ARGUMENTS OF PYTEST]
 
 The kernels are cross-compiled; a Python of Debian's for AArch64, which is unpacked and not installed, runs the tests with
 wheels of the package index under qemu-user. That shows what the kernels compute, not how fast they are.

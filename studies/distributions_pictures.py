@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from distributions_fits import FAMILIES, KEPT, RAW, SURVIVAL, Gradient, Quality, Snapshot, fit
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 SHAPES, QUANTILES, COUNTS, CAPTURED = (
@@ -45,9 +42,8 @@ def draw(snapshots: Sequence[Snapshot], last: Mapping[Where, Gradient], folder: 
 def _grid(places: Sequence[Where], file: Path, panel: Callable[[Axes, Where], None], below: str, beside: str) -> None:
     """One panel for each task and kind."""
     tasks, kinds = (list(dict.fromkeys(names)) for names in zip(*places, strict=True))
-    figure, axes = plt.subplots(
-        len(tasks), len(kinds), figsize=(3.6 * len(kinds), 2.7 * len(tasks)), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(3.6 * len(kinds), 2.7 * len(tasks)), layout="constrained")
+    axes = figure.subplots(len(tasks), len(kinds), squeeze=False)
     for row, task in zip(axes, tasks, strict=True):
         for one, kind in zip(row, kinds, strict=True):
             panel(one, (task, kind))
@@ -60,7 +56,6 @@ def _grid(places: Sequence[Where], file: Path, panel: Callable[[Axes, Where], No
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
     figure.savefig(file, dpi=85)
-    plt.close(figure)
 
 
 def _shape(axes: Axes, x: Gradient) -> None:
@@ -127,8 +122,9 @@ def _counts(axes: Axes, snapshots: Sequence[Snapshot]) -> None:
 def _captured(snapshots: Sequence[Snapshot], file: Path) -> None:
     """What the largest entries have of the squared norm: medians of each task and kind, and the two bounds."""
     tasks = list(dict.fromkeys(one.task for one in snapshots))
-    figure, axes = plt.subplots(1, len(tasks), figsize=(4.0 * len(tasks), 3.6), sharey=True, layout="constrained")
-    for one, task in zip(np.atleast_1d(axes), tasks, strict=True):
+    figure = Figure(figsize=(4.0 * len(tasks), 3.6), layout="constrained")
+    axes = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
+    for one, task in zip(axes, tasks, strict=True):
         kinds = dict.fromkeys(each.kind for each in snapshots if each.task == task)
         for kind, color in zip(kinds, ("#7a7a7a", "#3b7dd8", "#c2410c", "#009e73"), strict=False):
             curves = np.array([each.captured for each in snapshots if (each.task, each.kind) == (task, kind)])
@@ -139,8 +135,6 @@ def _captured(snapshots: Sequence[Snapshot], file: Path) -> None:
         one.set(xscale="log", yscale="log", xlabel="k/d", ylim=(8e-5, 1.3))
         one.set_title(task, fontsize=9)
         one.grid(color="#e5e5e5", linewidth=0.6)
-    axes = np.atleast_1d(axes)
     axes[0].set_ylabel("part of ||u||² in the k largest entries")
     axes[0].legend(fontsize=7, frameon=False)
     figure.savefig(file, dpi=90)
-    plt.close(figure)

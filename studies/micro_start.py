@@ -1,6 +1,6 @@
 """How MiCRO's count begins: the published scaling of the threshold beside ours, from the first step on.
 
-    python benchmarks/micro_start.py [--workers 4] [--steps 1200] [--ratios 0.01 0.001] [--seeds 2] [--picture FILE]
+    python studies/micro_start.py [--workers 4] [--steps 1200] [--ratios 0.01 0.001] [--seeds 2] [--picture FILE]
 
 Trains three examples' models with `build_up.Training`: all workers are in this process. The published scaling has room for
 everything that exceeds the threshold, so the count is what it selects. It begins with the threshold of the released code,
@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import around
 import machine
+import markdown
 import torch
 from build_up import Training
 from estimation_data import RECORDED
@@ -29,7 +31,7 @@ from horovod_sparse.compressors.micro import MiCROState
 from horovod_sparse.compressors.threshold import suggested_threshold
 from horovod_sparse.estimation.controllers import Scaling
 
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "micro-start.png"
+PICTURE = around.DOCS / "micro-start.png"
 SHOWN = (1, 10, 30, 100, 300, 600)
 """Steps of the table, beside the last ones."""
 WINDOW = 20
@@ -88,16 +90,16 @@ def table(found: Counts) -> str:
     steps = len(next(iter(found.values()))[0])
     shown = [step for step in SHOWN if step <= steps]
     head = ["model", "ratio", "variant", "largest", *(f"step {step}" for step in shown)]
-    lines = [[*head, f"mean of the last {WINDOW}", f"within {NEAR:.0%} of k from step"]]
-    lines.append(["---"] * len(lines[0]))
+    head += [f"mean of the last {WINDOW}", f"within {NEAR:.0%} of k from step"]
+    rows = []
     for (task, ratio, start), seeds in found.items():
         cells = [_range([max(one) for one in seeds])]
         cells += [_range([one[step - 1] for one in seeds]) for step in shown]
         cells.append(_range([statistics.fmean(one[-WINDOW:]) for one in seeds]))
         ends = [settled(one) for one in seeds]
         cells.append(", ".join("never" if end is None else str(end) for end in ends))
-        lines.append([task, f"{ratio:g}", start.name, *cells])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        rows.append([task, f"{ratio:g}", start.name, *cells])
+    return markdown.table(head, rows, words=3)
 
 
 def _range(values: Sequence[float]) -> str:
@@ -107,15 +109,11 @@ def _range(values: Sequence[float]) -> str:
 
 def draw(found: Counts, picture: Path) -> None:
     """One panel for each task and ratio, the first seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     tasks, ratios = (list(dict.fromkeys(key[part] for key in found)) for part in (0, 1))
-    figure, axes = plt.subplots(
-        len(ratios), len(tasks), figsize=(4 * len(tasks), 2.7 * len(ratios)), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(4 * len(tasks), 2.7 * len(ratios)), layout="constrained")
+    axes = figure.subplots(len(ratios), len(tasks), squeeze=False)
     for row, ratio in zip(axes, ratios, strict=True):
         for panel, task in zip(row, tasks, strict=True):
             for start, color in zip(STARTS, COLORS, strict=True):
@@ -131,7 +129,6 @@ def draw(found: Counts, picture: Path) -> None:
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9, frameon=False)
     figure.savefig(picture, dpi=85)
-    plt.close(figure)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Whether the tests notice when the package is wrong: changes its code in small ways and runs them on each change.
 
-    python benchmarks/mutation.py [--mutants 100] [--seed 0] [--json FILE]
+    python ci/mutation.py [--mutants 100] [--seed 0] [--json FILE]
 
 A mutant is a copy of the package with one comparison, operation, condition, constant or statement changed. The tests that
 `make test` runs in one process go first, those of the mutated module before all others, up to the first failure; what they

@@ -1,0 +1,157 @@
+"""The benchmarks and studies whose figures the pages show: they run, and the figures are right. Hosts that are namespaces."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from parallel.launch import REPOSITORY, Launch, clean_environment
+from process import python
+
+HOSTS = REPOSITORY / "benchmarks" / "hosts.py"
+TINY = ["--width", "32", "--layers", "1", "--context", "16"]
+
+
+class Done(NamedTuple):
+    """How a run on hosts ended."""
+
+    code: int
+    output: str
+    process: int
+
+
+def run_on_hosts(*command: str) -> Done:
+    """Run a command by `hosts.py`, whose options come first; skip where no hosts can be made."""
+    sys.path.append(str(HOSTS.parent))
+    import hosts
+
+    reason = hosts.missing()
+    if reason:
+        pytest.skip(reason)
+    whole = [sys.executable, str(HOSTS), *command]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(whole, env=clean_environment(), cwd=REPOSITORY, **pipes) as process:
+        output, _ = process.communicate(timeout=240)
+    return Done(process.returncode, output, process.pid)
+
+
+@pytest.mark.full
+@pytest.mark.parallel
+def test_workers_run_on_hosts_of_their_own_and_nothing_is_left() -> None:
+    told = "hostname; ip -4 -o address show eth0; tc qdisc show dev eth0; exit 3"
+    done = run_on_hosts("--hosts", "3", "--rate", "100mbit", "--", "sh", "-c", told)
+    assert done.code == 3, done
+    for number in range(3):
+        assert f"host{number}\n" in done.output
+        assert f"inet 10.77.0.{number + 1}/24" in done.output
+    assert done.output.count("tbf") == done.output.count("rate 100Mbit") == 3
+    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert f"hs{done.process}-" not in spaces
+
+
+@pytest.mark.full
+@pytest.mark.parallel
+@pytest.mark.parametrize("number", [2, 4])
+def test_workers_of_a_host_act_as_one(number: int) -> None:
+    """Hosts with two workers each: a host sends to the others what one worker would."""
+    options = ["--compression", "sidco", "--ratio", "0.01", "--warmup", "none", "--epochs", "1", "--hierarchical"]
+    program = [sys.executable, "examples/torch_digits.py", *options]
+    done = run_on_hosts("--hosts", str(number), "--slots", "2", "--", *program)
+    assert done.code == 0, done
+    ratio = float(done.output.split("ratio ")[1].split()[0])
+    # Each of the two workers sends half of what one worker of the host would.
+    assert 0.004 < ratio < 0.006, done
+
+
+@pytest.mark.full
+def test_selection_times_every_row(tmp_path: Path) -> None:
+    pytest.importorskip("horovod.torch")
+    written = tmp_path / "table.json"
+    options = ["--sizes", "10k", "--ratios", "0.01", "--repetitions", "2", "--json", str(written), "--operations"]
+    ended = Launch("plain").run("benchmarks/selection.py", *options, limit=300)
+    assert ended.code == 0, ended
+    results = {result["title"]: result["quotients"] for result in json.loads(written.read_text())["results"]}
+    expected = {"SIDCo, exponential", "SIDCo, gamma, heavy tails", "TopK, first step", "Threshold", "NoOp", "DGC"}
+    expected |= {"MiCRO, 8 workers", "decompress, 4 workers", "fp16: cast and back"}
+    assert expected <= results.keys()
+    assert all(len(quotients) == 2 and min(quotients) > 0 for quotients in results.values())
+
+
+@pytest.fixture
+def studies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the modules of studies/ importable."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "studies"))
+
+
+@pytest.mark.parametrize(
+    ("losses", "target", "steps"),
+    [
+        ([4.0, 3.0, 2.0], 2.25, 27.5),
+        ([4.0, 3.0, 3.5, 2.0], 3.25, 17.5),
+        ([4.0, 3.0, 2.0], 1.9, None),
+        ([math.nan, math.nan], 3.0, None),
+    ],
+)
+def test_steps_until_the_target(studies: None, losses: list[float], target: float, steps: float | None) -> None:
+    import loss_runs
+
+    at = [10 * number for number in range(1, len(losses) + 1)]
+    curve = loss_runs.Curve(at, losses, [0.5 * step for step in at], 0.1, False, 8.0, 1000)
+    assert curve.reached(target, curve.steps) == steps
+    assert curve.reached(target, curve.seconds) == (None if steps is None else 0.5 * steps)
+
+
+@pytest.mark.full
+@pytest.mark.parallel
+@pytest.mark.parametrize(("example", "field"), [("torch_charlm", "bits_per_character"), ("torch_lstm", "seconds")])
+def test_examples_train_with_ddp(example: str, field: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    options = ["--epochs", "2", "--epoch-steps", "4", *TINY, "--log-file", str(log)]
+    ended = Launch("mpirun", 2).run(
+        "studies/loss_ddp.py", example, "PowerSGD 4", "--compression", "none", *options, limit=120
+    )
+    assert ended.code == 0, ended
+    lines: list[dict[str, Any]] = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(epoch["step"], epoch[field] > 0.0) for epoch in lines[1:-1]] == [(4, True), (8, True)]
+    # All workers ended with the same parameters.
+    assert len(lines[-1]["parameter_hash"]) == 64
+
+
+QSGD = """
+import sys
+sys.path.insert(0, "studies")
+import numpy as np
+from memory_sgd import QSGD, _gamma_code
+
+rng = np.random.default_rng(0)
+gradient = rng.normal(size=50) * rng.exponential(size=50)
+for bits in (2, 4, 8):
+    qsgd = QSGD(bits, seed=0)
+    rounded = np.array([qsgd(gradient) for _ in range(4000)])
+    step = np.linalg.norm(gradient) / (2**bits - 1)
+    # Levels within one step of the entry, of its sign, and right on average (five standard errors).
+    assert np.allclose(rounded / step, np.round(rounded / step))
+    assert np.abs(rounded - gradient).max() <= step * (1 + 1e-12)
+    assert (rounded * gradient >= 0).all()
+    assert np.abs(rounded.mean(0) - gradient).max() <= 5 * step / 2 / np.sqrt(4000)
+    # No message is longer than a norm, and sign and level of every entry.
+    assert len(qsgd.sent) == 4000 and 32 < max(qsgd.sent) <= 32 + 50 * (1 + bits)
+    # One entry in the third place: gap 3, sign, the largest level.
+    one = QSGD(bits, seed=0)
+    assert one(np.eye(50)[2]).tolist() == np.eye(50)[2].tolist()
+    assert one.sent == [32 + min(3 + 1 + 2 * (bits - 1) + 1, 50 * (1 + bits))]
+# The gamma code of n has 2 floor(log2 n) + 1 bits.
+assert _gamma_code(np.array([1, 2, 3, 4, 8])) == 1 + 3 + 3 + 5 + 7
+"""
+
+
+@pytest.mark.full
+def test_qsgd_rounds_without_bias_and_counts_its_bits() -> None:
+    """In a process of its own, because the study initialises MPI."""
+    done = python("-c", QSGD)
+    assert done.returncode == 0, done.stderr[-2000:]
