@@ -48,11 +48,10 @@ def _default(cls: Callable[..., Compressor], **chosen: Any) -> Make:
     return lambda ratio, threshold: cls(ratio, granularity="model", warmup=None, **chosen)
 
 
-BALANCED_PARTS = "MiCRO, balanced parts"
+MICRO_ROW = "MiCRO"
 ROWS: dict[str, Make] = {
     **{cls.__name__: _default(cls) for cls in COMPRESSORS if cls not in (MiCRO, NoOp, Threshold)},
-    "MiCRO, equal parts": _default(MiCRO),
-    BALANCED_PARTS: _default(MiCRO, parts="balanced"),
+    MICRO_ROW: _default(MiCRO),
     "Threshold": lambda ratio, threshold: Threshold(threshold, ratio=ratio, granularity="model"),
     "MiCRO, paper": _default(MiCRO, scaling="paper"),
     "TopK, union": _default(TopK, exchange=Union()),
@@ -60,9 +59,9 @@ ROWS: dict[str, Make] = {
     "dense": lambda ratio, threshold: NoOp(granularity="model"),
 }
 """All compressors; MiCRO's variants; and two exchanges that others can choose. Dense has a loss, and no build-up."""
-PICTURED = ("Threshold", "TopK", "TopK, union", "MiCRO, paper", BALANCED_PARTS, "RandomBlock")
+PICTURED = ("Threshold", "TopK", "TopK, union", "MiCRO, paper", MICRO_ROW, "RandomBlock")
 """The other rows lie on one of these, within a few percent: those of pairs on TopK's, the others on RandomBlock's."""
-MICRO = ("MiCRO, equal parts", BALANCED_PARTS, "MiCRO, paper")
+MICRO = (MICRO_ROW, "MiCRO, paper")
 INDEPENDENT = "independent choices"
 
 
@@ -281,7 +280,7 @@ def draw(
     left.set_yticks([], minor=True)
     for workers, count in counts.items():
         right.plot(range(1, len(count) + 1), count, linewidth=0.8, label=f"{workers} workers")
-    right.set(xlabel="step", ylabel="count / k", title=BALANCED_PARTS)
+    right.set(xlabel="step", ylabel="count / k", title=MICRO_ROW)
     for axes in (left, right):
         axes.grid(alpha=0.3)
         # Beside the data, never over them.
@@ -325,7 +324,7 @@ def main() -> None:
     micro = [one for one in results if one.row in MICRO]
     if micro:
         print(micro_table(micro))
-    counts = {one.workers: [step.count / one.k for step in one.steps] for one in results if one.row == BALANCED_PARTS}
+    counts = {one.workers: [step.count / one.k for step in one.steps] for one in results if one.row == MICRO_ROW}
     draw(lines, worlds, counts, args.picture)
 
 

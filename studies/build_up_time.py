@@ -36,7 +36,7 @@ from horovod_sparse.tools.plan import DENSE16, DENSE32, LATENCY, Network, Round,
 from horovod_sparse.tools.quantities import parse_bandwidth
 
 PICTURE = around.DOCS / "build-up-time.png"
-CONTENDERS = ("TopK", "SIDCo", "MiCRO, equal parts", "SIDCo, balanced")
+CONTENDERS = ("TopK", "SIDCo", "MiCRO", "SIDCo, balanced")
 NETWORKS = ("10gbit", "1gbit")
 DENSE = ("dense fp32", "dense fp16")
 COLORS = ("#000000", "#3b7dd8", "#c2410c", "#009e73", "#7a7a7a", "#b08d57")

@@ -180,8 +180,8 @@ class Replay:
     def checksum(self) -> int:
         return self._recorded.checksums[self.rank]
 
-    def observe(self, counts: list[int], proposed: list[float]) -> None:
-        self._recorded.compressor.observe(self.state, counts, self.k, proposed)
+    def observe(self, count: int, proposed: list[float]) -> None:
+        self._recorded.compressor.observe(self.state, count, self.k, proposed)
 
 
 class Receiver:

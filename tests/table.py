@@ -141,7 +141,6 @@ COMPRESSORS = [
     Row("redsync-trim", compressors.RedSync),
     Row("redsync-bisect", compressors.RedSync, {"method": "bisect"}, band=(1.0, 2.0)),
     Row("micro", compressors.MiCRO, band=(0.95, 1.25), workers_differ=True),
-    Row("micro-balanced", compressors.MiCRO, {"parts": "balanced"}, band=(0.95, 1.25), workers_differ=True),
     Row("micro-paper", compressors.MiCRO, {"scaling": "paper"}, band=(0.85, 2.0), workers_differ=True, robust=False),
     Row("randomk", compressors.RandomK, **_RANDOM),
     Row("randomk-own", compressors.RandomK, {"exchange": Pairs()}, **_RANDOM, workers_differ=True),

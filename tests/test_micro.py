@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
-from driver import collective, exchange, make_pipeline
+from driver import exchange, make_pipeline
 from table import BACKENDS, gradients
 
 from horovod_sparse.compressors.base import Place
 from horovod_sparse.compressors.micro import MiCRO, MiCROState
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.estimation.controllers import ThresholdController
-from horovod_sparse.exchange import regions
 from horovod_sparse.numpy.ops import NumpyOps
 
 NUMPY = BACKENDS[0]
@@ -36,80 +34,17 @@ def step(pipelines: list[Pipeline], gradient: Callable[[], np.ndarray]) -> np.nd
     return parts[0][0]
 
 
-@pytest.mark.parametrize("parts", ["equal", "balanced"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 64])
 @pytest.mark.parametrize("numel", [1, 5, 10, 64, 1000])
-def test_parts_are_disjoint_cover_everything_and_go_round(numel: int, world: int, parts: Any) -> None:
-    """In P steps each rank owns each entry once, wherever the bounds of the parts are."""
-    compressor = MiCRO(1.0, parts=parts, warmup=None)
-    bounds = [0, *np.sort(np.random.default_rng(numel).integers(0, numel + 1, world - 1)).tolist(), numel]
+def test_parts_are_disjoint_cover_everything_and_go_round(numel: int, world: int) -> None:
+    """In P steps each rank owns each entry once."""
+    compressor = MiCRO(1.0, warmup=None)
     owned = np.zeros((world, numel), int)
     for number, rank in itertools.product(range(world), repeat=2):
         state = compressor.new_state(Place("b", rank, world))
-        state.step, state.current, state.bounds = number, 0.5, bounds
+        state.step, state.current = number, 0.5
         owned[rank, compressor.select(NumpyOps(), np.ones(numel, np.float32), numel, numel, state).indices] += 1
-        assert state.bounds == (bounds if parts == "balanced" else regions.uniform(numel, world))
     assert (owned == 1).all()
-
-
-def skewed(rng: np.random.Generator) -> np.ndarray:
-    """A gradient whose first tenth is five times as large as the rest."""
-    gradient = rng.laplace(size=20_000).astype(np.float32)
-    gradient[:2000] *= 5
-    return gradient
-
-
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_parts_get_as_many_entries_however_these_are_spread(world: int) -> None:
-    """With parts of the same size, one part would get 1.5 to 4 times its share, and its message would have no room for it."""
-    pipelines = workers(MiCRO(0.02, parts="balanced", warmup=None), 20_000, world)
-    counts, truncated, rng = np.zeros(world), 0.0, np.random.default_rng(5)
-    for number in range(200):
-        bounds = pipelines[0].buckets[0].state.bounds
-        sent = step(pipelines, lambda: skewed(rng))
-        if number >= 100:
-            counts += np.histogram(sent, bounds)[0]
-            truncated += sum(pipeline.buckets[0].tally.last.truncated for pipeline in pipelines)
-    assert counts.max() < 1.25 * counts.mean() and truncated < 0.001 * counts.sum()
-    assert counts.sum() / 100 == pytest.approx(400, rel=0.05)
-
-
-def test_parts_that_have_become_small_recover() -> None:
-    """At first all entries are in one place. Later they are spread evenly."""
-    world, size = 4, 400
-    pipelines = workers(MiCRO(0.1, parts="balanced", warmup=None), size, world)
-    rng, few = np.random.default_rng(6), np.zeros(size, np.float32)
-    few[100:108] = 1.0
-    for _ in range(100):
-        step(pipelines, lambda: few.copy())
-    assert min(np.diff(pipelines[0].buckets[0].state.bounds)) < 10
-    counts = [step(pipelines, lambda: gradients("laplace", size, rng)).size for _ in range(300)]
-    assert np.mean(counts[200:]) == pytest.approx(40, rel=0.1)
-    assert min(np.diff(pipelines[0].buckets[0].state.bounds)) > 50
-
-
-@pytest.mark.parametrize("current", [0.0, 0.5])
-def test_a_part_that_is_smaller_than_its_share_selects_all_of_it(current: float) -> None:
-    """An error here would leave the other ranks waiting."""
-    compressor = MiCRO(0.5, parts="balanced", warmup=None)
-    state = compressor.new_state(Place("b", 0, 2))
-    state.bounds, state.current = [0, 2, 100], current
-    assert compressor.select(NumpyOps(), np.ones(100, np.float32), 50, 50, state).indices.tolist() == [0, 1]
-
-
-def test_ranks_whose_parts_differ_all_raise() -> None:
-    """Otherwise entries of one part would be selected twice, and those of another one never."""
-    pipelines = workers(MiCRO(0.1, parts="balanced", warmup=None), 2000, 3)
-    rng = np.random.default_rng(7)
-    step(pipelines, lambda: gradients("laplace", 2000, rng))
-    pipelines[1].buckets[0].state.bounds[1] += 1
-    for pipeline in pipelines:
-        pipeline.arrive("p", gradients("laplace", 2000, rng))
-    buckets = [pipeline.buckets[0] for pipeline in pipelines]
-    answers = collective(NUMPY, [pipeline.begin(bucket) for pipeline, bucket in zip(pipelines, buckets, strict=True)])
-    for bucket, answer in zip(buckets, answers, strict=True):
-        with pytest.raises(RuntimeError, match="the ranks disagree on the state of bucket 'p'"):
-            bucket.advance(answer)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
@@ -141,7 +76,7 @@ def test_two_sided_scaling() -> None:
 
 
 def test_another_world_size_takes_the_threshold_over() -> None:
-    compressor = MiCRO(0.1, parts="balanced", warmup=None)
+    compressor = MiCRO(0.1, warmup=None)
     pipelines = workers(compressor, 2000, 4)
     rng = np.random.default_rng(2)
     for _ in range(20):
@@ -149,8 +84,6 @@ def test_another_world_size_takes_the_threshold_over() -> None:
     resumed = workers(compressor, 2000, 3)
     for pipeline in resumed:
         pipeline.load_state_dict(pipelines[0].state_dict())
-    assert pipelines[0].buckets[0].state.bounds != regions.uniform(2000, 4)
-    assert regions.fitting(resumed[0].buckets[0].state.bounds, 2000, 3) == regions.uniform(2000, 3)
     covered = np.zeros(2000, bool)
     for _ in range(3):
         for pipeline in resumed:
@@ -187,6 +120,4 @@ def test_room_is_a_workers_share() -> None:
     assert MiCRO(0.1, warmup=None).message_capacity(1000, 100, 4) == 50
     assert MiCRO(0.1, slack=1.5, warmup=None).message_capacity(1000, 100, 4) == 38
     assert MiCRO(1.0, warmup=None).message_capacity(1000, 1000, 4) == 250, "not more than the part"
-    assert MiCRO(1.0, parts="balanced", warmup=None).message_capacity(1000, 1000, 4) == 500
-    assert MiCRO(1.0, parts="balanced", warmup=None).message_capacity(1000, 1000, 1) == 1000, "not more than the bucket"
     assert MiCRO(0.001, warmup=None).message_capacity(10, 1, 4) == 1

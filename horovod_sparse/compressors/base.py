@@ -310,12 +310,8 @@ class Compressor(ABC):
         """Return the state of a bucket before its first step."""
         return BucketState(place)
 
-    def observe(self, state: BucketState, counts: list[int], k: int, proposed: list[float]) -> None:
-        """Learn how many entries all ranks selected together, and what each rank proposed (exchange `Union`).
-
-        `counts` has one number for each part of the bucket. The parts are those of `BucketState.bounds`, or of the same size if
-        it is empty.
-        """
+    def observe(self, state: BucketState, count: int, k: int, proposed: list[float]) -> None:
+        """Learn how many entries all ranks selected together, and what each rank proposed (exchange `Union`)."""
         return
 
     @property

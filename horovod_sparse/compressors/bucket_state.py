@@ -65,7 +65,7 @@ class BucketState:
     proposal: float = 0.0
     """A number that is sent to all ranks before `observe`, rounded to float32 (exchange `Union`)."""
     bounds: list[int] = field(default_factory=list)
-    """The bounds of the ranks' regions (exchange `Balanced`) or of MiCRO's parts; empty until the first step."""
+    """The bounds of the ranks' regions (exchange `Balanced`); empty until the first step."""
 
     def state_dict(self) -> dict[str, object]:
         """Return everything that the next selection depends on, as plain numbers, strings and lists."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar
 
 from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place, Settings
 from horovod_sparse.compressors.checks import check_choice
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation.controllers import MOST_EXCESS, Scaling, ThresholdController
-from horovod_sparse.exchange import regions
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.union import Union
 from horovod_sparse.exchange.wire import LARGEST
@@ -19,11 +17,6 @@ from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-Parts = Literal["equal", "balanced"]
-
-_GAIN = 0.1
-"""How far the bounds of the parts move in a step, as a fraction of the way to where all counts would have been equal."""
 
 
 @dataclass
@@ -58,11 +51,6 @@ class MiCRO(Compressor):
             "paper": within 10 % of k the threshold only moves up, which ends at about 0.94 k. Outside of this band it moves by
             only 0.5 % per step, so it is too low while residuals grow, in the first hundreds of steps. On Laplace gradients
             up to 12 k entries exceed it at ratio 0.01, and up to 63 k at 0.001.
-        parts: "equal": all parts have the same size. Where layers have gradients of different magnitudes, several times as many
-            entries exceed the threshold in some parts as in others, and a message may have no room for them.
-            "balanced": after each step the bounds of the parts move a tenth of the way to where all parts would have had as
-            many entries (after ExDyna, https://arxiv.org/abs/2402.13781). All ranks know the counts from the indices. The
-            worker with the largest part takes longer to select.
         others: those of `Compressor`. A rank's message has room for 2k/P entries unless `slack` says otherwise. That hides
             how the paper's rule begins: the threshold moves in the same way, but at most 2k entries are sent.
     """
@@ -76,30 +64,24 @@ class MiCRO(Compressor):
         ratio: float | Schedule,
         *,
         scaling: Scaling = "two_sided",
-        parts: Parts = "equal",
         **settings: Unpack[Settings],
     ) -> None:
         super().__init__(ratio, **settings)
         check_choice("scaling", scaling, ("two_sided", "paper"))
-        check_choice("parts", parts, get_args(Parts))
         self.scaling: Scaling = scaling
-        self.parts: Parts = parts
 
     def new_state(self, place: Place = ALONE) -> MiCROState:
         return MiCROState(place)
 
     def message_capacity(self, numel: int, k: int, world: int) -> int:
         """Return the capacity of one rank's message in entries: its share of slack * k, at most the largest part."""
-        largest = numel if self.parts == "balanced" else math.ceil(numel / world)
-        return min(largest, math.ceil(self.slack * k / world))
+        return min(math.ceil(numel / world), math.ceil(self.slack * k / world))
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, MiCROState)
         place = state.place
-        bounds = state.bounds if self.parts == "balanced" else []
-        state.bounds = regions.fitting(bounds, len(x), place.world)
         number = (state.step + place.position) % place.world
-        start, end = state.bounds[number], state.bounds[number + 1]
+        start, end = (len(x) * part // place.world for part in (number, number + 1))
         state.threshold = state.current
         # The threshold that would have selected this rank's share, if there is no common one yet or it was far too low.
         state.proposal = 0.0
@@ -119,7 +101,7 @@ class MiCRO(Compressor):
             selection = ops.select_largest(mine, 1)
         return Selection(selection.indices + start, selection.found)
 
-    def observe(self, state: BucketState, counts: list[int], k: int, proposed: list[float]) -> None:
+    def observe(self, state: BucketState, count: int, k: int, proposed: list[float]) -> None:
         assert isinstance(state, MiCROState)
         if state.current == 0.0 or all(proposal > 0.0 for proposal in proposed):
             # Ranks whose part is empty or all zero propose nothing.
@@ -127,9 +109,6 @@ class MiCRO(Compressor):
             state.current = sum(positive) / max(len(positive), 1)
         else:
             controller = ThresholdController(self.scaling, state.current, state.excess)
-            # Every worker with a non-empty part selects at least one entry. If there are more than k, their number is the aim.
-            parts = sum(start < end for start, end in itertools.pairwise(state.bounds))
-            controller.observe(sum(counts), max(k, parts))
+            # Every worker selects at least one entry. If there are more than k workers, their number is the aim.
+            controller.observe(count, max(k, state.place.world))
             state.current, state.excess = min(controller.threshold, LARGEST), controller.excess
-        if self.parts == "balanced":
-            state.bounds = regions.balanced(state.bounds, counts, _GAIN)

@@ -220,8 +220,8 @@ class Bucket:
     def checksum(self) -> int:
         return self.state.checksum() ^ self.state.fingerprint
 
-    def observe(self, counts: list[int], proposed: list[float]) -> None:
-        self.compressor.observe(self.state, counts, self.k, proposed)
+    def observe(self, count: int, proposed: list[float]) -> None:
+        self.compressor.observe(self.state, count, self.k, proposed)
 
     # --- results ---
 

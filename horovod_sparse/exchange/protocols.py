@@ -166,8 +166,8 @@ class Sender(Protocol):
     def checksum(self) -> int:
         """Return 31 bits that must be equal on all ranks, so that they can send values without indices."""
 
-    def observe(self, counts: list[int], proposed: list[float]) -> None:
-        """Take in how many entries of each part all ranks send together, and what each rank has proposed."""
+    def observe(self, count: int, proposed: list[float]) -> None:
+        """Take in how many entries all ranks send together, and what each rank has proposed."""
 
 
 Exchanging = Generator[Collective, Any, Sent]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from horovod_sparse.exchange import regions, wire
+from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Exchanging, Round, Run, Sender
 from horovod_sparse.exchange.received import OUT_OF_ORDER, check_result, damaged, disagreement
 
@@ -43,9 +43,7 @@ class Union(Exchange):
         if indices is None:
             raise damaged(bucket, "message of a worker", OUT_OF_ORDER)
         bucket.sent(len(indices), selection.found - len(selection.indices))
-        bounds = regions.fitting(bucket.state.bounds, bucket.numel, bucket.world)
-        _, counts = ops.fit(bucket.buffer, indices, bounds, bucket.numel)
-        bucket.observe(counts, [proposed for _, proposed in headers])
+        bucket.observe(len(indices), [proposed for _, proposed in headers])
         room = min(bucket.capacity * bucket.world, bucket.numel)
         values = bucket.take(indices)
         total = yield Collective("allreduce", ops.pack_values(values, room, []))
