@@ -161,7 +161,7 @@ class Replay:
         return Selection(self._selected, len(self._selected))
 
     def select_from(self, x: Any, k: int, capacity: int) -> Selection:
-        return self.ops.select_largest(x, min(k, capacity))
+        return self.ops.select_largest(x, min(k, capacity)) if k else Selection(self._selected[:0], 0)
 
     def capacity_for(self, numel: int, k: int) -> int:
         return self._recorded.compressor.message_capacity(numel, k, WORLD)

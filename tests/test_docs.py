@@ -59,10 +59,10 @@ def test_the_compressor_of_the_page_passes_all_laws() -> None:
 def test_the_exchange_of_the_page_loses_nothing() -> None:
     """What three workers have sent and kept is what came, all of them get the same, and NaN fails the step of all."""
     page = ROOT / "docs" / "adding-a-compressor.md"
-    (code,) = (block.text for block in pages.blocks(page, "python") if "class LeaderK" in block.text)
+    (code,) = (block.text for block in pages.blocks(page, "python") if "class OfOne" in block.text)
     names: dict[str, Any] = {"np": np, "SparseAllreduce": SparseAllreduce}
     exec(code, names)
-    compressor = names["LeaderK"](0.1, min_numel=0, not_finite="propagate")
+    compressor = names["TopK"](0.1, min_numel=0, exchange=names["OfOne"](), not_finite="propagate", warmup=None)
     pipelines = [make_pipeline(ORACLE, compressor, {"p": (50,)}, world=3, position=rank) for rank in range(3)]
     rng, total = np.random.default_rng(0), np.zeros(50)
     for step in range(6):

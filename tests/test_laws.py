@@ -21,6 +21,7 @@ from horovod_sparse.compressors.sidco import TRUSTED
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange.dense import Dense
+from horovod_sparse.exchange.pairs import Pairs
 
 pytestmark = pytest.mark.parametrize("backend", [ORACLE], ids=str)
 
@@ -43,10 +44,11 @@ def one_bucket(backend: Backend, row: Row, size: int, ratio: float, **options: A
 
 def on_the_wire(compressor: Compressor, values: np.ndarray) -> np.ndarray:
     """Float32 values as they are sent: with values in 16 bits, the nearest ones of that type within its limits."""
-    if compressor.values == "float32":
+    exchange = compressor.exchange
+    if not isinstance(exchange, Pairs) or exchange.values == "float32":
         return values
     exact, last = values.astype(np.float64), 2.0**127 * (2.0 - 2.0**-7)
-    if compressor.values == "float16":
+    if exchange.values == "float16":
         # 11 significant bits; from 2^15 on, one.
         spacing = np.exp2(np.maximum(np.frexp(exact)[1] - 11, -24).astype(np.float64))
         power = np.copysign(np.exp2(np.frexp(exact)[1] - 1.0), exact)

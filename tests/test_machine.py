@@ -99,7 +99,7 @@ class Machine(RuleBasedStateMachine):
         self.rates = dict.fromkeys(NAMES, 0.5)
         self.twin: World | None = None
         # float16 has the same limits at every scale.
-        self.scales = not wild and case.row.settings.get("values") != "float16"
+        self.scales = not wild and case.row.settings.get("exchange") != Pairs("float16")
         self.scale = scale if self.scales else 1.0
         """The scale of the twin's loss."""
         self.saved: tuple[list[Any], list[Any], Settled] | None = None

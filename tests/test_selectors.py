@@ -232,7 +232,6 @@ def test_suggested_thresholds() -> None:
         (lambda: RedSync(0.1, method="sort", warmup=None), "method must be one of 'trim', 'bisect', got 'sort'"),
         (lambda: DGC(0.1, sample_ratio=0.0, warmup=None), r"sample_ratio must be in \(0, 1\], got 0.0"),
         (lambda: RandomK(0.1, seed=-1, warmup=None), "seed must be >= 0, got -1"),
-        (lambda: RandomK(0.1, shared=1, warmup=None), "shared must be True or False, got 1"),
         (lambda: Threshold(-1.0), "threshold must be a finite magnitude >= 0, got -1.0"),
     ],
 )
