@@ -57,9 +57,7 @@ def test_a_step_is_dense_while_that_sends_fewer_bytes(
         sparse = (world - 1) * nbytes if gathers else allreduce_bytes(nbytes, world)
         # A bit map, or what follows the values, adds less than a tenth.
         assert sparse > 0.9 * dense if step < first else sparse <= dense
-    assert compressor.most_capacity(numel, world) == compressor.message_capacity(
-        numel, compressor.target_count(numel, compressor.ratio_at(first)), world
-    )
+    assert compressor.highest_ratio(world) == compressor.ratio_at(first)
 
 
 @pytest.mark.parametrize(
