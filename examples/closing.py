@@ -20,7 +20,8 @@ class Row:
 
 def closing_table(rows: Sequence[Row], fp32_bytes: float, held_out: str = "accuracy") -> str:
     """All runs, with their bytes against those that a worker sends of dense float32 gradients."""
-    layout = f"{{:<12}} {{:>8}} {{:>{max(9, len(held_out))}}} {{:>15}} {{:>12}} {{:>12}}"
+    width = max(12, *(len(row.label) for row in rows))
+    layout = f"{{:<{width}}} {{:>8}} {{:>{max(9, len(held_out))}}} {{:>15}} {{:>12}} {{:>12}}"
     lines = [
         layout.format("compression", "ratio", held_out, "bytes sent per", "times fewer", "median step"),
         layout.format("", "sent", "held out", "step and worker", "than fp32", "ms"),

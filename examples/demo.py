@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,16 @@ RUNS = (
     Run("sidco-0.01", "SIDCo 0.01", ("--compression", "sidco", "--ratio", "0.01"), "#3b7dd8"),
     Run("sidco-0.001", "SIDCo 0.001", ("--compression", "sidco", "--ratio", "0.001"), "#c2410c"),
 )
+ADAMW = tuple(
+    replace(
+        run,
+        name=f"adamw-{run.name}",
+        label=f"AdamW {run.label}",
+        options=(*run.options, "--optimizer", "adamw", "--lr", "0.002"),
+    )
+    for run in (RUNS[0], RUNS[2])
+)
+"""With PyTorch. Updates are exchanged in place of gradients."""
 
 
 TRANSPORTS = ("horovod", "ddp")
@@ -197,14 +207,15 @@ def main() -> None:
     output = args.output / ("ddp" if through_ddp else args.framework)
     output.mkdir(parents=True, exist_ok=True)
 
+    runs = (*RUNS, *ADAMW) if args.framework == "torch" else RUNS
     print(
-        f"Training examples/{script.name} {len(RUNS)} times on {args.workers} workers "
-        f"({'torchrun' if through_ddp else launcher(args.workers)[0]}), same settings and seed.",
+        f"Training examples/{script.name} {len(runs)} times on {args.workers} workers "
+        f"({'torchrun' if through_ddp else launcher(args.workers)[0]}), same seed.",
         flush=True,
     )
     epochs: dict[Run, list[dict[str, Any]]] = {}
-    for number, run in enumerate(RUNS, start=1):
-        print(f"[{number}/{len(RUNS)}] {run.label:<12}", end=" ", flush=True)
+    for number, run in enumerate(runs, start=1):
+        print(f"[{number}/{len(runs)}] {run.label:<16}", end=" ", flush=True)
         started = time.perf_counter()
         log = output / f"{run.name}.jsonl"
         options = [*run.options, "--log-file", str(log), *(["--transport", "ddp"] if through_ddp else [])]
@@ -220,7 +231,7 @@ def main() -> None:
         )
 
     picture = output / "accuracy-per-byte.png"
-    draw(epochs, args.workers, picture)
+    draw({run: epochs[run] for run in RUNS}, args.workers, picture)
     print(f"\n{table(epochs)}\n\nPicture: {picture}")
     print(
         "All workers are on this machine: the step times hold the cost of compressing, but hardly any of a network's."

@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +77,9 @@ def main() -> None:
         default="horovod",
         help="ddp: torch.distributed, which needs no Horovod",
     )
+    parser.add_argument(
+        "--optimizer", choices=["sgd", "adamw"], default="sgd", help="with adamw, sparsifiers exchange its updates"
+    )
     args = parser.parse_args()
     hvd = import_module("ddp" if args.transport == "ddp" else "horovod_sparse.torch")
     hvd.init()
@@ -88,7 +92,10 @@ def main() -> None:
     network = model = make_model(args.width)
     # In your own script: compression = hvd.SIDCo(ratio=0.001).
     compression = make_compression(args, hvd)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=optimizer_momentum(compression, args))
+    if args.optimizer == "adamw":
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=optimizer_momentum(compression, args))
     if args.transport == "ddp":
         model = hvd.wrap(network, compression, optimizer)
     else:
