@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from loss_runs import DENSE, DENSE_ROWS, ROWS, SEEDS, TARGET_PART, WORKERS, Curve, MissingRunError, Store
+from loss_runs import DENSE, DENSE_ROWS, ROWS, SEEDS, TARGET_PART, WORKERS, Curve, MissingRunError, Store, Task
 from markdown import table
 
 POWER_SGD = "DDP PowerSGD rank 4"
@@ -182,6 +182,26 @@ def race_table(runs: Mapping[str, Sequence[Curve]], target: float) -> str:
         end = f"{loss(statistics.fmean(ends))} ({', '.join(map(loss, ends))})"
         rows.append([name, f"{medians[name]:.1f} ({each})", quotient(best, medians[name]), end, sent])
     return table(header, rows)
+
+
+def draw_race(runs: Mapping[str, Sequence[Curve]], target: float, task: Task, network: str, picture: Path) -> None:
+    """Held-out loss over the seconds of whole runs, mean of the seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    panel = figure.subplots()
+    for name, curves in runs.items():
+        seconds, losses = (np.mean([getattr(one, what) for one in curves], axis=0) for what in ("seconds", "losses"))
+        panel.plot(seconds, losses, linewidth=1.8, marker="o", markersize=3, label=name)
+    panel.axhline(target, color="#000000", linewidth=0.8, linestyle=":")
+    panel.set(xlabel="seconds of training", ylabel=task.unit)
+    panel.set_title(
+        f"{task.title}, {WORKERS} hosts at {network}, the learning rate of dense training", loc="left", fontsize=11
+    )
+    panel.grid(color="#e5e5e5", linewidth=0.8)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False, fontsize=9)
+    figure.savefig(picture, dpi=120)
 
 
 def to_target(result: Result, step_seconds: float | None) -> float | None:

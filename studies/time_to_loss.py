@@ -69,7 +69,9 @@ def race(args: argparse.Namespace, store: Store) -> None:
                     flush=True,
                 )
     print(f"{machine.describe()}; two hosts at {args.network}, learning rate {rate:g}, target {target:.3f}\n")
-    print("\n".join(loss_report.race_table(runs, target)))
+    print(loss_report.race_table(runs, target))
+    if args.picture is not None:
+        loss_report.draw_race(runs, target, store.task, args.network, args.picture)
 
 
 def report(args: argparse.Namespace, store: Store) -> None:
@@ -106,7 +108,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             add("--rate", dest="network", default="1gbit", help="of every host's network card, as tc writes it")
         if action is time:
             add("--rounds", type=int, default=2, help="runs of each row")
-        if action is report:
+        if action in (race, report):
             add("--picture", type=Path, help="PNG to draw")
     args = parser.parse_args(arguments)
     args.rows = args.rows or rows_of(args.task)
