@@ -168,7 +168,7 @@ def race_table(runs: Mapping[str, Sequence[Curve]], target: float) -> str:
     times = {name: [curve.reached(target, curve.seconds) for curve in curves] for name, curves in runs.items()}
     medians = {name: statistics.median(time or math.inf for time in reached) for name, reached in times.items()}
     best = min(medians[name] for name in runs if "dense" in name or "DDP" in name)
-    header = ["exchange", "time to the target, s: median (each seed)", "best dense's / it", "end: mean (each seed)"]
+    header = ["exchange", "time to the target, s: median (each seed)", "best other's / it", "end: mean (each seed)"]
     header += ["bytes sent per step and worker"]
     rows = []
     for name, curves in runs.items():
