@@ -54,7 +54,8 @@ class ScaledServer(TensorServer):
             for parameter in group["params"]:
                 name = names.get(parameter, "")
                 if parameter.requires_grad and name in residuals:
-                    residual = residuals[name].view(parameter.shape)
+                    # A state that was loaded may be in the host's memory.
+                    residual = residuals[name].view(parameter.shape).to(parameter.device)
                     found.append(Waiting(parameter, residual, known.get(name, rate)))
         return found
 
