@@ -7,7 +7,8 @@ import gc
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from stairs import Halving
 
 import horovod_sparse.numpy as reference
 import horovod_sparse.tensorflow.keras as hvd_keras
+from horovod_sparse.exchange.protocols import Collective, Exchange, Exchanging, Round, Run, Sender
+from horovod_sparse.exchange.received import summed
 from horovod_sparse.numpy import Hierarchical, SparseAllreduce, Union
 from horovod_sparse.tensorflow import DGC, MomentumCorrection, NoOp, RandomBlock, SIDCo, TopK
 
@@ -28,7 +31,27 @@ from .common import COMPRESSORS, MakeCompression, assert_identical, everyone, no
 
 SHAPES = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
 SETTINGS: dict[str, Any] = {"granularity": "bucket", "bucket_bytes": 16_000}
+
+
+@dataclass(frozen=True)
+class OfOne(Exchange):
+    """A user's own exchange: one worker chooses the entries, another one in each step, and all values are summed there."""
+
+    def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
+        return [Round("allreduce", capacity), Round("allreduce", capacity + 17, "float32")]
+
+    def collectives(self, bucket: Sender, run: Run) -> Exchanging:
+        message = bucket.ops.pack_indices(bucket.select().indices, [], bucket.capacity)
+        if bucket.position != bucket.step % bucket.world:
+            message[:] = 0
+        message = yield Collective("allreduce", message)
+        indices = bucket.ops.union(message, 1, 0, bucket.numel)
+        assert indices is not None
+        return (yield from summed(bucket, indices, bucket.take(indices), bucket.capacity, bucket.step))
+
+
 POLICIES: dict[str, MakeCompression] = {
+    "own-exchange": lambda **settings: TopK(0.01, exchange=OfOne(), **settings),
     "warm-up-shared": lambda **settings: RandomBlock(0.01, **settings),
     "warm-up-union": lambda **settings: TopK(0.01, exchange=Union(), **settings),
     "schedule": lambda **settings: SIDCo(Halving(0.25, 0.01), **settings),
