@@ -240,3 +240,18 @@ def test_a_given_threshold_is_in_units_of_the_first_rate(backend: Backend) -> No
 def test_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         MomentumCorrection(**arguments)
+
+
+def test_a_gradient_is_rounded_alike_at_rate_zero_and_at_any_other() -> None:
+    """Its float64 entries go into a velocity of float32."""
+    backend, given = BACKENDS[0], np.random.default_rng(3).laplace(size=(2, 300))
+    settings = {"momentum": MomentumCorrection(0.9, masking=False), "lr_in_residual": True, "warmup": None}
+    velocities = []
+    for rate in (0.5, 0.0):
+        pipeline = make_pipeline(backend, TopK(0.1, **settings), {"p": (300,)})
+        for gradient, learning_rate in zip(given, (0.5, rate), strict=True):
+            pipeline.arrive("p", gradient, learning_rate)
+            exchange(backend, [pipeline], [pipeline.buckets[0]])
+            pipeline.end_step()
+        velocities.append(pipeline.state_dict()["velocities"]["p"])
+    np.testing.assert_array_equal(*velocities)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from horovod_sparse.compressors.base import Compressor, Place
+from horovod_sparse.compressors.momentum import scaled
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Layout, Slot, check_limits
 from horovod_sparse.core.preparation import Arrived, Preparation
@@ -209,7 +210,9 @@ class Pipeline:
         velocity = self.velocities.view(name)
         velocity *= momentum.factor
         if gradient is not None and self.ops.all_finite(gradient):
-            velocity += self.preparation.prepared(gradient, bucket.layout.residual_dtype).reshape(-1)
+            dtype = bucket.layout.residual_dtype
+            # Rounded to the residual's type first, as it is with any other rate.
+            velocity += scaled(self.ops, self.preparation.prepared(gradient, dtype), 1.0, dtype).reshape(-1)
 
     @property
     def is_open(self) -> bool:
