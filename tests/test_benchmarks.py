@@ -59,8 +59,8 @@ def test_workers_run_on_hosts_of_their_own_and_nothing_is_left() -> None:
 @pytest.mark.parametrize("number", [2, 4])
 def test_workers_of_a_host_act_as_one(number: int) -> None:
     """Hosts with two workers each: a host sends to the others what one worker would."""
-    options = ["--compression", "sidco", "--ratio", "0.01", "--warmup", "none", "--epochs", "1", "--hierarchical"]
-    program = [sys.executable, "examples/torch_digits.py", *options]
+    options = ["--compression", "sidco", "--ratio", "0.01", "--warmup", "none", "--epochs", "1"]
+    program = [sys.executable, "examples/torch_digits.py", *options, "--exchange", "hierarchical"]
     done = run_on_hosts("--hosts", str(number), "--slots", "2", "--", *program)
     assert done.code == 0, done
     ratio = float(done.output.split("ratio ")[1].split()[0])

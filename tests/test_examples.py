@@ -67,7 +67,7 @@ def needs(module: str) -> pytest.MarkDecorator:
 @pytest.mark.parametrize(
     ("script", "own_options", "held_out"),
     [
-        ("torch_digits.py", {"width", "transport", "detached"}, {"accuracy", "held_out_loss"}),
+        ("torch_digits.py", {"width", "transport", "detached", "optimizer"}, {"accuracy", "held_out_loss"}),
         pytest.param("tensorflow_digits.py", set(), {"accuracy"}, marks=[needs("tensorflow"), pytest.mark.full]),
         pytest.param("keras_digits.py", set(), {"accuracy"}, marks=[needs("tensorflow"), pytest.mark.full]),
     ],

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import horovod.torch as hvd
+import torch
 from stairs import Halving, dense_until
 
 import horovod_sparse
@@ -20,7 +21,6 @@ from .common import (
     COMPRESSORS,
     MakeCompression,
     assert_identical,
-    digest,
     raised,
     small_model,
     train,
@@ -73,15 +73,17 @@ def a_state_of_another_step_on_one_rank_raises_on_all(make: MakeCompression, beh
         compression.load_state_dict(state)
     message = raised(RuntimeError, lambda: train(model, optimizer, range(3, 4)))
     assert f"rank {hvd.rank()}: the ranks disagree on the state of bucket" in message
-    digests = []
+    ends: list[list[torch.Tensor]] = []
     for _ in range(2):
         compression.load_state_dict(state)
         model.load_state_dict(saved[0])
         # The optimizer goes on with the very tensors that it loads.
         optimizer.load_state_dict(copy.deepcopy(saved[1]))
         train(model, optimizer, range(2, 7))
-        digests.append(digest(model.parameters()))
-    assert digests[0] == digests[1]
+        ends.append([parameter.detach().clone() for parameter in model.parameters()])
+    # Of more than two ranks, an allreduce adds in an order that depends on what Horovod fuses.
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.0, atol=0.0 if hvd.size() == 2 else 1e-3)
     assert_identical(model)
     assert compression.stats().last.total.ratio < 1.0
 
