@@ -68,9 +68,11 @@ class Detached:
             return
         self._not_found -= found
         module.register_forward_pre_hook(_Hook(self, Detached._enter))
-        for one in module.modules():
+        # PyTorch has no types for this method.
+        parts: Iterable[Any] = module.modules()
+        for part in parts:
             # Of a model in `DistributedDataParallel`, the one within is saved.
-            one.register_state_dict_pre_hook(_Hook(self, Detached._leave))  # type: ignore[no-untyped-call]
+            part.register_state_dict_pre_hook(_Hook(self, Detached._leave))
         self._enter(module)
         if not self._not_found:
             self._search.remove()
@@ -103,7 +105,7 @@ class Detached:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the parameters back what they were, but for those that somebody has written to since."""
+        """Give the parameters back what they were, or what somebody has written to them since."""
         moved, self._moved = self._moved, {}
         for parameter, (value, version) in moved.items():
             if parameter._version != version:
