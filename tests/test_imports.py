@@ -99,3 +99,12 @@ def test_adapters_never_import_each_other() -> None:
             for other in set(adapters) - {adapter}:
                 names = {name for name in imported(path) if name.startswith(f"horovod_sparse.{other}")}
                 assert all(name.startswith(allowed) for name in names), path
+
+
+def test_there_is_no_circle_of_modules() -> None:
+    modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    arrows = {name: imported(path) & modules.keys() for name, path in modules.items()}
+    while arrows:
+        free = {name for name, targets in arrows.items() if not targets & arrows.keys()}
+        assert free, f"these modules import each other in a circle: {sorted(arrows)}"
+        arrows = {name: targets for name, targets in arrows.items() if name not in free}
