@@ -1,9 +1,8 @@
-"""Elastic jobs, in one process: what is lost is reported, and new workers begin as they must."""
+"""Elastic jobs, in one process: new workers begin as they must."""
 
 from __future__ import annotations
 
 import json
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +15,8 @@ import torch
 
 from horovod_sparse.core.layout import Parameter, plan
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.core.state import empty_state
 from horovod_sparse.torch import DGC, following
-from horovod_sparse.torch.following import WorkersBefore
+from horovod_sparse.torch.following import align
 from horovod_sparse.torch.ops import TorchOps
 
 SHAPES = {"weight": (40, 30), "bias": (30,)}
@@ -32,11 +30,13 @@ class Workers:
         self.others: list[Any] = []
         self.sent: object = None
         self.velocity = torch.zeros(0)
-        collectives = SimpleNamespace(rank=lambda: self.rank, broadcast=lambda array, root, name: self.velocity)
+        collectives = SimpleNamespace(
+            rank=lambda: self.rank, global_process_set=None, broadcast=lambda array, root, name: self.velocity
+        )
         monkeypatch.setattr(following, "mpi_ops", collectives)
-        monkeypatch.setattr(following, "_gather", self.gather)
+        monkeypatch.setattr(following, "gather_json", self.gather)
 
-    def gather(self, value: object, name: str) -> list[Any]:
+    def gather(self, value: object, name: str, process_set: object) -> list[Any]:
         self.sent = value
         return json.loads(json.dumps([*self.others[: self.rank], value, *self.others[self.rank :]]))
 
@@ -67,24 +67,11 @@ def _state(step: int = 3) -> dict[str, Any]:
     return pipeline.state_dict()
 
 
-def test_lost_residuals_are_reported_once(workers: Workers) -> None:
-    before = WorkersBefore()
-    workers.others = [[None, 30.0], [None, 40.0]]
-    before.commit(empty_state())
-    # The last worker has died.
-    workers.others = [[1, 30.0]]
-    with pytest.warns(UserWarning, match=r"ranks \[2\] have left.* was 40, of 50 of all workers"):
-        before.commit(empty_state())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        before.commit(empty_state())
-
-
 def test_a_new_worker_begins_with_zeros_and_the_first_ones_step(workers: Workers) -> None:
     workers.velocity = torch.full((30,), 2.0)
-    WorkersBefore().align(_state())
+    align(_state())
     workers.others, workers.rank = [workers.sent], 1
-    state = WorkersBefore().align(None)
+    state = align(None)
     assert state is not None
     assert state["adaptive"]["weight"]["step"] == 3
     assert state["residuals"].keys() == {"weight"} and not state["residuals"]["weight"].any()

@@ -12,7 +12,7 @@ from horovod.common import process_sets
 from horovod.tensorflow import mpi_ops
 
 from horovod_sparse.core.agreement import op_name
-from horovod_sparse.core.process_sets import complete_global_set
+from horovod_sparse.core.stock import complete_global_set
 from horovod_sparse.tensorflow.names import Names
 
 

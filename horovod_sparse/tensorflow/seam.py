@@ -25,6 +25,7 @@ import horovod._keras as horovod_keras
 import horovod.tensorflow as horovod_tensorflow
 
 from horovod_sparse.core.binding import check_kind, refuse_join
+from horovod_sparse.core.stock import check_release
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
@@ -33,42 +34,16 @@ from horovod_sparse.tensorflow.unseen import watch_optimizers
 
 Function = Callable[..., Any]
 
-_GRADIENT_PARAMETERS = ("self", "target", "sources", "output_gradients", "use_generic_names")
-_MAKE_PARAMETERS = (
-    "name", "device_dense", "device_sparse", "compression", "sparse_as_dense", "op", "gradient_predivide_factor", "groups",
-    "process_set",
-)  # fmt: skip
-_OPTIMIZER_PARAMETERS = (
-    "keras", "optimizer", "name", "device_dense", "device_sparse", "compression", "sparse_as_dense",
-    "gradient_predivide_factor", "op", "backward_passes_per_step", "average_aggregated_gradients", "groups", "process_set",
-    "scale_local_gradients",
-)  # fmt: skip
-
 _replaced: list[tuple[Any, str, Any]] = []
 """(module or class, name, stock function) of every function that is replaced now."""
-
-
-def check_contract() -> None:
-    """Raise ImportError if the functions do not take the parameters that the replacements rely on."""
-    problems = []
-    for owner, name, expected, _ in _EXTENSIONS:
-        function = getattr(owner, name, None)
-        found = tuple(inspect.signature(function).parameters) if function is not None else None
-        if found != expected:
-            problems.append(f"{owner.__name__}.{name} takes {found}, expected {expected}")
-    if problems:
-        raise ImportError(
-            f"horovod_sparse extends horovod.tensorflow as it is in Horovod 0.28.1, but Horovod {horovod.__version__} is "
-            f"installed, where {'; '.join(problems)}. Install horovod==0.28.1 (docker/build_horovod.sh builds it)"
-        )
 
 
 def install() -> None:
     """Replace the functions; a second call does nothing."""
     if _replaced:
         return
-    check_contract()
-    for owner, name, _, extend in _EXTENSIONS:
+    check_release(horovod.__version__)
+    for owner, name, extend in _EXTENSIONS:
         stock = getattr(owner, name)
         _replaced.append((owner, name, stock))
         setattr(owner, name, functools.wraps(stock)(extend(stock)))
@@ -181,12 +156,12 @@ def _join(stock: Function) -> Function:
 
 _TAPE = horovod_tensorflow._DistributedGradientTape
 _EXTENSIONS = (
-    (horovod_tensorflow, "_make_allreduce_grads_fn", _MAKE_PARAMETERS, _make_allreduce_grads_fn),
-    (_TAPE, "gradient", _GRADIENT_PARAMETERS, _gradient),
-    (_TAPE, "register_local_source", ("self", "source"), _register_local_source),
-    (_TAPE, "get_local_and_global_gradients", _GRADIENT_PARAMETERS, _get_local_and_global_gradients),
-    (horovod_keras, "create_distributed_optimizer", _OPTIMIZER_PARAMETERS, _create_distributed_optimizer),
+    (horovod_tensorflow, "_make_allreduce_grads_fn", _make_allreduce_grads_fn),
+    (_TAPE, "gradient", _gradient),
+    (_TAPE, "register_local_source", _register_local_source),
+    (_TAPE, "get_local_and_global_gradients", _get_local_and_global_gradients),
+    (horovod_keras, "create_distributed_optimizer", _create_distributed_optimizer),
     # All names of `hvd.join` end here, also those that were imported before.
-    (horovod_tensorflow.mpi_ops.MPI_LIB, "horovod_join", ("name",), _join),
+    (horovod_tensorflow.mpi_ops.MPI_LIB, "horovod_join", _join),
 )
-"""Module or class, name, the parameters that the extension relies on, and what makes it."""
+"""Module or class, name, and what makes the extension."""

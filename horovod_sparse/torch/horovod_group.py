@@ -12,7 +12,7 @@ from horovod.torch import mpi_ops
 from torch import Tensor
 
 from horovod_sparse.core.pipeline import Wait
-from horovod_sparse.core.process_sets import complete_global_set
+from horovod_sparse.core.stock import complete_global_set
 from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.torch.exchange import Collectives, as_line, from_lines
 

@@ -45,7 +45,7 @@ from horovod_sparse.torch.agreement import agree, gather
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.exchange import Collectives, empty_sparse
-from horovod_sparse.torch.following import WorkersBefore
+from horovod_sparse.torch.following import align
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
 from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
 from horovod_sparse.torch.momentum import moved_momentum
@@ -80,7 +80,6 @@ class Reducer(ScaledServer):
         self._step = Step()
         self._passes: dict[int, weakref.ref[object]] = {}
         """What PyTorch calls at the end of a backward pass, by its number. PyTorch drops that of an interrupted pass."""
-        self.workers_before = WorkersBefore()
         optimizer.register_step_pre_hook(self._note_step)
         if self.active and not updates:
             self.momentum = moved_momentum(compressor, optimizer, own_step, optimizer._parameter_names)
@@ -416,7 +415,7 @@ class Reducer(ScaledServer):
         check_sparse(agreement.sparse, self.compressor, sparse_as_dense=sparse_as_dense, rank=mpi_ops.rank())
         left_out = () if self.optimizer.sparse_as_dense else agreement.sparse
         if is_elastic() and self.pipeline is None:
-            self.deferred = self.workers_before.align(self.deferred)
+            self.deferred = align(self.deferred)
             deferred = self.deferred or deferred
         everyone = partial(gather, process_set=self._process_set)
         agree_on_states(lambda: self._check(deferred, self._routes.shapes(left_out)), everyone, mpi_ops.rank())

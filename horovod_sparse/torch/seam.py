@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,74 +25,24 @@ from horovod.torch.elastic.state import TorchState, get_handler_registry, set_ha
 
 from horovod_sparse.core.agreement import check_arguments, check_optimizer, exchanges_updates
 from horovod_sparse.core.binding import check_kind, refuse_join
-from horovod_sparse.core.process_sets import complete_global_set
+from horovod_sparse.core.stock import check_release, complete_global_set
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.following import SparseStateHandler
 from horovod_sparse.torch.parameters import check_memory
 from horovod_sparse.torch.reducer import Reducer, reducer_of
 
-_SIGNATURES = {
-    "__init__": (
-        "self", "params", "named_parameters", "compression", "backward_passes_per_step", "op",
-        "gradient_predivide_factor", "groups", "sparse_as_dense", "process_set",
-    ),
-    "_register_hooks": ("self",),
-    "_make_hook": ("self", "p"),
-    "_allreduce_grad_async": ("self", "p"),
-    "_grouped_allreduce_grad_async": ("self", "ps"),
-    "set_backward_passes_per_step": ("self", "passes"),
-    "synchronize": ("self",),
-    "skip_synchronize": ("self",),
-    "step": ("self", "closure"),
-    "zero_grad": ("self",),
-    "load_state_dict": ("self", "args", "kwargs"),
-}  # fmt: skip
-_ADASUM_SIGNATURES = {"__init__": ("self", "params", "named_parameters", "compression", "backward_passes_per_step")}
-_ATTRIBUTES = (
-    "_compression", "_parameter_names", "_allreduce_delay", "_handles", "_grad_accs", "_requires_update", "_synchronized",
-    "_should_synchronize", "_groups", "_p_to_group", "_group_counts", "op", "process_set", "backward_passes_per_step",
-    "gradient_predivide_factor", "sparse_as_dense",
-)  # fmt: skip
-
 _replaced: list[tuple[Any, str, Any]] = []
 """One (class or module, name, stock method or None) for each method that is extended now; empty when none is."""
-
-
-def check_contract(
-    optimizer_class: type,
-    signatures: Mapping[str, tuple[str, ...]] = _SIGNATURES,
-    attributes: tuple[str, ...] = _ATTRIBUTES,
-) -> None:
-    """Raise ImportError unless the class has the methods and attributes that the extension relies on."""
-    problems = []
-    for name, expected in signatures.items():
-        method = vars(optimizer_class).get(name)
-        found = tuple(inspect.signature(method).parameters) if method is not None else None
-        if found != expected:
-            got = f"has {name}({', '.join(found)})" if found is not None else f"has no method {name}"
-            problems.append(f"{got}, expected {name}({', '.join(expected)})")
-    init = vars(optimizer_class).get("__init__")
-    if init is not None:
-        names = inspect.unwrap(init).__code__.co_names
-        problems += [f"__init__ does not set {name}" for name in attributes if name not in names]
-    if problems:
-        raise ImportError(
-            f"horovod_sparse extends {optimizer_class.__module__}.{optimizer_class.__name__} as it is in Horovod 0.28.1, but "
-            f"Horovod {horovod.__version__} is installed, where it {'; '.join(problems)}. Install horovod==0.28.1 "
-            "(docker/build_horovod.sh builds it)"
-        )
 
 
 def install() -> None:
     """Extend stock Horovod; a second call does nothing."""
     if _replaced:
         return
-    check_contract(horovod_optimizer._DistributedOptimizer)
-    check_contract(horovod_optimizer._DistributedAdasumOptimizer, _ADASUM_SIGNATURES, ())
+    check_release(horovod.__version__)
     for name, extend in _EXTENSIONS.items():
         _replace(horovod_optimizer._DistributedOptimizer, name, extend)
     _replace(horovod_optimizer._DistributedAdasumOptimizer, "__init__", _refuse_adasum)
-    _replace(TorchState, "commit", _commit)
     _replace(TorchState, "reset", _reset)
     set_handler_registry([(torch.optim.Optimizer, SparseStateHandler), *get_handler_registry()])
     _replace(torch.amp.GradScaler, "unscale_", _unscale)
@@ -314,25 +264,12 @@ def _load_state_dict(self: Any, reducer: Reducer, stock: Method, *args: Any, **k
     reducer.settings_changed()
 
 
-def _handlers(state: Any) -> list[SparseStateHandler]:
-    return [handler for handler in state._handlers.values() if isinstance(handler, SparseStateHandler)]
-
-
-def _commit(stock: None) -> Method:
-    def extended(self: Any) -> None:
-        self.save()
-        for handler in _handlers(self):
-            handler.commit()
-        self.check_host_updates()
-
-    return extended
-
-
 def _reset(stock: None) -> Method:
     def extended(self: Any) -> None:
         super(TorchState, self).reset()
-        for handler in _handlers(self):
-            handler.reset()
+        for handler in self._handlers.values():
+            if isinstance(handler, SparseStateHandler):
+                handler.reset()
 
     return extended
 

@@ -36,8 +36,3 @@ def test_workers_die_and_come(tmp_path: Path) -> None:
     assert 12 < joined < 20
     assert re.findall(r"rank \d trained with \[1, 2, 3\] workers, and ended with 2", ended.output)
     assert len(re.findall(r"trained with .* workers, and ended with 2", ended.output)) == 2
-    lost = re.findall(
-        r"workers of ranks \[\d\] have left. Their residuals are lost, whose norm at the last commit was", ended.output
-    )
-    # Twice, of each of three optimizers.
-    assert len(lost) == 2 * 3

@@ -1,8 +1,20 @@
-"""Horovod's process sets where several frameworks are imported. Imports no framework."""
+"""What every framework needs of stock Horovod. Imports no framework."""
 
 from __future__ import annotations
 
 from typing import Any
+
+RELEASE = "0.28.1"
+"""The last release of Horovod, of June 2023. Its methods are extended in place."""
+
+
+def check_release(installed: str) -> None:
+    """Raise ImportError unless `installed`, a version of Horovod, is this release or a build of it (`0.28.1+...`)."""
+    if installed.partition("+")[0] != RELEASE:
+        raise ImportError(
+            f"Horovod must be {RELEASE}, whose methods horovod_sparse extends, got {installed}; install horovod=={RELEASE} "
+            "(docker/build_horovod.sh builds it)"
+        )
 
 
 def complete_global_set(process_sets: Any, basics: Any) -> None:
