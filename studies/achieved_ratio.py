@@ -84,7 +84,7 @@ def achieved(task: Callable[[], tuple[nn.Module, float, Iterator[Tensor]]], comp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON")
-    parser.add_argument("--adapt", choices=["paper", "guarded", "robust"], default="robust")
+    parser.add_argument("--adapt", choices=["paper", "robust"], default="robust")
     args = parser.parse_args()
     hvd.init()
     torch.set_num_threads(1)

@@ -67,7 +67,6 @@ ROWS = (
     Row("SIDCo exponential", _with(SIDCo, distribution="exponential"), held=True),
     Row("SIDCo gamma", _with(SIDCo, distribution="gamma"), held=True),
     Row("SIDCo gpareto", _with(SIDCo, distribution="gpareto"), held=True),
-    Row("SIDCo exponential, guarded", _with(SIDCo, distribution="exponential", adapt="guarded")),
     Row("SIDCo exponential, paper", _with(SIDCo, distribution="exponential", adapt="paper")),
     Row("SIDCo gamma, paper", _with(SIDCo, distribution="gamma", adapt="paper")),
     Row("SIDCo gpareto, paper", _with(SIDCo, distribution="gpareto", adapt="paper")),

@@ -124,7 +124,6 @@ COMPRESSORS = [
         for distribution, paper in (("exponential", (1.0, 1.2)), ("gamma", (0.75, 1.3)), ("gpareto", (0.8, 1.25)))
         for adapt, band in (("paper", paper), ("robust", (0.95, 1.05)))
     ),
-    Row("sidco-guarded", compressors.SIDCo, {"adapt": "guarded"}, band=(1.0, 1.2)),
     Row("sidco-one-stage", compressors.SIDCo, {"stages": 1}, band=(0.5, 1.25)),
     Row("gaussiank", compressors.GaussianK, band=(0.9, 1.1)),
     Row("gaussiank-paper", compressors.GaussianK, {"refine": "paper"}, band=(0.9, 4.0), robust=False),

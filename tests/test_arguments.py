@@ -93,7 +93,7 @@ OWN: list[tuple[dict[str, Any], str]] = [
     ({"stages": 0}, "stages must be 'auto' or an int in [1, 64], got 0"),
     ({"stages": 65}, "stages must be 'auto' or an int in [1, 64], got 65"),
     ({"stages": "many"}, "stages must be 'auto' or an int in [1, 64], got 'many'"),
-    ({"adapt": "mode-1"}, "adapt must be one of 'paper', 'guarded', 'robust', got 'mode-1'"),
+    ({"adapt": "mode-1"}, "adapt must be one of 'paper', 'robust', got 'mode-1'"),
 ]
 
 

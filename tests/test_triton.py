@@ -471,7 +471,6 @@ def test_what_selects_on_the_device() -> None:
         TopK(0.1, clip_norm=1.0, warmup=None),
         SIDCo(0.1, distribution="gamma", warmup=None),
         SIDCo(0.1, adapt="paper", warmup=None),
-        SIDCo(0.1, adapt="guarded", warmup=None),
     ):
         assert rule_of(other) is None
 

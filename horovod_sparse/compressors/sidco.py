@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Distribution = Literal["exponential", "gamma", "gpareto"]
-Adapt = Literal["paper", "guarded", "robust"]
+Adapt = Literal["paper", "robust"]
 
 FIRST_RATIO = 0.25
 """delta_1: fraction of the entries that the first of several stages aims at."""
@@ -79,14 +79,13 @@ class SIDCo(Compressor):
     all of them are sent. A ratio of delta_1 or more takes one stage. A stage that leaves fewer than two entries is undone.
     At least one entry is sent unless all are zero.
 
-    The other values of `adapt` depart from the paper, each time because of a measured failure. Both values: the gamma fit is
-    inverted exactly instead of by its closed form; `stages="auto"` starts from 3, because one stage starves under error
-    feedback; where an estimate is off by more than a factor 2, the k largest entries are sent, so that no bucket starves or
-    floods while M adapts, nor where an entry is so large that no fit means anything. "robust" alone: each later stage computes
-    its aim from the number of entries that are really left, `r_m = (k/n_m)^(1/(stages to go))`, which corrects the error of an
-    earlier stage. For speed, "robust" fits only the last stage in most steps. It fits it to the entries above a cut, which the
-    previous step placed where stage M-1 would end. Their moments are taken while the gradient is accumulated, so the stages
-    cost next to nothing.
+    `adapt="robust"` departs from the paper, each time because of a measured failure. The gamma fit is inverted exactly
+    instead of by its closed form. `stages="auto"` starts from 3, because one stage starves under error feedback. Where an
+    estimate is off by more than a factor 2, the k largest entries are sent, so that no bucket starves or floods while M
+    adapts, nor where an entry is so large that no fit means anything. Each later stage computes its aim from the number of
+    entries that are really left, `r_m = (k/n_m)^(1/(stages to go))`, which corrects the error of an earlier stage. For speed,
+    only the last stage is fitted in most steps. It is fitted to the entries above a cut, which the previous step placed where
+    stage M-1 would end. Their moments are taken while the gradient is accumulated, so the stages cost next to nothing.
 
     Args:
         ratio: fraction of entries to send, in (0, 1], or a schedule.
@@ -94,9 +93,8 @@ class SIDCo(Compressor):
             (SIDCo-P).
         stages: M, an int in [1, 64], or "auto" to let M follow the achieved count, per bucket.
         adapt: "paper": M starts from 1 and follows the paper's rule, every later stage has the same r, and the gamma fit is the
-            paper's closed form. "guarded": the paper's r and rule for M, with the safeguards above. "robust": each later stage
-            computes its aim from the entries that are left, and M may also move against the paper's direction, which is wrong
-            for heavy tails.
+            paper's closed form. "robust": each later stage computes its aim from the entries that are left, and M may also
+            move against the paper's direction, which is wrong for heavy tails.
         others: those of `Compressor`. Unless `slack` says otherwise, message capacity is 1.25 k. With adapt="paper" it is 24 k,
             so that it does not hide what is selected.
     """
@@ -113,7 +111,7 @@ class SIDCo(Compressor):
         adapt: Adapt = "robust",
         **settings: Unpack[Settings],
     ) -> None:
-        check_choice("adapt", adapt, ("paper", "guarded", "robust"))
+        check_choice("adapt", adapt, ("paper", "robust"))
         if adapt == "paper":
             set_slack(settings, _PAPER_SLACK)
         super().__init__(ratio, **settings)
@@ -129,7 +127,7 @@ class SIDCo(Compressor):
         most = most_stages(self.ratio_at(self.first_sparse_step(place.world)))
         start = 1 if self.adapt == "paper" else _FIRST_STAGES
         first = min(start, most) if self.stages == "auto" else self.stages
-        return SIDCoState(place, controller=StageController("robust" if self.adapt == "robust" else "paper", first))
+        return SIDCoState(place, controller=StageController(self.adapt, first))
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         assert isinstance(state, SIDCoState)

@@ -32,7 +32,6 @@ COMPRESSORS: dict[str, MakeCompression] = {
     },
     "SIDCo-gamma": partial(adapter.SIDCo, 0.01, distribution="gamma", warmup=None),
     "SIDCo-gpareto": partial(adapter.SIDCo, 0.01, distribution="gpareto", warmup=None),
-    "SIDCo-guarded": partial(adapter.SIDCo, 0.01, adapt="guarded", warmup=None),
     "RedSync-bisect": partial(adapter.RedSync, 0.01, method="bisect", warmup=None),
     "RandomK-own": partial(adapter.RandomK, 0.01, exchange=adapter.Pairs(), warmup=None),
     "RandomBlock-own": partial(adapter.RandomBlock, 0.01, exchange=adapter.Pairs(), blocks=4, warmup=None),

@@ -50,7 +50,7 @@ def replicas_stay_identical(make: MakeCompression, granularity: str, steps: int 
         assert len(set(everyone(residuals))) == hvd.size(), "every rank has its own data, so its own residual"
 
 
-_EVERYWHERE = {"TopK": "layer", "SIDCo": "bucket", "SIDCo-guarded": "model", "MiCRO": "bucket", "TopK-union": "model"}
+_EVERYWHERE = {"TopK": "layer", "SIDCo": "bucket", "SIDCo-gamma": "model", "MiCRO": "bucket", "TopK-union": "model"}
 
 
 @scenario(MPI_4, GLOO_2, cases={name: (COMPRESSORS[name], granularity) for name, granularity in _EVERYWHERE.items()})
