@@ -11,6 +11,7 @@ some steps, and from which step on it stays near k; draws the counts.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import warnings
@@ -28,7 +29,6 @@ from tqdm import tqdm
 
 from horovod_sparse.compressors import MiCRO
 from horovod_sparse.compressors.micro import MiCROState
-from horovod_sparse.compressors.threshold import suggested_threshold
 from horovod_sparse.estimation.controllers import Scaling
 
 PICTURE = around.DOCS / "micro-start.png"
@@ -73,7 +73,7 @@ def counts(task: str, ratio: float, start: Start, seed: int, args: argparse.Name
     if start.published:
         for bucket in buckets:
             assert isinstance(bucket.state, MiCROState)
-            bucket.state.current = suggested_threshold(k)
+            bucket.state.current = 0.5 / math.sqrt(k)
     return [training.step().count / k for _ in range(args.steps)]
 
 

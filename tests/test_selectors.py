@@ -15,7 +15,7 @@ from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.gaussiank import GaussianK
 from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.redsync import RedSync
-from horovod_sparse.compressors.threshold import Threshold, suggested_threshold
+from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.exchange.hierarchical import Hierarchical
 from horovod_sparse.numpy.ops import NumpyOps
@@ -206,20 +206,6 @@ def test_the_threshold_follows_the_unit_of_the_residual() -> None:
         loaded = compressor.new_state()
         loaded.load_state_dict(state.state_dict())
         assert compressor.select(OPS, x, 2, 5, loaded).indices.tolist() == expected
-
-
-def test_suggested_thresholds() -> None:
-    """Of five models at ratio 0.001, to the digits that are known."""
-    for numel, expected in (
-        (11_173_962, 4.73e-3),
-        (11_260_354, 4.71e-3),
-        (6_166_250, 6.37e-3),
-        (28_949_319, 2.94e-3),
-        (31_832_577, 2.80e-3),
-    ):
-        assert suggested_threshold(int(0.001 * numel)) == pytest.approx(expected, rel=2e-3)
-    with pytest.raises(ValueError, match="k must be >= 1, got 0"):
-        suggested_threshold(0)
 
 
 # --- arguments of the constructors ---

@@ -51,9 +51,9 @@ class Threshold(Compressor):
 
     Args:
         threshold: a magnitude, finite, >= 0. It has the unit of the gradient. So its meaning changes with the model, with
-            loss scaling and with the batch's averaging, and the count changes too. `suggested_threshold` gives a value to
-            start with. Where residuals are rescaled (`rescale`) the threshold follows them. With `lr_in_residual` it is
-            multiplied by the first learning rate that is not 0, the largest one in a bucket, and then stays what it is.
+            loss scaling and with the batch's averaging, and the count changes too. `1/(2 sqrt(k))` gives about k entries of
+            the whole model per step, for gradients of norm about 1. Where residuals are rescaled (`rescale`) it follows them.
+            With `lr_in_residual` it is multiplied by the first learning rate that is not 0, the largest one in a bucket.
         ratio: sets the size of the message and the target count in statistics, in (0, 1], or a schedule; nothing else depends
             on it. If more entries exceed the threshold than fit, the largest are sent and the rest count as truncated.
         others: those of `Compressor`. Message capacity is 16 ratio * numel unless `slack` says otherwise. With `ratio=0.01`
@@ -76,14 +76,3 @@ class Threshold(Compressor):
         state.threshold = self.threshold * state.scale * (state.rate or 1.0)
         state.expect(state.threshold, capacity)
         return ops.select_above(x, state.threshold, capacity)
-
-
-def suggested_threshold(k: int) -> float:
-    """Return 1/(2 sqrt(k)), a threshold for about k entries of the whole model per step, for gradients of norm about 1.
-
-    Args:
-        k: number of entries, >= 1.
-    """
-    if k < 1:
-        raise ValueError(f"k must be >= 1, got {k!r}")
-    return 0.5 / math.sqrt(k)

@@ -2,7 +2,6 @@
 
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.schedules import Schedule
-from horovod_sparse.compressors.threshold import suggested_threshold
 from horovod_sparse.core.averaging import WeightedAverage
 from horovod_sparse.core.stats_log import StatsLog
 from horovod_sparse.exchange.balanced import Balanced
@@ -21,5 +20,4 @@ __all__ = [
     "StatsLog",
     "Union",
     "WeightedAverage",
-    "suggested_threshold",
 ]
