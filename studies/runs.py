@@ -31,6 +31,7 @@ TASKS = {
     "digits": Task("accuracy", "held-out accuracy, %", 100.0, 1),
     "lstm": Task("bits_per_character", "held-out bits per character", 1.0, -1),
     "charlm": Task("bits_per_character", "held-out bits per character", 1.0, -1),
+    "gpt2": Task("perplexity", "held-out perplexity", 1.0, -1),
 }
 
 
