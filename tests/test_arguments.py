@@ -19,7 +19,7 @@ from horovod_sparse.compressors import COMPRESSORS
 from horovod_sparse.compressors.base import Compressor, Settings
 from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.micro import MiCRO
-from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.momentum import Clip, MomentumCorrection
 from horovod_sparse.compressors.noop import NoOp
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.randomk import RandomK
@@ -70,12 +70,11 @@ COMMON: list[tuple[dict[str, Any], str]] = [
         {"momentum": MomentumCorrection(0.9), "residual": False},
         "residual must be True with momentum=MomentumCorrection(momentum=0.9), got False: velocities are kept in it",
     ),
-    ({"clip_norm": 0.0}, "clip_norm must be a finite norm > 0, got 0.0"),
-    ({"clip_norm": "1"}, "clip_norm must be a finite norm > 0, got '1', a string; write clip_norm=1"),
+    ({"clip": 0.0}, "clip must be a finite norm > 0, a Clip or None, got 0.0"),
+    ({"clip": "1"}, "clip must be a finite norm > 0, a Clip or None, got '1', a string; write clip=1"),
     ({"slack": 0.9}, "slack must be a finite multiple of k, >= 1, got 0.9"),
     ({"slack": math.inf}, "slack must be a finite multiple of k, >= 1, got inf"),
     ({"exchange": "pairs"}, "exchange must be an Exchange, such as Pairs('bfloat16'), or None, got 'pairs'"),
-    ({"clip_scope": "bucket"}, "clip_scope must be one of 'layer', 'model', got 'bucket'"),
     ({"updates": "always"}, "updates must be one of True, False, 'auto', got 'always'"),
     ({"not_finite": "ignore"}, "not_finite must be one of 'raise', 'propagate', got 'ignore'"),
 ]
@@ -114,7 +113,7 @@ def test_wrong_settings(make: Any, settings: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize(
     ("cls", "settings"),
     [
-        (SIDCo, {"ratio": 0.25, "slack": 1.5, "clip_norm": 2.0, "bucket_bytes": 1000, "min_numel": 3, "stages": 2}),
+        (SIDCo, {"ratio": 0.25, "slack": 1.5, "clip": 2.0, "bucket_bytes": 1000, "min_numel": 3, "stages": 2}),
         (TopK, {"ratio": 1, "warmup": 4.0, "residual": True}),
         (DGC, {"ratio": 0.5, "momentum": 0.5, "seed": 3}),
         (Threshold, {"threshold": 0.125, "ratio": 0.5}),
@@ -227,12 +226,18 @@ def test_repr_tells_what_was_changed_later() -> None:
     assert repr(compressor) == "DGC(ratio=0.1, residual=False)"
 
 
+def test_a_clip_says_what_its_scope_must_be() -> None:
+    with pytest.raises(ValueError, match="scope must be 'layer' or 'model', got 'bucket'"):
+        Clip(1.0, "bucket")  # type: ignore[arg-type]
+    assert TopK(0.1, clip=2).clip == Clip(2) == Clip(2.0, "layer")
+
+
 def test_what_is_off_by_default_and_what_is_on() -> None:
     """What costs memory or time must be asked for; momentum correction masks as in the paper."""
     settings = TopK(0.1).settings()
-    assert settings["clip_norm"] is None
+    assert settings["clip"] is None
     assert settings["momentum"] == settings["lr_in_residual"] == "auto"
-    assert (settings["residual"], settings["clip_scope"], settings["not_finite"]) == (True, "layer", "raise")
+    assert (settings["residual"], settings["not_finite"]) == (True, "raise")
     assert DGC(0.1).momentum_correction == DGC(0.1, momentum=0.9).momentum == MomentumCorrection(0.9, masking=True)
 
 

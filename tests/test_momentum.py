@@ -11,7 +11,7 @@ from driver import dense_sum, exchange, make_pipeline, send
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
 from horovod_sparse.compressors.micro import MiCRO
-from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.momentum import Clip, MomentumCorrection
 from horovod_sparse.compressors.noop import NoOp
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
@@ -48,7 +48,7 @@ def test_velocities_are_saved_and_checked(backend: Backend) -> None:
 def test_half_precision_is_clipped_after_it_is_widened(backend: Backend) -> None:
     """A small factor would flush most of it to zero."""
     gradient = gradients("laplace", 400, np.random.default_rng(9)).astype(np.float16)
-    pipeline = make_pipeline(backend, NoOp(clip_norm=1e-6), {"p": (400,)})
+    pipeline = make_pipeline(backend, NoOp(clip=1e-6), {"p": (400,)})
     pipeline.arrive("p", backend.array(gradient))
     wide = gradient.astype(np.float64)
     kept = backend.numpy(pipeline.buckets[0].buffer)
@@ -58,7 +58,7 @@ def test_half_precision_is_clipped_after_it_is_widened(backend: Backend) -> None
 @on_every_backend
 @pytest.mark.parametrize(("world", "averages"), [(1, True), (4, True), (4, False)])
 def test_clipping_bounds_the_local_norm(backend: Backend, world: int, averages: bool) -> None:
-    compressor = NoOp(clip_norm=3.0)
+    compressor = NoOp(clip=3.0)
     gradient = gradients("laplace", 400, np.random.default_rng(5)).reshape(20, 20)
     limit = 3.0 * math.sqrt(world) if averages else 3.0 / math.sqrt(world)
     for scale, clipped in ((100.0, True), (1e-3, False)):
@@ -80,7 +80,7 @@ def test_the_reduced_gradient_has_the_norm_that_was_asked_for(backend: Backend, 
     """Of independent gradients, whether workers are averaged or summed; of every parameter or of all together."""
     world, shapes = 4, {"a": (4000,), "b": (3000,)}
     rng = np.random.default_rng(11)
-    compressor = NoOp(clip_norm=1.0, clip_scope=scope, granularity="layer")
+    compressor = NoOp(clip=Clip(1.0, scope), granularity="layer")
     pipelines = [
         make_pipeline(backend, compressor, shapes, world=world, position=rank, averages=averages)
         for rank in range(world)
@@ -109,7 +109,7 @@ def test_entries_that_are_not_finite_do_not_hinder_clipping(backend: Backend, ba
     gradient = 100 * gradients("laplace", 400, np.random.default_rng(5))
     gradient[7] = bad
     finite = np.where(np.isfinite(gradient), gradient, 0)
-    compressor = NoOp(clip_norm=3.0, clip_scope=scope, not_finite="propagate")
+    compressor = NoOp(clip=Clip(3.0, scope), not_finite="propagate")
     pipeline = make_pipeline(backend, compressor, {"p": (400,)})
     given = backend.array(gradient)
     pipeline.start_step([given])
@@ -123,7 +123,7 @@ def test_entries_that_are_not_finite_do_not_hinder_clipping(backend: Backend, ba
 def test_gradients_whose_squares_overflow_are_clipped_too(backend: Backend) -> None:
     gradient = 1e160 * np.random.default_rng(3).laplace(size=400)
     for scope in ("layer", "model"):
-        pipeline = make_pipeline(backend, NoOp(clip_norm=3.0, clip_scope=scope), {"p": (400,)}, dtype="float64")
+        pipeline = make_pipeline(backend, NoOp(clip=Clip(3.0, scope)), {"p": (400,)}, dtype="float64")
         given = backend.array(gradient)
         pipeline.start_step([given])
         pipeline.arrive("p", given)

@@ -15,6 +15,7 @@ from horovod_sparse import kernels
 from horovod_sparse.numpy import (
     DGC,
     Balanced,
+    Clip,
     Hierarchical,
     MiCRO,
     MomentumCorrection,
@@ -133,7 +134,7 @@ def test_not_finite_raises_and_the_next_step_works(name: str) -> None:
 
 
 def test_small_arrays_are_clipped_too() -> None:
-    reduced = SparseAllreduce(None, NoOp(clip_norm=2.0))({"bias": np.array([3.0, 4.0]), "weight": np.full(400, 1.0)})
+    reduced = SparseAllreduce(None, NoOp(clip=2.0))({"bias": np.array([3.0, 4.0]), "weight": np.full(400, 1.0)})
     np.testing.assert_allclose(reduced["bias"], [1.2, 1.6])
     np.testing.assert_allclose(np.linalg.norm(reduced["weight"]), 2.0, rtol=1e-6)
 
@@ -174,7 +175,7 @@ def test_a_state_that_is_refused_changes_nothing(called: bool) -> None:
 
 def test_the_norm_of_all_arrays_together_is_clipped() -> None:
     given = {"bias": np.array([3.0, 4.0]), "weight": np.full(400, 1.0)}
-    reduced = SparseAllreduce(None, NoOp(clip_norm=2.0, clip_scope="model"))(given)
+    reduced = SparseAllreduce(None, NoOp(clip=Clip(2.0, "model")))(given)
     norm = np.sqrt(25 + 400)
     for name, gradient in given.items():
         np.testing.assert_allclose(reduced[name], gradient * 2 / norm, rtol=1e-6)

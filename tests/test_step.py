@@ -19,7 +19,7 @@ import horovod_sparse
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.micro import MiCRO
-from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.momentum import Clip, MomentumCorrection
 from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.topk import TopK
@@ -68,8 +68,8 @@ CASES = {
     "layer": Case(SIDCo, {"granularity": "layer"}),
     "momentum": Case(TopK, {"momentum": MOMENTUM}),
     "nesterov": Case(TopK, {"momentum": MomentumCorrection(0.5, nesterov=True)}),
-    "clipped": Case(DGC, {"clip_norm": 1.0, "clip_scope": "model"}),
-    "clipped-layer": Case(SIDCo, {"clip_norm": 1.0}),
+    "clipped": Case(DGC, {"clip": Clip(1.0, "model")}),
+    "clipped-layer": Case(SIDCo, {"clip": 1.0}),
     "undone": Case(SIDCo, {"momentum": MOMENTUM}, undoes=True),
     "rates": Case(SIDCo, {"lr_in_residual": True}, (0.5, 0.1, 0.2)),
     "rates-zero": Case(TopK, {"lr_in_residual": True}, (0.5, 0.0, 0.2)),

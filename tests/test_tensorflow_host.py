@@ -19,7 +19,7 @@ pytest.importorskip("horovod.tensorflow", reason="Horovod was built without Tens
 
 from horovod.tensorflow import mpi_ops  # noqa: E402
 
-from horovod_sparse.compressors.momentum import MomentumCorrection  # noqa: E402
+from horovod_sparse.compressors.momentum import Clip, MomentumCorrection  # noqa: E402
 from horovod_sparse.core.layout import Layout, Parameter, plan  # noqa: E402
 from horovod_sparse.core.preparation import Arrived  # noqa: E402
 from horovod_sparse.tensorflow import host  # noqa: E402
@@ -152,7 +152,7 @@ class Oracle:
             assert pipeline.advance(bucket, everyone, pipeline.divisor, write) is None
         for name in [name for name in gradients if name not in pipeline.bucket_of]:
             wide = "float64" if gradients[name].dtype == np.float64 else "float32"
-            clips = pipeline.compressor.clip_norm is not None
+            clips = pipeline.compressor.clip is not None
             mine = pipeline.preparation.clipped(gradients[name], wide) if clips else gradients[name]
             reduced[name] = 2 * mine.astype(gradients[name].dtype)
             pipeline.finish_dense(name, reduced[name])
@@ -239,7 +239,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "float64": {"residual_dtype": "float64"},
     "capacity": {"slack": 3.0},
     "exclude": {"exclude": ["*c"]},
-    "clip": {"clip_norm": 0.7},
+    "clip": {"clip": 0.7},
     "momentum": {"momentum": MomentumCorrection(0.9), "exclude": ["*c"]},
     "nesterov": {"momentum": MomentumCorrection(0.9, nesterov=True, masking=False), "exclude": ["*c"]},
 }
@@ -338,7 +338,7 @@ def test_a_step_with_a_bad_gradient_fails_as_a_whole(not_finite: str) -> None:
 def test_finite_entries_are_clipped_by_their_norm(scope: str, dtype: str, bad: float | None) -> None:
     rng = np.random.default_rng(0)
     options = {"exclude": ["c"], "not_finite": "propagate", "granularity": "layer"}
-    worker, oracle = pair(TopK, SHAPES, world=2, clip_norm=0.5, clip_scope=scope, **options)
+    worker, oracle = pair(TopK, SHAPES, world=2, clip=Clip(0.5, scope), **options)
     given = {name: gradient.astype(dtype) for name, gradient in draw(rng).items()}
     if dtype == "float64":
         # The squares of these leave the range of float64, and they that of the residual.

@@ -48,7 +48,7 @@ def test_advice_is_the_first_that_is_as_fast_as_the_fastest(medians: dict[str, f
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--parameters", "1M"], ["--step-ms", "1"], ["--model", "cnn", "--step-ms", "1"]]
+    "options", [[], ["--parameters", "1M"], ["--step-ms", "1"], ["--model", "linear", "--step-ms", "1"]]
 )
 def test_a_model_or_its_size_and_time_must_be_given(options: list[str]) -> None:
     with pytest.raises(SystemExit, match="try needs --model, or --parameters and --step-ms, such as"):
@@ -62,7 +62,7 @@ def test_a_model_or_its_size_and_time_must_be_given(options: list[str]) -> None:
         (Launch("mpirun", 2), []),
         pytest.param(Launch("horovodrun", 2), [], marks=pytest.mark.full),
         pytest.param(Launch("torchrun", 2, "ddp"), [], marks=pytest.mark.full),
-        pytest.param(Launch("torchrun", 2, "ddp"), ["--model", "cnn", "--batch-size", "2"], marks=pytest.mark.full),
+        pytest.param(Launch("torchrun", 2, "ddp"), ["--model", "linear", "--batch-size", "2"], marks=pytest.mark.full),
     ],
     ids=str,
 )

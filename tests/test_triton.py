@@ -468,7 +468,7 @@ def test_what_selects_on_the_device() -> None:
     for other in (
         GaussianK(0.1, warmup=None),
         TopK(0.1, exchange=Union(), warmup=None),
-        TopK(0.1, clip_norm=1.0, warmup=None),
+        TopK(0.1, clip=1.0, warmup=None),
         SIDCo(0.1, distribution="gamma", warmup=None),
         SIDCo(0.1, adapt="paper", warmup=None),
     ):

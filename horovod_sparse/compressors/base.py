@@ -23,14 +23,13 @@ from horovod_sparse.compressors.checks import (
     check_exchange,
     check_integer,
     check_momentum,
-    check_norm,
     check_patterns,
     check_ratio,
     check_selection,
     check_slack,
     check_warmup,
 )
-from horovod_sparse.compressors.momentum import MomentumCorrection, MomentumSetting
+from horovod_sparse.compressors.momentum import Clip, MomentumCorrection, MomentumSetting
 from horovod_sparse.compressors.scalars import plain, shown
 from horovod_sparse.compressors.schedules import ByAge, Schedule
 from horovod_sparse.exchange.cost import allreduce_bytes
@@ -43,7 +42,6 @@ from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 Granularity = Literal["layer", "bucket", "model"]
 NotFinite = Literal["raise", "propagate"]
-ClipScope = Literal["layer", "model"]
 Updates = bool | Literal["auto"]
 Detachment = float | Literal["auto"]
 
@@ -68,8 +66,7 @@ class Settings(TypedDict, total=False):
     residual_dtype: Literal["float32", "float64"] | None
     lr_in_residual: bool | Literal["auto"]
     momentum: MomentumSetting
-    clip_norm: float | None
-    clip_scope: ClipScope
+    clip: float | Clip | None
     slack: float | None
     exchange: Exchange | None
     not_finite: NotFinite
@@ -108,14 +105,12 @@ class Compressor(ABC):
             is the same. Where the optimizer is not seen (tape, bare hook), or is another, "auto" and None leave its momentum
             where it is. Parameters that are reduced dense get the same momentum after the reduction. Embeddings with sparse
             gradients are refused, and with "auto" leave the momentum in the optimizer.
-        clip_norm: about the largest norm of the reduced gradient if the workers' gradients are independent, > 0, in the unit
-            of the gradients (scaled ones with a GradScaler). Each worker scales its gradient down before anything else: to
-            `clip_norm sqrt(workers)` where workers are averaged, and to `clip_norm / sqrt(workers)` where they are summed
+        clip: about the largest norm of the reduced gradient if the workers' gradients are independent, > 0, in the unit
+            of the gradients (scaled ones with a GradScaler), or a `Clip`. Each worker scales its gradient down before anything
+            else: to `clip sqrt(workers)` where workers are averaged, and to `clip / sqrt(workers)` where they are summed
             (Deep Gradient Compression, section 3.2, https://arxiv.org/abs/1712.01887). None does not clip. Entries that are
             NaN or infinity do not count. Embeddings with sparse gradients are not clipped. (Clipping after the reduction
             would cut off exactly what had waited in the residual.)
-        clip_scope: the gradient that has this norm: "layer", every parameter's by itself; "model", that of all parameters
-            together, as with `torch.nn.utils.clip_grad_norm_`. With "model" nothing is exchanged before backward has ended.
         slack: capacity of a message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit stays in the
             residual.
         exchange: how the selections of all workers become one gradient: `Pairs`, `Balanced`, `Hierarchical`, `Union`,
@@ -129,7 +124,7 @@ class Compressor(ABC):
         updates: whether the optimizer steps with the gradients of its worker, and the movement of the parameters is exchanged
             in their place, at the cost of a copy of the parameters. "auto" does so for optimizers that divide by the size of
             the gradient, such as Adam, unless `ratio` is 1. Where the optimizer is seen: PyTorch and Keras 3. Needs
-            `not_finite="raise"`, and neither `lr_in_residual` nor `clip_norm`; with `momentum="auto"` the optimizer keeps its
+            `not_finite="raise"`, and neither `lr_in_residual` nor `clip`; with `momentum="auto"` the optimizer keeps its
             own.
         detached: c in [0, 1], for detached error feedback (https://arxiv.org/abs/2004.05298). From a forward pass in training
             until the end of backward, the parameters of each worker are `x - c eta e`, with its own residual e, so that its
@@ -172,8 +167,7 @@ class Compressor(ABC):
         residual_dtype: str | None = None,
         lr_in_residual: bool | Literal["auto"] = "auto",
         momentum: MomentumSetting = "auto",
-        clip_norm: float | None = None,
-        clip_scope: ClipScope = "layer",
+        clip: float | Clip | None = None,
         slack: float | None = None,
         exchange: Exchange | None = None,
         not_finite: NotFinite = "raise",
@@ -192,8 +186,7 @@ class Compressor(ABC):
         self.residual_dtype = residual_dtype
         self.lr_in_residual: bool | Literal["auto"] = lr_in_residual
         self.momentum: MomentumSetting = momentum
-        self.clip_norm = clip_norm
-        self.clip_scope: ClipScope = clip_scope
+        self.clip = clip if isinstance(clip, Clip) or clip is None else Clip(clip)
         self.slack = self.default_slack if slack is None else slack
         self.exchange = self.default_exchange if exchange is None else exchange
         self.not_finite: NotFinite = not_finite
@@ -269,7 +262,7 @@ class Compressor(ABC):
     @property
     def holds_back(self) -> bool:
         """Whether all gradients of a step must be available before the first one is accumulated."""
-        return self.clip_norm is not None and self.clip_scope == "model"
+        return self.clip is not None and self.clip.scope == "model"
 
     @property
     def momentum_correction(self) -> MomentumCorrection | None:
@@ -415,8 +408,6 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "residual_dtype": partial(check_choice, choices=(None, "float32", "float64")),
     "lr_in_residual": check_automatic,
     "momentum": check_momentum,
-    "clip_norm": check_norm,
-    "clip_scope": partial(check_choice, choices=get_args(ClipScope)),
     "slack": check_slack,
     "exchange": check_exchange,
     "not_finite": partial(check_choice, choices=get_args(NotFinite)),

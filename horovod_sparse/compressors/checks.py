@@ -73,11 +73,6 @@ def check_coefficient(name: str, value: object) -> None:
         check_number(name, value, "in [0, 1], or 'auto'", 0.0 <= as_number(value) <= 1.0)
 
 
-def check_norm(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a finite norm > 0 or None."""
-    check_number(name, value, "a finite norm > 0", value is None or 0.0 < as_number(value) < math.inf)
-
-
 def check_slack(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a multiple of k that leaves room for k entries."""
     check_number(name, value, "a finite multiple of k, >= 1", 1.0 <= as_number(value) < math.inf)

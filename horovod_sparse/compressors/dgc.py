@@ -32,7 +32,7 @@ class DGC(Compressor):
 
     Args:
         ratio: delta, fraction of entries to send, in (0, 1], or a schedule.
-        clip_norm: the largest norm that the reduced gradient of every parameter shall have. Each worker clips its own gradient,
+        clip: the largest norm that the reduced gradient of every parameter shall have. Each worker clips its own gradient,
             in the unit that `Compressor` describes; None does not clip.
         sample_ratio: fraction of the entries that is sampled, in (0, 1]; at least 2/delta entries are sampled.
         seed: seed of the sample's random start, an int >= 0.

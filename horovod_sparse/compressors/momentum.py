@@ -51,13 +51,34 @@ class MomentumCorrection:
 MomentumSetting = float | MomentumCorrection | Literal["auto"] | None
 
 
-def clip_limit(clip_norm: float, world: int, *, averages: bool) -> float:
-    """Return the norm to clip one worker's gradient to: `clip_norm sqrt(world)`, or `clip_norm / sqrt(world)` for a sum.
+@dataclass(frozen=True)
+class Clip:
+    """Clipping of each worker's gradient before anything else.
 
-    The mean of `world` independent gradients of the first norm has norm `clip_norm`, and so has the sum of `world` gradients
-    of the second.
+    Args:
+        norm: about the largest norm of the reduced gradient if the workers' gradients are independent, finite, > 0.
+        scope: the gradient that has this norm: "layer", every parameter's by itself; "model", that of all parameters
+            together, as with `torch.nn.utils.clip_grad_norm_`. With "model" nothing is exchanged before backward has ended.
+
+    Raises:
+        ValueError: naming the argument and its value.
     """
-    return clip_norm * math.sqrt(world) if averages else clip_norm / math.sqrt(world)
+
+    norm: float
+    scope: Literal["layer", "model"] = "layer"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "norm", plain(self.norm))
+        check_number("clip", self.norm, "a finite norm > 0, a Clip or None", 0.0 < as_number(self.norm) < math.inf)
+        if self.scope not in ("layer", "model"):
+            raise ValueError(f"scope must be 'layer' or 'model', got {self.scope!r}")
+
+    def limit(self, world: int, *, averages: bool) -> float:
+        """Return the norm to clip one worker's gradient to: `norm sqrt(world)`, or `norm / sqrt(world)` for a sum.
+
+        The mean of `world` independent gradients of the first norm has norm `norm`, and so has the sum of those of the second.
+        """
+        return self.norm * math.sqrt(world) if averages else self.norm / math.sqrt(world)
 
 
 def clip(ops: Ops, gradient: Array, limit: float, dtype: str) -> Array:

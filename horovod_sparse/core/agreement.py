@@ -219,12 +219,7 @@ def check_moves(c: Compressor, where: str) -> None:
         c.move_momentum(0.0, nesterov=False)
     for name, value, needed, why in (
         ("momentum", c.momentum_correction, None, "momentum is the optimizer's, or outer_momentum of LocalUpdates"),
-        (
-            "clip_norm",
-            c.clip_norm,
-            None,
-            "what it clips off a movement is lost; clip gradients before the optimizer steps",
-        ),
+        ("clip", c.clip, None, "what it clips off a movement is lost; clip gradients before the optimizer steps"),
         ("not_finite", c.not_finite, "raise", "the shared parameters would stay NaN"),
         ("lr_in_residual", c.in_updates, False, "residuals are in units of the parameters already"),
     ):

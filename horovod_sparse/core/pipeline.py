@@ -46,7 +46,7 @@ class Pipeline:
         world: number of workers that exchange.
         position: index of this worker among them, in [0, world).
         rank: this worker's global rank, for error messages.
-        averages: True if the reduced gradient is the workers' mean, False if it is their sum; `clip_norm` depends on it.
+        averages: True if the reduced gradient is the workers' mean, False if it is their sum; `clip` depends on it.
         groups: the name of each worker's host, if the exchange needs them (`Exchange.hosts`).
         device_selector: see `DeviceSelectorFor`.
     """

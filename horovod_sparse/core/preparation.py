@@ -27,12 +27,12 @@ class Preparation:
     def __init__(self, ops: Ops, compressor: Compressor, world: int, *, averages: bool) -> None:
         self._ops = ops
         self._compressor = compressor
-        self._norm, self._holds_back = compressor.clip_norm, compressor.holds_back
-        self._limit = 0.0 if self._norm is None else momentum.clip_limit(self._norm, world, averages=averages)
+        self._clip, self._holds_back = compressor.clip, compressor.holds_back
+        self._limit = 0.0 if self._clip is None else self._clip.limit(world, averages=averages)
         self.scale = 1.0
         """The loss scale of this step: gradients arrive multiplied by it."""
         self._factor: float | None = None
-        """The factor by which this step's gradients are clipped, with `clip_scope="model"`."""
+        """The factor by which this step's gradients are clipped, with the scope "model"."""
         correction = compressor.momentum_correction
         self.momentum: Callable[[str], Momentum | None] = lambda name: (
             None if correction is None else correction.of_step
@@ -49,13 +49,13 @@ class Preparation:
         self._factor = None
 
     def clipped(self, gradient: Array, dtype: str) -> Array:
-        """Return this rank's gradient of a parameter. With `clip_norm` it has type `dtype` and is scaled down if necessary."""
-        if self._norm is None:
+        """Return this rank's gradient of a parameter. With `clip` it has type `dtype` and is scaled down if necessary."""
+        if self._clip is None:
             return gradient
         if not self._holds_back:
             return momentum.clip(self._ops, gradient, self._limit * self.scale, dtype)
         if self._factor is None:
-            raise RuntimeError("start_step must be given all gradients with clip_scope='model'; this is a defect")
+            raise RuntimeError("start_step must be given all gradients with the scope 'model'; this is a defect")
         return momentum.scaled(self._ops, gradient, self._factor, dtype)
 
     def prepared(self, gradient: Array, dtype: str) -> Array:

@@ -1,6 +1,6 @@
 """What every adapter offers beside the compressors. Imports no framework."""
 
-from horovod_sparse.compressors.momentum import MomentumCorrection
+from horovod_sparse.compressors.momentum import Clip, MomentumCorrection
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.core.averaging import WeightedAverage
 from horovod_sparse.core.stats_log import StatsLog
@@ -12,6 +12,7 @@ from horovod_sparse.exchange.union import Union
 
 __all__ = [
     "Balanced",
+    "Clip",
     "Hierarchical",
     "MomentumCorrection",
     "Pairs",

@@ -248,7 +248,7 @@ class HostPipeline(Pipeline):
     def _packed(self, step: Step, pack: Pack) -> Tensor:
         """Return the message of the parameters in a pack, which are reduced dense."""
         gradients = [step.dense[name] for name in pack.names]
-        if self.compressor.clip_norm is None:
+        if self.compressor.clip is None:
             return tf.cast(pack.join(gradients), wire_dtype(pack.dtype))
         dtype = "float64" if pack.dtype == tf.float64 else "float32"
         clipped = tf.ensure_shape(self._call(self._clip, (dtype,), gradients, dtype), [sum(pack.sizes)])

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +23,7 @@ from horovod_sparse.tools.quantities import parse_count, parse_number
 if TYPE_CHECKING:
     from torch import nn
 
-MODELS = ("linear", "transformer", "cnn")
+MODELS = ("linear", "transformer")
 ALONE = "none: computation alone"
 DENSE = ("dense fp32", "dense fp16", "PowerSGD rank 4")
 RATIOS = (0.01, 0.001)
@@ -147,10 +146,6 @@ def model_of(arguments: argparse.Namespace, rank: int) -> tuple[nn.Module, Calla
     if arguments.model == "transformer":
         layers = (nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True) for _ in range(6))
         return Loss(*layers), noise(batch, 64, 512)
-    if arguments.model == "cnn":
-        widths = (3, 64, 128, 256, 512)
-        parts = [(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)) for a, b in pairwise(widths)]
-        return Loss(*chain(*parts), nn.Flatten(), nn.Linear(2048, 1000)), noise(batch, 3, 32, 32)
     return _sleeper(arguments.parameters, arguments.step_ms / 1e3, rank), lambda step: torch.zeros(
         (), requires_grad=True
     )

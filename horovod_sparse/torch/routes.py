@@ -185,7 +185,7 @@ def dense_message(
     for parameter, gradient in zip(together.parameters, given, strict=True):
         if gradient is None:
             gradient = torch.zeros_like(parameter)
-        if compressor.clip_norm is not None:
+        if compressor.clip is not None:
             gradient = preparation.clipped(gradient, "float64" if gradient.dtype == torch.float64 else "float32")
         gradients.append(gradient)
     wire = wire_dtype(gradients[0])

@@ -59,7 +59,7 @@ _NUMPY_MAKERS: dict[str, Any] = {
     "SIDCo-gamma": lambda library, **s: library.SIDCo(0.05, distribution="gamma", warmup=None, **s),
     "SIDCo-gpareto": lambda library, **s: library.SIDCo(0.05, distribution="gpareto", warmup=None, **s),
     "DGC-schedule": lambda library, **s: library.DGC(
-        Halving(0.25, 0.01), momentum=MomentumCorrection(nesterov=True), clip_norm=10.0, **s
+        Halving(0.25, 0.01), momentum=MomentumCorrection(nesterov=True), clip=10.0, **s
     ),
     "RandomK-own": lambda library, **s: library.RandomK(0.05, exchange=library.Pairs(), warmup=None, **s),
     "warm-up": lambda library, **s: library.TopK(0.05, **s),

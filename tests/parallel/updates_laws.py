@@ -287,7 +287,7 @@ def sparse_gradients_move_densely(workers: Workers) -> None:
 def settings_without_meaning_are_refused(workers: Workers) -> None:
     for make, text in (
         (partial(DGC, 0.1, momentum=0.9), "must have momentum=None"),
-        (partial(TopK, 0.1, clip_norm=1.0), "clip gradients before"),
+        (partial(TopK, 0.1, clip=1.0), "clip gradients before"),
         (partial(TopK, 0.1, lr_in_residual=True), "units of the parameters already"),
         (partial(TopK, 0.1, not_finite="propagate"), "must have not_finite='raise'"),
     ):

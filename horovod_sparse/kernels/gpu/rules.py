@@ -115,7 +115,7 @@ def _unit(state: BucketState) -> float:
 
 def rule_of(compressor: Compressor) -> Rule | None:
     """Return how a compressor selects on the device, or None if it does not."""
-    if type(compressor.exchange) is not Pairs or compressor.clip_norm is not None:
+    if type(compressor.exchange) is not Pairs or compressor.clip is not None:
         return None
     select = type(compressor).select
     if select is topk.TopK.select:

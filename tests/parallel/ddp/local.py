@@ -90,7 +90,7 @@ def wrong_settings_are_refused() -> None:
             {"compression": sparse.TopK(0.1, lr_in_residual=True, warmup=None)},
             "compression must have lr_in_residual=False",
         ),
-        ({"compression": sparse.TopK(0.1, clip_norm=1.0, warmup=None)}, "compression must have clip_norm=None"),
+        ({"compression": sparse.TopK(0.1, clip=1.0, warmup=None)}, "compression must have clip=None"),
         ({"compression": "TopK"}, "got 'TopK'"),
         ({"optimizer": model, "model": optimizer}, "LocalUpdates(optimizer, model, compression), got Linear and AdamW"),
         ({"model": nn.Sequential(nn.parallel.DistributedDataParallel(model))}, "leave DistributedDataParallel out"),

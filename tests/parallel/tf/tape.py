@@ -24,7 +24,7 @@ import horovod_sparse.tensorflow.keras as hvd_keras
 from horovod_sparse.exchange.protocols import Collective, Exchange, Exchanging, Round, Run, Sender
 from horovod_sparse.exchange.received import summed
 from horovod_sparse.numpy import Hierarchical, SparseAllreduce, Union
-from horovod_sparse.tensorflow import DGC, MomentumCorrection, NoOp, RandomBlock, SIDCo, TopK
+from horovod_sparse.tensorflow import DGC, Clip, MomentumCorrection, NoOp, RandomBlock, SIDCo, TopK
 
 from ..scenario import TF_2, TF_4, TF_GLOO_2, TF_SETS_4, scenario
 from .common import COMPRESSORS, MakeCompression, assert_identical, everyone, normals, raised, reduce, variables
@@ -56,8 +56,8 @@ POLICIES: dict[str, MakeCompression] = {
     "warm-up-union": lambda **settings: TopK(0.01, exchange=Union(), **settings),
     "schedule": lambda **settings: SIDCo(Halving(0.25, 0.01), **settings),
     "momentum": lambda **settings: TopK(0.01, momentum=MomentumCorrection(0.9), warmup=None, **settings),
-    "clipped": lambda **settings: TopK(0.01, clip_norm=0.5, warmup=None, **settings),
-    "clipped-model": lambda **settings: TopK(0.01, clip_norm=0.5, clip_scope="model", warmup=None, **settings),
+    "clipped": lambda **settings: TopK(0.01, clip=0.5, warmup=None, **settings),
+    "clipped-model": lambda **settings: TopK(0.01, clip=Clip(0.5, "model"), warmup=None, **settings),
     "no-residual": lambda **settings: TopK(0.01, residual=False, warmup=None, **settings),
     "layer": lambda **settings: TopK(0.01, warmup=None, **{**settings, "granularity": "layer"}),
     "model": lambda **settings: TopK(0.01, warmup=None, **{**settings, "granularity": "model"}),
