@@ -12,7 +12,7 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.exchange import protocols, wire
+from horovod_sparse.exchange import protocols
 from horovod_sparse.exchange.protocols import Collective
 
 
@@ -76,15 +76,6 @@ Reduced = dict[str, list[tuple[np.ndarray, np.ndarray]] | None]
 """Parameter name -> (indices, values) of each part, or None after a gradient that was not finite."""
 
 
-def _parts(backend: Backend, reduced: protocols.Reduced) -> list[protocols.Entries]:
-    """What is added up, part by part and not divided."""
-    if reduced._messages is None:
-        return [] if reduced._sum is None else [protocols.Entries(None, reduced._sum)]
-    gathered, used = reduced._messages
-    pairs = zip(wire.split(gathered, len(used)), used, strict=True)
-    return [protocols.Entries(*backend.ops.unpack(message, rows)) for message, rows in pairs]
-
-
 def exchange(
     backend: Backend, pipelines: Sequence[Pipeline], buckets: Sequence[Bucket], divisor: float = 1.0
 ) -> list[Reduced]:
@@ -93,17 +84,16 @@ def exchange(
 
     def writer(result: Reduced) -> Any:
         def write(slots: Sequence[Slot], reduced: protocols.Reduced) -> None:
-            parts = _parts(backend, reduced)
-            if not parts:
+            if not reduced.parts():
                 result.update((slot.name, None) for slot in slots)
                 return
             # What adapters do with it. A float64 gradient's sum is float64 if everything was sent.
-            dtype = backend.numpy(parts[0].values).dtype
+            dtype = backend.numpy(reduced.parts()[0].values).dtype
             targets = [backend.ops.copy(backend.array(np.full(slot.numel, np.nan, dtype))) for slot in slots]
             reduced.write([(slot.offset, target) for slot, target in zip(slots, targets, strict=True)])
             for slot, target in zip(slots, targets, strict=True):
                 shared_by = reduced.divisor_at(slot.offset)
-                result[slot.name] = [_share(backend, slot, *entries, shared_by) for entries in parts]
+                result[slot.name] = [_share(backend, slot, *entries, shared_by) for entries in reduced.parts()]
                 np.testing.assert_array_equal(backend.numpy(target), dense_sum(result[slot.name], slot.numel))
 
         return write

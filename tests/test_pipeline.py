@@ -358,3 +358,24 @@ def test_a_moved_gradient_that_its_type_cannot_hold_fails_the_step() -> None:
             pipeline.end_step()
     with pytest.raises(FloatingPointError, match="the gradient of parameter 'p' holds NaN or infinity"):
         pipeline.end_step()
+
+
+@on_every_backend
+def test_a_dense_step_compares_the_step_alone(backend: Backend) -> None:
+    """Workers that have been in sparse steps begin a dense one if more join them: each has a state of its own."""
+    pipelines = [
+        make_pipeline(backend, SIDCo(0.1, warmup=2.0), {"p": (1000,)}, world=3, position=rank) for rank in range(3)
+    ]
+    for rank, pipeline in enumerate(pipelines):
+        pipeline.buckets[0].state.cut = 1.0 + rank
+        pipeline.arrive("p", backend.array(np.full(1000, rank, np.float32)))
+    buckets = [pipeline.buckets[0] for pipeline in pipelines]
+    assert all(bucket.is_dense for bucket in buckets)
+    exchange(backend, pipelines, buckets)
+    pipelines[1].abort()
+    pipelines[1].buckets[0].state.step += 1
+    for pipeline in pipelines:
+        pipeline.start_step()
+        pipeline.arrive("p", backend.array(np.ones(1000, np.float32)))
+    with pytest.raises(RuntimeError, match="rank 0: the ranks disagree on the state of bucket 'p'"):
+        exchange(backend, pipelines, buckets)

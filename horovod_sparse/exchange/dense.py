@@ -20,4 +20,5 @@ class Dense(Exchange):
         return [Round("allreduce", numel + len(wire.tail(True, 0)), None)]
 
     def collectives(self, bucket: Sender, run: Run) -> Exchanging:
-        return (yield from summed(bucket, None, bucket.take_all(), bucket.numel, bucket.checksum()))
+        # Only the step must be the same: workers that have trained with fewer others have states of their own.
+        return (yield from summed(bucket, None, bucket.take_all(), bucket.numel, bucket.step))

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from horovod_sparse.exchange import cost
+from horovod_sparse.exchange import cost, wire
 from horovod_sparse.exchange.grid import Grid
 from horovod_sparse.ops.protocol import Array, Ops, Part, Selection
 
@@ -261,6 +261,14 @@ class Reduced:
             self._messages = Messages(ops.pack(*sent, max(count, 1)), [count])
         else:
             self._messages = sent
+
+    def parts(self) -> list[Entries]:
+        """Return what is added up, part by part and not divided. It is made on each call."""
+        if self._messages is None:
+            return [] if self._sum is None else [Entries(None, self._sum)]
+        gathered, used = self._messages
+        pairs = zip(wire.split(gathered, len(used)), used, strict=True)
+        return [Entries(*self._ops.unpack(message, rows)) for message, rows in pairs]
 
     def divisor_at(self, first: int) -> float:
         """Return the number by which the part that begins at an index is divided."""
