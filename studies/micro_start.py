@@ -73,6 +73,7 @@ def counts(task: str, ratio: float, start: Start, seed: int, args: argparse.Name
     if start.published:
         for bucket in buckets:
             assert isinstance(bucket.state, MiCROState)
+            # About the threshold of k entries, for gradients of norm 1.
             bucket.state.current = 0.5 / math.sqrt(k)
     return [training.step().count / k for _ in range(args.steps)]
 

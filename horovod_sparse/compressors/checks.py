@@ -12,6 +12,7 @@ import numpy as np
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.scalars import as_number as as_number
 from horovod_sparse.compressors.scalars import check_boolean as check_boolean
+from horovod_sparse.compressors.scalars import check_choice as check_choice
 from horovod_sparse.compressors.scalars import check_fraction as check_fraction
 from horovod_sparse.compressors.scalars import check_integer as check_integer
 from horovod_sparse.compressors.scalars import check_number as check_number
@@ -24,12 +25,6 @@ def check_exchange(name: str, value: object) -> None:
     """Raise TypeError unless `value` is an exchange."""
     if not isinstance(value, Exchange):
         raise TypeError(f"{name} must be an Exchange, such as Pairs('bfloat16'), or None, got {value!r}")
-
-
-def check_choice(name: str, value: object, choices: Collection[object]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def check_ratio(name: str, value: object) -> None:

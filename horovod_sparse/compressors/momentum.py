@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from horovod_sparse.compressors.scalars import as_number, check_boolean, check_number, plain, shown
+from horovod_sparse.compressors.scalars import as_number, check_boolean, check_choice, check_number, plain, shown
 from horovod_sparse.ops.protocol import Array, Momentum, Ops
 
 
@@ -68,10 +68,10 @@ class Clip:
     scope: Literal["layer", "model"] = "layer"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "norm", plain(self.norm))
         check_number("clip", self.norm, "a finite norm > 0, a Clip or None", 0.0 < as_number(self.norm) < math.inf)
-        if self.scope not in ("layer", "model"):
-            raise ValueError(f"scope must be 'layer' or 'model', got {self.scope!r}")
+        check_choice("scope", self.scope, ("layer", "model"))
+        # Ranks compare settings as they are shown: 1 and 1.0 are the same norm.
+        object.__setattr__(self, "norm", float(self.norm))
 
     def limit(self, world: int, *, averages: bool) -> float:
         """Return the norm to clip one worker's gradient to: `norm sqrt(world)`, or `norm / sqrt(world)` for a sum.

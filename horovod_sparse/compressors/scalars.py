@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,12 @@ def check_boolean(name: str, value: object) -> None:
     """Raise unless `value` is True or False."""
     if not isinstance(plain(value), bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_choice(name: str, value: object, choices: Collection[object]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def shown(name: str, arguments: Mapping[str, object], defaults: Mapping[str, object]) -> str:

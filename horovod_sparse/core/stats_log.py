@@ -13,10 +13,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from horovod_sparse import __version__
 from horovod_sparse.compressors.checks import check_integer
+from horovod_sparse.core.statistics import Stats
 
 FORMAT = 1
 """The version of the lines."""
@@ -24,6 +25,22 @@ _TOTAL = (
     "numel", "target", "count", "ratio", "threshold", "stages", "truncated", "bytes_sent", "residual_norm",
 )  # fmt: skip
 """What a line has of `StepStats.total`; see `BucketStats`. A number that is not finite is None."""
+
+
+class Source(Protocol):
+    """What a `StatsLog` reads: a compressor that serves an optimizer, or a `SparseAllreduce`."""
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that `stats` counts."""
+
+    def stats(self) -> Stats: ...
+
+
+class Writer(Protocol):
+    """What takes scalars: a `SummaryWriter` of `torch.utils.tensorboard` or of tensorboardX."""
+
+    def add_scalar(self, name: str, value: float, step: int, /) -> object: ...
 
 
 class StatsLog:
@@ -55,10 +72,10 @@ class StatsLog:
 
     def __init__(
         self,
-        compression: Any,
+        compression: Source,
         path: str | os.PathLike[str] | None = None,
         *,
-        writer: Any = None,
+        writer: Writer | None = None,
         every: int = 10,
         start: int | None = None,
     ) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-RELEASE = "0.28.1"
+HOROVOD = "0.28.1"
 """The last release of Horovod, of June 2023. Its methods are extended in place."""
 
 
 def check_release(installed: str) -> None:
     """Raise ImportError unless `installed`, a version of Horovod, is this release or a build of it (`0.28.1+...`)."""
-    if installed.partition("+")[0] != RELEASE:
+    if installed.partition("+")[0] != HOROVOD:
         raise ImportError(
-            f"Horovod must be {RELEASE}, whose methods horovod_sparse extends, got {installed}; install horovod=={RELEASE} "
+            f"Horovod must be {HOROVOD}, whose methods horovod_sparse extends, got {installed}; install horovod=={HOROVOD} "
             "(docker/build_horovod.sh builds it)"
         )
 

@@ -134,7 +134,7 @@ class Detached:
             self.stop()
             _log.info(
                 "detached error feedback is off, because gradients were changed after they had been reduced. To clip, "
-                "pass clip to the compressor"
+                "pass clip=... to the compressor"
             )
 
 

@@ -343,7 +343,7 @@ class Reducer(ScaledServer):
             f"rank {mpi_ops.rank()}: the gradient of parameter {name!r} was changed after backward "
             "had handed it over, and the change would be lost. Change reduced gradients: call "
             "optimizer.synchronize(), change them, and step with optimizer.skip_synchronize(); or local ones, with "
-            "parameter.register_hook(). To clip, pass clip to the compressor, which clips before the selection. If a "
+            "parameter.register_hook(). To clip, pass clip=... to the compressor, which clips before the selection. If a "
             "library clips or measures gradients (Lightning, Accelerate, Transformers), docs/recipes.md shows where to call "
             f"optimizer.synchronize() before it does. {WITH_SCALER}"
         )
