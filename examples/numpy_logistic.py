@@ -30,7 +30,7 @@ from scipy import optimize, sparse, special
 from sklearn.datasets import load_digits, load_svmlight_file
 from tqdm import tqdm
 
-from horovod_sparse.numpy import RandomK, SparseAllreduce, TopK, WeightedAverage, load_checkpoint, save_checkpoint
+from horovod_sparse.numpy import RandomK, SparseAllreduce, TopK, load_checkpoint, save_checkpoint
 
 Array = NDArray[np.float64]
 COMM = MPI.COMM_WORLD
@@ -115,8 +115,9 @@ def run(problem: Problem, method: Method, optimum: float, args: argparse.Namespa
     allreduce = SparseAllreduce(COMM, method.compression) if method.compression is not None else None
     rng = np.random.default_rng((args.seed, COMM.Get_rank()))
     weights = np.zeros(size)
-    average = WeightedAverage(shift=method.shift)
+    average = np.zeros(size)
     begun = resume(method, args, allreduce, rng, weights, average) if args.checkpoint_dir else 0
+    total = float(((method.shift + np.arange(begun)) ** 2).sum())
     count = args.epochs * len(problem.labels)
     evaluated = set(np.unique(np.geomspace(10, count, 40).astype(int)))
     for step in tqdm(range(begun, count), desc=method.name, disable=COMM.Get_rank() != 0, leave=False, mininterval=1.0):
@@ -127,12 +128,15 @@ def run(problem: Problem, method: Method, optimum: float, args: argparse.Namespa
         else:
             mean = COMM.allreduce(gradient) / COMM.Get_size()
         weights -= rate * mean
-        average.update([weights])
+        # The weight of step t is (shift + t)^2, as in theorem 2.4.
+        weight = (method.shift + step) ** 2
+        total += weight
+        average += weight / total * (weights - average)
         if step + 1 in evaluated:
             method.steps.append(step + 1)
-            method.distances.append(problem.objective(average.arrays[0]) - optimum)
+            method.distances.append(problem.objective(average) - optimum)
         if args.checkpoint_dir and ((step + 1) % args.checkpoint_every == 0 or step + 1 == count):
-            save(method, args, step + 1, allreduce, rng, {"weights": weights, "average": average.arrays[0]})
+            save(method, args, step + 1, allreduce, rng, {"weights": weights, "average": average})
 
 
 def save(
@@ -144,17 +148,12 @@ def save(
     save_checkpoint(folder_of(method, args), step, COMM, allreduce, arrays, **own, **noted)
 
 
-def resume(
-    method: Method, args: argparse.Namespace, allreduce: Any, rng: Any, weights: Array, average: WeightedAverage
-) -> int:
+def resume(method: Method, args: argparse.Namespace, allreduce: Any, rng: Any, weights: Array, average: Array) -> int:
     """Continue from the newest checkpoint. Return the number of steps that were done; 0 if there is no checkpoint."""
-    averaged = np.zeros_like(weights)
-    found = load_checkpoint(
-        folder_of(method, args), COMM, allreduce, {"weights": weights, "average": averaged}, damaged="raise"
-    )
+    arrays = {"weights": weights, "average": average}
+    found = load_checkpoint(folder_of(method, args), COMM, allreduce, arrays, damaged="raise")
     if found.step == 0:
         return 0
-    average.step, average.arrays = found.step, [averaged]
     method.steps.extend(found.values["steps"])
     method.distances.extend(found.values["distances"])
     # A worker that is new got the values of another, and must not draw the same numbers.

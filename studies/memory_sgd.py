@@ -26,7 +26,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy_logistic import GAMMA, Problem, load
 
-from horovod_sparse.numpy import Pairs, RandomK, SparseAllreduce, TopK, WeightedAverage
+from horovod_sparse.numpy import Pairs, RandomK, SparseAllreduce, TopK
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 WORLD = MPI.COMM_WORLD
@@ -105,7 +105,7 @@ def losses(
     dense = compression is None or isinstance(compression, QSGD)
     allreduce = None if dense else SparseAllreduce(comm, compression, average=False)
     rng = np.random.default_rng((seed, comm.Get_rank()))
-    weights, average = np.zeros(size), WeightedAverage(shift=shift / workers)
+    weights, average, weight_sum = np.zeros(size), np.zeros(size), 0.0
     steps = updates // workers
     evaluated = set(np.unique(np.geomspace(10, steps, 200).astype(int)).tolist())
     at, values = [], []
@@ -117,10 +117,12 @@ def losses(
         else:
             total = comm.allreduce(gradient if compression is None else compression(gradient))
         weights -= rate * total
-        average.update([weights])
+        weight = (shift / workers + step) ** 2
+        weight_sum += weight
+        average += weight / weight_sum * (weights - average)
         if step + 1 in evaluated:
             at.append(step + 1)
-            values.append(problem.objective(average.arrays[0]))
+            values.append(problem.objective(average))
     if allreduce is not None:
         return at, values, allreduce.stats().mean.total.count
     return at, values, float(size) if compression is None else statistics.fmean(compression.sent)

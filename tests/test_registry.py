@@ -78,7 +78,7 @@ def test_compressors_can_be_copied(adapter: str, make: MakeCompression) -> None:
 
 def test_mypy_checks_what_users_write() -> None:
     code = (
-        "from horovod_sparse.torch import SIDCo, MomentumCorrection, Schedule, WeightedAverage\n"
+        "from horovod_sparse.torch import SIDCo, MomentumCorrection, Schedule\n"
         "reveal_type(SIDCo(ratio=0.1).stats())\n"
         "SIDCo(0.1, warmup=2.0, momentum=MomentumCorrection(0.9))\n"
         "SIDCo(ratoi=0.1)\n"

@@ -2,7 +2,6 @@
 
 from horovod_sparse.compressors.momentum import Clip, MomentumCorrection
 from horovod_sparse.compressors.schedules import Schedule
-from horovod_sparse.core.averaging import WeightedAverage
 from horovod_sparse.core.stats_log import StatsLog
 from horovod_sparse.exchange.balanced import Balanced
 from horovod_sparse.exchange.hierarchical import Hierarchical
@@ -20,5 +19,4 @@ __all__ = [
     "SharedIndices",
     "StatsLog",
     "Union",
-    "WeightedAverage",
 ]
