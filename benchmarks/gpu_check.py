@@ -36,7 +36,7 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.sidco import FIRST_RATIO, SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.core.layout import Parameter, plan
+from horovod_sparse.core.layout import Parameter, layouts_of
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.estimation import fits
 from horovod_sparse.kernels import gpu as ours
@@ -238,7 +238,7 @@ def never_waits(device: Device, make: Callable[[float], Compressor]) -> None:
     compressor = make(0.01)
     pipeline = Pipeline(tensor_ops(), compressor, world=1, position=0, rank=0, device_selector=selector_for)
     parameters = [Parameter(name, (numel,), "float32", "device") for name, numel in sizes.items()]
-    pipeline.add_buckets(plan(parameters, compressor), gradients.get)
+    pipeline.add_buckets(layouts_of(parameters, compressor), gradients.get)
     (bucket,) = pipeline.buckets
     warm = 1 if device.interpreted else 3
     for step in range(warm + 1):

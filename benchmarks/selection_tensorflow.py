@@ -10,7 +10,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 from selection_rows import Conditions, Row
 
-from horovod_sparse.core.layout import Parameter, plan
+from horovod_sparse.core.layout import Parameter, layouts_of
 from horovod_sparse.tensorflow.exchange import Collectives
 from horovod_sparse.tensorflow.host import HostPipeline, Step
 
@@ -39,7 +39,7 @@ class GraphWorker:
     def __init__(self, row: Row, conditions: Conditions, *, traced: bool) -> None:
         compressor: Any = row.make(conditions.ratio)
         self._engine = HostPipeline(compressor, _Alone(), world=1, position=0, rank=0)
-        self._engine.add_buckets(plan([Parameter("p", (conditions.size,), "float32", "cpu")], compressor))
+        self._engine.add_buckets(layouts_of([Parameter("p", (conditions.size,), "float32", "cpu")], compressor))
         inner = tf.function(self._reduce, autograph=False)
         # With `traced`, as in a training step that the user has made a `tf.function`.
         self._run = tf.function(lambda gradient: tf.identity(inner(gradient)), autograph=False) if traced else inner

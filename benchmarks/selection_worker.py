@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from selection_rows import Conditions, Draw, Row, Spent, laplace
 
 from horovod_sparse.compressors.base import BucketState
-from horovod_sparse.core.layout import Parameter, Slot, plan
+from horovod_sparse.core.layout import Parameter, Slot, layouts_of
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.protocols import Collective, Reduced
@@ -82,7 +82,7 @@ class Worker:
         self._backend, self._row, self._conditions, self._dense = backend, row, conditions, dense
         self.compressor = row.make(conditions.ratio)
         self._pipeline = Pipeline(backend.ops, self.compressor, world=row.world, position=0, rank=0)
-        layouts = plan([Parameter("p", (conditions.size,), "float32", "cpu")], self.compressor)
+        layouts = layouts_of([Parameter("p", (conditions.size,), "float32", "cpu")], self.compressor)
         self._pipeline.add_buckets(layouts, lambda name: backend.like)
         (self._bucket,) = self._pipeline.buckets
         self.residual = backend.host(self._bucket.buffer)

@@ -38,7 +38,7 @@ TESTS = {
     "core/pipeline": "pipeline giving_up step laws momentum numpy_allreduce random",
     "core/bucket": "pipeline giving_up step laws momentum numpy_allreduce",
     "core/selector": "pipeline giving_up laws momentum cached",
-    "core/preparation": "momentum pipeline giving_up laws",
+    "core/intake": "momentum pipeline giving_up laws",
     "core/state": "pipeline state giving_up numpy_allreduce momentum laws",
     "exchange/balanced": "balanced step",
     "exchange/hierarchical": "hierarchical step",

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from horovod_sparse.compressors import COMPRESSORS, MiCRO, NoOp, SIDCo, Threshold, TopK
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.layout import Parameter, Slot, plan
+from horovod_sparse.core.layout import Parameter, Slot, layouts_of
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.balanced import Balanced
@@ -92,7 +92,7 @@ class Training:
         self.sparse = [one for one in described if not self.compressor.leaves_dense(one.name, one.numel)]
         self.pipelines = [Pipeline(OPS, self.compressor, world=workers, position=p, rank=p) for p in range(workers)]
         for pipeline in self.pipelines:
-            pipeline.add_buckets(plan(self.sparse, self.compressor), lambda name: first)
+            pipeline.add_buckets(layouts_of(self.sparse, self.compressor), lambda name: first)
         corrected = self.compressor.momentum_correction is not None
         self.optimizer = torch.optim.SGD(self.parameters.values(), lr=0.0, momentum=0.0 if corrected else MOMENTUM)
         self.steps = 0

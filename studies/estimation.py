@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from horovod_sparse.compressors import COMPRESSORS, DGC, GaussianK, MiCRO, NoOp, RedSync, SIDCo, Threshold, TopK
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.layout import Parameter, Slot, plan
+from horovod_sparse.core.layout import Parameter, Slot, layouts_of
 from horovod_sparse.core.pipeline import Pipeline, Write
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.torch.compiled import tensor_ops
@@ -137,7 +137,7 @@ class Trial:
             settings["threshold"] = OPS.kth_largest(first, min(k + 1, len(first)))
         compressor = row.make(ratio, **settings)
         self.k, self.room = compressor.target_count(len(first)), compressor.slack
-        layouts = plan([Parameter("p", tuple(first.shape), "float32", "cpu")], compressor)
+        layouts = layouts_of([Parameter("p", tuple(first.shape), "float32", "cpu")], compressor)
         self.pipelines = [Pipeline(OPS, compressor, world=workers, position=p, rank=p) for p in range(workers)]
         for pipeline in self.pipelines:
             pipeline.add_buckets(layouts, lambda name: first)

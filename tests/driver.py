@@ -10,7 +10,7 @@ from backend import Backend
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.bucket import Bucket
-from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
+from horovod_sparse.core.layout import Layout, Parameter, Slot, layouts_of
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange import protocols
 from horovod_sparse.exchange.protocols import Collective
@@ -39,7 +39,7 @@ def make_pipeline(
     pipeline = backend.pipeline(backend.ops, compressor, **where)
     parameters = [Parameter(name, tuple(shape), dtype, "cpu") for name, shape in shapes.items()]
     like = backend.array(np.zeros(1, np.float32))
-    pipeline.add_buckets(layouts or plan(parameters, compressor), lambda name: like)
+    pipeline.add_buckets(layouts or layouts_of(parameters, compressor), lambda name: like)
     return pipeline
 
 

@@ -14,7 +14,7 @@ from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.noop import NoOp
 from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.core.layout import Parameter, check_limits, plan
+from horovod_sparse.core.layout import Parameter, check_limits, layouts_of
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.union import Union
 
@@ -33,7 +33,7 @@ PARAMETERS = st.lists(
 def test_every_parameter_has_one_slot_and_buckets_are_uniform(parameters: list[Parameter], bucket_bytes: int) -> None:
     by_name = {parameter.name: parameter for parameter in parameters}
     for granularity in ("layer", "bucket", "model"):
-        layouts = plan(parameters, TopK(0.1, granularity=granularity, bucket_bytes=bucket_bytes, warmup=None))
+        layouts = layouts_of(parameters, TopK(0.1, granularity=granularity, bucket_bytes=bucket_bytes, warmup=None))
         slots = [slot for layout in layouts for slot in layout.slots]
         assert sorted(slot.name for slot in slots) == sorted(by_name)
         assert len({layout.name for layout in layouts}) == len(layouts)
@@ -57,7 +57,7 @@ def test_every_parameter_has_one_slot_and_buckets_are_uniform(parameters: list[P
 
 def test_buckets_fill_from_the_last_parameter() -> None:
     parameters = [Parameter(name, (10,), "float32", "cpu") for name in "abcde"]
-    layouts = plan(parameters, TopK(0.1, bucket_bytes=80, warmup=None))
+    layouts = layouts_of(parameters, TopK(0.1, bucket_bytes=80, warmup=None))
     assert [[slot.name for slot in layout.slots] for layout in layouts] == [["e", "d"], ["c", "b"], ["a"]]
 
 
@@ -71,7 +71,7 @@ def test_what_exceeds_the_largest_bucket_becomes_several(monkeypatch: pytest.Mon
         Parameter(name, (size,), "float32", "cpu", group) for name, size in zip("abcd", (10, 15, 1, 25), strict=True)
     ]
     compressor = TopK(0.1, granularity="bucket" if group == 0 else "model", min_numel=0, warmup=None)
-    layouts = plan(parameters, compressor, 4)
+    layouts = layouts_of(parameters, compressor, 4)
     assert [[slot.name for slot in layout.slots] for layout in layouts] == [["d"], ["c", "b"], ["a"]]
     check_limits(layouts, compressor, 4)
 
@@ -84,7 +84,7 @@ def test_what_gathers_too_much_becomes_several(
     monkeypatch.setattr(wire, "MAX_GATHERED", 2 * 40)
     compressor = make(0.5, granularity="model", min_numel=0, warmup=None)
     parameters = [Parameter(name, (20,), "float32", "cpu") for name in "abcd"]
-    layouts = plan(parameters, compressor, world)
+    layouts = layouts_of(parameters, compressor, world)
     assert len(layouts) == buckets
     check_limits(layouts, compressor, world)
 
@@ -94,7 +94,7 @@ def test_what_gathers_too_much_becomes_several(
 )
 def test_what_gathers_nothing_is_not_split(monkeypatch: pytest.MonkeyPatch, compressor: Compressor) -> None:
     monkeypatch.setattr(wire, "MAX_GATHERED", 10)
-    layouts = plan([Parameter(name, (20,), "float32", "cpu") for name in "ab"], compressor, 4)
+    layouts = layouts_of([Parameter(name, (20,), "float32", "cpu") for name in "ab"], compressor, 4)
     assert len(layouts) == 1
     check_limits(layouts, compressor, 4)
 
@@ -103,10 +103,10 @@ def test_a_parameter_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(wire, "MAX_BUCKET", 25)
     parameters = [Parameter("a", (26,), "float32", "cpu"), Parameter("b", (5,), "float32", "cpu")]
     with pytest.raises(ValueError, match=r"bucket 'a' has 26 elements, expected at most 25 .* split it into several"):
-        check_limits(plan(parameters, TopK(0.1, granularity="model", warmup=None)), TopK(0.1, warmup=None), 2)
+        check_limits(layouts_of(parameters, TopK(0.1, granularity="model", warmup=None)), TopK(0.1, warmup=None), 2)
     monkeypatch.setattr(wire, "MAX_GATHERED", 20)
     with pytest.raises(ValueError, match=r"bucket 'b' gathers 24 int32 from 4 workers, .* lower ratio"):
-        check_limits(plan(parameters[1:], TopK(0.6, warmup=None)), TopK(0.6, warmup=None), 4)
+        check_limits(layouts_of(parameters[1:], TopK(0.6, warmup=None)), TopK(0.6, warmup=None), 4)
 
 
 @pytest.mark.parametrize("make", [TopK, MiCRO, RandomK])

@@ -86,11 +86,11 @@ def test_stock_join_is_untouched_unless_a_compressor_serves(monkeypatch: pytest.
     compressor = horovod_sparse.torch.TopK(0.5, warmup=None)
     monkeypatch.setattr(mpi_lib, "horovod_torch_join", seam._join(stock))
     gc.collect()
-    assert [one for one in binding._serving if one.server is not None and one.server.active] == []
+    assert [one for one in binding._serving if one.store is not None and one.store.active] == []
     with pytest.raises(LookupError):
         stock_join()
-    server: Any = SimpleNamespace(active=True)
-    compressor.bind(server)
+    store: Any = SimpleNamespace(active=True)
+    compressor.bind(store)
     with pytest.raises(AssertionError, match=r"TopK\(.*horovod_sparse\.torch\.joined\(loader\)"):
         stock_join()
     cycle = [compressor]

@@ -16,8 +16,8 @@ from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 from horovod_sparse.compressors import SIDCo, TopK
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import empty_state
+from horovod_sparse.core.store import Store
 
 PAIRS = list(itertools.permutations(BACKENDS, 2))
 ROWS = [row for row in COMPRESSORS if row.name in ("dgc", "sidco-gamma-robust", "micro")]
@@ -46,13 +46,13 @@ BACKEND = BACKENDS[0]
 SHAPES = {"p": (600,), "q": (500,)}
 
 
-def serve(compressor: Compressor, *names: str) -> Server:
+def serve(compressor: Compressor, *names: str) -> Store:
     """What adapters bind to a compressor, with buckets for some parameters."""
-    server = Server()
-    server.compressor, server.active = compressor, True
+    store = Store()
+    store.compressor, store.active = compressor, True
     if names:
-        server.pipeline = make_pipeline(BACKEND, compressor, {name: SHAPES[name] for name in names})
-    return server
+        store.pipeline = make_pipeline(BACKEND, compressor, {name: SHAPES[name] for name in names})
+    return store
 
 
 def steps(compressor: Compressor, pipeline: Pipeline, first: int, last: int) -> list[Any]:
@@ -82,13 +82,13 @@ RESCALED = [row for row in COMPRESSORS if row.name in ("sidco-gamma-robust", "mi
 @pytest.mark.parametrize("row", RESCALED, ids=str)
 def test_a_state_that_is_deferred_is_rescaled_as_one_that_is_used(row: Row, lr_in_residual: bool) -> None:
     make = functools.partial(row.make, 0.05, lr_in_residual=lr_in_residual)
-    one, server = trained(make()), serve(make())
-    server.load_compression_state(one.state_dict())
-    server.rescale(0.25)
+    one, store = trained(make()), serve(make())
+    store.load_compression_state(one.state_dict())
+    store.rescale(0.25)
     one.rescale(0.25)
-    assert repr({**server.state_dict(), "sparse": []}) == repr({**one.state_dict(), "sparse": []})
-    other = make_pipeline(BACKEND, server.compressor, SHAPES)
-    other.load_state_dict(server.state_dict())
+    assert repr({**store.state_dict(), "sparse": []}) == repr({**one.state_dict(), "sparse": []})
+    other = make_pipeline(BACKEND, store.compressor, SHAPES)
+    other.load_state_dict(store.state_dict())
     np.testing.assert_equal(steps(make(), other, 3, 6), steps(make(), one, 3, 6))
 
 
@@ -116,41 +116,41 @@ def test_residuals_that_were_saved_in_units_of_the_gradient_become_updates(row: 
 
 
 def test_a_deferred_state_is_a_copy() -> None:
-    server, state = serve(TopK(0.1, warmup=None)), trained(TopK(0.1, warmup=None)).state_dict()
+    store, state = serve(TopK(0.1, warmup=None)), trained(TopK(0.1, warmup=None)).state_dict()
     kept = copy.deepcopy(state)
-    server.load_compression_state(state)
+    store.load_compression_state(state)
     state["residuals"]["p"][:] = 7.0
-    server.state_dict()["residuals"]["q"][:] = 7.0
-    server.rescale(2.0)
+    store.state_dict()["residuals"]["q"][:] = 7.0
+    store.rescale(2.0)
     for name in SHAPES:
-        np.testing.assert_array_equal(server.state_dict()["residuals"][name], 2.0 * kept["residuals"][name])
-    server.reset()
-    assert server.state_dict() == empty_state()
+        np.testing.assert_array_equal(store.state_dict()["residuals"][name], 2.0 * kept["residuals"][name])
+    store.reset()
+    assert store.state_dict() == empty_state()
 
 
 def test_what_belongs_to_no_bucket_yet_is_deferred() -> None:
     state = trained(SIDCo(0.05, warmup=None)).state_dict()
-    server = serve(SIDCo(0.05, warmup=None), "p")
-    server._load(state, {"p"})
-    assert server.pipeline is not None and server.deferred is not None
-    assert server.pipeline.state_dict()["residuals"].keys() == {"p"} and server.deferred["residuals"].keys() == {"q"}
-    np.testing.assert_equal(server.state_dict(), {**state, "sparse": []})
-    server.rescale(4.0)
+    store = serve(SIDCo(0.05, warmup=None), "p")
+    store._load(state, {"p"})
+    assert store.pipeline is not None and store.deferred is not None
+    assert store.pipeline.state_dict()["residuals"].keys() == {"p"} and store.deferred["residuals"].keys() == {"q"}
+    np.testing.assert_equal(store.state_dict(), {**state, "sparse": []})
+    store.rescale(4.0)
     for name in SHAPES:
-        np.testing.assert_array_equal(server.state_dict()["residuals"][name], 4.0 * state["residuals"][name])
-    server.reset()
-    assert server.deferred is None and not server.state_dict()["residuals"]["p"].any()
+        np.testing.assert_array_equal(store.state_dict()["residuals"][name], 4.0 * state["residuals"][name])
+    store.reset()
+    assert store.deferred is None and not store.state_dict()["residuals"]["p"].any()
 
 
 @pytest.mark.parametrize("names", ["pq", "q", ""])
 def test_a_state_that_is_refused_changes_nothing(names: str) -> None:
     state = trained(SIDCo(0.05, warmup=None)).state_dict()
-    server = serve(SIDCo(0.05, warmup=None), "p")
-    server._load(state, {"p"})
-    before = server.state_dict()
+    store = serve(SIDCo(0.05, warmup=None), "p")
+    store._load(state, {"p"})
+    before = store.state_dict()
     with pytest.raises(ValueError, match="residuals must be those of this model's compressed parameters"):
-        server._load(trained(SIDCo(0.05, warmup=None)).state_dict(), names)
-    np.testing.assert_equal(server.state_dict(), before)
+        store._load(trained(SIDCo(0.05, warmup=None)).state_dict(), names)
+    np.testing.assert_equal(store.state_dict(), before)
 
 
 @dataclass

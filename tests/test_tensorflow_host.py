@@ -20,8 +20,8 @@ pytest.importorskip("horovod.tensorflow", reason="Horovod was built without Tens
 from horovod.tensorflow import mpi_ops  # noqa: E402
 
 from horovod_sparse.compressors.momentum import Clip, MomentumCorrection  # noqa: E402
-from horovod_sparse.core.layout import Layout, Parameter, plan  # noqa: E402
-from horovod_sparse.core.preparation import Arrived  # noqa: E402
+from horovod_sparse.core.intake import Arrived  # noqa: E402
+from horovod_sparse.core.layout import Layout, Parameter, layouts_of  # noqa: E402
 from horovod_sparse.tensorflow import host  # noqa: E402
 from horovod_sparse.tensorflow.compressors import SIDCo, TopK  # noqa: E402
 from horovod_sparse.tensorflow.host import HostPipeline, Step  # noqa: E402
@@ -82,7 +82,7 @@ class Worker:
         self.engine = HostPipeline(compressor, self.collectives, world=world, position=position, rank=position)
         sparse, layouts = parted(compressor, shapes)
         self.dense = [layout.name for layout in layouts]
-        self.engine.add_buckets(plan(sparse, compressor))
+        self.engine.add_buckets(layouts_of(sparse, compressor))
         self.engine.add_dense(layouts, lambda name: None)
         self.run = tf.function(self._run, autograph=False, reduce_retracing=True)
 
@@ -121,7 +121,7 @@ class Oracle:
     def __init__(self, compressor: Any, shapes: Mapping[str, Sequence[int]], world: int, position: int) -> None:
         sparse, layouts = parted(compressor, shapes)
         self.engine = make_pipeline(
-            ORACLE, compressor, {}, layouts=plan(sparse, compressor), world=world, position=position
+            ORACLE, compressor, {}, layouts=layouts_of(sparse, compressor), world=world, position=position
         )
         self.engine.add_dense(layouts, lambda name: np.zeros(1, np.float32))
         self.position = position
@@ -153,7 +153,7 @@ class Oracle:
         for name in [name for name in gradients if name not in pipeline.bucket_of]:
             wide = "float64" if gradients[name].dtype == np.float64 else "float32"
             clips = pipeline.compressor.clip is not None
-            mine = pipeline.preparation.clipped(gradients[name], wide) if clips else gradients[name]
+            mine = pipeline.intake.clipped(gradients[name], wide) if clips else gradients[name]
             reduced[name] = 2 * mine.astype(gradients[name].dtype)
             pipeline.finish_dense(name, reduced[name])
         pipeline.end_step()

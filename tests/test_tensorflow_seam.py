@@ -83,8 +83,8 @@ def test_stock_join_is_refused_beside_a_compressor(monkeypatch: pytest.MonkeyPat
     compressor = horovod_sparse.tensorflow.TopK(0.5, warmup=None)
     gc.collect()
     horovod.tensorflow.join()
-    server: Any = SimpleNamespace(active=True)
-    compressor.bind(server)
+    store: Any = SimpleNamespace(active=True)
+    compressor.bind(store)
     with pytest.raises(AssertionError, match="joined"):
         horovod.tensorflow.join()
     assert called == [True]

@@ -169,7 +169,7 @@ def test_files_of_two_ranks_that_older_code_wrote_are_loaded() -> None:
     loaded, compression = training(), TopK(0.2, min_numel=0, warmup=None)
     del loaded["data"]
     residuals: list[Any] = []
-    compression._server = SimpleNamespace(  # type: ignore[assignment]
+    compression._store = SimpleNamespace(  # type: ignore[assignment]
         announce=None,
         check_unit=lambda state: None,
         load_compression_state=lambda state: residuals.append(state["residuals"]),

@@ -10,9 +10,9 @@ from cases import DENSE, NAMES, SHAPES, SIZE_OF_DENSE, Case, Step
 from driver import Reduced, collective, exchange, make_pipeline
 
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.intake import Arrived
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.core.preparation import Arrived
 from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.protocols import Exchange
 

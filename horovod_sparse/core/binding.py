@@ -12,9 +12,9 @@ from weakref import WeakSet
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.agreement import is_elastic
-from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import check_parts
 from horovod_sparse.core.statistics import Stats
+from horovod_sparse.core.store import Store
 from horovod_sparse.ops.protocol import Array, Ops
 
 _FORCE = "HOROVOD_SPARSE_FORCE"
@@ -30,7 +30,7 @@ class BoundCompressor(Compressor):
     Residuals and adaptive state are this rank's own; save them on every rank beside the optimizer's.
     """
 
-    _server: Server | None = None
+    _store: Store | None = None
     _calls: int = 0
 
     def __init_subclass__(cls) -> None:
@@ -39,20 +39,20 @@ class BoundCompressor(Compressor):
         if cls.__doc__ is None:
             cls.__doc__ = cls.__bases__[-1].__doc__
 
-    def bind(self, server: Server) -> None:
+    def bind(self, store: Store) -> None:
         """Bind this compressor to an optimizer, which calls this when it is given the compressor; refuse a second one."""
         self.check_free()
-        self._server = server
+        self._store = store
         _serving.add(self)
 
     @property
-    def server(self) -> Server | None:
+    def store(self) -> Store | None:
         """What this compressor serves; None if nothing yet."""
-        return self._server
+        return self._store
 
     def check_free(self) -> None:
         """Raise ValueError if this compressor already serves an optimizer or a model."""
-        if self._server is not None:
+        if self._store is not None:
             raise ValueError(
                 f"compression must serve one optimizer or model, but {self!r} already serves another, whose residuals it "
                 "would mix in; give this one a compressor of its own, for instance copy.deepcopy(compression)"
@@ -90,12 +90,12 @@ class BoundCompressor(Compressor):
     @property
     def steps(self) -> int:
         """Number of steps that `stats` counts, without the cost of computing the rest."""
-        return 0 if self._server is None else self._server.steps
+        return 0 if self._store is None else self._store.steps
 
     @property
     def residual_bytes(self) -> int:
         """Memory that this rank's residuals take, in bytes; 0 before the first step."""
-        return 0 if self._server is None else self._server.residual_bytes
+        return 0 if self._store is None else self._store.residual_bytes
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and adaptive state by parameter name: the framework's arrays, and plain values."""
@@ -103,10 +103,10 @@ class BoundCompressor(Compressor):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned, on the same model. It is strict; bucketing and world size may differ."""
-        server = self._bound()
+        store = self._bound()
         check_parts(state, self)
-        server.check_unit(state)
-        server.load_compression_state(state)
+        store.check_unit(state)
+        store.load_compression_state(state)
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals and velocities, because gradients will be `factor` times as large from now on.
@@ -114,22 +114,22 @@ class BoundCompressor(Compressor):
         With dynamic loss scaling, call this whenever the scale has changed; `factor` is the new scale / the old one.
         """
         check_factor(factor)
-        server = self._bound()
+        store = self._bound()
         if factor != 1.0:
-            server.rescale(float(factor))
+            store.rescale(float(factor))
 
     def reset(self) -> None:
         """Forget residuals, adaptive state and statistics."""
         self._bound().reset()
 
-    def _bound(self) -> Server:
-        if self._server is None:
+    def _bound(self) -> Store:
+        if self._store is None:
             raise RuntimeError(f"{self!r} serves no optimizer yet; give it to one first, by its argument compression")
-        return self._server
+        return self._store
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has the settings but not the residuals, because it is for another optimizer.
-        return {name: value for name, value in vars(self).items() if name != "_server"}
+        return {name: value for name, value in vars(self).items() if name != "_store"}
 
 
 def refuse_class(compression: object) -> None:
@@ -162,7 +162,7 @@ def refuse_join(instead: str) -> None:
     """
 
     def compressing() -> list[BoundCompressor]:
-        return [one for one in _serving if one.server is not None and one.server.active]
+        return [one for one in _serving if one.store is not None and one.store.active]
 
     if compressing():
         # An optimizer refers to itself, so it may outlive its last use.

@@ -65,7 +65,7 @@ class Layout:
         return last.offset + last.numel
 
 
-def plan(parameters: Sequence[Parameter], compressor: Compressor, world: int = 1) -> list[Layout]:
+def layouts_of(parameters: Sequence[Parameter], compressor: Compressor, world: int = 1) -> list[Layout]:
     """Pack `parameters`, given in the order of the model, into buckets for so many workers.
 
     Buckets are filled from the last parameter to the first, the order in which backward produces gradients, so that

@@ -13,8 +13,8 @@ from typing import Any
 from horovod_sparse.compressors.base import Compressor, Place
 from horovod_sparse.compressors.momentum import scaled
 from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.intake import Arrived, Intake
 from horovod_sparse.core.layout import Layout, Slot, check_limits
-from horovod_sparse.core.preparation import Arrived, Preparation
 from horovod_sparse.core.residuals import Residuals, multiply
 from horovod_sparse.core.selector import DeviceSelectorFor, SlotGradient, no_device
 from horovod_sparse.core.state import VERSION, check_state
@@ -77,7 +77,7 @@ class Pipeline:
         self.buckets: list[Bucket] = []
         self._dense: dict[str, Layout] = {}
         """Parameters that are reduced dense. Those that are reduced together are listed under the name of the first."""
-        self.preparation = Preparation(ops, compressor, world, averages=averages)
+        self.intake = Intake(ops, compressor, world, averages=averages)
         self.dense_bytes_sent = 0.0
         self.bucket_of: dict[str, Bucket] = {}
         self.in_gradients: set[str] = set()
@@ -108,7 +108,7 @@ class Pipeline:
     @property
     def divisor(self) -> float:
         """The number by which sums of what the workers have sent are divided. It gives them this step's loss scale back."""
-        return (float(self.world) if self.averages else 1.0) / self.preparation.scale
+        return (float(self.world) if self.averages else 1.0) / self.intake.scale
 
     def add_dense(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
         """Register the parameters that the adapter reduces dense. Those of one layout are reduced together."""
@@ -163,7 +163,7 @@ class Pipeline:
         self.abort()
         self._has_scaler = scale is not None
         self._undoes = undoes or self._has_scaler
-        self.preparation.begin(gradients, 1.0 if scale is None else scale)
+        self.intake.begin(gradients, 1.0 if scale is None else scale)
         self._begun()
 
     def arrive(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> Bucket | None:
@@ -180,7 +180,7 @@ class Pipeline:
             RuntimeError: a gradient has arrived before in this step.
             ValueError: `lr_in_residual` cannot use a learning rate; nothing was changed.
         """
-        rates = [self.preparation.rate(one) for one in arrived]
+        rates = [self.intake.rate(one) for one in arrived]
         gradients = defaultdict[tuple[Momentum | None, float], list[SlotGradient]](list)
         for (name, gradient, _), rate in zip(arrived, rates, strict=True):
             if name not in bucket.missing:
@@ -191,7 +191,7 @@ class Pipeline:
                     self.to_updates(bucket, dict.fromkeys(bucket.slots, max(rates)))
                 step.buckets[bucket.name] = bucket.begin_step(copies=self._undoes)
             bucket.missing.discard(name)
-            slot, momentum = bucket.slots[name], self.preparation.momentum(name)
+            slot, momentum = bucket.slots[name], self.intake.momentum(name)
             bucket.rates[slot.offset] = rate
             if rate == 0.0:
                 # The learning rate is 0, so that the update is 0, whatever the velocity is.
@@ -199,7 +199,7 @@ class Pipeline:
                     self._accelerate(bucket, name, gradient, momentum)
                 gradient = momentum = None
             if gradient is not None:
-                gradient = self.preparation.prepared(gradient, bucket.layout.residual_dtype)
+                gradient = self.intake.prepared(gradient, bucket.layout.residual_dtype)
             gradients[momentum, rate].append((slot, gradient))
         for (momentum, rate), some in gradients.items():
             bucket.accumulate(some, momentum, rate)
@@ -212,7 +212,7 @@ class Pipeline:
         if gradient is not None and self.ops.all_finite(gradient):
             dtype = bucket.layout.residual_dtype
             # Rounded to the residual's type first, as it is with any other rate.
-            velocity += scaled(self.ops, self.preparation.prepared(gradient, dtype), 1.0, dtype).reshape(-1)
+            velocity += scaled(self.ops, self.intake.prepared(gradient, dtype), 1.0, dtype).reshape(-1)
 
     @property
     def is_open(self) -> bool:
@@ -293,12 +293,12 @@ class Pipeline:
             self._begun().velocities[name] = self.ops.copy(velocity)
             corrected = self.ops.copy(velocity)
             corrected[:] = 0
-            scale = self.preparation.scale
+            scale = self.intake.scale
             if scale != 1.0:
                 flat /= scale
             together = defaultdict[Momentum, list[Part]](list)
             for slot, part in zip(slots, parts, strict=True):
-                together[self.preparation.momentum(slot.name) or correction.of_step].append(part)
+                together[self.intake.momentum(slot.name) or correction.of_step].append(part)
             overflowed: dict[int, int] = {}
             for momentum, some in together.items():
                 numbers = self.ops.accumulate(corrected, some, Moving(velocity, momentum))
@@ -347,7 +347,7 @@ class Pipeline:
                 self.ops.assign(self.velocities.buffer(name), velocity)
         for bucket in reached:
             bucket.close()
-        self.preparation.end()
+        self.intake.end()
         self._step = None
 
     # --- steps that are given up ---

@@ -16,11 +16,11 @@ from horovod_sparse import kernels
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.agreement import RELEASE, check_steps, refuse_detached, refuse_updates
 from horovod_sparse.core.binding import check_factor
-from horovod_sparse.core.layout import Layout, Parameter, Slot, plan
+from horovod_sparse.core.layout import Layout, Parameter, Slot, layouts_of
 from horovod_sparse.core.pipeline import Pipeline, Wait
-from horovod_sparse.core.server import log_start
 from horovod_sparse.core.state import check_state, kept_shapes
 from horovod_sparse.core.statistics import NO_STATS, Stats
+from horovod_sparse.core.store import log_start
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.numpy.compiled import host_ops
@@ -153,7 +153,7 @@ class SparseAllreduce:
         for name in reversed(self._shapes):
             if name in self._dense:
                 wide = _wide(gradients[name].dtype)
-                clipped = self.pipeline.preparation.clipped(gradients[name].astype(wide), str(wide))
+                clipped = self.pipeline.intake.clipped(gradients[name].astype(wide), str(wide))
                 waits[name] = self._start(Collective("allreduce", clipped), self._lane)
             else:
                 bucket = self.pipeline.arrive(name, gradients[name], learning_rate)
@@ -254,7 +254,7 @@ class SparseAllreduce:
         parameters = [
             Parameter(name, g.shape, types[name], "cpu") for name, g in gradients.items() if name not in dense
         ]
-        pipeline.add_buckets(plan(parameters, compressor, self._world), gradients.__getitem__)
+        pipeline.add_buckets(layouts_of(parameters, compressor, self._world), gradients.__getitem__)
         layouts = [Layout.of([(name, g.shape)], types[name]) for name, g in gradients.items() if name in dense]
         pipeline.add_dense(layouts, gradients.__getitem__)
         lane = self._comm and self._comm.Dup()

@@ -195,8 +195,8 @@ def _is_shared(one: Any, variable: Variable, local: frozenset[Any]) -> bool:
     if _is_optimizer(one):
         # What an optimizer keeps of a local variable has no mark of its own. One whose updates are exchanged has seen the
         # gradients of its own rank.
-        server = getattr(getattr(_distributed(one), "compression", None), "server", None)
-        return not local and (server is None or server.updates is None)
+        store = getattr(getattr(_distributed(one), "compression", None), "store", None)
+        return not local and (store is None or store.updates is None)
     return bool(variable.trainable) and plain(variable).ref() not in local
 
 

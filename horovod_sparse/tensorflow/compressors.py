@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from horovod_sparse import compressors
 from horovod_sparse.core.binding import BoundCompressor
 from horovod_sparse.core.packing import packed_state, unpacked_state
-from horovod_sparse.core.server import Server
 from horovod_sparse.core.state import check_parts, empty_state
+from horovod_sparse.core.store import Store
 from horovod_sparse.numpy.compiled import host_ops
 
 Tensor = Any
@@ -41,10 +41,10 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "_pending"}
 
-    def bind(self, server: Server) -> None:
-        super().bind(server)
+    def bind(self, store: Store) -> None:
+        super().bind(store)
         if self._pending is not None:
-            server.load_compression_state(self._pending)
+            store.load_compression_state(self._pending)
             self._pending = None
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, None]:
@@ -73,10 +73,10 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
         return tf.where(chosen, tensor, tf.zeros_like(tensor)), None
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() if self._server is not None else copy.deepcopy(self._pending or empty_state())
+        return super().state_dict() if self._store is not None else copy.deepcopy(self._pending or empty_state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._server is not None:
+        if self._store is not None:
             super().load_state_dict(state)
         else:
             check_parts(state, self)

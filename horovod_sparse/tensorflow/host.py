@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.intake import Arrived
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.pipeline import Pipeline, Write
-from horovod_sparse.core.preparation import Arrived
 from horovod_sparse.core.step import Ending
 from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.protocols import Collective, Exchange, Reduced, Round
@@ -287,7 +287,7 @@ class HostPipeline(Pipeline):
         former, factor, ahead = self._rate or rate, *correction.of_step
         # It is stored in units of the gradient. A rate of 0 leaves the unit as it was.
         momentum = Momentum(factor * former / rate if rate else factor, ahead)
-        self.preparation.momentum = lambda name: momentum
+        self.intake.momentum = lambda name: momentum
         self._rate_before, self._rate = self._rate, rate or self._rate
 
     def _finish(self) -> None:
@@ -356,7 +356,7 @@ class HostPipeline(Pipeline):
         return write
 
     def _clip(self, dtype: str, *gradients: NDArray[Any]) -> NDArray[Any]:
-        return np.concatenate([self.preparation.clipped(gradient, dtype).reshape(-1) for gradient in gradients])
+        return np.concatenate([self.intake.clipped(gradient, dtype).reshape(-1) for gradient in gradients])
 
     def _finish_pack(self, pack: Pack, reduced: NDArray[Any]) -> NDArray[Any]:
         flat = np.array(reduced)

@@ -30,9 +30,9 @@ from horovod_sparse.core.agreement import (
     refuse_updates,
 )
 from horovod_sparse.core.binding import compresses
-from horovod_sparse.core.layout import Layout, Parameter, check_limits, plan
-from horovod_sparse.core.server import Server, log_start
+from horovod_sparse.core.layout import Layout, Parameter, check_limits, layouts_of
 from horovod_sparse.core.state import check_state, kept_shapes, merged, names_in, part_of
+from horovod_sparse.core.store import Store, log_start
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
@@ -71,7 +71,7 @@ def compressor_of(variable: Variable) -> TensorflowCompressor | None:
     return None if use is None else use.compressor()
 
 
-class Reducer(Server):
+class Reducer(Store):
     """Reduces lists of gradients. If `shared`, it serves one tape after the other, else one optimizer."""
 
     compressor: TensorflowCompressor
@@ -168,14 +168,14 @@ class Reducer(Server):
 
     def _reduce(
         self,
-        plan: int,
+        agreements: int,
         names: tuple[str, ...],
         frozen: frozenset[str],
         gradients: list[Any],
         rate: Tensor,
         scale: Tensor,
     ) -> list[Any]:
-        """Build the operations. They are traced again when a new `plan` has buckets for more variables."""
+        """Build the operations. They are traced again when new `agreements` give buckets for more variables."""
         if self.pipeline is None:
             # No variable has had a gradient yet.
             return gradients
@@ -246,7 +246,7 @@ class Reducer(Server):
         sparse = [name for name, gradient in new.items() if isinstance(gradient, tf.IndexedSlices)]
         try:
             self._check_lasting(variables)
-            planned, layouts = self._plan(new, sparse, self.reduction.group_numbers(variables, self.names))
+            planned, layouts = self._lay_out(new, sparse, self.reduction.group_numbers(variables, self.names))
             deferred = self._deferred_for([*planned, *layouts])
         except Exception as error:
             # Every kind of error is caught: a damaged state raises others than ValueError.
@@ -305,7 +305,7 @@ class Reducer(Server):
         kept = self.pipeline.state_dict()
         self._load(merged(kept, self.deferred), names_in(kept))
 
-    def _plan(
+    def _lay_out(
         self, new: Mapping[str, Any], sparse: Sequence[str], groups: Mapping[str, int]
     ) -> tuple[list[Layout], list[Layout]]:
         """Return the layouts of the buckets of new variables, and those of the variables that are reduced dense."""
@@ -324,7 +324,7 @@ class Reducer(Server):
                 layouts.append(Layout.of([(name, shape)], residual))
             else:
                 parameters.append(Parameter(name, shape, residual, "cpu", groups.get(name)))
-        planned = plan(parameters, self.compressor, self._process_set.size())
+        planned = layouts_of(parameters, self.compressor, self._process_set.size())
         check_limits(planned, self.compressor, self._process_set.size())
         return planned, layouts
 
@@ -387,7 +387,7 @@ class Reducer(Server):
             return "dense.0"
         return next((f"sparse.{number}.values" for number, name in enumerate(self.sparse) if name in names), None)
 
-    # --- statistics and state: see `Server` ---
+    # --- statistics and state: see `Store` ---
 
     def between_steps(self) -> HostPipeline | None:
         """Return the pipeline, with the memory that its variables have now. A step that has failed is given up."""
@@ -409,7 +409,7 @@ def reducer_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared
     One compressor serves one optimizer or, if `shared`, tapes that all reduce in the same way.
     """
     check_arguments(reduction.op, mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum, reduction.groups, compressor)
-    bound = compressor.server
+    bound = compressor.store
     if not (shared and isinstance(bound, Reducer) and bound.shared):
         compressor.check_free()
         refuse_detached(compressor, "TensorFlow")

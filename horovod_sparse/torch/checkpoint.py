@@ -89,9 +89,9 @@ def _loading(found: Loaded, objects: Mapping[str, Any]) -> Iterator[dict[str, An
                 f"{name} must have load_state_dict, got {type(one).__name__}; leave it out and find it in values"
             )
     for name, compressor in _compressors(objects).items():
-        if isinstance(compressor.server, Reducer):
+        if isinstance(compressor.store, Reducer):
             # The state of before a step that goes on would lack what is on its way.
-            compressor.server.give_up()
+            compressor.store.give_up()
         if name not in state["compression"]:
             raise ValueError(f"{name} was saved without a compressor, but has {compressor!r} now")
         state["compression"][name] = joined([part["compression"][name] for part in parts], zero=found.is_new)

@@ -45,8 +45,8 @@ class TorchCompressor(BoundCompressor, stock.Compressor):
         Raises:
             RuntimeError: the compressor serves no optimizer yet, or its first step is over.
         """
-        server: Any = self._bound()
-        server.scale_with(scaler)
+        store: Any = self._bound()
+        store.scale_with(scaler)
 
 
 class DGC(TorchCompressor, compressors.DGC): ...

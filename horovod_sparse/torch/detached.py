@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from horovod_sparse.torch.handover import Handed, first_changed, hand_over, without_sample
+from horovod_sparse.torch.unchanged import Handed, first_changed, hand_over, without_sample
 from horovod_sparse.torch.uncompiled import uncompiled
 
 _log = logging.getLogger("horovod_sparse")

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from horovod_sparse.core.agreement import check_optimizer, exchanges_updates
 from horovod_sparse.core.binding import refuse_class
 from horovod_sparse.torch.compressors import TorchCompressor
+from horovod_sparse.torch.ddp import DDPReducer, replace_step
 from horovod_sparse.torch.group import Group
-from horovod_sparse.torch.hooked import HookReducer, replace_step
 from horovod_sparse.torch.momentum import moved_momentum
 from horovod_sparse.torch.parameters import check_memory
 from horovod_sparse.torch.uncompiled import uncompiled
@@ -50,12 +50,12 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
     """
     _check_compression(state)
     _check_bucket(bucket)
-    server = state.server
-    if not isinstance(server, HookReducer):
+    store = state.store
+    if not isinstance(store, DDPReducer):
         state.check_free()
         _check_optimizer(state, None)
-        server = HookReducer(state, Group(None, bucket.buffer().device), {})
-    return server.reduce(bucket)
+        store = DDPReducer(state, Group(None, bucket.buffer().device), {})
+    return store.reduce(bucket)
 
 
 def register(
@@ -103,7 +103,7 @@ def register(
             "model must have no communication hook yet, and DistributedDataParallel takes only one; call register once for "
             "each model, or wrap the module in a new DistributedDataParallel to give it another compression"
         ) from error
-    reducer = HookReducer(compression, group, names, optimizer)
+    reducer = DDPReducer(compression, group, names, optimizer)
     reducer.finds_unused = model.find_unused_parameters and not model.static_graph
     if optimizer is None or not reducer.active:
         return

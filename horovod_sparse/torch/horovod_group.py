@@ -1,4 +1,4 @@
-"""Horovod's collectives of a process set, started in the same order on all ranks: a `grouped.Transport`."""
+"""Horovod's collectives of a process set, started in the same order on all ranks: a `transport.Transport`."""
 
 from __future__ import annotations
 

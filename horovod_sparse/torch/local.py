@@ -18,9 +18,9 @@ from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
 from horovod_sparse.torch.gradients import wide
 from horovod_sparse.torch.group import Group
-from horovod_sparse.torch.grouped import GroupReducer, Transport
 from horovod_sparse.torch.movement import Movement
 from horovod_sparse.torch.parameters import check_memory
+from horovod_sparse.torch.transport import GroupReducer, Transport
 from horovod_sparse.torch.uncompiled import uncompiled
 
 _made = itertools.count()

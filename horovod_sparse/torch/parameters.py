@@ -19,8 +19,8 @@ def description(
     found: dict[str, str | list[str]] = {
         "release": agreement.RELEASE,
         "compression": repr(compressor),
-        "updates": str(None if compressor.server is None else compressor.server.updates),
-        "undoes failed steps": str(compressor.server is not None and compressor.server.undoes),
+        "updates": str(None if compressor.store is None else compressor.store.updates),
+        "undoes failed steps": str(compressor.store is not None and compressor.store.undoes),
         "parameters": [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for parameter, name in named.items()],
     }
     if compressor.in_updates:

@@ -36,23 +36,23 @@ from horovod_sparse.core.agreement import (
 )
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.intake import Arrived
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.pipeline import Pipeline, Wait
-from horovod_sparse.core.preparation import Arrived
 from horovod_sparse.core.state import empty_state, holds_anything
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.torch.agreement import agree, gather
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
+from horovod_sparse.torch.elastic_jobs import align
 from horovod_sparse.torch.exchange import Collectives, empty_sparse
-from horovod_sparse.torch.following import align
 from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
-from horovod_sparse.torch.handover import first_changed, hand_over, without_sample
 from horovod_sparse.torch.momentum import moved_momentum
 from horovod_sparse.torch.movement import Updates
 from horovod_sparse.torch.routes import OptimizerRoutes, dense_message
-from horovod_sparse.torch.scaler import WITH_SCALER, ScaledServer
+from horovod_sparse.torch.scaler import WITH_SCALER, ScaledStore
 from horovod_sparse.torch.step import Step
+from horovod_sparse.torch.unchanged import first_changed, hand_over, without_sample
 from horovod_sparse.torch.uncompiled import uncompiled
 
 
@@ -61,7 +61,7 @@ def reducer_of(optimizer: Any) -> Reducer | None:
     return getattr(optimizer, "_sparse_reducer", None)
 
 
-class Reducer(ScaledServer):
+class Reducer(ScaledStore):
     """Reduces the gradients of one `hvd.DistributedOptimizer`, whose arguments the seam has checked."""
 
     _routes: OptimizerRoutes
@@ -208,7 +208,7 @@ class Reducer(ScaledServer):
             step.arrived[together.name] += 1
             if step.arrived[together.name] == len(together.parameters):
                 given = [gradient_of(member) for member in together.parameters]
-                message = dense_message(together, given, self.compressor, pipeline.preparation)
+                message = dense_message(together, given, self.compressor, pipeline.intake)
                 if parameter in step.handed and message is parameter.grad:
                     step.handed[parameter] = without_sample(step.handed[parameter])
                 wait = self._collectives.start("dense", message, self._name(together.name))
@@ -432,7 +432,7 @@ class Reducer(ScaledServer):
         )
         self.sparse = [self._routes.names[parameter] for parameter in self._routes.sparse]
 
-    # --- statistics and state: see `Server` ---
+    # --- statistics and state: see `Store` ---
 
     def state_dict(self) -> dict[str, Any]:
         self.end_interrupted()

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_sparse.core.layout import Layout, Parameter, plan
+from horovod_sparse.core.intake import Intake
+from horovod_sparse.core.layout import Layout, Parameter, layouts_of
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.core.preparation import Preparation
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.parameters import check_memory
@@ -71,7 +71,7 @@ class Routes:
                 self.sparse_as_dense.add(parameter)
             chosen = dense if self._compressor.leaves_dense(name, parameter.numel()) else compressed
             chosen[name] = parameter
-        layouts = plan(self._describe(compressed), self._compressor, pipeline.world)
+        layouts = layouts_of(self._describe(compressed), self._compressor, pipeline.world)
         pipeline.add_buckets(layouts, compressed.__getitem__)
         together = self._reduced_together(dense)
         pipeline.add_dense([one.layout for one in together], dense.__getitem__)
@@ -178,7 +178,7 @@ def wire_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def dense_message(
-    together: Dense, given: Sequence[Tensor | None], compressor: TorchCompressor, preparation: Preparation
+    together: Dense, given: Sequence[Tensor | None], compressor: TorchCompressor, intake: Intake
 ) -> Tensor:
     """Return the parameters' gradients, one after the other. A large one stays in its own memory if possible."""
     gradients: list[Tensor] = []
@@ -186,7 +186,7 @@ def dense_message(
         if gradient is None:
             gradient = torch.zeros_like(parameter)
         if compressor.clip is not None:
-            gradient = preparation.clipped(gradient, "float64" if gradient.dtype == torch.float64 else "float32")
+            gradient = intake.clipped(gradient, "float64" if gradient.dtype == torch.float64 else "float32")
         gradients.append(gradient)
     wire = wire_dtype(gradients[0])
     if together.layout.numel >= compressor.min_numel and len(gradients) == 1:

@@ -1,4 +1,4 @@
-"""A server of gradients, which a `GradScaler` may have scaled. Never imports Horovod."""
+"""A store of gradients, which a `GradScaler` may have scaled. Never imports Horovod."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.state import empty_state
 from horovod_sparse.torch.detached import Detached, Waiting
 from horovod_sparse.torch.momentum import is_sgd
-from horovod_sparse.torch.server import TensorServer
+from horovod_sparse.torch.store import TensorStore
 
 WITH_SCALER = (
     "With torch.amp.GradScaler, call compression.scale_with(scaler) before the first step, so that all ranks leave out the "
@@ -21,7 +21,7 @@ WITH_SCALER = (
 )
 
 
-class ScaledServer(TensorServer):
+class ScaledStore(TensorStore):
     """Keeps residuals without the loss scale."""
 
     scaler: torch.amp.GradScaler | None = None

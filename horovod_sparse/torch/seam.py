@@ -27,7 +27,7 @@ from horovod_sparse.core.agreement import check_arguments, check_optimizer, exch
 from horovod_sparse.core.binding import check_kind, refuse_join
 from horovod_sparse.core.stock import check_release, complete_global_set
 from horovod_sparse.torch.compressors import TorchCompressor
-from horovod_sparse.torch.following import SparseStateHandler
+from horovod_sparse.torch.elastic_jobs import SparseStateHandler
 from horovod_sparse.torch.parameters import check_memory
 from horovod_sparse.torch.reducer import Reducer, reducer_of
 

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.intake import Arrived
 from horovod_sparse.core.pipeline import Wait
-from horovod_sparse.core.preparation import Arrived
-from horovod_sparse.torch.handover import Handed
 from horovod_sparse.torch.routes import Dense
+from horovod_sparse.torch.unchanged import Handed
 
 _TOGETHER = 2**18
 """Bytes of gradients that are taken together; a processor's cache holds as many."""

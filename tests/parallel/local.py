@@ -10,7 +10,7 @@ import horovod.torch as hvd
 import numpy as np
 
 import horovod_sparse.torch as sparse
-from horovod_sparse.torch import grouped
+from horovod_sparse.torch import transport
 
 from . import local_laws
 from .common import everyone, raised, small_model, wrap
@@ -62,7 +62,7 @@ def an_exchange_that_raises_on_one_worker_raises_on_all_and_leaves_no_trace(exch
         move(local_laws.moves(step, hvd.rank()))
         move_calmly(local_laws.moves(step, hvd.rank()))
         if step == (0 if place == "first" else 2):
-            owner = grouped if place == "first" else local.compression.server.pipeline
+            owner = transport if place == "first" else local.compression.store.pipeline
             with _interrupt(owner, *PLACES[place]):
                 text = raised(KeyboardInterrupt if hvd.rank() == 1 else RuntimeError, local.synchronize)
             assert hvd.rank() == 1 or "worker 1 of its group has given up this exchange" in text, text
@@ -77,7 +77,7 @@ def a_worker_that_fails_when_the_others_are_done_is_noticed() -> None:
     _, move, local = local_laws.torch_maker(sparse)("TopK", {"ratio": 0.05}, every=100)
     local.synchronize()
     move(local_laws.moves(0, hvd.rank()))
-    with _interrupt(local.compression.server.pipeline, "end_step", 1):
+    with _interrupt(local.compression.store.pipeline, "end_step", 1):
         if hvd.rank() == 1:
             raised(KeyboardInterrupt, local.synchronize)
         else:

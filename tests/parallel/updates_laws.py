@@ -116,7 +116,7 @@ def replicas_are_identical(workers: Workers, name: str) -> None:
     model = small_model()
     compression = SIDCo(0.02)
     trained, optimizer = workers.wrap(model, getattr(torch.optim, name)(_groups(model)), compression)
-    assert compression.server.updates is not None
+    assert compression.store.updates is not None
     frozen = model[2]
     for step in range(8):
         frozen.requires_grad_(step not in (3, 4))

@@ -190,8 +190,8 @@ class DistributedApply:
             compression = self.compression
             self._moves_momentum = (
                 compression is not None
-                and compression.server is not None
-                and compression.server.active
+                and compression.store is not None
+                and compression.store.active
                 and move_momentum(compression, self._optimizer, grads, can_move=not self.local_variables)
             )
         if not self._checked or not tf.executing_eagerly():
@@ -219,8 +219,8 @@ class DistributedApply:
     def _reduce_and_apply(
         self, gradients: list[Any], variables: list[Variable], optimizer: Any, apply: Apply, passes: int = 1
     ) -> None:
-        server = None if self.compression is None else self.compression.server
-        if server is None or server.updates is None:
+        store = None if self.compression is None else self.compression.store
+        if store is None or store.updates is None:
             apply([_divide(one, passes) for one in self._reduced(gradients, variables, optimizer)], variables)
             return
         local = [plain(variable).ref() in self.local_variables for variable in variables]
@@ -271,7 +271,7 @@ def _settings_of(
 ) -> dict[str, str]:
     """Return the settings of an optimizer that must be equal on all ranks to keep replicas equal."""
     settings = {"backward_passes_per_step": str(passes), "average_aggregated_gradients": str(average_passes)}
-    settings["updates"] = str(compression.server is not None and compression.server.updates)
+    settings["updates"] = str(compression.store is not None and compression.store.updates)
     if compression.in_updates:
         inner = inner_of(optimizer)
         with tf.init_scope():

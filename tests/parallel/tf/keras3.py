@@ -415,9 +415,9 @@ def residuals_know_the_learning_rate_of_the_step() -> None:
     compression = TopK(0.01, lr_in_residual=True, warmup=None)
     model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(schedule), compression=compression))
     fit(model, [0])
-    preparation, seen = compression.server.pipeline.preparation, []
-    rate_of = preparation.rate
-    preparation.rate = lambda arrived: seen.append(rate_of(arrived)) or seen[-1]
+    intake, seen = compression.store.pipeline.intake, []
+    rate_of = intake.rate
+    intake.rate = lambda arrived: seen.append(rate_of(arrived)) or seen[-1]
     for step in range(1, 7):
         fit(model, [step])
         expected = 0.4 if step <= 2 else 0.2 if step <= 5 else 0.1

@@ -166,7 +166,7 @@ def groups_are_buckets(as_list: bool) -> None:
     function = graph_reducer(compression, weights, groups=groups)
     for step in range(3):
         function(tensors(gradients_of(step)))
-    buckets = [{slot.name for slot in bucket.layout.slots} for bucket in compression.server.pipeline.buckets]
+    buckets = [{slot.name for slot in bucket.layout.slots} for bucket in compression.store.pipeline.buckets]
     expected = [{"first", "third"}, {"second"}] if as_list else [{"first", "second"}, {"third"}]
     assert sorted(map(sorted, buckets)) == sorted(map(sorted, expected)), buckets
 
@@ -534,7 +534,7 @@ def what_is_not_needed_is_freed() -> None:
     function = graph_reducer(compression, weights)
     function(tensors(gradients_of(0)))
     reduce(compression, weights, gradients_of(1))
-    engine = weakref.ref(compression.server.pipeline)
+    engine = weakref.ref(compression.store.pipeline)
     assert engine() is not None
     del compression, function
     gc.collect()

@@ -1,6 +1,6 @@
 """Reduces gradients over a group of ranks, in one order on all of them. Never imports Horovod.
 
-Where gradients come from is left to others: DDP's hook (`hooked`) and local updates (`local`).
+Where gradients come from is left to others: DDP's hook (`ddp`) and local updates (`local`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from horovod_sparse.core.agreement import agree_on_states, check_steps, compare
 from horovod_sparse.core.binding import compresses
+from horovod_sparse.core.intake import Arrived
 from horovod_sparse.core.layout import Slot
 from horovod_sparse.core.pipeline import Pipeline, UnderWay, Wait
-from horovod_sparse.core.preparation import Arrived
 from horovod_sparse.core.state import empty_state
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.gradients import write_to
 from horovod_sparse.torch.parameters import check_real, description
 from horovod_sparse.torch.routes import Routes, dense_message
-from horovod_sparse.torch.server import TensorServer
 from horovod_sparse.torch.step import Step
+from horovod_sparse.torch.store import TensorStore
 
 
 class Transport(Protocol):
@@ -58,7 +58,7 @@ class GroupStep(Step):
     """Waits for the numbers of the step that the ranks are in; None if they are known, or do not matter."""
 
 
-class GroupReducer(TensorServer):
+class GroupReducer(TensorStore):
     """Reduces the gradients of some parameters.
 
     Args:
@@ -139,7 +139,7 @@ class GroupReducer(TensorServer):
             step.arrived[together.name] += 1
             if step.arrived[together.name] == len(together.parameters):
                 gradients = [step.gradients[member] for member in together.parameters]
-                message = dense_message(together, gradients, self.compressor, pipeline.preparation)
+                message = dense_message(together, gradients, self.compressor, pipeline.intake)
                 step.dense.append((together, message, self._transport.start(Collective("allreduce", message))))
 
     def _check_step(self) -> None:

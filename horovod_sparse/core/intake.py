@@ -21,7 +21,7 @@ class Arrived(NamedTuple):
     """Learning rate of the step, for `lr_in_residual`."""
 
 
-class Preparation:
+class Intake:
     """Prepares the gradients of one optimizer."""
 
     def __init__(self, ops: Ops, compressor: Compressor, world: int, *, averages: bool) -> None:

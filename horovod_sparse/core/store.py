@@ -24,7 +24,7 @@ def log_start(pipeline: Pipeline, kernels: str, updates: object = None) -> None:
         _log.info("%s %s: %s, kernels %s", type(pipeline.compressor).__name__, what, pipeline.describe(), kernels)
 
 
-class Server:
+class Store:
     """The base of the reducers that adapters bind to compressors; the methods are those of `BoundCompressor`.
 
     A state can be loaded before its parameters have buckets. Then it is deferred: kept until they have.

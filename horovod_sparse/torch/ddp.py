@@ -23,9 +23,9 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from horovod_sparse.core.agreement import warn_unseen
-from horovod_sparse.torch.grouped import GroupReducer
 from horovod_sparse.torch.movement import Updates
-from horovod_sparse.torch.scaler import ScaledServer
+from horovod_sparse.torch.scaler import ScaledStore
+from horovod_sparse.torch.transport import GroupReducer
 
 Future = torch.futures.Future
 _NO_BACKWARD = -1
@@ -46,7 +46,7 @@ def replace_step(optimizer: torch.optim.Optimizer, around: Callable[[Callable[..
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
-class HookReducer(ScaledServer, GroupReducer):
+class DDPReducer(ScaledStore, GroupReducer):
     """Reduces the gradients of one model. `GroupReducer` has its arguments."""
 
     updates: Updates | None = None

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from horovod_sparse import kernels
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.core.server import Server, log_start
 from horovod_sparse.core.state import check_state, holds_anything, kept_shapes
+from horovod_sparse.core.store import Store, log_start
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.device import on_gpu
@@ -18,7 +18,7 @@ from horovod_sparse.torch.momentum import MovedMomentum
 from horovod_sparse.torch.routes import Routes
 
 
-class TensorServer(Server):
+class TensorStore(Store):
     """Serves the parameters that have routes, from the step on in which the ranks have agreed on them."""
 
     compressor: TorchCompressor
@@ -50,7 +50,7 @@ class TensorServer(Server):
             groups = compressor.exchange.hosts(place["world"], gather)
             pipeline = Pipeline(tensor_ops(), compressor, **place, groups=groups, device_selector=on_gpu)
             if self.momentum is not None:
-                pipeline.preparation.momentum = self.momentum.of
+                pipeline.intake.momentum = self.momentum.of
         self._routes.extend(new, sparse, pipeline)
         is_first, self.pipeline = self.pipeline is None, pipeline
         if self.deferred is not None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_sparse.torch import handover
-from horovod_sparse.torch.handover import first_changed, hand_over
+from horovod_sparse.torch import unchanged
+from horovod_sparse.torch.unchanged import first_changed, hand_over
 
 SHAPE = (4, 30, 5, 7)
 
@@ -67,7 +67,7 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient._values() if gradient.is_sparse else gradient
 
 
-def _handed(gradient: Tensor | None) -> tuple[Tensor, dict[Tensor, handover.Handed]]:
+def _handed(gradient: Tensor | None) -> tuple[Tensor, dict[Tensor, unchanged.Handed]]:
     like = torch.zeros(1) if gradient is None else gradient
     parameter = torch.zeros(like.shape, dtype=like.dtype)
     parameter.grad = gradient
@@ -78,7 +78,7 @@ def _handed(gradient: Tensor | None) -> tuple[Tensor, dict[Tensor, handover.Hand
 def _place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on the CPU, and as on another device, where the host must not wait."""
     if request.param == "device":
-        monkeypatch.setattr(handover, "_on_host", lambda flat: False)
+        monkeypatch.setattr(unchanged, "_on_host", lambda flat: False)
 
 
 @pytest.mark.usefixtures("_place")
@@ -98,7 +98,7 @@ def test_every_change_is_noticed(kind: str, change: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in GRADIENTS if "entry" not in kind])
 def test_a_change_is_noticed_on_a_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "_on_host", lambda flat: False)
+    monkeypatch.setattr(unchanged, "_on_host", lambda flat: False)
     parameter, handed = _handed(GRADIENTS[kind]())
     _, others = _handed(_gradient())
     assert parameter.grad is not None

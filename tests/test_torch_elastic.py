@@ -13,10 +13,10 @@ pytest.importorskip("horovod.torch", reason="Horovod was built without PyTorch",
 
 import torch
 
-from horovod_sparse.core.layout import Parameter, plan
+from horovod_sparse.core.layout import Parameter, layouts_of
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.torch import DGC, following
-from horovod_sparse.torch.following import align
+from horovod_sparse.torch import DGC, elastic_jobs
+from horovod_sparse.torch.elastic_jobs import align
 from horovod_sparse.torch.ops import TorchOps
 
 SHAPES = {"weight": (40, 30), "bias": (30,)}
@@ -33,8 +33,8 @@ class Workers:
         collectives = SimpleNamespace(
             rank=lambda: self.rank, global_process_set=None, broadcast=lambda array, root, name: self.velocity
         )
-        monkeypatch.setattr(following, "mpi_ops", collectives)
-        monkeypatch.setattr(following, "gather_json", self.gather)
+        monkeypatch.setattr(elastic_jobs, "mpi_ops", collectives)
+        monkeypatch.setattr(elastic_jobs, "gather_json", self.gather)
 
     def gather(self, value: object, name: str, process_set: object) -> list[Any]:
         self.sent = value
@@ -54,8 +54,8 @@ def _pipeline(compressor: Any, world: int, position: int) -> Pipeline:
     def like(name: str) -> Any:
         return torch.zeros(0)
 
-    pipeline.add_buckets(plan([one for one in parameters if one not in small], compressor), like)
-    pipeline.add_dense([layout for one in small for layout in plan([one], compressor)], like)
+    pipeline.add_buckets(layouts_of([one for one in parameters if one not in small], compressor), like)
+    pipeline.add_dense([layout for one in small for layout in layouts_of([one], compressor)], like)
     return pipeline
 
 
