@@ -247,7 +247,7 @@ def never_waits(device: Device, make: Callable[[float], Compressor]) -> None:
         device.raise_where_it_waits(step == warm)
         for name, gradient in gradients.items():
             pipeline.arrive(name, gradient)
-        own = pipeline.begin(bucket).message
+        own = bucket.begin().message
         device.raise_where_it_waits(False)
         pipeline.advance(bucket, own, 1.0, lambda slots, reduced: None)
         assert bucket.outcome.sent > 0

@@ -95,7 +95,7 @@ class Worker:
         self._before = replace(self._bucket.state)
         begun = time.perf_counter()
         self._pipeline.arrive("p", gradient)
-        request: Collective | None = self._pipeline.begin(self._bucket)
+        request: Collective | None = self._bucket.begin()
         compress, last = time.perf_counter() - begun, 0.0
         while request is not None:
             answer = self._answer(request)

@@ -2,7 +2,7 @@
 
     python docs/source_blocks.py
 
-A line such as `<!-- source: horovod_sparse/core/pipeline.py:Pipeline.begin -->` names what the Python block below it shows.
+A line such as `<!-- source: horovod_sparse/exchange/pairs.py:Pairs.collectives -->` names what the Python block below it shows.
 To show another function, change that line and run the script. A test fails if a block differs from the source.
 """
 

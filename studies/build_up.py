@@ -134,7 +134,7 @@ class Training:
         entries: list[Tensor] = []
         buckets = [pipeline.buckets[0] for pipeline in self.pipelines]
         following: list[Collective | None] = [
-            pipeline.begin(bucket) for pipeline, bucket in zip(self.pipelines, buckets, strict=True)
+            bucket.begin() for pipeline, bucket in zip(self.pipelines, buckets, strict=True)
         ]
         selected = [] if not isinstance(self.compressor, MiCRO) else [_used(one) for one in following if one]
         while following[0] is not None:

@@ -96,7 +96,7 @@ class Group:
         pipeline = self.pipelines[number]
         started = time.process_time()
         pipeline.arrive("p", gradient)
-        sent = pipeline.begin(pipeline.buckets[0])
+        sent = pipeline.buckets[0].begin()
         self._count(number, started)
         return sent
 

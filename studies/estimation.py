@@ -113,7 +113,7 @@ def exchange(pipelines: Sequence[Pipeline]) -> list[Tensor]:
 
         return write
 
-    following: list[Collective | None] = [pipeline.begin(pipeline.buckets[0]) for pipeline in pipelines]
+    following: list[Collective | None] = [pipeline.buckets[0].begin() for pipeline in pipelines]
     while following[0] is not None:
         results = collective([one for one in following if one is not None])
         following = [

@@ -98,7 +98,7 @@ def exchange(
 
         return write
 
-    following = [pipeline.begin(bucket) for pipeline, bucket in zip(pipelines, buckets, strict=True)]
+    following = [bucket.begin() for pipeline, bucket in zip(pipelines, buckets, strict=True)]
     while following[0] is not None:
         answers = collective(backend, following)
         following = [

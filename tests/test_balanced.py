@@ -71,7 +71,7 @@ def assert_giving_up_restores(pipelines: Sequence[Pipeline], rng: np.random.Gene
         states = [one.state_dict()["adaptive"] for one in pipelines]
         arrive(ORACLE, pipelines, gradients)
         buckets = [one.buckets[0] for one in pipelines]
-        following = [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)]
+        following = [bucket.begin() for bucket in buckets]
         for _ in range(until - 1):
             answers = collective(ORACLE, following)
             following = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
@@ -241,7 +241,7 @@ def test_the_bytes_of_both_messages(backend: Backend) -> None:
     gradients[1][[35 + 47, 35 + 61]] = 4.0, 8.0
     arrive(backend, pipelines, gradients)
     buckets = [one.buckets[0] for one in pipelines]
-    first = [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)]
+    first = [bucket.begin() for bucket in buckets]
     assert [one.kind for one in first] == ["alltoall"] * 2
     # k = 2, of which one is selected from the other's region. There is room for 3 entries for each region.
     empty = [-1, 0]
@@ -280,7 +280,7 @@ def test_a_damaged_part_is_an_error_on_all_ranks(backend: Backend, flaw: str) ->
     pipelines = pipelines_of(backend, 2, compressors.TopK(0.1, warmup=None, **SETTINGS))
     arrive(backend, pipelines, dyadic(np.random.default_rng(4), 2))
     buckets = [one.buckets[0] for one in pipelines]
-    answers = collective(backend, [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)])
+    answers = collective(backend, [bucket.begin() for bucket in buckets])
     # A worker sends nothing to itself here: the first half of what worker 0 has received is empty.
     answers[0][len(answers[0]) // 2 + row, 0] = index
     answers = collective(backend, [bucket.advance(one) for bucket, one in zip(buckets, answers, strict=True)])
@@ -295,7 +295,7 @@ def test_ranks_at_different_steps_of_a_schedule_all_raise() -> None:
     pipelines = [pipelines_of(ORACLE, 3, compressor)[rank] for rank, compressor in enumerate(made)]
     arrive(ORACLE, pipelines, dyadic(np.random.default_rng(4), 3))
     buckets = [one.buckets[0] for one in pipelines]
-    parts = [np.split(one.begin(bucket).message, 3) for one, bucket in zip(pipelines, buckets, strict=True)]
+    parts = [np.split(bucket.begin().message, 3) for bucket in buckets]
     received = [np.concatenate(mine) for mine in zip(*parts, strict=True)]
     assert len(received[1]) == 3 * len(parts[1][0])
     gathered = np.concatenate([bucket.advance(one).message for bucket, one in zip(buckets, received, strict=True)])
@@ -319,7 +319,7 @@ def test_a_value_that_is_not_a_number_is_not_kept() -> None:
     gradients = dyadic(np.random.default_rng(4), 2)
     arrive(ORACLE, pipelines, gradients)
     buckets = [one.buckets[0] for one in pipelines]
-    answers = collective(ORACLE, [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)])
+    answers = collective(ORACLE, [bucket.begin() for bucket in buckets])
     assert answers[0][-1, 0] == wire.PADDING and answers[0].reshape(2, -1, 2)[1, 0, 0] >= 0
     answers[0].reshape(2, -1, 2)[1, 0, 1] = np.float32(np.nan).view(np.int32)
     answers = collective(ORACLE, [bucket.advance(one) for bucket, one in zip(buckets, answers, strict=True)])

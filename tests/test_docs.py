@@ -115,6 +115,11 @@ def test_functions_that_are_shown_are_those_of_the_source(page: Path) -> None:
     assert source_blocks.updated(text) == text, "run: python docs/source_blocks.py"
 
 
+def test_the_calls_that_are_listed_are_those_of_a_step() -> None:
+    done = python(str(ROOT / "docs" / "calls.py"), "--check", limit=300, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, f"run: python docs/calls.py\n{done.stderr}"
+
+
 QUOTE = re.compile(r"^> `(\w+): (.*)`$", re.MULTILINE)
 QUOTED = QUOTE.findall((ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"))
 """(kind, text) of every message on the page; "..." stands for what changes."""

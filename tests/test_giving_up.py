@@ -72,7 +72,7 @@ def begin_and_stop(
     for buckets in together[: reached - 1] if reached < 3 else together:
         exchange(backend, pipelines, buckets)
     if reached < 3:
-        collective(backend, [p.begin(b) for p, b in zip(pipelines, together[reached - 1], strict=True)])
+        collective(backend, [bucket.begin() for bucket in together[reached - 1]])
 
 
 @pytest.mark.parametrize("reached", range(4))

@@ -172,7 +172,7 @@ def test_ranks_at_different_steps_of_a_schedule_all_raise() -> None:
     pipelines = [pipelines_of(ORACLE, "aabb", compressor)[rank] for rank, compressor in enumerate(made)]
     arrive(ORACLE, pipelines, dyadic(np.random.default_rng(4), 4))
     buckets = [one.buckets[0] for one in pipelines]
-    answers = collective(ORACLE, [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)])
+    answers = collective(ORACLE, [bucket.begin() for bucket in buckets])
     shards = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
     for first in (0, 1):
         peers = [shards[first], shards[first + 2]]
@@ -220,7 +220,7 @@ DAMAGE: dict[str, tuple[int, list[int], Any, str]] = {
 def step_with(backend: Backend, pipelines: list[Pipeline], damage: tuple[int, list[int], Any]) -> list[str]:
     """The errors of all ranks in a step in which some of them receive something else; "" where there is none."""
     buckets, errors = [one.buckets[0] for one in pipelines], []
-    following = [one.begin(bucket) for one, bucket in zip(pipelines, buckets, strict=True)]
+    following = [bucket.begin() for bucket in buckets]
     for number in range(4):
         answers = collective(backend, following)
         for rank in damage[1] if number == damage[0] else ():

@@ -281,7 +281,7 @@ def test_a_gradient_arrives_once_per_step(backend: Backend) -> None:
         bucket = pipeline.arrive("head", None)
         assert bucket is not None
         arrives_twice()
-        message = pipeline.begin(bucket).message
+        message = bucket.begin().message
         arrives_twice()
         pipeline.advance(bucket, message, 1.0, lambda slots, reduced: None)
         arrives_twice()
@@ -331,9 +331,9 @@ def test_a_sum_that_its_type_cannot_hold_fails_the_step(dtype: torch.dtype, has_
     assert bucket is not None
 
     def write(slots: Any, reduced: Any) -> list[str]:
-        return write_reduced(slots, [parameters[slot.name] for slot in slots], reduced, ())
+        return write_reduced(slots, reduced, parameters=parameters, as_sparse=())
 
-    assert pipeline.advance(bucket, pipeline.begin(bucket).message, 1.0, write) is None
+    assert pipeline.advance(bucket, bucket.begin().message, 1.0, write) is None
     before = pipeline.residuals.view("q").clone()
     if dtype != torch.float16:
         pipeline.end_step()

@@ -118,7 +118,7 @@ def test_the_library_sends_what_the_model_says(method: Method, world: int) -> No
     ]
     for pipeline in pipelines:
         pipeline.arrive("p", np.random.default_rng(0).laplace(size=100_000).astype(np.float32))
-    following = [pipeline.begin(pipeline.buckets[0]) for pipeline in pipelines]
+    following = [pipeline.buckets[0].begin() for pipeline in pipelines]
     sent = []
     while following[0] is not None:
         message = following[0].message

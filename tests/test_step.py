@@ -240,7 +240,7 @@ def test_giving_up_may_be_interrupted_at_any_line(name: str) -> None:
         for parameter, gradient in worker.gradients().items():
             bucket = None if parameter == DENSE else worker.pipeline.arrive(parameter, gradient, worker.rate)
             if bucket is not None:
-                worker.pipeline.begin(bucket)
+                bucket.begin()
         return worker
 
     moments = {until: held(Worker(case, backend, until).pipeline) for until in ("before", "whole")}
@@ -261,7 +261,7 @@ def test_a_step_that_fails_leaves_no_trace_though_its_end_was_interrupted() -> N
         for parameter, shape in SHAPES.items():
             bucket = None if parameter == DENSE else pipeline.arrive(parameter, np.ones(shape, np.float32))
             if bucket is not None:
-                pipeline.advance(bucket, pipeline.begin(bucket).message, 1.0, lambda slots, reduced: None)
+                pipeline.advance(bucket, bucket.begin().message, 1.0, lambda slots, reduced: None)
         pipeline.note_not_finite(DENSE)
         return pipeline
 

@@ -136,7 +136,7 @@ class Oracle:
         for number, bucket in enumerate(pipeline.buckets):
             arrived = [Arrived(name, gradients.get(name)) for name in bucket.slots]
             pipeline.arrive_together(bucket, arrived)
-            message = pipeline.begin(bucket).message.copy()
+            message = bucket.begin().message.copy()
             sent.append(message)
             elsewhere = others[number] if others else message[:0]
             before = len(message) * self.position
@@ -447,7 +447,7 @@ def test_a_state_that_is_read_after_a_step_that_raised_lacks_nothing() -> None:
     for name, gradient in given.items():
         bucket = pipeline.arrive(name, gradient)
         if bucket is not None:
-            pipeline.begin(bucket)
+            bucket.begin()
     # What a step raises between its collectives leaves it so.
     read = Reducer.between_steps(SimpleNamespace(pipeline=pipeline))  # type: ignore[arg-type]
     assert read is not None

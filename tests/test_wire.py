@@ -62,7 +62,7 @@ def test_not_finite_bytes(backend: Backend) -> None:
     pipeline.start_step()
     bucket = pipeline.arrive("p", backend.array(np.array([1.0, np.nan, 2.0, 3.0], np.float32)))
     assert bucket is not None
-    message = pipeline.begin(bucket).message
+    message = bucket.begin().message
     assert backend.numpy(message).tobytes() == bytes.fromhex("feffffff 00000000 ffffffff 00000000")
     assert backend.ops.rows_in_use(message, 1, 100) == [wire.NOT_FINITE]
     assert [part.shape[0] for part in backend.ops.unpack(message, 0)] == [0, 0]
@@ -164,7 +164,7 @@ def test_compact_not_finite_bytes(backend: Backend) -> None:
     pipeline.start_step()
     bucket = pipeline.arrive("p", backend.array(np.array([1.0, np.nan, 2.0, 3.0], np.float32)))
     assert bucket is not None
-    message = pipeline.begin(bucket).message
+    message = bucket.begin().message
     assert backend.numpy(message).tobytes() == bytes.fromhex("feffffff 00000000 00000000")
     reduced = []
     assert pipeline.advance(bucket, message, 1.0, lambda slots, one: reduced.append(one)) is None

@@ -200,7 +200,7 @@ class World:
                 self.exchange(bucket)
             elif begun:
                 ready = [(one, one.buckets[bucket]) for one, done in zip(self.pipelines, complete, strict=True) if done]
-                requests = [pipeline.begin(one) for pipeline, one in ready]
+                requests = [one.begin() for _, one in ready]
                 assert not requests or collective(self.case.backend, requests)
         return reached
 

@@ -25,7 +25,6 @@ from horovod_sparse.compressors.checks import (
     check_momentum,
     check_patterns,
     check_ratio,
-    check_selection,
     check_slack,
     check_warmup,
 )
@@ -252,12 +251,6 @@ class Compressor(ABC):
         `x` is flat, finite and not empty. 1 <= k <= capacity <= len(x); where `message_capacity` divides the entries among
         the workers, this holds for all workers together. `state` is this bucket's own.
         """
-
-    def choose(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
-        """Return what `select` returns. Raise TypeError or ValueError if that is no selection from `x`."""
-        selection = self.select(ops, x, k, capacity, state)
-        check_selection(type(self).__name__, selection, x, capacity)
-        return selection
 
     @property
     def holds_back(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.checks import check_selection
 from horovod_sparse.core.agreement import is_elastic
 from horovod_sparse.core.state import check_parts
 from horovod_sparse.core.statistics import Stats
@@ -65,7 +66,10 @@ class BoundCompressor(Compressor):
         # Random choices differ from call to call.
         state.step = self._calls
         self._calls += 1
-        return self.choose(ops, x, k, self.message_capacity(len(x), k, 1), state).indices
+        capacity = self.message_capacity(len(x), k, 1)
+        selection = self.select(ops, x, k, capacity, state)
+        check_selection(type(self).__name__, selection, x, capacity)
+        return selection.indices
 
     def warn_dense(self) -> None:
         """Warn that Horovod allreduces what `compress` returns. Python shows a warning once per place, so it appears once."""

@@ -9,14 +9,14 @@ import numpy as np
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
 from horovod_sparse.core.layout import Layout, Slot
-from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector, SlotGradient
+from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector
 from horovod_sparse.core.statistics import Counts, Tally
 from horovod_sparse.core.step import Before, Ending
 from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.grid import Grid
 from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Exchanging, Kind, Round, Run, Sent
 from horovod_sparse.exchange.received import rows_of
-from horovod_sparse.ops.protocol import Array, Momentum, Ops, Selection
+from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 _DENSE = Dense()
 _LASTING, _FEW_STEPS = 100, 5
@@ -147,17 +147,14 @@ class Bucket:
         mine, usual = (self.rounds_of(one)[0].kind for one in (self.exchange, self.compressor.exchange))
         return usual if usual != mine else None
 
-    def accumulate(self, gradients: Sequence[SlotGradient], momentum: Momentum | None, rate: float) -> None:
-        self.selector.accumulate(gradients, self.state, self.k, momentum, rate)
-
     def forget(self) -> None:
         """Forget what was seen of the buffer, because it no longer applies."""
         self._host.forget()
         if self.device is not None:
             self.device.forget()
 
-    def begin_exchange(self) -> Collective:
-        """Begin the exchange of a bucket that is complete: select, and return the first collective."""
+    def begin(self) -> Collective:
+        """Select from a complete bucket; return its exchange's first collective. What is not selected stays in the residual."""
         # Not earlier: on other ranks the parameters may have arrived in another order.
         self.state.know_rate(max(self.rates.values()))
         self.target = self.numel if self._in_dense_steps else self.k

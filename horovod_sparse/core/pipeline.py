@@ -202,7 +202,7 @@ class Pipeline:
                 gradient = self.intake.prepared(gradient, bucket.layout.residual_dtype)
             gradients[momentum, rate].append((slot, gradient))
         for (momentum, rate), some in gradients.items():
-            bucket.accumulate(some, momentum, rate)
+            bucket.selector.accumulate(some, bucket.state, bucket.k, momentum, rate)
         return None if bucket.missing else bucket
 
     def _accelerate(self, bucket: Bucket, name: str, gradient: Array | None, momentum: Momentum) -> None:
@@ -224,10 +224,6 @@ class Pipeline:
         if self._step is None:
             self._step = Step()
         return self._step
-
-    def begin(self, bucket: Bucket) -> Collective:
-        """Select from a complete bucket; return its exchange's first collective. What is not selected stays in the residual."""
-        return bucket.begin_exchange()
 
     def advance(self, bucket: Bucket, result: Array, divisor: float, write: Write) -> Collective | None:
         """Continue with the result of a bucket's collective. Return the next collective, or None at the end.

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from horovod_sparse.compressors.base import BucketState, Compressor
+from horovod_sparse.compressors.checks import check_selection
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.exchange import wire
 from horovod_sparse.ops.protocol import Array, Hints, Momentum, Moving, Ops, Part, Selection
@@ -122,7 +123,8 @@ class HostSelector:
 
     def select(self, x: Array, state: BucketState, k: int, capacity: int) -> Selection:
         """Return what the compressor selects from `x`, which is the residual or a part of a sum."""
-        selection = self._compressor.choose(self._tracked, x, k, capacity, state)
+        selection = self._compressor.select(self._tracked, x, k, capacity, state)
+        check_selection(type(self._compressor).__name__, selection, x, capacity)
         self._tracked.forget()
         return selection
 

@@ -280,16 +280,13 @@ class Reduced:
         for part in parts:
             together[self.divisor_at(part[0])].append(part)
         for divisor, some in together.items():
-            self._write(some, divisor)
-
-    def _write(self, parts: Sequence[Part], divisor: float) -> None:
-        if self._messages is not None:
-            self._ops.assembler(*self._messages, divisor)(parts)
-            return
-        for first, target in parts:
-            if self._sum is None:
-                target[:] = math.nan
-            else:
-                self._ops.assign(target, self._sum[first : first + len(target)])
-                if divisor != 1.0:
-                    target /= divisor
+            if self._messages is not None:
+                self._ops.assembler(*self._messages, divisor)(some)
+                continue
+            for first, target in some:
+                if self._sum is None:
+                    target[:] = math.nan
+                else:
+                    self._ops.assign(target, self._sum[first : first + len(target)])
+                    if divisor != 1.0:
+                        target /= divisor

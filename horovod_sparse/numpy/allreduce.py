@@ -158,7 +158,7 @@ class SparseAllreduce:
             else:
                 bucket = self.pipeline.arrive(name, gradients[name], learning_rate)
                 if bucket is not None:
-                    under_way.append((bucket, self._start(self.pipeline.begin(bucket), self._lane)))
+                    under_way.append((bucket, self._start(bucket.begin(), self._lane)))
         self._finish(under_way, reduced)
         for name, wait in waits.items():
             mean = wait() / self.pipeline.divisor

@@ -313,7 +313,7 @@ class HostPipeline(Pipeline):
         self.arrive_together(
             bucket, [Arrived(slot.name, gradients.get(slot.name), learning_rate) for slot in bucket.layout.slots]
         )
-        return self._next(bucket, self.begin(bucket))
+        return self._next(bucket, bucket.begin())
 
     def _next(self, bucket: Bucket, collective: Collective) -> NDArray[Any]:
         """Return the message of a bucket's next collective."""

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,7 @@ Horovod raises on all ranks if one of them is in a step."""
 class _Started:
     kind: Kind
     message: Tensor
-    wait: Callable[[], Tensor] | None
+    wait: Callable[[], Any] | None
     """Waits for the result; None once it has been waited for."""
     handle: int | None
     """Horovod's; None for sparse gradients, which have two."""
@@ -54,6 +55,8 @@ class Collectives:
         self._op = op
         self._predivide = predivide
         self._process_set = process_set
+        self.prefix = f"horovod_sparse.{process_set.process_set_id}."
+        """Begins the names of the collectives, as Horovod knows them."""
         self._started: dict[str, _Started] = {}
         """The collectives that were started in this step, by name."""
         self._kinds: dict[str, Kind] = {}
@@ -67,12 +70,31 @@ class Collectives:
         self.told = False
         """True if another rank has said that it gave up a step, and waits for this rank."""
 
-    def start(self, kind: Kind, message: Tensor, name: str, to: Sequence[int] | None = None) -> Callable[[], Tensor]:
+    def start(
+        self, kind: Kind, message: Tensor, name: str, to: Sequence[int] | None = None, bucket: Bucket | None = None
+    ) -> Callable[[], Tensor]:
         """Start a collective and return a function that waits for its result. Allreduces of dense messages are in place.
 
-        `to` is that of `protocols.Collective`. The function raises RuntimeError if another rank has given up the step.
+        `to` is that of `protocols.Collective`, and `bucket` what is exchanged, if it is one. The function raises RuntimeError
+        if another rank has given up the step, or is in another step of the bucket.
         """
-        wait, handle = self._begin(kind, message, name, to)
+        mine, full = self._process_set, f"{self.prefix}{name}"
+        handle = None
+        if kind == "sparse":
+            wait = mpi_ops.sparse_allreduce_async(message, full, self._op, mine)
+        elif kind == "allgather":
+            handle = mpi_ops.allgather_async(message, name=full, process_set=mine)
+        elif kind == "alltoall":
+            handle = mpi_ops.alltoall_async(
+                message, None if to is None else torch.tensor(to, dtype=torch.int32), full, mine
+            )
+        elif kind == "allreduce" or message.dtype == getattr(torch, _GIVEN_UP):
+            handle = mpi_ops.allreduce_async_(message, name=full, op=mpi_ops.Sum, process_set=mine)
+        else:
+            scales = {"prescale_factor": 1.0 / self._predivide, "postscale_factor": self._predivide}
+            handle = mpi_ops.allreduce_async_(message, name=full, op=self._op, process_set=mine, **scales)
+        if handle is not None:
+            wait = partial(mpi_ops.synchronize, handle)
         started = self._started[name] = _Started(kind, message, wait, handle)
         self._kinds[name] = kind
         self._starts[name] += 1
@@ -80,7 +102,7 @@ class Collectives:
         def result() -> Tensor:
             started.wait = None
             try:
-                return wait()
+                reduced: Any = wait()
             except HorovodInternalError as error:
                 if _GIVEN_UP in str(error):
                     self.told = True
@@ -88,31 +110,16 @@ class Collectives:
                         f"rank {mpi_ops.rank()}: another rank has given up a step after an exception, so this rank gives up "
                         "its own; see what the other rank reports. All ranks may go on with the next step"
                     ) from error
+                if bucket is not None and "Mismatched" in str(error):
+                    raise disagreement(bucket) from error
                 raise
+            # The second result of an alltoall is how much came from each rank.
+            received: Tensor = reduced[0] if kind == "alltoall" else reduced
+            return received
 
         return result
 
-    def _begin(
-        self, kind: Kind, message: Tensor, name: str, to: Sequence[int] | None
-    ) -> tuple[Callable[[], Tensor], int | None]:
-        mine = self._process_set
-        if kind == "sparse":
-            return mpi_ops.sparse_allreduce_async(message, name, self._op, mine), None
-        if kind == "allgather":
-            handle = mpi_ops.allgather_async(message, name=name, process_set=mine)
-        elif kind == "alltoall":
-            splits = None if to is None else torch.tensor(to, dtype=torch.int32)
-            handle = mpi_ops.alltoall_async(message, splits, name, mine)
-            # The second result is how much came from each rank.
-            return lambda: mpi_ops.synchronize(handle)[0], handle
-        elif kind == "allreduce" or message.dtype == getattr(torch, _GIVEN_UP):
-            handle = mpi_ops.allreduce_async_(message, name=name, op=mpi_ops.Sum, process_set=mine)
-        else:
-            scales = {"prescale_factor": 1.0 / self._predivide, "postscale_factor": self._predivide}
-            handle = mpi_ops.allreduce_async_(message, name=name, op=self._op, process_set=mine, **scales)
-        return lambda: mpi_ops.synchronize(handle), handle
-
-    def start_round(self, bucket: Bucket, collective: Collective, name: Callable[[str], str]) -> Wait:
+    def start_round(self, bucket: Bucket, collective: Collective) -> Wait:
         """Start a bucket's next collective and return a function that waits for its result.
 
         If ranks in other steps would begin with another collective, one of that kind and name goes first. Its type tells what
@@ -120,22 +127,13 @@ class Collectives:
         would wait for each other: Horovod compares what has the same name, and the name of an allreduce is never that of an
         allgather.
         """
-        begun: list[Wait] = []
-        if bucket.stands_in is not None:
-            marker = collective.message.new_zeros(bucket.world, dtype=torch.uint8)
-            begun.append(self.start(bucket.stands_in, marker, name(f"{bucket.name}.{bucket.rounds}")))
-        number = bucket.rounds + len(begun)
-        begun.append(self.start(collective.kind, collective.message, name(f"{bucket.name}.{number}"), collective.to))
-
-        def result() -> Any:
-            try:
-                return [wait() for wait in begun][-1]
-            except HorovodInternalError as error:
-                if "Mismatched" in str(error):
-                    raise disagreement(bucket) from error
-                raise
-
-        return result
+        kind, message, to, *_ = collective
+        if bucket.stands_in is None:
+            return self.start(kind, message, f"{bucket.name}.{bucket.rounds}", to, bucket)
+        marker = message.new_zeros(bucket.world, dtype=torch.uint8)
+        first = self.start(bucket.stands_in, marker, f"{bucket.name}.{bucket.rounds}", bucket=bucket)
+        second = self.start(kind, message, f"{bucket.name}.{bucket.rounds + 1}", to, bucket)
+        return lambda: (first(), second())[1]
 
     def end_step(self) -> None:
         """Forget the step's collectives, which have all been waited for."""
@@ -148,7 +146,7 @@ class Collectives:
             self.given_up = True
             self.steps -= 1
 
-    def clear_up(self, name: str) -> None:
+    def clear_up(self) -> None:
         """Meet the other ranks after a step that was given up, on this rank or another. Blocks if there was such a step.
 
         Collectives that such steps left under way are ended. A rank takes part with zeros in what only others have started.
@@ -159,6 +157,7 @@ class Collectives:
         if not self.given_up:
             return
         self._say_so()
+        name = f"{self.prefix}given_up"
         met = mpi_ops.allgather_async(torch.zeros(1), name=name, process_set=self._process_set)
         while not mpi_ops.poll(met):
             time.sleep(0.001)

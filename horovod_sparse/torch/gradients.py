@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,15 +24,16 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def write_reduced(
-    slots: Sequence[Slot], parameters: Sequence[Tensor], reduced: Reduced, as_sparse: Collection[Tensor]
+    slots: Sequence[Slot], reduced: Reduced, *, parameters: Mapping[str, Tensor], as_sparse: Collection[Tensor]
 ) -> list[str]:
     """Write the sum of all ranks' entries to the gradients of parameters, in their own memory where that is possible.
 
-    Return the names of those whose gradients cannot hold it (`infinite`).
+    `parameters` has them by name. Return the names of those whose gradients cannot hold it (`infinite`).
     """
     targets: list[tuple[Slot, Tensor]] = []
     later: list[tuple[Slot, Tensor, Tensor]] = []
-    for slot, parameter in zip(slots, parameters, strict=True):
+    for slot in slots:
+        parameter = parameters[slot.name]
         target = parameter.grad
         if not parameter.requires_grad:
             continue

@@ -29,13 +29,13 @@ class HorovodGroup:
         self.position: int = process_set.rank()
         self.rank: int = mpi_ops.rank()
         self._process_set = process_set
-        self._name = f"horovod_sparse.{process_set.process_set_id}.group"
         self._is_together = False
         self._begin()
 
     def _begin(self) -> None:
         """Let names begin anew, on all ranks: Horovod remembers them."""
         self._collectives = Collectives(mpi_ops.Sum, 1.0, self._process_set)
+        self._collectives.prefix += "group."
         self._number = self._meetings = self._under_way = 0
 
     def start(self, collective: Collective) -> Wait:
@@ -44,8 +44,7 @@ class HorovodGroup:
         self._under_way += 1
         # Within `together`, whether all ranks have started this is not known.
         self._met = not self._is_together
-        name = f"{self._name}.{self._number}"
-        self._number += 1
+        name, self._number = str(self._number), self._number + 1
         wait = self._collectives.start(collective.kind, collective.message.contiguous(), name, collective.to)
 
         def result() -> Tensor:
@@ -68,7 +67,7 @@ class HorovodGroup:
         return everyone
 
     def _tell(self, value: Any) -> Wait:
-        name = f"{self._name}.meeting.{self._meetings}"
+        name = f"meeting.{self._meetings}"
         # Otherwise they come one after the other, and Horovod remembers names.
         self._meetings += self._is_together
         return self._collectives.start("allgather", as_line(value), name)
@@ -90,7 +89,7 @@ class HorovodGroup:
             with suppress(HorovodInternalError):
                 self._tell(_GIVEN_UP)
                 self._collectives.given_up = True
-                self._collectives.clear_up(f"{self._name}.clear")
+                self._collectives.clear_up()
             raise
         finally:
             self._is_together = False

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,12 +36,8 @@ from horovod_sparse.core.agreement import (
     is_elastic,
 )
 from horovod_sparse.core.binding import compresses
-from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.intake import Arrived
-from horovod_sparse.core.layout import Slot
-from horovod_sparse.core.pipeline import Pipeline, Wait
 from horovod_sparse.core.state import empty_state, holds_anything
-from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.torch.agreement import agree, gather
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
@@ -107,9 +104,6 @@ class Reducer(ScaledStore):
         self._frozen.clear()
         self.deferred = copy.deepcopy(dict(state)) if state is not None and holds_anything(state) else None
 
-    def _name(self, what: str) -> str:
-        return f"horovod_sparse.{self._process_set.process_set_id}.{self._number}.{what}"
-
     def is_scaled_by(self, scaler: torch.amp.GradScaler) -> bool:
         """Return whether a scaler is this optimizer's. The first that is about to unscale is, if nothing was reduced yet."""
         if self.updates is not None:
@@ -161,22 +155,16 @@ class Reducer(ScaledStore):
         """Record a gradient that is ready, and take it at once unless the step is held back."""
         if not self.active or self.updates is not None:
             return
-        if torch.is_grad_enabled():
-            # Backward makes a graph of its own. Otherwise there is no context, which would take longer than a small gradient.
-            with torch.no_grad():
-                self._submit(parameter)
-        else:
-            self._submit(parameter)
-
-    def _submit(self, parameter: Tensor) -> None:
-        try:
-            self._step.handed[parameter] = hand_over(parameter.grad)
-            if not self._holds_back and parameter in self._routes.names:
-                self._begin_step()
-                self._take(parameter)
-        except BaseException:
-            self._give_up_step()
-            raise
+        # Gradients are on only if backward makes a graph of its own. PyTorch's context takes longer than a small gradient.
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            try:
+                self._step.handed[parameter] = hand_over(parameter.grad)
+                if not self._holds_back and parameter in self._routes.names:
+                    self._begin_step()
+                    self._take(parameter)
+            except BaseException:
+                self._give_up_step()
+                raise
 
     @property
     def _holds_back(self) -> bool:
@@ -211,23 +199,20 @@ class Reducer(ScaledStore):
                 message = dense_message(together, given, self.compressor, pipeline.intake)
                 if parameter in step.handed and message is parameter.grad:
                     step.handed[parameter] = without_sample(step.handed[parameter])
-                wait = self._collectives.start("dense", message, self._name(together.name))
+                wait = self._collectives.start("dense", message, together.name)
                 step.dense.append((together, message, wait))
         elif parameter in routes.sparse:
             trained = parameter.grad is not None and parameter.requires_grad
             gradient = parameter.grad if trained else empty_sparse(parameter.shape, parameter)
             assert gradient is not None
-            step.sparse[parameter] = self._collectives.start("sparse", gradient, self._name(routes.names[parameter]))
+            step.sparse[parameter] = self._collectives.start("sparse", gradient, routes.names[parameter])
         else:
             name, groups = routes.names[parameter], self.optimizer.param_groups
             rate = step.learning_rate(parameter, groups) if self.compressor.in_updates else None
             bucket = pipeline.bucket_of[name]
             gradients = step.collect(bucket, Arrived(name, gradient_of(parameter), rate))
             if gradients and pipeline.arrive_together(bucket, gradients) is not None:
-                step.exchanges[bucket.name] = self._start(bucket, pipeline.begin(bucket))
-
-    def _start(self, bucket: Bucket, collective: Collective) -> Wait:
-        return self._collectives.start_round(bucket, collective, self._name)
+                step.exchanges[bucket.name] = self._collectives.start_round(bucket, bucket.begin())
 
     # --- reduced gradients out ---
 
@@ -272,7 +257,7 @@ class Reducer(ScaledStore):
                 self._give_up_step()
                 if self._collectives.told:
                     # The rank that has told this one waits for it now, and goes on with the same step as this one.
-                    self._collectives.clear_up(self._name("given_up"))
+                    self._collectives.clear_up()
                 raise
         self._step = Step()
         self._collectives.end_step()
@@ -297,12 +282,28 @@ class Reducer(ScaledStore):
         if self.pipeline is None:
             # There is nothing to reduce.
             return
-        self._collectives.clear_up(self._name("given_up"))
+        self._collectives.clear_up()
         self._begin_step()
         for parameter in self._routes.names:
             if parameter not in self._step.taken:
                 self._take(parameter)
-        self._finish(self.pipeline)
+        pipeline = self.pipeline
+        # The order is the same on every rank, so that all have started the same collectives if one of the exchanges raises.
+        under_way = [(bucket, self._step.exchanges[bucket.name]) for bucket in pipeline.buckets]
+        routes = self._routes
+        write = partial(write_reduced, parameters=routes.compressed, as_sparse=routes.sparse_as_dense)
+        pipeline.complete(under_way, write, self._collectives.start_round)
+        for together, message, wait in self._step.dense:
+            wait()
+            pipeline.finish_dense(together.name, message)
+            parts = torch.split(message.view(-1), [slot.numel for slot in together.layout.slots])
+            write_dense_parts(together.parameters, parts, routes.sparse_as_dense)
+        for parameter, wait in self._step.sparse.items():
+            reduced = wait()
+            if not self._ops.all_finite(reduced._values()):
+                pipeline.note_not_finite(routes.names[parameter])
+            if parameter.requires_grad:
+                parameter.grad = reduced
 
     def _restore_hooks(self) -> None:
         """Reset the counts of stock hooks to what they were before backward, also for a process set of one worker."""
@@ -363,26 +364,6 @@ class Reducer(ScaledStore):
                     f"parameter {name!r} holds NaN or infinity: other ranks may have stepped. {WITH_SCALER}"
                 )
 
-    def _finish(self, pipeline: Pipeline) -> None:
-        # The order is the same on every rank, so that all have started the same collectives if one of the exchanges raises.
-        under_way = [(bucket, self._step.exchanges[bucket.name]) for bucket in pipeline.buckets]
-        pipeline.complete(under_way, self._write, self._start)
-        for together, message, wait in self._step.dense:
-            wait()
-            pipeline.finish_dense(together.name, message)
-            parts = torch.split(message.view(-1), [slot.numel for slot in together.layout.slots])
-            write_dense_parts(together.parameters, parts, self._routes.sparse_as_dense)
-        for parameter, wait in self._step.sparse.items():
-            reduced = wait()
-            if not self._ops.all_finite(reduced._values()):
-                pipeline.note_not_finite(self._routes.names[parameter])
-            if parameter.requires_grad:
-                parameter.grad = reduced
-
-    def _write(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
-        parameters = [self._routes.compressed[slot.name] for slot in slots]
-        return write_reduced(slots, parameters, reduced, self._routes.sparse_as_dense)
-
     def give_up(self) -> None:
         """Give up the step that may have begun, because all ranks do."""
         if self._step.handed or self._step.begun:
@@ -421,6 +402,7 @@ class Reducer(ScaledStore):
         agree_on_states(lambda: self._check(deferred, self._routes.shapes(left_out)), everyone, mpi_ops.rank())
         agreement.conclude()
         self._number = agreement.number
+        self._collectives.prefix = f"horovod_sparse.{self._process_set.process_set_id}.{self._number}."
         self._extend(
             new,
             agreement.sparse,

@@ -185,17 +185,16 @@ def _if_ours(own: Callable[..., Any]) -> Callable[[Method], Method]:
     return extend
 
 
-@_if_ours
-def _allreduce_grad_async(self: Any, reducer: Reducer, stock: Method, p: Any) -> Any:
-    reducer.submit(p)
-    return _UNDER_WAY
+def _allreduce_grad_async(stock: Method) -> Method:
+    def extended(self: Any, p: Any) -> Any:
+        reducer = reducer_of(self)
+        if reducer is None:
+            return stock(self, p)
+        for parameter in p if isinstance(p, (tuple, list)) else [p]:
+            reducer.submit(parameter)
+        return _UNDER_WAY
 
-
-@_if_ours
-def _grouped_allreduce_grad_async(self: Any, reducer: Reducer, stock: Method, ps: Any) -> Any:
-    for p in ps:
-        reducer.submit(p)
-    return _UNDER_WAY
+    return extended
 
 
 @_if_ours
@@ -315,7 +314,7 @@ _EXTENSIONS: dict[str, Callable[[Any], Method]] = {
     "__init__": _init,
     "_make_hook": _make_hook,
     "_allreduce_grad_async": _allreduce_grad_async,
-    "_grouped_allreduce_grad_async": _grouped_allreduce_grad_async,
+    "_grouped_allreduce_grad_async": _allreduce_grad_async,
     "set_backward_passes_per_step": _of_the_optimizer,
     "synchronize": _synchronize,
     "skip_synchronize": _of_the_optimizer,

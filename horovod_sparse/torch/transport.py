@@ -154,7 +154,7 @@ class GroupReducer(TensorStore):
         bucket = pipeline.bucket_of[name]
         arrived = step.collect(bucket, Arrived(name, step.gradients[parameter], rate))
         if arrived and pipeline.arrive_together(bucket, arrived) is not None:
-            collective = pipeline.begin(bucket)
+            collective = bucket.begin()
             self._check_step()
             step.under_way.append((bucket, self._transport.start(collective)))
 
