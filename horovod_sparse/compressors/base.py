@@ -9,8 +9,9 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, ClassVar, Literal, NoReturn, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from horovod_sparse.compressors.bucket_state import ALONE as ALONE
 from horovod_sparse.compressors.bucket_state import BucketState as BucketState
@@ -39,12 +40,14 @@ from horovod_sparse.exchange.shared import SharedIndices
 from horovod_sparse.exchange.union import Union
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 Granularity = Literal["layer", "bucket", "model"]
 NotFinite = Literal["raise", "propagate"]
 Updates = bool | Literal["auto"]
 Detachment = float | Literal["auto"]
 
-_PASSED_ON = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 BUCKET_BYTES = 25 * 2**20
 MIN_NUMEL = 256
 _LARGE = 2**20
@@ -53,26 +56,15 @@ POSITIVE = (5e-324, sys.float_info.max)
 """The range of finite numbers above zero."""
 
 
-class Settings(TypedDict, total=False):
-    """The keyword arguments that all compressors share; see `Compressor`."""
+class _Signature:
+    """What `inspect.signature` shows of a class: the arguments of its `__init__`. `Compressor.__new__` takes any."""
 
-    granularity: Granularity
-    bucket_bytes: int
-    min_numel: int
-    exclude: Sequence[str]
-    warmup: float | Literal["auto"] | None
-    residual: bool
-    residual_dtype: Literal["float32", "float64"] | None
-    lr_in_residual: bool | Literal["auto"]
-    momentum: MomentumSetting
-    clip: float | Clip | None
-    slack: float | None
-    exchange: Exchange | None
-    not_finite: NotFinite
-    updates: Updates
-    detached: Detachment
+    def __get__(self, _: object, cls: type[Compressor]) -> inspect.Signature:
+        of_init = inspect.signature(cls.__init__)
+        return of_init.replace(parameters=[*of_init.parameters.values()][1:], return_annotation=of_init.empty)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Compressor(ABC):
     """Settings common to all sparsifiers; subclasses supply `select`.
 
@@ -137,80 +129,73 @@ class Compressor(ABC):
         ValueError, TypeError: the message names the argument, its value and what was expected.
     """
 
-    default_slack: float = 1.0
-    """Capacity of a message as a multiple of k, unless the user says otherwise."""
-    needs_sums: bool = False
-    """Whether `select` calls `ops.measure`. If so, its sums are computed while gradients are accumulated."""
-    default_warmup: float | None = 1.0
-    """c of `warmup="auto"`."""
-    default_momentum: MomentumCorrection | None = None
-    """What `momentum="auto"` is where no optimizer's momentum is moved."""
-    masks: bool = False
-    """Whether the momentum that is given by a number, or taken from the optimizer, is masked."""
-    default_exchange: Exchange = Pairs()
-    """How selections are exchanged, unless the user says otherwise."""
-    refuses: tuple[type[Exchange], ...] = (Dense, SharedIndices, Union)
-    """Exchanges that cannot be chosen. Of these the default may be an exception."""
-    __signature__: ClassVar[inspect.Signature]
+    ratio: float | Schedule = field(kw_only=False)
+    granularity: Granularity = "bucket"
+    bucket_bytes: int = BUCKET_BYTES
+    min_numel: int = MIN_NUMEL
+    exclude: Sequence[str] = ()
+    warmup: float | Literal["auto"] | None = "auto"
+    residual: bool = True
+    residual_dtype: Literal["float32", "float64"] | None = None
+    lr_in_residual: bool | Literal["auto"] = "auto"
+    momentum: MomentumSetting = "auto"
+    clip: float | Clip | None = None
+    # None stands for what the algorithm takes by default, and is never there afterwards.
+    slack: float = None  # type: ignore[assignment]
+    exchange: Exchange = None  # type: ignore[assignment]
+    not_finite: NotFinite = "raise"
+    updates: Updates = "auto"
+    detached: Detachment = "auto"
 
-    def __init__(
-        self,
-        ratio: float | Schedule,
-        *,
-        granularity: Granularity = "bucket",
-        bucket_bytes: int = BUCKET_BYTES,
-        min_numel: int = MIN_NUMEL,
-        exclude: Sequence[str] = (),
-        warmup: float | Literal["auto"] | None = "auto",
-        residual: bool = True,
-        residual_dtype: str | None = None,
-        lr_in_residual: bool | Literal["auto"] = "auto",
-        momentum: MomentumSetting = "auto",
-        clip: float | Clip | None = None,
-        slack: float | None = None,
-        exchange: Exchange | None = None,
-        not_finite: NotFinite = "raise",
-        updates: Updates = "auto",
-        detached: Detachment = "auto",
-        **unknown: NoReturn,
-    ) -> None:
-        self._refuse(unknown)
-        self.ratio = ratio
-        self.granularity: Granularity = granularity
-        self.bucket_bytes = bucket_bytes
-        self.min_numel = min_numel
-        self.exclude = exclude if isinstance(exclude, str) else tuple(exclude)
-        self.warmup: float | Literal["auto"] | None = warmup
-        self.residual = residual
-        self.residual_dtype = residual_dtype
-        self.lr_in_residual: bool | Literal["auto"] = lr_in_residual
-        self.momentum: MomentumSetting = momentum
-        self.clip = clip if isinstance(clip, Clip) or clip is None else Clip(clip)
-        self.slack = self.default_slack if slack is None else slack
-        self.exchange = self.default_exchange if exchange is None else exchange
-        self.not_finite: NotFinite = not_finite
-        self.updates: Updates = updates
-        self.detached: Detachment = detached
+    default_slack: ClassVar[float] = 1.0
+    """Capacity of a message as a multiple of k, unless the user says otherwise."""
+    needs_sums: ClassVar[bool] = False
+    """Whether `select` calls `ops.measure`. If so, its sums are computed while gradients are accumulated."""
+    default_warmup: ClassVar[float | None] = 1.0
+    """c of `warmup="auto"`."""
+    default_momentum: ClassVar[MomentumCorrection | None] = None
+    """What `momentum="auto"` is where no optimizer's momentum is moved."""
+    masks: ClassVar[bool] = False
+    """Whether the momentum that is given by a number, or taken from the optimizer, is masked."""
+    default_exchange: ClassVar[Exchange] = Pairs()
+    """How selections are exchanged, unless the user says otherwise."""
+    refuses: ClassVar[tuple[type[Exchange], ...]] = (Dense, SharedIndices, Union)
+    """Exchanges that cannot be chosen. Of these the default may be an exception."""
+    __signature__ = _Signature()
+
+    def __new__(cls, *_: object, **given: object) -> Self:
+        """Raise TypeError if there are arguments of unknown names. Python would not say which is meant."""
+        known = inspect.signature(cls).parameters
+        passes_on = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
+        for name in () if passes_on else given.keys() - known.keys():
+            near = difflib.get_close_matches(name, known, 1)
+            remedy = f"did you mean {near[0]}" if near else f"it has {', '.join(known)}"
+            raise TypeError(f"{cls.__name__} must be given arguments that it has, got {name}; {remedy}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Check the arguments. A class with arguments of its own, a dataclass too, checks them first, and then calls this."""
+        given: Any = self.exchange
+        if given is None:
+            self.exchange = self.default_exchange
+        self.take_slack(self.default_slack)
+        if not isinstance(self.exclude, str):
+            self.exclude = tuple(self.exclude)
+        if self.clip is not None and not isinstance(self.clip, Clip):
+            self.clip = Clip(self.clip)
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
         if isinstance(self.momentum, (int, float)):
             self.momentum = MomentumCorrection(self.momentum, masking=self.masks) if self.momentum else None
         self._check_together()
-        self.ratio = ratio if isinstance(ratio, Schedule) else float(ratio)
+        self.ratio = self.ratio if isinstance(self.ratio, Schedule) else float(self.ratio)
         self.slack = float(self.slack)
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        """Give a class the signature that users see: all arguments by name, those of its bases too."""
-        super().__init_subclass__(**arguments)
-        cls.__signature__ = _signature(cls)
-
-    def _refuse(self, unknown: Iterable[str]) -> None:
-        """Raise TypeError if there are arguments of unknown names. Python would name the base that does not know them."""
-        for name in unknown:
-            known = inspect.signature(type(self)).parameters
-            near = difflib.get_close_matches(name, known, 1)
-            remedy = f"did you mean {near[0]}" if near else f"it has {', '.join(known)}"
-            raise TypeError(f"{type(self).__name__} must be given arguments that it has, got {name}; {remedy}")
+    def take_slack(self, slack: float) -> None:
+        """Set the slack, unless the user has set it."""
+        given: Any = self.slack
+        if given is None:
+            self.slack = slack
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, plain(value))
@@ -255,7 +240,7 @@ class Compressor(ABC):
     @property
     def holds_back(self) -> bool:
         """Whether all gradients of a step must be available before the first one is accumulated."""
-        return self.clip is not None and self.clip.scope == "model"
+        return isinstance(self.clip, Clip) and self.clip.scope == "model"
 
     @property
     def momentum_correction(self) -> MomentumCorrection | None:
@@ -365,29 +350,6 @@ class Compressor(ABC):
         usual = {"slack": self.default_slack, "exchange": self.default_exchange}
         defaults = {name: one.default for name, one in known.items()} | usual
         return shown(type(self).__name__, {name: settings[name] for name in names if name in settings}, defaults)
-
-
-def _signature(cls: type[Compressor]) -> inspect.Signature:
-    """Return the arguments of a class: those of its `__init__` and, where that passes others on, those of its bases."""
-    found: dict[str, inspect.Parameter] = {}
-    passed = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    for base in cls.__mro__:
-        if not passed or not issubclass(base, Compressor) or "__init__" not in vars(base):
-            continue
-        _, *own = inspect.signature(vars(base)["__init__"]).parameters.values()
-        for one in own:
-            by_name = one.kind is inspect.Parameter.KEYWORD_ONLY
-            way = inspect.Parameter.VAR_KEYWORD if by_name else inspect.Parameter.VAR_POSITIONAL
-            if one.kind not in _PASSED_ON and way in passed:
-                found.setdefault(one.name, one)
-        passed &= {one.kind for one in own}
-    return inspect.Signature(sorted(found.values(), key=lambda one: one.kind))
-
-
-def set_slack(settings: Settings, slack: float) -> None:
-    """Set the slack, unless the user has set it."""
-    if settings.get("slack") is None:
-        settings["slack"] = slack
 
 
 _CHECKS: dict[str, Callable[[str, Any], None]] = {

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from horovod_sparse.compressors.base import BucketState, Compressor, Settings
+from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.checks import check_fraction, check_integer
 from horovod_sparse.compressors.draws import generator
 from horovod_sparse.compressors.momentum import MomentumCorrection
-from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.ops.protocol import Array, Ops, Selection
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _TOO_FEW, _TOO_MANY = 0.8, 1.3
 _MOST_ADAPTATIONS = 10
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class DGC(Compressor):
     """Deep Gradient Compression (https://arxiv.org/abs/1712.01887): sampled top-k of the accumulated velocity.
 
@@ -43,19 +40,14 @@ class DGC(Compressor):
     default_momentum = MomentumCorrection(0.9)
     masks = True
 
-    def __init__(
-        self,
-        ratio: float | Schedule,
-        *,
-        sample_ratio: float = 0.01,
-        seed: int = 0,
-        **settings: Unpack[Settings],
-    ) -> None:
-        super().__init__(ratio, **settings)
-        check_fraction("sample_ratio", sample_ratio)
-        check_integer("seed", seed, 0)
-        self.sample_ratio = float(sample_ratio)
-        self.seed = seed
+    sample_ratio: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fraction("sample_ratio", self.sample_ratio)
+        check_integer("seed", self.seed, 0)
+        self.sample_ratio = float(self.sample_ratio)
+        super().__post_init__()
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         threshold = self._sampled(ops, x, k, state)

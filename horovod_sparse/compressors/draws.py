@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.compressors.base import BucketState, Compressor, Settings
+from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.checks import check_integer
-from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.shared import SharedIndices
 from horovod_sparse.exchange.union import Union
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _MANY = 16
 """If more than one number in `_MANY` is drawn, marking each number takes less time than sorting."""
@@ -53,6 +50,7 @@ def distinct(draws: np.random.Generator, numel: int, k: int) -> NDArray[np.int64
     return drawn
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RandomCompressor(Compressor):
     """Base of compressors that choose entries at random: the same on all workers (only values are sent), or each its own.
 
@@ -65,12 +63,12 @@ class RandomCompressor(Compressor):
     """
 
     default_exchange = SharedIndices()
-    refuses: tuple[type[Exchange], ...] = (Dense, Union)
+    refuses: ClassVar[tuple[type[Exchange], ...]] = (Dense, Union)
+    seed: int = 0
 
-    def __init__(self, ratio: float | Schedule, *, seed: int = 0, **settings: Unpack[Settings]) -> None:
-        check_integer("seed", seed, 0)
-        self.seed = seed
-        super().__init__(ratio, **settings)
+    def __post_init__(self) -> None:
+        check_integer("seed", self.seed, 0)
+        super().__post_init__()
 
     @property
     def shared(self) -> bool:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place, Settings, set_slack
+from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place
 from horovod_sparse.compressors.checks import check_choice
-from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.ops.protocol import Array, Moments, Ops, Selection
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 CORRECTIONS = 2
 """The authors' loop corrects eta three times, but sends what it counted before the third correction."""
@@ -36,6 +32,7 @@ class GaussianKState(BucketState):
     factor: float = 1.0
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class GaussianK(Compressor):
     """GaussianK-SGD (https://arxiv.org/abs/1911.08772): `eta = sigma z`, `z = -Phi^-1(delta/2)`, then corrections.
 
@@ -55,14 +52,13 @@ class GaussianK(Compressor):
     default_slack = TOO_MANY
     needs_sums = True
 
-    def __init__(
-        self, ratio: float | Schedule, *, refine: Literal["paper", "exact"] = "exact", **settings: Unpack[Settings]
-    ) -> None:
-        check_choice("refine", refine, ("paper", "exact"))
-        if refine == "paper":
-            set_slack(settings, _PAPER_SLACK)
-        super().__init__(ratio, **settings)
-        self.refine: Literal["paper", "exact"] = refine
+    refine: Literal["paper", "exact"] = "exact"
+
+    def __post_init__(self) -> None:
+        check_choice("refine", self.refine, ("paper", "exact"))
+        if self.refine == "paper":
+            self.take_slack(_PAPER_SLACK)
+        super().__post_init__()
 
     def new_state(self, place: Place = ALONE) -> GaussianKState:
         return GaussianKState(place)

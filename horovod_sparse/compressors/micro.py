@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place, Settings
+from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place
 from horovod_sparse.compressors.checks import check_choice
-from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation.controllers import MOST_EXCESS, Scaling, ThresholdController
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.union import Union
 from horovod_sparse.exchange.wire import LARGEST
 from horovod_sparse.ops.protocol import Array, Ops, Selection
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass
@@ -35,6 +31,7 @@ class MiCROState(BucketState):
         self.current = min(self.current * factor, LARGEST)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class MiCRO(Compressor):
     """MiCRO (https://arxiv.org/abs/2310.00967): disjoint parts, a common threshold, and an allreduce at what was selected.
 
@@ -59,16 +56,11 @@ class MiCRO(Compressor):
     default_exchange = Union()
     refuses = (Exchange,)
 
-    def __init__(
-        self,
-        ratio: float | Schedule,
-        *,
-        scaling: Scaling = "two_sided",
-        **settings: Unpack[Settings],
-    ) -> None:
-        super().__init__(ratio, **settings)
-        check_choice("scaling", scaling, ("two_sided", "paper"))
-        self.scaling: Scaling = scaling
+    scaling: Scaling = "two_sided"
+
+    def __post_init__(self) -> None:
+        check_choice("scaling", self.scaling, ("two_sided", "paper"))
+        super().__post_init__()
 
     def new_state(self, place: Place = ALONE) -> MiCROState:
         return MiCROState(place)

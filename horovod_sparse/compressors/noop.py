@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
-from horovod_sparse.compressors.base import BucketState, Compressor, Settings
+from horovod_sparse.compressors.base import BucketState, Compressor
+from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
-
+@dataclass(eq=False, repr=False, kw_only=True)
 class NoOp(Compressor):
     """Sends every entry (ratio 1) by allreduce. It shows what the path itself costs, and tells its errors from an algorithm's.
 
@@ -22,8 +21,7 @@ class NoOp(Compressor):
     default_exchange = Dense()
     refuses = (Exchange,)
 
-    def __init__(self, **settings: Unpack[Settings]) -> None:
-        super().__init__(1.0, **settings)
+    ratio: float | Schedule = field(default=1.0, init=False)
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         return ops.select_above(x, -1.0, capacity)

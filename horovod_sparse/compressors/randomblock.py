@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_sparse.compressors.base import BucketState, Settings
+from horovod_sparse.compressors.base import BucketState
 from horovod_sparse.compressors.checks import check_integer
 from horovod_sparse.compressors.draws import RandomCompressor
-from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.exchange.balanced import Balanced
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
-
+@dataclass(eq=False, repr=False, kw_only=True)
 class RandomBlock(RandomCompressor):
     """A block of k neighbouring entries that begins anywhere and wraps around the end (https://arxiv.org/abs/2009.09271).
 
@@ -33,17 +30,11 @@ class RandomBlock(RandomCompressor):
     # Its entries lie in one place, and a region has room for about 1.5 k/workers.
     refuses = (*RandomCompressor.refuses, Balanced)
 
-    def __init__(
-        self,
-        ratio: float | Schedule,
-        *,
-        blocks: int = 1,
-        seed: int = 0,
-        **settings: Unpack[Settings],
-    ) -> None:
-        super().__init__(ratio, seed=seed, **settings)
-        check_integer("blocks", blocks, 1)
-        self.blocks = blocks
+    blocks: int = 1
+
+    def __post_init__(self) -> None:
+        check_integer("blocks", self.blocks, 1)
+        super().__post_init__()
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         numel, blocks = len(x), min(self.blocks, k)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from horovod_sparse.compressors.base import BucketState, Compressor, Settings, set_slack
+from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.checks import check_choice
-from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.ops.protocol import Array, Ops, Selection
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 PARTS = (0.8, 0.6, 0.4, 0.2, 0.0)
 """Values of r that "trim" tries: fractions of the way from the mean to the largest magnitude."""
@@ -20,6 +17,7 @@ MOST_PROBES = 10
 """Most probes of the binary search. They find its threshold to a thousandth of the way from mean to largest magnitude."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RedSync(Compressor):
     """RedSync (https://arxiv.org/abs/1808.04357): `eta(r) = A + r (X - A)`; A is the mean and X the largest magnitude.
 
@@ -38,14 +36,13 @@ class RedSync(Compressor):
 
     needs_sums = True
 
-    def __init__(
-        self, ratio: float | Schedule, *, method: Literal["trim", "bisect"] = "trim", **settings: Unpack[Settings]
-    ) -> None:
-        check_choice("method", method, ("trim", "bisect"))
-        if method == "bisect":
-            set_slack(settings, 2.0)
-        super().__init__(ratio, **settings)
-        self.method: Literal["trim", "bisect"] = method
+    method: Literal["trim", "bisect"] = "trim"
+
+    def __post_init__(self) -> None:
+        check_choice("method", self.method, ("trim", "bisect"))
+        if self.method == "bisect":
+            self.take_slack(2.0)
+        super().__post_init__()
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
         sums = ops.measure(x)

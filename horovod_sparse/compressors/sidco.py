@@ -5,20 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place, Settings, set_slack
+from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place
 from horovod_sparse.compressors.checks import check_choice
-from horovod_sparse.compressors.scalars import plain
-from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.controllers import StageController, most_stages
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.ops.cached import narrow
 from horovod_sparse.ops.protocol import Array, Moments, Ops, Selection, Sums
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Distribution = Literal["exponential", "gamma", "gpareto"]
 Adapt = Literal["paper", "robust"]
@@ -67,6 +62,7 @@ class SIDCoState(BucketState):
         super().adopt(state)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class SIDCo(Compressor):
     """Sparsity-inducing distribution-based compression (https://arxiv.org/abs/2101.10761).
 
@@ -102,26 +98,18 @@ class SIDCo(Compressor):
     default_slack = 1.25
     needs_sums = True
 
-    def __init__(
-        self,
-        ratio: float | Schedule,
-        *,
-        distribution: Distribution = "exponential",
-        stages: int | Literal["auto"] = "auto",
-        adapt: Adapt = "robust",
-        **settings: Unpack[Settings],
-    ) -> None:
-        check_choice("adapt", adapt, ("paper", "robust"))
-        if adapt == "paper":
-            set_slack(settings, _PAPER_SLACK)
-        super().__init__(ratio, **settings)
-        check_choice("distribution", distribution, ("exponential", "gamma", "gpareto"))
-        stages = plain(stages)
-        if stages != "auto" and (isinstance(stages, bool) or not isinstance(stages, int) or not 1 <= stages <= 64):
-            raise ValueError(f"stages must be 'auto' or an int in [1, 64], got {stages!r}")
-        self.distribution: Distribution = distribution
-        self.stages: int | Literal["auto"] = stages
-        self.adapt: Adapt = adapt
+    distribution: Distribution = "exponential"
+    stages: int | Literal["auto"] = "auto"
+    adapt: Adapt = "robust"
+
+    def __post_init__(self) -> None:
+        check_choice("adapt", self.adapt, ("paper", "robust"))
+        check_choice("distribution", self.distribution, ("exponential", "gamma", "gpareto"))
+        if self.stages != "auto" and (type(self.stages) is not int or not 1 <= self.stages <= 64):
+            raise ValueError(f"stages must be 'auto' or an int in [1, 64], got {self.stages!r}")
+        if self.adapt == "paper":
+            self.take_slack(_PAPER_SLACK)
+        super().__post_init__()
 
     def new_state(self, place: Place = ALONE) -> SIDCoState:
         most = most_stages(self.ratio_at(self.first_sparse_step(place.world)))

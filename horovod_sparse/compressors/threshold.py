@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place, Settings
+from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compressor, Place
 from horovod_sparse.compressors.checks import as_number, check_number
 from horovod_sparse.compressors.schedules import Schedule
 from horovod_sparse.ops.protocol import Array, Ops, Selection
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass
@@ -39,6 +36,7 @@ class ThresholdState(BucketState):
         self.rate = self.rate or rate
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Threshold(Compressor):
     """Sends all entries of the accumulated gradient with `|u_i| > threshold`.
 
@@ -63,10 +61,15 @@ class Threshold(Compressor):
     default_slack = 16.0
     default_warmup = None
 
-    def __init__(self, threshold: float, *, ratio: float | Schedule = 0.01, **settings: Unpack[Settings]) -> None:
-        super().__init__(ratio, **settings)
-        check_number("threshold", threshold, "a finite magnitude >= 0", 0.0 <= as_number(threshold) < math.inf)
-        self.threshold = float(threshold)
+    ratio: float | Schedule = 0.01
+    threshold: float = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        check_number(
+            "threshold", self.threshold, "a finite magnitude >= 0", 0.0 <= as_number(self.threshold) < math.inf
+        )
+        self.threshold = float(self.threshold)
+        super().__post_init__()
 
     def new_state(self, place: Place = ALONE) -> ThresholdState:
         return ThresholdState(place, rate=0.0 if self.in_updates else 1.0)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from horovod_sparse.compressors import momentum
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.momentum import Clip
 from horovod_sparse.exchange.wire import LARGEST
 from horovod_sparse.ops.protocol import Array, Momentum, Ops
 
@@ -28,7 +29,7 @@ class Intake:
         self._ops = ops
         self._compressor = compressor
         self._clip, self._holds_back = compressor.clip, compressor.holds_back
-        self._limit = 0.0 if self._clip is None else self._clip.limit(world, averages=averages)
+        self._limit = self._clip.limit(world, averages=averages) if isinstance(self._clip, Clip) else 0.0
         self.scale = 1.0
         """The loss scale of this step: gradients arrive multiplied by it."""
         self._factor: float | None = None

@@ -30,8 +30,8 @@ class TensorflowCompressor(BoundCompressor, HorovodCompressor, tf.train.experime
 
     _pending: dict[str, Any] | None = None
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not tf.executing_eagerly():
             raise RuntimeError(
                 f"{type(self).__name__} must not be made inside of a function that is being traced: every trace would begin "
