@@ -32,6 +32,7 @@ from torch import nn
 from tqdm import tqdm
 
 import horovod_sparse.torch as hvd
+from horovod_sparse.compressors.base import BUCKET_BYTES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import common
@@ -107,7 +108,7 @@ def contenders_of(args: argparse.Namespace, task: Task) -> Iterator[Contender]:
             yield make(name, name, task, settings)
             continue
         for mib in args.bucket_mib:
-            yield make(name, f"{name}, buckets of {mib:g} MiB", task, settings | {"bucket_bytes": int(mib * 2**20)})
+            yield make(name, f"{name}, buckets of {mib:g} MiB", task, settings | {"granularity": int(mib * 2**20)})
 
 
 def check(contender: Contender) -> None:
@@ -160,7 +161,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add("--rows", nargs="+", choices=CONTENDERS, metavar="ROW", help=f"beside {ALONE!r} and {DENSE!r}; default: all")
     add("--rounds", type=int, default=100, help="timed steps of each contender")
-    add("--granularity", default="bucket", help="of the sparse contenders")
+    add("--granularity", default=BUCKET_BYTES, choices=("layer", "model"), help="of the sparse contenders")
     add("--bucket-mib", type=float, nargs="+", metavar="MIB", help="of the sparse contenders, one row for each")
     add("--batch-size", type=int, default=2, help="samples per worker and step")
     add("--context", type=int, default=32, help="of charlm")

@@ -69,7 +69,8 @@ class Clock:
             return self.timed("wait", start(*arguments))
 
         pipeline.arrive_together = self.timed("take", pipeline.arrive_together)
-        pipeline.begin = self.timed("select", pipeline.begin)
+        for bucket in pipeline.buckets:
+            bucket.begin = self.timed("select", bucket.begin)
         pipeline.advance = self.timed("write", pipeline.advance)
         collectives.start = self.timed("start", start_and_wait)
         reducers.hand_over = self.timed("hand_over", reducers.hand_over)

@@ -49,9 +49,9 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
     parser.add_argument("--ratio", type=float, default=ratio, help="part of the gradient entries to send")
     parser.add_argument(
         "--granularity",
-        choices=["layer", "bucket", "model"],
-        default="bucket",
-        help="what entries are selected from at once",
+        choices=["layer", "model"],
+        default=25 * 2**20,
+        help="what entries are selected from at once; without it buckets of 25 MiB",
     )
     parser.add_argument("--no-residual", action="store_true", help="forget what was not sent: no error feedback")
     parser.add_argument(

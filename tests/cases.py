@@ -15,7 +15,7 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.momentum import MomentumCorrection
 
 SHAPES = {"kernel": (5, 8), "embedding": (30,), "scale": (1,), "head": (9,)}
-"""Parameters in buckets: two buckets of float32 with granularity "bucket", and one has a single entry with "layer"."""
+"""Parameters in buckets: two buckets of float32 with granularity `BUCKET_BYTES`, and one has a single entry with "layer"."""
 DENSE = "bias"
 SIZE_OF_DENSE = 3
 NAMES = (*SHAPES, DENSE)
@@ -52,8 +52,8 @@ class Case:
         flags = f"averages={self.averages}, undoes={self.undoes}"
         return f"Case({self.row}, {self.ratio}, {self.backend}, {types}, {flags}, {self.settings})"
 
-    def compressor(self, granularity: str) -> Compressor:
-        return self.row.make(self.ratio, granularity=granularity, bucket_bytes=BUCKET_BYTES, **self.settings)
+    def compressor(self, granularity: str | int) -> Compressor:
+        return self.row.make(self.ratio, granularity=granularity, **self.settings)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Step:
     """Whether a bucket is exchanged before the next one's gradients arrive."""
 
 
-GRANULARITIES = ("layer", "bucket", "model")
+GRANULARITIES = ("layer", BUCKET_BYTES, "model")
 LAWFUL = [backend for backend in BACKENDS if backend.name.startswith("numpy")]
 KINDS = ("laplace", "zeros", "ties", "few", "constant", "small", "huge")
 WILD = ("small", "huge")

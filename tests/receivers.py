@@ -32,7 +32,7 @@ CASES: dict[str, Compressor] = {
     "pairs, full": compressors.TopK(0.3, warmup=None),
     "pairs, one row": compressors.TopK(0.01, warmup=None),
     "pairs, estimated": compressors.SIDCo(0.2, warmup=None),
-    "pairs, float64": compressors.TopK(0.2, slack=1.3, residual_dtype="float64", warmup=None),
+    "pairs, float64": compressors.TopK(0.2, slack=1.3, residual="float64", warmup=None),
     "pairs, compact": compressors.TopK(0.2, slack=1.3, exchange=Pairs("bfloat16"), warmup=None),
     "pairs, float16": compressors.TopK(0.2, slack=1.3, exchange=Pairs("float16"), warmup=None),
     "sums of regions": compressors.TopK(0.2, slack=1.3, exchange=Balanced(), warmup=None),
@@ -43,7 +43,7 @@ CASES: dict[str, Compressor] = {
     "values": compressors.RandomK(0.2, warmup=None),
     "values, blocks": compressors.RandomBlock(0.2, warmup=None),
     "dense": compressors.NoOp(),
-    "dense, float64": compressors.NoOp(residual_dtype="float64"),
+    "dense, float64": compressors.NoOp(residual="float64"),
 }
 GROUPS = "aabb"
 """The host of each worker, where that matters."""
@@ -78,7 +78,7 @@ def record(compressor: Compressor) -> Recorded:
     rng = np.random.default_rng(5)
     shapes = {f"p{number}": (size,) for number, size in enumerate(SIZES)}
     compressor.min_numel, compressor.granularity = 0, "model"
-    dtype = compressor.residual_dtype or "float32"
+    dtype = compressor.residual_dtype_of(np.zeros(0, np.float32))
     groups = compressor.exchange.hosts(WORLD, lambda host: GROUPS)
     pipelines = [
         make_pipeline(ORACLE, compressor, shapes, world=WORLD, position=position, dtype=dtype, groups=groups)

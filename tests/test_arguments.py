@@ -48,15 +48,18 @@ class Fixed(Schedule):
 
 
 COMMON: list[tuple[dict[str, Any], str]] = [
-    ({"granularity": "layers"}, "granularity must be one of 'layer', 'bucket', 'model', got 'layers'"),
-    ({"bucket_bytes": 0}, "bucket_bytes must be >= 1, got 0"),
-    ({"bucket_bytes": 2.5}, "bucket_bytes must be an int >= 1, got 2.5"),
+    (
+        {"granularity": "layers"},
+        "granularity must be 'layer', 'model' or the bytes of a bucket, an int >= 1, got 'layers'",
+    ),
+    ({"granularity": 0}, "granularity must be 'layer', 'model' or the bytes of a bucket, an int >= 1, got 0"),
+    ({"granularity": 2.5}, "granularity must be 'layer', 'model' or the bytes of a bucket, an int >= 1, got 2.5"),
     ({"min_numel": -1}, "min_numel must be >= 0, got -1"),
     ({"min_numel": True}, "min_numel must be an int >= 0, got True"),
     ({"exclude": "*.bias"}, "exclude must be a list of patterns such as ['*.bias'], got '*.bias'"),
     ({"exclude": ["a", 1]}, "exclude must be a list of patterns such as ['*.bias'], got ('a', 1)"),
     ({"residual": 1}, "residual must be True or False, got 1"),
-    ({"residual_dtype": "float16"}, "residual_dtype must be one of None, 'float32', 'float64', got 'float16'"),
+    ({"residual": "float16"}, "residual must be one of True, False, 'float32', 'float64', got 'float16'"),
     ({"lr_in_residual": None}, "lr_in_residual must be True or False, got None"),
     (
         {"momentum": 1.0},
@@ -113,7 +116,7 @@ def test_wrong_settings(make: Any, settings: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize(
     ("cls", "settings"),
     [
-        (SIDCo, {"ratio": 0.25, "slack": 1.5, "clip": 2.0, "bucket_bytes": 1000, "min_numel": 3, "stages": 2}),
+        (SIDCo, {"ratio": 0.25, "slack": 1.5, "clip": 2.0, "granularity": 1000, "min_numel": 3, "stages": 2}),
         (TopK, {"ratio": 1, "warmup": 4.0, "residual": True}),
         (DGC, {"ratio": 0.5, "momentum": 0.5, "seed": 3}),
         (Threshold, {"threshold": 0.125, "ratio": 0.5}),

@@ -161,7 +161,7 @@ def _not_finite(row: Row) -> Iterator[Case]:
         assert poisoned is not None
         poisoned[17] = bad
         for residual in (True,) if row.momentum else (True, False):
-            yield Case(steps, settings={"bucket_bytes": 4096, "residual": residual, **settings})
+            yield Case(steps, settings={"granularity": 4096, "residual": residual, **settings})
 
 
 def _worlds(row: Row) -> Iterator[Case]:
@@ -174,7 +174,7 @@ def _worlds(row: Row) -> Iterator[Case]:
                         of_worker |= {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
                     if rank == 3:
                         of_worker["c"] = None if number else of_worker["c"]
-            yield Case(steps, ratio=row.ratios[0], settings={"bucket_bytes": 4096, "warmup": c}, saved_after=3)
+            yield Case(steps, ratio=row.ratios[0], settings={"granularity": 4096, "warmup": c}, saved_after=3)
 
 
 def _types(row: Row) -> Iterator[Case]:
@@ -182,7 +182,7 @@ def _types(row: Row) -> Iterator[Case]:
     for dtype in (np.float16, np.float32, np.float64):
         for residual_dtype in ("float32", "float64"):
             steps = [gradients("pareto", 600, rng).astype(dtype).reshape(20, 30).T for _ in range(4)]
-            settings = {"residual_dtype": residual_dtype}
+            settings = {"residual": residual_dtype}
             yield alone(steps, settings=settings, residual_dtype=residual_dtype, saved_after=2)
             wild = [np.ldexp(rng.normal(size=333), rng.integers(-100, 100, 333)).astype(np.float32) for _ in range(3)]
             yield alone(wild, settings=settings, residual_dtype=residual_dtype)
@@ -235,5 +235,5 @@ def test_whatever_the_gradient_every_backend_does_what_the_oracle_does(backend: 
     dtype = data.draw(st.sampled_from(("float32", "float64")))
     steps = data.draw(st.lists(npst.arrays(np.float32, size, elements=FINITE), min_size=1, max_size=3))
     ratio = data.draw(st.sampled_from((1.0, 0.5, 0.1, 0.01)))
-    case = alone(steps, ratio=ratio, settings={"residual_dtype": dtype}, residual_dtype=dtype)
+    case = alone(steps, ratio=ratio, settings={"residual": dtype}, residual_dtype=dtype)
     assert_same(observe(backend, row, case), observe(ORACLE, row, case))

@@ -160,7 +160,7 @@ def test_sent_and_kept_are_what_came(name: str, dtype: str) -> None:
     """For every compressor that sends pairs. A step whose gradient is not finite changes nothing but its finite entries."""
     world, rng = 4, np.random.default_rng(3)
     pipelines = pipelines_of(
-        ORACLE, world, PAIRS[name](not_finite="propagate", residual_dtype=dtype, **SETTINGS), dtype=dtype
+        ORACLE, world, PAIRS[name](not_finite="propagate", residual=dtype, **SETTINGS), dtype=dtype
     )
     total = np.zeros(NUMEL)
     for number in range(6):

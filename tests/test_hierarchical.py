@@ -86,9 +86,7 @@ def test_sent_and_kept_are_what_came(name: str, dtype: str) -> None:
     """For every compressor that sends pairs. A step whose gradient is not finite changes nothing but its finite entries."""
     groups, rng = "aabb", np.random.default_rng(3)
     make = PAIRS.get(name, lambda **settings: compressors.RandomBlock(0.1, warmup=None, **settings))
-    pipelines = pipelines_of(
-        ORACLE, groups, make(not_finite="propagate", residual_dtype=dtype, **SETTINGS), dtype=dtype
-    )
+    pipelines = pipelines_of(ORACLE, groups, make(not_finite="propagate", residual=dtype, **SETTINGS), dtype=dtype)
     total = np.zeros(NUMEL)
     for number in range(6):
         gradients = dyadic(rng, len(groups))

@@ -254,7 +254,7 @@ def test_a_state_can_be_loaded_after_an_interrupted_backward_pass() -> None:
     layers = nn.Sequential(nn.Linear(20, 300), nn.Linear(300, 30))
     model, compression = (
         DistributedDataParallel(layers, bucket_cap_mb=0.001),
-        TopK(0.1, min_numel=0, bucket_bytes=1000, warmup=None),
+        TopK(0.1, min_numel=0, granularity=1000, warmup=None),
     )
     register(model, compression)
     backward(model)

@@ -37,7 +37,7 @@ FINITE = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
 def one_bucket(backend: Backend, row: Row, size: int, ratio: float, **options: Any) -> tuple[Pipeline, Bucket]:
-    dtype = options.get("residual_dtype") or "float32"
+    dtype = options.get("residual") or "float32"
     pipeline = make_pipeline(backend, row.make(ratio, **options), {"p": (size,)}, dtype=dtype)
     return pipeline, pipeline.buckets[0]
 
@@ -87,7 +87,7 @@ def test_sent_plus_kept_is_gradient_plus_residual(backend: Backend, row: Row, da
     ratio = data.draw(st.sampled_from((1.0, 0.5, 0.1, 0.01)))
     dtype = data.draw(st.sampled_from(("float32", "float64")))
     steps = data.draw(st.lists(npst.arrays(np.float32, size, elements=FINITE), min_size=1, max_size=3))
-    pipeline, bucket = one_bucket(backend, row, size, ratio, residual_dtype=dtype)
+    pipeline, bucket = one_bucket(backend, row, size, ratio, residual=dtype)
     for gradient in steps:
         expected = backend.numpy(bucket.buffer).copy() + gradient
         sent = send(backend, pipeline, gradient)
@@ -116,7 +116,7 @@ def test_degenerate_gradients_neither_crash_nor_starve(backend: Backend, row: Ro
 def test_scales_whose_squares_float64_does_not_hold(backend: Backend, row: Row, scale: float) -> None:
     rng = np.random.default_rng(14)
     for ratio in row.ratios:
-        pipeline, bucket = one_bucket(backend, row, 500, ratio, residual_dtype="float64")
+        pipeline, bucket = one_bucket(backend, row, 500, ratio, residual="float64")
         for _ in range(6):
             sent = send(backend, pipeline, rng.laplace(size=500) * scale)
             after = backend.numpy(bucket.buffer)
@@ -349,7 +349,7 @@ def test_reduced_gradient_is_the_sum_of_what_was_sent(
     """Unequal, overlapping and empty selections; the parameters of two buckets; all ranks get the same, bit for bit."""
     rng = np.random.default_rng(11)
     shapes = {"a": (40, 30), "b": (17,), "c": (900,), "d": (1,)}
-    compressor = row.make(row.ratios[0], bucket_bytes=4096, warmup=warmup)
+    compressor = row.make(row.ratios[0], granularity=4096, warmup=warmup)
     pipelines = [make_pipeline(backend, compressor, shapes, world=world, position=rank) for rank in range(world)]
     assert len(pipelines[0].buckets) == 2
     for step in range(4):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from table import ORACLE
 
-from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.base import BUCKET_BYTES, Compressor
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.noop import NoOp
 from horovod_sparse.compressors.randomk import RandomK
@@ -32,8 +32,8 @@ PARAMETERS = st.lists(
 @given(parameters=PARAMETERS, bucket_bytes=st.integers(1, 10_000))
 def test_every_parameter_has_one_slot_and_buckets_are_uniform(parameters: list[Parameter], bucket_bytes: int) -> None:
     by_name = {parameter.name: parameter for parameter in parameters}
-    for granularity in ("layer", "bucket", "model"):
-        layouts = layouts_of(parameters, TopK(0.1, granularity=granularity, bucket_bytes=bucket_bytes, warmup=None))
+    for granularity in ("layer", bucket_bytes, "model"):
+        layouts = layouts_of(parameters, TopK(0.1, granularity=granularity, warmup=None))
         slots = [slot for layout in layouts for slot in layout.slots]
         assert sorted(slot.name for slot in slots) == sorted(by_name)
         assert len({layout.name for layout in layouts}) == len(layouts)
@@ -46,7 +46,7 @@ def test_every_parameter_has_one_slot_and_buckets_are_uniform(parameters: list[P
                 offset += slot.numel
             assert layout.numel == offset
             itemsize = 8 if layout.residual_dtype == "float64" else 4
-            if members[0].group is None and granularity == "bucket" and len(members) > 1:
+            if members[0].group is None and granularity == bucket_bytes and len(members) > 1:
                 assert itemsize * layout.numel <= bucket_bytes
             if members[0].group is None and granularity == "layer":
                 assert len(members) == 1
@@ -57,7 +57,7 @@ def test_every_parameter_has_one_slot_and_buckets_are_uniform(parameters: list[P
 
 def test_buckets_fill_from_the_last_parameter() -> None:
     parameters = [Parameter(name, (10,), "float32", "cpu") for name in "abcde"]
-    layouts = layouts_of(parameters, TopK(0.1, bucket_bytes=80, warmup=None))
+    layouts = layouts_of(parameters, TopK(0.1, granularity=80, warmup=None))
     assert [[slot.name for slot in layout.slots] for layout in layouts] == [["e", "d"], ["c", "b"], ["a"]]
 
 
@@ -70,7 +70,7 @@ def test_what_exceeds_the_largest_bucket_becomes_several(monkeypatch: pytest.Mon
     parameters = [
         Parameter(name, (size,), "float32", "cpu", group) for name, size in zip("abcd", (10, 15, 1, 25), strict=True)
     ]
-    compressor = TopK(0.1, granularity="bucket" if group == 0 else "model", min_numel=0, warmup=None)
+    compressor = TopK(0.1, granularity=BUCKET_BYTES if group == 0 else "model", min_numel=0, warmup=None)
     layouts = layouts_of(parameters, compressor, 4)
     assert [[slot.name for slot in layout.slots] for layout in layouts] == [["d"], ["c", "b"], ["a"]]
     check_limits(layouts, compressor, 4)

@@ -92,7 +92,7 @@ class Machine(RuleBasedStateMachine):
         first=steps,
         scale=st.sampled_from((1.0, 0.5, 4.0)),
     )
-    def begin(self, case: Case, world: int, granularity: str, wild: bool, first: list[int], scale: float) -> None:
+    def begin(self, case: Case, world: int, granularity: str | int, wild: bool, first: list[int], scale: float) -> None:
         self.case, self.wild = case, wild
         self.pools = kernels.pool, LendingPool()
         kernels.pool = self.pools[1]
@@ -347,7 +347,7 @@ class Machine(RuleBasedStateMachine):
         self.saved = states, copy.deepcopy(states), self.settled()
 
     @rule(granularity=st.none() | st.sampled_from(GRANULARITIES), world=st.none() | worlds, then=steps)
-    def restore(self, granularity: str | None, world: int | None, then: list[int]) -> None:
+    def restore(self, granularity: str | int | None, world: int | None, then: list[int]) -> None:
         """Go on from what was saved, or from now: the workers in use, and fresh ones; perhaps others than saved it."""
         states, copies, settled = self.saved or (self.main.state_dicts(), None, self.settled())
         assert copies is None or repr(states) == repr(copies), "a saved state is a copy"

@@ -229,12 +229,12 @@ def of_rank(step: int, rank: int) -> dict[str, np.ndarray]:
 
 
 def stopped(reduce: SparseAllreduce, step: int, rank: int, at: str) -> None:
-    """A call that is interrupted when a method of the pipeline is called."""
-    method = getattr(reduce.pipeline, at)
-    setattr(reduce.pipeline, at, interrupted)
-    with pytest.raises(Interruption):
-        reduce(of_rank(step, rank))
-    setattr(reduce.pipeline, at, method)
+    """A call that is interrupted when a method of the pipeline, or of its first bucket, is called."""
+    owner = reduce.pipeline.buckets[0] if at == "begin" else reduce.pipeline
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(owner, at, interrupted)
+        with pytest.raises(Interruption):
+            reduce(of_rank(step, rank))
 
 
 def interrupted(*_: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 from driver import exchange, make_pipeline, send
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
+from horovod_sparse.compressors.base import BUCKET_BYTES
 from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.compressors.sidco import SIDCo
@@ -196,7 +197,7 @@ def test_a_torch_state_is_safe_to_load() -> None:
 @on_every_backend
 def test_memory_is_one_residual(backend: Backend) -> None:
     elements = sum(math.prod(shape) for shape in SHAPES.values())
-    for granularity in ("layer", "bucket", "model"):
+    for granularity in ("layer", BUCKET_BYTES, "model"):
         assert pipeline_of(backend, TopK(0.1, granularity=granularity, warmup=None)).residuals.nbytes == 4 * elements
 
 

@@ -80,7 +80,7 @@ CASES = {
     "shared": Case(RandomK),
     "balanced": Case(TopK, {"exchange": Balanced(), "momentum": MOMENTUM}),
     "bfloat16": Case(TopK, {"exchange": Pairs("bfloat16")}),
-    "float64": Case(SIDCo, {"residual_dtype": "float64", "exchange": Pairs("bfloat16")}),
+    "float64": Case(SIDCo, {"residual": "float64", "exchange": Pairs("bfloat16")}),
     "nan": Case(SIDCo, {"momentum": MOMENTUM}, poison=np.nan),
     "nan-union": Case(MiCRO, poison=np.inf),
     "scaled": Case(SIDCo, scale=4.0),

@@ -162,7 +162,7 @@ class Oracle:
 
 def parted(compressor: Any, shapes: Mapping[str, Sequence[int]]) -> tuple[list[Parameter], list[Layout]]:
     """The parameters in buckets, and the layouts of those that are reduced dense."""
-    dtype = compressor.residual_dtype or "float32"
+    dtype = compressor.residual_dtype_of(np.zeros(0, np.float32))
     parameters = [Parameter(name, tuple(shape), dtype, "cpu") for name, shape in shapes.items()]
     dense = [p for p in parameters if compressor.leaves_dense(p.name, p.numel)]
     return [p for p in parameters if p not in dense], [Layout.of([(p.name, p.shape)], dtype) for p in dense]
@@ -233,10 +233,10 @@ def messages(worker: Worker, rng: np.random.Generator | None = None) -> list[np.
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "layer": {"granularity": "layer"},
-    "bucket": {"granularity": "bucket", "bucket_bytes": 3000},
+    "bucket": {"granularity": 3000},
     "model": {"granularity": "model", "position": 1},
     "no-residual": {"residual": False},
-    "float64": {"residual_dtype": "float64"},
+    "float64": {"residual": "float64"},
     "capacity": {"slack": 3.0},
     "exclude": {"exclude": ["*c"]},
     "clip": {"clip": 0.7},

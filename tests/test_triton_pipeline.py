@@ -99,7 +99,7 @@ def test_a_saved_state_continues_identically(row: Row) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "float64": {"residual_dtype": "float64"},
+    "float64": {"residual": "float64"},
     "momentum": {"momentum": MomentumCorrection(0.5)},
     "nesterov": {"momentum": MomentumCorrection(0.5, nesterov=True, masking=False)},
     "learning-rate": {"lr_in_residual": True},
@@ -120,7 +120,7 @@ def test_it_reduces_what_numpy_does(make: Any, options: dict[str, Any]) -> None:
     """Two workers, several parameters, one of them without a gradient in some steps, and one gradient that is not finite."""
     rng = np.random.default_rng(0)
     shapes = {"a": (12, 20), "b": (100,), "c": (77,)}
-    dtype = options.get("residual_dtype", "float32")
+    dtype = options.get("residual", "float32")
     sides = [
         (side, [make_pipeline(side, make(0.05, **options), shapes, world=2, position=r, dtype=dtype) for r in range(2)])
         for side in (BACKENDS[0], TRITON)

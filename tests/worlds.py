@@ -89,7 +89,7 @@ def _keep_finite(array: Array) -> bool:
 class World:
     """The workers. `scale` is what their gradients are multiplied by."""
 
-    def __init__(self, case: Case, world: int, granularity: str) -> None:
+    def __init__(self, case: Case, world: int, granularity: str | int) -> None:
         self.case, self.world, self.granularity, self.scale = case, world, granularity, 1.0
         self.compressor = case.compressor(granularity)
         self.divisor = float(world) if case.averages else 1.0

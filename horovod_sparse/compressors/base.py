@@ -18,10 +18,10 @@ from horovod_sparse.compressors.bucket_state import BucketState as BucketState
 from horovod_sparse.compressors.bucket_state import Place as Place
 from horovod_sparse.compressors.checks import (
     check_automatic,
-    check_boolean,
     check_choice,
     check_coefficient,
     check_exchange,
+    check_granularity,
     check_integer,
     check_momentum,
     check_patterns,
@@ -43,7 +43,7 @@ from horovod_sparse.ops.protocol import Array, Ops, Selection
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Granularity = Literal["layer", "bucket", "model"]
+Granularity = int | Literal["layer", "model"]
 NotFinite = Literal["raise", "propagate"]
 Updates = bool | Literal["auto"]
 Detachment = float | Literal["auto"]
@@ -71,9 +71,8 @@ class Compressor(ABC):
     Args:
         ratio: fraction of a bucket's entries to send when training has begun, in (0, 1], or a `Schedule` of it (see
             `schedules.Schedule`); k = max(1, floor(ratio * numel)).
-        granularity: what one selection is made from: "layer" (every parameter by itself), "bucket" (parameters packed
-            up to `bucket_bytes`), or "model" (everything).
-        bucket_bytes: size of a bucket's residual in bytes, > 0; a larger parameter gets a bucket of its own.
+        granularity: what one selection is made from: a bucket, whose residual has at most this number of bytes, >= 1 (a
+            larger parameter gets one of its own), "layer" (every parameter by itself), or "model" (everything).
         min_numel: parameters with fewer elements go through Horovod's dense allreduce, >= 0.
         exclude: shell-style patterns (`"*.bias"`, `"embedding*"`) of the names of parameters that go through Horovod's
             dense allreduce.
@@ -81,9 +80,9 @@ class Compressor(ABC):
             waits longer than training is old. While the messages would have more bytes than a dense allreduce of float32,
             everything is sent, by allreduce. None takes `ratio` from the first step on. "auto" is 1.0 for a number as ratio,
             and None for a schedule and for Threshold, which sets no count.
-        residual: whether what is not sent is kept and added to the next gradient (error feedback).
-        residual_dtype: "float32" or "float64"; None takes float64 for float64 gradients, float32 for all others.
-            Half precision is refused: it would round away the small gradients that the residual exists to keep.
+        residual: whether what is not sent is kept and added to the next gradient (error feedback), or its type, "float32" or
+            "float64". True takes float64 for float64 gradients, float32 for all others. Half precision is refused: it would
+            round away the small gradients that the residual exists to keep.
         lr_in_residual: whether the residual is kept in units of the update, as in Sparsified SGD with Memory
             (https://arxiv.org/abs/1809.07599): what is added and sent is eta times the gradient, and the reduced gradient is
             what was sent, divided by eta. So every gradient is applied with the learning rate eta that it was computed at.
@@ -130,13 +129,11 @@ class Compressor(ABC):
     """
 
     ratio: float | Schedule = field(kw_only=False)
-    granularity: Granularity = "bucket"
-    bucket_bytes: int = BUCKET_BYTES
+    granularity: Granularity = BUCKET_BYTES
     min_numel: int = MIN_NUMEL
     exclude: Sequence[str] = ()
     warmup: float | Literal["auto"] | None = "auto"
-    residual: bool = True
-    residual_dtype: Literal["float32", "float64"] | None = None
+    residual: bool | Literal["float32", "float64"] = True
     lr_in_residual: bool | Literal["auto"] = "auto"
     momentum: MomentumSetting = "auto"
     clip: float | Clip | None = None
@@ -263,7 +260,7 @@ class Compressor(ABC):
     @property
     def _keeps_own(self) -> bool:
         """Whether a worker's residual holds what it has not sent, and nothing else."""
-        return self.residual and not self.exchange.owns_parts
+        return bool(self.residual) and not self.exchange.owns_parts
 
     @property
     def detached_coefficient(self) -> float:
@@ -333,6 +330,11 @@ class Compressor(ABC):
         schedule = self._schedule
         return self.ratio_at(self.first_sparse_step(world)) if isinstance(schedule, ByAge) else schedule.highest
 
+    def residual_dtype_of(self, gradient: Array) -> str:
+        """Return the residual's type for gradients like this one."""
+        automatic = "float64" if "float64" in str(gradient.dtype) else "float32"
+        return self.residual if isinstance(self.residual, str) else automatic
+
     def leaves_dense(self, name: str, numel: int) -> bool:
         """Return whether a parameter goes through the framework's own dense allreduce."""
         return numel < max(self.min_numel, 1) or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
@@ -354,13 +356,11 @@ class Compressor(ABC):
 
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "ratio": check_ratio,
-    "granularity": partial(check_choice, choices=get_args(Granularity)),
-    "bucket_bytes": partial(check_integer, least=1),
+    "granularity": check_granularity,
     "min_numel": partial(check_integer, least=0),
     "exclude": check_patterns,
     "warmup": check_warmup,
-    "residual": check_boolean,
-    "residual_dtype": partial(check_choice, choices=(None, "float32", "float64")),
+    "residual": partial(check_choice, choices=(True, False, "float32", "float64")),
     "lr_in_residual": check_automatic,
     "momentum": check_momentum,
     "slack": check_slack,

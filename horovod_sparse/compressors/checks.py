@@ -27,6 +27,12 @@ def check_exchange(name: str, value: object) -> None:
         raise TypeError(f"{name} must be an Exchange, such as Pairs('bfloat16'), or None, got {value!r}")
 
 
+def check_granularity(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a number of bytes, "layer" or "model"."""
+    if value not in ("layer", "model") and (type(value) is not int or value < 1):
+        raise ValueError(f"{name} must be 'layer', 'model' or the bytes of a bucket, an int >= 1, got {value!r}")
+
+
 def check_ratio(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a ratio, or a schedule of ratios."""
     if isinstance(value, Schedule):

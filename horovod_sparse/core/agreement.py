@@ -109,10 +109,10 @@ def check_arguments(op: object, average: object, total: object, adasum: object, 
             f"op must be hvd.Average or hvd.Sum with a sparsifier, got {op!r}: entries that a rank did not select are "
             "unknown, not zero; use hvd.Compression.none"
         )
-    if groups is not None and c.granularity != "bucket":
+    if groups is not None and isinstance(c.granularity, str):
         raise ValueError(
             f"groups= makes every group one bucket, but compression has granularity={c.granularity!r}; "
-            "use granularity='bucket', or leave groups= out"
+            "leave granularity or groups= out"
         )
 
 

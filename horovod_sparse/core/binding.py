@@ -83,10 +83,6 @@ class BoundCompressor(Compressor):
         """Return the tensor as it is."""
         return tensor
 
-    def residual_dtype_of(self, tensor: Array) -> str:
-        """Return the residual's dtype for gradients like `tensor`."""
-        return self.residual_dtype or ("float64" if "float64" in str(tensor.dtype) else "float32")
-
     def stats(self) -> Stats:
         """Return counts, bytes and residual norms per bucket and in total, of the last step and on average; computed now."""
         return self._bound().stats()

@@ -94,12 +94,13 @@ def _fits(numel: int, parameter: Parameter, compressor: Compressor, world: int) 
     """Return whether a parameter may join a bucket that has `numel` elements."""
     if _excess(numel + parameter.numel, compressor, world) is not None:
         return False
-    if parameter.group is not None or compressor.granularity == "model":
+    most = compressor.granularity
+    if parameter.group is not None or most == "model":
         return True
-    if compressor.granularity == "layer":
+    if most == "layer":
         return False
     itemsize = 8 if parameter.residual_dtype == "float64" else 4
-    return itemsize * (numel + parameter.numel) <= compressor.bucket_bytes
+    return itemsize * (numel + parameter.numel) <= most
 
 
 def check_limits(layouts: Iterable[Layout], compressor: Compressor, world: int) -> None:

@@ -246,7 +246,7 @@ class SparseAllreduce:
         self._agree(gradients, "")
         # Only workers with the same settings gather their hosts.
         pipeline = self._new_pipeline(compressor, compressor.exchange.hosts(self._world, self._digests))
-        types = {name: compressor.residual_dtype or str(_wide(g.dtype)) for name, g in gradients.items()}
+        types = {name: compressor.residual_dtype_of(g) for name, g in gradients.items()}
         dense = {name for name, gradient in gradients.items() if compressor.leaves_dense(name, gradient.size)}
         pipeline.dense_bytes_sent = sum(
             allreduce_bytes(gradients[name].size * _wide(gradients[name].dtype).itemsize, self._world) for name in dense

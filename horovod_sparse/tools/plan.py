@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.base import BUCKET_BYTES, Compressor
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.sidco import SIDCo
@@ -100,7 +100,7 @@ def _rounds(compressor: Compressor, parameters: int, ratio: float, world: int) -
 
 def _sizes(compressor: Compressor, parameters: int) -> list[int]:
     """Return the sizes of the buckets."""
-    most = max(1, compressor.bucket_bytes // 4)
+    most = max(1, BUCKET_BYTES // 4)
     return [min(most, parameters - start) for start in range(0, parameters, most)]
 
 

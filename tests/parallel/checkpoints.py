@@ -62,14 +62,14 @@ class Training:
 @scenario(*PAIR, cases={name: (make,) for name, make in COMPRESSORS.items()})
 def checkpoint_continues_bit_for_bit(make: MakeCompression) -> None:
     with shared_folder() as folder:
-        first = Training(make(bucket_bytes=BUCKET_BYTES))
+        first = Training(make(granularity=BUCKET_BYTES))
         assert load_checkpoint(folder, **first.objects).step == 0
         first.train(5)
         save_checkpoint(folder, 5, **first.objects, epoch=2, rank=hvd.rank())
         first.train(5)
 
         for trained in (0, 2):
-            second = Training(make(bucket_bytes=BUCKET_BYTES))
+            second = Training(make(granularity=BUCKET_BYTES))
             second.train(trained)
             found = load_checkpoint(folder, **second.objects)
             assert (found.step, found.values) == (5, {"epoch": 2, "rank": hvd.rank()})

@@ -70,7 +70,7 @@ def check_trained(trained: list[tuple[nn.Module, Any]], backend: str) -> None:
 
 def compression_for(backend: str) -> Any:
     """With `NoOp` a sum that is rounded in another way changes no selection."""
-    return NoOp() if backend == "inductor" else SIDCo(0.05, bucket_bytes=BUCKET_BYTES, warmup=None)
+    return NoOp() if backend == "inductor" else SIDCo(0.05, granularity=BUCKET_BYTES, warmup=None)
 
 
 @scenario(MPI_2, cases=CASES)

@@ -63,7 +63,7 @@ def another_release_raises_on_all() -> None:
 def a_state_of_another_step_on_one_rank_raises_on_all(make: MakeCompression, behind: Sequence[int] = (1,)) -> None:
     """Or on the ranks `behind`. The right state everywhere helps: the same steps give the same model."""
     model = small_model()
-    compression = make(bucket_bytes=BUCKET_BYTES)
+    compression = make(granularity=BUCKET_BYTES)
     optimizer = wrap(model, compression)
     train(model, optimizer, range(2))
     state = compression.state_dict()
@@ -117,7 +117,7 @@ def workers_with_different_kernels_stay_the_same(make: MakeCompression, kernel: 
         os.environ[kernels.VARIABLE] = kernels.variants()[-1] if kernel == "slowest" else kernel
     try:
         model = small_model()
-        train(model, wrap(model, make(bucket_bytes=BUCKET_BYTES)), range(8))
+        train(model, wrap(model, make(granularity=BUCKET_BYTES)), range(8))
     finally:
         os.environ.pop(kernels.VARIABLE, None)
         if before is not None:

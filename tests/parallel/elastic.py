@@ -26,9 +26,9 @@ class Trainings:
 
     def __init__(self) -> None:
         self.compressions: dict[str, Any] = {
-            "sidco": SIDCo(0.01, bucket_bytes=BUCKET_BYTES, warmup=None),
-            "micro": MiCRO(0.01, bucket_bytes=BUCKET_BYTES, warmup=None),
-            "dgc": DGC(0.01, bucket_bytes=BUCKET_BYTES, warmup=None),
+            "sidco": SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None),
+            "micro": MiCRO(0.01, granularity=BUCKET_BYTES, warmup=None),
+            "dgc": DGC(0.01, granularity=BUCKET_BYTES, warmup=None),
         }
         self.models = {name: small_model() for name in self.compressions}
         self.optimizers = {

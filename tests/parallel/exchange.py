@@ -56,13 +56,13 @@ def _total(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         for name, make in COMPRESSORS.items()
         for granularity in ("layer", "model")
     }
-    | {"TopK-float64": (COMPRESSORS["TopK"], "bucket", torch.float64)},
+    | {"TopK-float64": (COMPRESSORS["TopK"], 16_000, torch.float64)},
 )
-def nothing_is_lost(make: MakeCompression, granularity: str, dtype: torch.dtype) -> None:
+def nothing_is_lost(make: MakeCompression, granularity: str | int, dtype: torch.dtype) -> None:
     # Whole numbers, so that every sum is exact and the law must hold to the last bit:
     # reduced + sum over ranks of (new residual - old residual) == sum over ranks of the gradients.
     parameters = zeros(SHAPES, dtype)
-    compression = make(granularity=granularity, bucket_bytes=16_000)
+    compression = make(granularity=granularity)
     optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
     old = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(8):
@@ -140,7 +140,7 @@ def process_sets_reduce_for_themselves(split: Any) -> None:
     try:
         parameters = zeros(SHAPES)
         optimizer = wrap_parameters(
-            parameters, TopK(1.0, bucket_bytes=16_000, min_numel=0, warmup=None), process_set=sets[number]
+            parameters, TopK(1.0, granularity=16_000, min_numel=0, warmup=None), process_set=sets[number]
         )
         for step in range(3):
             reduce(optimizer, parameters, {n: whole_numbers(s, step=step, rank=hvd.rank()) for n, s in SHAPES.items()})
@@ -149,7 +149,7 @@ def process_sets_reduce_for_themselves(split: Any) -> None:
                 shares = [whole_numbers(shape, step=step, rank=rank) / np.float32(len(members)) for rank in members]
                 np.testing.assert_array_equal(gradient_of(parameters[name]), sum(shares), err_msg=name)
         model = small_model()
-        compression = SIDCo(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)
+        compression = SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None)
         train(model, wrap(model, compression, process_set=sets[number]), range(10))
         assert (compression.residual_bytes > 0) == (len(members) > 1), "one worker alone compresses nothing"
         digests = everyone(digest(model.parameters()))
@@ -217,7 +217,7 @@ class Spy:
 @scenario(*EVERYWHERE, cases={"TopK": (COMPRESSORS["TopK"],), "SIDCo": (COMPRESSORS["SIDCo"],)})
 def hooks_start_gathers_and_never_wait(make: MakeCompression) -> None:
     model = small_model()
-    optimizer = wrap(model, make(bucket_bytes=BUCKET_BYTES))
+    optimizer = wrap(model, make(granularity=BUCKET_BYTES))
     first_weight = next(model.parameters())
     sent: list[list[tuple[str, tuple[int, ...]]]] = []
     with Spy() as spy:

@@ -63,7 +63,7 @@ def main(fault: Fault, folder: Path) -> None:
     faulty = Faulty(fault, hvd.rank())
     model = small_model()
     sgd = FaultySGD(model.parameters(), lr=0.05)
-    compression = SIDCo(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)
+    compression = SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None)
     optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=compression)
     if fault.moment == "hook":
         model[2].weight.register_hook(lambda gradient: faulty.happen())

@@ -38,9 +38,9 @@ class Trainings:
 
     def __init__(self) -> None:
         self.parts = {
-            "sidco": Training(SIDCo(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)),
-            "micro": Training(MiCRO(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)),
-            "dgc": Training(DGC(0.01, bucket_bytes=BUCKET_BYTES, warmup=None, updates=False)),
+            "sidco": Training(SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None)),
+            "micro": Training(MiCRO(0.01, granularity=BUCKET_BYTES, warmup=None)),
+            "dgc": Training(DGC(0.01, granularity=BUCKET_BYTES, warmup=None, updates=False)),
         }
 
     @property

@@ -10,6 +10,7 @@ import horovod.torch as hvd
 import numpy as np
 
 import horovod_sparse.torch as sparse
+from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.torch import transport
 
 from . import local_laws
@@ -55,14 +56,14 @@ PLACES = {
 )
 def an_exchange_that_raises_on_one_worker_raises_on_all_and_leaves_no_trace(exchange: Any, place: str) -> None:
     (mine, move, local), (calm, move_calmly, undisturbed) = (
-        local_laws.torch_maker(sparse)("TopK", {"ratio": 0.05, "bucket_bytes": 4000, "exchange": exchange}, every=100)
+        local_laws.torch_maker(sparse)("TopK", {"ratio": 0.05, "granularity": 4000, "exchange": exchange}, every=100)
         for _ in range(2)
     )
     for step in range(4):
         move(local_laws.moves(step, hvd.rank()))
         move_calmly(local_laws.moves(step, hvd.rank()))
         if step == (0 if place == "first" else 2):
-            owner = transport if place == "first" else local.compression.store.pipeline
+            owner = {"first": transport, "one-started": Bucket}.get(place, local.compression.store.pipeline)
             with _interrupt(owner, *PLACES[place]):
                 text = raised(KeyboardInterrupt if hvd.rank() == 1 else RuntimeError, local.synchronize)
             assert hvd.rank() == 1 or "worker 1 of its group has given up this exchange" in text, text

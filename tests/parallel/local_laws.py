@@ -33,7 +33,7 @@ def moves(step: int, rank: int) -> dict[str, np.ndarray]:
 def formulas(workers: Workers, decay: float, outer_lr: float, momentum: float) -> None:
     """Every exchange is what the formulas give with the NumPy pipelines of all workers."""
     compressed = [name for name in SHAPES if name != "small"]
-    arguments: dict[str, Any] = {"ratio": 0.05, "bucket_bytes": 16_000}
+    arguments: dict[str, Any] = {"ratio": 0.05, "granularity": 16_000}
     settings = {"every": EVERY, "residual_decay": decay, "outer_lr": outer_lr, "outer_momentum": momentum}
     parameters, move, _ = workers.make("TopK", arguments, **settings)
     from horovod_sparse.compressors import TopK

@@ -38,7 +38,7 @@ def everything_sent_is_the_stock_optimizer(settings: dict[str, Any]) -> None:
         Training(model, groups_of(model, **settings), compression, _make)
         for model, compression in (
             (small_model(), hvd.Compression.none),
-            (small_model(), NoOp(bucket_bytes=BUCKET_BYTES)),
+            (small_model(), NoOp(granularity=BUCKET_BYTES)),
         )
     )
     for step in range(12):
@@ -54,9 +54,9 @@ def everything_sent_is_the_stock_optimizer(settings: dict[str, Any]) -> None:
 @scenario(*MPI)
 def it_is_momentum_correction_in_units_of_the_update() -> None:
     model, other = small_model(), small_model()
-    moved = TopK(0.02, bucket_bytes=BUCKET_BYTES)
+    moved = TopK(0.02, granularity=BUCKET_BYTES)
     explicit = TopK(
-        0.02, bucket_bytes=BUCKET_BYTES, momentum=MomentumCorrection(0.9, masking=False), lr_in_residual=True
+        0.02, granularity=BUCKET_BYTES, momentum=MomentumCorrection(0.9, masking=False), lr_in_residual=True
     )
     optimizers = wrap(model, moved, momentum=0.9), wrap(other, explicit, momentum=0.0)
     for step in range(15):
@@ -69,10 +69,10 @@ def it_is_momentum_correction_in_units_of_the_update() -> None:
 
 @scenario(MPI_2)
 def a_checkpoint_with_momentum_in_the_optimizer_goes_on() -> None:
-    model, before = small_model(), NoOp(bucket_bytes=BUCKET_BYTES, momentum=None)
+    model, before = small_model(), NoOp(granularity=BUCKET_BYTES, momentum=None)
     dense = wrap(model, before)
     train(model, dense, range(5))
-    again, compression = small_model(), NoOp(bucket_bytes=BUCKET_BYTES)
+    again, compression = small_model(), NoOp(granularity=BUCKET_BYTES)
     optimizer = wrap(again, compression)
     again.load_state_dict(model.state_dict())
     optimizer.load_state_dict(copy.deepcopy(dense.state_dict()))
@@ -86,7 +86,7 @@ def a_checkpoint_with_momentum_in_the_optimizer_goes_on() -> None:
 @scenario(MPI_2)
 def its_state_goes_on() -> None:
     def make() -> tuple[nn.Module, Any, Any]:
-        model, compression = small_model(), SIDCo(0.02, bucket_bytes=BUCKET_BYTES)
+        model, compression = small_model(), SIDCo(0.02, granularity=BUCKET_BYTES)
         sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)
         return model, _make(model, sgd, compression)[1], compression
 
@@ -123,7 +123,7 @@ def a_step_that_a_scaler_leaves_out_leaves_no_trace() -> None:
             scaler.update()
         return model
 
-    assert_close(run(NoOp(bucket_bytes=BUCKET_BYTES)), run(hvd.Compression.none))
+    assert_close(run(NoOp(granularity=BUCKET_BYTES)), run(hvd.Compression.none))
 
 
 @scenario(MPI_2)

@@ -63,7 +63,7 @@ class Training:
     *MPI,
     cases={
         "TopK-rates": (lambda: TopK(0.05, lr_in_residual=True, warmup=None),),
-        "SIDCo": (lambda: SIDCo(0.05, bucket_bytes=8000, warmup=None),),
+        "SIDCo": (lambda: SIDCo(0.05, granularity=8000, warmup=None),),
         "DGC": (lambda: DGC(0.05, min_numel=0, warmup=None),),
         "RandomK": (lambda: RandomK(0.05, warmup=None),),
         "MiCRO": (lambda: MiCRO(0.05, warmup=None),),

@@ -49,7 +49,7 @@ def forced() -> None:
     assert total.bytes_sent == 0.0, "there is nobody to send to"
     assert 0.005 < total.ratio < 0.02
     for name, make in COMPRESSORS.items():
-        model, compression = small_model(), make(bucket_bytes=BUCKET_BYTES)
+        model, compression = small_model(), make(granularity=BUCKET_BYTES)
         before = digest(model.parameters())
         train(model, wrap(model, compression), range(5))
         assert digest(model.parameters()) != before, name

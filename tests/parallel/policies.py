@@ -74,7 +74,7 @@ def numpy_gives_the_same(make: Any) -> None:
     import horovod_sparse.numpy
     import horovod_sparse.torch
 
-    settings: dict[str, Any] = {"bucket_bytes": 16_000}
+    settings: dict[str, Any] = {"granularity": 16_000}
     parameters = zeros(SHAPES)
     optimizer = wrap_parameters(parameters, make(horovod_sparse.torch, **settings))
     # Random choices depend on the bucket's name and this worker's position, not on the library.
@@ -165,7 +165,7 @@ def a_numpy_worker_that_raises_alone_keeps_nobody_waiting() -> None:
 def second_rounds_overlap(make: MakeCompression) -> None:
     # All indices are on their way before the first is waited for, and all values before the first of those is.
     model = small_model()
-    optimizer = wrap(model, make(bucket_bytes=BUCKET_BYTES, min_numel=1))
+    optimizer = wrap(model, make(granularity=BUCKET_BYTES, min_numel=1))
     train(model, optimizer, range(2))
     with Spy() as spy:
         optimizer.zero_grad()
@@ -205,7 +205,7 @@ def shared_indices_are_not_sent(make: MakeCompression) -> None:
 )
 def a_warm_up_begins_with_dense_training(make: MakeCompression) -> None:
     dense, late = small_model(), small_model()
-    compression = dense_until(6, make, hvd.size)(bucket_bytes=BUCKET_BYTES)
+    compression = dense_until(6, make, hvd.size)(granularity=BUCKET_BYTES)
     optimizer = wrap(late, compression)
     train(dense, wrap(dense, hvd.Compression.none), range(6))
     train(late, optimizer, range(6))
@@ -226,7 +226,7 @@ def unmasked_momentum_at_ratio_one_is_momentum_sgd(nesterov: bool) -> None:
     dense, corrected = small_model(), small_model()
     sgd = torch.optim.SGD(dense.parameters(), lr=0.05, momentum=0.9, nesterov=nesterov)
     train(dense, hvd.DistributedOptimizer(sgd, dense.named_parameters()), range(10))
-    compression = NoOp(momentum=MomentumCorrection(0.9, nesterov, masking=False), bucket_bytes=BUCKET_BYTES)
+    compression = NoOp(momentum=MomentumCorrection(0.9, nesterov, masking=False), granularity=BUCKET_BYTES)
     train(corrected, wrap(corrected, compression, momentum=0.0), range(10))
     assert_close(corrected, dense)
     assert_identical(corrected)
@@ -242,14 +242,14 @@ def unmasked_momentum_at_ratio_one_is_momentum_sgd(nesterov: bool) -> None:
 )
 def corrected_momentum_trains_alike_and_resumes(make: Any) -> None:
     model = small_model()
-    compression = make(0.01, bucket_bytes=BUCKET_BYTES)
+    compression = make(0.01, granularity=BUCKET_BYTES)
     optimizer = wrap(model, compression, momentum=0.0)
     train(model, optimizer, range(20))
     assert_identical(model)
     saved, weights = compression.state_dict(), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert set(saved["velocities"]) == {name for name, _ in model.named_parameters()}
     train(model, optimizer, range(20, 25))
-    again, other = small_model(), make(0.01, bucket_bytes=BUCKET_BYTES)
+    again, other = small_model(), make(0.01, granularity=BUCKET_BYTES)
     second = wrap(again, other, momentum=0.0)
     again.load_state_dict(weights)
     other.load_state_dict(saved)
@@ -265,7 +265,7 @@ def momentum_twice_is_refused() -> None:
         and "which then takes the optimizer's" in message
     )
     model = small_model()
-    train(model, wrap(model, DGC(0.01, momentum=0.0, bucket_bytes=BUCKET_BYTES, warmup=None), momentum=0.9), range(3))
+    train(model, wrap(model, DGC(0.01, momentum=0.0, granularity=BUCKET_BYTES, warmup=None), momentum=0.9), range(3))
     # Also when it comes later: with the state of a dense run, or with another group of parameters.
     dense = wrap(small_model(), hvd.Compression.none, momentum=0.9)
     optimizer = wrap(small_model(), DGC(0.01, warmup=None), momentum=0.0)

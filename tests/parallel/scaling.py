@@ -52,7 +52,7 @@ def scaled_training_is_training(make: MakeCompression) -> None:
     """Bit by bit, because powers of two are exact; nothing else has to be written for it."""
     results = []
     for scaled in (False, True):
-        model, compression = small_model(), make(bucket_bytes=BUCKET_BYTES)
+        model, compression = small_model(), make(granularity=BUCKET_BYTES)
         optimizer = wrap(model, compression, momentum=0.0)
         if scaled:
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7, growth_interval=2)
@@ -69,7 +69,7 @@ def overflow_leaves_no_trace(make: MakeCompression) -> None:
     """Training with steps that overflow on one rank is training without those steps, bit by bit."""
     results = []
     for scaled in (False, True):
-        model, compression = overflowing(), make(bucket_bytes=BUCKET_BYTES)
+        model, compression = overflowing(), make(granularity=BUCKET_BYTES)
         optimizer = wrap(model, compression, momentum=0.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7, growth_interval=100)
         for step in range(8):

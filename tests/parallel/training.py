@@ -32,43 +32,49 @@ from .scenario import GLOO_2, MPI, MPI_2, MPI_4, MPI_5, scenario
     cases={
         f"{name}-{granularity}": (make, granularity)
         for name, make in COMPRESSORS.items()
-        for granularity in ("layer", "bucket", "model")
+        for granularity in ("layer", BUCKET_BYTES, "model")
     },
 )
-def replicas_stay_identical(make: MakeCompression, granularity: str, steps: int = 50) -> None:
+def replicas_stay_identical(make: MakeCompression, granularity: str | int, steps: int = 50) -> None:
     model = small_model()
-    compression = make(granularity=granularity, bucket_bytes=BUCKET_BYTES)
+    compression = make(granularity=granularity)
     optimizer = wrap(model, compression)
     before = digest(model.parameters())
     train(model, optimizer, range(steps))
     assert digest(model.parameters()) != before
     assert_identical(model)
-    buckets = {"layer": 4, "bucket": 3, "model": 1}[granularity]
+    buckets = {"layer": 4, BUCKET_BYTES: 3, "model": 1}[granularity]
     assert len(compression.stats().last.buckets) == buckets
     residuals = digest(compression.state_dict()["residuals"].values())
     if compression.ratio < 1.0:
         assert len(set(everyone(residuals))) == hvd.size(), "every rank has its own data, so its own residual"
 
 
-_EVERYWHERE = {"TopK": "layer", "SIDCo": "bucket", "SIDCo-gamma": "model", "MiCRO": "bucket", "TopK-union": "model"}
+_EVERYWHERE = {
+    "TopK": "layer",
+    "SIDCo": BUCKET_BYTES,
+    "SIDCo-gamma": "model",
+    "MiCRO": BUCKET_BYTES,
+    "TopK-union": "model",
+}
 
 
 @scenario(MPI_4, GLOO_2, cases={name: (COMPRESSORS[name], granularity) for name, granularity in _EVERYWHERE.items()})
-def replicas_stay_identical_everywhere(make: MakeCompression, granularity: str) -> None:
+def replicas_stay_identical_everywhere(make: MakeCompression, granularity: str | int) -> None:
     replicas_stay_identical(make, granularity)
 
 
 # Horovod issue 3931 reports failures of asynchronous allgathers with more than four ranks.
 @scenario(MPI_5)
 def five_ranks() -> None:
-    replicas_stay_identical(COMPRESSORS["SIDCo"], "bucket", 5)
+    replicas_stay_identical(COMPRESSORS["SIDCo"], BUCKET_BYTES, 5)
 
 
 @scenario(
     *MPI,
     cases={
         f"{name}-{how}": (make, arguments, lr)
-        for name, make in {"TopK": lambda: TopK(1.0, bucket_bytes=BUCKET_BYTES, warmup=None), "NoOp": NoOp}.items()
+        for name, make in {"TopK": lambda: TopK(1.0, granularity=BUCKET_BYTES, warmup=None), "NoOp": NoOp}.items()
         for how, arguments, lr in (
             ("average", {"op": hvd.Average}, 0.05),
             ("sum", {"op": hvd.Sum}, 0.01),
@@ -97,7 +103,7 @@ _OPTIMIZERS: dict[str, Any] = {
 def every_optimizer(make: Any) -> None:
     # Ratio 1 in double precision: what Adam divides by is not noise then.
     dense, sparse = small_model(dtype=torch.float64), small_model(dtype=torch.float64)
-    for model, compression in ((dense, hvd.Compression.none), (sparse, NoOp(bucket_bytes=BUCKET_BYTES))):
+    for model, compression in ((dense, hvd.Compression.none), (sparse, NoOp(granularity=BUCKET_BYTES))):
         optimizer = hvd.DistributedOptimizer(
             make(model.parameters()), named_parameters=model.named_parameters(), compression=compression
         )
@@ -105,7 +111,7 @@ def every_optimizer(make: Any) -> None:
     assert_close(sparse, dense, rtol=1e-4, atol=1e-5)
 
     selective = small_model()
-    compression = SIDCo(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)
+    compression = SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None)
     optimizer = hvd.DistributedOptimizer(
         make(selective.parameters()), named_parameters=selective.named_parameters(), compression=compression
     )

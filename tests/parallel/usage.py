@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.torch import DGC, Balanced, NoOp, SIDCo, TopK, Union, seam
 
@@ -252,10 +253,10 @@ def parameter_group_added_after_wrapping() -> None:
 def two_optimizers_in_flight() -> None:
     # The same tensor names, both backward passes before both steps.
     models = [small_model(seed) for seed in (1, 2)]
-    optimizers = [wrap(model, SIDCo(0.05, bucket_bytes=BUCKET_BYTES, warmup=None)) for model in models]
+    optimizers = [wrap(model, SIDCo(0.05, granularity=BUCKET_BYTES, warmup=None)) for model in models]
     alone = [small_model(seed) for seed in (1, 2)]
     for model in alone:
-        train(model, wrap(model, SIDCo(0.05, bucket_bytes=BUCKET_BYTES, warmup=None)), range(6))
+        train(model, wrap(model, SIDCo(0.05, granularity=BUCKET_BYTES, warmup=None)), range(6))
     for step in range(6):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -303,7 +304,7 @@ def optimizer_state_from_rank_0() -> None:
     optimizer = hvd.DistributedOptimizer(
         plain,
         named_parameters=model.named_parameters(),
-        compression=SIDCo(0.05, bucket_bytes=BUCKET_BYTES, warmup=None),
+        compression=SIDCo(0.05, granularity=BUCKET_BYTES, warmup=None),
     )
     if hvd.rank() == 0:
         optimizer.load_state_dict(plain.state_dict())
@@ -323,7 +324,7 @@ def optimizer_state_from_rank_0() -> None:
 @scenario(*EVERYWHERE)
 def gradient_scaler_skips_on_all_ranks() -> None:
     model = small_model()
-    compression = SIDCo(0.05, not_finite="propagate", bucket_bytes=BUCKET_BYTES, warmup=None)
+    compression = SIDCo(0.05, not_finite="propagate", granularity=BUCKET_BYTES, warmup=None)
     optimizer = wrap(model, compression, momentum=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
     for step in range(8):
@@ -376,7 +377,7 @@ def gradients_changed_behind_the_hook_are_refused(change: Any, steps: int) -> No
 def gradient_scaler_that_comes_late_is_refused() -> None:
     """It would divide what had been sent already. On a rank with infinity it leaves the step out, and is told so too."""
     model = small_model()
-    optimizer = wrap(model, SIDCo(0.02, not_finite="propagate", bucket_bytes=BUCKET_BYTES, warmup=None))
+    optimizer = wrap(model, SIDCo(0.02, not_finite="propagate", granularity=BUCKET_BYTES, warmup=None))
     train(model, optimizer, range(2))
     for infinite in (False, True):
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -453,14 +454,15 @@ def _stopped_at(*places: tuple[str, int]) -> Any:
 
     def stopped(model: nn.Module, optimizer: Any, step: int) -> None:
         method, number = places[hvd.rank() % len(places)]
-        function, calls = getattr(Pipeline, method), itertools.count(1)
+        owner = Bucket if method == "begin" else Pipeline
+        function, calls = getattr(owner, method), itertools.count(1)
 
         def called(*arguments: Any, **named: Any) -> Any:
             if next(calls) == number:
                 raise _StoppedError
             return function(*arguments, **named)
 
-        with patch.object(Pipeline, method, called):
+        with patch.object(owner, method, called):
             train(model, optimizer, [step])
 
     return stopped
@@ -497,7 +499,7 @@ _INNER = {
 def an_exception_on_all_ranks_leaves_no_trace(stopped: Any, make: Any, steps: tuple[int, ...]) -> None:
     """With a loss scaler, training goes on as if the step had not been begun, to the last bit."""
     models = small_model(), small_model()
-    compressions = [make(bucket_bytes=BUCKET_BYTES) for _ in models]
+    compressions = [make(granularity=BUCKET_BYTES) for _ in models]
     disturbed, plain = (wrap(model, one, momentum=0.0) for model, one in zip(models, compressions, strict=True))
     for compression in compressions:
         compression.scale_with(torch.amp.GradScaler("cpu", init_scale=1.0))
@@ -526,7 +528,7 @@ def an_exception_on_all_ranks_leaves_no_trace(stopped: Any, make: Any, steps: tu
 def an_exception_of_the_users_on_one_rank_is_told_to_all(stopped: Any, make: Any) -> None:
     """Nobody waits, and replicas do not differ without a word."""
     model = small_model()
-    compression = make(bucket_bytes=BUCKET_BYTES)
+    compression = make(granularity=BUCKET_BYTES)
     optimizer = wrap(model, compression)
     train(model, optimizer, range(3))
     # If this rank has sent all that the others need, they make the step.

@@ -41,7 +41,7 @@ WRAPPERS: dict[str, tuple[Callable[[Any], Any]]] = {"around": (Around,), "rename
 
 
 def _compression() -> SIDCo:
-    return SIDCo(0.05, bucket_bytes=BUCKET_BYTES, warmup=None)
+    return SIDCo(0.05, granularity=BUCKET_BYTES, warmup=None)
 
 
 def _train_in_all_ways(model: nn.Module, optimizer: Any) -> None:

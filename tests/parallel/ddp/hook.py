@@ -40,11 +40,11 @@ COMPRESSED = {name: shape for name, shape in SHAPES.items() if name != "small"}
     cases={
         f"{name}-{granularity}": (make, granularity)
         for name, make in COMPRESSORS.items()
-        for granularity in ("bucket", "layer")
+        for granularity in (16_000, "layer")
     },
 )
-def the_hook_does_as_numpy_does(make: MakeCompression, granularity: str) -> None:
-    settings: dict[str, Any] = {"granularity": granularity, "bucket_bytes": 16_000}
+def the_hook_does_as_numpy_does(make: MakeCompression, granularity: str | int) -> None:
+    settings: dict[str, Any] = {"granularity": granularity}
     compression = make(**settings)
     model, oracle = wrap(Exact(SHAPES), compression), Oracle(make(**settings), COMPRESSED, ranks.size())
     for step in range(6):
@@ -77,7 +77,7 @@ def replicas_stay_identical_and_ratio_one_is_dense_training(arguments: dict[str,
     dense = wrap(small_model(), **arguments)
     train(dense, sgd(dense), range(10))
     for make in (NoOp, partial(TopK, 1.0, warmup=None), COMPRESSORS["SIDCo"], COMPRESSORS["MiCRO"]):
-        compression = make(bucket_bytes=BUCKET_BYTES)
+        compression = make(granularity=BUCKET_BYTES)
         model = wrap(small_model(), compression, **arguments)
         optimizer = sgd(model)
         train(model, optimizer, range(10))
@@ -91,7 +91,7 @@ def replicas_stay_identical_and_ratio_one_is_dense_training(arguments: dict[str,
 
 @scenario(*TORCHRUN, cases={name: (COMPRESSORS[name],) for name in ("SIDCo", "MiCRO", "SIDCo-balanced")})
 def exchanges_begin_before_backward_ends(make: MakeCompression) -> None:
-    model = wrap(small_model(), make(bucket_bytes=BUCKET_BYTES))
+    model = wrap(small_model(), make(granularity=BUCKET_BYTES))
     optimizer, started, ended = sgd(model), [], []
     start = Group.start
 
@@ -122,7 +122,7 @@ def exchanges_begin_before_backward_ends(make: MakeCompression) -> None:
 def a_hook_without_names_does_the_same() -> None:
     models = []
     for named in (True, False):
-        model, compression = wrap(small_model()), TopK(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)
+        model, compression = wrap(small_model()), TopK(0.01, granularity=BUCKET_BYTES, warmup=None)
         if named:
             register(model, compression)
         else:
@@ -136,7 +136,7 @@ def a_hook_without_names_does_the_same() -> None:
 
 @scenario(TORCHRUN_2, cases={"float16": (torch.float16,), "bfloat16": (torch.bfloat16,)})
 def half_precision(dtype: torch.dtype) -> None:
-    model = wrap(small_model(dtype=dtype), SIDCo(0.05, bucket_bytes=BUCKET_BYTES, warmup=None))
+    model = wrap(small_model(dtype=dtype), SIDCo(0.05, granularity=BUCKET_BYTES, warmup=None))
     train(model, sgd(model, lr=0.01), range(20))
     assert_identical(model)
 
@@ -146,7 +146,7 @@ def autocast_and_memory_layouts() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 32, 3), nn.Flatten(), nn.Linear(32 * 16, 4))
     network = network.to(memory_format=torch.channels_last)
-    compression = TopK(0.05, bucket_bytes=BUCKET_BYTES, warmup=None)
+    compression = TopK(0.05, granularity=BUCKET_BYTES, warmup=None)
     model = wrap(network, compression)
     optimizer = sgd(model)
     for step in range(10):
@@ -161,10 +161,10 @@ def autocast_and_memory_layouts() -> None:
 
 @scenario(TORCHRUN_2)
 def passes_without_synchronisation_are_added_up() -> None:
-    compression = TopK(0.05, bucket_bytes=16_000, warmup=None)
+    compression = TopK(0.05, granularity=16_000, warmup=None)
     model, oracle = (
         wrap(Exact(SHAPES), compression),
-        Oracle(TopK(0.05, bucket_bytes=16_000, warmup=None), COMPRESSED, 2),
+        Oracle(TopK(0.05, granularity=16_000, warmup=None), COMPRESSED, 2),
     )
 
     def given(step: int, part: int, rank: int) -> dict[str, np.ndarray]:
@@ -188,7 +188,7 @@ def passes_without_synchronisation_are_added_up() -> None:
 )
 def nothing_is_lost_of_parameters_that_are_not_used(set_to_none: bool, arguments: dict[str, Any]) -> None:
     """In every third step nobody uses the second parameter, and in others only rank 0 does."""
-    compression = TopK(0.02, bucket_bytes=16_000, warmup=None)
+    compression = TopK(0.02, granularity=16_000, warmup=None)
     model = wrap(Exact(COMPRESSED), compression, find_unused_parameters=True, **arguments)
     total, came = {name: np.zeros(shape) for name, shape in COMPRESSED.items()}, 0
     for step in range(7):
@@ -218,7 +218,7 @@ def nothing_is_lost_of_parameters_that_are_not_used(set_to_none: bool, arguments
 def a_rank_without_data_takes_part_in_the_steps_of_others(make: Any, ratio: float) -> None:
     """DDP's `join`. At ratio 1 it is as without a sparsifier."""
     models = []
-    for compression in (None, make(ratio, bucket_bytes=BUCKET_BYTES)):
+    for compression in (None, make(ratio, granularity=BUCKET_BYTES)):
         model = wrap(small_model(), compression)
         with model.join():
             train(model, sgd(model), range(4 + 3 * ranks.rank()))
@@ -233,7 +233,7 @@ def a_rank_without_data_takes_part_in_the_steps_of_others(make: Any, ratio: floa
 @scenario(TORCHRUN_2)
 def a_rank_without_data_raises_as_the_others_do() -> None:
     network = overflowing()
-    model = wrap(network, TopK(0.05, bucket_bytes=BUCKET_BYTES, warmup=None))
+    model = wrap(network, TopK(0.05, granularity=BUCKET_BYTES, warmup=None))
 
     def uneven() -> None:
         with model.join():
@@ -258,7 +258,7 @@ def activations_are_computed_again(reentrant: bool) -> None:
             return checkpoint(self.layers[1:], first, use_reentrant=reentrant)
 
     models = [
-        wrap(one(), TopK(0.05, bucket_bytes=BUCKET_BYTES, warmup=None), static_graph=True)
+        wrap(one(), TopK(0.05, granularity=BUCKET_BYTES, warmup=None), static_graph=True)
         for one in (small_model, Again)
     ]
     for model in models:
@@ -268,7 +268,7 @@ def activations_are_computed_again(reentrant: bool) -> None:
 
 @scenario(TORCHRUN_2, cases={"together": (True,), "in-turn": (False,)})
 def a_hook_serves_one_model(together: bool) -> None:
-    compression, models = TopK(0.01, bucket_bytes=BUCKET_BYTES, warmup=None), [wrap(small_model()) for _ in range(2)]
+    compression, models = TopK(0.01, granularity=BUCKET_BYTES, warmup=None), [wrap(small_model()) for _ in range(2)]
     for model in models:
         model.register_comm_hook(compression, comm_hook)
     losses = [loss_of(model, 0) for model in models]
@@ -288,7 +288,7 @@ def sparse_gradients_are_refused_by_name() -> None:
 
 @scenario(*TORCHRUN)
 def not_finite_raises_on_all_ranks_and_training_goes_on() -> None:
-    network, compression = overflowing(), SIDCo(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)
+    network, compression = overflowing(), SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None)
     model = wrap(network, compression)
     optimizer = sgd(model)
     for step in range(12):
@@ -305,12 +305,12 @@ def not_finite_raises_on_all_ranks_and_training_goes_on() -> None:
 
 @scenario(TORCHRUN_2)
 def a_scaler_leaves_out_the_step_on_all_ranks() -> None:
-    network, compression = overflowing(), TopK(0.01, bucket_bytes=BUCKET_BYTES, warmup=None)
+    network, compression = overflowing(), TopK(0.01, granularity=BUCKET_BYTES, warmup=None)
     model = wrap(network, compression)
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     compression.scale_with(scaler)
     # A scaler ends detached feedback here.
-    plain = wrap(small_model(), TopK(0.01, bucket_bytes=BUCKET_BYTES, warmup=None, detached=0))
+    plain = wrap(small_model(), TopK(0.01, granularity=BUCKET_BYTES, warmup=None, detached=0))
     plain_optimizer = sgd(plain)
     for step in range(10):
         network.overflows = step == 5 and ranks.rank() == 1
@@ -331,7 +331,7 @@ def a_resumed_run_goes_on_bit_for_bit(make: MakeCompression) -> None:
     """Also where DDP of the resumed run begins with other buckets than those of the first run had at that time."""
 
     def begin() -> tuple[Any, Any, Any]:
-        compression = make(bucket_bytes=BUCKET_BYTES)
+        compression = make(granularity=BUCKET_BYTES)
         model = wrap(small_model(), compression)
         return model, sgd(model, momentum=0.0), compression
 
@@ -350,7 +350,7 @@ def a_resumed_run_goes_on_bit_for_bit(make: MakeCompression) -> None:
 def groups_of_ranks_train_apart() -> None:
     groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
     mine = groups[ranks.rank() % 2]
-    model = wrap(small_model(), SIDCo(0.01, bucket_bytes=BUCKET_BYTES, warmup=None), process_group=mine)
+    model = wrap(small_model(), SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None), process_group=mine)
     train(model, sgd(model), range(10))
     digests = ranks.allgather_object(digest(model.parameters()))
     assert digests[0] == digests[2] != digests[1] == digests[3]
@@ -366,7 +366,7 @@ def register_in(group: Any) -> None:
 
 @scenario(TORCHRUN_4)
 def hosts_act_as_one_worker() -> None:
-    model = wrap(small_model(), TopK(0.01, bucket_bytes=BUCKET_BYTES, exchange=Hierarchical(2), warmup=None))
+    model = wrap(small_model(), TopK(0.01, granularity=BUCKET_BYTES, exchange=Hierarchical(2), warmup=None))
     train(model, sgd(model), range(10))
     assert_identical(model)
 
@@ -400,7 +400,7 @@ def a_state_that_does_not_fit_raises_on_all() -> None:
 
 @scenario(TORCHRUN_2)
 def other_steps_of_a_schedule_raise_on_all() -> None:
-    compression = TopK(0.01, bucket_bytes=BUCKET_BYTES, warmup=3.0)
+    compression = TopK(0.01, granularity=BUCKET_BYTES, warmup=3.0)
     model = wrap(small_model(), compression)
     optimizer = sgd(model)
     train(model, optimizer, range(2))
@@ -414,7 +414,7 @@ def other_steps_of_a_schedule_raise_on_all() -> None:
 def the_learning_rate_is_in_the_residual() -> None:
     """Sparsified SGD with Memory at ratio 1 is SGD, also while the learning rate changes."""
     models = []
-    for compression in (None, TopK(1.0, bucket_bytes=BUCKET_BYTES, lr_in_residual=True, warmup=None)):
+    for compression in (None, TopK(1.0, granularity=BUCKET_BYTES, lr_in_residual=True, warmup=None)):
         model = wrap(small_model())
         optimizer = sgd(model, momentum=0.0)
         if compression is not None:

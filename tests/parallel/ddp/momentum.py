@@ -27,7 +27,7 @@ def _make(model: nn.Module, optimizer: torch.optim.Optimizer, compression: Any) 
 def everything_sent_is_the_stock_optimizer(settings: dict[str, Any]) -> None:
     dense, sparse = (
         Training(model, groups_of(model, **settings), compression, _make)
-        for model, compression in ((small_model(), None), (small_model(), NoOp(bucket_bytes=BUCKET_BYTES)))
+        for model, compression in ((small_model(), None), (small_model(), NoOp(granularity=BUCKET_BYTES)))
     )
     for step in range(12):
         for one in (dense, sparse):
@@ -44,7 +44,7 @@ def it_is_momentum_correction_in_units_of_the_update() -> None:
     for model, momentum in zip(models, (0.9, 0.0), strict=True):
         explicit = {} if momentum else {"momentum": correction, "lr_in_residual": True}
         sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
-        made.append(_make(model, sgd, TopK(0.02, bucket_bytes=BUCKET_BYTES, **explicit)))
+        made.append(_make(model, sgd, TopK(0.02, granularity=BUCKET_BYTES, **explicit)))
     for step in range(15):
         for called, optimizer in made:
             optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 20)

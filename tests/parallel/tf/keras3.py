@@ -93,7 +93,7 @@ def warned(function: Callable[[], object]) -> list[str]:
 
 @scenario(TF_2, TF_4, cases={name: (make,) for name, make in COMPRESSORS.items()})
 def keras_replicas_stay_identical(make: MakeCompression) -> None:
-    compression = make(granularity="bucket", bucket_bytes=10_000)
+    compression = make(granularity=10_000)
     momentum = 0.0 if compression.momentum_correction is not None else 0.9
     model = compiled(stock_keras.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum), compression=compression))
     fit(model, range(50))
@@ -191,10 +191,10 @@ CLOSE = {_adam: (1e-4, 1e-4), _sgd: (1e-5, 1e-6), _clipped: (1e-5, 1e-6)}
         "sum": (_none, _sgd, {"op": ours.Sum}),
         "NoOp-sum": (NoOp, _sgd, {"op": ours.Sum}),
         "groups": (_none, _adam, {"groups": 2}),
-        "NoOp-groups": (lambda: NoOp(granularity="bucket"), _adam, {"groups": 2}),
+        "NoOp-groups": (lambda: NoOp(), _adam, {"groups": 2}),
         "num_groups": (_none, _adam, {"num_groups": 2}),
         "groups of variables": (_none, _sgd, {"groups": _groups}),
-        "NoOp-groups of variables": (lambda: NoOp(granularity="bucket"), _sgd, {"groups": _groups}),
+        "NoOp-groups of variables": (lambda: NoOp(), _sgd, {"groups": _groups}),
         "NoOp-clipped afterwards": (NoOp, _clipped, {}),
     },
 )

@@ -29,7 +29,7 @@ def _sgd(**settings: Any) -> Any:
 def everything_sent_is_the_stock_optimizer(settings: dict[str, Any]) -> None:
     dense, sparse = (
         compiled(hvd.DistributedOptimizer(_sgd(**settings), compression=compression))
-        for compression in (hvd.Compression.none, NoOp(bucket_bytes=10_000))
+        for compression in (hvd.Compression.none, NoOp(granularity=10_000))
     )
     for model in (dense, sparse):
         fit(model, range(12))
@@ -44,7 +44,7 @@ def a_dense_checkpoint_goes_on() -> None:
     dense = compiled(hvd.DistributedOptimizer(_sgd(nesterov=True), compression=hvd.Compression.none))
     fit(dense, range(4))
     sgd = _sgd(nesterov=True)
-    model = compiled(hvd.DistributedOptimizer(sgd, compression=NoOp(bucket_bytes=10_000)))
+    model = compiled(hvd.DistributedOptimizer(sgd, compression=NoOp(granularity=10_000)))
     sgd.build(model.trainable_variables)
     for mine, its in zip([*model.weights, *sgd.variables], [*dense.weights, *dense.optimizer.variables], strict=True):
         mine.assign(its)

@@ -30,7 +30,7 @@ from ..scenario import TF_2, TF_4, TF_GLOO_2, TF_SETS_4, scenario
 from .common import COMPRESSORS, MakeCompression, assert_identical, everyone, normals, raised, reduce, variables
 
 SHAPES = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
-SETTINGS: dict[str, Any] = {"granularity": "bucket", "bucket_bytes": 16_000}
+SETTINGS: dict[str, Any] = {"granularity": 16_000}
 
 
 @dataclass(frozen=True)

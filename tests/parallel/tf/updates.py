@@ -27,7 +27,7 @@ def _gradients(model: Any, step: int, rank: int) -> list[Any]:
 @scenario(TF_2, cases={"graph": (False,), "eager": (True,)})
 def everything_sent_is_the_mean_of_all_steps(eager: bool) -> None:
     model = compiled(
-        hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=NoOp(updates=True, bucket_bytes=10_000)),
+        hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=NoOp(updates=True, granularity=10_000)),
         run_eagerly=eager,
     )
     alone = [(small_model(), keras.optimizers.Adam(0.01)) for _ in range(stock.size())]
