@@ -29,7 +29,7 @@ from estimation import OPS, collective
 from torch import Tensor
 from tqdm import tqdm
 
-from horovod_sparse.core.layout import Parameter, Slot, plan
+from horovod_sparse.core.layout import Parameter, Slot, layouts_of
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.tools.plan import DENSE16, DENSE32, LATENCY, Network, Round, Rounds
@@ -69,7 +69,7 @@ class Group:
     def __init__(self, row: str, ratio: float, first: Tensor, workers: int) -> None:
         k = max(1, math.floor(ratio * len(first)))
         compressor = ROWS[row](ratio, OPS.kth_largest(first, k + 1))
-        layouts = plan([Parameter("p", tuple(first.shape), "float32", "cpu")], compressor)
+        layouts = layouts_of([Parameter("p", tuple(first.shape), "float32", "cpu")], compressor)
         self.pipelines = [Pipeline(OPS, compressor, world=workers, position=p, rank=p) for p in range(workers)]
         for pipeline in self.pipelines:
             pipeline.add_buckets(layouts, lambda name: first)

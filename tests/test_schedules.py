@@ -91,7 +91,7 @@ def test_training_begins_dense_and_a_state_goes_on_with_its_step() -> None:
     backend, rng, world = BACKENDS[0], np.random.default_rng(0), 4
 
     def make() -> list[Any]:
-        compressor = TopK(0.01)
+        compressor = TopK(0.01, warmup=1.0)
         return [
             make_pipeline(backend, compressor, {"p": (1000,)}, world=world, position=position)
             for position in range(world)

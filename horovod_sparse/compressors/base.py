@@ -78,7 +78,7 @@ class Compressor(ABC):
             dense allreduce.
         warmup: c, finite, > 0. The ratio of step t is `max(ratio, c/(t+1))`, in stairs of a factor sqrt(2). With c = 1 no entry
             waits longer than training is old. While the messages would have more bytes than a dense allreduce of float32,
-            everything is sent, by allreduce. None takes `ratio` from the first step on. "auto" is 1.0 for a number as ratio,
+            everything is sent, by allreduce. None takes `ratio` from the first step on. "auto" is 2.0 for a number as ratio,
             and None for a schedule and for Threshold, which sets no count.
         residual: whether what is not sent is kept and added to the next gradient (error feedback), or its type, "float32" or
             "float64". True takes float64 for float64 gradients, float32 for all others. Half precision is refused: it would
@@ -119,7 +119,7 @@ class Compressor(ABC):
         detached: c in [0, 1], for detached error feedback (https://arxiv.org/abs/2004.05298). From a forward pass in training
             until the end of backward, the parameters of each worker are `x - c eta e`, with its own residual e, so that its
             gradients know of what waits. Steps, evaluations and `state_dict` see x, which is the same on all workers. Needs
-            the memory of a second copy of the parameters, and PyTorch, where the optimizer is seen. "auto" is 0.5 there for
+            the memory of a second copy of the parameters, and PyTorch, where the optimizer is seen. "auto" is 1 there for
             `torch.optim.SGD` and where updates are exchanged, with `not_finite="raise"`. It ends if gradients are changed
             after their reduction. 0 is error feedback as usual. Refused where residuals hold what other workers have sent
             (`Balanced`, `Hierarchical`).
@@ -148,7 +148,7 @@ class Compressor(ABC):
     """Capacity of a message as a multiple of k, unless the user says otherwise."""
     needs_sums: ClassVar[bool] = False
     """Whether `select` calls `ops.measure`. If so, its sums are computed while gradients are accumulated."""
-    default_warmup: ClassVar[float | None] = 1.0
+    default_warmup: ClassVar[float | None] = 2.0
     """c of `warmup="auto"`."""
     default_momentum: ClassVar[MomentumCorrection | None] = None
     """What `momentum="auto"` is where no optimizer's momentum is moved."""
@@ -267,7 +267,7 @@ class Compressor(ABC):
         """c of detached error feedback, where the adapter can have it."""
         # With "propagate" the loss may be scaled by hand, and the residuals with it.
         is_known = self._keeps_own and self.not_finite == "raise"
-        automatic = 0.5 if is_known and self.ratio != 1.0 else 0.0
+        automatic = 1.0 if is_known and self.ratio != 1.0 else 0.0
         return automatic if self.detached == "auto" else self.detached
 
     def move_momentum(self, momentum: float, nesterov: bool) -> None:

@@ -5,6 +5,7 @@ optimizers without one of our compressors must be made with the `DistributedOpti
 """
 
 import importlib as _importlib
+from typing import Any as _Any
 
 import horovod.tensorflow as _stock
 from horovod.tensorflow import *
@@ -28,6 +29,6 @@ seam.install()
 __all__ = [name for name in globals() if not name.startswith("_") and name != "seam"]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> _Any:
     """Return any other name of Horovod's module, even a private one; `keras` is ours and is imported when asked for."""
     return _importlib.import_module(f"{__name__}.keras") if name == "keras" else getattr(_stock, name)

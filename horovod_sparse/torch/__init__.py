@@ -4,6 +4,8 @@ Importing it extends stock Horovod's optimizer (see `seam`), so ``import horovod
 Horovod, the names that need it are not there.
 """
 
+from typing import Any as _Any
+
 from horovod_sparse.torch import stock
 
 if stock.module is not None:
@@ -29,7 +31,7 @@ if stock.module is not None:
 __all__ = [name for name in globals() if not name.startswith("_") and name not in ("seam", "stock")]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> _Any:
     """Return any other name of Horovod's module, private names included."""
     if stock.module is None:
         raise AttributeError(

@@ -51,7 +51,7 @@ def gradients_are_those_of_moved_parameters(
     compression = RandomBlock(0.1, seed=3, warmup=None, **settings)
     inner = torch.optim.SGD(bowl.parameters(), lr=RATES[0], momentum=momentum)
     model, optimizer = wrap(bowl, inner, compression)
-    c = 0.5 if compression.detached == "auto" else compression.detached
+    c = 1.0 if compression.detached == "auto" else compression.detached
     seen: dict[str, Tensor] = {}
     for name, parameter in bowl.named_parameters():
         parameter.register_hook(lambda gradient, name=name: seen.__setitem__(name, gradient.clone()))

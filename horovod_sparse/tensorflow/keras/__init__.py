@@ -4,6 +4,8 @@ Importing it extends stock Horovod, as `horovod_sparse.tensorflow` does. But Ker
 compressors must be made with the `DistributedOptimizer` of this package, because stock Horovod never reduces their gradients.
 """
 
+from typing import Any as _Any
+
 import horovod.tensorflow.keras as _stock
 from horovod.tensorflow.keras import *
 
@@ -25,6 +27,6 @@ _OWN_MODULES = ("loss_scaling", "optimizer", "wrappers")
 __all__ = [name for name in globals() if not name.startswith("_") and name not in _OWN_MODULES]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> _Any:
     """Return any other attribute of Horovod's module, private names too."""
     return getattr(_stock, name)
