@@ -133,9 +133,7 @@ class Training:
         """Exchange the bucket, write the reduced gradient to the model, and return what was sent."""
         entries: list[Tensor] = []
         buckets = [pipeline.buckets[0] for pipeline in self.pipelines]
-        following: list[Collective | None] = [
-            bucket.begin() for pipeline, bucket in zip(self.pipelines, buckets, strict=True)
-        ]
+        following: list[Collective | None] = [bucket.begin() for bucket in buckets]
         selected = [] if not isinstance(self.compressor, MiCRO) else [_used(one) for one in following if one]
         while following[0] is not None:
             results = collective([one for one in following if one is not None])

@@ -98,7 +98,7 @@ def exchange(
 
         return write
 
-    following = [bucket.begin() for pipeline, bucket in zip(pipelines, buckets, strict=True)]
+    following = [bucket.begin() for bucket in buckets]
     while following[0] is not None:
         answers = collective(backend, following)
         following = [

@@ -97,7 +97,7 @@ def record(compressor: Compressor) -> Recorded:
     buffers = [bucket.buffer.copy() for bucket in buckets]
     selected = [bucket.select().indices for bucket in buckets]
     bounds = [*buckets[0].state.bounds]
-    asked = [bucket.begin() for pipeline, bucket in zip(pipelines, buckets, strict=True)]
+    asked = [bucket.begin() for bucket in buckets]
     received = []
     # What an alltoall brings is seen by its receiver only. The last one of a host brings what is added up.
     between = [one for one in buckets[0].rounds_of(compressor.exchange) if one.kind == "alltoall"]
