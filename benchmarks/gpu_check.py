@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -314,7 +315,9 @@ def measure(device: Device, numel: int, ratio: float, repetitions: int) -> Itera
     for number, (kind, draw) in enumerate(KINDS.items()):
         gradient = draw(device, numel, 10 * number)
         residual = torch.zeros_like(gradient)
-        groups = [[("SIDCo-E, " + kind, SIDCo(ratio, warmup=None), BAR)]]
+        groups: list[list[tuple[str, Compressor, float | None]]] = [
+            [("SIDCo-E, " + kind, SIDCo(ratio, warmup=None), BAR)]
+        ]
         if number == 0:
             groups += [
                 [("SIDCo-P, " + kind, SIDCo(ratio, distribution="gpareto", warmup=None), BAR)],
@@ -325,7 +328,7 @@ def measure(device: Device, numel: int, ratio: float, repetitions: int) -> Itera
         rows = [step_row(device, *one, gradient) for group in groups for one in group]
         if number == 0:
             rows += other_rows(device, ratio, gradient)
-        yield from time_rows(device, rows, numel, ratio, lambda r=residual, g=gradient: r.add_(g), repetitions)
+        yield from time_rows(device, rows, numel, ratio, partial(residual.add_, gradient), repetitions)
 
 
 def step_row(device: Device, title: str, compressor: Compressor, bar: float | None, gradient: Tensor) -> Row:

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -100,6 +101,9 @@ class Rows:
         run()
         return Contestant(Measured(title, self.conditions), run)
 
+    def _step(self, worker: Any, gradients: Any) -> Any:
+        return worker.step(self.backend.host(gradients.next()))
+
     def _in_tensorflow(self, case: Case) -> Iterator[Contestant]:
         """Yield whole steps in TensorFlow, and the same steps in PyTorch."""
         from selection_tensorflow import GraphWorker
@@ -109,7 +113,7 @@ class Rows:
         gradients = self.gradients[case.data]
         for place, traced in (("eager code", False), ("a tf.function", True)):
             graph = GraphWorker(case.row, self.conditions, traced=traced)
-            yield self._whole(case, place, lambda worker=graph: worker.step(self.backend.host(gradients.next())))
+            yield self._whole(case, place, partial(self._step, graph, gradients))
         stepper = Stepper(case, self.backend, self.conditions, gradients, whole=True)
         yield self._whole(case, "PyTorch", stepper.run)
 

@@ -131,7 +131,7 @@ def join_gloo() -> None:
     dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
 
 
-def ddp(hook: str, model: nn.Module, optimizer: torch.optim.Optimizer, _: Settings) -> Made:
+def ddp(hook: str, model: nn.Module, optimizer: Any, _: Settings) -> Made:
     """DistributedDataParallel, with a communication hook if there is one."""
     join_gloo()
     if hook.startswith("PowerSGD"):

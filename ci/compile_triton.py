@@ -61,7 +61,9 @@ _run, JITFunction.run = JITFunction.run, compile_only
 
 def step(compressor: Any, dtype: torch.dtype, gradient: torch.dtype | None, momentum: Momentum | None) -> None:
     size, k = 40_000, 40
-    bucket = DeviceBucket(rule_of(compressor), torch.zeros(size, dtype=dtype), [size], 0.001)
+    rule = rule_of(compressor)
+    assert rule is not None
+    bucket = DeviceBucket(rule, torch.zeros(size, dtype=dtype), [size], 0.001)
     velocity = torch.zeros(size, dtype=dtype) if momentum is not None else None
     state = compressor.new_state()
     given = None if gradient is None else torch.zeros(size, dtype=gradient)

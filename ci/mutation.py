@@ -27,8 +27,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "horovod_sparse"
@@ -126,13 +128,13 @@ def changes(node: ast.AST) -> list[Callable[[], None]]:
 def removals(node: ast.AST) -> list[Callable[[], None]]:
     """The ways to leave out a statement of a body, that is not a docstring and binds no local name."""
     found: list[Callable[[], None]] = []
-    body = getattr(node, "body", None)
+    body: Any = getattr(node, "body", None)
     for number, statement in enumerate(body if isinstance(body, list) else []):
         calls = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
         targets = statement.targets if isinstance(statement, ast.Assign) else []
         stores = bool(targets) and not any(isinstance(target, ast.Name) for target in targets)
         if calls or stores or isinstance(statement, (ast.AugAssign, ast.Raise, ast.Continue, ast.Break)):
-            found.append(lambda number=number: body.__setitem__(number, ast.Pass()))
+            found.append(partial(body.__setitem__, number, ast.Pass()))
     return found
 
 

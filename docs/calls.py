@@ -31,14 +31,15 @@ def traced(touching: set[str], action: Any) -> list[str]:
     def look(frame: FrameType, event: str, _: object) -> None:
         if event != "call" or frame.f_code.co_qualname not in touching:
             return
-        stack, above = [], frame
+        stack: list[str] = []
+        above: FrameType | None = frame
         while above is not None:
             code = above.f_code
             # Comprehensions are calls in older releases of Python.
             if _PACKAGE in code.co_filename and not code.co_name.endswith("comp>"):
                 name = code.co_qualname.replace(".<locals>", "")
                 stack.append(f"`{name}` in `horovod_sparse/{code.co_filename.rpartition(_PACKAGE)[2]}`")
-            above = above.f_back  # type: ignore[assignment]
+            above = above.f_back
         found.update(dict.fromkeys(reversed(stack)))
 
     sys.setprofile(look)

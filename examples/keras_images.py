@@ -81,8 +81,9 @@ def main() -> None:
     ]
     if args.checkpoint_dir:
         # It resumes by itself. Short epochs are saved when they end.
-        every, unit = (1, "epoch") if args.checkpoint_every >= course.epoch_steps else (args.checkpoint_every, "batch")
-        callbacks.append(hvd.callbacks.CheckpointCallback(args.checkpoint_dir, every=every, unit=unit))
+        by_epoch = args.checkpoint_every >= course.epoch_steps
+        every = {"every": 1, "unit": "epoch"} if by_epoch else {"every": args.checkpoint_every, "unit": "batch"}
+        callbacks.append(hvd.callbacks.CheckpointCallback(args.checkpoint_dir, **every))
     started = time.perf_counter()
     model.fit(
         train_batches(train, args, hvd, epoch),

@@ -143,8 +143,8 @@ def save(
     method: Method, args: argparse.Namespace, step: int, allreduce: Any, rng: Any, arrays: dict[str, Array]
 ) -> None:
     """Save what `resume` needs. Every worker has residuals and random numbers of its own."""
-    own = {"rank": COMM.Get_rank(), "random": rng.bit_generator.state}
-    noted = {"steps": [int(one) for one in method.steps], "distances": method.distances}
+    own: dict[str, Any] = {"rank": COMM.Get_rank(), "random": rng.bit_generator.state}
+    noted: dict[str, Any] = {"steps": [int(one) for one in method.steps], "distances": method.distances}
     save_checkpoint(folder_of(method, args), step, COMM, allreduce, arrays, **own, **noted)
 
 

@@ -86,7 +86,9 @@ def main() -> None:
     torch.manual_seed(args.seed)
 
     train, held_out = load_data()
-    sampler = DistributedSampler(train, num_replicas=hvd.size(), rank=hvd.rank(), seed=args.seed)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        train, num_replicas=hvd.size(), rank=hvd.rank(), seed=args.seed
+    )
     loader = DataLoader(train, batch_size=args.batch_size, sampler=sampler, drop_last=True)
 
     network = model = make_model(args.width)

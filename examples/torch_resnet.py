@@ -122,7 +122,7 @@ def main() -> None:
 
     images, held_out, classes = load_data(args)
     train = Changed(images, args.seed)
-    sampler = DistributedSampler(train, hvd.size(), hvd.rank(), seed=args.seed, drop_last=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(train, hvd.size(), hvd.rank(), seed=args.seed, drop_last=True)
     course = make_course(args, len(sampler) // args.batch_size)
 
     # In your own script: compression = hvd.SIDCo(ratio=0.01).
@@ -130,7 +130,7 @@ def main() -> None:
     # Gradients have the layout of their parameters, and Horovod's own exchanges refuse channels_last.
     sparse = hasattr(compression, "stats")
     layout = torch.channels_last if sparse else torch.contiguous_format
-    model = make_model(args, classes).to(device, memory_format=layout)
+    model = make_model(args, classes).to(device, memory_format=layout)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=args.lr,

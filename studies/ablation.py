@@ -15,7 +15,6 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Mapping
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -85,7 +84,7 @@ class Setting(NamedTuple):
         return Setting(DENSE, momentum="none" if self.momentum == "none" else "optimizer")
 
 
-Results = Mapping[Setting, runs.Result]
+Results = dict[Setting, runs.Result]
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
 import horovod.torch as hvd
@@ -24,12 +25,13 @@ import torch_digits
 from text import read_corpus, sample
 from torch import Tensor, nn
 
+from horovod_sparse.compressors.sidco import Distribution
 from horovod_sparse.torch import SIDCo
 
 STEPS, FIRST = 200, 20
 TOLERANCE = 0.2
 RATIOS = (0.1, 0.01, 0.001)
-DISTRIBUTIONS = ("exponential", "gamma", "gpareto")
+DISTRIBUTIONS: tuple[Distribution, ...] = ("exponential", "gamma", "gpareto")
 
 
 def digits() -> tuple[nn.Module, float, Iterator[Tensor]]:
@@ -88,7 +90,7 @@ def main() -> None:
     args = parser.parse_args()
     hvd.init()
     torch.set_num_threads(1)
-    rows = []
+    rows: list[dict[str, Any]] = []
     if hvd.rank() == 0:
         print(
             f"{'gradients':9} {'distribution':12} {'ratio':>6} {'achieved/asked':>14} {'5 %':>6} {'95 %':>6}",

@@ -16,7 +16,7 @@ import math
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -138,7 +138,7 @@ class Training:
         while following[0] is not None:
             results = collective([one for one in following if one is not None])
             # All workers get the same, so one of them writes.
-            writes = itertools.chain([partial(self._write, entries)], itertools.repeat(_nothing))
+            writes: Iterable[Any] = itertools.chain([partial(self._write, entries)], itertools.repeat(_nothing))
             following = [
                 pipeline.advance(bucket, result, float(len(buckets)), write)
                 for pipeline, bucket, result, write in zip(self.pipelines, buckets, results, writes, strict=False)

@@ -21,7 +21,7 @@ import horovod_sparse.torch as hvd
 
 def main() -> None:
     _, name, hook, *options = sys.argv
-    example = import_module(name)
+    example: Any = import_module(name)
     make_model = example.make_model
 
     def make_parallel(*arguments: Any) -> nn.Module:

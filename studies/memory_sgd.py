@@ -18,6 +18,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
@@ -91,6 +92,10 @@ def top_k(size: int, k: float, **chosen: Any) -> Any:
     return compression
 
 
+def _made(make: Callable[..., Any], size: int, seed: int, **chosen: Any) -> Any:
+    return make(size, 1.0, **chosen)
+
+
 def losses(
     problem: Problem, compression: Any, shift: float, updates: int, comm: Any, seed: int
 ) -> tuple[list[int], list[float], float]:
@@ -152,12 +157,12 @@ def one_entry(problem: Problem, optimum: float, args: argparse.Namespace) -> Non
     print(markdown.table([*header, "bits until then, mean"], []))
     rows: list[tuple[str, float, Callable[[int], Any], float]] = [("dense SGD", size, lambda seed: None, 32)]
     for bits in (2, 4, 8):
-        rows.append((f"QSGD, {bits} bits", size, lambda seed, bits=bits: QSGD(bits, seed), 1))
+        rows.append((f"QSGD, {bits} bits", size, partial(QSGD, bits), 1))
     for name, make in (("top-1", top_k), ("random-1", random_k)):
         rows += [
-            (f"{name}, memory", size, lambda seed, make=make: make(size, 1.0), 64),
-            (f"{name}, memory", 1.0, lambda seed, make=make: make(size, 1.0), 64),
-            (f"{name}, no memory", size, lambda seed, make=make: make(size, 1.0, residual=False), 64),
+            (f"{name}, memory", size, partial(_made, make, size), 64),
+            (f"{name}, memory", 1.0, partial(_made, make, size), 64),
+            (f"{name}, no memory", size, partial(_made, make, size, residual=False), 64),
         ]
     for name, shift, compression, bits_each in rows:
         ends, steps, sent = alone(problem, optimum, [compression(seed) for seed in range(args.seeds)], shift, args)

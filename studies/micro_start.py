@@ -63,9 +63,9 @@ Counts = dict[tuple[str, float, Start], list[list[float]]]
 
 def counts(task: str, ratio: float, start: Start, seed: int, args: argparse.Namespace) -> list[float]:
     """Train one model; count / k in every step."""
-    slack = args.workers / ratio if start.room else None
+    room = {"slack": args.workers / ratio} if start.room else {}
     training = Training(
-        lambda ratio, threshold: MiCRO(ratio, scaling=start.scaling, slack=slack, granularity="model", warmup=None),
+        lambda ratio, threshold: MiCRO(ratio, scaling=start.scaling, **room, granularity="model", warmup=None),
         task, ratio, args.workers, seed,
     )  # fmt: skip
     buckets = [pipeline.buckets[0] for pipeline in training.pipelines]
@@ -112,7 +112,7 @@ def draw(found: Counts, picture: Path) -> None:
     """One panel for each task and ratio, the first seed."""
     from matplotlib.figure import Figure
 
-    tasks, ratios = (list(dict.fromkeys(key[part] for key in found)) for part in (0, 1))
+    tasks, ratios = list(dict.fromkeys(task for task, _, _ in found)), list(dict.fromkeys(one for _, one, _ in found))
     figure = Figure(figsize=(4 * len(tasks), 2.7 * len(ratios)), layout="constrained")
     axes = figure.subplots(len(ratios), len(tasks), squeeze=False)
     for row, ratio in zip(axes, ratios, strict=True):
@@ -150,8 +150,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*than its message has room for", category=UserWarning)
     found: Counts = {}
     runs = [(task, ratio, start) for task in args.tasks for ratio in args.ratios for start in STARTS]
-    for run in tqdm(runs, file=sys.stderr):
-        found[run] = [counts(*run, seed, args) for seed in range(args.seeds)]
+    for task, ratio, start in tqdm(runs, file=sys.stderr):
+        found[task, ratio, start] = [counts(task, ratio, start, seed, args) for seed in range(args.seeds)]
     print(f"{args.workers} workers, {args.steps} steps, {args.seeds} seeds; {machine.describe()}\n\n{table(found)}")
     draw(found, args.picture)
 

@@ -111,7 +111,7 @@ def shortfall(result: Result, dense: Result, better: int) -> float:
     return max(0.0, worst - better * result.mean)
 
 
-def table(columns: Sequence[str], results: Mapping[tuple[str, ...], Result], dense: Result | None, better: int) -> str:
+def table(columns: Sequence[str], results: Mapping[Any, Result], dense: Result | None, better: int) -> str:
     """Markdown: one row per result, whose key fills `columns`."""
     header = [*columns, "mean", "each seed", "bytes sent per step and worker", "within dense's spread"]
     rows = []

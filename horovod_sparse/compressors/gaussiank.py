@@ -98,7 +98,7 @@ class GaussianK(Compressor):
         return threshold
 
 
-def fit(whole: Moments, k: int, numel: int) -> float:
+def fit(whole: Moments, k: float, numel: float) -> float:
     """Return eta = sigma z, from the moments of all non-zero entries."""
     mean_square = whole.variance + whole.mean * whole.mean
     # Where float64 does not hold the mean square: a normal distribution has the mean magnitude sigma sqrt(2/pi).
