@@ -121,8 +121,8 @@ class Compressor(ABC):
             gradients know of what waits. Steps, evaluations and `state_dict` see x, which is the same on all workers. Needs
             the memory of a second copy of the parameters, and PyTorch, where the optimizer is seen. "auto" is there
             `min(1, sqrt(2/workers))` for `torch.optim.SGD` and where updates are exchanged, with `not_finite="raise"`. It ends
-            if gradients are changed after their reduction. 0 is error feedback as usual. Refused where residuals hold what other
-            workers have sent (`Balanced`, `Hierarchical`).
+            if gradients are changed after their reduction. 0 is error feedback as usual. Refused where residuals hold what
+            other workers have sent (`Balanced`, `Hierarchical`).
 
     Raises:
         ValueError, TypeError: the message names the argument, its value and what was expected.
