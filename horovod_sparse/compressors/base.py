@@ -26,6 +26,7 @@ from horovod_sparse.compressors.checks import (
     check_momentum,
     check_patterns,
     check_ratio,
+    check_residual,
     check_slack,
     check_warmup,
 )
@@ -119,10 +120,10 @@ class Compressor(ABC):
         detached: c in [0, 1], for detached error feedback (https://arxiv.org/abs/2004.05298). From a forward pass in training
             until the end of backward, the parameters of each worker are `x - c eta e`, with its own residual e, so that its
             gradients know of what waits. Steps, evaluations and `state_dict` see x, which is the same on all workers. Needs
-            the memory of a second copy of the parameters, and PyTorch, where the optimizer is seen. "auto" is there
-            `min(1, sqrt(2/workers))` for `torch.optim.SGD` and where updates are exchanged, with `not_finite="raise"`. It ends
-            if gradients are changed after their reduction. 0 is error feedback as usual. Refused where residuals hold what
-            other workers have sent (`Balanced`, `Hierarchical`).
+            the memory of a second copy of the parameters, and PyTorch, where the optimizer is seen. "auto" is 0.5 there for
+            `torch.optim.SGD` and where updates are exchanged, with `not_finite="raise"`. It ends if gradients are changed
+            after their reduction. 0 is error feedback as usual. Refused where residuals hold what other workers have sent
+            (`Balanced`, `Hierarchical`).
 
     Raises:
         ValueError, TypeError: the message names the argument, its value and what was expected.
@@ -262,12 +263,12 @@ class Compressor(ABC):
         """Whether a worker's residual holds what it has not sent, and nothing else."""
         return bool(self.residual) and not self.exchange.owns_parts
 
-    def detached_coefficient(self, world: int) -> float:
-        """Return c of detached error feedback for so many workers, where the adapter can have it."""
+    @property
+    def detached_coefficient(self) -> float:
+        """c of detached error feedback, where the adapter can have it."""
         # With "propagate" the loss may be scaled by hand, and the residuals with it.
         is_known = self._keeps_own and self.not_finite == "raise"
-        # The more workers there are, the less a residual tells of their mean.
-        automatic = min(1.0, math.sqrt(2.0 / world)) if is_known and self.ratio != 1.0 else 0.0
+        automatic = 0.5 if is_known and self.ratio != 1.0 else 0.0
         return automatic if self.detached == "auto" else self.detached
 
     def move_momentum(self, momentum: float, nesterov: bool) -> None:
@@ -360,7 +361,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "min_numel": partial(check_integer, least=0),
     "exclude": check_patterns,
     "warmup": check_warmup,
-    "residual": partial(check_choice, choices=(True, False, "float32", "float64")),
+    "residual": check_residual,
     "lr_in_residual": check_automatic,
     "momentum": check_momentum,
     "slack": check_slack,

@@ -62,6 +62,14 @@ def check_automatic(name: str, value: object) -> None:
         check_boolean(name, value)
 
 
+def check_residual(name: str, value: object) -> None:
+    """Raise unless `value` is True, False or the type of a residual."""
+    if isinstance(value, str):
+        check_choice(name, value, (True, False, "float32", "float64"))
+    else:
+        check_boolean(name, value)
+
+
 def check_warmup(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a finite number > 0, "auto" or None."""
     if value not in ("auto", None):

@@ -22,8 +22,8 @@ class Waiting(NamedTuple):
 
     parameter: Tensor
     residual: Tensor
-    part: float
-    """What the residual is multiplied by: c eta, or c if it holds updates."""
+    unit: float
+    """What the residual is multiplied by to become an update: eta, or 1 if it holds updates."""
 
 
 class Detached:
@@ -35,12 +35,15 @@ class Detached:
     The model is found in its first forward pass: it is the outermost module that has some of the parameters.
 
     Args:
+        coefficient: c, in (0, 1].
         parameters: those of the optimizer.
         waiting: returns what waits between two steps.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], waiting: Callable[[], Sequence[Waiting]]) -> None:
-        self._moves = True
+    def __init__(
+        self, coefficient: float, parameters: Iterable[Tensor], waiting: Callable[[], Sequence[Waiting]]
+    ) -> None:
+        self._coefficient = coefficient
         self._waiting = waiting
         self._moved: dict[Tensor, tuple[Tensor, int]] = {}
         """The values of the parameters that have been moved, and their versions."""
@@ -79,15 +82,15 @@ class Detached:
         """Move the parameters before a forward pass in training, and restore them before any other."""
         if not (module.training and torch.is_grad_enabled()):
             self.restore()
-        elif self._moves and not self._moved:
+        elif self._coefficient and not self._moved:
             self._move()
 
     @torch.no_grad()
     def _move(self) -> None:
-        for parameter, residual, part in self._waiting():
+        for parameter, residual, unit in self._waiting():
             if parameter not in self._memory:
                 self._memory[parameter] = torch.empty_like(parameter)
-            value, other = parameter.data, self._memory[parameter]
+            value, other, part = parameter.data, self._memory[parameter], self._coefficient * unit
             # Through `data`, autograd takes no notice: the graph of a pass that goes on stays valid.
             if parameter.is_cpu:
                 self._moved[parameter] = value, parameter._version
@@ -122,12 +125,12 @@ class Detached:
 
     def stop(self) -> None:
         """Never move parameters again."""
-        self._moves = False
+        self._coefficient = 0.0
 
     def check(self, *_: object) -> None:
         """Stop if the gradients that the optimizer steps with were changed: residuals have another unit then."""
         reduced, self._reduced = self._reduced, {}
-        if self._moves and first_changed(reduced) is not None:
+        if self._coefficient and first_changed(reduced) is not None:
             self.stop()
             _log.info(
                 "detached error feedback is off, because gradients were changed after they had been reduced. To clip, "

@@ -114,7 +114,7 @@ def register(
         momentum = reducer.momentum = moved_momentum(compression, optimizer, own_step, names)
         if momentum is not None:
             replace_step(optimizer, momentum.step)
-    reducer.detach(optimizer, own_step, names, lambda: group.world)
+    reducer.detach(optimizer, own_step, names)
 
 
 def _check_bucket(bucket: object) -> None:

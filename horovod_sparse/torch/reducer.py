@@ -80,7 +80,7 @@ class Reducer(ScaledStore):
         optimizer.register_step_pre_hook(self._note_step)
         if self.active and not updates:
             self.momentum = moved_momentum(compressor, optimizer, own_step, optimizer._parameter_names)
-        self.detach(optimizer, own_step, optimizer._parameter_names, self._process_set.size)
+        self.detach(optimizer, own_step, optimizer._parameter_names)
         if self.active and mpi_ops.size() == 1 and not is_elastic():
             # Stock Horovod registers no hooks for a single worker.
             optimizer._register_hooks()

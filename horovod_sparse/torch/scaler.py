@@ -30,24 +30,18 @@ class ScaledStore(TensorStore):
     """Moves the model's parameters while gradients are computed; None if they stay where they are."""
 
     def detach(
-        self,
-        optimizer: torch.optim.Optimizer,
-        own_step: Callable[..., Any],
-        names: Mapping[Tensor, str],
-        workers: Callable[[], int],
+        self, optimizer: torch.optim.Optimizer, own_step: Callable[..., Any], names: Mapping[Tensor, str]
     ) -> None:
         """Move the parameters of an optimizer as the compressor says, by itself only where the unit of updates is known."""
+        coefficient = self.compressor.detached_coefficient
         known = self.updates is not None or is_sgd(own_step) or self.compressor.detached != "auto"
-        if self.active and self.compressor.detached_coefficient(workers()) and known:
+        if self.active and coefficient and known:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            self.detached = Detached(parameters, partial(self._waiting, optimizer, names, workers))
+            self.detached = Detached(coefficient, parameters, partial(self._waiting, optimizer, names))
             optimizer.register_step_pre_hook(self.detached.check)
 
-    def _waiting(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], workers: Callable[[], int]
-    ) -> list[Waiting]:
+    def _waiting(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> list[Waiting]:
         """Return what waits between two steps: in the pipeline, or in a state that was loaded before the first step."""
-        coefficient = self.compressor.detached_coefficient(workers())
         pipeline, state = self.pipeline, self.deferred or empty_state()
         residuals, known = state["residuals"], state["learning_rates"]
         if pipeline is not None:
@@ -62,7 +56,7 @@ class ScaledStore(TensorStore):
                 if parameter.requires_grad and name in residuals:
                     # A state that was loaded may be in the host's memory.
                     residual = residuals[name].view(parameter.shape).to(parameter.device)
-                    found.append(Waiting(parameter, residual, coefficient * known.get(name, rate)))
+                    found.append(Waiting(parameter, residual, known.get(name, rate)))
         return found
 
     def note_reduced(self) -> None:
