@@ -97,7 +97,7 @@ def load(path: Path | None) -> Problem:
 def methods(size: int, shift_factor: float) -> Iterator[Method]:
     # min_numel=0: the whole model is one small vector. As in the paper, the learning rate is inside the memory, and the number
     # of entries is the same in all steps.
-    common: dict[str, Any] = {"min_numel": 0, "warmup": None, "lr_in_residual": True, "residual": "float64"}
+    common: dict[str, Any] = {"min_numel": 0, "warmup": None, "lr_in_residual": True}
     yield Method("dense SGD", None, 1.0)
     for k in (1, 2, 3):
         shift = shift_factor * size / k
