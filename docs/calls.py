@@ -4,7 +4,8 @@
 
 One process makes a step of a model with one parameter. `sys.setprofile` looks at the stack whenever the data is read or
 written: in an operation on the arrays, in the algorithm, and in Horovod. A function of the package counts if it is on one of
-these stacks. With `--check` nothing is written, and the exit status is 1 if the page differs.
+these stacks. With `--check` nothing is written, and the exit status is 1 if the page differs. Needs Python 3.11, which knows
+the full names of functions.
 """
 
 from __future__ import annotations

@@ -50,7 +50,6 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
     parser.add_argument(
         "--granularity",
         choices=["layer", "model"],
-        default=25 * 2**20,
         help="what entries are selected from at once; without it buckets of 25 MiB",
     )
     parser.add_argument("--no-residual", action="store_true", help="forget what was not sent: no error feedback")
@@ -109,12 +108,13 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
 def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:
     """The object that `hvd.DistributedOptimizer(compression=...)` takes."""
     common: dict[str, Any] = {
-        "granularity": args.granularity,
         "warmup": args.warmup,
         "residual": not args.no_residual,
         "lr_in_residual": args.lr_in_residual or "auto",
         "detached": args.detached,
     }
+    if args.granularity is not None:
+        common["granularity"] = args.granularity
     if args.exchange is not None:
         name, *arguments = EXCHANGES[args.exchange]
         common["exchange"] = getattr(hvd, name)(*arguments)

@@ -130,6 +130,7 @@ def main() -> None:
     # Gradients have the layout of their parameters, and Horovod's own exchanges refuse channels_last.
     sparse = hasattr(compression, "stats")
     layout = torch.channels_last if sparse else torch.contiguous_format
+    # PyTorch's types do not know this argument of modules.
     model = make_model(args, classes).to(device, memory_format=layout)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(
         model.parameters(),

@@ -87,8 +87,8 @@ def check_slack(name: str, value: object) -> None:
     check_number(name, value, "a finite multiple of k, >= 1", 1.0 <= as_number(value) < math.inf)
 
 
-def check_selection(name: str, selection: object, x: Array, capacity: int) -> None:
-    """Raise TypeError or ValueError unless `select` of the class `name` has returned a selection from `x`.
+def check_selection(name: str, selection: Selection, x: Array, capacity: int) -> Selection:
+    """Return what `select` of the class `name` has returned. Raise TypeError or ValueError if that is no selection from `x`.
 
     The indices themselves are looked at on the host only. A device is not waited for.
     """
@@ -104,6 +104,7 @@ def check_selection(name: str, selection: object, x: Array, capacity: int) -> No
             f"once, in [0, {len(x)})) and the number of entries that qualified (an int, no less), got {what}; use "
             "Selection(ops.indices(chosen, x), len(chosen)), or what ops.select_largest returns"
         )
+    return selection
 
 
 def _wrong_types(selection: object, x: Array) -> str:

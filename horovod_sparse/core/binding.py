@@ -68,8 +68,7 @@ class BoundCompressor(Compressor):
         self._calls += 1
         capacity = self.message_capacity(len(x), k, 1)
         selection = self.select(ops, x, k, capacity, state)
-        check_selection(type(self).__name__, selection, x, capacity)
-        return selection.indices
+        return check_selection(type(self).__name__, selection, x, capacity).indices
 
     def warn_dense(self) -> None:
         """Warn that Horovod allreduces what `compress` returns. Python shows a warning once per place, so it appears once."""

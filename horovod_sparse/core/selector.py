@@ -124,9 +124,8 @@ class HostSelector:
     def select(self, x: Array, state: BucketState, k: int, capacity: int) -> Selection:
         """Return what the compressor selects from `x`, which is the residual or a part of a sum."""
         selection = self._compressor.select(self._tracked, x, k, capacity, state)
-        check_selection(type(self._compressor).__name__, selection, x, capacity)
         self._tracked.forget()
-        return selection
+        return check_selection(type(self._compressor).__name__, selection, x, capacity)
 
     def message(self, state: BucketState, k: int, capacity: int) -> Array:
         if self.not_finite:
