@@ -82,6 +82,10 @@ DAMAGES = {
     "a rate of NaN": lambda state: {**state, "learning_rates": {"head": math.nan}},
     "a rate of nothing": lambda state: {**state, "learning_rates": {"else": 0.1}},
     "a rate that is true": lambda state: {**state, "learning_rates": {"head": True}},
+    "lengths that are negative": lambda state: {**state, "updates": [1.0, -1.0]},
+    "lengths of NaN": lambda state: {**state, "updates": [math.nan, 1.0]},
+    "three lengths": lambda state: {**state, "updates": [1.0, 1.0, 1.0]},
+    "lengths that are none": lambda state: {**state, "updates": "long"},
     "sparse": lambda state: {**state, "sparse": [1]},
     **{
         f"{name}={value!r}": lambda state, name=name, value=value: _with_adaptive(state, **{name: value})

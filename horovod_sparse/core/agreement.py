@@ -131,6 +131,11 @@ def check_sparse(found: Iterable[str], c: Compressor, *, sparse_as_dense: bool, 
         )
 
 
+def divides(groups: Iterable[Mapping[str, object]]) -> bool:
+    """Return whether an optimizer with these settings divides by the size of the gradient."""
+    return any(DIVIDING.intersection(group) for group in groups)
+
+
 def check_optimizer(c: Compressor, name: str, groups: Sequence[Mapping[str, object]]) -> None:
     """Refuse momentum twice, and warn of an optimizer that divides by the size of the gradient.
 
@@ -141,7 +146,7 @@ def check_optimizer(c: Compressor, name: str, groups: Sequence[Mapping[str, obje
     elif c.residual:
         check_dampening(groups)
     correction = c.momentum_correction
-    if (c.ratio == 1.0 and correction is None) or not any(DIVIDING.intersection(group) for group in groups):
+    if (c.ratio == 1.0 and correction is None) or not divides(groups):
         return
     twice = "" if correction is None else f" It also averages gradients that {correction!r} has averaged before."
     warnings.warn(
@@ -157,12 +162,14 @@ def warn_unseen(c: Compressor, name: str, groups: Sequence[Mapping[str, object]]
 
     `name` and `groups` are as in `check_optimizer`; `instead` tells what to write.
     """
-    divides = c.updates == "auto" and any(DIVIDING.intersection(group) for group in groups)
+    by_updates = c.updates == "auto" and divides(groups)
     has_momentum = c.momentum == "auto" and c.residual and any(group.get("momentum") for group in groups)
-    if c.ratio == 1.0 or not (divides or has_momentum):
+    if c.ratio == 1.0 or not (by_updates or has_momentum):
         return
     lost = (
-        "its updates are not exchanged in place of gradients" if divides else "its momentum moves after the selection"
+        "its updates are not exchanged in place of gradients"
+        if by_updates
+        else "its momentum moves after the selection"
     )
     warnings.warn(
         f"horovod_sparse: {type(c).__name__} reduces gradients of {name}, but does not see this optimizer: {lost}, which "
@@ -186,8 +193,7 @@ def exchanges_updates(c: Compressor, groups: Sequence[Mapping[str, object]]) -> 
 
     Raise ValueError if they are, and the compressor does what has no meaning then.
     """
-    divides = any(DIVIDING.intersection(group) for group in groups)
-    updates = (divides and c.ratio != 1.0) if c.updates == "auto" else c.updates
+    updates = (divides(groups) and c.ratio != 1.0) if c.updates == "auto" else c.updates
     if updates:
         check_moves(c, "where updates are exchanged, as for Adam (updates=False exchanges gradients)")
     return updates

@@ -151,6 +151,15 @@ def _check_kinds(state: Any) -> None:
             raise ValueError(
                 f"state['learning_rates'][{name!r}] must be a finite number > 0, got {_short(rate)}; the state is damaged"
             )
+    lengths = state.get("updates", True)
+    if lengths is not True and not (
+        isinstance(lengths, (list, tuple))
+        and [type(one) for one in lengths] == [float, float]
+        and 0.0 <= min(lengths) <= max(lengths) < math.inf
+    ):
+        raise ValueError(
+            f"state['updates'] must be two finite numbers >= 0, got {_short(lengths)}; the state is damaged"
+        )
     sparse = state.get("sparse", [])
     if not isinstance(sparse, (list, tuple)) or not all(isinstance(name, str) for name in sparse):
         raise ValueError(

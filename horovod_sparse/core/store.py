@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.core.lengths import Lengths
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.core.state import empty_state, holds_anything, merged, names_in, part_of, rescale_state
 from horovod_sparse.core.statistics import NO_STATS, Stats
@@ -44,6 +45,10 @@ class Store:
     sparse: Collection[str] = ()
     """The names of the parameters with sparse gradients, which have no state."""
 
+    def __init__(self) -> None:
+        self.lengths = Lengths()
+        """What tells by how much updates must grow, if they are exchanged."""
+
     def between_steps(self) -> Pipeline | None:
         """Return the pipeline, ready to be used between two steps."""
         return self.pipeline
@@ -65,7 +70,7 @@ class Store:
         deferred, pipeline = copy.deepcopy(dict(self.deferred or empty_state())), self.between_steps()
         if pipeline is None:
             return deferred
-        exchanged = {} if self.updates is None else {"updates": True}
+        exchanged = {} if self.updates is None else {"updates": self.lengths.state()}
         return merged({**pipeline.state_dict(), "sparse": sorted(self.sparse), **exchanged}, deferred)
 
     def check_unit(self, state: Mapping[str, Any]) -> None:
@@ -87,6 +92,7 @@ class Store:
         if pipeline is not None:
             pipeline.load_state_dict(part_of(state, names))
             state = part_of(state, names_in(state).difference(names))
+        self.lengths.load(state)
         self.deferred = copy.deepcopy(dict(state)) if holds_anything(state) else None
 
     def rescale(self, factor: float) -> None:
@@ -98,6 +104,7 @@ class Store:
 
     def reset(self) -> None:
         self.deferred = None
+        self.lengths.reset()
         pipeline = self.between_steps()
         if pipeline is not None:
             pipeline.reset()

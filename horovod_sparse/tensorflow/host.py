@@ -101,6 +101,24 @@ class Step:
         return packs
 
 
+def call_host(method: Callable[..., Any], known: tuple[Any, ...], inputs: Sequence[Tensor], types: Any) -> Any:
+    """Return an operation that calls a method with the arguments known now, followed by the operation's inputs.
+
+    TensorFlow keeps alive every function that a graph calls, so the operation holds only a weak reference to the pipeline.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def call(*inputs: Any) -> Any:
+        method = weak()
+        if method is None:
+            raise RuntimeError(
+                "the compression that a function was traced with is gone; keep it as long as the function, outside of it"
+            )
+        return method(*known, *inputs)
+
+    return tf.numpy_function(call, inputs, types)
+
+
 class HostPipeline(Pipeline):
     """A pipeline that is called from a graph. `worker` stands for world, position, rank and averages."""
 
@@ -161,7 +179,7 @@ class HostPipeline(Pipeline):
                 finished = self._reduce_dense(step)
                 others = [tf.reduce_all(tf.math.is_finite(other)) for other in step.others.values()]
             with tf.control_dependencies([*compressed, *finished.values()]):
-                end = self._call(self._end, (list(step.others),), others, tf.bool)
+                end = call_host(self._end, (list(step.others),), others, tf.bool)
             with tf.control_dependencies([end]):
                 tensors = [tf.identity(tensor) for tensor in (*compressed, *finished.values())]
         names = [slot.name for bucket in buckets for slot in bucket.layout.slots]
@@ -172,7 +190,7 @@ class HostPipeline(Pipeline):
         # Only a norm of all gradients must wait for all of them. Otherwise buckets are exchanged while others' gradients are
         # computed.
         gradients = [*step.gradients.values(), *step.dense.values()] if self.compressor.holds_back else []
-        return self._call(self._start_step, (), [step.scale, step.rate, *gradients], tf.bool)
+        return call_host(self._start_step, (), [step.scale, step.rate, *gradients], tf.bool)
 
     def _together(self, buckets: list[Bucket]) -> list[list[Bucket]]:
         """Group the buckets that are always at the same step of their schedule: those that were made together."""
@@ -188,7 +206,7 @@ class HostPipeline(Pipeline):
             return self._exchange(step, buckets, usual)
         return _list(
             tf.cond(
-                self._call(self._is_dense, (buckets[0].name,), [], tf.bool),
+                call_host(self._is_dense, (buckets[0].name,), [], tf.bool),
                 lambda: self._exchange(step, buckets, Dense()),
                 lambda: self._exchange(step, buckets, usual),
             )
@@ -204,13 +222,13 @@ class HostPipeline(Pipeline):
             if number > 0:
                 for bucket in going_on:
                     name, dtype = bucket.name, rounds[bucket.name][number].dtype or bucket.layout.residual_dtype
-                    tensors[name] = self._call(self._advance, (name, dtype), [tensors[name]], dtype)
+                    tensors[name] = call_host(self._advance, (name, dtype), [tensors[name]], dtype)
             # Names use numbers, because a variable's name may contain characters that an operation's name must not. They are
             # the same for all exchanges: if only some ranks are in their dense steps, Horovod raises on all of them.
             for bucket in going_on:
                 name, kind = f"{list(self._memory).index(bucket.name)}.{number}", rounds[bucket.name][number].kind
                 tensor = tensors[bucket.name]
-                to = [self._call(self._to, (bucket.name,), [tensor], tf.int32)] if kind == "alltoall" else []
+                to = [call_host(self._to, (bucket.name,), [tensor], tf.int32)] if kind == "alltoall" else []
                 tensors[bucket.name] = getattr(self._collectives, kind)(tensor, name, *to)
         return [reduced for bucket in buckets for reduced in self._finish_bucket(step, bucket, tensors[bucket.name])]
 
@@ -219,7 +237,7 @@ class HostPipeline(Pipeline):
         names = [slot.name for slot in slots if slot.name in step.gradients]
         frozen = [slot.name for slot in slots if slot.name in step.frozen]
         memory = [variable.read_value() for variable in self._memory[bucket.name]]
-        return self._call(
+        return call_host(
             self._take_in,
             (bucket.name, names, frozen, len(memory)),
             [*memory, step.rate, *(step.gradients[name] for name in names)],
@@ -229,7 +247,7 @@ class HostPipeline(Pipeline):
     def _finish_bucket(self, step: Step, bucket: Bucket, result: Tensor) -> list[Tensor]:
         slots = bucket.layout.slots
         types = [step.dtypes[slot.name] for slot in slots]
-        reduced = self._call(self._write_out, (bucket.name, types), [result], types)
+        reduced = call_host(self._write_out, (bucket.name, types), [result], types)
         return [tf.ensure_shape(tensor, slot.shape) for tensor, slot in zip(_list(reduced), slots, strict=True)]
 
     def _reduce_dense(self, step: Step) -> dict[str, Tensor]:
@@ -241,7 +259,7 @@ class HostPipeline(Pipeline):
         ]
         finished: dict[str, Tensor] = {}
         for pack, tensor in zip(packs, reduced, strict=True):
-            flat = self._call(self._finish_pack, (pack,), [tensor], tensor.dtype)
+            flat = call_host(self._finish_pack, (pack,), [tensor], tensor.dtype)
             finished |= pack.split(tf.cast(tf.ensure_shape(flat, [sum(pack.sizes)]), pack.dtype))
         return finished
 
@@ -251,26 +269,8 @@ class HostPipeline(Pipeline):
         if self.compressor.clip is None:
             return tf.cast(pack.join(gradients), wire_dtype(pack.dtype))
         dtype = "float64" if pack.dtype == tf.float64 else "float32"
-        clipped = tf.ensure_shape(self._call(self._clip, (dtype,), gradients, dtype), [sum(pack.sizes)])
+        clipped = tf.ensure_shape(call_host(self._clip, (dtype,), gradients, dtype), [sum(pack.sizes)])
         return tf.cast(clipped, wire_dtype(pack.dtype))
-
-    @staticmethod
-    def _call(method: Callable[..., Any], known: tuple[Any, ...], inputs: Sequence[Tensor], types: Any) -> Any:
-        """Return an operation that calls a method with the arguments known now, followed by the operation's inputs.
-
-        TensorFlow keeps alive every function that a graph calls, so the operation holds only a weak reference to the pipeline.
-        """
-        weak = weakref.WeakMethod(method)
-
-        def call(*inputs: Any) -> Any:
-            method = weak()
-            if method is None:
-                raise RuntimeError(
-                    "the compression that a function was traced with is gone; keep it as long as the function, outside of it"
-                )
-            return method(*known, *inputs)
-
-        return tf.numpy_function(call, inputs, types)
 
     # --- called from the graph ---
 

@@ -31,12 +31,13 @@ from horovod_sparse.core.agreement import (
 )
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Layout, Parameter, check_limits, layouts_of
+from horovod_sparse.core.lengths import sampled
 from horovod_sparse.core.state import check_state, kept_shapes, merged, names_in, part_of
 from horovod_sparse.core.store import Store, log_start
 from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
-from horovod_sparse.tensorflow.host import HostPipeline, Step
+from horovod_sparse.tensorflow.host import HostPipeline, Step, call_host
 from horovod_sparse.tensorflow.names import Names, name_of, plain, renamed
 from horovod_sparse.tensorflow.reduction import Reduction
 
@@ -83,6 +84,7 @@ class Reducer(Store):
                 f"compression must be hvd.Compression.none in an elastic job of TensorFlow, got {compressor!r}: residuals do "
                 "not follow the workers; start the job without --min-np and --host-discovery-script, or use PyTorch"
             )
+        super().__init__()
         self.reduction = reduction
         self.shared = shared
         self.settings: Callable[[], Mapping[str, str]] = dict
@@ -129,6 +131,18 @@ class Reducer(Store):
             ValueError: some variables of a bucket are missing, or the ranks differ.
         """
         return list(self._reduce_as_it_is(gradients, variables, learning_rate, loss_scale))
+
+    def means_of_updates(self, updates: Sequence[Tensor], variables: Sequence[Variable]) -> list[Tensor]:
+        """Return the means of the workers' updates, each of which grows first (`Lengths`)."""
+        factor = call_host(self.lengths.factor, (self._process_set.size(),), [], tf.float64)
+        reduced = self([update * tf.cast(factor, update.dtype) for update in updates], variables)
+        if self.pipeline is not None:
+            positions = zip(updates, sampled([math.prod(update.shape) for update in updates]), strict=True)
+            entries = [tf.gather(tf.reshape(update, [-1]), found) for update, found in positions]
+            flat = tf.concat([tf.cast(some, tf.float64) for some in entries], 0)
+            sample = tf.concat([flat, [tf.reduce_sum(flat * flat)]], 0)
+            call_host(self.lengths.note, (), [self._collectives.dense(sample, "sample", mpi_ops.Average, 1.0)], [])
+        return reduced
 
     def _reduce_list(
         self,

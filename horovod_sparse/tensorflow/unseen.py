@@ -20,6 +20,11 @@ _told: WeakSet[TensorflowCompressor] = WeakSet()
 """The compressors that have met an optimizer."""
 
 
+def settings_in(optimizer: Any) -> dict[str, Any]:
+    """Return the settings of a Keras optimizer that tell how it uses gradients, by name."""
+    return {name: getattr(optimizer, name) for name in ("momentum", *DIVIDING) if hasattr(optimizer, name)}
+
+
 @functools.cache
 def watch_optimizers() -> None:
     """Look at the variables of every `Optimizer.apply` of Keras 3 from now on. A second call does nothing."""
@@ -34,8 +39,7 @@ def watch_optimizers() -> None:
                 if compressor is None or compressor in _told:
                     continue
                 _told.add(compressor)
-                settings = {name: getattr(self, name) for name in ("momentum", *DIVIDING) if hasattr(self, name)}
-                warn_unseen(compressor, type(self).__name__, [settings], _INSTEAD)
+                warn_unseen(compressor, type(self).__name__, [settings_in(self)], _INSTEAD)
         stock(self, grads, trainable_variables)
 
     keras.optimizers.Optimizer.apply = tf.autograph.experimental.do_not_convert(apply)

@@ -22,7 +22,7 @@ from torch.autograd import Variable
 from torch.distributed.algorithms.join import Joinable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from horovod_sparse.core.agreement import warn_unseen
+from horovod_sparse.core.agreement import divides, warn_unseen
 from horovod_sparse.torch.movement import Updates
 from horovod_sparse.torch.scaler import ScaledStore
 from horovod_sparse.torch.transport import GroupReducer
@@ -85,7 +85,7 @@ class DDPReducer(ScaledStore, GroupReducer):
 
     def exchange_updates(self, optimizer: torch.optim.Optimizer) -> None:
         """Exchange the updates of an optimizer in place of gradients, from now on."""
-        self.updates = Updates(optimizer)
+        self.updates, self.lengths.grow = Updates(optimizer), divides(optimizer.param_groups)
         replace_step(
             optimizer, lambda own, closure: self._step_alone(own if closure is None else partial(own, closure))
         )
@@ -99,7 +99,7 @@ class DDPReducer(ScaledStore, GroupReducer):
         except BaseException:
             self.updates.give_up()
             raise
-        self.updates.end(self._reduce_updates)
+        self.updates.end(self._reduce_updates, self.lengths.factor(self._transport.world))
         return result
 
     def _check_step_begun(self, *_: object) -> None:
@@ -109,7 +109,7 @@ class DDPReducer(ScaledStore, GroupReducer):
                 "call register after what replaces it (Accelerator.prepare, for instance)"
             )
 
-    def _reduce_updates(self, drifts: dict[Tensor, Tensor]) -> None:
+    def _reduce_updates(self, drifts: dict[Tensor, Tensor], sample: Tensor) -> None:
         known = self._routes.names or drifts
         late = [self._given_names.get(parameter, "(without a name)") for parameter in drifts if parameter not in known]
         if late:
@@ -118,6 +118,7 @@ class DDPReducer(ScaledStore, GroupReducer):
                 "a new DistributedDataParallel, which ignores them, too"
             )
         moved = {one: drifts[one] if one in drifts else torch.zeros_like(one) for one in known}
+        self._step.sample = sample
         self.reduce_all(lambda: moved)
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:

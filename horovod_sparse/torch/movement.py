@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from horovod_sparse.core.lengths import sampled
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.uncompiled import uncompiled
 
@@ -56,6 +57,8 @@ class Updates:
         """This step's gradients, if one of them holds NaN or infinity."""
         self._scaler: dict[str, Any] = {}
         """What a `GradScaler` has told the optimizer for this step."""
+        self._sampled: dict[Tensor, Tensor] = {}
+        """The positions in each parameter whose movement is compared with that of other workers (`Lengths`)."""
 
     @property
     def begun(self) -> bool:
@@ -104,11 +107,11 @@ class Updates:
 
     @uncompiled
     @torch.no_grad()
-    def end(self, reduce: Callable[[dict[Tensor, Tensor]], None]) -> None:
-        """Exchange the movement, and move the parameters by its mean, which their gradients then hold.
+    def end(self, reduce: Callable[[dict[Tensor, Tensor], Tensor], None], factor: float) -> None:
+        """Exchange the movement times `factor`, and move the parameters by its mean, which their gradients then hold.
 
-        `reduce` replaces the movements, which are the gradients of these parameters, by their means over the workers. If it
-        raises, the parameters are those of before the step.
+        `reduce` replaces the movements, which are the gradients of these parameters, by their means over the workers. It also
+        gets what `Lengths.note` needs the means of. If it raises, the parameters are those of before the step.
         """
         movement = self._movement
         assert movement is not None
@@ -120,7 +123,10 @@ class Updates:
                 drifts[parameter] += gradient * 0
             # The first time, workers compare what they begin with.
             movement.restore()
-            reduce(drifts)
+            sample = self._sample(drifts)
+            if factor != 1.0:
+                torch._foreach_mul_([*drifts.values()], factor)
+            reduce(drifts, sample)
             movement.move([*drifts.values()])
             # The scaler takes it back.
             vars(self._optimizer).update(self._scaler)
@@ -129,6 +135,18 @@ class Updates:
             raise
         finally:
             self.give_up()
+
+    def _sample(self, drifts: Mapping[Tensor, Tensor]) -> Tensor:
+        """Return some entries of the movements, and last their sum of squares, where the first parameter is."""
+        if self._sampled.keys() != drifts.keys():
+            positions = zip(drifts, sampled([drift.numel() for drift in drifts.values()]), strict=True)
+            self._sampled = {one: torch.from_numpy(found).to(one.device) for one, found in positions}
+        device = next((drift.device for drift in drifts.values()), None)
+        entries = [
+            drifts[one].take(found).to(device, torch.float32) for one, found in self._sampled.items() if len(found)
+        ]
+        flat = torch.cat(entries) if entries else torch.zeros(1)
+        return torch.cat([flat, flat.square().sum().view(1)])
 
     @torch.no_grad()
     def give_up(self) -> None:

@@ -32,6 +32,7 @@ from horovod_sparse.core.agreement import (
     check_dampening,
     check_momentum,
     check_sparse,
+    divides,
     exchanges_updates,
     is_elastic,
 )
@@ -72,7 +73,7 @@ class Reducer(ScaledStore):
         self.active = self._process_set.included() and compresses(self._process_set.size())
         updates = exchanges_updates(compressor, optimizer.param_groups)
         if self.active and updates:
-            self.updates = Updates(optimizer)
+            self.updates, self.lengths.grow = Updates(optimizer), divides(optimizer.param_groups)
         self._forget_workers()
         self._step = Step()
         self._passes: dict[int, weakref.ref[object]] = {}
@@ -237,11 +238,12 @@ class Reducer(ScaledStore):
             # The others wait for this rank's update. Before the first one there is nothing that could tell them.
             self._collectives.given_up = self.pipeline is not None
             raise
-        self.updates.end(self._reduce_update)
+        self.updates.end(self._reduce_update, self.lengths.factor(self._process_set.size()))
         return loss
 
-    def _reduce_update(self, drifts: dict[Tensor, Tensor]) -> None:
+    def _reduce_update(self, drifts: dict[Tensor, Tensor], sample: Tensor) -> None:
         self.optimizer._synchronized = False
+        self._step.sample = sample
         self.reduce()
 
     @uncompiled
@@ -284,6 +286,8 @@ class Reducer(ScaledStore):
             return
         self._collectives.clear_up()
         self._begin_step()
+        sample = self._step.sample
+        means = None if sample is None else self._collectives.start("dense", sample, "sample")
         for parameter in self._routes.names:
             if parameter not in self._step.taken:
                 self._take(parameter)
@@ -304,6 +308,8 @@ class Reducer(ScaledStore):
                 pipeline.note_not_finite(routes.names[parameter])
             if parameter.requires_grad:
                 parameter.grad = reduced
+        if means is not None:
+            self.lengths.note(means().tolist())
 
     def _restore_hooks(self) -> None:
         """Reset the counts of stock hooks to what they were before backward, also for a process set of one worker."""

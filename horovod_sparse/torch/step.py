@@ -45,6 +45,8 @@ class Step:
     """How many of the parameters that are reduced dense together have been taken, by the name of their `Dense`."""
     dense: list[tuple[Dense, Tensor, Wait]] = field(default_factory=list)
     sparse: dict[Tensor, Wait] = field(default_factory=dict)
+    sample: Tensor | None = None
+    """What tells how long an update is (`Lengths`); None if gradients are exchanged."""
     _waiting: defaultdict[str, _Waiting] = field(default_factory=lambda: defaultdict(_Waiting))
     """The gradients that wait to be taken together, by bucket."""
     _learning_rates: dict[Tensor, float] = field(default_factory=dict)

@@ -25,6 +25,7 @@ class TensorStore(Store):
     _routes: Routes
 
     def __init__(self, compressor: TorchCompressor) -> None:
+        super().__init__()
         compressor.bind(self)
         self.compressor = compressor
         self.momentum: MovedMomentum | None = None

@@ -166,6 +166,7 @@ class GroupReducer(TensorStore):
         pipeline = self.pipeline or self._begin([*step.gradients])
         if not step.begun:
             self._take(pipeline, step.gradients)
+        means = None if step.sample is None else self._transport.start(Collective("allreduce", step.sample))
         pipeline.complete(step.under_way, self._write, lambda bucket, collective: self._transport.start(collective))
         for together, message, wait in step.dense:
             wait()
@@ -175,6 +176,8 @@ class GroupReducer(TensorStore):
             targets = [step.gradients[parameter] for parameter in together.parameters]
             sources = [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
             torch._foreach_copy_(targets, sources)
+        if means is not None:
+            self.lengths.note((means() / self._transport.world).tolist())
         self._step = GroupStep()
         return step.gradients
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from driver import ExactLengths
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -74,10 +75,11 @@ def _assert_identical(workers: Workers, model: nn.Module) -> None:
 
 
 def formulas(workers: Workers, make: Any) -> None:
-    """`e += theta - theta_r`, the largest of e are sent, and theta less the mean of what was sent is the new theta.
+    """`e += s (theta - theta_r)`, the largest of e are sent, and theta less the mean of what was sent is the new theta.
 
     theta_r comes from the optimizer itself, in one process. Parameters that are compressed agree to the last bit: two or four
-    workers are added up in their order, and divided by a power of two. Dense ones are added up in another order.
+    workers are added up in their order, and divided by a power of two. Dense ones are added up in another order. `s` is that of
+    `Lengths`, summed here with more digits.
     """
     model = _named()
     theta = {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
@@ -86,7 +88,14 @@ def formulas(workers: Workers, make: Any) -> None:
     compression = TopK(RATIO, granularity="layer", warmup=None, updates=True)
     trained, optimizer = workers.wrap(model, make(_groups(model)), compression)
     residuals = [{name: np.zeros(one.size, np.float32) for name, one in theta.items()} for _ in alone]
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    order = [name_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    lengths = ExactLengths([theta[name].size for name in order], workers.size)
     for step in range(6):
+        grows = compression.store.lengths.factor(workers.size)
+        # The mean of what SGD does alone is what SGD does with the mean.
+        np.testing.assert_allclose(grows, lengths.factor if "betas" in optimizer.defaults else 1.0, rtol=1e-5)
+        moved = []
         optimizer.zero_grad()
         trained(step, workers.rank).backward()
         optimizer.step()
@@ -96,12 +105,16 @@ def formulas(workers: Workers, make: Any) -> None:
                 parameter.data.copy_(torch.from_numpy(theta[name]))
                 parameter.grad = _gradient(name, step, rank)
             plain.step()
-            for name, parameter in one.named_parameters():
-                drift = (theta[name] - parameter.detach().numpy()).reshape(-1)
+            after = {name: parameter.detach().numpy() for name, parameter in one.named_parameters()}
+            drifts = {name: (theta[name] - after[name]).reshape(-1) for name in after}
+            moved.append([drifts[name].copy() for name in order])
+            for name, drift in drifts.items():
+                drift *= np.float32(grows)
                 residual[name] += drift
                 sent = drift if name == "small" else selected(residual[name], int(RATIO * drift.size))
                 residual[name] -= sent
                 total[name] += sent
+        lengths.note(moved)
         for name, parameter in model.named_parameters():
             mean = (total[name] / workers.size).reshape(theta[name].shape)
             found = parameter.detach().numpy()

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.core.agreement import DIVIDING, check_optimizer, exchanges_updates
+from horovod_sparse.core.agreement import check_optimizer, divides, exchanges_updates
 from horovod_sparse.core.binding import check_kind
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.keras.loss_scaling import follow_scalers, inner_of, is_scaler, scale_of, spoiled
@@ -27,6 +27,7 @@ from horovod_sparse.tensorflow.memory import unwatched
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
 from horovod_sparse.tensorflow.reduction import Reduction
+from horovod_sparse.tensorflow.unseen import settings_in
 
 Tensor = Any
 Variable = Any
@@ -73,6 +74,7 @@ def make(
         reducer = reducer_of(compression, reduction, shared=False)
         if updates and reducer.active:
             reducer.updates = f"updates of {type(inner_of(optimizer)).__name__} in place of gradients"
+            reducer.lengths.grow = divides([settings_in(inner_of(optimizer))])
         reducer.settings = functools.partial(
             _settings_of, optimizer, compression, backward_passes_per_step, average_aggregated_gradients
         )
@@ -261,7 +263,7 @@ def _compressed(reducer: Reducer) -> Reduce:
 
 def _of_updates(reducer: Reducer) -> Reduce:
     def reduce(movements: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
-        return list(reducer(movements, variables))
+        return reducer.means_of_updates(movements, variables)
 
     return reduce
 
@@ -402,10 +404,9 @@ def _exchanges_updates(optimizer: Any, compression: TensorflowCompressor) -> boo
     """Return whether updates are exchanged. Raise ValueError if one of our compressors cannot be used with an optimizer."""
     compression.check_free()
     inner = inner_of(optimizer)
-    settings = {name: getattr(inner, name) for name in ("momentum", *DIVIDING) if hasattr(inner, name)}
-    updates = exchanges_updates(compression, [settings])
+    updates = exchanges_updates(compression, [settings_in(inner)])
     if not updates:
-        check_optimizer(compression, type(inner).__name__, [settings])
+        check_optimizer(compression, type(inner).__name__, [settings_in(inner)])
     return updates
 
 

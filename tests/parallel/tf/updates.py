@@ -8,6 +8,7 @@ import horovod.tensorflow as stock
 import keras
 import numpy as np
 import tensorflow as tf
+from driver import ExactLengths
 
 import horovod_sparse.tensorflow.keras as hvd
 from horovod_sparse.tensorflow import NoOp, SIDCo, TopK
@@ -31,14 +32,20 @@ def everything_sent_is_the_mean_of_all_steps(eager: bool) -> None:
         run_eagerly=eager,
     )
     alone = [(small_model(), keras.optimizers.Adam(0.01)) for _ in range(stock.size())]
+    before = alone[0][0].get_weights()
+    lengths = ExactLengths([weights.size for weights in before], stock.size())
     for step in range(5):
         fit(model, [step])
         for rank, (one, adam) in enumerate(alone):
             adam.apply(_gradients(one, step, rank), one.trainable_variables)
-        means = [np.mean(weights, axis=0) for weights in zip(*(one.get_weights() for one, _ in alone), strict=True)]
+        updates = [[old - new for old, new in zip(before, one.get_weights(), strict=True)] for one, _ in alone]
+        means = [lengths.factor * np.mean(of_all, axis=0) for of_all in zip(*updates, strict=True)]
+        lengths.note([[update.reshape(-1) for update in some] for some in updates])
+        before = [old - mean for old, mean in zip(before, means, strict=True)]
         for one, _ in alone:
-            one.set_weights(means)
-    for mine, expected in zip(model.get_weights(), means, strict=True):
+            one.set_weights(before)
+    assert lengths.factor > 1.0
+    for mine, expected in zip(model.get_weights(), before, strict=True):
         np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
     assert_identical(model.weights)
 
