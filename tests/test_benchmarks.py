@@ -101,7 +101,7 @@ def test_steps_until_the_target(studies: None, losses: list[float], target: floa
     import loss_runs
 
     at = [10 * number for number in range(1, len(losses) + 1)]
-    curve = loss_runs.Curve(at, losses, [0.5 * step for step in at], 0.1, False, 8.0, 1000)
+    curve = loss_runs.Curve(at, losses, [0.5 * step for step in at], 8.0, diverged=False)
     assert curve.reached(target, curve.steps) == steps
     assert curve.reached(target, curve.seconds) == (None if steps is None else 0.5 * steps)
 
