@@ -23,7 +23,7 @@ import markdown
 import selection_memory as memory
 from selection_contestants import Rows
 from selection_rows import CASES, Case, Conditions
-from selection_turns import COLUMNS, Contestant, take_turns, unit
+from selection_turns import COLUMNS, take_turns, unit
 from selection_worker import make_backend
 from tqdm import tqdm
 
@@ -31,8 +31,8 @@ from horovod_sparse import kernels
 from horovod_sparse.tools.quantities import parse_count
 
 
-def measure(conditions: Conditions, cases: Sequence[Case], arguments: argparse.Namespace) -> list[Contestant]:
-    """Time cases under the same conditions."""
+def measure(conditions: Conditions, cases: Sequence[Case], arguments: argparse.Namespace) -> list[list[str]]:
+    """Time cases under the same conditions; the lines of their table."""
     backend = make_backend("numpy" if conditions.backend == "numpy" else "torch", conditions.threads)
     if conditions.backend == "tensorflow":
         from selection_tensorflow import set_threads
@@ -49,7 +49,7 @@ def measure(conditions: Conditions, cases: Sequence[Case], arguments: argparse.N
         for contestant in tqdm(contestants, "memory", leave=False, disable=None):
             if contestant.title in numbers:
                 contestant.memory = memory.measure(numbers[contestant.title], conditions)
-    return contestants
+    return [contestant.cells() for contestant in contestants]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,8 +76,8 @@ def main() -> None:
     print(f"{machine.describe()}; {', '.join(f'{name} {metadata.version(name)}' for name in ('torch', 'numpy'))}")
     for threads, size, ratio in product(arguments.threads, arguments.sizes, arguments.ratios):
         conditions = Conditions(size, ratio, threads, arguments.backend, kernels.variant())
-        contestants = measure(conditions, cases, arguments)
-        print(f"\n{conditions}:\n\n{markdown.table(COLUMNS, [one.cells() for one in contestants])}", flush=True)
+        table = markdown.table(COLUMNS, measure(conditions, cases, arguments))
+        print(f"\n{conditions}:\n\n{table}", flush=True)
 
 
 if __name__ == "__main__":
