@@ -1,6 +1,6 @@
 """Whether the Triton kernels are right on this machine's GPU, never wait for it, and how long they take.
 
-    python benchmarks/gpu_check.py [--sizes 25M,110M,1G] [--repetitions 20] [--json FILE]
+    python benchmarks/gpu_check.py [--sizes 25M 110M 1B] [--repetitions 20] [--json FILE]
 
 Needs PyTorch and Triton, no Horovod and no compiled kernels. First every step is compared with the NumPy oracle. Then, with
 PyTorch set to raise where the host waits for the device, steps run from gradient to message. Then the table, in units of
@@ -25,27 +25,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import markdown
 import numpy as np
 import torch
+from plain import plain_sidco
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.compressors.sidco import FIRST_RATIO, SIDCo
+from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Parameter, layouts_of
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.estimation import fits
 from horovod_sparse.kernels import gpu as ours
 from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.tools.quantities import parse_count
 from horovod_sparse.torch.compiled import tensor_ops
 
 NOT_MEASURED = 2
-BAR = 1.6
+BAR, BAR_RATIO = 1.6, 0.001
 WORLD = 4
 _BUSY_CYCLES = 2_000_000
 """For about a millisecond the device is busy, while the host queues up what is timed."""
@@ -87,21 +88,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--sizes", type=numbers(size), default="25M,110M,1G", help="elements of the residual")
-    parser.add_argument("--ratios", type=numbers(float), default="0.001,0.01,0.1", help="all for the first size")
+    sizes, default = partial(parse_count, "sizes"), [25_000_000, 110_000_000, 1_000_000_000]
+    parser.add_argument("--sizes", nargs="+", type=sizes, default=default, metavar="N", help="elements, as 25M")
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.001, 0.01, 0.1], help="all for the first size")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--interpret", action="store_true", help="on the CPU: tests the script, measures nothing")
     return parser.parse_args()
-
-
-def numbers(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    return lambda text: [kind(part) for part in text.split(",")]
-
-
-def size(text: str) -> int:
-    """25M is 25 million."""
-    return int(float(text.rstrip("kMG")) * {"k": 10**3, "M": 10**6, "G": 10**9}.get(text[-1], 1))
 
 
 def say(line: str) -> None:
@@ -315,17 +308,15 @@ def measure(device: Device, numel: int, ratio: float, repetitions: int) -> Itera
     for number, (kind, draw) in enumerate(KINDS.items()):
         gradient = draw(device, numel, 10 * number)
         residual = torch.zeros_like(gradient)
-        groups: list[list[tuple[str, Compressor, float | None]]] = [
-            [("SIDCo-E, " + kind, SIDCo(ratio, warmup=None), BAR)]
-        ]
+        timed: list[tuple[str, Compressor, float | None]] = [("SIDCo-E, " + kind, SIDCo(ratio, warmup=None), BAR)]
         if number == 0:
-            groups += [
-                [("SIDCo-P, " + kind, SIDCo(ratio, distribution="gpareto", warmup=None), BAR)],
-                [("TopK, warm", TopK(ratio, warmup=None), BAR)],
-                [("TopK, cold", TopK(ratio, warmup=None), None)],
-                [("Threshold", Threshold(-math.log(ratio), ratio=ratio, slack=2.0), None)],
+            timed += [
+                ("SIDCo-P, " + kind, SIDCo(ratio, distribution="gpareto", warmup=None), BAR),
+                ("TopK, warm", TopK(ratio, warmup=None), BAR),
+                ("TopK, cold", TopK(ratio, warmup=None), None),
+                ("Threshold", Threshold(-math.log(ratio), ratio=ratio, slack=2.0), None),
             ]
-        rows = [step_row(device, *one, gradient) for group in groups for one in group]
+        rows = [step_row(device, *one, gradient) for one in timed]
         if number == 0:
             rows += other_rows(device, ratio, gradient)
         yield from time_rows(device, rows, numel, ratio, partial(residual.add_, gradient), repetitions)
@@ -366,11 +357,7 @@ def step_row(device: Device, title: str, compressor: Compressor, bar: float | No
     for _ in range(0 if device.interpreted else _WARM_STEPS):
         prepare()
         run()
-    return Row(title, run, bar if ratio_has_bar(compressor) else None, prepare, check)
-
-
-def ratio_has_bar(compressor: Compressor) -> bool:
-    return compressor.ratio == 0.001
+    return Row(title, run, bar if compressor.ratio == BAR_RATIO else None, prepare, check)
 
 
 def other_rows(device: Device, ratio: float, gradient: Tensor) -> list[Row]:
@@ -410,20 +397,6 @@ def message_of(device: Device, numel: int, k: int, seed: int) -> Tensor:
     return torch.stack([indices.int(), values.view(torch.int32)], 1).contiguous()
 
 
-def plain_sidco(residual: Tensor, gradient: Tensor, ratio: float, stages: int = 3) -> tuple[Tensor, Tensor]:
-    """A whole step as it is mostly written."""
-    residual.add_(gradient)
-    tail = magnitudes = residual.abs()
-    threshold = fits.exponential(magnitudes.mean().item(), FIRST_RATIO)
-    for _ in range(stages - 1):
-        tail = tail[tail > threshold]
-        threshold += fits.exponential((tail - threshold).mean().item(), (ratio / FIRST_RATIO) ** (1 / (stages - 1)))
-    indices = (magnitudes > threshold).nonzero().view(-1)
-    values = residual[indices]
-    residual[indices] = 0.0
-    return indices, values
-
-
 def time_rows(
     device: Device, rows: list[Row], numel: int, ratio: float, unit: Callable[[], object], repetitions: int
 ) -> list[Result]:
@@ -452,11 +425,10 @@ def report(device: Device, compared: int, results: list[Result], skipped: list[s
     print(
         f"{device.name}, torch {torch.__version__}; {compared} steps as the NumPy oracle's; no step waited for the device\n"
     )
-    print("| elements | ratio | row | units | quartiles | GB/s | host, us | bar |")
-    print("|---|---|---|---|---|---|---|---|")
+    rows = []
     for one in results:
         bar = "" if one.bar is None else f"{one.bar:g}" + ("" if one.quantile(0.5) <= one.bar else " exceeded")
-        cells = (
+        cells = [
             f"{one.size:,}",
             f"{one.ratio:g}",
             one.title,
@@ -465,8 +437,10 @@ def report(device: Device, compared: int, results: list[Result], skipped: list[s
             f"{one.gigabytes:.0f}",
             f"{1e6 * np.median(one.host_seconds):.0f}",
             bar,
-        )
-        print("| " + " | ".join(cells) + " |")
+        ]
+        rows.append(cells)
+    header = ("elements", "ratio", "row", "units", "quartiles", "GB/s", "host, us", "bar")
+    print(markdown.table(header, rows, words=3))
     for line in skipped:
         print(line)
     if path is not None:

@@ -9,12 +9,8 @@ from horovod_sparse import kernels
 from horovod_sparse.tools.check import cpu_info, instruction_sets
 
 
-def processor() -> str:
-    """The name that the processor reports."""
-    return cpu_info("model name") or platform.processor() or platform.machine()
-
-
 def describe() -> str:
     """The processor, its instruction sets, its cores, and the variant of the kernels that is used."""
     sets = ", ".join(instruction_sets()) or "instruction sets unknown"
-    return f"{processor()} ({sets}), {os.cpu_count()} cores, kernels: {kernels.variant()}"
+    processor = cpu_info("model name") or platform.processor() or platform.machine()
+    return f"{processor} ({sets}), {os.cpu_count()} cores, kernels: {kernels.variant()}"

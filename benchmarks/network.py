@@ -2,30 +2,129 @@
 
     sudo .venv/bin/python benchmarks/hosts.py --hosts 4 --rate 1gbit -- .venv/bin/python benchmarks/network.py
 
-The network is measured first. Then the collectives of each method's step are timed, with
+The network is measured first, by sending zeros. Then the collectives of each method's step are timed, with
 arrays of zeros of exactly the lengths and types that the method sends. These are collectives alone: nothing is selected,
-added up or trained. The table shows medians; the error is that of the prediction, as a part of what was measured.
+added up or trained. The table shows medians: the processors are shared with others, so some timings are far too long and none
+is too short. The error is that of the prediction, as a part of what was measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import machine
 import markdown
-from network_measure import Collectives, agreed, measure, seconds
+import torch
+from horovod.torch import mpi_ops
 
-from horovod_sparse.tools.plan import DENSE16, DENSE32, METHODS, POWER, Method, Network, Rounds
+from horovod_sparse.exchange.protocols import Kind
+from horovod_sparse.tools.plan import CYCLE, DENSE16, DENSE32, METHODS, POWER, Method, Network, Round, Rounds
 from horovod_sparse.tools.quantities import parse_count
+from horovod_sparse.torch.exchange import gather_json
 
 BUDGET = 6.0
 """Seconds that the repetitions of one method take, if the prediction is right."""
 MOST_REPETITIONS = 15
+TINY = 1
+"""Numbers of each part of a message that takes no time beyond its latency."""
+FIRST, MOST = 2**14, 2**24
+"""Numbers in the first message of the search for one that is long enough, and in the longest."""
+REPETITIONS = 21
+TOGETHER = 32
+"""Alltoalls that are started together. Horovod carries them out one after the other: it does not fuse them."""
+LONG = 0.02
+"""Seconds that a message must take for its bytes to be what counts."""
+
+Run = Callable[[], object]
+"""Starts collectives and waits for them."""
+
+
+class Collectives:
+    """Horovod's collectives in a process set, sending zeros. All workers call the same methods in the same order."""
+
+    def __init__(self, process_set: Any, prefix: str) -> None:
+        self._process_set = process_set
+        self._prefix = prefix
+        self.world: int = process_set.size()
+
+    def run(self, calls: Sequence[Round], name: str) -> Run:
+        """Return a function that starts these collectives together, sends zeros, and waits for all of them."""
+        begin = [self._starter(call, f"{self._prefix}.{name}.{number}") for number, call in enumerate(calls)]
+
+        def run() -> None:
+            for handle in [start() for start in begin]:
+                mpi_ops.synchronize(handle)
+
+        return run
+
+    def _starter(self, call: Round, name: str) -> Callable[[], Any]:
+        reduces = call.kind == "allreduce"
+        dtype = torch.float16 if call.dtype == "float16" else torch.float32 if reduces else torch.int32
+        message = torch.zeros(call.length, dtype=dtype)
+        where = {"name": name, "process_set": self._process_set}
+        if reduces:
+            return partial(mpi_ops.allreduce_async_, message, op=mpi_ops.Sum, **where)
+        return partial(getattr(mpi_ops, f"{call.kind}_async"), message, **where)
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Return every worker's value, in rank order. This blocks."""
+        return gather_json(value, f"{self._prefix}.everyone", self._process_set)
+
+
+def agreed(collectives: Collectives, number: float) -> float:
+    """Return the median of the workers' numbers, the same on all of them."""
+    return float(statistics.median(collectives.everyone(number)))
+
+
+def seconds(run: Run, repetitions: int) -> float:
+    """Return the median time of this worker. The first time is for Horovod to learn the messages, and does not count."""
+    # In a loop without pauses every collective would begin with a cycle of Horovod, which is not so in training.
+    pauses = random.Random(0)
+    spent = []
+    for _ in range(1 + repetitions):
+        time.sleep(pauses.uniform(0.0, CYCLE))
+        begun = time.perf_counter()
+        run()
+        spent.append(time.perf_counter() - begun)
+    return statistics.median(spent[1:])
+
+
+def measure(collectives: Collectives) -> Network:
+    """Measure the network. All workers, at least 2, call this and get the same numbers."""
+
+    def spent(calls: int, name: str) -> float:
+        return agreed(collectives, seconds(collectives.run([tiny] * calls, name), REPETITIONS))
+
+    tiny = Round("alltoall", TINY * collectives.world)
+    one, many = spent(1, "plan.one"), spent(TOGETHER, "plan.many")
+    # One more alltoall takes its messages' latency, and does not wait for Horovod's next cycle.
+    latency = max(0.0, (many - one) / (TOGETHER - 1) / tiny.messages(collectives.world))
+    wait = max(0.0, one - tiny.messages(collectives.world) * latency)
+    known = Network(latency, 1.0, wait)
+    rates = _rate(collectives, "allreduce", known), _rate(collectives, "allgather", known)
+    return Network(latency, statistics.mean(rates), wait)
+
+
+def _rate(collectives: Collectives, kind: Kind, known: Network) -> float:
+    """Return the bytes per second of a collective, without what is known of its latency."""
+    world, length = collectives.world, FIRST
+    while True:
+        call = Round(kind, length)
+        run = collectives.run([call], f"plan.{kind}.{length}")
+        spent = agreed(collectives, seconds(run, 1))
+        if spent >= LONG or length >= MOST:
+            break
+        length *= 4
+    spent = agreed(collectives, seconds(run, REPETITIONS // 4))
+    rest = spent - known.wait - call.messages(world) * known.latency
+    return call.bytes_sent(world) / max(rest, 0.1 * spent)
 
 
 class Row(NamedTuple):

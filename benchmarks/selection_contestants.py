@@ -4,59 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from horovod.torch.compression import Compression
+from plain import plain_sidco
 from selection_rows import DATA, Case, Conditions
-from selection_turns import ELEMENTS, Result, Run
+from selection_turns import Contestant, Run
 from selection_worker import Backend, Gradients, Worker
 from torch import Tensor
 from tqdm import tqdm
 
 from horovod_sparse.compressors.threshold import Threshold
-from horovod_sparse.ops.protocol import Array, Ops
-
-
-@dataclass
-class Measured(Result):
-    """The measurements of one contestant, with more than its times."""
-
-    bar: float | None = None
-    operations: dict[str, float] = field(default_factory=dict)
-    """Units per step spent in each array operation, if operations were timed."""
-    memory: float | None = None
-    """Peak memory of a step beyond residual, gradient and reduced gradient, as a fraction of the residual."""
-
-    @property
-    def within(self) -> bool | None:
-        """Whether the row is within its bar; None if it has no bar."""
-        return None if self.bar is None else self.units <= self.bar
-
-    def cells(self) -> dict[str, str]:
-        """Return a line of a table, by the titles of the columns."""
-        memory = "" if self.memory is None else f"{self.memory:.1%}"
-        bar = "" if self.bar is None else f"{self.bar:g}" + ("" if self.within else " exceeded")
-        return {**super().cells(), "memory": memory, "bar": bar}
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything, with each repetition."""
-        return {**asdict(self), "units": self.units}
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """Something that is timed."""
-
-    result: Measured
-    run: Run
-    finish: Callable[[], None] = lambda: None
-    """Is called after the last repetition."""
+from horovod_sparse.ops.protocol import Array
 
 
 class Rows:
@@ -67,29 +30,19 @@ class Rows:
         self.conditions = conditions
         self.gradients = {data: Gradients(backend, conditions.size, draw) for data, draw in DATA.items()}
 
-    def contestants(self, cases: Sequence[Case], *, operations: bool) -> Iterator[Contestant]:
+    def contestants(self, cases: Sequence[Case]) -> Iterator[Contestant]:
         """Yield the contestants of a back end, ready to be timed."""
         for case in tqdm(cases, "warming up", leave=False, disable=None):
-            yield from (
-                self._in_tensorflow(case) if self.conditions.backend == "tensorflow" else [self._case(case, operations)]
-            )
+            yield from self._in_tensorflow(case) if self.conditions.backend == "tensorflow" else [self._case(case)]
         if self.conditions.backend == "torch":
             yield from map(self._comparison, *zip(*comparisons(self.conditions).items(), strict=True))
 
-    def _case(self, case: Case, operations: bool) -> Contestant:
-        clock = Operations(self.backend.ops)
-        backend = replace(self.backend, ops=cast(Ops, clock)) if operations else self.backend
-        stepper = Stepper(case, backend, self.conditions, self.gradients[case.data])
-        result = Measured(case.title, self.conditions, bar=case.bar(self.conditions))
-
-        def finish() -> None:
-            result.operations = clock.units(result) if operations else {}
-            stepper.worker.check()
-
+    def _case(self, case: Case) -> Contestant:
+        stepper = Stepper(case, self.backend, self.conditions, self.gradients[case.data])
         stepper.warm_up()
         stepper.worker.check()
-        clock.seconds.clear()
-        return Contestant(result, stepper.run, finish)
+        bar = case.bar(self.conditions)
+        return Contestant(case.title, self.conditions, stepper.run, bar, lambda: stepper.worker.check())
 
     def _comparison(self, title: str, operation: Callable[[Tensor], object]) -> Contestant:
         def run() -> float:
@@ -99,7 +52,7 @@ class Rows:
             return time.perf_counter() - begun
 
         run()
-        return Contestant(Measured(title, self.conditions), run)
+        return Contestant(title, self.conditions, run)
 
     def _step(self, worker: Any, gradients: Any) -> Any:
         return worker.step(self.backend.host(gradients.next()))
@@ -120,7 +73,7 @@ class Rows:
     def _whole(self, case: Case, place: str, run: Run) -> Contestant:
         for _ in range(case.row.warm_steps):
             run()
-        return Contestant(Measured(f"{case.title}, whole step in {place}", self.conditions), run)
+        return Contestant(f"{case.title}, whole step in {place}", self.conditions, run)
 
 
 class Stepper:
@@ -164,33 +117,6 @@ class Stepper:
         compressor.threshold = float(np.quantile(np.abs(sample), 1.0 - self._conditions.ratio))
 
 
-class Operations:
-    """Array operations that record how long they take."""
-
-    def __init__(self, ops: Ops) -> None:
-        self._ops = ops
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        operation = getattr(self._ops, name)
-
-        def timed(*arguments: Any, **options: Any) -> Any:
-            begun = time.perf_counter()
-            try:
-                return operation(*arguments, **options)
-            finally:
-                self.seconds[name] += time.perf_counter() - begun
-
-        return timed
-
-    def units(self, result: Result) -> dict[str, float]:
-        """Return the units per step of each operation, the slowest first."""
-        steps = max(1, ELEMENTS // result.conditions.size)
-        total = sum(result.seconds) * (steps + (steps > 1))
-        slowest = sorted(self.seconds.items(), key=lambda item: -item[1])
-        return {name: seconds / total * result.units for name, seconds in slowest}
-
-
 def comparisons(conditions: Conditions) -> Mapping[str, Callable[[Tensor], object]]:
     """Return other operations on a gradient to compare with, by title."""
     k = max(1, math.floor(round(conditions.ratio * conditions.size, 6)))
@@ -201,19 +127,3 @@ def comparisons(conditions: Conditions) -> Mapping[str, Callable[[Tensor], objec
         "SIDCo in plain torch operations": lambda x: plain_sidco(residual, x, conditions.ratio),
         "fp16: cast and back": lambda x: Compression.fp16.decompress(*Compression.fp16.compress(x)),
     }
-
-
-def plain_sidco(residual: Tensor, gradient: Tensor, ratio: float, stages: int = 3) -> tuple[Tensor, Tensor]:
-    """Take a whole step of SIDCo with exponential stages, written the obvious way, and return indices and values."""
-    residual.add_(gradient)
-    magnitudes = residual.abs()
-    first = max(0.25, ratio)
-    threshold = magnitudes.mean() * math.log(1.0 / first)
-    rest = (ratio / first) ** (1.0 / (stages - 1))
-    for _ in range(stages - 1):
-        tail = magnitudes[magnitudes > threshold]
-        threshold = threshold + (tail.mean() - threshold) * math.log(1.0 / rest)
-    indices = (magnitudes > threshold).nonzero().view(-1)
-    values = residual[indices]
-    residual[indices] = 0.0
-    return indices, values

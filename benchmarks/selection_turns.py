@@ -6,7 +6,6 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 from selection_rows import Conditions
@@ -16,32 +15,35 @@ ELEMENTS = 2_000_000
 """Steps of small buckets are repeated until this many elements have been processed."""
 Run = Callable[[], float]
 """Takes a step and returns its seconds."""
+COLUMNS = ("row", "units", "quartiles", "at most", "GB/s", "memory")
 
 
 @dataclass
-class Result:
-    """The measurements of one contestant."""
+class Contestant:
+    """Something that is timed, and its measurements."""
 
     title: str
     conditions: Conditions
+    run: Run
+    bar: float | None = None
+    """The most units that it may take."""
+    finish: Callable[[], None] = lambda: None
+    """Is called after the last repetition."""
+    memory: float | None = None
+    """Peak memory of a step beyond residual, gradient and reduced gradient, as a fraction of the residual."""
     quotients: list[float] = field(default_factory=list)
     """Time in units, one number per repetition."""
     seconds: list[float] = field(default_factory=list)
 
-    def quantile(self, part: float) -> float:
-        return float(np.quantile(self.quotients, part))
-
-    @property
-    def units(self) -> float:
-        """The median of the time in units."""
-        return self.quantile(0.5)
-
-    def cells(self) -> dict[str, str]:
-        """Return a line of a table, by the titles of the columns."""
+    def cells(self) -> list[str]:
+        """Return a line of a table, with the columns of `COLUMNS`."""
+        low, units, high = np.quantile(self.quotients, (0.25, 0.5, 0.75))
+        over = " (over)" if self.bar is not None and units > self.bar else ""
+        bar = "" if self.bar is None else f"{self.bar:g}"
         # The unit moves 12 bytes per element.
         rate = 12e-9 * self.conditions.size / float(np.median(self.seconds))
-        quartiles = f"{self.quantile(0.25):.2f}-{self.quantile(0.75):.2f}"
-        return {"row": self.title, "units": f"{self.units:.2f}", "quartiles": quartiles, "GB/s": f"{rate:.1f}"}
+        memory = "" if self.memory is None else f"{100 * self.memory:.1f} %"
+        return [self.title, f"{units:.2f}{over}", f"{low:.2f}-{high:.2f}", bar, f"{rate:.0f}", memory]
 
 
 def unit(backend: Backend, gradients: Gradients, size: int) -> Run:
@@ -58,8 +60,8 @@ def unit(backend: Backend, gradients: Gradients, size: int) -> Run:
     return run
 
 
-def take_turns(contestants: Sequence[tuple[Result, Run]], unit: Run, repetitions: Iterable[int]) -> None:
-    """Time contestants, and the unit before and after each, and add the times to their results."""
+def take_turns(contestants: Sequence[Contestant], unit: Run, repetitions: Iterable[int]) -> None:
+    """Time contestants, and the unit before and after each."""
 
     def seconds(run: Run, size: int) -> float:
         steps = max(1, ELEMENTS // size)
@@ -71,28 +73,14 @@ def take_turns(contestants: Sequence[tuple[Result, Run]], unit: Run, repetitions
     gc.disable()
     for _ in repetitions:
         before: float | None = None
-        for result, run in contestants:
+        for one in contestants:
             # The processor is shared, so its speed changes. The unit is timed just before and just after the contestant.
             # It is timed once between two contestants: a second time in a row it would be faster.
-            size = result.conditions.size
+            size = one.conditions.size
             before = before or seconds(unit, size)
-            spent, after = seconds(run, size), seconds(unit, size)
-            result.quotients.append(2.0 * spent / (before + after))
-            result.seconds.append(spent)
+            spent, after = seconds(one.run, size), seconds(unit, size)
+            one.quotients.append(2.0 * spent / (before + after))
+            one.seconds.append(spent)
             before = after
         gc.collect()
     gc.enable()
-
-
-def text(results: Sequence[Result]) -> str:
-    """Return tables for a terminal, one for each group of conditions."""
-    lines: list[str] = []
-    for conditions, members in groupby(results, lambda result: result.conditions):
-        cells = [member.cells() for member in members]
-        table = [list(cells[0]), *(list(row.values()) for row in cells)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines += ["", str(conditions)]
-        for title, *numbers in table:
-            padded = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
-            lines.append("  ".join([title.ljust(widths[0]), *padded]).rstrip())
-    return "\n".join(lines)

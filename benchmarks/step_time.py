@@ -14,7 +14,6 @@ every round.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -148,7 +147,7 @@ def table(contenders: Iterable[Contender], parameters: int, unit: float) -> str:
     return markdown.table([*header, "in units", "dense fp32's / it"], rows)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -170,8 +169,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, default=3, help="of charlm and linear")
     add("--parameters", type=int, default=1000, help="of many")
     add("--elements", type=int, default=10_000, help="of each parameter of many")
-    add("--log-file", type=Path, metavar="FILE", help="write each row's quartiles in milliseconds, as JSON")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args()
     if args.rounds < 2:
         parser.error(f"--rounds must be at least 2, got {args.rounds}")
     return args
@@ -212,9 +210,6 @@ def main() -> None:
             f"Python {platform.python_version()}, PyTorch {torch.__version__}\n"
         )
         print(table(contenders, numel, unit), flush=True)
-        if args.log_file is not None:
-            rows = {contender.name: quartiles(contender.seconds) for contender in contenders}
-            args.log_file.write_text(json.dumps(rows) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,5 +6,5 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples"
+EXAMPLES = ROOT / "examples"
 sys.path[:0] = [str(EXAMPLES), str(ROOT / "benchmarks")]

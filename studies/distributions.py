@@ -1,58 +1,163 @@
 """How near gradients in training are to the distributions that SIDCo and Gaussian-k fit to them.
 
-    python studies/distributions.py [--steps 1200] [--points 12] [--seeds 2] [--output FOLDER]
+    python studies/distributions.py [--steps 1200] [--points 12] [--seeds 2]
 
 Trains three examples' models (CNN, LSTM, transformer) on two workers in this process: dense, and by TopK with error feedback
 at each ratio. At some steps it takes the first worker's accumulated gradient (residual plus gradient; without feedback the
 gradient alone) and fits every distribution to its magnitudes with the library's own fits, in one stage and in several. It
-also compares what top-k leaves behind with the two bounds on it. Writes a page with tables and pictures, and all as JSON.
+also compares what top-k leaves behind with the tighter bound on it. Prints a table of all models and steps together.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
+import itertools
+import statistics
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import around
-import distributions_pictures as pictures
-import distributions_report as report
+import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
 import machine
+import markdown
 import numpy as np
 import torch
-from build_up import Training
-from distributions_fits import RAW, Gradient, Snapshot, contraction, qualities
 from estimation_data import RECORDED
+from numpy.typing import NDArray
 from tqdm import tqdm
+from workers import Training
 
-from horovod_sparse.compressors import NoOp, TopK
+from horovod_sparse.compressors import NoOp, TopK, gaussiank
+from horovod_sparse.compressors.sidco import FIRST_RATIO
+from horovod_sparse.estimation import fits
+from horovod_sparse.numpy.ops import NumpyOps
+from horovod_sparse.ops.protocol import Moments
 
 WORKERS = 2
+OPS = NumpyOps()
+RAW = "gradient alone"
+FIRST_STEP = 10
+"""The first step that is looked at."""
+CLOSE = 1.25
+"""A count is called close to k if it is within this factor of it."""
+Gradient = NDArray[np.float32]
+SURVIVAL = np.concatenate([np.linspace(0.998, 0.002, 499), np.geomspace(0.002, 1e-6, 60)[1:]])
+"""Probabilities of larger magnitudes at which a fit is compared with the data."""
+Quantile = Callable[[Moments, float], float]
+"""(moments of magnitudes, probability of larger ones) -> magnitude."""
 
 
-def snapshot(training: Training, task: str, kind: str, seed: int, ratios: list[float]) -> tuple[Snapshot, Gradient]:
-    """What there is to find of the first worker's accumulated gradient, and this gradient."""
-    bucket = training.pipelines[0].buckets[0]
-    x = bucket.buffer.numpy().copy()
-    slot = max(bucket.layout.slots, key=lambda slot: slot.numel)
+class Family(NamedTuple):
+    """What is fitted to all magnitudes, and what to the excesses over an earlier threshold."""
+
+    name: str
+    first: Quantile
+    tail: Quantile | None
+
+
+def _exponential(moments: Moments, p: float) -> float:
+    return fits.exponential(moments.mean, p)
+
+
+def _gpareto(moments: Moments, p: float) -> float:
+    return fits.generalized_pareto(moments.mean, moments.variance, p)
+
+
+FAMILIES = (
+    Family("Gaussian", lambda moments, p: gaussiank.fit(moments, p * moments.count, moments.count), None),
+    Family("exponential", _exponential, _exponential),
+    Family("gamma", lambda moments, p: fits.gamma(moments.mean, moments.mean_log, p), _gpareto),
+    Family(
+        "gamma, closed form",
+        lambda moments, p: fits.gamma(moments.mean, moments.mean_log, p, closed_form=True),
+        _gpareto,
+    ),
+    Family("gpareto", _gpareto, _gpareto),
+)
+
+
+class Fitted(NamedTuple):
+    """The last stage of an estimate: the excesses over `start` have these moments, and this is fitted to them."""
+
+    start: float
+    moments: Moments
+    quantile: Quantile
+
+    def threshold(self, p: float) -> float:
+        """The magnitude that a part p of the entries above `start` exceeds, according to the fit."""
+        return self.start + self.quantile(self.moments, p)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One gradient, and what was found of it."""
+
+    kind: str
+    """`RAW`, or the ratio of the feedback."""
+    kurtosis: float
+    """Excess kurtosis of the entries that are not zero: 0 for a Gaussian, 3 for a double exponential."""
+    distances: dict[tuple[str, int], float]
+    """Kolmogorov and Smirnov's, by family and stages, of the magnitudes that the last stage is fitted to."""
+    counts: dict[tuple[str, int], list[float]]
+    """Achieved / asked, by family and stages, at each ratio."""
+    holds: bool
+    """Whether `||u - TopK(u)||^2 <= (1 - k/d)^2 ||u||^2` for all k in [1, d)."""
+
+
+def fit(x: Gradient, family: Family, k: float, stages: int) -> Fitted:
+    """Fit a family as SIDCo does: first to all magnitudes that are not zero, then to excesses, with k entries as the aim."""
+    fitted = Fitted(0.0, OPS.moments(x, 0.0, with_log=True), family.first)
+    for remaining in range(stages - 1, 0, -1):
+        assert family.tail is not None
+        count = fitted.moments.count
+        p = FIRST_RATIO if fitted.start == 0.0 else (k / count) ** (1.0 / (remaining + 1))
+        start = fitted.threshold(p)
+        tail = OPS.moments(x, start)
+        if tail.count <= k or start <= 0.0:
+            # Nothing is left to fit to, or the first stage has found no threshold.
+            break
+        fitted = Fitted(start, tail, family.tail)
+    return fitted
+
+
+def distance(fitted: Fitted, ascending: Gradient) -> float:
+    """The largest difference between the fitted and the observed part of larger magnitudes, among those above `start`."""
+    thresholds = np.array([fitted.threshold(float(p)) for p in SURVIVAL])
+    larger = len(ascending) - np.searchsorted(ascending, thresholds.astype(np.float32), side="right")
+    return float(np.abs(larger / fitted.moments.count - SURVIVAL).max())
+
+
+def snapshot(x: Gradient, kind: str, ratios: Sequence[float]) -> Snapshot:
+    """All fits to one gradient."""
     not_zero = x[x != 0].astype(np.float64)
     centred = not_zero - not_zero.mean()
+    ascending = np.sort(np.abs(x))
+    distances, counts = {}, {}
+    for family in FAMILIES:
+        # The closed form is no distribution. Where the second stage starts does not depend on the ratio.
+        same = family.tail is family.first
+        for stages in () if "closed form" in family.name else (1, 2) if same else (1,):
+            distances[family.name, stages] = distance(fit(x, family, ratios[0] * len(x), stages), ascending)
+        for stages in (1, 3) if family.tail else (1,):
+            found = []
+            for ratio in ratios:
+                k = max(1, int(ratio * len(x)))
+                fitted = fit(x, family, k, stages)
+                found.append(float((ascending > fitted.threshold(k / fitted.moments.count)).sum()) / k)
+            counts[family.name, stages] = found
+    squares = np.square(ascending.astype(np.float64))
+    # What is left of the squared norm when 1, 2, ... of the largest entries are taken.
+    left = np.cumsum(squares)[-2::-1] / squares.sum()
+    holds = bool((left <= (1.0 - np.arange(1, len(x)) / len(x)) ** 2).all())
     kurtosis = float((centred**4).mean() / (centred**2).mean() ** 2 - 3.0)
-    layer = qualities(x[slot.offset : slot.offset + slot.numel], ratios)
-    return Snapshot(
-        task, kind, seed, training.steps, len(x), 1.0 - len(not_zero) / len(x), kurtosis, qualities(x, ratios), layer,
-        *contraction(x),
-    ), x  # fmt: skip
+    return Snapshot(kind, kurtosis, distances, counts, holds)
 
 
-def train(task: str, kind: str, seed: int, args: argparse.Namespace) -> Iterator[tuple[Snapshot, Gradient]]:
+def train(task: str, kind: str, seed: int, args: argparse.Namespace) -> Iterator[Snapshot]:
     """Train one model, and look at its gradients at some steps."""
-    points = {round(step) for step in np.geomspace(args.first, args.steps, args.points)}
+    points = {round(step) for step in np.geomspace(FIRST_STEP, args.steps, args.points)}
     ratios = args.ratios if kind == RAW else [float(kind)]
     training = Training(
         lambda ratio, threshold: NoOp(granularity="model") if kind == RAW else TopK(ratio, granularity="model", warmup=None),
@@ -61,57 +166,62 @@ def train(task: str, kind: str, seed: int, args: argparse.Namespace) -> Iterator
     for _ in range(args.steps):
         training.accumulate()
         if training.steps in points:
-            yield snapshot(training, task, kind, seed, ratios)
+            yield snapshot(training.pipelines[0].buckets[0].buffer.numpy().copy(), kind, ratios)
         training.finish()
 
 
-def parse_arguments() -> argparse.Namespace:
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Median, least and largest."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def close(counts: Sequence[float]) -> str:
+    """How many counts are within `CLOSE` of k, and of how many."""
+    return f"{sum(1 / CLOSE <= count <= CLOSE for count in counts)} of {len(counts)}"
+
+
+def table(snapshots: Sequence[Snapshot]) -> str:
+    """Kurtosis, distances and counts, of the gradients alone and of those with feedback."""
+    groups = [[one for one in snapshots if (one.kind == RAW) == raw] for raw in (True, False)]
+    rows = [["excess kurtosis", *(spread([one.kurtosis for one in group], 1) for group in groups)]]
+    for name, stages in sorted(snapshots[0].distances, key=lambda key: key[1]):
+        what = "all magnitudes" if stages == 1 else "the excesses"
+        cells = [spread([one.distances[name, stages] for one in group]) for group in groups]
+        rows.append([f"distance of {what} from {name}", *cells])
+    for name, stages in snapshots[0].counts:
+        cells = [close([count for one in group for count in one.counts[name, stages]]) for group in groups]
+        rows.append([f"count within a factor {CLOSE:g} of k: {name}, stages: {stages}", *cells])
+    return markdown.table(["", RAW, "with feedback"], rows)
+
+
+def nearest(one: Snapshot) -> str:
+    """The family with the smallest distance of all magnitudes."""
+    names = [name for name, stages in one.distances if stages == 1]
+    return min(names, key=lambda name: one.distances[name, 1])
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--tasks", nargs="+", choices=list(RECORDED), default=list(RECORDED), metavar="TASK")
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.01, 0.001], help="of TopK with feedback")
     parser.add_argument("--steps", type=int, default=1200, help="of every training run")
-    parser.add_argument("--first", type=int, default=10, help="the first step that is looked at")
     parser.add_argument(
         "--points", type=int, default=12, help="steps that are looked at, evenly on a logarithmic scale"
     )
     parser.add_argument("--seeds", type=int, default=2, help="training runs of each kind")
-    parser.add_argument("--output", type=Path, default=Path("distributions-output"), help="folder for a JSON file")
-    parser.add_argument("--docs", type=Path, default=around.DOCS, help="folder for the page and its pictures")
     args = parser.parse_args()
-    if not 1 <= args.first <= args.steps:
-        parser.error(f"--first must be in [1, --steps], got {args.first} of {args.steps} steps")
-    return args
-
-
-def main() -> None:
-    args = parse_arguments()
+    if args.steps < FIRST_STEP:
+        parser.error(f"--steps must be at least {FIRST_STEP}, got {args.steps}")
     torch.set_num_threads(1)
-    started = time.process_time()
     kinds = [RAW, *(f"{ratio:g}" for ratio in args.ratios)]
-    snapshots: list[Snapshot] = []
-    last: dict[tuple[str, str], Gradient] = {}
-    runs = [(task, kind, seed) for task in args.tasks for kind in kinds for seed in range(args.seeds)]
-    for task, kind, seed in tqdm(runs, file=sys.stderr):
-        for found, x in train(task, kind, seed, args):
-            snapshots.append(found)
-            if seed == 0:
-                last[task, kind] = x
-    conditions = {
-        "command": shlex.join(["python", "studies/distributions.py", *sys.argv[1:]]),
-        "processor": machine.describe(),
-        "torch": torch.__version__,
-        "processor_seconds": time.process_time() - started,
-        **{name: getattr(args, name) for name in ("steps", "first", "points", "seeds")},
-    }
-    args.output.mkdir(parents=True, exist_ok=True)
-    everything = {**conditions, "snapshots": [asdict(one) for one in snapshots]}
-    (args.output / "distributions.json").write_text(json.dumps(everything) + "\n", encoding="utf-8")
-    pictures.draw(snapshots, last, args.docs)
-    text = report.page(snapshots, conditions)
-    (args.docs / "distributions.md").write_text(text, encoding="utf-8")
-    print(text)
+    runs = list(itertools.product(args.tasks, kinds, range(args.seeds)))
+    snapshots = [one for task, kind, seed in tqdm(runs, file=sys.stderr) for one in train(task, kind, seed, args)]
+    print(f"{machine.describe()}, one thread; torch {torch.__version__}\n\n{table(snapshots)}\n")
+    total, wins = len(snapshots), Counter(map(nearest, snapshots))
+    print(f"Nearest to all magnitudes of {total} gradients: {', '.join(f'{n} {wins[n]}' for n in sorted(wins))}.")
+    print(f"(1 - k/d)^2 bounds what top-k leaves of {sum(one.holds for one in snapshots)} of them, for every k.")
 
 
 if __name__ == "__main__":

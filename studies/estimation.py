@@ -1,46 +1,47 @@
 """How close every compressor comes to the count it was asked for, and how far its error is from exact top-k's.
 
-    python studies/estimation.py [--output FOLDER] [--page FILE] [--picture FILE]
+    python studies/estimation.py [--data digits Laplace] [--seeds 1]
 
 Feeds the same gradients to all compressors: those of three examples' own models in training, and synthetic ones of known
-distributions, each at three ratios, raw and with error feedback. Several workers take their steps together in this process,
-and collectives are carried out in memory. Prints tables, writes them with a picture to a page, and everything as JSON; fails
-when a compressor that is held to it is more than 10 % off the asked count on average with error feedback.
+distributions, each at three ratios, raw and with error feedback. Prints tables; fails when a compressor that is held to it is
+more than 10 % off the asked count on average with error feedback.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import os
-import shlex
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import around
-import estimation_report as report
+import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
 import machine
+import markdown
 import numpy as np
 import torch
-from estimation_data import KINDS, RECORDED, stream
-from estimation_report import CLOSED, RAW, Result
+from estimation_data import KINDS, MOSTLY_ZERO, RECORDED, stream
 from torch import Tensor
 from tqdm import tqdm
+from workers import OPS, exchange, make_pipelines
 
 from horovod_sparse.compressors import COMPRESSORS, DGC, GaussianK, MiCRO, NoOp, RedSync, SIDCo, Threshold, TopK
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.layout import Parameter, Slot, layouts_of
-from horovod_sparse.core.pipeline import Pipeline, Write
-from horovod_sparse.exchange.protocols import Collective, Reduced
-from horovod_sparse.torch.compiled import tensor_ops
+from horovod_sparse.core.layout import Parameter, Slot
+from horovod_sparse.core.pipeline import Write
+from horovod_sparse.exchange.protocols import Reduced
 
-OPS = tensor_ops()
+WORKERS, REPLICAS = 4, 2
+"""Workers of compressors whose workers choose together, and of the others, which repeat the same."""
+RAW_BURN_IN = 40
+"""Of the steps that are not counted, those that are run without feedback, where nothing settles."""
+RECORD_BURN_IN = 60
+"""Training steps before the first recorded one."""
+ERROR_EVERY = 10
+"""Counted steps from one look at the error to the next."""
+CLOSED, RAW = "feedback", "raw"
+TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -90,180 +91,140 @@ ROWS = (
 )
 
 
-def collective(requests: Sequence[Collective]) -> list[Tensor]:
-    """What each worker gets of one collective."""
-    messages, workers = [request.message for request in requests], len(requests)
-    if requests[0].kind == "alltoall":
-        return [torch.cat(parts) for parts in zip(*(message.chunk(workers) for message in messages), strict=True)]
-    result = torch.cat(messages) if requests[0].kind == "allgather" else torch.stack(messages).sum(0)
-    return [result.clone() for _ in requests]
+@dataclass
+class Result:
+    """One compressor at one ratio on one kind of data: what was measured with all seeds."""
 
+    row: Row
+    ratio: float
+    mode: str
+    data: str
+    quotients: list[float] = field(default_factory=list)
+    """Achieved / asked count of every counted step."""
+    errors: list[float] = field(default_factory=list)
+    """Beside top-k's; none where top-k leaves nothing behind."""
 
-def exchange(pipelines: Sequence[Pipeline]) -> list[Tensor]:
-    """All workers' exchange of their one bucket; the entries that each has parted with."""
-    indices: list[list[Tensor]] = [[] for _ in pipelines]
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.quotients)
 
-    def writer(worker: int) -> Write:
-        def write(slots: Sequence[Slot], reduced: Reduced) -> None:
-            parts = reduced.parts()
-            # As many parts as workers: each sent its own entries. One part: all sent the same ones.
-            part = parts[worker] if len(parts) == len(pipelines) else parts[0]
-            assert part.indices is not None
-            indices[worker].append(part.indices)
+    def count_cell(self) -> str:
+        low, high = np.percentile(self.quotients, (5, 95))
+        return f"{self.mean:.3f} ({low:.2f}–{high:.2f})"
 
-        return write
-
-    following: list[Collective | None] = [pipeline.buckets[0].begin() for pipeline in pipelines]
-    while following[0] is not None:
-        results = collective([one for one in following if one is not None])
-        following = [
-            pipeline.advance(pipeline.buckets[0], result, 1.0, writer(worker))
-            for worker, (pipeline, result) in enumerate(zip(pipelines, results, strict=True))
-        ]
-    for pipeline in pipelines:
-        pipeline.end_step()
-    return [own[0] for own in indices]
+    def error_cell(self) -> str:
+        return f"{statistics.fmean(self.errors):.3f}" if self.errors else "–"
 
 
 class Trial:
-    """One compressor at one ratio on one kind of data: its workers, and what was measured of them."""
+    """The workers that measure one result with one seed."""
 
-    def __init__(self, row: Row, ratio: float, mode: str, first: Tensor, workers: int, start: int) -> None:
-        self.row, self.ratio, self.mode, self.start = row, ratio, mode, start
-        self.numel = len(first)
-        settings: dict[str, Any] = {"residual": mode == CLOSED, "min_numel": 0, "warmup": None}
-        k = max(1, math.floor(ratio * len(first)))
+    def __init__(self, result: Result, first: Tensor, late: int) -> None:
+        self.result, row = result, result.row
+        self.start = late if result.mode == RAW and not row.together else 0
+        settings: dict[str, Any] = {"residual": result.mode == CLOSED, "min_numel": 0, "warmup": None}
         if row.wants_threshold:
+            k = max(1, int(result.ratio * len(first)))
             settings["threshold"] = OPS.kth_largest(first, min(k + 1, len(first)))
-        compressor = row.make(ratio, **settings)
-        self.k, self.room = compressor.target_count(len(first)), compressor.slack
-        layouts = layouts_of([Parameter("p", tuple(first.shape), "float32", "cpu")], compressor)
-        self.pipelines = [Pipeline(OPS, compressor, world=workers, position=p, rank=p) for p in range(workers)]
-        for pipeline in self.pipelines:
-            pipeline.add_buckets(layouts, lambda name: first)
-        self.quotients: list[float] = []
-        self.errors: list[float] = []
+        compressor = row.make(result.ratio, **settings)
+        self.k = compressor.target_count(len(first))
+        parameter = Parameter("p", tuple(first.shape), "float32", "cpu")
+        self.pipelines = make_pipelines(compressor, [parameter], WORKERS if row.together else REPLICAS)
 
     def step(self, gradients: Sequence[Tensor], *, counted: bool, compared: bool) -> None:
         """All workers' next step; `compared`: look at the error as well."""
         for pipeline, gradient in zip(self.pipelines, gradients, strict=False):
             pipeline.arrive("p", gradient)
         before = [OPS.copy(pipeline.buckets[0].buffer) for pipeline in self.pipelines] if compared else []
-        sent = exchange(self.pipelines)
+        sent: dict[int, Tensor] = {}
+
+        def writer(worker: int) -> Write:
+            def write(slots: Sequence[Slot], reduced: Reduced) -> None:
+                parts = reduced.parts()
+                # As many parts as workers: each sent its own entries. One part: all sent the same ones.
+                indices = (parts[worker] if len(parts) == len(self.pipelines) else parts[0]).indices
+                assert indices is not None
+                sent[worker] = indices
+
+            return write
+
+        exchange(self.pipelines, writer)
         if counted:
-            self.quotients.append(statistics.fmean(len(indices) for indices in sent) / self.k)
-        for u, indices in zip(before, sent, strict=False):
+            self.result.quotients.append(statistics.fmean(len(indices) for indices in sent.values()) / self.k)
+        for u, indices in zip(before, sent.values(), strict=False):
             largest = OPS.select_largest(u, self.k).indices
             least = OPS.norm(u.index_fill(0, largest, 0.0))
             if least > 0.0:  # otherwise all that is not zero fits into k entries, and there is nothing to compare with
-                self.errors.append(OPS.norm(u.index_fill(0, indices, 0.0)) / least)
+                self.result.errors.append(OPS.norm(u.index_fill(0, indices, 0.0)) / least)
 
 
-def result(kind: str, trials: Sequence[Trial]) -> Result:
-    """What was measured with several seeds, together."""
-    one = trials[0]
-    quotients = [quotient for trial in trials for quotient in trial.quotients]
-    errors = [error for trial in trials for error in trial.errors]
-    low, high = np.percentile(quotients, (5, 95))
-    return Result(
-        compressor=one.row.name, data=kind, ratio=one.ratio, mode=one.mode, held=one.row.held, room=one.room,
-        numel=one.numel, k=one.k, mean=statistics.fmean(quotients), p5=float(low), p95=float(high),
-        error=statistics.fmean(errors) if errors else None,
-        seeds=[statistics.fmean(trial.quotients) for trial in trials],
-    )  # fmt: skip
-
-
-def measure(kind: str, seed: int, args: argparse.Namespace) -> list[Trial]:
+def measure(results: Sequence[Result], seed: int, args: argparse.Namespace) -> None:
     """All compressors, ratios and modes on one kind of data."""
-    gradients = stream(kind, workers=args.workers, size=args.size, seed=seed, skipped=args.record_burn_in)
-    late = max(args.burn_in - args.raw_burn_in, 0)
-    trials: list[Trial] = []
-    for step in tqdm(range(args.steps), desc=f"{kind}, seed {seed}", file=sys.stderr, leave=False):
-        now = next(gradients)
-        if step == 0:
-            for mode in (CLOSED, RAW):
-                for ratio in args.ratios:
-                    for row in ROWS:
-                        workers = args.workers if row.together else min(args.replicas, args.workers)
-                        start = late if mode == RAW and not row.together else 0
-                        trials.append(Trial(row, ratio, mode, now[0], workers, start))
+    gradients = stream(results[0].data, workers=WORKERS, size=args.size, seed=seed, skipped=RECORD_BURN_IN)
+    now = next(gradients)
+    trials = [Trial(result, now[0], max(args.burn_in - RAW_BURN_IN, 0)) for result in results]
+    for step in tqdm(range(args.steps), desc=f"{results[0].data}, seed {seed}", file=sys.stderr, leave=False):
         counted = step >= args.burn_in
-        compared = counted and (step - args.burn_in) % args.error_every == 0
+        compared = counted and (step - args.burn_in) % ERROR_EVERY == 0
         for trial in trials:
             if step >= trial.start:
                 trial.step(now, counted=counted, compared=compared)
-    for trial in trials:
-        trial.pipelines.clear()  # the residuals are large, and done with
-    return trials
+        now = next(gradients)
 
 
-def measure_all(args: argparse.Namespace) -> list[Result]:
-    """On every kind of data. Steps of a training run depend on each other, so there are several; synthetic ones do not."""
-    runs = [(kind, args.seed + i) for kind in args.data for i in range(args.seeds if kind in RECORDED else 1)]
-    trials: dict[str, list[list[Trial]]] = {}
-    for kind, seed in tqdm(runs, desc="data", file=sys.stderr):
-        trials.setdefault(kind, []).append(measure(kind, seed, args))
-    return [result(kind, same) for kind, seeds in trials.items() for same in zip(*seeds, strict=True)]
+def unique(values: Iterable[Any]) -> list[Any]:
+    """The values in the order in which they first occur."""
+    return list(dict.fromkeys(values))
 
 
-def parse_arguments() -> argparse.Namespace:
+def outside(results: Sequence[Result]) -> list[Result]:
+    """Those whose mean count with feedback should be within the tolerance and is not."""
+    held = [one for one in results if one.row.held and one.mode == CLOSED and one.data != MOSTLY_ZERO]
+    return [one for one in held if abs(one.mean - 1.0) > TOLERANCE]
+
+
+def table(results: Sequence[Result], cell: Callable[[Result, Result], str]) -> str:
+    """One line per compressor and ratio, one column per kind of data; `cell` gets the results with feedback and raw."""
+    found = {(one.row.name, one.ratio, one.data, one.mode): one for one in results}
+    kinds = unique(one.data for one in results)
+    rows = [
+        [name, str(ratio), *(cell(found[name, ratio, kind, CLOSED], found[name, ratio, kind, RAW]) for kind in kinds)]
+        for name in unique(one.row.name for one in results)
+        for ratio in unique(one.ratio for one in results)
+    ]
+    return markdown.table(["compressor", "ratio", *kinds], rows)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--data", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="kinds of data")
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.01, 0.001])
     parser.add_argument("--size", type=int, default=100_000, help="entries of a synthetic gradient")
-    parser.add_argument("--workers", type=int, default=4, help="workers of compressors whose workers choose together")
-    parser.add_argument("--replicas", type=int, default=2, help="workers of the others, which repeat the same")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--burn-in", type=int, default=200, help="first steps that are not counted")
-    parser.add_argument(
-        "--raw-burn-in",
-        type=int,
-        default=40,
-        help="of these, steps that are run without feedback, where nothing settles",
-    )
-    parser.add_argument("--record-burn-in", type=int, default=60, help="training steps before the first recorded one")
-    parser.add_argument(
-        "--error-every", type=int, default=10, help="counted steps from one look at the error to the next"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--seeds", type=int, default=3, help="training runs of each example, with one seed after the other"
-    )
-    parser.add_argument("--output", type=Path, default=Path("estimation-output"), help="folder for estimation.json")
-    parser.add_argument("--page", type=Path, default=around.DOCS / "estimation.md", help="the page to write")
-    parser.add_argument("--picture", type=Path, default=around.DOCS / "estimation.png", help="the picture to draw")
+    parser.add_argument("--seeds", type=int, default=3, help="training runs of each example")
     args = parser.parse_args()
     if not 0 <= args.burn_in < args.steps:
         parser.error(f"--burn-in must be in [0, --steps), got {args.burn_in} of {args.steps} steps")
-    return args
-
-
-def main() -> None:
-    args = parse_arguments()
     torch.set_num_threads(1)
-    started = time.process_time()
-    results = measure_all(args)
-    conditions = {
-        "command": shlex.join(["python", "studies/estimation.py", *sys.argv[1:]]),
-        "processor": machine.describe(),
-        "torch": torch.__version__,
-        "processor_seconds": time.process_time() - started,
-    }
-    settings = {name: getattr(args, name) for name in ("size", "workers", "replicas", "steps", "burn_in", "raw_burn_in",
-                                                       "record_burn_in", "error_every", "seed", "seeds")}  # fmt: skip
-    everything = {**conditions, **settings, "results": [asdict(result) for result in results]}
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "estimation.json").write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
-    report.draw(results, args.picture)
-    link = os.path.relpath(args.picture, args.page.parent)
-    args.page.write_text(report.page(results, conditions, settings, link), encoding="utf-8")
-    print(report.tables(results))
-    outside = report.outside(results)
-    print(f"\n{report.verdict(results)}")
-    if outside:
-        raise SystemExit(1)
+    results = []
+    for kind in args.data:
+        same = [Result(row, ratio, mode, kind) for mode in (CLOSED, RAW) for ratio in args.ratios for row in ROWS]
+        # Steps of a training run depend on each other, so there are several; synthetic ones do not.
+        for seed in range(args.seeds if kind in RECORDED else 1):
+            measure(same, seed, args)
+        results += same
+    print(f"{machine.describe()}; torch {torch.__version__}\n")
+    count = "achieved/asked count, mean (5 %–95 %)"
+    print(f"With error feedback: {count}\n\n{table(results, lambda fed, raw: fed.count_cell())}\n")
+    print(f"Raw gradients: {count}\n\n{table(results, lambda fed, raw: raw.count_cell())}\n")
+    error = table(results, lambda fed, raw: f"{fed.error_cell()} / {raw.error_cell()}")
+    print(f"Error relative to exact top-k's: with feedback / raw\n\n{error}\n")
+    failed = [f"{one.row.name} at {one.ratio} on {one.data}: {one.mean:.3f}" for one in outside(results)]
+    if failed:
+        raise SystemExit(f"mean counts with feedback must be within {TOLERANCE:.0%} of k, got\n" + "\n".join(failed))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """How MiCRO's count begins: the published scaling of the threshold beside ours, from the first step on.
 
-    python studies/micro_start.py [--workers 4] [--steps 1200] [--ratios 0.01 0.001] [--seeds 2] [--picture FILE]
+    python studies/micro_start.py [--workers 4] [--steps 1200] [--ratios 0.01 0.001] [--seeds 2]
 
-Trains three examples' models with `build_up.Training`: all workers are in this process. The published scaling has room for
+Trains three examples' models with `workers.Training`: all workers are in this process. The published scaling has room for
 everything that exceeds the threshold, so the count is what it selects. It begins with the threshold of the released code,
 1/(2 sqrt k), or with one that k entries of the first gradients exceed, as our class begins. Prints a table of count / k at
-some steps, and from which step on it stays near k; draws the counts.
+some steps, and from which step on it stays near k.
 """
 
 from __future__ import annotations
@@ -16,22 +16,20 @@ import statistics
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-import around
+import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
 import machine
 import markdown
 import torch
-from build_up import Training
 from estimation_data import RECORDED
 from tqdm import tqdm
+from workers import Training
 
 from horovod_sparse.compressors import MiCRO
 from horovod_sparse.compressors.micro import MiCROState
 from horovod_sparse.estimation.controllers import Scaling
 
-PICTURE = around.DOCS / "micro-start.png"
 SHOWN = (1, 10, 30, 100, 300, 600)
 """Steps of the table, beside the last ones."""
 WINDOW = 20
@@ -56,7 +54,6 @@ STARTS = (
     Start("published scaling, our first threshold", "paper", room=True, published=False),
     Start("our scaling and first threshold, room for 2 k", "two_sided", room=False, published=False),
 )
-COLORS = ("#c2410c", "#3b7dd8", "#009e73")
 Counts = dict[tuple[str, float, Start], list[list[float]]]
 """(task, ratio, variant) -> count / k in every step, of each seed."""
 
@@ -75,7 +72,7 @@ def counts(task: str, ratio: float, start: Start, seed: int, args: argparse.Name
             assert isinstance(bucket.state, MiCROState)
             # About the threshold of k entries, for gradients of norm 1.
             bucket.state.current = 0.5 / math.sqrt(k)
-    return [training.step().count / k for _ in range(args.steps)]
+    return [training.step() / k for _ in range(args.steps)]
 
 
 def settled(quotients: Sequence[float]) -> int | None:
@@ -108,30 +105,6 @@ def _range(values: Sequence[float]) -> str:
     return least if least == most else f"{least}–{most}"
 
 
-def draw(found: Counts, picture: Path) -> None:
-    """One panel for each task and ratio, the first seed."""
-    from matplotlib.figure import Figure
-
-    tasks, ratios = list(dict.fromkeys(task for task, _, _ in found)), list(dict.fromkeys(one for _, one, _ in found))
-    figure = Figure(figsize=(4 * len(tasks), 2.7 * len(ratios)), layout="constrained")
-    axes = figure.subplots(len(ratios), len(tasks), squeeze=False)
-    for row, ratio in zip(axes, ratios, strict=True):
-        for panel, task in zip(row, tasks, strict=True):
-            for start, color in zip(STARTS, COLORS, strict=True):
-                quotients = found[task, ratio, start][0]
-                panel.plot(range(1, len(quotients) + 1), quotients, color=color, linewidth=0.8, label=start.name)
-            panel.axhline(1.0, color="#000000", linewidth=0.6)
-            panel.set(xscale="log", yscale="log")
-            panel.set_title(f"{task}, ratio {ratio:g}", fontsize=9)
-            panel.grid(color="#e5e5e5", linewidth=0.6)
-        row[0].set_ylabel("count / k")
-    for panel in axes[-1]:
-        panel.set_xlabel("step")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9, frameon=False)
-    figure.savefig(picture, dpi=85)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -141,7 +114,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=1200, help=f"at least {WINDOW}")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--picture", type=Path, default=PICTURE, help="the picture to draw")
     args = parser.parse_args()
     if args.steps < WINDOW:
         parser.error(f"--steps must be at least {WINDOW}, got {args.steps}")
@@ -153,7 +125,6 @@ def main() -> None:
     for task, ratio, start in tqdm(runs, file=sys.stderr):
         found[task, ratio, start] = [counts(task, ratio, start, seed, args) for seed in range(args.seeds)]
     print(f"{args.workers} workers, {args.steps} steps, {args.seeds} seeds; {machine.describe()}\n\n{table(found)}")
-    draw(found, args.picture)
 
 
 if __name__ == "__main__":

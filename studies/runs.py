@@ -1,4 +1,4 @@
-"""What the benchmarks of training share: running an example with several seeds, and a table beside dense's spread."""
+"""Training runs of the examples. Their logs are kept: a run is not repeated while its log is there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,47 @@ import demo
 import markdown
 
 DENSE = {"dense fp32": ["--compression", "none"], "dense fp16": ["--compression", "fp16"]}
+Launch = Callable[[Path, list[str]], object]
+"""Runs a script with these options."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run."""
+
+    epochs: list[dict[str, Any]]
+    diverged: bool
+    """Whether a gradient with NaN or infinity ended it."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Where logs are kept, and how the runs are made that are not there."""
+
+    path: Path
+    workers: int
+    timeout: float
+    """Seconds after which a run is stopped."""
+
+    def train(self, name: str, script: Path, options: Sequence[str], launch: Launch | None = None) -> Run:
+        """Return a run of an example, on local workers unless it is launched otherwise."""
+        checksum = zlib.crc32(" ".join([script.name, *options]).encode())
+        log = self.path / f"{script.stem}-{name.replace(' ', '-')}-{checksum:08x}.jsonl"
+        if not log.exists():
+            self.path.mkdir(parents=True, exist_ok=True)
+            unfinished = log.with_suffix(".new")
+            (launch or self._locally)(script, [*options, "--log-file", str(unfinished)])
+            unfinished.replace(log)
+        lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        return Run(demo.read_epochs(log), diverged=lines[-1]["event"] != "end")
+
+    def _locally(self, script: Path, options: list[str]) -> None:
+        output = Path(options[-1]).with_suffix(".txt")
+        try:
+            demo.run_workers(script, options, workers=self.workers, output=output, timeout=self.timeout)
+        except SystemExit:
+            if "FloatingPointError" not in output.read_text(encoding="utf-8", errors="replace"):
+                raise
 
 
 @dataclass(frozen=True)
@@ -40,19 +82,10 @@ class Result:
     """What the runs of one row ended with."""
 
     values: list[float]
-    """One per seed, after the last epoch."""
-    best: list[float]
-    """Of each run's best epoch."""
+    """One per seed, after the last whole epoch."""
     diverged: list[bool]
-    """Whether a run ended with NaN or infinity in a gradient; its value is then that of its last whole epoch."""
     bytes_per_step: float
     steps: int
-    settings: dict[str, Any]
-    """The last run's, from its log."""
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values)
 
 
 def parse(parser: argparse.ArgumentParser, output: str) -> tuple[argparse.Namespace, list[str]]:
@@ -71,56 +104,31 @@ def script_of(task: str, framework: str) -> Path:
 
 
 def train(task: str, row: str, options: Sequence[str], args: argparse.Namespace, framework: str = "torch") -> Result:
-    """Train an example once per seed, with logs named after example, row and seed."""
-    script = script_of(task, framework)
-    settings = TASKS[task]
-    args.output.mkdir(parents=True, exist_ok=True)
-    values, best, diverged = [], [], []
+    """Train an example once per seed."""
+    script, settings = script_of(task, framework), TASKS[task]
+    folder = Folder(args.output, args.workers, args.timeout)
+    values, diverged = [], []
     for seed in range(args.seeds):
-        stem = f"{script.stem}-{row.replace(' ', '-')}-{seed}"
-        log = args.output / f"{stem}.jsonl"
-        command = [*options, "--seed", str(seed)]
-        diverged.append(diverges(script, command, log, workers=args.workers, timeout=args.timeout))
-        epochs = demo.read_epochs(log)
-        if not epochs:
-            raise SystemExit(f"{row}, seed {seed}: a gradient was not finite before the first evaluation ({log})")
-        measured = [settings.scale * epoch[settings.field] for epoch in epochs]
-        values.append(measured[-1])
-        best.append(max(measured, key=lambda value: settings.better * value))
+        run = folder.train(f"{row}-{seed}", script, [*options, "--seed", str(seed)])
+        if not run.epochs:
+            raise SystemExit(f"{row}, seed {seed}: a gradient was not finite before the first evaluation")
+        values.append(settings.scale * run.epochs[-1][settings.field])
+        diverged.append(run.diverged)
         print(f"{row}, seed {seed}: {values[-1]:.3f}", file=sys.stderr, flush=True)
-    told = json.loads(log.read_text(encoding="utf-8").splitlines()[0])
-    return Result(values, best, diverged, epochs[-1]["bytes_per_step"], epochs[-1]["step"], told)
-
-
-def diverges(script: Path, options: list[str], log: Path, *, workers: int, timeout: float) -> bool:
-    """Run an example; whether a gradient that is not finite ended it. Other failures end the benchmark."""
-    output = log.with_suffix(".txt")
-    command = [*options, "--log-file", str(log)]
-    try:
-        demo.run_workers(script, command, workers=workers, output=output, timeout=timeout)
-    except SystemExit:
-        if "FloatingPointError" not in output.read_text(encoding="utf-8", errors="replace"):
-            raise
-        return True
-    return False
-
-
-def shortfall(result: Result, dense: Result, better: int) -> float:
-    """By how much the mean is worse than dense's worst seed; 0 if it is within dense's spread."""
-    worst = min(better * value for value in dense.values)
-    return max(0.0, worst - better * result.mean)
+    return Result(values, diverged, run.epochs[-1]["bytes_per_step"], run.epochs[-1]["step"])
 
 
 def table(columns: Sequence[str], results: Mapping[Any, Result], dense: Result | None, better: int) -> str:
-    """Markdown: one row per result, whose key fills `columns`."""
+    """Markdown: one row per result, whose key fills `columns`, beside dense's spread."""
     header = [*columns, "mean", "each seed", "bytes sent per step and worker", "within dense's spread"]
     rows = []
     for key, result in results.items():
-        within = "unknown"
+        within, mean = "unknown", statistics.fmean(result.values)
         if dense is not None:
-            short = shortfall(result, dense, better)
-            within = f"no, {short:.2f} worse" if short else "yes"
+            # By how much the mean is worse than dense's worst seed.
+            short = min(better * value for value in dense.values) - better * mean
+            within = f"no, {short:.2f} worse" if short > 0.0 else "yes"
         ends = zip(result.values, result.diverged, strict=True)
         each = ", ".join(f"{value:.2f}" + " (diverged)" * diverged for value, diverged in ends)
-        rows.append([*key, f"{result.mean:.2f}", each, f"{result.bytes_per_step:,.0f}", within])
+        rows.append([*key, f"{mean:.2f}", each, f"{result.bytes_per_step:,.0f}", within])
     return markdown.table(header, rows, words=len(header))

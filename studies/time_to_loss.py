@@ -1,127 +1,141 @@
-"""How long each way to exchange gradients takes to reach the same held-out loss, with the learning rate tuned for each alike.
+"""How long each way to exchange gradients takes to reach the same held-out loss.
 
     python studies/time_to_loss.py train charlm
-    sudo .venv/bin/python studies/time_to_loss.py time charlm --rate 1gbit
-    sudo .venv/bin/python studies/time_to_loss.py race charlm --rate 1gbit
-    python studies/time_to_loss.py report charlm --picture docs/time-to-loss.png
+    sudo .venv/bin/python studies/time_to_loss.py race charlm --rate 1gbit --picture docs/plain-line.png
 
-`train` finds each row's learning rate, the best of the task's for one seed, and trains three seeds with it, on local workers.
-The loss over steps does not depend on the network. `time` measures the time of a step of the same program on two hosts, which
-are network namespaces of this machine, in short runs in turns; nothing else may run meanwhile. The time to the target is the
-product of both. `report` prints the tables. `race` compares the plain line, with the learning rate of dense training: it trains
-from beginning to end on the hosts, because the warm-up's steps take longer than the others.
+`train` finds each row's learning rate, the best of the task's for one seed, trains three seeds with it on local workers, and
+prints how many steps they take. `race` compares the plain line, with the learning rate of dense training: it trains from
+beginning to end on two hosts, which are network namespaces of this machine; nothing else may run meanwhile.
 
-Every run leaves a file in the output folder and is not repeated while the file is there.
+Every run leaves its log in the output folder and is not repeated while the log is there.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import platform
+import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
 import hosts
-import loss_report
 import machine
-from loss_runs import DENSE, RACE, ROWS, SEEDS, TASKS, Curve, MissingRunError, Store, rows_of
-
-HOSTS = 2
+import markdown
+import numpy as np
+from loss_runs import DENSE, RACE, ROWS, SEEDS, TASKS, WORKERS, Curve, Store, Task, rows_of
 
 
 def train(args: argparse.Namespace, store: Store) -> None:
-    """Train what is not there yet."""
-    for name in [row for row in args.rows if not ROWS[row].same_curve]:
-        rate, losses = store.tuned(name)
-        print(f"{name}: {', '.join(f'{loss:.3f} at {tried:g}' for tried, loss in losses.items())}", flush=True)
-        ends = ", ".join(f"{curve.last:.3f}" for curve in store.curves(name))
-        print(f"{name}: rate {rate:g}, each seed {ends}", flush=True)
-
-
-def time(args: argparse.Namespace, store: Store) -> None:
-    """Measure the steps of all rows that are trained, in turns."""
-    need_hosts()
-    found, missing = loss_report.results(store, args.rows)
-    if missing:
-        print(f"not trained, so not timed: {', '.join(missing)}", file=sys.stderr, flush=True)
-    with hosts.cluster(HOSTS, args.network) as where:
-        for number in range(args.rounds):
-            for name in found:
-                timing = store.time(where, args.network, name, number)
-                print(f"{name}, run {number}: {1e3 * timing.seconds:.1f} ms", file=sys.stderr, flush=True)
+    """Train what is not there yet, and print steps to the target and losses at the end."""
+    target = store.target()
+    header = ["exchange", "learning rate", "end with each rate, one seed", "end, each seed", "mean"]
+    header += ["bytes sent per step and worker", "steps to the target, each seed", "mean steps"]
+    rows = []
+    for name in args.rows or rows_of(args.task):
+        (rate, losses), curves, factor = store.tuned(name), store.curves(name), ROWS[name].rate_factor
+        tried = ", ".join(f"{loss(end)} ({factor * one:g})" for one, end in losses.items())
+        steps = [curve.reached(target, curve.steps) for curve in curves]
+        mean = statistics.fmean(math.inf if step is None else step for step in steps)
+        rows.append(
+            [
+                name,
+                f"{factor * rate:g}",
+                tried,
+                ", ".join(loss(curve.last) for curve in curves),
+                loss(statistics.fmean(curve.last for curve in curves)),
+                sent(name, curves),
+                ", ".join("not reached" if step is None else f"{step:.0f}" for step in steps),
+                f"{mean:.0f}" if math.isfinite(mean) else "not reached",
+            ]
+        )
+        print(f"{name}: {', '.join(rows[-1][1:])}", file=sys.stderr, flush=True)
+    print(f"{machine.describe()}, Python {platform.python_version()}, PyTorch {version('torch')}")
+    print(f"target {target:.3f} {store.task.unit}\n\n{markdown.table(header, rows)}")
 
 
 def race(args: argparse.Namespace, store: Store) -> None:
     """Train each row from beginning to end on the hosts, all with the learning rate that is dense fp32's best."""
-    need_hosts()
+    reason = hosts.missing()
+    if reason:
+        raise SystemExit(f"no hosts can be made here: {reason}")
     target, (rate, _) = store.target(), store.tuned(DENSE)
-    runs: dict[str, list[Curve]] = {name: [] for name in args.rows}
-    with hosts.cluster(HOSTS, args.network) as where:
+    runs: dict[str, list[Curve]] = {name: [] for name in args.rows or RACE}
+    with hosts.cluster(WORKERS, args.network) as where:
         # In turns, so that what else happens on the machine concerns all rows.
         for seed in SEEDS:
             for name, curves in runs.items():
                 curves.append(store.whole(where, args.network, name, rate, seed))
-                print(
-                    f"{name}, seed {seed}: {curves[-1].reached(target, curves[-1].seconds)} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                reached = curves[-1].reached(target, curves[-1].seconds)
+                print(f"{name}, seed {seed}: {reached} s", file=sys.stderr, flush=True)
     print(f"{machine.describe()}; two hosts at {args.network}, learning rate {rate:g}, target {target:.3f}\n")
-    print(loss_report.race_table(runs, target))
+    print(race_table(runs, target))
     if args.picture is not None:
-        loss_report.draw_race(runs, target, store.task, args.network, args.picture)
+        draw(runs, target, store.task, args.network, args.picture)
 
 
-def report(args: argparse.Namespace, store: Store) -> None:
-    """Print the tables, of what is there, and draw the picture."""
-    found, missing = loss_report.results(store, args.rows)
-    target = store.target()
-    print(f"{machine.describe()}, Python {platform.python_version()}, PyTorch {version('torch')}\n")
-    print(loss_report.page(store, found, target))
-    if missing:
-        print(f"\nNot trained: {', '.join(missing)}.")
-    if args.picture is not None:
-        loss_report.draw(store, found, target, args.picture)
+def loss(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "diverged"
 
 
-def need_hosts() -> None:
-    reason = hosts.missing()
-    if reason:
-        raise SystemExit(f"no hosts can be made here: {reason}")
+def sent(name: str, curves: Sequence[Curve]) -> str:
+    """Bytes per step, which nobody tells of DDP."""
+    return "not counted" if name.startswith("DDP") else f"{statistics.fmean(one.bytes_per_step for one in curves):,.0f}"
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def race_table(runs: Mapping[str, Sequence[Curve]], target: float) -> str:
+    """Time to the target, loss at the end, and bytes of whole runs."""
+    times = {name: [curve.reached(target, curve.seconds) for curve in curves] for name, curves in runs.items()}
+    medians = {name: statistics.median(time or math.inf for time in reached) for name, reached in times.items()}
+    best = min((medians[name] for name in runs if "dense" in name or "DDP" in name), default=math.nan)
+    header = ["exchange", "time to the target, s: median (each seed)", "best other's / it", "end: mean (each seed)"]
+    rows = []
+    for name, curves in runs.items():
+        each = ", ".join(f"{time:.1f}" if time else "not reached" for time in times[name])
+        ends = [curve.last for curve in curves]
+        end = f"{loss(statistics.fmean(ends))} ({', '.join(map(loss, ends))})"
+        cells = [name, f"{medians[name]:.1f} ({each})", f"{best / medians[name]:.2f}", end, sent(name, curves)]
+        rows.append(cells)
+    return markdown.table([*header, "bytes sent per step and worker"], rows)
+
+
+def draw(runs: Mapping[str, Sequence[Curve]], target: float, task: Task, network: str, picture: Path) -> None:
+    """Held-out loss over the seconds of whole runs, mean of the seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    panel = figure.subplots()
+    for name, curves in runs.items():
+        seconds, losses = (np.mean([getattr(one, what) for one in curves], axis=0) for what in ("seconds", "losses"))
+        panel.plot(seconds, losses, linewidth=1.8, marker="o", markersize=3, label=name)
+    panel.axhline(target, color="#000000", linewidth=0.8, linestyle=":")
+    panel.set(xlabel="seconds of training", ylabel=task.unit)
+    title = f"{task.title}, {WORKERS} hosts at {network}, the learning rate of dense training"
+    panel.set_title(title, loc="left", fontsize=11)
+    panel.grid(color="#e5e5e5", linewidth=0.8)
+    panel.legend(frameon=False, fontsize=9)
+    figure.savefig(picture, dpi=120)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    for action in (train, time, race, report):
+    commands = parser.add_subparsers(required=True)
+    for action, rows in ((train, ROWS), (race, RACE)):
         command = commands.add_parser(action.__name__, help=action.__doc__)
         command.set_defaults(action=action)
         add = command.add_argument
         add("task", choices=TASKS)
-        rows = list(RACE) if action is race else None
-        add("--rows", nargs="+", choices=[*ROWS, *RACE], default=rows, metavar="ROW", help="default: all of the task")
-        add("--output", type=Path, default=Path("time-to-loss-output"), help="folder of the runs' files")
+        add("--rows", nargs="+", choices=rows, metavar="ROW", help="default: all of the task")
+        add("--output", type=Path, default=Path("time-to-loss-output"), help="folder of the runs' logs")
         add("--timeout", type=float, default=1200, help="seconds after which a run is stopped")
-        if action in (time, race):
+        if action is race:
             add("--rate", dest="network", default="1gbit", help="of every host's network card, as tc writes it")
-        if action is time:
-            add("--rounds", type=int, default=2, help="runs of each row")
-        if action in (race, report):
             add("--picture", type=Path, help="PNG to draw")
-    args = parser.parse_args(arguments)
-    args.rows = args.rows or rows_of(args.task)
-    return args
-
-
-def main() -> None:
-    args = parse()
-    store = Store(args.output, args.task, trains=args.action is train, timeout=args.timeout)
-    try:
-        args.action(args, store)
-    except MissingRunError as error:
-        raise SystemExit(f"{error}: run `train` first") from error
+    args = parser.parse_args()
+    args.action(args, Store(args.output, args.task, args.timeout))
 
 
 if __name__ == "__main__":

@@ -69,17 +69,17 @@ def test_workers_of_a_host_act_as_one(number: int) -> None:
 
 
 @pytest.mark.full
-def test_selection_times_every_row(tmp_path: Path) -> None:
+def test_selection_times_every_row() -> None:
     pytest.importorskip("horovod.torch")
-    written = tmp_path / "table.json"
-    options = ["--sizes", "10k", "--ratios", "0.01", "--repetitions", "2", "--json", str(written), "--operations"]
+    options = ["--sizes", "10k", "--ratios", "0.01", "--repetitions", "2"]
     ended = Launch("plain").run("benchmarks/selection.py", *options, limit=300)
     assert ended.code == 0, ended
-    results = {result["title"]: result["quotients"] for result in json.loads(written.read_text())["results"]}
+    rows = [line.strip("| ").split(" | ") for line in ended.output.splitlines() if line.startswith("| ")]
+    units = {title: float(median) for title, median, *_ in rows[1:]}
     expected = {"SIDCo, exponential", "SIDCo, gamma, heavy tails", "TopK, first step", "Threshold", "NoOp", "DGC"}
     expected |= {"MiCRO, 8 workers", "decompress, 4 workers", "fp16: cast and back"}
-    assert expected <= results.keys()
-    assert all(len(quotients) == 2 and min(quotients) > 0 for quotients in results.values())
+    assert expected <= units.keys()
+    assert min(units.values()) > 0
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_steps_until_the_target(studies: None, losses: list[float], target: floa
     import loss_runs
 
     at = [10 * number for number in range(1, len(losses) + 1)]
-    curve = loss_runs.Curve(at, losses, [0.5 * step for step in at], 0.1, False, 8.0, 1000)
+    curve = loss_runs.Curve(at, losses, [0.5 * step for step in at], 8.0, diverged=False)
     assert curve.reached(target, curve.steps) == steps
     assert curve.reached(target, curve.seconds) == (None if steps is None else 0.5 * steps)
 
