@@ -369,6 +369,7 @@ def gradients_changed_behind_the_hook_are_refused(change: Any, steps: int) -> No
     change(model)
     message = raised(RuntimeError, optimizer.step)
     assert f"rank {hvd.rank()}: the gradient of parameter" in message and "skip_synchronize" in message
+    assert "To clip, pass clip=... to the compressor" in message
     train(model, optimizer, range(3, 6))
     assert_identical(model)
 
