@@ -88,15 +88,6 @@ def test_a_compressor_is_told_by_name_and_ratio(compressor: Any, name: str) -> N
     assert short(compressor if isinstance(compressor, str) else repr(compressor)) == name
 
 
-def test_the_picture_is_a_png(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "report.png"
-    logs = [write_log(tmp_path / f"{name}.jsonl") for name in "ab"]
-    report(capsys, *logs, "--picture", path)
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG\r\n\x1a\n") and len(content) > 20_000
-
-
 def test_an_incomplete_last_line_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_log(tmp_path / "stats.jsonl")
     content = path.read_bytes()

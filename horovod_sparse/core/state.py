@@ -152,11 +152,8 @@ def _check_kinds(state: Any) -> None:
                 f"state['learning_rates'][{name!r}] must be a finite number > 0, got {_short(rate)}; the state is damaged"
             )
     lengths = state.get("updates", True)
-    if lengths is not True and not (
-        isinstance(lengths, (list, tuple))
-        and [type(one) for one in lengths] == [float, float]
-        and 0.0 <= min(lengths) <= max(lengths) < math.inf
-    ):
+    kinds = [type(one) for one in lengths] if isinstance(lengths, list) else lengths
+    if lengths is not True and not (kinds == [float, float] and 0.0 <= min(lengths) <= max(lengths) < math.inf):
         raise ValueError(
             f"state['updates'] must be two finite numbers >= 0, got {_short(lengths)}; the state is damaged"
         )

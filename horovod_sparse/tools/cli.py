@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     planned = commands.add_parser("plan", help=text, description=text)
     plan.add_arguments(planned)
     planned.set_defaults(run=plan.run)
-    text = "show ratio, threshold, bytes, residual and step time over training, from the logs of StatsLog"
+    text = "sum up what was sent in training, from the logs of StatsLog"
     reported = commands.add_parser("report", help=text, description=text)
     report.add_arguments(reported)
     reported.set_defaults(run=report.run)

@@ -1,4 +1,4 @@
-"""What was sent while training went on: a table and a picture of the logs that `StatsLog` has written. No framework."""
+"""What was sent while training went on: a table of the logs that `StatsLog` has written. Imports no framework."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,14 +13,6 @@ from typing import Any
 from horovod_sparse.core.stats_log import records
 
 TITLES = ("log", "compressor", "steps", "mean ratio", "total bytes", "median step, ms")
-PANELS = {
-    "ratio": ("ratio", 1.0),
-    "threshold": ("threshold", 1.0),
-    "bytes sent per step": ("bytes_sent", 1.0),
-    "norm of the residual": ("residual_norm", 1.0),
-    "time of a step, ms": ("seconds", 1e3),
-}
-"""The diagrams of the picture: what each shows, and in which unit."""
 _RATIO = re.compile(r"\bratio=([^,()]*(?:\([^()]*\))?)")
 
 
@@ -83,35 +74,13 @@ def table(logs: Sequence[Log]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
-def draw(logs: Sequence[Log], path: Path) -> None:
-    """Draw all logs, each in a colour of its own, as a PNG file. Needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 10), layout="constrained")
-    for (title, (name, unit)), ax in zip(PANELS.items(), figure.subplots(len(PANELS), sharex=True), strict=True):
-        for log in logs:
-            values = [unit * value for value in log.column(name)]
-            # A single point is no line. A dollar would begin a formula.
-            marker = "." if len(values) < 30 else ""
-            ax.plot(log.column("step"), values, marker=marker, label=log.name.replace("$", r"\$"))
-        ax.set_title(title, fontsize=10, loc="left")
-        ax.grid(color="0.9")
-    figure.axes[-1].set_xlabel("step")
-    if len(logs) > 1:
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper left")
-    figure.savefig(path, dpi=120, format="png")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("logs", type=Path, nargs="+", metavar="LOG", help="a file of StatsLog, such as stats.jsonl")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw ratio, threshold, bytes and so on")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the logs, print the table, write what was asked for, and return the exit status."""
-    if arguments.picture is not None and find_spec("matplotlib") is None:
-        raise SystemExit("--picture needs matplotlib, which is not installed: pip install matplotlib")
+    """Read the logs, print the table, and return the exit status."""
     try:
         logs = [Log(path) for path in arguments.logs]
     except (OSError, ValueError) as error:
@@ -122,6 +91,4 @@ def run(arguments: argparse.Namespace) -> int:
             f"{empty} have no steps yet: StatsLog writes after every 10th step, or as its argument every says"
         )
     print(table(logs))
-    if arguments.picture is not None:
-        draw(logs, arguments.picture)
     return 0
