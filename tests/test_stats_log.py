@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from horovod_sparse import __version__
-from horovod_sparse.core import stats_log
+from horovod_sparse.contrib import stats_log
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.numpy import SIDCo, SparseAllreduce, StatsLog, TopK
 

@@ -10,14 +10,15 @@ from typing import Any as _Any
 import horovod.tensorflow as _stock
 from horovod.tensorflow import *
 
+from horovod_sparse.contrib.tensorflow_uneven import joined as joined
+
 # Type checkers export only names that are imported as themselves, or by a star.
 from horovod_sparse.core.checkpoint import Checkpoint as Checkpoint
-from horovod_sparse.core.public import *
+from horovod_sparse.public import *
 from horovod_sparse.tensorflow import seam
 from horovod_sparse.tensorflow.checkpoint import load_checkpoint as load_checkpoint
 from horovod_sparse.tensorflow.checkpoint import save_checkpoint as save_checkpoint
 from horovod_sparse.tensorflow.compressors import *
-from horovod_sparse.tensorflow.uneven import joined as joined
 from horovod_sparse.tensorflow.wrappers import DistributedOptimizer as DistributedOptimizer
 from horovod_sparse.tensorflow.wrappers import broadcast_variables as broadcast_variables
 

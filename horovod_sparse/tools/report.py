@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from horovod_sparse.core.stats_log import records
+from horovod_sparse.contrib.stats_log import records
 
 TITLES = ("log", "compressor", "steps", "mean ratio", "total bytes", "median step, ms")
 _RATIO = re.compile(r"\bratio=([^,()]*(?:\([^()]*\))?)")

@@ -106,7 +106,7 @@ def _group() -> tuple[Any, Any]:
     try:
         import horovod.torch as hvd
 
-        from horovod_sparse.torch.horovod_group import HorovodGroup
+        from horovod_sparse.contrib.horovod_group import HorovodGroup
     except ImportError as error:
         raise SystemExit(f"try needs Horovod with PyTorch ({error}), or torchrun; see horovod-sparse check") from error
     hvd.init()

@@ -11,12 +11,12 @@ from horovod_sparse.torch import stock
 if stock.module is not None:
     from horovod.torch import *
 
-from horovod_sparse.core.public import *
+from horovod_sparse.contrib.torch_local import LocalUpdates as LocalUpdates
+from horovod_sparse.contrib.torch_uneven import joined as joined
+from horovod_sparse.public import *
 from horovod_sparse.torch.compressors import *
 from horovod_sparse.torch.hook import comm_hook as comm_hook
 from horovod_sparse.torch.hook import register as register
-from horovod_sparse.torch.local import LocalUpdates as LocalUpdates
-from horovod_sparse.torch.uneven import joined as joined
 
 if stock.module is not None:
     from horovod_sparse.core.checkpoint import Checkpoint as Checkpoint

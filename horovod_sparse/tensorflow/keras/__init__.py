@@ -11,7 +11,7 @@ from horovod.tensorflow.keras import *
 
 # Type checkers export only names that are imported as themselves, or by a star.
 from horovod_sparse.core.checkpoint import Checkpoint as Checkpoint
-from horovod_sparse.core.public import *
+from horovod_sparse.public import *
 from horovod_sparse.tensorflow.checkpoint import load_checkpoint as load_checkpoint
 from horovod_sparse.tensorflow.checkpoint import save_checkpoint as save_checkpoint
 from horovod_sparse.tensorflow.compressors import *

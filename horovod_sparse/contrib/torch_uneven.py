@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from horovod_sparse.core.uneven import Batch, repeated
-from horovod_sparse.torch.local import transport_of
+from horovod_sparse.contrib.torch_local import transport_of
+from horovod_sparse.contrib.uneven import Batch, repeated
 
 
 def joined(dataset: Iterable[Batch], group: Any = None) -> Iterator[tuple[Batch, float]]:

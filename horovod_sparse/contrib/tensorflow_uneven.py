@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.core.uneven import Batch, repeated
+from horovod_sparse.contrib.uneven import Batch, repeated
 from horovod_sparse.tensorflow.exchange import gather_json
 
 

@@ -2,7 +2,7 @@
 
 from horovod_sparse.compressors.momentum import Clip, MomentumCorrection
 from horovod_sparse.compressors.schedules import Schedule
-from horovod_sparse.core.stats_log import StatsLog
+from horovod_sparse.contrib.stats_log import StatsLog
 from horovod_sparse.exchange.balanced import Balanced
 from horovod_sparse.exchange.hierarchical import Hierarchical
 from horovod_sparse.exchange.pairs import Pairs

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from horovod_sparse.contrib.outer import Outer, check_parts, digest
 from horovod_sparse.core.agreement import check_moves, compare, refuse_detached
-from horovod_sparse.core.local import Outer, check_parts, digest
 from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
 from horovod_sparse.torch.gradients import wide
@@ -40,7 +40,7 @@ class LocalUpdates:
             loss(model, batch).backward()
             local.step()
 
-    The formulas are in `horovod_sparse.core.local`, after SparseLoCo (https://arxiv.org/abs/2508.15706). The model is not in
+    The formulas are in `horovod_sparse.contrib.outer`, after SparseLoCo (https://arxiv.org/abs/2508.15706). The model is not in
     `DistributedDataParallel`, and the optimizer is not Horovod's: gradients stay on their worker. All workers begin with
     the same parameters. The states of the optimizers and the buffers of the model (running means) differ between workers.
 
@@ -269,7 +269,7 @@ def transport_of(group: Any, device: torch.device) -> Transport:
     """Return the collectives of a process set, or of a process group of `torch.distributed`; None for all workers."""
     with_horovod = stock.module is not None and stock.module.is_initialized()
     if with_horovod and (isinstance(group, stock.module.ProcessSet) or (group is None and not dist.is_initialized())):
-        from horovod_sparse.torch.horovod_group import HorovodGroup
+        from horovod_sparse.contrib.horovod_group import HorovodGroup
 
         return HorovodGroup(stock.module.global_process_set if group is None else group)
     if not dist.is_initialized():
