@@ -11,6 +11,8 @@ from torch import Tensor
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.uncompiled import uncompiled
 
+Reduce = Callable[[dict[Tensor, Tensor]], None]
+
 
 class Movement:
     """Parameters, and copies of them from before they moved, which are the same on all workers.
@@ -33,16 +35,14 @@ class Movement:
         """Move the copies by the means of what all workers have sent."""
         _subtract(self.copies, means)
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Give the parameters the values of their copies."""
         _copy(self.parameters, self.copies)
 
 
 class Updates:
-    """Lets an optimizer step with this worker's gradients, and exchanges the movement of the parameters in their place.
-
-    A step is `begin`, the optimizer's own step, and `end`. If the optimizer raises, `give_up` comes in place of `end`.
-    """
+    """Lets an optimizer step with this worker's gradients, and exchanges the movement of the parameters in their place."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # A `GradScaler` then calls `step` also where gradients overflow. The other workers wait for this one's part.
@@ -50,26 +50,45 @@ class Updates:
         self._optimizer = optimizer
         self._copies: dict[Tensor, Tensor] = {}
         """They are kept from step to step, because memory that is new takes longer."""
-        self._movement: Movement | None = None
-        """That of the step that has begun."""
+        self.begun = False
+        """Whether the optimizer may step now."""
         self._not_finite: dict[Tensor, Tensor] = {}
         """This step's gradients, if one of them holds NaN or infinity."""
         self._scaler: dict[str, Any] = {}
         """What a `GradScaler` has told the optimizer for this step."""
 
-    @property
-    def begun(self) -> bool:
-        """Whether a step has begun."""
-        return self._movement is not None
-
     def __str__(self) -> str:
         return f"updates of {type(self._optimizer).__name__} in place of gradients"
 
+    def step(self, own: Callable[[], Any], reduce: Reduce, give_up: Callable[[], None]) -> Any:
+        """Let the optimizer step, and move the parameters by the mean of all workers' movements, then in their gradients.
+
+        If anything raises before the exchange has ended, the parameters are those of before the step.
+
+        Args:
+            own: the optimizer's own step, whose result is returned.
+            reduce: replaces the movements, which are the gradients of these parameters, by their means over the workers.
+            give_up: is called if this worker does not get as far as `reduce`.
+        """
+        movement: Movement | None = None
+        try:
+            movement = self._begin()
+            result = own()
+            drifts = self._drifts(movement)
+        except BaseException:
+            if movement is not None:
+                movement.restore()
+            give_up()
+            raise
+        finally:
+            self.begun = False
+        self._exchange(movement, drifts, reduce)
+        return result
+
     @uncompiled
     @torch.no_grad()
-    def begin(self) -> None:
+    def _begin(self) -> Movement:
         """Keep what the parameters are. Take away gradients that are not finite, so that the optimizer's state stays good."""
-        self.give_up()
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         for parameter in parameters:
             if not parameter.requires_grad:
@@ -79,12 +98,15 @@ class Updates:
         for parameter in trained:
             if parameter not in self._copies:
                 self._copies[parameter] = parameter.detach().clone()
-        self._movement = Movement(trained, [self._copies[parameter] for parameter in trained])
-        _copy(self._movement.copies, trained)
+        movement = Movement(trained, [self._copies[parameter] for parameter in trained])
+        _copy(movement.copies, trained)
+        self._not_finite = {}
         gradients = {parameter: parameter.grad for parameter in trained if parameter.grad is not None}
         if self._unscaled([*gradients.values()]) and not all(map(_is_finite, gradients.values())):
             self._not_finite = gradients
             self._drop_gradients()
+        self.begun = True
+        return movement
 
     def _unscaled(self, gradients: Sequence[Tensor]) -> bool:
         """Do what a `GradScaler` leaves to the optimizer. Return False if the step is left out on this worker."""
@@ -104,22 +126,20 @@ class Updates:
 
     @uncompiled
     @torch.no_grad()
-    def end(self, reduce: Callable[[dict[Tensor, Tensor]], None]) -> None:
-        """Exchange the movement, and move the parameters by its mean, which their gradients then hold.
+    def _drifts(self, movement: Movement) -> dict[Tensor, Tensor]:
+        """Return the movements, and take them back: the first time, workers compare what they begin with."""
+        drifts = {parameter: _room(parameter) for parameter in movement.parameters}
+        movement.write([*drifts.values()])
+        for parameter, gradient in self._not_finite.items():
+            # All workers then raise, and this one names the parameter.
+            drifts[parameter] += gradient * 0
+        movement.restore()
+        return drifts
 
-        `reduce` replaces the movements, which are the gradients of these parameters, by their means over the workers. If it
-        raises, the parameters are those of before the step.
-        """
-        movement = self._movement
-        assert movement is not None
+    @uncompiled
+    @torch.no_grad()
+    def _exchange(self, movement: Movement, drifts: dict[Tensor, Tensor], reduce: Reduce) -> None:
         try:
-            drifts = {parameter: _room(parameter) for parameter in movement.parameters}
-            movement.write([*drifts.values()])
-            for parameter, gradient in self._not_finite.items():
-                # All workers then raise, and this one names the parameter.
-                drifts[parameter] += gradient * 0
-            # The first time, workers compare what they begin with.
-            movement.restore()
             reduce(drifts)
             movement.move([*drifts.values()])
             # The scaler takes it back.
@@ -128,14 +148,6 @@ class Updates:
             self._drop_gradients()
             raise
         finally:
-            self.give_up()
-
-    @torch.no_grad()
-    def give_up(self) -> None:
-        """End the step that has begun, if there is one: the parameters get the values of their copies."""
-        movement, self._movement = self._movement, None
-        self._not_finite = {}
-        if movement is not None:
             movement.restore()
 
     def _drop_gradients(self) -> None:

@@ -228,17 +228,13 @@ class Reducer(ScaledStore):
     def step_alone(self, step: Callable[[], Any]) -> Any:
         """Let the optimizer step with this rank's gradients, and exchange its update."""
         assert self.updates is not None
-        try:
-            self.updates.begin()
-            loss = step()
-        except BaseException:
-            self.updates.give_up()
-            self._give_up_step()
-            # The others wait for this rank's update. Before the first one there is nothing that could tell them.
-            self._collectives.given_up = self.pipeline is not None
-            raise
-        self.updates.end(self._reduce_update)
-        return loss
+        self.restore_moved()
+        return self.updates.step(step, self._reduce_update, self._give_up_update)
+
+    def _give_up_update(self) -> None:
+        self._give_up_step()
+        # The others wait for this rank's update. Before the first one there is nothing that could tell them.
+        self._collectives.given_up = self.pipeline is not None
 
     def _reduce_update(self, drifts: dict[Tensor, Tensor]) -> None:
         self.optimizer._synchronized = False
