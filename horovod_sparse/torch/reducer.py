@@ -148,7 +148,7 @@ class Reducer(ScaledStore):
         if self.optimizer._handles:
             self._give_up_step()
         elif self.optimizer._synchronized and not isinstance(error, FloatingPointError):
-            self._collectives.take_back_step()
+            self._collectives.take_back_step(self._collectives.steps - 1)
 
     @uncompiled
     def submit(self, parameter: Tensor) -> None:
@@ -255,19 +255,22 @@ class Reducer(ScaledStore):
                     # The rank that has told this one waits for it now, and goes on with the same step as this one.
                     self._collectives.clear_up()
                 raise
-        self._step = Step()
-        self._collectives.end_step()
-        self._restore_hooks()
-        optimizer._synchronized = True
-        if self.pipeline is not None:
-            try:
+        steps = self._collectives.steps
+        try:
+            self._collectives.end_step()
+            self._step = Step()
+            self._restore_hooks()
+            optimizer._synchronized = True
+            if self.pipeline is not None:
                 self._end_step(self.pipeline)
-            except BaseException as error:
-                self.pipeline.abort()
-                self.update_failed(error)
-                raise
-            if self.scaler is None:
-                self.note_reduced()
+        except FloatingPointError:
+            raise
+        except BaseException:
+            self._give_up_step()
+            self._collectives.take_back_step(steps)
+            raise
+        if self.pipeline is not None and self.scaler is None:
+            self.note_reduced()
 
     @torch.no_grad()
     def _reduce(self) -> None:
