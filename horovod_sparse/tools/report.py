@@ -22,6 +22,7 @@ PANELS = {
     "time of a step, ms": ("seconds", 1e3),
 }
 """The diagrams of the picture: what each shows, and in which unit."""
+_NUMBERS = ("step", "numel", "count", "dense_bytes_sent", *(name for name, _ in PANELS.values()))
 _RATIO = re.compile(r"\bratio=([^,()]*(?:\([^()]*\))?)")
 
 
@@ -29,7 +30,7 @@ class Log:
     """The lines of one file. Those that a resumed run has replaced are left out.
 
     Raises:
-        OSError, ValueError: see `stats_log.records`.
+        OSError, ValueError: see `stats_log.records`; what must be a number is none.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,12 +46,19 @@ class Log:
                 self.lines.append(record)
                 self.weights.append(record["step"] - before)
             else:
-                self.compressors[record["compressor"]] = None
+                self.compressors[str(record.get("compressor"))] = None
                 # A run that was resumed from a checkpoint makes the later steps again.
                 while self.lines and self.lines[-1]["step"] > record["step"]:
                     self.lines.pop()
                     self.weights.pop()
             before = record["step"]
+        for name in _NUMBERS:
+            try:
+                is_finite = all(line[name] is None or math.isfinite(line[name]) for line in self.lines)
+            except (KeyError, OverflowError, TypeError):
+                is_finite = False
+            if not is_finite:
+                raise ValueError(f"{name} must be a finite number or null in every line of {self.name!r}")
 
     def column(self, name: str) -> list[float]:
         """Return one number of all lines; NaN where there is none."""
@@ -58,7 +66,7 @@ class Log:
 
     def total(self, name: str) -> float:
         """Return the sum over all steps; a step that was not logged counts as the next one that was."""
-        return math.fsum(w * value for w, value in zip(self.weights, self.column(name), strict=True) if value == value)
+        return sum(w * value for w, value in zip(self.weights, self.column(name), strict=True) if value == value)
 
     def row(self) -> tuple[str, ...]:
         """Return the log's row of the table, under `TITLES`."""
@@ -76,9 +84,14 @@ def short(compressor: str) -> str:
     return f"{name} {ratio[1]}" if ratio else name
 
 
+def printable(text: str) -> str:
+    """Return a text without what a terminal would obey."""
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
 def table(logs: Sequence[Log]) -> str:
     """Return the table for a terminal."""
-    cells = [TITLES, *(log.row() for log in logs)]
+    cells = [TITLES, *([*map(printable, log.row())] for log in logs)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
