@@ -22,7 +22,7 @@ from horovod_sparse.core import checkpoint
 from horovod_sparse.core.checkpoint import Loaded, Workers, continued_by
 from horovod_sparse.core.state import joined
 
-LIMIT = 20.0
+LIMIT = 120.0
 """Seconds that a rank waits for the others before the test fails."""
 
 

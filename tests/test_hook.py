@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_step import EVERY, traced
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from horovod_sparse.torch import DGC, LocalUpdates, NoOp, TopK, comm_hook, register
+from horovod_sparse.torch.detached import Detached, Waiting
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*all_gather:FutureWarning")
 
@@ -301,3 +303,78 @@ def test_horovod_is_not_needed() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "horovod.torch cannot be imported" in done.stdout
+
+
+def values(model: nn.Module) -> torch.Tensor:
+    return torch.cat([one.reshape(-1) for one in model.state_dict().values()])
+
+
+def test_an_exception_at_any_line_leaves_no_parameter_moved() -> None:
+    """Another one comes while they are restored."""
+    model = nn.Linear(20, 30)
+    parameters, before = [*model.parameters()], values(model)
+    detached = Detached(0.5, parameters, lambda: [Waiting(one, torch.ones_like(one), 0.1) for one in parameters])
+    inputs = torch.ones(2, 20)
+
+    def compute() -> None:
+        model(inputs)
+        assert not torch.equal(parameters[0].view(-1), before[:600])
+        detached.restore()
+
+    compute()
+    number, _ = traced(compute)
+    for at in range(1, number + 1):
+        _, place = traced(compute, at)
+        assert place is not None
+        traced(detached.restore, at)
+        assert torch.equal(values(model), before), place
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_begins_with_the_parameters_themselves(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if an exception at the end of backward has left them moved."""
+
+    def trained(*, is_interrupted: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model, compression = make_model(), TopK(0.1, min_numel=0, warmup=None)
+        optimizer = make(model.parameters(), lr=0.1)
+        register(model, compression, optimizer)
+        for step in range(3):
+            with monkeypatch.context() as patch:
+                if is_interrupted and step:
+                    patch.setattr(Detached, "restore", lambda _: None)
+                backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model)
+
+    assert torch.equal(trained(is_interrupted=True), trained(is_interrupted=False))
+
+
+def test_an_exception_at_any_line_leaves_updates_made_or_not_begun() -> None:
+    def stepped() -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Before a step, with other parameters than the last one has left."""
+        torch.manual_seed(0)
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        register(model, TopK(0.1, min_numel=0, warmup=None, detached=0), optimizer)
+        backward(model)
+        optimizer.step()
+        model.load_state_dict({name: one + 1 for name, one in model.state_dict().items()})
+        backward(model)
+        return model, optimizer
+
+    model, optimizer = stepped()
+    before = values(model)
+    number, _ = traced(optimizer.step)
+    after = values(model)
+    assert number > 300 and not torch.equal(before, after)
+    for at in range(1, number + 1, EVERY):
+        model, optimizer = stepped()
+        _, place = traced(optimizer.step, at)
+        assert any(torch.equal(values(model), one) for one in (before, after)), place
+        # What is loaded then is what the next step begins with.
+        model.load_state_dict({name: one * 0 for name, one in model.state_dict().items()})
+        backward(model)
+        optimizer.step()
+        assert values(model).abs().max() < 0.5, place

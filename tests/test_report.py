@@ -110,3 +110,25 @@ def test_what_is_no_log_is_refused(content: str | None, message: str, tmp_path: 
         path.write_text(content)
     with pytest.raises(SystemExit, match=message):
         cli.main(["report", str(path)])
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "1e400", "Infinity", '"\\u001b[31m"', "[]", "{}"])
+@pytest.mark.parametrize("name", ["step", "seconds", "numel", "count", "bytes_sent", "dense_bytes_sent"])
+def test_what_is_no_number_is_refused(name: str, number: str, tmp_path: Path) -> None:
+    path = write_log(tmp_path / "stats.jsonl")
+    *lines, last = path.read_text().splitlines()
+    path.write_text("\n".join([*lines, re.sub(rf'"{name}": [^,}}]+', lambda _: f'"{name}": {number}', last), ""]))
+    with pytest.raises(SystemExit, match=r"^logs must be files of StatsLog: [^\x1b]*$"):
+        cli.main(["report", str(path)])
+
+
+def test_numbers_of_which_the_sum_is_too_large_are_shown(made: Callable[..., Path], capsys: Any) -> None:
+    steps = [(number, 0.1, 1e308, 1e308, 0.0) for number in (1, 2, 3)]
+    assert report(capsys, made(0, *steps))[1][4] == "inf"
+
+
+def test_no_control_character_reaches_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_log(tmp_path / "stats.jsonl")
+    path.write_text(path.read_text().replace("SIDCo", "\\u001b[31m\\u0007"))
+    cli.main(["report", str(path)])
+    assert "?[31m?" in capsys.readouterr().out.splitlines()[1]

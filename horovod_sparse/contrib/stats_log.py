@@ -169,7 +169,7 @@ def records(path: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
             begins = "format" in record
             found.append({**record, "step": int(record["step"])})
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise ValueError(f"line {number} must be one of a StatsLog, got {line[:60]!r}") from error
         if record.get("format") != FORMAT if begins else number == 1:
             raise ValueError(

@@ -138,8 +138,7 @@ class Reducer(Store):
         reduced = self([update * tf.cast(factor, update.dtype) for update in updates], variables)
         if self.pipeline is not None:
             positions = zip(updates, sampled([math.prod(update.shape) for update in updates]), strict=True)
-            entries = [tf.gather(tf.reshape(update, [-1]), found) for update, found in positions]
-            flat = tf.concat([tf.cast(some, tf.float64) for some in entries], 0)
+            flat = tf.concat([tf.cast(tf.gather(tf.reshape(one, [-1]), at), tf.float64) for one, at in positions], 0)
             sample = tf.concat([flat, [tf.reduce_sum(flat * flat)]], 0)
             call_host(self.lengths.note, (), [self._collectives.dense(sample, "sample", mpi_ops.Average, 1.0)], [])
         return reduced

@@ -13,6 +13,7 @@ from typing import Any
 from horovod_sparse.contrib.stats_log import records
 
 TITLES = ("log", "compressor", "steps", "mean ratio", "total bytes", "median step, ms")
+_NUMBERS = ("step", "numel", "count", "bytes_sent", "dense_bytes_sent", "seconds")
 _RATIO = re.compile(r"\bratio=([^,()]*(?:\([^()]*\))?)")
 
 
@@ -20,7 +21,7 @@ class Log:
     """The lines of one file. Those that a resumed run has replaced are left out.
 
     Raises:
-        OSError, ValueError: see `stats_log.records`.
+        OSError, ValueError: see `stats_log.records`; what must be a number is none.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,12 +37,16 @@ class Log:
                 self.lines.append(record)
                 self.weights.append(record["step"] - before)
             else:
-                self.compressors[record["compressor"]] = None
+                self.compressors[str(record.get("compressor"))] = None
                 # A run that was resumed from a checkpoint makes the later steps again.
                 while self.lines and self.lines[-1]["step"] > record["step"]:
                     self.lines.pop()
                     self.weights.pop()
             before = record["step"]
+        for name in _NUMBERS:
+            found = [line.get(name, math.nan) for line in self.lines]
+            if not all(one is None or (type(one) in (int, float) and abs(one) < 1e300) for one in found):
+                raise ValueError(f"{name} must be a finite number or null in every line of {self.name!r}")
 
     def column(self, name: str) -> list[float]:
         """Return one number of all lines; NaN where there is none."""
@@ -49,7 +54,7 @@ class Log:
 
     def total(self, name: str) -> float:
         """Return the sum over all steps; a step that was not logged counts as the next one that was."""
-        return math.fsum(w * value for w, value in zip(self.weights, self.column(name), strict=True) if value == value)
+        return sum(w * value for w, value in zip(self.weights, self.column(name), strict=True) if value == value)
 
     def row(self) -> tuple[str, ...]:
         """Return the log's row of the table, under `TITLES`."""
@@ -70,6 +75,8 @@ def short(compressor: str) -> str:
 def table(logs: Sequence[Log]) -> str:
     """Return the table for a terminal."""
     cells = [TITLES, *(log.row() for log in logs)]
+    # A terminal would obey what cannot be printed.
+    cells = [tuple("".join(one if one.isprintable() else "?" for one in cell) for cell in row) for row in cells]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 

@@ -93,14 +93,9 @@ class DDPReducer(ScaledStore, GroupReducer):
 
     def _step_alone(self, step: Callable[[], Any]) -> Any:
         assert self.updates is not None
-        try:
-            self.updates.begin()
-            result = step()
-        except BaseException:
-            self.updates.give_up()
-            raise
-        self.updates.end(self._reduce_updates, self.lengths.factor(self._transport.world))
-        return result
+        self.restore_moved()
+        factor = self.lengths.factor(self._transport.world)
+        return self.updates.step(step, self._reduce_updates, self._give_up_step, factor)
 
     def _check_step_begun(self, *_: object) -> None:
         if self.updates is not None and not self.updates.begun:

@@ -106,14 +106,15 @@ class Detached:
     @torch.no_grad()
     def restore(self) -> None:
         """Give the parameters back what they were, or what somebody has written to them since."""
-        moved, self._moved = self._moved, {}
-        for parameter, (value, version) in moved.items():
+        for parameter, (value, version) in [*self._moved.items()]:
             if parameter._version != version:
                 value.copy_(parameter)
             if parameter.is_cpu:
                 parameter.data = value
             else:
                 parameter.data.copy_(value)
+            # Last: until here this can be done again.
+            del self._moved[parameter]
 
     def note(self, parameter: Tensor | None) -> None:
         """Remember the reduced gradient of a parameter until the step. None forgets the last one."""
@@ -129,6 +130,8 @@ class Detached:
 
     def check(self, *_: object) -> None:
         """Stop if the gradients that the optimizer steps with were changed: residuals have another unit then."""
+        # The end of backward may have been interrupted.
+        self.restore()
         reduced, self._reduced = self._reduced, {}
         if self._coefficient and first_changed(reduced) is not None:
             self.stop()

@@ -140,11 +140,9 @@ class Collectives:
         self._started.clear()
         self.steps += 1
 
-    def take_back_step(self) -> None:
-        """Note that this rank has not made the step whose collectives have ended. Others may have made it."""
-        if not self.given_up:
-            self.given_up = True
-            self.steps -= 1
+    def take_back_step(self, steps: int) -> None:
+        """Note that this rank has made no more than so many steps, though a step's collectives have ended."""
+        self.given_up, self.steps = True, steps
 
     def clear_up(self) -> None:
         """Meet the other ranks after a step that was given up, on this rank or another. Blocks if there was such a step.

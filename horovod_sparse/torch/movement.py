@@ -12,6 +12,8 @@ from horovod_sparse.core.lengths import sampled
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.uncompiled import uncompiled
 
+Reduce = Callable[[dict[Tensor, Tensor], Tensor], None]
+
 
 class Movement:
     """Parameters, and copies of them from before they moved, which are the same on all workers.
@@ -34,16 +36,14 @@ class Movement:
         """Move the copies by the means of what all workers have sent."""
         _subtract(self.copies, means)
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Give the parameters the values of their copies."""
         _copy(self.parameters, self.copies)
 
 
 class Updates:
-    """Lets an optimizer step with this worker's gradients, and exchanges the movement of the parameters in their place.
-
-    A step is `begin`, the optimizer's own step, and `end`. If the optimizer raises, `give_up` comes in place of `end`.
-    """
+    """Lets an optimizer step with this worker's gradients, and exchanges the movement of the parameters in their place."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # A `GradScaler` then calls `step` also where gradients overflow. The other workers wait for this one's part.
@@ -51,8 +51,8 @@ class Updates:
         self._optimizer = optimizer
         self._copies: dict[Tensor, Tensor] = {}
         """They are kept from step to step, because memory that is new takes longer."""
-        self._movement: Movement | None = None
-        """That of the step that has begun."""
+        self.begun = False
+        """Whether the optimizer may step now."""
         self._not_finite: dict[Tensor, Tensor] = {}
         """This step's gradients, if one of them holds NaN or infinity."""
         self._scaler: dict[str, Any] = {}
@@ -60,19 +60,40 @@ class Updates:
         self._sampled: dict[Tensor, Tensor] = {}
         """The positions in each parameter whose movement is compared with that of other workers (`Lengths`)."""
 
-    @property
-    def begun(self) -> bool:
-        """Whether a step has begun."""
-        return self._movement is not None
-
     def __str__(self) -> str:
         return f"updates of {type(self._optimizer).__name__} in place of gradients"
 
+    def step(self, own: Callable[[], Any], reduce: Reduce, give_up: Callable[[], None], factor: float) -> Any:
+        """Let the optimizer step, and move the parameters by the mean of all workers' movements, then in their gradients.
+
+        If anything raises before the exchange has ended, the parameters are those of before the step.
+
+        Args:
+            own: the optimizer's own step, whose result is returned.
+            reduce: replaces the movements, which are the gradients of these parameters, by their means over the workers. It
+                also gets what `Lengths.note` needs the means of.
+            give_up: is called if this worker does not get as far as `reduce`.
+            factor: by which this worker's movement is multiplied before.
+        """
+        movement: Movement | None = None
+        try:
+            movement = self._begin()
+            result = own()
+            drifts = self._drifts(movement)
+        except BaseException:
+            if movement is not None:
+                movement.restore()
+            give_up()
+            raise
+        finally:
+            self.begun = False
+        self._exchange(movement, drifts, reduce, factor)
+        return result
+
     @uncompiled
     @torch.no_grad()
-    def begin(self) -> None:
+    def _begin(self) -> Movement:
         """Keep what the parameters are. Take away gradients that are not finite, so that the optimizer's state stays good."""
-        self.give_up()
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         for parameter in parameters:
             if not parameter.requires_grad:
@@ -82,12 +103,15 @@ class Updates:
         for parameter in trained:
             if parameter not in self._copies:
                 self._copies[parameter] = parameter.detach().clone()
-        self._movement = Movement(trained, [self._copies[parameter] for parameter in trained])
-        _copy(self._movement.copies, trained)
+        movement = Movement(trained, [self._copies[parameter] for parameter in trained])
+        _copy(movement.copies, trained)
+        self._not_finite = {}
         gradients = {parameter: parameter.grad for parameter in trained if parameter.grad is not None}
         if self._unscaled([*gradients.values()]) and not all(map(_is_finite, gradients.values())):
             self._not_finite = gradients
             self._drop_gradients()
+        self.begun = True
+        return movement
 
     def _unscaled(self, gradients: Sequence[Tensor]) -> bool:
         """Do what a `GradScaler` leaves to the optimizer. Return False if the step is left out on this worker."""
@@ -107,22 +131,20 @@ class Updates:
 
     @uncompiled
     @torch.no_grad()
-    def end(self, reduce: Callable[[dict[Tensor, Tensor], Tensor], None], factor: float) -> None:
-        """Exchange the movement times `factor`, and move the parameters by its mean, which their gradients then hold.
+    def _drifts(self, movement: Movement) -> dict[Tensor, Tensor]:
+        """Return the movements, and take them back: the first time, workers compare what they begin with."""
+        drifts = {parameter: _room(parameter) for parameter in movement.parameters}
+        movement.write([*drifts.values()])
+        for parameter, gradient in self._not_finite.items():
+            # All workers then raise, and this one names the parameter.
+            drifts[parameter] += gradient * 0
+        movement.restore()
+        return drifts
 
-        `reduce` replaces the movements, which are the gradients of these parameters, by their means over the workers. It also
-        gets what `Lengths.note` needs the means of. If it raises, the parameters are those of before the step.
-        """
-        movement = self._movement
-        assert movement is not None
+    @uncompiled
+    @torch.no_grad()
+    def _exchange(self, movement: Movement, drifts: dict[Tensor, Tensor], reduce: Reduce, factor: float) -> None:
         try:
-            drifts = {parameter: _room(parameter) for parameter in movement.parameters}
-            movement.write([*drifts.values()])
-            for parameter, gradient in self._not_finite.items():
-                # All workers then raise, and this one names the parameter.
-                drifts[parameter] += gradient * 0
-            # The first time, workers compare what they begin with.
-            movement.restore()
             sample = self._sample(drifts)
             if factor != 1.0:
                 torch._foreach_mul_([*drifts.values()], factor)
@@ -134,7 +156,7 @@ class Updates:
             self._drop_gradients()
             raise
         finally:
-            self.give_up()
+            movement.restore()
 
     def _sample(self, drifts: Mapping[Tensor, Tensor]) -> Tensor:
         """Return some entries of the movements, and last their sum of squares, where the first parameter is."""
@@ -142,19 +164,9 @@ class Updates:
             positions = zip(drifts, sampled([drift.numel() for drift in drifts.values()]), strict=True)
             self._sampled = {one: torch.from_numpy(found).to(one.device) for one, found in positions}
         device = next((drift.device for drift in drifts.values()), None)
-        entries = [
-            drifts[one].take(found).to(device, torch.float32) for one, found in self._sampled.items() if len(found)
-        ]
+        entries = [drifts[one].take(at).to(device, torch.float32) for one, at in self._sampled.items() if len(at)]
         flat = torch.cat(entries) if entries else torch.zeros(1)
         return torch.cat([flat, flat.square().sum().view(1)])
-
-    @torch.no_grad()
-    def give_up(self) -> None:
-        """End the step that has begun, if there is one: the parameters get the values of their copies."""
-        movement, self._movement = self._movement, None
-        self._not_finite = {}
-        if movement is not None:
-            movement.restore()
 
     def _drop_gradients(self) -> None:
         for group in self._optimizer.param_groups:

@@ -149,7 +149,7 @@ class Reducer(ScaledStore):
         if self.optimizer._handles:
             self._give_up_step()
         elif self.optimizer._synchronized and not isinstance(error, FloatingPointError):
-            self._collectives.take_back_step()
+            self._collectives.take_back_step(self._collectives.steps - 1)
 
     @uncompiled
     def submit(self, parameter: Tensor) -> None:
@@ -229,17 +229,14 @@ class Reducer(ScaledStore):
     def step_alone(self, step: Callable[[], Any]) -> Any:
         """Let the optimizer step with this rank's gradients, and exchange its update."""
         assert self.updates is not None
-        try:
-            self.updates.begin()
-            loss = step()
-        except BaseException:
-            self.updates.give_up()
-            self._give_up_step()
-            # The others wait for this rank's update. Before the first one there is nothing that could tell them.
-            self._collectives.given_up = self.pipeline is not None
-            raise
-        self.updates.end(self._reduce_update, self.lengths.factor(self._process_set.size()))
-        return loss
+        self.restore_moved()
+        factor = self.lengths.factor(self._process_set.size())
+        return self.updates.step(step, self._reduce_update, self._give_up_update, factor)
+
+    def _give_up_update(self) -> None:
+        self._give_up_step()
+        # The others wait for this rank's update. Before the first one there is nothing that could tell them.
+        self._collectives.given_up = self.pipeline is not None
 
     def _reduce_update(self, drifts: dict[Tensor, Tensor], sample: Tensor) -> None:
         self.optimizer._synchronized = False
@@ -261,19 +258,22 @@ class Reducer(ScaledStore):
                     # The rank that has told this one waits for it now, and goes on with the same step as this one.
                     self._collectives.clear_up()
                 raise
-        self._step = Step()
-        self._collectives.end_step()
-        self._restore_hooks()
-        optimizer._synchronized = True
-        if self.pipeline is not None:
-            try:
+        steps = self._collectives.steps
+        try:
+            self._collectives.end_step()
+            self._step = Step()
+            self._restore_hooks()
+            optimizer._synchronized = True
+            if self.pipeline is not None:
                 self._end_step(self.pipeline)
-            except BaseException as error:
-                self.pipeline.abort()
-                self.update_failed(error)
-                raise
-            if self.scaler is None:
-                self.note_reduced()
+        except FloatingPointError:
+            raise
+        except BaseException:
+            self._give_up_step()
+            self._collectives.take_back_step(steps)
+            raise
+        if self.pipeline is not None and self.scaler is None:
+            self.note_reduced()
 
     @torch.no_grad()
     def _reduce(self) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.torch import DGC, Balanced, NoOp, SIDCo, TopK, Union, seam
+from horovod_sparse.torch.reducer import Reducer
 
 from .common import (
     BUCKET_BYTES,
@@ -455,7 +456,7 @@ def _stopped_at(*places: tuple[str, int]) -> Any:
 
     def stopped(model: nn.Module, optimizer: Any, step: int) -> None:
         method, number = places[hvd.rank() % len(places)]
-        owner = Bucket if method == "begin" else Pipeline
+        owner = {"begin": Bucket, "_restore_hooks": Reducer}.get(method, Pipeline)
         function, calls = getattr(owner, method), itertools.count(1)
 
         def called(*arguments: Any, **named: Any) -> Any:
@@ -477,11 +478,12 @@ _REACHED = {
     "first_result": _stopped_at(("advance", 1)),
     "dense_result": _stopped_at(("finish_dense", 1)),
 }
-_stopped_at_the_end = _stopped_at(("end_step", 1))
+_stopped_when_reduced, _stopped_at_the_end = _stopped_at(("_restore_hooks", 1)), _stopped_at(("end_step", 1))
 _STOPPED = {
     "backward": _stopped_in_backward,
     "closure": _stopped_in_a_closure,
     "pre_hook": _stopped_before_the_step,
+    "reduced": _stopped_when_reduced,
     "end": _stopped_at_the_end,
 }
 _EXCHANGED: dict[str, Any] = {
@@ -534,7 +536,9 @@ def an_exception_of_the_users_on_one_rank_is_told_to_all(stopped: Any, make: Any
     train(model, optimizer, range(3))
     # If this rank has sent all that the others need, they make the step.
     has_one_round = make in (_EXCHANGED["TopK"], _EXCHANGED["dense"])
-    is_made = stopped is _stopped_at_the_end or (stopped is not _stopped_in_backward and has_one_round)
+    is_made = stopped in (_stopped_when_reduced, _stopped_at_the_end) or (
+        stopped is not _stopped_in_backward and has_one_round
+    )
     optimizer.zero_grad()
     if hvd.rank() == hvd.size() - 1:
         raised(_StoppedError, lambda: stopped(model, optimizer, 3))
