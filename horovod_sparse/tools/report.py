@@ -45,7 +45,7 @@ class Log:
             before = record["step"]
         for name in _NUMBERS:
             found = [line.get(name, math.nan) for line in self.lines]
-            if not all(one is None or (type(one) in (int, float) and abs(one) < 1e300) for one in found):
+            if not all(one is None or (type(one) in (int, float) and abs(one) < 1.79e308) for one in found):
                 raise ValueError(f"{name} must be a finite number or null in every line of {self.name!r}")
 
     def column(self, name: str) -> list[float]:
