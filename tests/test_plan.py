@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from functools import partial
 
@@ -63,7 +64,7 @@ def test_quantities_are_read(parse: Parse, text: str, number: float) -> None:
 )
 def test_what_is_no_quantity_is_refused(parse: Parse, example: str, texts: list[str]) -> None:
     for text in texts:
-        with pytest.raises(ValueError, match=r"^what must be ") as raised:
+        with pytest.raises(ArgumentTypeError, match=r"^what must be ") as raised:
             parse("what", text)
         assert f"such as {example}" in str(raised.value) or f"or {example}" in str(raised.value)
         assert str(raised.value).endswith(f"got {text!r}")

@@ -1,6 +1,6 @@
 """Options of commands, as people write them: counts, bandwidths, latencies and numbers. Plain Python, no framework.
 
-The `type` of an option is `partial(parse_count, name)`. What says no such quantity raises a ValueError that names the option.
+The `type` of an option is `partial(parse_count, name)`. What says no such quantity raises an ArgumentTypeError that names it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,11 @@ _BYTES = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SECONDS = {"us": Fraction(1, 10**6), "µs": Fraction(1, 10**6), "ms": Fraction(1, 10**3), "s": Fraction(1)}
 
 
-class RefusedError(ArgumentTypeError, ValueError):
-    """A text says no such quantity. argparse prints the message as it is."""
-
-
 def parse_count(name: str, text: str) -> int:
     """Return a whole number >= 1: digits, or a number with k (10^3), M (10^6) or B (10^9), such as "25.6M"."""
     number = _number(text, _COUNTS)
     if number is None or number < 1 or number.denominator != 1:
-        raise RefusedError(
+        raise ArgumentTypeError(
             f"{name} must be a whole number >= 1, with k, M or B behind it or none, such as 25.6M, got {text!r}"
         )
     return int(number)
@@ -39,7 +35,7 @@ def parse_bandwidth(name: str, text: str) -> float:
     """
     number = _number(text, _BYTES) or (_number(text.lower(), _BITS) or 0) / Fraction(8)
     if not number:
-        raise RefusedError(
+        raise ArgumentTypeError(
             f"{name} must be bits per second, such as 100mbit or 10gbit, or bytes per second, such as 1.2GB, got {text!r}"
         )
     return float(number)
@@ -49,7 +45,7 @@ def parse_latency(name: str, text: str) -> float:
     """Return seconds >= 0, from a number with us, ms or s, such as "50us"."""
     number = _number(text, _SECONDS)
     if number is None:
-        raise RefusedError(f"{name} must be a time in us, ms or s, such as 50us, got {text!r}")
+        raise ArgumentTypeError(f"{name} must be a time in us, ms or s, such as 50us, got {text!r}")
     return float(number)
 
 
@@ -61,7 +57,7 @@ def parse_number(name: str, text: str, *, least: float, most: float, example: st
         number = math.nan
     if not least < number <= most or (whole and not number.is_integer()):
         kind = "a whole number" if whole else "a number"
-        raise RefusedError(f"{name} must be {kind} > {least:g} and <= {most:g}, such as {example}, got {text!r}")
+        raise ArgumentTypeError(f"{name} must be {kind} > {least:g} and <= {most:g}, such as {example}, got {text!r}")
     return number
 
 

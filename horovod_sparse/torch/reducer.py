@@ -231,12 +231,7 @@ class Reducer(ScaledStore):
         assert self.updates is not None
         self.restore_moved()
         factor = self.lengths.factor(self._process_set.size())
-        return self.updates.step(step, self._reduce_update, self._give_up_update, factor)
-
-    def _give_up_update(self) -> None:
-        self._give_up_step()
-        # The others wait for this rank's update. Before the first one there is nothing that could tell them.
-        self._collectives.given_up = self.pipeline is not None
+        return self.updates.step(step, self._reduce_update, self._give_up_reduction, factor)
 
     def _reduce_update(self, drifts: dict[Tensor, Tensor], sample: Tensor) -> None:
         self.optimizer._synchronized = False
@@ -277,10 +272,14 @@ class Reducer(ScaledStore):
 
     @torch.no_grad()
     def _reduce(self) -> None:
-        self.check_unchanged()
-        self._routes.adopt()
-        if not self._routes.complete:
-            self._extend_routes()
+        try:
+            self.check_unchanged()
+            self._routes.adopt()
+            if not self._routes.complete:
+                self._extend_routes()
+        except BaseException:
+            self._give_up_reduction()
+            raise
         if self.pipeline is None:
             # There is nothing to reduce.
             return
@@ -319,6 +318,12 @@ class Reducer(ScaledStore):
         for group in optimizer._group_counts:
             optimizer._group_counts[group] = 0
         optimizer._handles.clear()
+
+    def _give_up_reduction(self) -> None:
+        """Give up a step that all ranks reduce now: the others wait for this one's part, also if none has begun."""
+        self._give_up_step()
+        # Before the first agreement there is nothing that could tell them.
+        self._collectives.given_up = self.pipeline is not None
 
     def _give_up_step(self) -> None:
         """Forget the step that has begun, so that the next can begin. Never waits for other ranks.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import horovod.torch as hvd
 import torch
 from torch import nn
 
 from horovod_sparse.torch import TopK
+from horovod_sparse.torch.routes import OptimizerRoutes
 
 from . import updates_laws
 from .common import assert_identical, digest, everyone, loss_of, raised, small_model
@@ -53,3 +55,24 @@ def stock_habits_make_no_difference_to_updates() -> None:
         loss_of(model, 4).backward()
     assert "before loss.backward()" in raised(AssertionError, optimizer.zero_grad)
     optimizer.step()
+
+
+@scenario(MPI_2)
+def a_rank_that_raises_before_its_update_is_exchanged_tells_the_others() -> None:
+    model = small_model()
+    _, optimizer = _wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), TopK(0.02, warmup=None))
+
+    def take(step: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+    for step in range(3):
+        take(step)
+    if hvd.rank() == 1:
+        with patch.object(OptimizerRoutes, "adopt", side_effect=KeyboardInterrupt):
+            raised(KeyboardInterrupt, lambda: take(3))
+    else:
+        assert "another rank has given up a step" in raised(RuntimeError, lambda: take(3))
+    take(4)
+    assert_identical(model)
