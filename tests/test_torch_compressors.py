@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from typing import Any
 
 import pytest
@@ -93,9 +92,3 @@ def test_copies_have_the_settings_and_serve_nobody() -> None:
     for other in (copy.copy(compression), copy.deepcopy(compression), pickle.loads(pickle.dumps(compression))):
         assert repr(other) == repr(compression)
         other.bind(object())  # type: ignore[arg-type]
-
-
-def test_importing_warns_of_nothing() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        SIDCo(0.1, warmup=None)
