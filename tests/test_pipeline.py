@@ -21,7 +21,6 @@ from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.torch.gradients import write_reduced
 
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
@@ -41,50 +40,59 @@ def step(backend: Backend, pipeline: Pipeline, seed: int) -> None:
     pipeline.end_step()
 
 
-@on_every_backend
-@pytest.mark.parametrize(
-    ("damage", "expected"),
-    [
-        (lambda state: state["residuals"].pop("head"), r"missing: \['head'\], unexpected: \[\]"),
-        (lambda state: state["residuals"].update(more=np.zeros(3)), r"missing: \[\], unexpected: \['more'\]"),
-        (
-            lambda state: state["residuals"].update(head=np.zeros(77, np.float32)),
-            r"of another shape \(got, expected\): {'head': \(\(77,\), \(7, 11\)\)}",
-        ),
-        (lambda state: state["adaptive"].pop("head"), r"state\['adaptive'\] must name the same parameters"),
-        (lambda state: state.update(version=1), "state must have version 3, got 1"),
-        (lambda state: state["adaptive"].update(head={}), "adaptive state must be like .*another algorithm"),
-    ],
-)
-def test_loading_is_strict_and_changes_nothing_when_it_fails(backend: Backend, damage: Any, expected: str) -> None:
-    pipeline = pipeline_of(backend, SIDCo(0.1, warmup=None))
-    step(backend, pipeline, 0)
-    state = pipeline.state_dict()
-    step(backend, pipeline, 1)
-    before = {name: backend.numpy(residual).copy() for name, residual in pipeline.state_dict()["residuals"].items()}
-    damage(state)
-    with pytest.raises(ValueError, match=expected):
-        pipeline.load_state_dict(state)
-    for name, residual in pipeline.state_dict()["residuals"].items():
-        np.testing.assert_array_equal(backend.numpy(residual), before[name])
+def _changed(state: Any, part: str, **changed: Any) -> Any:
+    return {**state, part: {**state[part], **changed}}
 
 
-DAMAGES = {
-    "not a dict": lambda state: None,
-    "a part is None": lambda state: {**state, "velocities": None},
-    "a part is missing": lambda state: {part: value for part, value in state.items() if part != "learning_rates"},
-    "NaN": lambda state: _with_residual(state, np.nan),
-    "infinity": lambda state: _with_residual(state, np.inf),
-    "complex": lambda state: _with_residual(state, 1j, np.complex64),
-    "boolean": lambda state: _with_residual(state, True, np.bool_),
-    "integers": lambda state: _with_residual(state, 1, np.int64),
-    "text": lambda state: {**state, "residuals": {**state["residuals"], "head": "text"}},
-    "a rate of NaN": lambda state: {**state, "learning_rates": {"head": math.nan}},
-    "a rate of nothing": lambda state: {**state, "learning_rates": {"else": 0.1}},
-    "a rate that is true": lambda state: {**state, "learning_rates": {"head": True}},
-    "sparse": lambda state: {**state, "sparse": [1]},
+def _without(state: Any, part: str, name: str) -> Any:
+    return {**state, part: {one: value for one, value in state[part].items() if one != name}}
+
+
+def _residual(value: Any, dtype: Any = np.float32) -> Any:
+    return lambda state: _changed(state, "residuals", head=np.full((7, 11), value, dtype))
+
+
+def _adaptive(name: str, value: Any) -> Any:
+    return lambda state: _changed(state, "adaptive", head={**state["adaptive"]["head"], name: value})
+
+
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "not a dict": (lambda state: None, "must"),
+    "another version": (lambda state: {**state, "version": 1}, "state must have version 3, got 1"),
+    "a part is None": (lambda state: {**state, "velocities": None}, "must"),
+    "a part is missing": (lambda state: {p: value for p, value in state.items() if p != "learning_rates"}, "must"),
+    "a residual is missing": (
+        lambda state: _without(state, "residuals", "head"),
+        r"missing: \['head'\], unexpected: \[\]",
+    ),
+    "a residual more": (
+        lambda state: _changed(state, "residuals", more=np.zeros(3)),
+        r"missing: \[\], unexpected: \['more'\]",
+    ),
+    "another shape": (
+        lambda state: _changed(state, "residuals", head=np.zeros(77, np.float32)),
+        r"of another shape \(got, expected\): {'head': \(\(77,\), \(7, 11\)\)}",
+    ),
+    "NaN": (_residual(np.nan), "must"),
+    "infinity": (_residual(np.inf), "must"),
+    "complex": (_residual(1j, np.complex64), "must"),
+    "boolean": (_residual(True, np.bool_), "must"),
+    "integers": (_residual(1, np.int64), "must"),
+    "text": (lambda state: _changed(state, "residuals", head="text"), "must"),
+    "a rate of NaN": (lambda state: {**state, "learning_rates": {"head": math.nan}}, "must"),
+    "a rate of nothing": (lambda state: {**state, "learning_rates": {"else": 0.1}}, "must"),
+    "a rate that is true": (lambda state: {**state, "learning_rates": {"head": True}}, "must"),
+    "sparse": (lambda state: {**state, "sparse": [1]}, "must"),
+    "no adaptive state": (
+        lambda state: _without(state, "adaptive", "head"),
+        r"state\['adaptive'\] must name the same parameters",
+    ),
+    "another algorithm": (
+        lambda state: _changed(state, "adaptive", head={}),
+        "adaptive state must be like .*another algorithm",
+    ),
     **{
-        f"{name}={value!r}": lambda state, name=name, value=value: _with_adaptive(state, **{name: value})
+        f"{name}={value!r}": (_adaptive(name, value), "must")
         for name, values in {
             "step": (-1, 1.5, True, None, 10**30),
             "aim": (math.nan, math.inf, -1.0, 0.0, 1e9, 1, None, "1"),
@@ -99,23 +107,15 @@ DAMAGES = {
 }
 
 
-def _with_residual(state: Any, value: Any, dtype: Any = np.float32) -> Any:
-    return {**state, "residuals": {**state["residuals"], "head": np.full((7, 11), value, dtype)}}
-
-
-def _with_adaptive(state: Any, **changed: Any) -> Any:
-    return {**state, "adaptive": {**state["adaptive"], "head": {**state["adaptive"]["head"], **changed}}}
-
-
 @pytest.mark.parametrize("backend", [one for one in BACKENDS if one.name in ("numpy", "torch")], ids=str)
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_state_is_refused_and_changes_nothing(backend: Backend, name: str) -> None:
+@pytest.mark.parametrize(("damage", "expected"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_state_is_refused_and_changes_nothing(backend: Backend, damage: Any, expected: str) -> None:
     pipeline = pipeline_of(backend, SIDCo(0.1, warmup=None))
     for seed in range(7):
         step(backend, pipeline, seed)
     before = pipeline.state_dict()
-    with pytest.raises(ValueError, match="must"):
-        pipeline.load_state_dict(DAMAGES[name](pipeline.state_dict()))
+    with pytest.raises(ValueError, match=expected):
+        pipeline.load_state_dict(damage(pipeline.state_dict()))
     after = pipeline.state_dict()
     assert after["adaptive"] == before["adaptive"]
     for parameter, residual in before["residuals"].items():
@@ -178,6 +178,16 @@ def test_what_a_parameter_has_kept_is_dropped(backend: Backend) -> None:
             step(backend, one, 1)
         for name, array in pipeline.state_dict()["residuals"].items():
             np.testing.assert_array_equal(backend.numpy(array), backend.numpy(loaded.state_dict()["residuals"][name]))
+
+
+@on_every_backend
+def test_a_state_that_is_loaded_ends_what_had_begun(backend: Backend) -> None:
+    pipeline = pipeline_of(backend, TopK(0.1, warmup=None))
+    state = pipeline.state_dict()
+    for seed, use in enumerate((lambda: pipeline.load_state_dict(state), pipeline.reset, pipeline.start_step)):
+        pipeline.arrive("kernel", backend.array(np.ones(500, np.float32)))
+        use()
+        step(backend, pipeline, seed)
 
 
 def test_a_torch_state_is_safe_to_load() -> None:
@@ -298,24 +308,6 @@ def test_the_first_gradient_that_is_not_finite_is_named(backend: Backend) -> Non
         exchange(backend, [pipeline], [bucket])
     with pytest.raises(FloatingPointError, match="the gradient of parameter 'p' holds NaN"):
         pipeline.end_step()
-
-
-# --- a user's own exchange ---
-
-
-class Own(Pairs): ...
-
-
-@on_every_backend
-def test_an_exchange_of_ones_own_works(backend: Backend) -> None:
-    own, usual = (
-        pipeline_of(backend, TopK(0.1, min_numel=0, exchange=exchange, warmup=None)) for exchange in (Own(), Pairs())
-    )
-    for seed in range(3):
-        step(backend, own, seed)
-        step(backend, usual, seed)
-    for name in SHAPES:
-        np.testing.assert_array_equal(*(backend.numpy(one.residuals.view(name)) for one in (own, usual)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
