@@ -15,8 +15,7 @@ import horovod_sparse.torch as hvd
 from horovod_sparse.compressors.draws import RandomCompressor
 from horovod_sparse.torch import SIDCo, TopK
 
-EVERY = [make(hvd) for make in makers(0.1, Threshold={"threshold": 1.645}).values()]
-EVERY += [SIDCo(0.1, distribution="gamma", warmup=None), SIDCo(0.1, distribution="gpareto", warmup=None)]
+EVERY = [make(hvd) for name, make in makers(0.1, Threshold={"threshold": 1.645}).items() if name != "RedSync-bisect"]
 
 
 @pytest.mark.parametrize("compression", EVERY, ids=str)
