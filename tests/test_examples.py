@@ -27,18 +27,11 @@ TINY_CHARLM = [*TINY, "--heads", "2"]
 TINY_GPT2 = ["--batch-size", "4", "--context", "32", "--ratio", "0.01", "--lr", "0.01", "--local-steps"]
 
 
-def imported(name: str) -> Any:
-    """A fixture: the module `examples/<name>.py`."""
-
-    @pytest.fixture(name=name)
-    def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-        monkeypatch.syspath_prepend(str(EXAMPLES))
-        return import_module(name)
-
-    return module
-
-
-demo, common = map(imported, ("demo", "common"))
+@pytest.fixture
+def common(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module `examples/common.py`."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return import_module("common")
 
 
 def parsed(common: Any, *options: str) -> Any:
