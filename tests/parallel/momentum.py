@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,11 +21,13 @@ from .common import (
     distributed,
     hvd,
     loss_of,
+    normals,
     raised,
     small_model,
     train,
     wrap,
 )
+from .ddp.common import Exact
 from .scenario import MPI, MPI_2, PAIR, TORCHRUN, TORCHRUN_2, scenario
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -80,6 +83,27 @@ def it_is_momentum_correction_in_units_of_the_update() -> None:
             train(called, optimizer, [step])
     assert digest(models[0].parameters()) == digest(models[1].parameters())
     assert_identical(models[0])
+
+
+@scenario(*MPI, *TORCHRUN)
+def learning_rate_in_the_residual_is_mem_sgd() -> None:
+    """x_{t+1} = x_t - g_t, g_t = top_k(m_t + eta_t grad), m_{t+1} = m_t + eta_t grad - g_t, on every worker, by hand."""
+    size = 400
+    model = Exact({"weight": (size,)})
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    called, optimizer = distributed(model, sgd, TopK(0.05, lr_in_residual=True, warmup=None))
+    memories, x = np.zeros((hvd.size(), size)), np.zeros(size)
+    for step, eta in enumerate([0.5, 0.5, 0.05, 0.2, 0.1]):
+        optimizer.param_groups[0]["lr"] = eta
+        optimizer.zero_grad()
+        called({"weight": normals((size,), step=step, rank=hvd.rank())}).backward()
+        optimizer.step()
+        for rank in range(hvd.size()):
+            memories[rank] += eta * normals((size,), step=step, rank=rank)
+            chosen = np.argsort(-np.abs(memories[rank]))[:20]
+            x[chosen] -= memories[rank][chosen] / hvd.size()
+            memories[rank][chosen] = 0.0
+        np.testing.assert_allclose(model.weight.detach().numpy(), x, rtol=1e-4, atol=1e-6)
 
 
 @scenario(TORCHRUN_2)

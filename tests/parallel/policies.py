@@ -13,7 +13,6 @@ from stairs import Halving, dense_until
 from horovod_sparse.torch import (
     DGC,
     MomentumCorrection,
-    TopK,
 )
 
 from .common import (
@@ -225,27 +224,6 @@ def sparse_gradients_with_corrected_momentum_are_refused() -> None:
 
     assert "pass sparse_as_dense=True" in raised(ValueError, lambda: step(*optimizer(False)))
     step(*optimizer(True))
-
-
-@scenario(*MPI)
-def learning_rate_in_the_residual_is_mem_sgd() -> None:
-    # x_{t+1} = x_t - g_t, g_t = top_k(m_t + eta_t grad), m_{t+1} = m_t + eta_t grad - g_t, on every worker, by hand.
-    size = 400
-    parameters = zeros({"weight": (size,)})
-    compression = TopK(0.05, lr_in_residual=True, warmup=None)
-    optimizer = wrap_parameters(parameters, compression)
-    memories = np.zeros((hvd.size(), size))
-    x = np.zeros(size)
-    for step, eta in enumerate([0.5, 0.5, 0.05, 0.2, 0.1]):
-        for group in optimizer.param_groups:
-            group["lr"] = eta
-        reduce(optimizer, parameters, {"weight": normals((size,), step=step, rank=hvd.rank())})
-        for rank in range(hvd.size()):
-            memories[rank] += eta * normals((size,), step=step, rank=rank)
-            chosen = np.argsort(-np.abs(memories[rank]))[:20]
-            x[chosen] -= memories[rank][chosen] / hvd.size()
-            memories[rank][chosen] = 0.0
-        np.testing.assert_allclose(parameters["weight"].detach().numpy(), x, rtol=1e-4, atol=1e-6)
 
 
 # --- NaN and infinity ---
