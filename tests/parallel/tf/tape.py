@@ -564,7 +564,7 @@ def embeddings_may_have_other_gradients_in_every_step() -> None:
     table = tf.Variable(tf.zeros((50, 20)), name="table")
     kept = TopK(1.0, warmup=None)
 
-    def step(kind: str, compression: Any = kept) -> np.ndarray:
+    def step(kind: str, compression: Any = kept, **arguments: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(table)
             if kind == "sparse":
@@ -573,15 +573,17 @@ def embeddings_may_have_other_gradients_in_every_step() -> None:
                 loss = tf.reduce_sum(tf.nn.embedding_lookup(table, [1, 7]))
             else:
                 loss = tf.reduce_sum(table) if kind == "dense" else tf.constant(0.0)
-        tape = hvd.DistributedGradientTape(tape, compression=compression, op=hvd.Sum)
-        return tf.convert_to_tensor(tape.gradient(loss, [table])[0]).numpy()
+        tape = hvd.DistributedGradientTape(tape, compression=compression, op=hvd.Sum, **arguments)
+        return tape.gradient(loss, [table])[0]
 
     for kinds in (("sparse", "sparse"), ("sparse", "none"), ("dense", "sparse"), ("none", "none")):
         expected = np.zeros((50, 20), np.float32)
         for kind in kinds:
             expected += 1.0 if kind == "dense" else 0.0
             expected[[1, 7]] += 1.0 if kind == "sparse" else 0.0
-        np.testing.assert_array_equal(step(kinds[hvd.rank()]), expected)
+        np.testing.assert_array_equal(tf.convert_to_tensor(step(kinds[hvd.rank()])).numpy(), expected)
+    assert isinstance(step("sparse"), tf.IndexedSlices)
+    assert isinstance(step("sparse", TopK(1.0, warmup=None), sparse_as_dense=True), tf.Tensor)
     assert "sparse_as_dense must be True" in raised(ValueError, lambda: step("sparse", DGC(0.01, warmup=None)))
 
 
