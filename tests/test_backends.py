@@ -40,6 +40,9 @@ class Case:
     """Then new pipelines take over what the first ones saved."""
     rates: tuple[float, ...] = ()
     """Learning rates of the steps, for `lr_in_residual`."""
+    given_up: int | None = None
+    """The step that is given up when one bucket has been exchanged, and the exchange of the others has begun."""
+    undoes: bool = False
 
 
 def observe(backend: Backend, row: Row, case: Case) -> Seen:
@@ -60,10 +63,15 @@ def observe(backend: Backend, row: Row, case: Case) -> Seen:
                 pipeline.load_state_dict(state)
         rate = case.rates[number] if case.rates else None
         for pipeline, of_worker in zip(pipelines, given_now, strict=True):
+            pipeline.start_step(undoes=case.undoes)
             for name, gradient in of_worker.items():
                 pipeline.arrive(name, None if gradient is None else backend.array(gradient), rate)
         seen += _kept(backend, pipelines, f"step {number}, before the exchange")
-        for buckets in zip(*(pipeline.buckets for pipeline in pipelines), strict=True):
+        for count, buckets in enumerate(zip(*(pipeline.buckets for pipeline in pipelines), strict=True)):
+            if number == case.given_up and count:
+                for bucket in buckets:
+                    bucket.begin()
+                continue
             for rank, reduced in enumerate(exchange(backend, pipelines, buckets, divisor=float(world))):
                 for name, parts in reduced.items():
                     what = f"step {number}, {name!r} as rank {rank} gets it"
@@ -71,7 +79,7 @@ def observe(backend: Backend, row: Row, case: Case) -> Seen:
                     seen += [(what, array) for part in parts or () for array in part]
         for pipeline in pipelines:
             try:
-                pipeline.end_step()
+                pipeline.abort() if number == case.given_up else pipeline.end_step()
             except FloatingPointError as error:
                 seen.append((f"step {number}, the error", str(error)))
         seen += _kept(backend, pipelines, f"step {number}, at its end")
@@ -206,7 +214,16 @@ def _settings(row: Row) -> Iterator[Case]:
         yield alone([gradients("laplace", 1000, rng) for _ in rates], settings=settings, rates=rates)
 
 
-GROUPS = {make.__name__[1:]: make for make in (_degenerate, _kinds, _not_finite, _worlds, _types, _saved, _settings)}
+def _given_up(row: Row) -> Iterator[Case]:
+    for undoes in (False, True):
+        steps = _several(2, 4, np.random.default_rng(3))
+        yield Case(steps, settings={"granularity": 4096}, given_up=2, undoes=undoes)
+
+
+GROUPS = {
+    make.__name__[1:]: make
+    for make in (_degenerate, _kinds, _not_finite, _worlds, _types, _saved, _settings, _given_up)
+}
 
 
 @lru_cache(maxsize=1)

@@ -18,6 +18,8 @@ from horovod_sparse.compressors.momentum import MomentumCorrection
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange import regions, wire
 from horovod_sparse.exchange.balanced import Balanced
+from horovod_sparse.exchange.hierarchical import Hierarchical
+from horovod_sparse.exchange.protocols import Exchange
 
 NUMEL = 97
 SHAPES = {"a": (7, 5), "b": (62,)}
@@ -27,8 +29,11 @@ worlds = st.integers(1, 5)
 loads = st.lists(st.integers(0, 40), min_size=1, max_size=6)
 
 
-def pipelines_of(backend: Backend, world: int, compressor: Any, **settings: Any) -> list[Pipeline]:
-    return [make_pipeline(backend, compressor, SHAPES, world=world, position=p, **settings) for p in range(world)]
+def pipelines_of(backend: Backend, workers: int | str, compressor: Any, **settings: Any) -> list[Pipeline]:
+    """Of so many workers, or of one on each of these hosts."""
+    world, groups = (workers, "") if isinstance(workers, int) else (len(workers), workers)
+    where: dict[str, Any] = {"world": world, "groups": groups, **settings}
+    return [make_pipeline(backend, compressor, SHAPES, position=position, **where) for position in range(world)]
 
 
 def arrive(backend: Backend, pipelines: Sequence[Pipeline], gradients: Sequence[np.ndarray]) -> None:
@@ -62,35 +67,6 @@ def dyadic(rng: np.random.Generator, count: int, spread: float = 1.0) -> list[np
 def in_order(gradient: np.ndarray) -> np.ndarray:
     """A gradient in the order of the bucket: its last parameter comes first."""
     return np.concatenate([gradient[35:], gradient[:35]])
-
-
-def assert_giving_up_restores(pipelines: Sequence[Pipeline], rng: np.random.Generator, rounds: int) -> None:
-    """A step that is given up in any round changes nothing but that its gradients have arrived."""
-    for until in range(1, rounds + 1):
-        before, gradients = [flat(ORACLE, one) for one in pipelines], dyadic(rng, len(pipelines))
-        states = [one.state_dict()["adaptive"] for one in pipelines]
-        arrive(ORACLE, pipelines, gradients)
-        buckets = [one.buckets[0] for one in pipelines]
-        following = [bucket.begin() for bucket in buckets]
-        for _ in range(until - 1):
-            answers = collective(ORACLE, following)
-            following = [bucket.advance(answer) for bucket, answer in zip(buckets, answers, strict=True)]
-        for pipeline, old, gradient, state in zip(pipelines, before, gradients, states, strict=True):
-            pipeline.abort()
-            np.testing.assert_array_equal(flat(ORACLE, pipeline), old + in_order(gradient))
-            assert pipeline.state_dict()["adaptive"] == state
-
-
-def assert_twin_goes_on_alike(main: Sequence[Pipeline], twin: Sequence[Pipeline], rng: np.random.Generator) -> None:
-    """With the state of the first pipelines, the others compute the same bits."""
-    for one, other in zip(main, twin, strict=True):
-        other.load_state_dict(one.state_dict())
-    for _ in range(3):
-        gradients = dyadic(rng, len(main))
-        mine, theirs = step(ORACLE, main, gradients), step(ORACLE, twin, gradients)
-        assert mine is not None and theirs is not None and mine[0].tobytes() == theirs[0].tobytes()
-        for one, other in zip(main, twin, strict=True):
-            assert flat(ORACLE, one).tobytes() == flat(ORACLE, other).tobytes()
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
@@ -154,28 +130,35 @@ PAIRS = {
 }
 
 
+OWNED: dict[str, tuple[Exchange, int | str]] = {"balanced": (Balanced(), 4), "hierarchical": (Hierarchical(), "aabb")}
+"""Exchanges in which workers own entries, and their workers."""
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", PAIRS)
-def test_sent_and_kept_are_what_came(name: str, dtype: str) -> None:
+@pytest.mark.parametrize(("way", "name"), [*itertools.product(OWNED, PAIRS), ("hierarchical", "RandomBlock")])
+def test_sent_and_kept_are_what_came(way: str, name: str, dtype: str) -> None:
     """For every compressor that sends pairs. A step whose gradient is not finite changes nothing but its finite entries."""
-    world, rng = 4, np.random.default_rng(3)
-    pipelines = pipelines_of(
-        ORACLE, world, PAIRS[name](not_finite="propagate", residual=dtype, **SETTINGS), dtype=dtype
-    )
+    (exchange, workers), rng = OWNED[way], np.random.default_rng(3)
+    make = PAIRS.get(name, lambda **settings: compressors.RandomBlock(0.1, warmup=None, **settings))
+    settings = {**SETTINGS, "exchange": exchange, "not_finite": "propagate", "residual": dtype}
+    pipelines = pipelines_of(ORACLE, workers, make(**settings), dtype=dtype)
     total = np.zeros(NUMEL)
     for number in range(6):
-        gradients = dyadic(rng, world)
+        gradients = dyadic(rng, len(pipelines))
         if number == 3:
             gradients[2][40] = np.nan
-        total += np.sum([np.nan_to_num(gradient) for gradient in gradients], axis=0, dtype=np.float64)
+        total += np.sum([in_order(np.nan_to_num(gradient)) for gradient in gradients], axis=0, dtype=np.float64)
+        before = [flat(ORACLE, one) + in_order(np.nan_to_num(g)) for one, g in zip(pipelines, gradients, strict=True)]
         results = step(ORACLE, pipelines, gradients)
         assert (results is None) == (number == 3)
-        if results is not None:
+        if results is None:
+            for pipeline, old in zip(pipelines, before, strict=True):
+                np.testing.assert_array_equal(flat(ORACLE, pipeline), old)
+        else:
             assert all(result.tobytes() == results[0].tobytes() for result in results)
-            # In the order of the bucket, "b" comes first.
-            total -= np.concatenate([results[0][62:], results[0][:62]])
+            total -= results[0]
         residual = np.sum([flat(ORACLE, pipeline) for pipeline in pipelines], axis=0, dtype=np.float64)
-        np.testing.assert_array_equal(np.concatenate([residual[62:], residual[:62]]), total)
+        np.testing.assert_array_equal(residual, total)
 
 
 @pytest.mark.parametrize("masking", [True, False])
@@ -195,34 +178,37 @@ def test_momentum_is_masked_where_a_worker_has_sent_or_forwarded(masking: bool) 
         np.testing.assert_array_equal(pipeline.buckets[0].velocity == 0, (forwarded | sent) & masking)
 
 
-def test_a_step_that_is_given_up_changes_nothing_but_its_gradients() -> None:
-    world, rng = 3, np.random.default_rng(1)
-    pipelines = pipelines_of(ORACLE, world, compressors.TopK(0.2, warmup=None, **SETTINGS))
-    step(ORACLE, pipelines, dyadic(rng, world))
-    assert_giving_up_restores(pipelines, rng, rounds=2)
+@pytest.mark.parametrize(("exchange", "workers"), OWNED.values(), ids=OWNED)
+def test_training_goes_on_from_a_saved_state(exchange: Exchange, workers: int | str) -> None:
+    """With the state of the first pipelines, the others compute the same bits."""
+    rng, settings = np.random.default_rng(2), {**SETTINGS, "exchange": exchange}
+    main, twin = (pipelines_of(ORACLE, workers, compressors.SIDCo(0.2, warmup=None, **settings)) for _ in range(2))
+    for number in range(8):
+        gradients = [one * np.linspace(4, 0.1, NUMEL, dtype=np.float32) for one in dyadic(rng, len(main))]
+        mine = step(ORACLE, main, gradients)
+        if number < 5:
+            for one, other in zip(main, twin, strict=True):
+                other.load_state_dict(one.state_dict())
+            continue
+        theirs = step(ORACLE, twin, gradients)
+        assert mine is not None and theirs is not None and mine[0].tobytes() == theirs[0].tobytes()
+        for one, other in zip(main, twin, strict=True):
+            assert flat(ORACLE, one).tobytes() == flat(ORACLE, other).tobytes()
 
 
-def test_training_goes_on_from_a_saved_state() -> None:
-    """The bounds are a part of the state. With other workers they begin anew."""
-    world, rng = 3, np.random.default_rng(2)
-
-    def make(world: int) -> list[Pipeline]:
-        return pipelines_of(ORACLE, world, compressors.SIDCo(0.2, warmup=None, **SETTINGS))
-
-    main = make(world)
+def test_bounds_are_a_part_of_the_state_and_begin_anew_with_other_workers() -> None:
+    rng, compressor = np.random.default_rng(2), compressors.SIDCo(0.2, warmup=None, **SETTINGS)
+    main, fewer, afresh = (pipelines_of(ORACLE, world, compressor) for world in (3, 2, 2))
     for _ in range(5):
-        step(ORACLE, main, [gradient * np.linspace(4, 0.1, NUMEL, dtype=np.float32) for gradient in dyadic(rng, world)])
-    assert main[0].buckets[0].state.bounds != regions.uniform(NUMEL, world)
-    assert_twin_goes_on_alike(main, make(world), rng)
-    fewer = make(2)
-    for one, other in zip(main, fewer, strict=False):
-        other.load_state_dict(one.state_dict())
-    afresh, gradients = make(2), dyadic(rng, 2)
-    for one, other in zip(main, afresh, strict=False):
-        state = one.state_dict()
-        for adaptive in state["adaptive"].values():
-            adaptive.pop("bounds")
-        other.load_state_dict(state)
+        step(ORACLE, main, [gradient * np.linspace(4, 0.1, NUMEL, dtype=np.float32) for gradient in dyadic(rng, 3)])
+    assert main[0].buckets[0].state.bounds != regions.uniform(NUMEL, 3)
+    for pipelines, keeps in ((fewer, True), (afresh, False)):
+        for one, other in zip(main, pipelines, strict=False):
+            state = one.state_dict()
+            for adaptive in () if keeps else state["adaptive"].values():
+                adaptive.pop("bounds")
+            other.load_state_dict(state)
+    gradients = dyadic(rng, 2)
     for mine, theirs in zip(*(step(ORACLE, pipelines, gradients) or () for pipelines in (fewer, afresh)), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert fewer[0].buckets[0].state.bounds == afresh[0].buckets[0].state.bounds

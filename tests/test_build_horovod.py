@@ -3,7 +3,6 @@
 import hashlib
 import io
 import os
-import signal
 import subprocess
 import sys
 import tarfile
@@ -73,22 +72,6 @@ def test_a_text_that_is_not_there_fails_loudly(sources: Path, name: str) -> None
     assert "found 0" in done.stderr
 
 
-def test_a_cached_wheel_is_found_and_nothing_is_built(tmp_path: Path) -> None:
-    cache = str(tmp_path)
-    describe = f"source '{BUILD}'; describe_wheel '{sys.executable}'; echo \"$folder\""
-    folder = Path(run("bash", "-c", describe, HOROVOD_WHEEL_CACHE=cache).stdout.strip())
-    assert folder.parent == tmp_path
-    folder.mkdir()
-    wheel = folder / "horovod-0.28.1-any.whl"
-    wheel.touch()
-
-    done = run(BUILD, "--wheel-only", sys.executable, HOROVOD_WHEEL_CACHE=cache)
-
-    assert done.stdout == f"{wheel}\n"
-    assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(tmp_path.rglob("*")) == [folder, wheel]
-
-
 def make_source(folder: Path, version: str) -> str:
     """Put a made-up release of Horovod into a folder; its hash. Whatever runs its setup.py leaves a file `ran` there."""
     source = folder / f"horovod-{version}.tar.gz"
@@ -120,34 +103,3 @@ def test_another_source_than_the_known_one_is_refused_before_anything_of_it_is_r
     assert done.returncode == 1
     assert "the index serves a horovod-0.28.1.tar.gz whose SHA-256 is not 92a43f5a94c4" in done.stdout
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize(("given", "accepted"), [(None, True), ("right", True), ("wrong", False)])
-@pytest.mark.full
-def test_another_release_is_checked_if_its_hash_is_given(tmp_path: Path, given: str | None, accepted: bool) -> None:
-    right = make_source(tmp_path, "0.27.0")
-    hashes = {} if given is None else {"HOROVOD_SHA256": right if given == "right" else "0" * 64}
-    done = download(tmp_path, "0.27.0", **hashes)
-    assert (done.returncode == 0) == accepted, done.stdout
-    assert (tmp_path / "ran").exists() == accepted
-
-
-def test_an_environment_without_frameworks_is_refused(tmp_path: Path) -> None:
-    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare")
-    done = run(BUILD, "--wheel-only", tmp_path / "bare/bin/python", HOROVOD_WHEEL_CACHE=str(tmp_path))
-    assert done.returncode == 1
-    assert "neither torch nor TensorFlow is installed" in done.stderr
-
-
-def test_an_interrupted_script_takes_its_children_along() -> None:
-    nested = "bash -c 'echo $$; exec sleep 1000'"
-    script = f"source '{SCRIPTS / 'common.sh'}'; guard {nested}"
-    with subprocess.Popen(
-        ["bash", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        assert process.stdout is not None
-        child = int(process.stdout.readline())
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 143
-    with pytest.raises(ProcessLookupError):
-        os.kill(child, 0)

@@ -50,56 +50,9 @@ def test_images_are_built_of_what_is_there_and_run_nothing_as_root(dockerfile: P
     assert re.findall(r"^USER (\S+)", text, re.MULTILINE)[-1] not in ("root", "0")
 
 
-def choose_pins(**environment: str) -> dict[str, str]:
-    """Version by name, for the Python of any line."""
-    done = run("source docker/setup.sh; choose_pins", **{"TORCH": "", "TENSORFLOW": "", **environment})
-    assert done.returncode == 0, done.stderr
-    lines = [line.partition(";")[0].strip() for line in done.stdout.splitlines() if line and not line.startswith("#")]
-    return dict(line.split("==") for line in lines)
-
-
 def test_pins_are_the_constraints() -> None:
     done = run("source docker/setup.sh; choose_pins", TORCH="", TENSORFLOW="")
     assert done.stdout == (ROOT / "constraints.txt").read_text()
-
-
-def test_another_release_of_a_framework_leaves_the_other_pins() -> None:
-    pins = choose_pins()
-    torch, both = choose_pins(TORCH="2.9.1"), choose_pins(TORCH="2.9.1", TENSORFLOW="2.20.0")
-    assert torch["torch"] == both["torch"] == "2.9.1"
-    assert both["tensorflow-cpu"] == "2.20.0"
-    assert {"setuptools", "ruff", "pytest", "mpi4py"} <= torch.keys() < pins.keys()
-    # What the frameworks ask for in versions of their own.
-    assert not {"numpy", "keras", "protobuf", "sympy", "triton"} & torch.keys()
-    assert {name for name in torch if torch[name] != pins[name]} == {"torch"}
-
-
-@pytest.mark.parametrize(
-    ("before", "until", "frameworks"),
-    [
-        ("", "ddp", "torch, without Horovod"),
-        ("torch, without Horovod", "demo", "torch, for the demo"),
-        ("torch, without Horovod", "''", "torch tensorflow"),
-        ("torch, for the demo", "ddp", "torch, for the demo"),
-        ("torch tensorflow", "demo", "torch tensorflow"),
-        ("torch", "''", "torch"),
-    ],
-)
-def test_the_demo_sets_up_no_more_than_it_needs(tmp_path: Path, before: str, until: str, frameworks: str) -> None:
-    stamp = tmp_path / "stamp"
-    if before:
-        stamp.write_text(f"hash\n0\n{before}\n")
-    done = run(f"source docker/setup.sh; stamp='{stamp}'; read_settings {until}; echo $frameworks", FRAMEWORKS="")
-    assert done.stdout == f"{frameworks}\n", done.stderr
-
-
-def test_four_hosts_that_mpirun_is_told_of() -> None:
-    services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
-    hosts = {name for name, service in services.items() if "hostname" in service}
-    command = services["head"]["command"]
-    assert len(hosts) == 4
-    assert set(command[command.index("--host") + 1].split(",")) == hosts
-    assert all(services[host]["hostname"] == host for host in hosts)
 
 
 def test_keys_are_made_once_and_trust_nothing_else(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import re
 import shutil
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,9 +14,6 @@ from parallel.launch import Launch
 
 import horovod_sparse.torch as hvd
 from horovod_sparse.compressors import COMPRESSORS
-from horovod_sparse.exchange.pairs import Pairs
-from horovod_sparse.exchange.protocols import Exchange
-from horovod_sparse.exchange.shared import SharedIndices
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TWO_WORKERS = Launch("mpirun", 2)
@@ -32,18 +27,11 @@ TINY_CHARLM = [*TINY, "--heads", "2"]
 TINY_GPT2 = ["--batch-size", "4", "--context", "32", "--ratio", "0.01", "--lr", "0.01", "--local-steps"]
 
 
-def imported(name: str) -> Any:
-    """A fixture: the module `examples/<name>.py`."""
-
-    @pytest.fixture(name=name)
-    def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-        monkeypatch.syspath_prepend(str(EXAMPLES))
-        return import_module(name)
-
-    return module
-
-
-demo, common = map(imported, ("demo", "common"))
+@pytest.fixture
+def common(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module `examples/common.py`."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return import_module("common")
 
 
 def parsed(common: Any, *options: str) -> Any:
@@ -125,13 +113,6 @@ def test_character_models_on_two_workers(
     assert end["event"] == "end"
 
 
-@pytest.mark.parametrize(("script", "options"), [("torch_charlm.py", TINY_CHARLM), ("torch_lstm.py", TINY)])
-def test_one_plain_process_sends_nothing(script: str, options: list[str], tmp_path: Path) -> None:
-    settings, *epochs, _ = run(Launch("plain"), script, tmp_path / "log", *options)
-    assert settings["workers"] == 1
-    assert [epoch["bytes_per_step"] for epoch in epochs] == [0.0, 0.0]
-
-
 def test_every_compression_can_be_made(common: Any) -> None:
     layers = ["--granularity", "layer"]
     made = {
@@ -143,35 +124,6 @@ def test_every_compression_can_be_made(common: Any) -> None:
     assert all(compression.granularity == "layer" and compression.residual for compression in sparse.values())
     default = parsed(common)
     assert [name for name in made if common.optimizer_momentum(made[name], default) == 0.0] == ["dgc"]
-
-
-def test_momentum_is_in_one_place(common: Any) -> None:
-    for name in COMPRESSORS:
-        chosen = parsed(common, "--compression", name.__name__.lower(), "--momentum", "0.5", "--momentum-correction")
-        compression = common.make_compression(chosen, hvd)
-        assert compression.momentum_correction.momentum == 0.5
-        assert common.optimizer_momentum(compression, chosen) == 0.0
-    plain = parsed(common, "--compression", "topk", "--momentum", "0.5", "--lr-in-residual")
-    compression = common.make_compression(plain, hvd)
-    assert compression.momentum_correction is None and compression.lr_in_residual
-    assert common.optimizer_momentum(compression, plain) == 0.5
-
-
-@pytest.mark.parametrize(
-    ("name", "default", "chosen"),
-    [
-        ("topk", Pairs(), "union"),
-        ("randomk", SharedIndices(), "pairs"),
-        ("randomblock", SharedIndices(), "hierarchical"),
-    ],
-)
-def test_exchange_and_residual_can_be_chosen(common: Any, name: str, default: Exchange, chosen: str) -> None:
-    options = ["--compression", name, "--no-residual"]
-    usual, other = (
-        common.make_compression(parsed(common, *options, *more), hvd) for more in ([], ["--exchange", chosen])
-    )
-    assert usual.exchange == default and other.exchange.title == chosen
-    assert not usual.residual
 
 
 @pytest.mark.full
@@ -222,37 +174,6 @@ def test_a_job_that_is_resumed_ends_with_the_same_parameters(
     assert {name.name for name in (tmp_path / "checkpoints").iterdir()} >= {f"step-{end:09d}"}
     settings = both[len(first)]
     assert (settings["ratio"], settings["workers"]) == (0.01, 2)
-
-
-@pytest.mark.full
-@pytest.mark.parallel
-@pytest.mark.parametrize(
-    ("script", "held_out"),
-    [
-        pytest.param("tensorflow_images.py", "accuracy", marks=needs("tensorflow"), id="tensorflow"),
-        pytest.param("keras_images.py", "accuracy", marks=needs("tensorflow"), id="keras"),
-        pytest.param("torch_resnet.py", "accuracy", marks=needs("torchvision"), id="resnet"),
-        pytest.param("torch_gpt2.py", "perplexity", marks=needs("transformers"), id="gpt2"),
-    ],
-)
-def test_the_command_without_data_runs_and_ends_with_the_table(script: str, held_out: str) -> None:
-    described = ast.get_docstring(ast.parse((EXAMPLES / script).read_text(encoding="utf-8"))) or ""
-    (options,) = re.findall(rf"examples/{script} (--synthetic.*)", described)
-    ended = TWO_WORKERS.run(str(EXAMPLES / script), *options.split(), limit=LIMIT)
-    assert ended.code == 0, ended
-    lines = ended.output.splitlines()
-    (header,) = [number for number, line in enumerate(lines) if line.startswith("compression ")]
-    assert lines[header].split()[2] == held_out
-    assert lines[header + 3].startswith("sidco 0.0")
-
-
-@pytest.mark.full
-@pytest.mark.parallel
-def test_demo_shows_why_a_run_failed(demo: Any, tmp_path: Path) -> None:
-    script = tmp_path / "fail.py"
-    script.write_text("raise SystemExit('no such weather')")
-    with pytest.raises(SystemExit, match=r"(?s)exit status [1-9].*no such weather"):
-        demo.run_workers(script, [], workers=2, output=tmp_path / "output", timeout=LIMIT)
 
 
 @pytest.mark.full

@@ -8,23 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import collective, make_pipeline
+from driver import collective
 from hypothesis import given
 from hypothesis import strategies as st
 from table import ORACLE, WITH_OPERATIONS, Backend
-from test_balanced import (
-    NUMEL,
-    PAIRS,
-    SHAPES,
-    arrive,
-    assert_giving_up_restores,
-    assert_twin_goes_on_alike,
-    dyadic,
-    flat,
-    in_order,
-    largest,
-    step,
-)
+from test_balanced import NUMEL, arrive, dyadic, flat, in_order, largest, pipelines_of, step
 
 from horovod_sparse import compressors
 from horovod_sparse.compressors.momentum import MomentumCorrection
@@ -38,14 +26,6 @@ GRIDS = ["aabb", "abab", "aaabbb", "abcabc", "abbaab", "ab", "aabbccdd"]
 """The host of each worker."""
 
 hosts = st.sampled_from(GRIDS)
-
-
-def pipelines_of(backend: Backend, groups: str, compressor: Any, **settings: Any) -> list[Pipeline]:
-    world = len(groups)
-    return [
-        make_pipeline(backend, compressor, SHAPES, world=world, position=p, groups=groups, **settings)
-        for p in range(world)
-    ]
 
 
 def reference(residuals: Sequence[np.ndarray], k: int, groups: str) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -80,57 +60,12 @@ def test_every_step_is_as_in_dense_arrays(backend: Backend, groups: str, seed: i
             np.testing.assert_array_equal(flat(backend, pipeline), mine)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", [*PAIRS, "RandomBlock"])
-def test_sent_and_kept_are_what_came(name: str, dtype: str) -> None:
-    """For every compressor that sends pairs. A step whose gradient is not finite changes nothing but its finite entries."""
-    groups, rng = "aabb", np.random.default_rng(3)
-    make = PAIRS.get(name, lambda **settings: compressors.RandomBlock(0.1, warmup=None, **settings))
-    pipelines = pipelines_of(ORACLE, groups, make(not_finite="propagate", residual=dtype, **SETTINGS), dtype=dtype)
-    total = np.zeros(NUMEL)
-    for number in range(6):
-        gradients = dyadic(rng, len(groups))
-        if number == 3:
-            gradients[2][40] = np.nan
-        total += np.sum([in_order(np.nan_to_num(gradient)) for gradient in gradients], axis=0, dtype=np.float64)
-        before = [flat(ORACLE, one) + in_order(np.nan_to_num(g)) for one, g in zip(pipelines, gradients, strict=True)]
-        results = step(ORACLE, pipelines, gradients)
-        assert (results is None) == (number == 3)
-        if results is None:
-            for pipeline, old in zip(pipelines, before, strict=True):
-                np.testing.assert_array_equal(flat(ORACLE, pipeline), old)
-        else:
-            assert all(result.tobytes() == results[0].tobytes() for result in results)
-            total -= results[0]
-        residual = np.sum([flat(ORACLE, pipeline) for pipeline in pipelines], axis=0, dtype=np.float64)
-        np.testing.assert_array_equal(residual, total)
-
-
 def test_a_sum_of_a_host_that_overflows_fails_the_step() -> None:
     pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.1, not_finite="propagate", warmup=None, **SETTINGS))
     gradients = [np.full(NUMEL, value, np.float32) for value in (3e38, 3e38, 1, 1)]
     assert step(ORACLE, pipelines, gradients) is None
     for pipeline, gradient in zip(pipelines, gradients, strict=True):
         np.testing.assert_array_equal(flat(ORACLE, pipeline), gradient)
-
-
-def test_a_step_that_is_given_up_changes_nothing_but_its_gradients() -> None:
-    rng = np.random.default_rng(1)
-    pipelines = pipelines_of(ORACLE, "aabb", compressors.TopK(0.2, warmup=None, **SETTINGS))
-    step(ORACLE, pipelines, dyadic(rng, 4))
-    assert_giving_up_restores(pipelines, rng, rounds=4)
-
-
-def test_training_goes_on_from_a_saved_state() -> None:
-    rng = np.random.default_rng(2)
-
-    def make() -> list[Pipeline]:
-        return pipelines_of(ORACLE, "aabb", compressors.SIDCo(0.2, warmup=None, **SETTINGS))
-
-    main = make()
-    for _ in range(4):
-        step(ORACLE, main, dyadic(rng, 4))
-    assert_twin_goes_on_alike(main, make(), rng)
 
 
 @pytest.mark.parametrize("masking", [True, False])

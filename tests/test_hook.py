@@ -66,49 +66,34 @@ def test_one_worker_without_force_changes_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("make", "arguments", "error", "text"),
+    ("compression", "optimizer", "error", "text"),
     [
-        (lambda: nn.Linear(2, 2), {}, TypeError, "model must be a torch.nn.parallel.DistributedDataParallel"),
-        (make_model, {"compression": TopK}, TypeError, "compression must be an instance, such as TopK"),
-        (make_model, {"compression": "TopK"}, TypeError, "compression must be a compressor of horovod_sparse.torch"),
-        (
-            make_model,
-            {"compression": TopK(0.1, lr_in_residual=True, warmup=None)},
-            ValueError,
-            "optimizer must be given",
-        ),
-        (
-            make_model,
-            {"compression": DGC(0.1, warmup=None)},
-            ValueError,
-            "optimizer must be given with MomentumCorrection",
-        ),
+        (TopK, None, TypeError, "compression must be an instance, such as TopK"),
+        ("TopK", None, TypeError, "compression must be a compressor of horovod_sparse.torch"),
+        (TopK(0.1, lr_in_residual=True, warmup=None), None, ValueError, "optimizer must be given"),
+        (DGC(0.1, warmup=None), None, ValueError, "optimizer must be given with MomentumCorrection"),
+        (DGC(0.1, momentum=0.9, warmup=None), {"momentum": 0.9}, ValueError, "optimizer must have momentum=0"),
     ],
 )
-def test_what_cannot_be_registered_is_refused(make: Any, arguments: Any, error: type[Exception], text: str) -> None:
+def test_what_cannot_be_registered_is_refused(
+    compression: Any, optimizer: Any, error: type[Exception], text: str
+) -> None:
+    model = make_model()
+    given = None if optimizer is None else torch.optim.SGD(model.parameters(), lr=0.1, **optimizer)
     with pytest.raises(error, match=text):
-        register(make(), **{"compression": TopK(0.1, warmup=None), **arguments})
+        register(model, compression, given)
 
 
-def test_a_compressor_serves_one_model() -> None:
-    compression = TopK(0.1, warmup=None)
-    register(make_model(), compression)
+def test_a_compressor_serves_one_model_in_ddp_which_has_one_hook() -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn.parallel.Distributed"):
+        register(nn.Linear(2, 2), TopK(0.1, warmup=None))
+    model, compression, second = make_model(), TopK(0.1, warmup=None), TopK(0.1, warmup=None)
+    register(model, compression)
     with pytest.raises(ValueError, match="compression must serve one optimizer"):
         register(make_model(), compression)
-
-
-def test_a_model_has_one_hook() -> None:
-    model, second = make_model(), TopK(0.1, warmup=None)
-    register(model, TopK(0.1, warmup=None))
     with pytest.raises(RuntimeError, match="model must have no communication hook yet"):
         register(model, second)
     register(make_model(), second)
-
-
-def test_momentum_is_not_applied_twice() -> None:
-    model = make_model()
-    with pytest.raises(ValueError, match="optimizer must have momentum=0"):
-        register(model, DGC(0.1, momentum=0.9, warmup=None), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
 @pytest.mark.parametrize(
@@ -133,22 +118,6 @@ def test_an_optimizer_that_divides_by_the_size_of_the_gradient_causes_a_warning(
         with pytest.warns(UserWarning, match=rf"train worse with {name} than with SGD.*updates='auto'") as caught:
             register(model, compression, make(model.parameters()))
         assert len(caught) == 1
-
-
-@pytest.mark.parametrize(
-    ("compression", "name"),
-    [
-        (NoOp(), "Adam"),
-        (TopK(1.0, warmup=None), "Adam"),
-        (DGC(0.1, warmup=None), "SGD"),
-        (TopK(0.1, warmup=None), "ASGD"),
-    ],
-)
-def test_other_optimizers_cause_no_warning(compression: Any, name: str) -> None:
-    model = make_model()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        register(model, compression, getattr(torch.optim, name)(model.parameters()))
 
 
 @pytest.mark.parametrize("compression", [TopK(0.1, lr_in_residual=True), DGC(0.1), TopK(0.1, updates=True)])
@@ -198,30 +167,37 @@ def test_an_optimizer_that_is_not_seen_causes_one_warning(hook: Any, make: Any, 
     assert len(_global_optimizer_pre_hooks) <= hooks
 
 
+def _momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
 @pytest.mark.parametrize(
-    ("compression", "make"),
+    ("compression", "make", "is_given"),
     [
-        (TopK(0.1), torch.optim.SGD),
-        (TopK(0.1, updates=False, momentum=None), torch.optim.Adam),
-        (TopK(0.1, momentum=None), lambda parameters: torch.optim.SGD(parameters, momentum=0.9)),
-        (NoOp(), torch.optim.Adam),
-        (TopK(0.1), lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1, momentum=0.9)),
+        (NoOp(), torch.optim.Adam, True),
+        (TopK(1.0, warmup=None), torch.optim.Adam, True),
+        (DGC(0.1, warmup=None), torch.optim.SGD, True),
+        (TopK(0.1, warmup=None), torch.optim.ASGD, True),
+        (TopK(0.1), _momentum, True),
+        (TopK(0.1), torch.optim.SGD, False),
+        (TopK(0.1, updates=False, momentum=None), torch.optim.Adam, False),
+        (TopK(0.1, momentum=None), _momentum, False),
+        (NoOp(), torch.optim.Adam, False),
+        (
+            TopK(0.1),
+            lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1, momentum=0.9),
+            False,
+        ),
     ],
 )
-def test_an_optimizer_that_is_not_seen_and_would_not_train_better_causes_none(compression: Any, make: Any) -> None:
+def test_an_optimizer_that_is_given_or_would_not_train_better_causes_no_warning(
+    compression: Any, make: Any, is_given: bool
+) -> None:
     model = make_model()
-    register(model, compression)
+    optimizer = make([*model.parameters()])
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        _steps(model, make([*model.parameters()]))
-
-
-def test_an_optimizer_that_is_given_causes_no_warning() -> None:
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    register(model, TopK(0.1), optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+        register(model, compression, optimizer if is_given else None)
         _steps(model, optimizer)
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from driver import exchange, make_pipeline
 from hypothesis import given
 from hypothesis import strategies as st
-from table import ORACLE
 
 from horovod_sparse.compressors.base import BUCKET_BYTES, Compressor
-from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.noop import NoOp
 from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.topk import TopK
@@ -107,23 +103,3 @@ def test_a_parameter_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(wire, "MAX_GATHERED", 20)
     with pytest.raises(ValueError, match=r"bucket 'b' gathers 24 int32 from 4 workers, .* lower ratio"):
         check_limits(layouts_of(parameters[1:], TopK(0.6, warmup=None)), TopK(0.6, warmup=None), 4)
-
-
-@pytest.mark.parametrize("make", [TopK, MiCRO, RandomK])
-def test_a_split_bucket_is_exchanged_as_several_are(monkeypatch: pytest.MonkeyPatch, make: type[Compressor]) -> None:
-    monkeypatch.setattr(wire, "MAX_BUCKET", 25)
-    shapes = {"a": (3, 5), "b": (10,), "c": (25,)}
-    compressor = make(1.0, granularity="model", min_numel=0)
-    workers = [make_pipeline(ORACLE, compressor, shapes, world=2, position=position) for position in range(2)]
-    assert [[slot.name for slot in bucket.layout.slots] for bucket in workers[0].buckets] == [["c"], ["b", "a"]]
-    for worker in workers:
-        worker.start_step()
-        for name, shape in shapes.items():
-            worker.arrive(name, np.ones(shape, np.float32))
-    for buckets in zip(*(worker.buckets for worker in workers), strict=True):
-        for reduced in exchange(ORACLE, workers, buckets):
-            for parts in reduced.values():
-                assert parts is not None and all((values != 0).all() for _, values in parts)
-    for worker in workers:
-        worker.end_step()
-        assert make is MiCRO or all(worker.residuals.view(name).sum() == 0 for name in shapes)

@@ -75,23 +75,6 @@ def test_two_sided_scaling() -> None:
         assert controller.threshold == pytest.approx(2.0 * with_excess**0.02), x
 
 
-def test_another_world_size_takes_the_threshold_over() -> None:
-    compressor = MiCRO(0.1, warmup=None)
-    pipelines = workers(compressor, 2000, 4)
-    rng = np.random.default_rng(2)
-    for _ in range(20):
-        step(pipelines, lambda: gradients("laplace", 2000, rng))
-    resumed = workers(compressor, 2000, 3)
-    for pipeline in resumed:
-        pipeline.load_state_dict(pipelines[0].state_dict())
-    covered = np.zeros(2000, bool)
-    for _ in range(3):
-        for pipeline in resumed:
-            assert isinstance(pipeline.buckets[0].state, MiCROState) and pipeline.buckets[0].state.current > 0
-        covered[step(resumed, lambda: gradients("laplace", 2000, rng))] = True
-    assert covered[:700].any() and covered[700:1400].any() and covered[1400:].any()
-
-
 def test_a_threshold_that_is_far_too_low_starts_again() -> None:
     """After gradients of almost only zeros the threshold has no floor to stand on."""
     compressor = MiCRO(0.1, warmup=None)

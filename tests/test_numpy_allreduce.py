@@ -83,21 +83,6 @@ def test_types_are_kept(dtype: Any) -> None:
             assert reduced[name].dtype == dtype
 
 
-def test_a_saved_state_continues_identically() -> None:
-    first = SparseAllreduce(None, DGC(0.05, warmup=None))
-    for step in range(4):
-        first(local(step))
-    second = SparseAllreduce(None, DGC(0.05, warmup=None))
-    second.load_state_dict(first.state_dict(), local(0))
-    for step in range(4, 8):
-        expected, got = first(local(step)), second(local(step))
-        for name in SHAPES:
-            np.testing.assert_array_equal(got[name], expected[name])
-    second.reset()
-    fresh = SparseAllreduce(None, DGC(0.05, warmup=None))
-    np.testing.assert_array_equal(second(local(9))["weight"], fresh(local(9))["weight"])
-
-
 def test_what_is_refused() -> None:
     compressor: Any = TopK
     with pytest.raises(TypeError, match="compression must be a compressor such as TopK"):

@@ -182,32 +182,6 @@ def test_copy_shares_nothing(backend: Backend) -> None:
     assert not backend.numpy(x).any()
 
 
-def test_bfloat16_gradients_accumulate_in_float32() -> None:
-    ops = tensor_ops()
-    gradient = torch.tensor([1.0, 2.0**-8], dtype=torch.bfloat16)
-    residual = ops.zeros(2, "float32", gradient)
-    for _ in range(300):
-        ops.accumulate(residual, [(0, gradient)])
-    assert residual.tolist() == [300.0, 300 * 2.0**-8]
-
-
-@on_every_backend
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("momentum", [None, Momentum(0.9), Momentum(0.9, 0.8)])
-def test_what_is_added_is_multiplied_by_the_rate(backend: Backend, dtype: type, momentum: Momentum | None) -> None:
-    """Both the product and the sum are rounded. The velocity does not know of the rate."""
-    x, u, g = (np.random.default_rng(seed).normal(size=1000).astype(dtype) for seed in range(3))
-    added, moved, rate = g, u, 0.3
-    if momentum is not None:
-        moved = u * dtype(momentum.factor) + g
-        added = moved if momentum.ahead is None else moved * dtype(momentum.ahead) + g
-    residual, velocity = backend.array(x.copy()), backend.array(u.copy())
-    moving = None if momentum is None else Moving(velocity, momentum)
-    assert backend.ops.accumulate(residual, [(0, backend.array(g))], moving, rate) == [0]
-    np.testing.assert_array_equal(backend.numpy(residual), x + added * dtype(rate))
-    np.testing.assert_array_equal(backend.numpy(velocity), moved)
-
-
 @on_every_backend
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_accumulate_leaves_out_what_is_not_finite_in_the_residual(backend: Backend, dtype: type) -> None:

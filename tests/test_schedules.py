@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import exchange, make_pipeline
 from stairs import Halving
-from table import BACKENDS, gradients
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.micro import MiCRO
@@ -85,36 +83,3 @@ def test_without_warm_up_the_first_step_is_sparse(compressor: Compressor) -> Non
 def test_warm_ups_that_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TopK(**{"ratio": 0.1, **settings})
-
-
-def test_training_begins_dense_and_a_state_goes_on_with_its_step() -> None:
-    backend, rng, world = BACKENDS[0], np.random.default_rng(0), 4
-
-    def make() -> list[Any]:
-        compressor = TopK(0.01, warmup=1.0)
-        return [
-            make_pipeline(backend, compressor, {"p": (1000,)}, world=world, position=position)
-            for position in range(world)
-        ]
-
-    def step(workers: list[Any]) -> tuple[str, int]:
-        """The way, and how many entries a worker sends."""
-        buckets = [one.arrive("p", backend.array(gradients("laplace", 1000, rng))) for one in workers]
-        exchange(backend, workers, buckets)
-        for one in workers:
-            one.end_step()
-        return buckets[0].exchange.title, workers[0].stats().last.total.target
-
-    workers, found = make(), []
-    for number in range(200):
-        if number == 7:
-            states, workers = [one.state_dict() for one in workers], make()
-            for one, state in zip(workers, states, strict=True):
-                one.load_state_dict(state)
-        found.append(step(workers))
-    pairs = [250, 250, 176, 176, 125, 125, 125]
-    assert found[:10] == [("dense", 1000)] * 3 + [("pairs", k) for k in pairs]
-    assert found[-1] == ("pairs", 10)
-    for one in workers:
-        one.reset()
-    assert step(workers) == ("dense", 1000)

@@ -1,4 +1,4 @@
-"""`StatsLog` in one process, with NumPy; in training: parallel/telemetry.py and parallel/tf/telemetry.py."""
+"""`StatsLog` in one process, with NumPy; in training: parallel/telemetry.py."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_lines_hold_what_stats_says(tmp_path: Path) -> None:
-    path = tmp_path / "stats.jsonl"
+    """And the writer gets the same."""
+    path, scalars = tmp_path / "stats.jsonl", Scalars()
     reduce = reduction()
-    log = StatsLog(reduce, path, every=3)
+    log = StatsLog(reduce, path, writer=scalars, every=3)
     train(reduce, log, 6)
     last = reduce.stats().last
     train(reduce, log, 2)
@@ -59,6 +60,10 @@ def test_lines_hold_what_stats_says(tmp_path: Path) -> None:
     assert first == {"format": 1, "package": __version__, "compressor": repr(reduce), "step": 0}
     assert "SIDCo(" in first["compressor"] and "ratio=0.05" in first["compressor"]
     assert [line["step"] for line in written] == [3, 6]
+    numbers = [(name, value, line["step"]) for line in written for name, value in line.items()]
+    assert scalars.given == [
+        (f"horovod_sparse/{name}", *rest) for name, *rest in numbers if name not in ("step", "exchange")
+    ]
     seconds = written[-1].pop("seconds")
     assert 0.0 < seconds < 60.0
     names = {*written[-1]} - {"step", "dense_bytes_sent", "exchange"}
@@ -67,19 +72,6 @@ def test_lines_hold_what_stats_says(tmp_path: Path) -> None:
     expected |= {"step": 6, "dense_bytes_sent": last.dense_bytes_sent, "exchange": last.total.exchange}
     assert written[-1] == expected
     assert written[-1]["residual_norm"] > 0.0 and 0.0 < written[-1]["ratio"] < 0.1
-
-
-def test_the_writer_gets_the_same_numbers(tmp_path: Path) -> None:
-    path, scalars = tmp_path / "stats.jsonl", Scalars()
-    reduce = reduction()
-    train(reduce, StatsLog(reduce, path, writer=scalars, every=2), 4)
-    _, *written = lines(path)
-    assert scalars.given == [
-        (f"horovod_sparse/{name}", line[name], line["step"])
-        for line in written
-        for name in line
-        if name not in ("step", "exchange")
-    ]
 
 
 def test_what_there_is_not_is_null(tmp_path: Path) -> None:

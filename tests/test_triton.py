@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import subprocess
@@ -425,22 +424,6 @@ def test_sums_that_overflow_stay_at_the_largest_number(dtype: type, momentum: An
 # --- receive ---
 
 
-@of_either_width
-def test_messages_are_added_rank_by_rank(dtype: type) -> None:
-    rng, world, capacity, size = np.random.default_rng(5), 3, 40, 100
-    messages, expected = [], np.zeros(size, dtype)
-    for rank in range(world):
-        indices = np.sort(rng.choice(size, 30 + rank, replace=False))
-        values = rng.laplace(size=indices.size).astype(np.float32)
-        messages.append(ORACLE.pack(indices, values, capacity))
-        expected[indices] += values / np.float32(3)
-    gathered = torch.from_numpy(np.concatenate(messages))
-    got = add_up(gathered, world, 3.0, size, WIDE[dtype])
-    np.testing.assert_array_equal(got.numpy(), expected, strict=True)
-    # Entries beyond the result are left out.
-    np.testing.assert_array_equal(add_up(gathered, world, 3.0, 64, WIDE[dtype]).numpy(), expected[:64])
-
-
 def test_parts_of_a_bucket_are_written_as_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some in float64, in any order, and not all of the bucket."""
     rng, used = np.random.default_rng(6), [30, 0, 25]
@@ -488,15 +471,3 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     names = {line.split()[0] for line in done.stdout.splitlines()}
     assert names == {"accumulate", "fit", "count", "histogram", "write", "scatter"}
-
-
-@pytest.mark.full
-def test_gpu_check_runs_without_a_gpu_to_test_itself(tmp_path: Path) -> None:
-    written = tmp_path / "figures.json"
-    options = ("--interpret", "--sizes", "8k", "--repetitions", 1, "--ratios", 0.01, "--json", written)
-    done = run("benchmarks/gpu_check.py", *options)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(written.read_text())
-    assert figures["measured"] is False and "no measurement" in done.stdout
-    assert len(figures["rows"]) == 11 == done.stdout.count("| 8,000 |")
-    assert all(row["seconds"][0] > 0 for row in figures["rows"])

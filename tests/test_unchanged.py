@@ -81,10 +81,13 @@ def _place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(unchanged, "_on_host", lambda flat: False)
 
 
+EMPTY = {f"empty {shape}": lambda shape=shape: torch.zeros(shape) for shape in ((0,), (3, 0, 4))}
+
+
 @pytest.mark.usefixtures("_place")
-@pytest.mark.parametrize("kind", GRADIENTS)
-def test_what_is_left_alone_is_not_changed(kind: str) -> None:
-    _, handed = _handed(GRADIENTS[kind]())
+@pytest.mark.parametrize("make", [*GRADIENTS.values(), *EMPTY.values()], ids=[*GRADIENTS, *EMPTY])
+def test_what_is_left_alone_is_not_changed(make: Callable[[], Tensor]) -> None:
+    _, handed = _handed(make())
     assert first_changed(handed) is None
 
 
@@ -126,10 +129,3 @@ def test_gradients_in_one_memory_are_told_apart() -> None:
     memory[:1000].mul_(2.0)
     assert first_changed(handed_second) is None
     assert first_changed(handed_second | handed_first) is first
-
-
-@pytest.mark.usefixtures("_place")
-@pytest.mark.parametrize("shape", [(0,), (3, 0, 4)])
-def test_without_entries_nothing_changes(shape: tuple[int, ...]) -> None:
-    _, handed = _handed(torch.zeros(shape))
-    assert first_changed(handed) is None

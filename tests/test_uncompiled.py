@@ -32,15 +32,6 @@ def test_the_compiler_sees_what_comes_before_and_after_but_not_the_function() ->
     assert seen == ["sin", "cos"]
 
 
-def test_the_function_keeps_its_name_and_documentation() -> None:
-    @uncompiled
-    def named() -> int:
-        """What it does."""
-        return 3
-
-    assert (named.__name__, named.__doc__, named()) == ("named", "What it does.", 3)
-
-
 def test_importing_the_package_does_not_import_the_compiler() -> None:
     code = "import sys, horovod_sparse.torch; assert 'torch._dynamo' not in sys.modules"
     done = python("-c", code)

@@ -18,23 +18,6 @@ from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.ops.protocol import Half
 
-# Indices of a message for a bucket of 8, and whether they are as required.
-DAMAGED: dict[str, tuple[list[int], bool]] = {
-    "some": ([0, 3, -1, -1], True),
-    "none": ([-1, -1], True),
-    "full": ([5, 6, 7], True),
-    "descending": ([3, 2, -1], False),
-    "twice": ([3, 3, -1], False),
-    "gap": ([3, -1, 5], False),
-    "padding first": ([-1, 5], False),
-    "beyond": ([3, 8], False),
-    "far beyond": ([2**31 - 1], False),
-    "negative": ([3, -3], False),
-    "negative first": ([-3, -1], False),
-    "negative last": ([3, -1, -3], False),
-    "not finite, late": ([3, -2], False),
-}
-
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 
 
@@ -179,19 +162,6 @@ def test_gathered_messages_split_in_rank_order(backend: Backend) -> None:
     np.testing.assert_array_equal([backend.numpy(part)[0, 0] for part in parts], [0, 8, 16])
     with pytest.raises(ValueError, match="equal"):
         wire.split(gathered, 5)
-
-
-@pytest.mark.parametrize(("indices", "right"), DAMAGED.values(), ids=DAMAGED)
-@on_every_backend
-def test_one_order_of_indices_is_right(backend: Backend, indices: list[int], right: bool) -> None:
-    message = np.zeros((len(indices), 2), np.int32)
-    message[:, 0] = indices
-    expected = sum(index >= 0 for index in indices) if right else None
-    other = np.array([[1, 7], [4, 7], [-1, 0], [-1, 0]], np.int32)[: len(indices)]
-    not_finite = np.array([[-2, 0], [4, 7], [4, 7], [-1, 0]], np.int32)[: len(indices)]
-    messages = backend.array(np.concatenate([other, message, not_finite]))
-    used = backend.ops.rows_in_use(messages, 3, 8)
-    assert used == [min(2, len(indices)), expected, wire.NOT_FINITE]
 
 
 @on_every_backend

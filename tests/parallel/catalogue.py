@@ -40,21 +40,22 @@ MODULES = {
         "tf.disagreement",
         "tf.parameters",
         "tf.uneven",
-        "tf.telemetry",
     ),
     "ddp": (
         "ddp.hook",
-        "ddp.momentum",
-        "ddp.local",
+        "momentum",
+        "local",
+        "updates",
         "ddp.updates",
-        "ddp.detached",
-        "ddp.uneven",
-        "ddp.compiled",
-        "ddp.telemetry",
+        "detached",
+        "uneven",
+        "scaling",
+        "compiled",
     ),
 }
 
 
 def scenarios(framework: str) -> dict[str, Scenario]:
     """Those of a framework, by name."""
-    return scenarios_of(import_module(f".{name}", __package__) for name in MODULES[framework])
+    known = scenarios_of(import_module(f".{name}", __package__) for name in MODULES[framework])
+    return {name: one for name, one in known.items() if any(launch.framework == framework for launch in one.launches)}

@@ -7,37 +7,35 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import horovod.torch as hvd
+import horovod.torch
 import numpy as np
 import torch
 from backend import ORACLE
 from driver import dense_sum, exchange, make_pipeline
 from torch import Tensor, nn
+from torch.distributed import is_torchelastic_launched
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 import horovod_sparse.torch as adapter
 from horovod_sparse.core.pipeline import Pipeline
 
+from .ddp import ranks
 from .makers import MakeCompression, makers
 from .scenario import raised as raised
 
+IN_DDP = is_torchelastic_launched()
+hvd: Any = ranks if IN_DDP else horovod.torch
+"""What tells the rank and gathers: of a launch by torchrun, `torch.distributed`."""
+BUCKET_MIB = 0.01
+"""Of DDP's buckets. Ours are others."""
 BUCKET_BYTES = 40_000
 """Puts the weights of `small_model` into three buckets."""
 
 COMPRESSORS: dict[str, MakeCompression] = {
-    **{
-        name: partial(make, adapter)
-        for name, make in makers(0.01, DGC={"momentum": 0.0}, Threshold={"threshold": 0.05}).items()
-    },
-    "SIDCo-gamma": partial(adapter.SIDCo, 0.01, distribution="gamma", warmup=None),
-    "SIDCo-gpareto": partial(adapter.SIDCo, 0.01, distribution="gpareto", warmup=None),
-    "RedSync-bisect": partial(adapter.RedSync, 0.01, method="bisect", warmup=None),
-    "RandomK-own": partial(adapter.RandomK, 0.01, exchange=adapter.Pairs(), warmup=None),
-    "RandomBlock-own": partial(adapter.RandomBlock, 0.01, exchange=adapter.Pairs(), blocks=4, warmup=None),
-    "TopK-union": partial(adapter.TopK, 0.01, exchange=adapter.Union(), warmup=None),
-    "SIDCo-bfloat16": partial(adapter.SIDCo, 0.01, exchange=adapter.Pairs("bfloat16"), warmup=None),
-    "SIDCo-balanced": partial(adapter.SIDCo, 0.01, exchange=adapter.Balanced(), warmup=None),
+    name: partial(make, adapter)
+    for name, make in makers(0.01, DGC={"momentum": 0.0}, Threshold={"threshold": 0.05}).items()
 }
 
 
@@ -121,6 +119,20 @@ def wrap(model: nn.Module, compression: Any, *, lr: float = 0.05, momentum: floa
     return hvd.DistributedOptimizer(
         sgd, named_parameters=model.named_parameters(), compression=compression, **arguments
     )
+
+
+def distributed(model: nn.Module, optimizer: Any, compression: Any = None, **arguments: Any) -> tuple[nn.Module, Any]:
+    """Make training distributed, with DDP or with Horovod, which take the arguments; dense if there is no compression.
+
+    Return the model to call and the optimizer to step.
+    """
+    if IN_DDP:
+        wrapped = DistributedDataParallel(model, **{"bucket_cap_mb": BUCKET_MIB, **arguments})
+        if compression is not None:
+            adapter.register(wrapped, compression, optimizer)
+        return wrapped, optimizer
+    compression = hvd.Compression.none if compression is None else compression
+    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression, **arguments)
 
 
 # --- gradients that are known exactly ---

@@ -1,24 +1,212 @@
-"""Scenarios: detached error feedback with Horovod's optimizer."""
+"""Scenarios: detached error feedback, with Horovod and with `DistributedDataParallel`."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
-import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
 
-from . import detached_laws
-from .common import assert_identical
-from .scenario import MPI, scenario
+from horovod_sparse.torch import Balanced, LocalUpdates, MomentumCorrection, RandomBlock, TopK
+
+from .common import assert_identical, digest, distributed, hvd, normals, raised
+from .scenario import MPI, TORCHRUN, scenario
+
+SHAPES = {"first": (40, 50), "second": (3000,), "small": (30,)}
+RATES = (0.1, 0.1, 0.2, 0.05, 0.05, 0.1)
 
 
-@scenario(*MPI, cases=detached_laws.LAWS)
+class Bowl(nn.Module):
+    """Half the squared distance of its parameters from a point, so that gradients are parameters less that point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, points: Mapping[str, Tensor]) -> Tensor:
+        return sum((getattr(self, name) - point).square().sum() / 2 for name, point in points.items())
+
+
+def _points(step: int) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(normals(shape, step=step, rank=hvd.rank())) for name, shape in SHAPES.items()}
+
+
+def _values(bowl: Bowl) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in bowl.named_parameters()}
+
+
+def gradients_are_those_of_moved_parameters(
+    settings: dict[str, Any], momentum: float = 0.0, with_closure: bool = False
+) -> Bowl:
+    """The gradient is that at `x - c eta e`, and the step begins at x, bit by bit."""
+    bowl = Bowl()
+    compression = RandomBlock(0.1, seed=3, warmup=None, **settings)
+    inner = torch.optim.SGD(bowl.parameters(), lr=RATES[0], momentum=momentum)
+    model, optimizer = distributed(bowl, inner, compression)
+    c = 0.5 if compression.detached == "auto" else compression.detached
+    seen: dict[str, Tensor] = {}
+    for name, parameter in bowl.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: seen.__setitem__(name, gradient.clone()))
+    at_step: list[dict[str, Tensor]] = []
+    optimizer.register_step_pre_hook(lambda *_: at_step.append(_values(bowl)))
+    for step, rate in enumerate(RATES):
+        optimizer.param_groups[0]["lr"] = rate
+        unit = 1.0 if compression.in_updates or compression.updates is True else rate
+        kept = compression.state_dict()["residuals"] if step else {}
+        assert not step or any(residual.any() for residual in kept.values())
+        before, points = _values(bowl), _points(step)
+
+        def closure(points: dict[str, Tensor] = points) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(points)
+            loss.backward()
+            return loss
+
+        if with_closure:
+            optimizer.step(closure)
+        else:
+            closure()
+            at_step.clear()
+            optimizer.step()
+            torch.testing.assert_close(at_step[-1], before, rtol=0.0, atol=0.0)
+        for name in SHAPES:
+            moved = before[name] - c * unit * kept.get(name, 0.0)
+            torch.testing.assert_close(seen[name], moved - points[name], rtol=1e-5, atol=1e-6)
+    return bowl
+
+
+def others_see_the_parameters_themselves() -> Bowl:
+    """Evaluations, states and copies of the model see x, also between a forward pass and the step."""
+    bowl = Bowl()
+    model, optimizer = distributed(bowl, torch.optim.SGD(bowl.parameters(), lr=0.1), TopK(0.1, warmup=None))
+
+    def begin(step: int) -> str:
+        """Return the digest of x after a step and a forward pass, which moves the parameters."""
+        for number in (step, step + 1):
+            optimizer.zero_grad()
+            before = digest(bowl.parameters())
+            loss = model(_points(number))
+            if number == step:
+                loss.backward()
+                optimizer.step()
+        assert digest(bowl.parameters()) != before
+        return before
+
+    for number, look in enumerate(
+        (
+            lambda: (model.eval(), model(_points(0)), model.train()),
+            lambda: torch.no_grad()(model)(_points(0)),
+            model.state_dict,
+            bowl.state_dict,
+        )
+    ):
+        expected = begin(2 * number)
+        look()
+        assert digest(bowl.parameters()) == expected, number
+    # What somebody writes meanwhile stays.
+    begin(10)
+    with torch.no_grad():
+        bowl.first.fill_(3.0)
+    optimizer.zero_grad()
+    bowl.state_dict()
+    assert bool((bowl.first == 3.0).all())
+    # Copies have none of it.
+    for other in (copy.deepcopy(bowl), pickle.loads(pickle.dumps(bowl))):
+        first = other.first.detach().clone()
+        other(_points(1))
+        assert torch.equal(first, other.first)
+    return bowl
+
+
+def none_where_it_is_off(settings: dict[str, Any], make: Any = torch.optim.SGD) -> Bowl:
+    bowl = Bowl()
+    model, optimizer = distributed(bowl, make(bowl.parameters()), TopK(0.1, warmup=None, **settings))
+    for step in range(3):
+        optimizer.zero_grad()
+        before = digest(bowl.parameters())
+        loss = model(_points(step))
+        assert digest(bowl.parameters()) == before
+        loss.backward()
+        optimizer.step()
+    return bowl
+
+
+def it_ends_where_gradients_are_changed(change: Callable[[Bowl], None]) -> Bowl:
+    """Residuals then have another unit than updates."""
+    bowl = Bowl()
+    model, optimizer = distributed(bowl, torch.optim.SGD(bowl.parameters(), lr=0.1), TopK(0.1, warmup=None))
+    moved = []
+    for step in range(6):
+        optimizer.zero_grad()
+        before = digest(bowl.parameters())
+        loss = model(_points(step))
+        moved.append(digest(bowl.parameters()) != before)
+        loss.backward()
+        if hasattr(optimizer, "synchronize"):
+            optimizer.synchronize()
+        if step == 3:
+            change(bowl)
+        with optimizer.skip_synchronize() if hasattr(optimizer, "synchronize") else nullcontext():
+            optimizer.step()
+    assert moved == [False, True, True, True, False, False]
+    return bowl
+
+
+def _clip(bowl: Bowl) -> None:
+    nn.utils.clip_grad_norm_(bowl.parameters(), 0.1)
+
+
+def _scale(bowl: Bowl) -> None:
+    for parameter in bowl.parameters():
+        parameter.grad.data /= 1024
+
+
+class Plain(torch.optim.Optimizer):
+    """Steps against the sign of the gradient, which no residual knows."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.1 * parameter.grad.sign()
+
+
+GRADIENTS = gradients_are_those_of_moved_parameters
+LAWS: dict[str, tuple[Any, ...]] = {
+    "gradients": (GRADIENTS, {}),
+    "gradients, 0.75": (GRADIENTS, {"detached": 0.75}),
+    "gradients, lr in residual": (GRADIENTS, {"lr_in_residual": True}),
+    "gradients, updates": (GRADIENTS, {"updates": True}),
+    "gradients, momentum of the optimizer": (GRADIENTS, {}, 0.9),
+    "gradients, closure": (GRADIENTS, {}, 0.0, True),
+    "gradients, closure and momentum": (GRADIENTS, {}, 0.9, True),
+    "gradients, closure and updates": (GRADIENTS, {"updates": True}, 0.0, True),
+    "gradients, momentum": (GRADIENTS, {"momentum": MomentumCorrection(0.9, masking=False), "granularity": "layer"}),
+    "others": (others_see_the_parameters_themselves,),
+    "off, 0": (none_where_it_is_off, {"detached": 0.0}),
+    "off, balanced": (none_where_it_is_off, {"exchange": Balanced()}),
+    "off, residual": (none_where_it_is_off, {"residual": False}),
+    "off, propagate": (none_where_it_is_off, {"not_finite": "propagate"}),
+    "off, signs": (none_where_it_is_off, {}, Plain),
+    "ends, clipping": (it_ends_where_gradients_are_changed, _clip),
+    "ends, scaling by hand": (it_ends_where_gradients_are_changed, _scale),
+}
+
+
+@scenario(*MPI, *TORCHRUN, cases=LAWS)
 def detached_error_feedback(law: Any, *arguments: Any) -> None:
-    models = []
+    assert_identical(law(*arguments))
 
-    def wrap(model: Any, optimizer: Any, compression: Any) -> tuple[Any, Any]:
-        models.append(model)
-        return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
 
-    law(wrap, hvd.rank(), *arguments)
-    for model in models:
-        assert_identical(model)
+@scenario(*MPI, *TORCHRUN)
+def local_updates_with_it_are_refused() -> None:
+    bowl = Bowl()
+    optimizer = torch.optim.SGD(bowl.parameters(), lr=0.1)
+    assert "with local updates" in raised(ValueError, lambda: LocalUpdates(optimizer, bowl, TopK(0.1, detached=0.5)))

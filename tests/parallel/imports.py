@@ -1,74 +1,76 @@
-"""Train a little with Horovod imported in one of several ways; each must reach the same extended optimizer.
+"""Reduce a little with Horovod imported in one of several ways; each must reach the same extended optimizer or tape.
 
-python -m parallel.imports CASE
+python -m parallel.imports FRAMEWORK CASE
 """
-
-# ruff: noqa: I001  The order of the imports is what is tested.
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
-import torch
-
-
-def _horovod_first() -> tuple[Any, Any, Any]:
-    import horovod.torch as hvd
-    from horovod_sparse.torch import TopK
-
-    return hvd, hvd.DistributedOptimizer, TopK(0.01, granularity="layer", warmup=None)
-
-
-def _ours_first() -> tuple[Any, Any, Any]:
-    from horovod_sparse.torch import TopK
-    import horovod.torch as hvd
-
-    return hvd, hvd.DistributedOptimizer, TopK(0.01, granularity="layer", warmup=None)
-
-
-def _ours_only() -> tuple[Any, Any, Any]:
-    import horovod_sparse.torch as hvd
-
-    return hvd, hvd.DistributedOptimizer, hvd.TopK(0.01, granularity="layer", warmup=None)
-
-
-def _function_first() -> tuple[Any, Any, Any]:
-    from horovod.torch import DistributedOptimizer
-
-    import horovod_sparse.torch as hvd
-
-    return hvd, DistributedOptimizer, hvd.TopK(0.01, granularity="layer", warmup=None)
-
+import numpy as np
 
 CASES = {
-    "horovod_first": _horovod_first,
-    "ours_first": _ours_first,
-    "ours_only": _ours_only,
-    "function_first": _function_first,
+    "horovod_first": (("horovod", "horovod_sparse"), "horovod"),
+    "ours_first": (("horovod_sparse", "horovod"), "horovod"),
+    "ours_only": (("horovod_sparse",), "horovod_sparse"),
+    "function_first": (("horovod", "horovod_sparse"), "horovod"),
 }
+"""The packages whose adapters are imported, in this order, and the one that is used."""
 
 
-def main(case: str) -> None:
-    hvd, distributed_optimizer, compression = CASES[case]()
-    hvd.init()
-    torch.manual_seed(1)
-    model = torch.nn.Linear(40, 30)
-    optimizer = distributed_optimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression=compression
-    )
-    for step in range(3):
+def _torch(wrap: Any, compression: Any) -> Callable[[np.ndarray], np.ndarray]:
+    import torch
+
+    weight = torch.nn.Parameter(torch.zeros(40, 30))
+    optimizer = wrap(torch.optim.SGD([weight], lr=0.1), [("weight", weight)], compression=compression)
+
+    def reduced(gradient: np.ndarray) -> np.ndarray:
         optimizer.zero_grad(set_to_none=True)
-        torch.manual_seed(100 * step + hvd.rank())
-        model(torch.randn(8, 40)).square().mean().backward()
+        (weight * torch.from_numpy(gradient)).sum().backward()
         optimizer.step()
-    assert 12 <= int(model.weight.grad.count_nonzero()) <= 12 * hvd.size(), (
-        "every rank sends a hundredth of 1200 entries"
-    )
-    gathered = hvd.allgather(model.weight.detach().view(1, -1))
-    assert bool((gathered == gathered[0]).all())
+        return weight.grad.numpy()
+
+    return reduced
+
+
+def _tensorflow(wrap: Any, compression: Any) -> Callable[[np.ndarray], np.ndarray]:
+    import tensorflow as tf
+
+    weight = tf.Variable(tf.zeros((40, 30)), name="weight")
+
+    def reduced(gradient: np.ndarray) -> np.ndarray:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * gradient)
+        return wrap(tape, compression=compression).gradient(loss, [weight])[0].numpy()
+
+    return reduced
+
+
+FRAMEWORKS = {"torch": ("DistributedOptimizer", _torch), "tensorflow": ("DistributedGradientTape", _tensorflow)}
+
+
+def main(framework: str, case: str) -> None:
+    function, make = FRAMEWORKS[framework]
+    order, used = CASES[case]
+    modules = {}
+    for package in order:
+        modules[package] = import_module(f"{package}.{framework}")
+        if package == order[0]:
+            early = getattr(modules[package], function)
+    hvd = modules[used]
+    wrap = early if case == "function_first" else getattr(hvd, function)
+    hvd.init()
+    compression = modules["horovod_sparse"].TopK(0.01, granularity="layer", warmup=None)
+    reduce = make(wrap, compression)
+    for step in range(3):
+        reduced = reduce(np.random.default_rng((step, hvd.rank())).normal(size=(40, 30)).astype(np.float32))
+        assert 12 <= np.count_nonzero(reduced) <= 12 * hvd.size(), "every rank sends a hundredth of 1200 entries"
+        assert all((one == reduced).all() for one in hvd.allgather_object(reduced))
     print(f"{case} works")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

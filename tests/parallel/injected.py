@@ -149,17 +149,6 @@ class Faulty:
 
         setattr(owner, name, call)
 
-    def after(self, owner: Any, name: str) -> None:
-        """Let it happen when a function of the package has returned."""
-        function = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            self.happen()
-            return result
-
-        setattr(owner, name, call)
-
 
 def wait_for(file: Path) -> None:
     """Wait until another rank has made a file."""

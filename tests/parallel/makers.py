@@ -13,14 +13,29 @@ MakeCompression = Callable[..., Any]
 """Makes one compressor; every optimizer and every training loop needs its own."""
 
 
+VARIANTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "SIDCo-gamma": lambda adapter: {"distribution": "gamma"},
+    "SIDCo-gpareto": lambda adapter: {"distribution": "gpareto"},
+    "RedSync-bisect": lambda adapter: {"method": "bisect"},
+    "RandomK-own": lambda adapter: {"exchange": adapter.Pairs()},
+    "RandomBlock-own": lambda adapter: {"exchange": adapter.Pairs(), "blocks": 4},
+    "TopK-union": lambda adapter: {"exchange": adapter.Union()},
+    "SIDCo-bfloat16": lambda adapter: {"exchange": adapter.Pairs("bfloat16")},
+    "SIDCo-balanced": lambda adapter: {"exchange": adapter.Balanced()},
+}
+"""Classes with other settings than the defaults."""
+
+
 def makers(ratio: float, **more: dict[str, Any]) -> dict[str, MakeCompression]:
-    """Name of a class -> make(adapter, **settings); `more` are arguments of some classes beside the ratio.
+    """Name of a class or variant -> make(adapter, **settings); `more` are arguments of some classes beside the ratio.
 
     They have this ratio from the first step on, unless `settings` have a warm-up.
     """
 
     def make(name: str, adapter: ModuleType, **settings: Any) -> Any:
-        arguments = {} if name == "NoOp" else {"ratio": ratio}
-        return getattr(adapter, name)(**{"warmup": None, **arguments, **more.get(name, {}), **settings})
+        cls = name.partition("-")[0]
+        arguments = {} if cls == "NoOp" else {"ratio": ratio}
+        own = VARIANTS[name](adapter) if name in VARIANTS else more.get(cls, {})
+        return getattr(adapter, cls)(**{"warmup": None, **arguments, **own, **settings})
 
-    return {cls.__name__: partial(make, cls.__name__) for cls in COMPRESSORS}
+    return {name: partial(make, name) for name in (*(cls.__name__ for cls in COMPRESSORS), *VARIANTS)}

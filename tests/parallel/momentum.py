@@ -3,67 +3,124 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
-import horovod.torch as hvd
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from horovod_sparse.torch import DGC, MomentumCorrection, NoOp, SIDCo, TopK
 
 from .common import (
     BUCKET_BYTES,
+    IN_DDP,
     assert_close,
     assert_identical,
     digest,
+    distributed,
+    hvd,
     loss_of,
-    overflowing,
+    normals,
     raised,
     small_model,
     train,
     wrap,
 )
-from .scenario import MPI, MPI_2, PAIR, scenario
-from .sgd import SETTINGS, Training, buffers_of, groups_of
+from .ddp.common import Exact
+from .scenario import MPI, MPI_2, PAIR, TORCHRUN, TORCHRUN_2, scenario
+
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "nesterov and decay": ({"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},),
+    "heavy ball": ({"momentum": 0.9},),
+    "decay": ({"momentum": 0.9, "weight_decay": 0.1},),
+    "nesterov": ({"momentum": 0.9, "nesterov": True},),
+    "maximize": ({"momentum": 0.8, "weight_decay": 0.1, "maximize": True},),
+}
 
 
-def _make(model: nn.Module, optimizer: torch.optim.Optimizer, compression: Any) -> tuple[nn.Module, Any]:
-    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+def groups_of(model: nn.Module, **settings: Any) -> torch.optim.SGD:
+    """SGD with two groups of parameters. Those of the second have another momentum and learning rate."""
+    parameters = list(model.parameters())
+    second = {"params": parameters[3:], "momentum": settings["momentum"] / 2, "lr": 0.03}
+    return torch.optim.SGD([{"params": parameters[:3]}, second], lr=0.05, **settings)
 
 
-@scenario(*PAIR, cases=SETTINGS)
+def buffers_of(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, Tensor]:
+    """The velocities that an optimizer holds, by parameter."""
+    return {p: one["momentum_buffer"] for p, one in optimizer.state.items() if one.get("momentum_buffer") is not None}
+
+
+@scenario(*PAIR, TORCHRUN_2, cases=SETTINGS)
 def everything_sent_is_the_stock_optimizer(settings: dict[str, Any]) -> None:
-    """With two groups, and a schedule of rates and momenta; some gradients are missing."""
-    dense, sparse = (
-        Training(model, groups_of(model, **settings), compression, _make)
-        for model, compression in (
-            (small_model(), hvd.Compression.none),
-            (small_model(), NoOp(granularity=BUCKET_BYTES)),
+    """With two groups, and a schedule of rates and momenta. With Horovod some gradients are missing."""
+    models, optimizers = (small_model(), small_model()), []
+    for model, compression in zip(models, (None, NoOp(granularity=BUCKET_BYTES)), strict=True):
+        called, optimizer = distributed(model, groups_of(model, **settings), compression)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, [0.06, 0.03], total_steps=40, base_momentum=0.5, max_momentum=0.9
         )
-    )
-    for step in range(12):
-        for one in (dense, sparse):
-            called = nn.Sequential(*one.model[:2], *one.model[4:]) if step % 4 == 3 else one.model
-            one.step(lambda _, called=called, step=step: loss_of(called, step))
-    assert_close(sparse.model, dense.model)
-    assert_identical(sparse.model)
+        for step in range(12):
+            shorter = step % 4 == 3 and not IN_DDP
+            train(nn.Sequential(*model[:2], *model[4:]) if shorter else called, optimizer, [step])
+            schedule.step()
+        optimizers.append(optimizer)
+    assert_close(models[1], models[0])
+    assert_identical(models[1])
     # What the optimizer keeps is the velocity of the weight decay alone.
-    assert bool(buffers_of(sparse.optimizer)) == ("weight_decay" in settings)
+    assert bool(buffers_of(optimizers[1])) == ("weight_decay" in settings)
 
 
-@scenario(*MPI)
+@scenario(*MPI, *TORCHRUN)
 def it_is_momentum_correction_in_units_of_the_update() -> None:
-    model, other = small_model(), small_model()
-    moved = TopK(0.02, granularity=BUCKET_BYTES)
-    explicit = TopK(
-        0.02, granularity=BUCKET_BYTES, momentum=MomentumCorrection(0.9, masking=False), lr_in_residual=True
-    )
-    optimizers = wrap(model, moved, momentum=0.9), wrap(other, explicit, momentum=0.0)
-    for step in range(15):
-        for one, optimizer in zip((model, other), optimizers, strict=True):
+    models, explicit = (small_model(), small_model()), MomentumCorrection(0.9, masking=False)
+    for model, momentum in zip(models, (0.9, 0.0), strict=True):
+        settings = {} if momentum else {"momentum": explicit, "lr_in_residual": True}
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+        called, optimizer = distributed(model, sgd, TopK(0.02, granularity=BUCKET_BYTES, **settings))
+        for step in range(15):
             optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 20)
-            train(one, optimizer, [step])
-    assert digest(model.parameters()) == digest(other.parameters())
+            train(called, optimizer, [step])
+    assert digest(models[0].parameters()) == digest(models[1].parameters())
+    assert_identical(models[0])
+
+
+@scenario(*MPI, *TORCHRUN)
+def learning_rate_in_the_residual_is_mem_sgd() -> None:
+    """x_{t+1} = x_t - g_t, g_t = top_k(m_t + eta_t grad), m_{t+1} = m_t + eta_t grad - g_t, on every worker, by hand."""
+    size = 400
+    model = Exact({"weight": (size,)})
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    called, optimizer = distributed(model, sgd, TopK(0.05, lr_in_residual=True, warmup=None))
+    memories, x = np.zeros((hvd.size(), size)), np.zeros(size)
+    for step, eta in enumerate([0.5, 0.5, 0.05, 0.2, 0.1]):
+        optimizer.param_groups[0]["lr"] = eta
+        optimizer.zero_grad()
+        called({"weight": normals((size,), step=step, rank=hvd.rank())}).backward()
+        optimizer.step()
+        for rank in range(hvd.size()):
+            memories[rank] += eta * normals((size,), step=step, rank=rank)
+            chosen = np.argsort(-np.abs(memories[rank]))[:20]
+            x[chosen] -= memories[rank][chosen] / hvd.size()
+            memories[rank][chosen] = 0.0
+        np.testing.assert_allclose(model.weight.detach().numpy(), x, rtol=1e-4, atol=1e-6)
+
+
+@scenario(TORCHRUN_2)
+def a_step_that_raises_leaves_the_momentum_in_place() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    called, _ = distributed(model, optimizer, TopK(0.02))
+
+    def interrupt(*ignored: Any) -> None:
+        raise RuntimeError("interrupted")
+
+    train(called, optimizer, range(2))
+    handle = optimizer.register_step_pre_hook(interrupt)
+    raised(RuntimeError, lambda: train(called, optimizer, [2]))
+    handle.remove()
+    assert optimizer.param_groups[0]["momentum"] == 0.9 and optimizer.param_groups[0]["weight_decay"] == 0.1
+    train(called, optimizer, range(3, 5))
     assert_identical(model)
 
 
@@ -83,12 +140,12 @@ def a_checkpoint_with_momentum_in_the_optimizer_goes_on() -> None:
     assert_close(again, model)
 
 
-@scenario(MPI_2)
+@scenario(MPI_2, TORCHRUN_2)
 def its_state_goes_on() -> None:
     def make() -> tuple[nn.Module, Any, Any]:
         model, compression = small_model(), SIDCo(0.02, granularity=BUCKET_BYTES)
         sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)
-        return model, _make(model, sgd, compression)[1], compression
+        return *distributed(model, sgd, compression), compression
 
     model, optimizer, compression = make()
     train(model, optimizer, range(6))
@@ -99,31 +156,6 @@ def its_state_goes_on() -> None:
     for one, its in ((model, optimizer), (again, second)):
         train(one, its, range(6, 10))
     assert digest(again.parameters()) == digest(model.parameters())
-
-
-@scenario(MPI_2)
-def a_step_that_a_scaler_leaves_out_leaves_no_trace() -> None:
-    """On all workers, as in dense training: the velocities of weight decay and gradients stay as they are."""
-
-    def run(compression: Any) -> nn.Module:
-        model = overflowing()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
-        optimizer = _make(model, sgd, compression)[1]
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        if compression is not hvd.Compression.none:
-            compression.scale_with(scaler)
-        for step in range(8):
-            optimizer.zero_grad()
-            model.overflows = step == 4 and hvd.rank() == 1
-            scaler.scale(loss_of(model, step)).backward()
-            optimizer.synchronize()
-            scaler.unscale_(optimizer)
-            with optimizer.skip_synchronize():
-                scaler.step(optimizer)
-            scaler.update()
-        return model
-
-    assert_close(run(NoOp(granularity=BUCKET_BYTES)), run(hvd.Compression.none))
 
 
 @scenario(MPI_2)
@@ -158,7 +190,7 @@ def it_stays_in_the_optimizer_where_it_cannot_move() -> None:
     # Embeddings with sparse gradients have no velocity before the selection.
     embedding = nn.Embedding(100, 8, sparse=True)
     sgd, compression = torch.optim.SGD(embedding.parameters(), lr=0.1, momentum=0.9), TopK(0.1)
-    optimizer = _make(embedding, sgd, compression)[1]
+    optimizer = distributed(embedding, sgd, compression)[1]
     embedding(torch.tensor([1, 5])).sum().backward()
     optimizer.step()
     assert compression.momentum_correction is None and buffers_of(optimizer)
@@ -171,7 +203,7 @@ def it_stays_in_the_optimizer_where_it_cannot_move() -> None:
 def what_it_cannot_honour_is_refused() -> None:
     def make(compression: Any, **settings: Any) -> None:
         model = small_model()
-        _make(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **settings), compression)
+        distributed(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **settings), compression)
 
     message = raised(ValueError, lambda: make(SIDCo(0.1), dampening=0.5))
     assert message.startswith(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -13,12 +12,7 @@ from stairs import Halving, dense_until
 
 from horovod_sparse.torch import (
     DGC,
-    MiCRO,
     MomentumCorrection,
-    NoOp,
-    SIDCo,
-    TopK,
-    Union,
 )
 
 from .common import (
@@ -27,7 +21,6 @@ from .common import (
     MakeCompression,
     assert_close,
     assert_identical,
-    digest,
     everyone,
     gradient_of,
     loss_of,
@@ -53,15 +46,9 @@ def _local(step: int, rank: int) -> dict[str, np.ndarray]:
 
 _NUMPY_MAKERS: dict[str, Any] = {
     **makers(0.05, Threshold={"threshold": 2.5}),
-    "TopK-union": lambda library, **s: library.TopK(0.05, exchange=library.Union(), warmup=None, **s),
-    "TopK-bfloat16": lambda library, **s: library.TopK(0.05, exchange=library.Pairs("bfloat16"), warmup=None, **s),
-    "TopK-balanced": lambda library, **s: library.TopK(0.05, exchange=library.Balanced(), warmup=None, **s),
-    "SIDCo-gamma": lambda library, **s: library.SIDCo(0.05, distribution="gamma", warmup=None, **s),
-    "SIDCo-gpareto": lambda library, **s: library.SIDCo(0.05, distribution="gpareto", warmup=None, **s),
     "DGC-schedule": lambda library, **s: library.DGC(
         Halving(0.25, 0.01), momentum=MomentumCorrection(nesterov=True), clip=10.0, **s
     ),
-    "RandomK-own": lambda library, **s: library.RandomK(0.05, exchange=library.Pairs(), warmup=None, **s),
     "warm-up": lambda library, **s: library.TopK(0.05, **s),
 }
 
@@ -179,23 +166,6 @@ def second_rounds_overlap(make: MakeCompression) -> None:
     assert_identical(model)
 
 
-@scenario(*EVERYWHERE, cases={"RandomK": (COMPRESSORS["RandomK"],), "RandomBlock": (COMPRESSORS["RandomBlock"],)})
-def shared_indices_are_not_sent(make: MakeCompression) -> None:
-    parameters = zeros(SHAPES)
-    compression = make(granularity="model")
-    optimizer = wrap_parameters(parameters, compression, op=hvd.Sum)
-    with Spy() as spy:
-        for step in range(3):
-            spy.take()
-            reduce(optimizer, parameters, _local(step, hvd.rank()))
-            started = [(kind, shape) for kind, _, shape in spy.take() if kind != "wait"]
-            if step == 0:
-                continue  # The ranks compare their settings first.
-            size = sum(int(np.prod(SHAPES[name])) for name in ("first", "second", "third"))
-            # The small parameter's own allreduce is the other one.
-            assert sorted(started) == sorted([("sum", (int(0.01 * size) + 17,)), ("sum", (30,))])
-
-
 # --- policies ---
 
 
@@ -218,43 +188,6 @@ def a_warm_up_begins_with_dense_training(make: MakeCompression) -> None:
 
 
 # --- momentum before the selection, the learning rate in the residual ---
-
-
-@scenario(*MPI, cases={"heavy-ball": (False,), "nesterov": (True,)})
-def unmasked_momentum_at_ratio_one_is_momentum_sgd(nesterov: bool) -> None:
-    # Of all parameters: those that are reduced dense get their momentum after the reduction.
-    dense, corrected = small_model(), small_model()
-    sgd = torch.optim.SGD(dense.parameters(), lr=0.05, momentum=0.9, nesterov=nesterov)
-    train(dense, hvd.DistributedOptimizer(sgd, dense.named_parameters()), range(10))
-    compression = NoOp(momentum=MomentumCorrection(0.9, nesterov, masking=False), granularity=BUCKET_BYTES)
-    train(corrected, wrap(corrected, compression, momentum=0.0), range(10))
-    assert_close(corrected, dense)
-    assert_identical(corrected)
-
-
-@scenario(
-    *EVERYWHERE,
-    cases={
-        "DGC": (DGC,),
-        "SIDCo": (partial(SIDCo, momentum=MomentumCorrection(), warmup=None),),
-        "no residual": (partial(TopK, momentum=MomentumCorrection(), exclude=["*"], warmup=None),),
-    },
-)
-def corrected_momentum_trains_alike_and_resumes(make: Any) -> None:
-    model = small_model()
-    compression = make(0.01, granularity=BUCKET_BYTES)
-    optimizer = wrap(model, compression, momentum=0.0)
-    train(model, optimizer, range(20))
-    assert_identical(model)
-    saved, weights = compression.state_dict(), {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert set(saved["velocities"]) == {name for name, _ in model.named_parameters()}
-    train(model, optimizer, range(20, 25))
-    again, other = small_model(), make(0.01, granularity=BUCKET_BYTES)
-    second = wrap(again, other, momentum=0.0)
-    again.load_state_dict(weights)
-    other.load_state_dict(saved)
-    train(again, second, range(20, 25))
-    assert digest(again.parameters()) == digest(model.parameters())
 
 
 @scenario(MPI_2)
@@ -293,27 +226,6 @@ def sparse_gradients_with_corrected_momentum_are_refused() -> None:
     step(*optimizer(True))
 
 
-@scenario(*MPI)
-def learning_rate_in_the_residual_is_mem_sgd() -> None:
-    # x_{t+1} = x_t - g_t, g_t = top_k(m_t + eta_t grad), m_{t+1} = m_t + eta_t grad - g_t, on every worker, by hand.
-    size = 400
-    parameters = zeros({"weight": (size,)})
-    compression = TopK(0.05, lr_in_residual=True, warmup=None)
-    optimizer = wrap_parameters(parameters, compression)
-    memories = np.zeros((hvd.size(), size))
-    x = np.zeros(size)
-    for step, eta in enumerate([0.5, 0.5, 0.05, 0.2, 0.1]):
-        for group in optimizer.param_groups:
-            group["lr"] = eta
-        reduce(optimizer, parameters, {"weight": normals((size,), step=step, rank=hvd.rank())})
-        for rank in range(hvd.size()):
-            memories[rank] += eta * normals((size,), step=step, rank=rank)
-            chosen = np.argsort(-np.abs(memories[rank]))[:20]
-            x[chosen] -= memories[rank][chosen] / hvd.size()
-            memories[rank][chosen] = 0.0
-        np.testing.assert_allclose(parameters["weight"].detach().numpy(), x, rtol=1e-4, atol=1e-6)
-
-
 # --- NaN and infinity ---
 
 
@@ -348,21 +260,3 @@ def not_finite_raises_on_all_ranks_and_training_can_go_on(make: MakeCompression,
                 expected = memory[name] + np.where(np.isfinite(local[name]), local[name], np.float32(0))
                 np.testing.assert_array_equal(residual.numpy(), expected, err_msg=f"{name}, {step}")
             memory[name] = residual.numpy().copy()
-
-
-@scenario(*MPI)
-def micro_counts_do_not_build_up() -> None:
-    # With every worker the union stays at k; of TopK with the same union it grows with the workers.
-    counts = {}
-    for name, compression in {
-        "micro": MiCRO(0.02, warmup=None),
-        "union": TopK(0.02, exchange=Union(), warmup=None),
-    }.items():
-        parameters = zeros({"weight": (20_000,)})
-        optimizer = wrap_parameters(parameters, compression)
-        for step in range(60):
-            reduce(optimizer, parameters, {"weight": normals((20_000,), step=step, rank=hvd.rank())})
-        counts[name] = compression.stats().last.total.count / 400
-        assert np.count_nonzero(gradient_of(parameters["weight"])) == compression.stats().last.total.count
-    assert counts["micro"] < 1.5
-    assert counts["union"] > 0.9 * hvd.size()

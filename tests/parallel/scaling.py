@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from torch import nn
 
@@ -14,10 +13,13 @@ from horovod_sparse.torch import DGC, Clip, MiCRO, SIDCo, Threshold, TopK
 from .common import (
     BUCKET_BYTES,
     COMPRESSORS,
+    IN_DDP,
     MakeCompression,
     assert_identical,
     digest,
+    distributed,
     everyone,
+    hvd,
     kept,
     loss_of,
     overflowing,
@@ -26,7 +28,7 @@ from .common import (
     train,
     wrap,
 )
-from .scenario import MPI_2, PAIR, scenario
+from .scenario import MPI_2, PAIR, TORCHRUN_2, scenario
 
 _KINDS: dict[str, MakeCompression] = {
     **{name: COMPRESSORS[name] for name in ("SIDCo", "TopK", "RandomK", "MiCRO", "NoOp")},
@@ -47,42 +49,29 @@ def _train_scaled(model: nn.Module, optimizer: Any, scaler: Any, steps: Iterable
         scaler.update()
 
 
-@scenario(*PAIR, cases={name: (make,) for name, make in _KINDS.items()})
-def scaled_training_is_training(make: MakeCompression) -> None:
-    """Bit by bit, because powers of two are exact; nothing else has to be written for it."""
-    results = []
-    for scaled in (False, True):
-        model, compression = small_model(), make(granularity=BUCKET_BYTES)
-        optimizer = wrap(model, compression, momentum=0.0)
-        if scaled:
-            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7, growth_interval=2)
-            _train_scaled(model, optimizer, scaler, range(7))
-            assert scaler.get_scale() == 2.0**10
-        else:
-            train(model, optimizer, range(7))
-        results.append((digest(model.parameters()), kept(compression)))
-    assert results[0] == results[1]
-
-
-@scenario(*PAIR, cases={name: (make,) for name, make in _KINDS.items()})
+@scenario(*PAIR, TORCHRUN_2, cases={name: (make,) for name, make in _KINDS.items()})
 def overflow_leaves_no_trace(make: MakeCompression) -> None:
-    """Training with steps that overflow on one rank is training without those steps, bit by bit."""
+    """Training with steps that overflow on one rank is training without those steps, bit by bit: powers of two are exact."""
     results = []
     for scaled in (False, True):
-        model, compression = overflowing(), make(granularity=BUCKET_BYTES)
-        optimizer = wrap(model, compression, momentum=0.0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7, growth_interval=100)
+        # In DDP a scaler ends detached feedback, and has to be announced.
+        model, compression = overflowing(), make(granularity=BUCKET_BYTES, **({"detached": 0.0} if IN_DDP else {}))
+        moves = {"momentum": 0.9, "weight_decay": 0.1} if compression.momentum == "auto" else {}
+        called, optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.05, **moves), compression)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7, growth_interval=2)
+        if scaled and IN_DDP:
+            compression.scale_with(scaler)
         for step in range(8):
             overflows = step in (0, 3, 4)
             if not scaled and not overflows:
-                train(model, optimizer, [step])
+                train(called, optimizer, [step])
             elif scaled:
                 model.overflows = overflows and hvd.rank() == 1
                 before = digest(model.parameters())
-                _train_scaled(model, optimizer, scaler, [step])
+                _train_scaled(called, optimizer, scaler, [step])
                 assert (digest(model.parameters()) == before) == overflows
         if scaled:
-            assert everyone(scaler.get_scale()) == [2.0**4] * hvd.size()
+            assert everyone(scaler.get_scale()) == [2.0**6] * hvd.size()
         assert_identical(model)
         results.append((digest(model.parameters()), kept(compression)))
     assert results[0] == results[1]

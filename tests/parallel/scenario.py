@@ -41,12 +41,13 @@ class Scenario:
     """Whether it is the first of its module that horovodrun starts too."""
 
     def is_quick(self, launch: Launch) -> bool:
-        """Whether `make test` runs it there: with the launch that is named first; what leads, with horovodrun too."""
+        """Whether `make test` runs it there: with a framework's launch that is named first; what leads, with horovodrun too."""
         with_tensorflow = launch.framework == "tensorflow"
         # With four processes TensorFlow takes half a minute to start.
         quick = launch.ranks <= (2 if with_tensorflow else 4)
         with_horovodrun = self.leads and launch.launcher == "horovodrun" and not with_tensorflow
-        return self.typical and quick and (launch == self.launches[0] or with_horovodrun)
+        first = next(one for one in self.launches if one.framework == launch.framework)
+        return self.typical and quick and (launch == first or with_horovodrun)
 
 
 Cases = Mapping[str, tuple[Any, ...]]

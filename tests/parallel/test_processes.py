@@ -11,31 +11,24 @@ LIMIT = 120.0
 """Seconds; an idle machine needs about a tenth."""
 ALONE = Launch("plain")
 
-ORDERS = pytest.mark.parametrize(
-    ("launch", "case"),
+ORDERS = [(MPI_2, "horovod_first"), (MPI_2, "ours_first"), (GLOO_2, "ours_only"), (MPI_2, "function_first")]
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize(
+    ("launch", "framework", "case"),
     [
-        pytest.param(MPI_2, "horovod_first", marks=pytest.mark.full),
-        pytest.param(MPI_2, "ours_first", marks=pytest.mark.full),
-        pytest.param(GLOO_2, "ours_only", marks=pytest.mark.full),
-        (MPI_2, "function_first"),
+        pytest.param(
+            *(launch, framework, case),
+            marks=[] if (framework, case) == ("torch", "function_first") else pytest.mark.full,
+        )
+        for framework in ("torch", "tensorflow")
+        for launch, case in ORDERS
     ],
     ids=str,
 )
-
-
-@pytest.mark.parallel
-@ORDERS
-def test_order_of_imports(launch: Launch, case: str) -> None:
-    ended = launch.run("-m", "parallel.imports", case, limit=LIMIT)
-    assert ended.code == 0, str(ended)
-    assert ended.output.count(f"{case} works") == 2, str(ended)
-
-
-@pytest.mark.parallel
-@pytest.mark.full
-@ORDERS
-def test_order_of_imports_with_tensorflow(launch: Launch, case: str) -> None:
-    ended = launch.run("-m", "parallel.tf.alone", case, limit=LIMIT)
+def test_order_of_imports(launch: Launch, framework: str, case: str) -> None:
+    ended = launch.run("-m", "parallel.imports", framework, case, limit=LIMIT)
     assert ended.code == 0, str(ended)
     assert ended.output.count(f"{case} works") == 2, str(ended)
 

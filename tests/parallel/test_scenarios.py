@@ -12,12 +12,12 @@ pytestmark = pytest.mark.parallel
 
 
 def _cases() -> list[object]:
-    known = [(name, one) for framework in MODULES for name, one in scenarios(framework).items()]
-    launches = dict.fromkeys(launch for _, one in known for launch in one.launches)
+    known = {framework: scenarios(framework) for framework in MODULES}
+    launches = dict.fromkeys(launch for found in known.values() for one in found.values() for launch in one.launches)
     return [
         pytest.param(launch, name, id=f"{launch}-{name}", marks=[] if one.is_quick(launch) else [pytest.mark.full])
         for launch in launches
-        for name, one in known
+        for name, one in known[launch.framework].items()
         if launch in one.launches
     ]
 

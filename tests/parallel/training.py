@@ -8,7 +8,7 @@ import horovod.torch as hvd
 import torch
 from torch.nn import functional as F
 
-from horovod_sparse.torch import NoOp, SIDCo, TopK
+from horovod_sparse.torch import NoOp, TopK
 
 from .common import (
     BUCKET_BYTES,
@@ -88,35 +88,6 @@ def ratio_one_is_dense_training(make: MakeCompression, arguments: dict[str, Any]
     train(sparse, wrap(sparse, make(), lr=lr, **arguments), range(10))
     assert_close(sparse, dense)
     assert_identical(sparse)
-
-
-_OPTIMIZERS: dict[str, Any] = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-4),
-    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3),
-    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
-}
-
-
-@scenario(MPI_2, cases={name: (make,) for name, make in _OPTIMIZERS.items()})
-def every_optimizer(make: Any) -> None:
-    # Ratio 1 in double precision: what Adam divides by is not noise then.
-    dense, sparse = small_model(dtype=torch.float64), small_model(dtype=torch.float64)
-    for model, compression in ((dense, hvd.Compression.none), (sparse, NoOp(granularity=BUCKET_BYTES))):
-        optimizer = hvd.DistributedOptimizer(
-            make(model.parameters()), named_parameters=model.named_parameters(), compression=compression
-        )
-        train(model, optimizer, range(10))
-    assert_close(sparse, dense, rtol=1e-4, atol=1e-5)
-
-    selective = small_model()
-    compression = SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None)
-    optimizer = hvd.DistributedOptimizer(
-        make(selective.parameters()), named_parameters=selective.named_parameters(), compression=compression
-    )
-    train(selective, optimizer, range(10))
-    assert_identical(selective)
 
 
 def _whole_batch_loss(model: torch.nn.Module, step: int) -> torch.Tensor:

@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import horovod.torch as hvd
 import torch
+import torch.distributed as dist
 
 from horovod_sparse.torch import joined
 
-from .common import COMPRESSORS, assert_identical, digest, everyone, kept, loss_of, raised, small_model
-from .scenario import EVERYWHERE, PAIR, scenario
+from .common import (
+    COMPRESSORS,
+    IN_DDP,
+    assert_identical,
+    digest,
+    distributed,
+    everyone,
+    hvd,
+    kept,
+    loss_of,
+    raised,
+    small_model,
+)
+from .scenario import EVERYWHERE, PAIR, TORCHRUN, TORCHRUN_2, scenario
 
 STEPS = {2: (5, 2), 4: (2, 5, 1, 3)}
 """How many batches each rank has, by the number of ranks."""
@@ -29,11 +41,11 @@ def _train(batches: Iterable[tuple[int, float]], make: Callable[[], Any], adamw:
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **(SGD if compression.momentum == "auto" else {}))
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=not adamw)
+    called, optimizer = distributed(model, optimizer, compression)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=not adamw and not IN_DDP)
     for batch, weight in [*batches, (10, 1.0), (11, 1.0)]:
         optimizer.zero_grad()
-        scaler.scale(weight * loss_of(model, batch)).backward()
+        scaler.scale(weight * loss_of(called, batch)).backward()
         scaler.step(optimizer)
         scaler.update()
         assert_identical(model)
@@ -43,6 +55,7 @@ def _train(batches: Iterable[tuple[int, float]], make: Callable[[], Any], adamw:
 
 @scenario(
     *EVERYWHERE,
+    TORCHRUN_2,
     cases={
         **{name: (make, False) for name, make in COMPRESSORS.items()},
         "AdamW": (COMPRESSORS["SIDCo"], True),
@@ -64,3 +77,12 @@ def data_that_is_empty_is_refused_unless_all_is() -> None:
     assert set(everyone(message.partition(":")[0])) == {"rank 0", "rank 1"}
     # Names go on being those of before.
     assert [weight for _, weight in joined(range(2 + hvd.rank()))] == ([1.0, 1.0, 0.0], [1.0] * 3)[hvd.rank()]
+
+
+@scenario(*TORCHRUN)
+def groups_of_ranks_end_apart() -> None:
+    """The first rank trains alone, and the others together."""
+    groups = [dist.new_group([0]), dist.new_group([*range(1, hvd.size())])]
+    batches = 3 + hvd.rank()
+    steps = [weight for _, weight in joined(range(batches), groups[min(hvd.rank(), 1)])]
+    assert steps == [1.0] * batches + [0.0] * ((3 if hvd.rank() == 0 else 2 + hvd.size()) - batches)

@@ -292,33 +292,6 @@ def zero_grad_takes_its_argument(set_to_none: bool | None) -> None:
     assert_identical(model)
 
 
-@scenario(*MPI)
-def optimizer_state_from_rank_0() -> None:
-    # Only rank 0 holds state, as after it alone has loaded a checkpoint.
-    model = small_model(seed=hvd.rank())
-    plain = torch.optim.SGD(model.parameters(), lr=0.05 / (1 + hvd.rank()), momentum=0.9)
-    if hvd.rank() == 0:
-        for step in range(3):
-            plain.zero_grad()
-            loss_of(model, step).backward()
-            plain.step()
-    optimizer = hvd.DistributedOptimizer(
-        plain,
-        named_parameters=model.named_parameters(),
-        compression=SIDCo(0.05, granularity=BUCKET_BYTES, warmup=None),
-    )
-    if hvd.rank() == 0:
-        optimizer.load_state_dict(plain.state_dict())
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    assert_identical(model)
-    assert len(set(everyone(optimizer.param_groups[0]["lr"]))) == 1
-    states = [digest(v for v in state.values() if isinstance(v, torch.Tensor)) for state in optimizer.state.values()]
-    assert len(states) == 8 and len(set(map(str, everyone(states)))) == 1
-    train(model, optimizer, range(3, 10))
-    assert_identical(model)
-
-
 # --- NaN and infinity ---
 
 
@@ -395,23 +368,6 @@ def gradient_scaler_that_comes_late_is_refused() -> None:
         assert "With torch.amp.GradScaler, call compression.scale_with(scaler) before the first step" in message
         train(model, optimizer, range(3, 6))
         assert_identical(model)
-
-
-@scenario(MPI_2)
-def gradients_in_one_memory_raise_no_false_alarm() -> None:
-    """Backward writes all gradients into views of one tensor, which share a version."""
-    parameters = zeros(SHAPES)
-    optimizer = wrap_parameters(parameters, NoOp())
-    memory = torch.zeros(sum(parameter.numel() for parameter in parameters.values()))
-    for step in range(3):
-        memory.zero_()
-        parts = memory.split([parameter.numel() for parameter in parameters.values()])
-        for parameter, part in zip(parameters.values(), parts, strict=True):
-            parameter.grad = part.view(parameter.shape)
-        _pass(parameters, step, 0)
-        optimizer.step()
-        for name, part in zip(parameters, parts, strict=True):
-            np.testing.assert_array_equal(part.numpy(), _mean(name, step, 0).reshape(-1), err_msg=name)
 
 
 # --- steps that come to nothing ---

@@ -20,16 +20,21 @@ from ..common import (
     COMPRESSORS,
     MakeCompression,
     Oracle,
+    assert_close,
+    assert_identical,
     digest,
-    kept,
+    everyone,
+    hvd,
+    loss_of,
     normals,
     overflowing,
+    raised,
     small_model,
+    train,
     whole_numbers,
 )
 from ..scenario import TORCHRUN, TORCHRUN_2, TORCHRUN_4, scenario
-from . import ranks
-from .common import Exact, assert_identical, everyone_raises, loss_of, reduce, sgd, train, wrap
+from .common import Exact, reduce, sgd, wrap
 
 SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
 COMPRESSED = {name: shape for name, shape in SHAPES.items() if name != "small"}
@@ -46,19 +51,18 @@ COMPRESSED = {name: shape for name, shape in SHAPES.items() if name != "small"}
 def the_hook_does_as_numpy_does(make: MakeCompression, granularity: str | int) -> None:
     settings: dict[str, Any] = {"granularity": granularity}
     compression = make(**settings)
-    model, oracle = wrap(Exact(SHAPES), compression), Oracle(make(**settings), COMPRESSED, ranks.size())
+    model, oracle = wrap(Exact(SHAPES), compression), Oracle(make(**settings), COMPRESSED, hvd.size())
     for step in range(6):
         given = [
-            {name: normals(shape, step=step, rank=rank) for name, shape in SHAPES.items()}
-            for rank in range(ranks.size())
+            {name: normals(shape, step=step, rank=rank) for name, shape in SHAPES.items()} for rank in range(hvd.size())
         ]
-        reduced = reduce(model, given[ranks.rank()])
+        reduced = reduce(model, given[hvd.rank()])
         expected = oracle.reduce([{name: local[name] for name in COMPRESSED} for local in given])
         small = np.mean([local["small"] for local in given], axis=0)
         for name, gradient in {**expected, "small": small}.items():
             # An allreduce adds in an order of its own.
             np.testing.assert_allclose(reduced[name], gradient, rtol=1e-6, atol=1e-6, err_msg=f"{name}, {step}")
-    mine, theirs = compression.stats().mean.total, oracle.pipelines[ranks.rank()].stats().mean.total
+    mine, theirs = compression.stats().mean.total, oracle.pipelines[hvd.rank()].stats().mean.total
     assert mine.count == theirs.count > 0
 
 
@@ -82,8 +86,7 @@ def replicas_stay_identical_and_ratio_one_is_dense_training(arguments: dict[str,
         optimizer = sgd(model)
         train(model, optimizer, range(10))
         if compression.ratio == 1.0:
-            for mine, theirs in zip(model.parameters(), dense.parameters(), strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+            assert_close(model, dense)
         train(model, optimizer, range(10, 30))
         assert_identical(model)
         assert len(compression.stats().last.buckets) == 3
@@ -115,7 +118,7 @@ def exchanges_begin_before_backward_ends(make: MakeCompression) -> None:
         Group.start = start
     before = started.index("last")
     assert before >= 2 and set(started[:before]) == {0}, (started, ended)
-    assert ranks.allgather_object(started) == [started] * ranks.size()
+    assert everyone(started) == [started] * hvd.size()
 
 
 @scenario(TORCHRUN_2)
@@ -150,7 +153,7 @@ def autocast_and_memory_layouts() -> None:
     model = wrap(network, compression)
     optimizer = sgd(model)
     for step in range(10):
-        images = torch.from_numpy(normals((4, 3, 8, 8), step=step, rank=ranks.rank()))
+        images = torch.from_numpy(normals((4, 3, 8, 8), step=step, rank=hvd.rank()))
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             loss = F.cross_entropy(model(images.to(memory_format=torch.channels_last)).float(), torch.arange(4))
@@ -173,8 +176,8 @@ def passes_without_synchronisation_are_added_up() -> None:
     for step in range(3):
         model.zero_grad()
         with model.no_sync():
-            model(given(step, 0, ranks.rank())).backward()
-        model(given(step, 1, ranks.rank())).backward()
+            model(given(step, 0, hvd.rank())).backward()
+        model(given(step, 1, hvd.rank())).backward()
         sums = [
             {name: given(step, 0, rank)[name] + given(step, 1, rank)[name] for name in COMPRESSED} for rank in range(2)
         ]
@@ -197,19 +200,17 @@ def nothing_is_lost_of_parameters_that_are_not_used(set_to_none: bool, arguments
             used = [name for name in COMPRESSED if name != "second" or step % 3 == 0 or (step % 3 == 1 and rank == 0)]
             return {name: whole_numbers(COMPRESSED[name], step=step, rank=rank) for name in used}
 
-        for one in map(local, range(ranks.size())):
+        for one in map(local, range(hvd.size())):
             for name, gradient in one.items():
                 total[name] += gradient
         model.zero_grad(set_to_none=set_to_none)
-        model(local(ranks.rank())).backward()
+        model(local(hvd.rank())).backward()
         for name in COMPRESSED:
             reduced = getattr(model.module, name).grad.numpy()
-            total[name] -= reduced.astype(np.float64) * ranks.size()
+            total[name] -= reduced.astype(np.float64) * hvd.size()
             came += np.count_nonzero(reduced) if name == "second" and step % 3 == 2 else 0
     assert came > 0
-    residuals = ranks.allgather_object(
-        {name: one.double().numpy() for name, one in compression.state_dict()["residuals"].items()}
-    )
+    residuals = everyone({name: one.double().numpy() for name, one in compression.state_dict()["residuals"].items()})
     for name in COMPRESSED:
         np.testing.assert_array_equal(sum(one[name] for one in residuals), total[name], err_msg=name)
 
@@ -221,13 +222,12 @@ def a_rank_without_data_takes_part_in_the_steps_of_others(make: Any, ratio: floa
     for compression in (None, make(ratio, granularity=BUCKET_BYTES)):
         model = wrap(small_model(), compression)
         with model.join():
-            train(model, sgd(model), range(4 + 3 * ranks.rank()))
+            train(model, sgd(model), range(4 + 3 * hvd.rank()))
         assert_identical(model)
         models.append(model)
     assert compression.stats().steps == 7
     if ratio == 1.0:
-        for mine, dense in zip(*(model.parameters() for model in models), strict=True):
-            torch.testing.assert_close(mine, dense, rtol=1e-5, atol=1e-6)
+        assert_close(*models)
 
 
 @scenario(TORCHRUN_2)
@@ -237,11 +237,11 @@ def a_rank_without_data_raises_as_the_others_do() -> None:
 
     def uneven() -> None:
         with model.join():
-            for step in range(2 + 2 * ranks.rank()):
+            for step in range(2 + 2 * hvd.rank()):
                 network.overflows = step == 3
                 train(model, sgd(model), [step])
 
-    assert "holds NaN or infinity" in everyone_raises(FloatingPointError, uneven)
+    assert "holds NaN or infinity" in raised(FloatingPointError, uneven)
 
 
 @scenario(TORCHRUN_2, cases={"reentrant": (True,), "not-reentrant": (False,)})
@@ -274,7 +274,7 @@ def a_hook_serves_one_model(together: bool) -> None:
     losses = [loss_of(model, 0) for model in models]
     if not together:
         losses.pop(0).backward()
-    text = everyone_raises(ValueError, sum(losses).backward)
+    text = raised(ValueError, sum(losses).backward)
     assert "compression must serve one model" in text, text
 
 
@@ -283,7 +283,7 @@ def sparse_gradients_are_refused_by_name() -> None:
     network = nn.Sequential(nn.Embedding(50, 40, sparse=True), nn.Flatten(), nn.Linear(80, 4))
     model = wrap(network, TopK(0.1, warmup=None))
     loss = model(torch.tensor([[1, 2], [3, 4]])).sum()
-    assert "got sparse ones of ['0.weight']" in everyone_raises(ValueError, loss.backward)
+    assert "got sparse ones of ['0.weight']" in raised(ValueError, loss.backward)
 
 
 @scenario(*TORCHRUN)
@@ -292,70 +292,27 @@ def not_finite_raises_on_all_ranks_and_training_goes_on() -> None:
     model = wrap(network, compression)
     optimizer = sgd(model)
     for step in range(12):
-        network.overflows = step % 4 == 2 and ranks.rank() == 1
+        network.overflows = step % 4 == 2 and hvd.rank() == 1
         optimizer.zero_grad()
         if step % 4 == 2:
-            text = everyone_raises(FloatingPointError, lambda step=step: loss_of(model, step).backward())
-            assert "parameter '0.weight'" in text if ranks.rank() == 1 else "of another rank" in text, text
+            text = raised(FloatingPointError, lambda step=step: loss_of(model, step).backward())
+            assert "parameter '0.weight'" in text if hvd.rank() == 1 else "of another rank" in text, text
         else:
             loss_of(model, step).backward()
             optimizer.step()
     assert_identical(model)
 
 
-@scenario(TORCHRUN_2)
-def a_scaler_leaves_out_the_step_on_all_ranks() -> None:
-    network, compression = overflowing(), TopK(0.01, granularity=BUCKET_BYTES, warmup=None)
-    model = wrap(network, compression)
-    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-    compression.scale_with(scaler)
-    # A scaler ends detached feedback here.
-    plain = wrap(small_model(), TopK(0.01, granularity=BUCKET_BYTES, warmup=None, detached=0))
-    plain_optimizer = sgd(plain)
-    for step in range(10):
-        network.overflows = step == 5 and ranks.rank() == 1
-        before = kept(compression), digest(model.parameters())
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, step)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert (before == (kept(compression), digest(model.parameters()))) == (step == 5)
-    train(plain, plain_optimizer, [step for step in range(10) if step != 5])
-    assert scaler.get_scale() != 2.0**10
-    assert_identical(model)
-    assert digest(model.parameters()) == digest(plain.parameters())
-
-
-@scenario(*TORCHRUN, cases={name: (COMPRESSORS[name],) for name in ("SIDCo", "MiCRO", "RandomK", "DGC")})
-def a_resumed_run_goes_on_bit_for_bit(make: MakeCompression) -> None:
-    """Also where DDP of the resumed run begins with other buckets than those of the first run had at that time."""
-
-    def begin() -> tuple[Any, Any, Any]:
-        compression = make(granularity=BUCKET_BYTES)
-        model = wrap(small_model(), compression)
-        return model, sgd(model, momentum=0.0), compression
-
-    model, optimizer, compression = begin()
-    train(model, optimizer, range(6))
-    twin, twin_optimizer, twin_compression = begin()
-    twin.load_state_dict(model.state_dict())
-    twin_compression.load_state_dict(compression.state_dict())
-    for one, one_optimizer in ((model, optimizer), (twin, twin_optimizer)):
-        train(one, one_optimizer, range(6, 12))
-    assert digest(model.parameters()) == digest(twin.parameters())
-    assert kept(compression) == kept(twin_compression)
-
-
 @scenario(TORCHRUN_4)
 def groups_of_ranks_train_apart() -> None:
     groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
-    mine = groups[ranks.rank() % 2]
+    mine = groups[hvd.rank() % 2]
     model = wrap(small_model(), SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None), process_group=mine)
     train(model, sgd(model), range(10))
-    digests = ranks.allgather_object(digest(model.parameters()))
+    digests = everyone(digest(model.parameters()))
     assert digests[0] == digests[2] != digests[1] == digests[3]
-    rank = f"rank {ranks.rank()} is not in the process group"
-    assert rank in everyone_raises(ValueError, lambda: register_in(groups[1 - ranks.rank() % 2]))
+    rank = f"rank {hvd.rank()} is not in the process group"
+    assert rank in raised(ValueError, lambda: register_in(groups[1 - hvd.rank() % 2]))
 
 
 def register_in(group: Any) -> None:
@@ -371,19 +328,6 @@ def hosts_act_as_one_worker() -> None:
     assert_identical(model)
 
 
-@scenario(
-    TORCHRUN_2,
-    cases={
-        "ratio": (lambda: TopK(0.1 / (1 + ranks.rank()), warmup=None),),
-        "kind": (lambda: (TopK, SIDCo)[ranks.rank()](0.1),),
-    },
-)
-def other_settings_raise_on_all(make: Any) -> None:
-    model = wrap(small_model(), make())
-    text = everyone_raises(ValueError, lambda: train(model, sgd(model), range(1)))
-    assert "all ranks must run the same model with the same compression" in text
-
-
 @scenario(TORCHRUN_2)
 def a_state_that_does_not_fit_raises_on_all() -> None:
     saved = TopK(0.01, min_numel=0, warmup=None)
@@ -391,9 +335,9 @@ def a_state_that_does_not_fit_raises_on_all() -> None:
     train(other, sgd(other), range(2))
     compression = TopK(0.01, min_numel=0, warmup=None)
     model = wrap(nn.Linear(32, 64), compression)
-    if ranks.rank() == 1:
+    if hvd.rank() == 1:
         compression.load_state_dict(saved.state_dict())
-    text = everyone_raises(ValueError, lambda: model(torch.ones(1, 32)).sum().backward())
+    text = raised(ValueError, lambda: model(torch.ones(1, 32)).sum().backward())
     # Each rank has what stops it, and what does not stop the other.
     assert "'problem'" in text, text
 
@@ -404,24 +348,7 @@ def other_steps_of_a_schedule_raise_on_all() -> None:
     model = wrap(small_model(), compression)
     optimizer = sgd(model)
     train(model, optimizer, range(2))
-    if ranks.rank() == 1:
+    if hvd.rank() == 1:
         compression.reset()
-    text = everyone_raises(RuntimeError, lambda: train(model, optimizer, range(1)))
+    text = raised(RuntimeError, lambda: train(model, optimizer, range(1)))
     assert "the ranks are in different steps of a ratio that changes, [2, 0]" in text, text
-
-
-@scenario(TORCHRUN_2)
-def the_learning_rate_is_in_the_residual() -> None:
-    """Sparsified SGD with Memory at ratio 1 is SGD, also while the learning rate changes."""
-    models = []
-    for compression in (None, TopK(1.0, granularity=BUCKET_BYTES, lr_in_residual=True, warmup=None)):
-        model = wrap(small_model())
-        optimizer = sgd(model, momentum=0.0)
-        if compression is not None:
-            register(model, compression, optimizer)
-        for step in range(8):
-            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
-            train(model, optimizer, [step])
-        models.append(model)
-    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)

@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.torch import TopK, register
+from horovod_sparse.torch import TopK
 
-from .. import updates_laws
-from ..common import digest, raised, small_model
-from ..scenario import TORCHRUN, TORCHRUN_2, scenario
-from . import ranks
-from .common import BUCKET_MIB, assert_identical, loss_of
-
-
-def _wrap(model: nn.Module, optimizer: Any, compression: Any, **arguments: Any) -> tuple[nn.Module, Any]:
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB, **arguments)
-    register(wrapped, compression, optimizer)
-    return wrapped, optimizer
-
-
-@scenario(*TORCHRUN, cases={name: law for name, law in updates_laws.LAWS.items() if name != "other-optimizers"})
-def updates_in_place_of_gradients(law: Any, *arguments: Any) -> None:
-    wrap = partial(_wrap, find_unused_parameters=law is updates_laws.replicas_are_identical)
-    law(updates_laws.Workers(ranks.rank(), ranks.size(), ranks.allgather_object, wrap, False), *arguments)
+from ..common import assert_identical, digest, distributed, hvd, loss_of, raised, small_model
+from ..scenario import TORCHRUN_2, scenario
 
 
 class Sometimes(nn.Module):
@@ -48,11 +30,11 @@ def parameters_that_are_not_used_do_not_move(as_view: bool) -> None:
     torch.manual_seed(1)
     model = Sometimes()
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    wrapped, optimizer = _wrap(
+    wrapped, optimizer = distributed(
         model, adam, TopK(0.5, warmup=None, min_numel=0), find_unused_parameters=True, gradient_as_bucket_view=as_view
     )
     for step in range(4):
-        model.uses = ranks.rank() == 0 and step > 1
+        model.uses = hvd.rank() == 0 and step > 1
         before = digest(model.second.parameters())
         optimizer.zero_grad()
         loss_of(wrapped, step).backward()
@@ -66,7 +48,7 @@ def accumulated_gradients_are_one_update() -> None:
     results = []
     for passes in (1, 2):
         model = small_model()
-        wrapped, optimizer = _wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), TopK(0.02, warmup=None))
+        wrapped, optimizer = distributed(model, torch.optim.AdamW(model.parameters(), lr=1e-2), TopK(0.02, warmup=None))
         for step in range(4):
             optimizer.zero_grad()
             if passes == 2:
@@ -87,7 +69,7 @@ def schedulers_and_step_go_together() -> None:
         model = small_model()
         adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
         before = torch.optim.lr_scheduler.StepLR(adam, 2) if comes_first else None
-        wrapped, optimizer = _wrap(model, adam, TopK(0.02, warmup=None))
+        wrapped, optimizer = distributed(model, adam, TopK(0.02, warmup=None))
         scheduler = before or torch.optim.lr_scheduler.StepLR(adam, 2)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -106,9 +88,9 @@ def schedulers_and_step_go_together() -> None:
 @scenario(TORCHRUN_2)
 def updates_of_uneven_data() -> None:
     model = small_model()
-    wrapped, optimizer = _wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), TopK(0.02, warmup=None))
+    wrapped, optimizer = distributed(model, torch.optim.AdamW(model.parameters(), lr=1e-2), TopK(0.02, warmup=None))
     with wrapped.join():
-        for step in range(2 + 3 * ranks.rank()):
+        for step in range(2 + 3 * hvd.rank()):
             optimizer.zero_grad()
             loss_of(wrapped, step).backward()
             optimizer.step()
@@ -119,10 +101,10 @@ def updates_of_uneven_data() -> None:
 def parameters_that_nobody_would_reduce_are_refused() -> None:
     model = small_model()
     part = torch.optim.AdamW(model[0].parameters())
-    assert "all parameters of the model" in raised(ValueError, lambda: _wrap(model, part, TopK(0.1, warmup=None)))
+    assert "all parameters of the model" in raised(ValueError, lambda: distributed(model, part, TopK(0.1, warmup=None)))
     frozen = small_model()
     frozen[0].requires_grad_(False)
-    wrapped, optimizer = _wrap(frozen, torch.optim.AdamW(frozen.parameters()), TopK(0.1, warmup=None))
+    wrapped, optimizer = distributed(frozen, torch.optim.AdamW(frozen.parameters()), TopK(0.1, warmup=None))
     for step in range(2):
         frozen[0].requires_grad_(step == 1)
         loss_of(wrapped, step).backward()

@@ -17,13 +17,7 @@ from ..makers import MakeCompression, makers
 from ..scenario import raised as raised
 
 COMPRESSORS: dict[str, MakeCompression] = {
-    **{name: partial(make, adapter) for name, make in makers(0.01, Threshold={"threshold": 0.05}).items()},
-    "SIDCo-gamma": partial(adapter.SIDCo, 0.01, distribution="gamma", warmup=None),
-    "SIDCo-gpareto": partial(adapter.SIDCo, 0.01, distribution="gpareto", warmup=None),
-    "RandomK-own": partial(adapter.RandomK, 0.01, exchange=adapter.Pairs(), warmup=None),
-    "TopK-union": partial(adapter.TopK, 0.01, exchange=adapter.Union(), warmup=None),
-    "SIDCo-bfloat16": partial(adapter.SIDCo, 0.01, exchange=adapter.Pairs("bfloat16"), warmup=None),
-    "SIDCo-balanced": partial(adapter.SIDCo, 0.01, exchange=adapter.Balanced(), warmup=None),
+    name: partial(make, adapter) for name, make in makers(0.01, Threshold={"threshold": 0.05}).items()
 }
 
 

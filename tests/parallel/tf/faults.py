@@ -26,7 +26,7 @@ def main(fault: Fault) -> None:
     compression = SIDCo(0.01, granularity="layer", warmup=None)
     optimizer = keras.optimizers.SGD(0.1)
     if fault.moment == "exchange":
-        faulty.after(HostPipeline, "_take_in")
+        faulty.before(HostPipeline, "_next")
     elif fault.moment == "agreement":
         faulty.before(Reducer, "_agree")
     for step in range(STEPS):

@@ -5,17 +5,14 @@ Complex variables, embeddings, frozen, shared and missing ones are in `tape` and
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from horovod_sparse.tensorflow import MiCRO, NoOp, RandomK, TopK
-
 from ..scenario import TF_2, TF_GLOO_2, scenario
-from .common import everyone, normals, reduce
+from .common import COMPRESSORS, everyone, normals, reduce
 
 Kind = tuple[tuple[int, ...], Any]
 """A variable's shape and type."""
@@ -33,19 +30,13 @@ VARIABLES: dict[str, dict[str, Kind]] = {
     },
     "types_of_scalars": {"half": ((), HALF), "brain": ((), BRAIN), "single": ((), SINGLE), "double": ((), DOUBLE)},
 }
-COMPRESSIONS: dict[str, Callable[..., Any]] = {
-    "TopK": lambda **settings: TopK(0.1, warmup=None, **settings),
-    "RandomK": lambda **settings: RandomK(0.1, warmup=None, **settings),
-    "MiCRO": lambda **settings: MiCRO(0.1, warmup=None, **settings),
-    "NoOp": lambda **settings: NoOp(**settings),
-}
 
 
 @scenario(TF_2, TF_GLOO_2, cases={name: (kinds,) for name, kinds in VARIABLES.items()})
 def nothing_is_lost_of_any_kind_of_variable(kinds: dict[str, Kind]) -> None:
     """What was sent and what is kept are what was given, to the last bit, with every exchange."""
-    for make in COMPRESSIONS.values():
-        compression = make(min_numel=0, granularity="model")
+    for compressor in ("TopK", "RandomK", "MiCRO", "NoOp"):
+        compression = COMPRESSORS[compressor](min_numel=0, granularity="model")
         weights = {name: tf.Variable(tf.zeros(shape, dtype), name=name) for name, (shape, dtype) in kinds.items()}
         sent = {name: np.zeros(shape) for name, (shape, _) in kinds.items()}
         given = {name: np.zeros(shape) for name, (shape, _) in kinds.items()}

@@ -69,18 +69,6 @@ def _assert_same(one: Any, other: Any, compressions: list[Any]) -> None:
     assert [*first["learning_rates"].values()] == [*second["learning_rates"].values()]
 
 
-@scenario(TF_2, cases=_CASES)
-def keras_scaled_training_is_training(make: MakeCompression, wrap: Wrap) -> None:
-    """Bit by bit, because powers of two are exact. The scale doubles while there is something in the residuals."""
-    compressions, models = [make(), make()], []
-    for one, compression in zip((wrap, _plain), compressions, strict=True):
-        models.append(_compiled(one(keras.optimizers.SGD(0.05), compression)))
-        fit(models[-1], range(10))
-        assert_in_step(models[-1])
-    assert float(models[0].optimizer.dynamic_scale) == SCALE * 8
-    _assert_same(*models, compressions)
-
-
 @scenario(
     TF_2,
     cases={

@@ -28,6 +28,7 @@ from horovod_sparse.tensorflow import DGC, Clip, MomentumCorrection, NoOp, Rando
 
 from ..scenario import TF_2, TF_4, TF_GLOO_2, TF_SETS_4, scenario
 from .common import COMPRESSORS, MakeCompression, assert_identical, everyone, normals, raised, reduce, variables
+from .keras3 import BATCH, LOSS, data, small_model
 
 SHAPES = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
 SETTINGS: dict[str, Any] = {"granularity": 16_000}
@@ -56,9 +57,14 @@ POLICIES: dict[str, MakeCompression] = {
     "warm-up-union": lambda **settings: TopK(0.01, exchange=Union(), **settings),
     "schedule": lambda **settings: SIDCo(Halving(0.25, 0.01), **settings),
     "momentum": lambda **settings: TopK(0.01, momentum=MomentumCorrection(0.9), warmup=None, **settings),
+    "nesterov": lambda **settings: TopK(
+        0.01, momentum=MomentumCorrection(0.9, nesterov=True, masking=False), exclude=["third"], warmup=None, **settings
+    ),
     "clipped": lambda **settings: TopK(0.01, clip=0.5, warmup=None, **settings),
     "clipped-model": lambda **settings: TopK(0.01, clip=Clip(0.5, "model"), warmup=None, **settings),
     "no-residual": lambda **settings: TopK(0.01, residual=False, warmup=None, **settings),
+    "float64": lambda **settings: TopK(0.01, residual="float64", warmup=None, **settings),
+    "slack": lambda **settings: SIDCo(0.01, slack=3.0, warmup=None, **settings),
     "layer": lambda **settings: TopK(0.01, warmup=None, **{**settings, "granularity": "layer"}),
     "model": lambda **settings: TopK(0.01, warmup=None, **{**settings, "granularity": "model"}),
 }
@@ -98,17 +104,20 @@ def assert_lockstep(compression: Any, steps: int) -> SparseAllreduce:
     """Eager and in a function that is traced once it gives what NumPy gives, to the last bit. The NumPy path is returned."""
     expect = oracle(compression)
     weights = variables(SHAPES)
-    function = graph_reducer(compression, weights)
+    function, kept = graph_reducer(compression, weights), []
     for step in range(steps):
         gradients = gradients_of(step)
         expected = expect(gradients)
         if step % 2:
             got = reduce(compression, weights, gradients)
         else:
-            got = {name: one.numpy() for name, one in function(tensors(gradients)).items()}
+            kept.append((function(tensors(gradients)), expected))
+            got = {name: one.numpy() for name, one in kept[-1][0].items()}
         for name in SHAPES:
             np.testing.assert_array_equal(got[name], expected[name], err_msg=f"step {step}, {name}")
         assert_identical(list(got.values()))
+    for reduced, expected in kept:
+        assert all(np.array_equal(reduced[name], expected[name]) for name in SHAPES), "memory was used again too early"
     assert function.experimental_get_tracing_count() == 1
     assert compression.stats().steps == steps
     return expect
@@ -129,17 +138,6 @@ def hosts_give_what_numpy_gives() -> None:
     compression = SIDCo(0.01, exchange=Hierarchical(2), warmup=None, **SETTINGS)
     expect = assert_lockstep(compression, 6)
     assert expect.stats().mean.total.bytes_sent == compression.stats().mean.total.bytes_sent > 0
-
-
-@scenario(TF_2)
-def a_sum_is_the_average_times_the_workers_and_predividing_changes_nothing() -> None:
-    ways: list[dict[str, Any]] = [{}, {"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}]
-    average, total, divided = (
-        reduce(TopK(0.05, warmup=None), variables(SHAPES), gradients_of(0), **one) for one in ways
-    )
-    for name in SHAPES:
-        np.testing.assert_allclose(total[name], hvd.size() * average[name], rtol=1e-6)
-        np.testing.assert_allclose(divided[name], average[name], rtol=1e-6)
 
 
 @scenario(TF_SETS_4)
@@ -169,31 +167,6 @@ def groups_are_buckets(as_list: bool) -> None:
     buckets = [{slot.name for slot in bucket.layout.slots} for bucket in compression.store.pipeline.buckets]
     expected = [{"first", "third"}, {"second"}] if as_list else [{"first", "second"}, {"third"}]
     assert sorted(map(sorted, buckets)) == sorted(map(sorted, expected)), buckets
-
-
-def _embedded(compression: Any, **arguments: Any) -> list[Any]:
-    table = tf.Variable(tf.zeros((50, 20)), name="table")
-    dense = tf.Variable(tf.zeros((500,)), name="dense")
-    with tf.GradientTape() as tape:
-        rows = tf.constant([1 + hvd.rank(), 7, 7])
-        loss = tf.reduce_sum(tf.nn.embedding_lookup(table, rows)) + tf.reduce_sum(dense)
-    tape = hvd.DistributedGradientTape(tape, compression=compression, **arguments)
-    reduced: list[Any] = tape.gradient(loss, [table, dense])
-    return reduced
-
-
-@scenario(TF_2)
-def embeddings_go_horovods_way_unless_they_are_to_be_dense() -> None:
-    expected = np.zeros((50, 20), np.float32)
-    for rank in range(hvd.size()):
-        for row in (1 + rank, 7, 7):
-            expected[row] += 1.0 / hvd.size()
-    for as_dense in (False, True):
-        table, dense = _embedded(TopK(1.0, warmup=None), sparse_as_dense=as_dense)
-        assert isinstance(table, tf.IndexedSlices) != as_dense
-        np.testing.assert_allclose(tf.convert_to_tensor(table).numpy(), expected)
-        np.testing.assert_allclose(dense.numpy(), 1.0)
-    assert "sparse_as_dense must be True" in raised(ValueError, lambda: _embedded(DGC(0.01, warmup=None)))
 
 
 @scenario(TF_2)
@@ -233,22 +206,10 @@ def a_gradient_that_is_not_finite_raises_everywhere() -> None:
     assert_identical(list(got.values()))
 
 
-def _model() -> keras.Model:
-    keras.utils.set_random_seed(1)
-    layers = [keras.Input((32,)), keras.layers.Dense(128, "relu"), keras.layers.Dense(128, "relu")]
-    return keras.Sequential([*layers, keras.layers.Dense(10)])
-
-
-def _batch(step: int) -> tuple[tf.Tensor, tf.Tensor]:
-    rng = np.random.default_rng((step, hvd.rank()))
-    return tf.constant(rng.normal(size=(16, 32)), tf.float32), tf.constant(rng.integers(0, 10, 16))
-
-
-def _train(model: keras.Model, compression: Any, steps: range, *, graph: bool, batch: Any = _batch) -> Any:
+def _train(model: keras.Model, compression: Any, steps: range, *, graph: bool, length: Any = lambda step: BATCH) -> Any:
     def step(x: tf.Tensor, y: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
-            logits = model(x, training=True)
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
+            loss = LOSS(y, model(x, training=True))
         tape = hvd.DistributedGradientTape(tape, compression=compression)
         for weight, gradient in zip(
             model.trainable_variables, tape.gradient(loss, model.trainable_variables), strict=True
@@ -257,14 +218,14 @@ def _train(model: keras.Model, compression: Any, steps: range, *, graph: bool, b
 
     function = tf.function(step) if graph else step
     for number in steps:
-        function(*batch(number))
+        function(*(tf.constant(array[: length(number)]) for array in data([number])))
     return function
 
 
 @scenario(TF_2, TF_4, TF_GLOO_2, cases={"eager": (False,), "function": (True,)})
 def replicas_stay_identical(graph: bool) -> None:
     """Keras variables on a tape."""
-    model, compression = _model(), SIDCo(0.01, warmup=None)
+    model, compression = small_model(), SIDCo(0.01, warmup=None)
     _train(model, compression, range(50), graph=graph)
     assert_identical(model.trainable_variables)
     assert compression.stats().steps == 50
@@ -293,15 +254,10 @@ def a_compressor_of_every_step_is_refused() -> None:
 @scenario(TF_2)
 def a_retraced_function_keeps_the_residuals() -> None:
     """Batches of other sizes are traced again; the same steps without that give the same."""
-
-    def shorter(step: int) -> tuple[tf.Tensor, tf.Tensor]:
-        x, y = _batch(step)
-        return x[: 16 - step % 3], y[: 16 - step % 3]
-
-    retraced, eager = _model(), _model()
-    function = _train(retraced, TopK(0.01, warmup=None), range(9), graph=True, batch=shorter)
+    retraced, eager, shorter = small_model(), small_model(), lambda step: BATCH - step % 3
+    function = _train(retraced, TopK(0.01, warmup=None), range(9), graph=True, length=shorter)
     assert function.experimental_get_tracing_count() == 3
-    _train(eager, TopK(0.01, warmup=None), range(9), graph=False, batch=shorter)
+    _train(eager, TopK(0.01, warmup=None), range(9), graph=False, length=shorter)
     for mine, theirs in zip(retraced.trainable_variables, eager.trainable_variables, strict=True):
         np.testing.assert_allclose(mine.numpy(), theirs.numpy(), rtol=1e-4, atol=1e-6)
 
@@ -506,9 +462,12 @@ def variables_with_the_same_name_are_told_apart() -> None:
 
 @scenario(TF_2)
 def all_buckets_are_begun_before_any_is_waited_for() -> None:
-    compression, weights = TopK(0.05, granularity="layer", warmup=None), variables(SHAPES)
+    """Small variables share a message."""
+    shapes = SHAPES | {f"small{number}": (7, 3) for number in range(30)}
+    compression, weights = TopK(0.05, granularity="layer", warmup=None), variables(shapes)
     function = graph_reducer(compression, weights)
-    graph = function.get_concrete_function(tensors(gradients_of(0))).graph
+    graph = function.get_concrete_function({name: tf.ones(shape) for name, shape in shapes.items()}).graph
+    assert [op.type for op in graph.get_operations()].count("HorovodAllreduce") == 1
     calls = [op for op in graph.get_operations() if op.type in ("PyFunc", "EagerPyFunc")]
     gathers = {op for op in graph.get_operations() if op.type == "HorovodAllgather"}
     assert len(gathers) == 3
@@ -566,17 +525,6 @@ def _of_another_shape(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @scenario(TF_2)
-def a_reset_is_a_fresh_start() -> None:
-    compression, weights = TopK(0.05, warmup=None), variables(SHAPES)
-    reduce(compression, weights, gradients_of(0))
-    compression.reset()
-    got, expected = (reduce(one, weights, gradients_of(1)) for one in (compression, TopK(0.05, warmup=None)))
-    for name in SHAPES:
-        np.testing.assert_array_equal(got[name], expected[name])
-    assert compression.stats().steps == 1
-
-
-@scenario(TF_2)
 def a_state_that_is_damaged_is_refused() -> None:
     compression = TopK(0.05, warmup=None)
     reduce(compression, variables(SHAPES), gradients_of(0))
@@ -614,9 +562,9 @@ def a_wrong_state_on_one_rank_raises_on_all(spoil: Callable[[dict[str, Any]], di
 def embeddings_may_have_other_gradients_in_every_step() -> None:
     """Sparse, dense, none at all, on one rank or on all, whatever else is in that rank's graph."""
     table = tf.Variable(tf.zeros((50, 20)), name="table")
-    compression = TopK(1.0, warmup=None)
+    kept = TopK(1.0, warmup=None)
 
-    def step(kind: str) -> np.ndarray:
+    def step(kind: str, compression: Any = kept, **arguments: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(table)
             if kind == "sparse":
@@ -625,15 +573,18 @@ def embeddings_may_have_other_gradients_in_every_step() -> None:
                 loss = tf.reduce_sum(tf.nn.embedding_lookup(table, [1, 7]))
             else:
                 loss = tf.reduce_sum(table) if kind == "dense" else tf.constant(0.0)
-        tape = hvd.DistributedGradientTape(tape, compression=compression, op=hvd.Sum)
-        return tf.convert_to_tensor(tape.gradient(loss, [table])[0]).numpy()
+        tape = hvd.DistributedGradientTape(tape, compression=compression, op=hvd.Sum, **arguments)
+        return tape.gradient(loss, [table])[0]
 
     for kinds in (("sparse", "sparse"), ("sparse", "none"), ("dense", "sparse"), ("none", "none")):
         expected = np.zeros((50, 20), np.float32)
         for kind in kinds:
             expected += 1.0 if kind == "dense" else 0.0
             expected[[1, 7]] += 1.0 if kind == "sparse" else 0.0
-        np.testing.assert_array_equal(step(kinds[hvd.rank()]), expected)
+        np.testing.assert_array_equal(tf.convert_to_tensor(step(kinds[hvd.rank()])).numpy(), expected)
+    assert isinstance(step("sparse"), tf.IndexedSlices)
+    assert isinstance(step("sparse", TopK(1.0, warmup=None), sparse_as_dense=True), tf.Tensor)
+    assert "sparse_as_dense must be True" in raised(ValueError, lambda: step("sparse", DGC(0.01, warmup=None)))
 
 
 @scenario(TF_2)
@@ -678,17 +629,17 @@ def sources_may_be_a_single_variable_but_nothing_else() -> None:
 
 @scenario(TF_2)
 def local_sources_may_be_keras_variables() -> None:
-    model, compression = _model(), NoOp(min_numel=0)
-    x, y = _batch(0)
+    model, compression = small_model(), NoOp(min_numel=0)
+    x, y = (tf.constant(array) for array in data([0]))
 
     def tape_of(given: Any) -> tuple[Any, Any]:
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x)))
+            loss = LOSS(y, model(x))
         return hvd.DistributedGradientTape(tape, compression=given, scale_local_gradients=False), loss
 
     plain = tf.GradientTape()
     with plain:
-        loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x)))
+        loss = LOSS(y, model(x))
     expected = plain.gradient(loss, [weight.value for weight in model.trainable_variables])
     tape, loss = tape_of(compression)
     tape.register_local_source(model.trainable_variables[0])
