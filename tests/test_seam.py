@@ -107,7 +107,10 @@ def test_all_public_names_of_horovod_are_there() -> None:
     public = [name for name in vars(horovod.torch) if not name.startswith("_")]
     missing = [name for name in public if getattr(horovod_sparse.torch, name, None) is not getattr(horovod.torch, name)]
     assert set(missing) == {"broadcast_parameters", "broadcast_optimizer_state"}, "ours replace these alone"
-    assert {"SIDCo", "TopK", "NoOp", "DistributedOptimizer", "init", "allreduce"} <= set(horovod_sparse.torch.__all__)
+    offered = set(horovod_sparse.torch.__all__)
+    assert {"SIDCo", "TopK", "NoOp", "DistributedOptimizer", "init", "allreduce"} <= offered
+    modules = {name for name in offered if inspect.ismodule(getattr(horovod_sparse.torch, name))}
+    assert modules <= set(public), "our own modules are not offered"
 
 
 def test_import_fails_with_a_clear_message_on_another_horovod() -> None:

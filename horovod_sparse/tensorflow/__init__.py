@@ -27,7 +27,8 @@ globals().pop("keras", None)
 
 seam.install()
 
-__all__ = [name for name in globals() if not name.startswith("_") and name != "seam"]
+# Not our own modules.
+__all__ = [name for name, one in globals().items() if name[0] != "_" and getattr(one, "__package__", "") != __name__]
 
 
 def __getattr__(name: str) -> _Any:
