@@ -11,10 +11,18 @@ from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from fractions import Fraction
 
+_Units = Mapping[str, int | Fraction]
 _QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)\s*([A-Za-zµ]*)")
 _COUNTS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
 _BYTES = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_RATES = {"bit": Fraction(1, 8), "kbit": 125, "mbit": 125 * 10**3, "gbit": 125 * 10**6, "tbit": 125 * 10**9, **_BYTES}
+_RATES: _Units = {
+    "bit": Fraction(1, 8),
+    "kbit": 125,
+    "mbit": 125_000,
+    "gbit": 125 * 10**6,
+    "tbit": 125 * 10**9,
+    **_BYTES,
+}
 _SECONDS = {"us": Fraction(1, 10**6), "µs": Fraction(1, 10**6), "ms": Fraction(1, 10**3), "s": Fraction(1)}
 
 
@@ -53,9 +61,7 @@ def parse_number(name: str, text: str, *, least: float, most: float, example: st
     return number
 
 
-def _number(
-    name: str, text: str, units: Mapping[str, int | Fraction], expected: str, least: Fraction = Fraction(0)
-) -> Fraction:
+def _number(name: str, text: str, units: _Units, expected: str, least: Fraction = Fraction(0)) -> Fraction:
     """Return a number >= `least` with one of these units, exactly. Refuse anything else, and what is too long for a float."""
     found = _QUANTITY.fullmatch(text.strip())
     # Bits have their units in small letters or in capital ones.
