@@ -15,14 +15,7 @@ _Units = Mapping[str, int | Fraction]
 _QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)\s*([A-Za-zµ]*)")
 _COUNTS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
 _BYTES = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_RATES: _Units = {
-    "bit": Fraction(1, 8),
-    "kbit": 125,
-    "mbit": 125_000,
-    "gbit": 125 * 10**6,
-    "tbit": 125 * 10**9,
-    **_BYTES,
-}
+_RATES: _Units = {"bit": Fraction(1, 8), "kbit": 125, "mbit": 125 * 10**3, "gbit": 125 * 10**6, **_BYTES}
 _SECONDS = {"us": Fraction(1, 10**6), "µs": Fraction(1, 10**6), "ms": Fraction(1, 10**3), "s": Fraction(1)}
 
 
