@@ -85,7 +85,8 @@ class DDPReducer(ScaledStore, GroupReducer):
 
     def exchange_updates(self, optimizer: torch.optim.Optimizer) -> None:
         """Exchange the updates of an optimizer in place of gradients, from now on."""
-        self.updates, self.lengths.grow = Updates(optimizer), divides(optimizer.param_groups)
+        self.updates = Updates(optimizer)
+        self.lengths.grow = divides(optimizer.param_groups)
         replace_step(
             optimizer, lambda own, closure: self._step_alone(own if closure is None else partial(own, closure))
         )

@@ -73,7 +73,8 @@ class Reducer(ScaledStore):
         self.active = self._process_set.included() and compresses(self._process_set.size())
         updates = exchanges_updates(compressor, optimizer.param_groups)
         if self.active and updates:
-            self.updates, self.lengths.grow = Updates(optimizer), divides(optimizer.param_groups)
+            self.updates = Updates(optimizer)
+            self.lengths.grow = divides(optimizer.param_groups)
         self._forget_workers()
         self._step = Step()
         self._passes: dict[int, weakref.ref[object]] = {}
