@@ -58,7 +58,7 @@ def collective(backend: Backend, requests: Sequence[Collective]) -> list[Any]:
     )
     if requests[0].to is not None:
         # The parts have different sizes: row `to` of one rank is what another gets `of` it.
-        cut = [np.split(m, np.cumsum(one.to)[:-1]) for m, one in zip(messages, requests, strict=True)]
+        cut = [np.split(m, np.cumsum(one.to or ())[:-1]) for m, one in zip(messages, requests, strict=True)]
         for number, one in enumerate(requests):
             assert [len(parts[number]) for parts in cut] == one.of
         return [backend.array(np.concatenate(mine)) for mine in zip(*cut, strict=True)]
@@ -99,7 +99,7 @@ def exchange(
 
         return write
 
-    following = [bucket.begin() for bucket in buckets]
+    following: list[Any] = [bucket.begin() for bucket in buckets]
     while following[0] is not None:
         answers = collective(backend, following)
         following = [

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
 
 import numpy as np
 from damage import change_compact, change_gathered, change_indices, change_pairs, change_values
@@ -101,7 +102,8 @@ def damaged(recorded: Recorded, random: Random) -> tuple[list[np.ndarray], int]:
     pairs = isinstance(recorded.exchange, Pairs)
     messages = [message.copy() for message in recorded.messages]
     if isinstance(recorded.exchange, Balanced):
-        return _damaged_regions(*recorded.received, messages, recorded.numel, random)
+        (received,) = recorded.received
+        return _damaged_regions(received, messages, recorded.numel, random)
     changed = random.sample(range(WORLD), random.randint(1, WORLD))
     change = _change_of(recorded)
     for sender in changed:
@@ -111,15 +113,16 @@ def damaged(recorded: Recorded, random: Random) -> tuple[list[np.ndarray], int]:
     if random.random() < 0.05:
         gathered = change_gathered(gathered, random)
     if isinstance(recorded.exchange, Hierarchical):
-        received = [*_damaged_shard(*recorded.received, recorded.numel, random), gathered]
+        values, of_hosts = recorded.received
+        changed_parts = [*_damaged_shard(values, of_hosts, recorded.numel, random), gathered]
         likes = (*recorded.received, np.concatenate(recorded.messages))
         fits = all(
-            one.shape == like.shape and one.dtype == like.dtype for one, like in zip(received, likes, strict=True)
+            one.shape == like.shape and one.dtype == like.dtype for one, like in zip(changed_parts, likes, strict=True)
         )
         digests = np.full(WORLD, wire.digest(gathered) if fits else wire.BAD_PART, np.int32)
         if random.random() < 0.2:
             digests[random.randrange(WORLD)] = random.choice((wire.BAD_PART, digests[0] + 1))
-        return [*received, change_gathered(digests, random) if random.random() < 0.05 else digests], len(changed)
+        return [*changed_parts, change_gathered(digests, random) if random.random() < 0.05 else digests], len(changed)
     if pairs:
         return [gathered], len(changed)
     room = min(recorded.numel, recorded.capacity * WORLD)
@@ -186,7 +189,8 @@ def judge(receivers: Sequence[Receiver], random: Random) -> Counter[str]:
             got_pairs = receiver.expand(every)
             np.testing.assert_array_equal(got_pairs[:, :, 0], expanded[:, :, 0])
             # As numbers: where a float16 is NaN, the bits of the float32 differ.
-            np.testing.assert_array_equal(*(pairs[:, :, 1].copy().view(np.float32) for pairs in (got_pairs, expanded)))
+            got_values, values = (pairs[:, :, 1].copy().view(np.float32) for pairs in (got_pairs, expanded))
+            np.testing.assert_array_equal(got_values, values)
         every = expanded
     verdicts = [_rows(indices, recorded.numel) for indices in (every[:, :, 0] if pairs else every).tolist()]
     used = [max(rows or 0, 0) for rows in verdicts]
@@ -197,7 +201,7 @@ def judge(receivers: Sequence[Receiver], random: Random) -> Counter[str]:
         assert got == verdicts, (got, verdicts)
         if pairs:
             receiver.assemble(every, anything)
-            made = receiver.assemble(every, used)
+            made: Any = receiver.assemble(every, used)
         else:
             # One message that is refused is enough.
             assert (receiver.union(every) is None) == any(rows is None or rows < 0 for rows in verdicts)
@@ -212,7 +216,8 @@ def _as_pairs(gathered: np.ndarray, world: int, recorded: Recorded) -> np.ndarra
     """Return the messages of pairs that gathered messages stand for."""
     if not _is_compact(recorded):
         return gathered
-    pairs: np.ndarray = ORACLE.ops.expand(gathered, world, recorded.numel, recorded.exchange.values)
+    exchange: Any = recorded.exchange
+    pairs: np.ndarray = ORACLE.ops.expand(gathered, world, recorded.numel, exchange.values)
     return pairs
 
 
@@ -236,7 +241,7 @@ def _rows(indices: list[int], numel: int) -> int | None:
     return len(rows) if right else None
 
 
-def _same(one: np.ndarray, other: np.ndarray) -> bool:
+def _same(one: np.ndarray, other: Any) -> bool:
     return one.tobytes() == other.tobytes() or np.array_equal(one, other, equal_nan=True)
 
 

@@ -45,8 +45,8 @@ def _tensorflow_backends() -> list[Backend]:
     def memory_of_tensor(array: np.ndarray) -> np.ndarray:
         return np.asarray(memoryview(tf.constant(array)))
 
-    def host_pipeline(ops: Ops, compressor: Compressor, **where: Any) -> HostPipeline:
-        return HostPipeline(compressor, None, **where)
+    def host_pipeline(ops: Ops, compressor: Compressor, collectives: Any = None, **where: Any) -> HostPipeline:
+        return HostPipeline(compressor, collectives, **where)
 
     # Gradients and messages are the memory of tensors, which must not be written to, residuals that of variables.
     return [Backend("tensorflow", NumpyOps(), memory_of_tensor, np.asarray, host_pipeline)]

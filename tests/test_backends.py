@@ -47,15 +47,19 @@ class Case:
 
 def observe(backend: Backend, row: Row, case: Case) -> Seen:
     """Carry out a case."""
-    shapes = {name: np.shape(gradient) for name, gradient in case.steps[0][0].items()}
+    first: Mapping[str, Any] = case.steps[0][0]
+    shapes = {name: np.shape(gradient) for name, gradient in first.items()}
     world = len(case.steps[0])
 
     def make() -> list[Pipeline]:
         compressor = row.make(case.ratio, **case.settings)
-        where = [{"world": world, "position": rank, "dtype": case.residual_dtype} for rank in range(world)]
-        return [make_pipeline(backend, compressor, shapes, **one) for one in where]
+        return [
+            make_pipeline(backend, compressor, shapes, world=world, position=rank, dtype=case.residual_dtype)
+            for rank in range(world)
+        ]
 
-    pipelines, seen = make(), []
+    pipelines = make()
+    seen: Seen = []
     for number, given_now in enumerate(case.steps):
         if number == case.saved_after:
             states, pipelines = [pipeline.state_dict() for pipeline in pipelines], make()

@@ -34,7 +34,7 @@ def run_on_hosts(*command: str) -> Done:
     if reason:
         pytest.skip(reason)
     whole = [sys.executable, str(HOSTS), *command]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(whole, env=clean_environment(), cwd=REPOSITORY, **pipes) as process:
         output, _ = process.communicate(timeout=240)
     return Done(process.returncode, output, process.pid)

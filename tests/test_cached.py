@@ -58,7 +58,7 @@ def test_notes_of_all_parts_are_those_of_the_whole(backend: Backend, data: st.Da
     room, sums = data.draw(st.integers(0, 60)), data.draw(st.booleans())
     x = np.random.default_rng(sum(sizes)).choice(np.array([0.0, 0.25, -0.5, 2.0], np.float32), sum(sizes))
     buffer, starts = backend.ops.zeros(x.size, "float32", backend.array(x)), np.cumsum([0, *sizes])
-    tracked = backend.ops.tracked(buffer)
+    tracked: Any = backend.ops.tracked(buffer)
     tracked.begin(Hints(0.3, room, sums))
     for part in order:
         if part != left_out:
@@ -140,7 +140,8 @@ def test_a_residual_that_was_rescaled_is_looked_at_again(backend: Backend) -> No
         if step == 3:
             pipeline.rescale(0.01)
             # Not the sums either, which this compressor does not ask for.
-            assert pipeline.buckets[0].selector._tracked._notes is None
+            selector: Any = pipeline.buckets[0].selector
+            assert selector._tracked._notes is None
         bucket = pipeline.arrive("q", backend.array(gradients("laplace", 5000, rng)))
         assert bucket is not None
         expected = OPS.select_largest(backend.numpy(bucket.buffer), 100).indices
@@ -163,7 +164,7 @@ def test_nothing_is_known_of_a_parameter_without_gradient(backend: Backend) -> N
         assert bucket is not None
         parts = exchange(backend, [pipeline], [bucket])[0]
         pipeline.end_step()
-        return sum(np.count_nonzero(values == 0) for of_name in parts.values() for _, values in of_name or [])
+        return sum(int(np.count_nonzero(values == 0)) for of_name in parts.values() for _, values in of_name or [])
 
     def gradient() -> np.ndarray:
         return gradients("laplace", 5000, rng)
@@ -185,7 +186,7 @@ def test_moments_do_not_depend_on_what_was_noted(backend: Backend, dtype: str, t
     found = set()
     for order, hints in (((0, 2000), Hints(1.0, 4000)), ((2000, 0), Hints(1.0, 4000)), ((0, 2000), Hints())):
         buffer = backend.ops.zeros(x.size, dtype, backend.array(x))
-        tracked = backend.ops.tracked(buffer)
+        tracked: Any = backend.ops.tracked(buffer)
         tracked.begin(hints)
         for begin in order:
             tracked.take_in([(begin, backend.array(x[begin : begin + 2000]))])

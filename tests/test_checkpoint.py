@@ -182,15 +182,15 @@ def _entry(path: Path, value: object) -> None:
     _manifest(path, files=dict.fromkeys(("shared", "rank-00000", "rank-00001"), value))
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
+DAMAGES: dict[str, Callable[[Path], object]] = {
     "removed": Path.unlink,
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]) and None,
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "changed": _change,
     "grown": lambda path: os.truncate(path, 1 << 40),
     "pipe": _pipe,
     "folder": _folder,
 }
-MANIFESTS: dict[str, Callable[[Path], None]] = {
+MANIFESTS: dict[str, Callable[[Path], object]] = {
     "empty entry": lambda path: _entry(path, []),
     "entry of numbers": lambda path: _entry(path, [1, 2]),
     "entry of text": lambda path: _entry(path, ["1", "2"]),
@@ -199,8 +199,8 @@ MANIFESTS: dict[str, Callable[[Path], None]] = {
     "no ranks": lambda path: _manifest(path, world=0),
     "a rank less than none": lambda path: _manifest(path, world=-1),
     "ranks in text": lambda path: _manifest(path, world="2"),
-    "list": lambda path: path.write_text("[]") and None,
-    "deep": lambda path: path.write_text("[" * 100_000) and None,
+    "list": lambda path: path.write_text("[]"),
+    "deep": lambda path: path.write_text("[" * 100_000),
 }
 CASES = [
     (name, damage) for name in ("shared", "rank-00000", "rank-00001", "manifest.json") for damage in DAMAGES.values()
@@ -210,7 +210,7 @@ CASES += [("manifest.json", damage) for damage in MANIFESTS.values()]
 
 @pytest.mark.parametrize(("name", "damage"), CASES)
 def test_damage_is_seen_on_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[[Path], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[[Path], object]
 ) -> None:
     read, bad = Path.read_bytes, []
 
@@ -291,7 +291,7 @@ def test_whatever_one_rank_raises_all_raise(
     failing = 0 if moment == "look" else 1
     left: list[Any] = []
 
-    def fail(workers: Workers, now: str) -> None:
+    def fail(workers: Workers, now: str) -> Any:
         if now == moment and workers.rank == failing:
             raise error
 

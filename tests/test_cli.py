@@ -3,6 +3,7 @@
 import subprocess
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from process import python
@@ -13,7 +14,7 @@ from horovod_sparse.tools import check, cli
 LINES = {line.what: line for line in check.LINES}
 
 
-def run_check(**environment: str) -> subprocess.CompletedProcess[str]:
+def run_check(**environment: Any) -> subprocess.CompletedProcess[str]:
     return python("-m", "horovod_sparse.tools.cli", "check", **environment)
 
 

@@ -72,7 +72,7 @@ def test_the_exchange_of_the_page_loses_nothing() -> None:
     for step in range(6):
         gradients = rng.integers(-99, 99, (3, 50)).astype(np.float32)
         gradients[1, 7] = np.nan if step == 4 else 0
-        buckets = [one.arrive("p", gradient) for one, gradient in zip(pipelines, gradients, strict=True)]
+        buckets: list[Any] = [one.arrive("p", gradient) for one, gradient in zip(pipelines, gradients, strict=True)]
         results = [result["p"] for result in exchange(ORACLE, pipelines, buckets)]
         total += np.nan_to_num(gradients).sum(axis=0)
         assert [parts is None for parts in results] == [step == 4] * 3
@@ -133,7 +133,7 @@ QUOTED = QUOTE.findall((ROOT / "docs" / "troubleshooting.md").read_text(encoding
 def text_of(node: ast.expr) -> str:
     """The text of a literal; "..." for what is filled in, which may be all of it."""
     parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-    return "".join(part.value if isinstance(part, ast.Constant) else "..." for part in parts)
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts)
 
 
 def messages() -> Iterator[tuple[str, str]]:

@@ -173,11 +173,11 @@ def step_with(backend: Backend, pipelines: list[Pipeline], damage: tuple[int, li
 @pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
 def test_what_one_rank_or_all_receive_damaged_is_an_error_on_all(backend: Backend, name: str) -> None:
     """None is left waiting, and none applies what another refuses."""
-    *damage, text = DAMAGE[name]
+    number, ranks, change, text = DAMAGE[name]
     pipelines = pipelines_of(backend, "aabb", compressors.TopK(0.1, warmup=None, **SETTINGS))
     gradients = dyadic(np.random.default_rng(4), 4)
     arrive(backend, pipelines, gradients)
-    errors = step_with(backend, pipelines, damage)
+    errors = step_with(backend, pipelines, (number, ranks, change))
     assert all(text in error for error in errors), errors
     for pipeline, gradient in zip(pipelines, gradients, strict=True):
         pipeline.abort()

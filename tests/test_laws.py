@@ -64,7 +64,7 @@ def check_step(row: Row, pipeline: Pipeline, after: np.ndarray, sent: Sent) -> N
     compressor = pipeline.compressor
     # Everything is sent in the residual's own type.
     sent_type = before.dtype if compressor.exchange == Dense() else np.dtype(np.float32)
-    assert (indices.dtype, values.dtype) == (np.int64, sent_type)
+    assert indices.dtype == np.int64 and values.dtype == sent_type
     assert (np.diff(indices) > 0).all(), "indices must be unique and ascending"
     assert indices.size <= compressor.message_capacity(before.size, compressor.target_count(before.size), 1)
     restored = after.copy()
@@ -74,7 +74,7 @@ def check_step(row: Row, pipeline: Pipeline, after: np.ndarray, sent: Sent) -> N
         np.testing.assert_array_equal(values, on_the_wire(compressor, before[indices]))
         np.testing.assert_array_equal(after[indices], before[indices] - values)
     if not row.follows_scale:
-        assert indices.size >= min(1, np.count_nonzero(before)), "something must be sent unless all is zero"
+        assert indices.size >= min(1, int(np.count_nonzero(before))), "something must be sent unless all is zero"
     unsent = np.delete(np.abs(before), indices)
     if row.largest and np.any(values) and unsent.size:
         assert np.abs(before[indices]).min() >= unsent.max(), "the largest magnitudes are sent"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,13 +84,13 @@ def test_a_threshold_that_is_far_too_low_starts_again() -> None:
     rng = np.random.default_rng(3)
     counts = []
     for kind, steps in (("laplace", 20), ("mostly-zero", 180), ("laplace", 60)):
-        counts += [step(pipelines, lambda kind=kind: gradients(kind, 2000, rng)).size for _ in range(steps)]
+        counts += [step(pipelines, partial(gradients, kind, 2000, rng)).size for _ in range(steps)]
     assert np.mean(counts[100:200]) < 100
     assert np.mean(counts[210:]) == pytest.approx(200, rel=0.25)
 
 
 @pytest.mark.parametrize("scaling", ["two_sided", "paper"])
-def test_with_more_workers_than_k_the_threshold_stays_finite(scaling: str) -> None:
+def test_with_more_workers_than_k_the_threshold_stays_finite(scaling: Any) -> None:
     """Every worker sends one entry at least, so the count is above k for ever."""
     compressor = MiCRO(0.001, scaling=scaling, warmup=None)
     pipelines = workers(compressor, 900, 4)

@@ -75,7 +75,7 @@ def test_clipping_bounds_the_local_norm(backend: Backend, world: int, averages: 
 @on_every_backend
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("scope", ["layer", "model"])
-def test_entries_that_are_not_finite_do_not_hinder_clipping(backend: Backend, bad: float, scope: str) -> None:
+def test_entries_that_are_not_finite_do_not_hinder_clipping(backend: Backend, bad: float, scope: Any) -> None:
     gradient = 100 * gradients("laplace", 400, np.random.default_rng(5))
     gradient[7] = bad
     finite = np.where(np.isfinite(gradient), gradient, 0)
@@ -139,7 +139,7 @@ def test_arguments(arguments: dict[str, Any], message: str) -> None:
 def test_a_gradient_is_rounded_alike_at_rate_zero_and_at_any_other() -> None:
     """Its float64 entries go into a velocity of float32."""
     backend, given = BACKENDS[0], np.random.default_rng(3).laplace(size=(2, 300))
-    settings = {"momentum": MomentumCorrection(0.9, masking=False), "lr_in_residual": True, "warmup": None}
+    settings: Any = {"momentum": MomentumCorrection(0.9, masking=False), "lr_in_residual": True, "warmup": None}
     velocities = []
     for rate in (0.5, 0.0):
         pipeline = make_pipeline(backend, TopK(0.1, **settings), {"p": (300,)})

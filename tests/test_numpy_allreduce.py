@@ -238,7 +238,8 @@ MAKERS = {
 @pytest.mark.parametrize("exchange", [Hierarchical(), Hierarchical(2)], ids=repr)
 def test_workers_that_differ_in_their_exchange_are_told(exchange: Hierarchical) -> None:
     def work(comm: Comm) -> None:
-        reduce = SparseAllreduce(comm, TopK(0.1, exchange=exchange if comm.Get_rank() == 0 else None, warmup=None))
+        mine: Any = exchange if comm.Get_rank() == 0 else None
+        reduce = SparseAllreduce(comm, TopK(0.1, exchange=mine, warmup=None))
         for _ in range(2):
             with pytest.raises(ValueError, match="all workers must reduce the same arrays with the same settings"):
                 reduce(local(0))
@@ -262,7 +263,12 @@ def test_a_call_that_raises_on_one_worker_alone_is_noticed(name: str, before: bo
             stopped(reduce, 1, rank, "end_step")
         else:
             end = reduce.pipeline.end_step
-            reduce.pipeline.end_step = lambda: [end(), interrupted()]  # type: ignore[method-assign]
+
+            def end_interrupted() -> None:
+                end()
+                interrupted()
+
+            reduce.pipeline.end_step = end_interrupted  # type: ignore[method-assign]
             with pytest.raises(Interruption):
                 reduce(of_rank(1, rank))
             reduce.pipeline.end_step = end  # type: ignore[method-assign]

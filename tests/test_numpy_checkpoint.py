@@ -61,7 +61,8 @@ def test_arrays_of_types_that_numpy_does_not_know_come_back(tmp_path: Path) -> N
 
 
 def test_numbers_of_numpys_come_back_as_pythons(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, np.int64(5), None, None, {}, count=np.int64(5), nested=[np.float32(0.5), np.bool_(True)])
+    step: Any = np.int64(5)
+    save_checkpoint(tmp_path, step, None, None, {}, count=np.int64(5), nested=[np.float32(0.5), np.bool_(True)])
     assert load_checkpoint(tmp_path, None, None, {}) == (5, {"count": 5, "nested": [0.5, True]})
 
 

@@ -101,7 +101,7 @@ def test_take_splits_float64_exactly(backend: Backend, x: np.ndarray, count: int
 @on_every_backend
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_accumulate_and_assign(backend: Backend, dtype: type, transposed: bool) -> None:
+def test_accumulate_and_assign(backend: Backend, dtype: type[np.floating], transposed: bool) -> None:
     gradient = np.random.default_rng(2).normal(size=(6, 5)).astype(dtype)
     given = backend.array(gradient)
     if transposed:
@@ -139,7 +139,7 @@ def gathered(backend: Backend, entries: list[tuple[np.ndarray, np.ndarray]]) -> 
 @on_every_backend
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [0, 1, 2**14, 2**14 + 1, 50_000])
-def test_messages_are_added_up_in_their_order(backend: Backend, dtype: type, size: int) -> None:
+def test_messages_are_added_up_in_their_order(backend: Backend, dtype: type[np.floating], size: int) -> None:
     rng = np.random.default_rng(size)
     # Sums of these depend on the order.
     parts = [(np.flatnonzero(rng.random(size) < part), 10.0 ** rng.integers(-9, 9)) for part in (0.5, 0.01, 0.9, 0.0)]
@@ -154,7 +154,7 @@ def test_messages_are_added_up_in_their_order(backend: Backend, dtype: type, siz
 
 @on_every_backend
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_target_takes_its_own_entries_out_of_messages(backend: Backend, dtype: type) -> None:
+def test_a_target_takes_its_own_entries_out_of_messages(backend: Backend, dtype: type[np.floating]) -> None:
     rng = np.random.default_rng(0)
     # The largest is written past the caches, wherever it begins.
     bounds = np.cumsum([0, 1, 5, 0, 1000, 40_000, 2**20 + 77, 3])
@@ -184,7 +184,7 @@ def test_copy_shares_nothing(backend: Backend) -> None:
 
 @on_every_backend
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_accumulate_leaves_out_what_is_not_finite_in_the_residual(backend: Backend, dtype: type) -> None:
+def test_accumulate_leaves_out_what_is_not_finite_in_the_residual(backend: Backend, dtype: type[np.floating]) -> None:
     gradient = backend.array(np.array([1.0, 1e150, np.nan, -np.inf, 1 + 2.0**-30]))
     kept = np.array([1.0, 1e150, 0.0, 0.0, 1 + 2.0**-30]) if dtype == np.float64 else np.array([1.0, 0, 0, 0, 1.0])
     residual, velocity = backend.array(np.zeros(5, dtype)), backend.array(np.zeros(5, dtype))

@@ -31,7 +31,7 @@ def address(array: np.ndarray) -> int:
 @pytest.mark.parametrize("count", [0, 1, 7, 1000])
 def test_an_array_is_what_was_asked_for(count: int, dtype: str) -> None:
     array = BufferPool().lend(count, dtype)
-    assert (array.shape, array.dtype) == ((count,), dtype)
+    assert array.shape == (count,) and array.dtype == dtype
     assert array.flags.writeable and address(array) % ALIGNMENT == 0
 
 

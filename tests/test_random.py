@@ -78,7 +78,8 @@ def test_draws_differ_between_steps_buckets_and_seeds(make: Any) -> None:
 @every_kind
 def test_other_random_numbers_are_untouched(make: Any) -> None:
     def states() -> tuple[Any, ...]:
-        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        numpys: Any = np.random.get_state()
+        return random.getstate(), numpys[1].tolist(), torch.get_rng_state().tolist()
 
     before = states()
     draw(make(0.05), 1000, 0)

@@ -48,7 +48,7 @@ def made(tmp_path: Path) -> Callable[..., Path]:
                 written.append({"format": 1, "package": "0", "compressor": compressor, "step": line})
             else:
                 step, seconds, count, sent, dense = line
-                numbers = dict.fromkeys(("target", "stages", "truncated", "residual_norm"), 1.0)
+                numbers: dict[str, Any] = dict.fromkeys(("target", "stages", "truncated", "residual_norm"), 1.0)
                 numbers |= {"seconds": seconds, "numel": 1e3, "count": count, "ratio": count / 1e3, "threshold": None}
                 written.append({"step": step, **numbers, "bytes_sent": sent, "dense_bytes_sent": dense, "exchange": ""})
         path = tmp_path / name

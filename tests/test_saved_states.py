@@ -38,7 +38,8 @@ def load(name: str) -> tuple[dict[str, Any], dict[int, Named], dict[int, Named]]
     """The state, and the gradients and the results of the steps after it."""
     state = json.loads((DATA / f"state_0.1.0_{name}.json").read_text())
     state |= {part: {} for part in ARRAYS}
-    gradients, reduced = ({step: {} for step in range(SAVED_AT, STEPS)} for _ in range(2))
+    gradients: dict[int, Named] = {step: {} for step in range(SAVED_AT, STEPS)}
+    reduced: dict[int, Named] = {step: {} for step in gradients}
     parts: dict[str, Named] = {part: state[part] for part in ARRAYS}
     parts |= {f"gradients {step}": gradients[step] for step in gradients}
     parts |= {f"reduced {step}": reduced[step] for step in reduced}

@@ -93,7 +93,7 @@ def test_stock_join_is_untouched_unless_a_compressor_serves(monkeypatch: pytest.
     compressor.bind(store)
     with pytest.raises(AssertionError, match=r"TopK\(.*horovod_sparse\.torch\.joined\(loader\)"):
         stock_join()
-    cycle = [compressor]
+    cycle: list[Any] = [compressor]
     cycle.append(cycle)
     del compressor, cycle
     with pytest.raises(LookupError):

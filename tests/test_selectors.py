@@ -64,7 +64,7 @@ def test_redsync_trim_is_exact_top_k(backend: Backend, kind: str, ratio: float) 
 @pytest.mark.parametrize("ratio", [0.1, 0.01, 0.001])
 def test_redsync_bisect_selects_from_k_to_2k(kind: str, ratio: float) -> None:
     x = gradients(kind, 50_000, np.random.default_rng(1))
-    k = min(int(ratio * 50_000), np.count_nonzero(x))
+    k = min(int(ratio * 50_000), int(np.count_nonzero(x)))
     compressor = RedSync(ratio, method="bisect", warmup=None)
     ops = CountingOps()
     selection = compressor.select(ops, x, k, compressor.message_capacity(50_000, k, 1), compressor.new_state())
@@ -214,8 +214,8 @@ def test_the_threshold_follows_the_unit_of_the_residual() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GaussianK(0.1, refine="newton", warmup=None), "refine must be one of 'paper', 'exact', got 'newton'"),
-        (lambda: RedSync(0.1, method="sort", warmup=None), "method must be one of 'trim', 'bisect', got 'sort'"),
+        (lambda: GaussianK(0.1, refine="newton", warmup=None), "refine must be one of 'paper', 'exact', got 'newton'"),  # type: ignore[arg-type]
+        (lambda: RedSync(0.1, method="sort", warmup=None), "method must be one of 'trim', 'bisect', got 'sort'"),  # type: ignore[arg-type]
         (lambda: DGC(0.1, sample_ratio=0.0, warmup=None), r"sample_ratio must be in \(0, 1\], got 0.0"),
         (lambda: RandomK(0.1, seed=-1, warmup=None), "seed must be >= 0, got -1"),
         (lambda: Threshold(-1.0), "threshold must be a finite magnitude >= 0, got -1.0"),
@@ -264,13 +264,14 @@ def test_what_is_no_selection_is_refused_by_name(backend: Backend, name: str, hi
         def select(self, ops: Any, x: Any, *arguments: Any) -> Any:
             return select(ops, x)
 
-    compressor = Mine(0.5, min_numel=0, exchange=Hierarchical() if hierarchical else None, warmup=None)
+    chosen: Any = Hierarchical() if hierarchical else None
+    compressor = Mine(0.5, min_numel=0, exchange=chosen, warmup=None)
     groups = "ab" if hierarchical else ""
     pipelines = [
         make_pipeline(backend, compressor, {"p": (8,)}, world=1 + hierarchical, position=rank, groups=groups)
         for rank in range(1 + hierarchical)
     ]
-    buckets = [one.arrive("p", backend.array(np.ones(8, np.float32))) for one in pipelines]
+    buckets: list[Any] = [one.arrive("p", backend.array(np.ones(8, np.float32))) for one in pipelines]
     with pytest.raises(
         error, match=rf"^Mine\.select must return Selection\(indices, found\) with at most 4 .* {text}.*; use"
     ):

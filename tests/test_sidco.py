@@ -20,7 +20,7 @@ on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 SIZE = 1_000_000
 
 
-def estimate(x: np.ndarray, ratio: float, stages: int, distribution: str, adapt: str = "robust") -> float:
+def estimate(x: np.ndarray, ratio: float, stages: int, distribution: Any, adapt: Any = "robust") -> float:
     """The fitted threshold alone, before any safeguard."""
     compressor = SIDCo(ratio, stages=stages, distribution=distribution, adapt=adapt, warmup=None)
     return compressor._all_stages(OPS, x, OPS.measure(x), compressor.target_count(x.size), stages)[0]
@@ -72,7 +72,7 @@ def published_threshold(magnitudes: np.ndarray, ratio: float, stages: int, distr
 
 
 def published_stages(stages: int, window: list[float], most: int) -> int:
-    mean = np.mean(window)
+    mean = float(np.mean(window))
     return min(max(stages + (mean < 0.8) - (mean > 1.2), 1), most)
 
 
@@ -114,7 +114,7 @@ def test_paper_is_the_published_estimator(kind: str, distribution: Any, feedback
     ids=["first leaves fewer", "first leaves k", "first is nearer", "second is nearer"],
 )
 def test_a_stage_that_leaves_no_more_than_k_entries_is_the_last(
-    distribution: str, parts: dict[float, int], k: int, stage: int, found: int
+    distribution: Any, parts: dict[float, int], k: int, stage: int, found: int
 ) -> None:
     x = np.repeat(np.array(list(parts), np.float32), list(parts.values()))
     compressor, sums = SIDCo(k / x.size, stages=3, distribution=distribution, warmup=None), OPS.measure(x)
@@ -136,7 +136,7 @@ def test_zeros_do_not_take_part_in_the_fit() -> None:
 
 @pytest.mark.parametrize("distribution", ["exponential", "gamma", "gpareto"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_kind_of_data_floods_or_starves(kind: str, distribution: str) -> None:
+def test_no_kind_of_data_floods_or_starves(kind: str, distribution: Any) -> None:
     """The safeguard holds every single step, raw and with feedback, also with one fixed stage."""
     rng = np.random.default_rng(5)
     for stages in (1, "auto"):

@@ -139,7 +139,7 @@ def test_what_belongs_to_no_bucket_yet_is_deferred() -> None:
     for name in SHAPES:
         np.testing.assert_array_equal(store.state_dict()["residuals"][name], 4.0 * state["residuals"][name])
     store.reset()
-    assert store.deferred is None and not store.state_dict()["residuals"]["p"].any()
+    assert not store.state_dict()["residuals"]["p"].any() and store.deferred is None
 
 
 @pytest.mark.parametrize("names", ["pq", "q", ""])

@@ -64,13 +64,14 @@ def test_numbers_of_numpys_come_back_as_pythons(tmp_path: Path) -> None:
     rate = 0.05 * (1 + np.cos(0.3))
     objects["optimizer"].param_groups[0]["lr"] = rate
     objects["scheduler"].milestones = collections.Counter(np.array([3, 7]))
-    values = {"mean": np.float64(0.1), "count": np.int64(3), "is_good": np.bool_(True), "name": np.str_("a")}
-    save_checkpoint(tmp_path, np.int64(5), **objects, **values, nested={"losses": [np.float32(0.1), (np.uint8(3),)]})
+    step: Any = np.int64(5)
+    values: Any = {"mean": np.float64(0.1), "count": np.int64(3), "is_good": np.bool_(True), "name": np.str_("a")}
+    save_checkpoint(tmp_path, step, **objects, **values, nested={"losses": [np.float32(0.1), (np.uint8(3),)]})
     loaded = training()
     found = load_checkpoint(tmp_path, **loaded)
     expected = {"mean": 0.1, "count": 3, "is_good": True, "name": "a"}
     assert found == (5, {**expected, "nested": {"losses": [float(np.float32(0.1)), (3,)]}})
-    assert all(type(found.values[name]) is type(value) for name, value in expected.items())
+    assert all(type(found[1][name]) is type(value) for name, value in expected.items())
     assert loaded["optimizer"].param_groups[0]["lr"] == rate
     assert loaded["scheduler"].milestones == collections.Counter([3, 7])
     assert objects["optimizer"].param_groups[0]["lr"] is rate, "what was saved is as it was"

@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
 from horovod_sparse.kernels.gpu import threshold
 from horovod_sparse.kernels.gpu.bucket import DeviceBucket
 from horovod_sparse.kernels.gpu.messages import add_up
-from horovod_sparse.kernels.gpu.rules import Request, rule_of
+from horovod_sparse.kernels.gpu.rules import Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.tiles import RUN, SUMS
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Momentum, Moving
@@ -45,7 +45,7 @@ ORACLE = NumpyOps()
 BLOCK, CHUNK, GROUPS = 64, 16, 2
 WIDE = {np.float32: torch.float32, np.float64: torch.float64}
 of_either_width = pytest.mark.parametrize("dtype", WIDE)
-COMPRESSORS = {
+COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "topk": TopK,
     "threshold": lambda ratio, **options: Threshold(2.0, ratio=ratio, **options),
     "exponential": lambda ratio, **options: SIDCo(ratio, warmup=None, **options),
@@ -60,7 +60,7 @@ class Worker:
 
     def __init__(
         self,
-        compressor: Compressor,
+        compressor: Any,
         sizes: list[int],
         dtype: Any = np.float32,
         *,
@@ -133,7 +133,7 @@ def assert_sums(got: dict[str, float], x: np.ndarray, cut: float, floor: float, 
 # --- accumulate ---
 
 
-class Measuring:
+class Measuring(Rule):
     """A rule of which only the sums are wanted."""
 
     measures = True
@@ -146,6 +146,10 @@ class Measuring:
 
     def floor(self, state: BucketState, limit: float) -> float:
         return self._floor
+
+
+NO_STATE: Any = None
+"""`Measuring` does not look at it."""
 
 
 def check_accumulate(
@@ -171,7 +175,7 @@ def check_accumulate(
         velocity = velocity.copy()
         how = Moving(velocity, momentum)
         (not_finite,) = ORACLE.accumulate(expected, [(0, given)], how, rate)
-    bucket.accumulate(3, gradient, None, 1, velocity=moving, momentum=momentum, rate=rate)
+    bucket.accumulate(3, gradient, NO_STATE, 1, velocity=moving, momentum=momentum, rate=rate)
     np.testing.assert_array_equal(buffer.numpy(), np.concatenate([around[0], expected, around[2]]))
     if moving is not None:
         np.testing.assert_array_equal(moving.numpy()[3:-2], velocity)
@@ -195,7 +199,7 @@ def sample(size: int, dtype: Any, seed: int, *, bad: bool = False) -> np.ndarray
 
 @of_either_width
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 131])
-def test_accumulate(size: int, dtype: type) -> None:
+def test_accumulate(size: int, dtype: type[np.floating]) -> None:
     for cut, floor in ((0.0, 0.5), (0.7, math.inf), (math.inf, 1e-45), (1e300, 2.0)):
         check_accumulate(sample(size, dtype, 0), torch.from_numpy(sample(size, np.float32, 1, bad=True)), cut, floor)
 
@@ -205,7 +209,7 @@ def test_accumulate(size: int, dtype: type) -> None:
 @pytest.mark.parametrize("momentum", [None, Momentum(0.9), Momentum(0.9, 0.8)])
 @pytest.mark.parametrize("rate", [1.0, 0.3])
 def test_accumulate_takes_gradients_of_every_type(
-    dtype: type, kind: torch.dtype | None, momentum: Any, rate: float
+    dtype: type[np.floating], kind: torch.dtype | None, momentum: Any, rate: float
 ) -> None:
     """Without a gradient it measures."""
     gradient = None if kind is None else torch.from_numpy(sample(70, np.float64, 1, bad=True)).to(kind)
@@ -215,7 +219,8 @@ def test_accumulate_takes_gradients_of_every_type(
 def test_accumulate_follows_strides() -> None:
     gradient = torch.from_numpy(sample(70, np.float32, 1)).view(7, 10)
     buffer, expected = torch.zeros(70), gradient.t().contiguous().view(-1)
-    DeviceBucket(Measuring(1.0, 1.0), buffer, [70], 0.1, block=BLOCK, chunk=CHUNK).accumulate(0, gradient.t(), None, 1)
+    bucket = DeviceBucket(Measuring(1.0, 1.0), buffer, [70], 0.1, block=BLOCK, chunk=CHUNK)
+    bucket.accumulate(0, gradient.t(), NO_STATE, 1)
     np.testing.assert_array_equal(buffer.numpy(), expected.numpy())
 
 
@@ -236,7 +241,7 @@ def test_accumulate_whatever_the_gradient(data: st.DataObject) -> None:
 
 
 @triton.jit
-def _fits(moments, out, SIZE: tl.constexpr):
+def _fits(moments, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     lanes = tl.arange(0, SIZE)
     mean, variance = tl.load(moments + lanes), tl.load(moments + SIZE + lanes)
     ratio = tl.load(moments + 2 * SIZE + lanes)
@@ -307,7 +312,7 @@ def check_choice(worker: Worker, step: Step) -> None:
         pytest.param(SIDCo, np.float64, id="exponential-float64", marks=pytest.mark.full),
     ],
 )
-def test_steps(make: Any, dtype: type) -> None:
+def test_steps(make: Any, dtype: type[np.floating]) -> None:
     """Cold, warm, with candidates that do not suffice, and with tiles that hold more of them than slots."""
     worker, rng = Worker(make(0.1), [70, 1, 90, 66], dtype), np.random.default_rng(0)
     assert worker.bucket._tiles_each > 1
@@ -413,7 +418,7 @@ def test_sidco_learns_what_it_does_elsewhere(name: str) -> None:
 
 @of_either_width
 @pytest.mark.parametrize("momentum", [None, Momentum(0.5), Momentum(0.5, 0.25)])
-def test_sums_that_overflow_stay_at_the_largest_number(dtype: type, momentum: Any) -> None:
+def test_sums_that_overflow_stay_at_the_largest_number(dtype: type[np.floating], momentum: Any) -> None:
     largest = float(np.finfo(dtype).max)
     residual, gradient, velocity = np.ones(150, dtype), np.zeros(150, dtype), np.zeros(150, dtype)
     residual[[5, 70]] = gradient[[5, 70]] = largest, -largest
@@ -458,7 +463,7 @@ def test_what_selects_on_the_device() -> None:
         assert rule_of(other) is None
 
 
-def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, **environment: Any) -> subprocess.CompletedProcess[str]:
     # Where Triton is, and this package.
     path = os.pathsep.join(sys.path)
     return python(*arguments, limit=300, PYTHONPATH=path, HOROVOD_SPARSE_KERNELS="1", **environment)

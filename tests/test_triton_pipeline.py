@@ -30,7 +30,7 @@ from horovod_sparse.torch.ops import TorchOps
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def _pipeline(ops: TorchOps, compressor: Compressor, **where: int) -> Pipeline:
+def _pipeline(ops: TorchOps, compressor: Compressor, **where: Any) -> Pipeline:
     return Pipeline(ops, compressor, device_selector=partial(selector_for, groups=2), **where)
 
 
@@ -138,7 +138,7 @@ def test_it_reduces_what_numpy_does(make: Any, options: dict[str, Any]) -> None:
                 absent = name == "c" and step == 2
                 rate = 0.1 if step < 3 else 0.05
                 pipelines[rank].arrive(name, None if absent else side.array(gradient), rate)
-            reduced = {}
+            reduced: dict[str, Any] = {}
             for buckets in zip(*(pipeline.buckets for pipeline in pipelines), strict=True):
                 reduced |= exchange(side, pipelines, buckets, divisor=2.0)[0]
             for pipeline in pipelines:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,8 @@ def everything_found(x: np.ndarray, threads: int) -> str:
     """What the kernels find in an array, with all bits of it."""
     ops = CompiledOps(threads)
     residual, velocity = np.zeros_like(x), np.zeros_like(x)
-    tracked, noted = ops.tracked(residual), []
+    tracked: Any = ops.tracked(residual)
+    noted = []
     for moving in (None, Moving(velocity, Momentum(0.9, 0.8))):
         tracked.begin(Hints(0.7, x.size, sums=True))
         tracked.take_in([(0, x)], moving)
@@ -36,7 +39,7 @@ def everything_found(x: np.ndarray, threads: int) -> str:
 
 @pytest.mark.parametrize("size", [0, 1, 7, 63, 64, 65, 1023, 1025, 20_000, 600_001])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_all_find_the_same_bits(size: int, dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_find_the_same_bits(size: int, dtype: type[np.floating], monkeypatch: pytest.MonkeyPatch) -> None:
     """So is everything that is fitted to them: which processor a worker has does not matter."""
     x = np.random.default_rng(size).laplace(size=size).astype(dtype)
     found = {}

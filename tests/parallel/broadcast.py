@@ -63,14 +63,14 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
 def optimizers_go_on_as_the_root_does(make: Callable[[Iterable[Tensor]], torch.optim.Optimizer]) -> None:
     """Only the root has trained before. Half of the model is in bfloat16, the other in channels_last; LBFGS takes neither."""
     torch.manual_seed(hvd.rank())
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5))
+    model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5))
     optimizer = make(model.parameters())
     if not isinstance(optimizer, torch.optim.LBFGS):
         model.to(memory_format=torch.channels_last)
         model[2].to(torch.bfloat16)
     images = torch.ones(2, 3, 8, 8).mul(torch.arange(3.0).reshape(1, 3, 1, 1))
 
-    def loss() -> Tensor:
+    def loss() -> Any:
         optimizer.zero_grad()
         hidden = model[1](model[0](images)).to(model[2].weight.dtype)
         total = F.cross_entropy(model[2](hidden).float(), torch.tensor([1, 2]))
@@ -123,5 +123,6 @@ def residuals_are_not_broadcast() -> None:
 
 @scenario(*PAIR)
 def what_is_no_tensor_is_refused() -> None:
-    text = raised(TypeError, lambda: hvd.broadcast_parameters({"a": torch.ones(2), "b": 3.0}, root_rank=0))
+    wrong: dict[str, Any] = {"a": torch.ones(2), "b": 3.0}
+    text = raised(TypeError, lambda: hvd.broadcast_parameters(wrong, root_rank=0))
     assert "params must have tensors only, got float" in text

@@ -54,11 +54,11 @@ class Wrapper(Tensor):
         return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad)
 
     def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
+        self.held = inner
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(cls, lambda one: one.inner, (args, kwargs or {}))
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(cls, lambda one: one.held, (args, kwargs or {}))
         return tree_map_only(Tensor, cls, function(*args, **kwargs))
 
 
@@ -70,7 +70,8 @@ class Overflowing(nn.Sequential):
 
 def overflowing() -> Overflowing:
     model = Overflowing(*small_model())
-    model[0].weight.register_hook(lambda gradient: gradient * float("inf") if model.overflows else gradient)
+    weight = model.get_parameter("0.weight")
+    weight.register_hook(lambda gradient: gradient * float("inf") if model.overflows else gradient)
     return model
 
 
@@ -121,7 +122,7 @@ def wrap(model: nn.Module, compression: Any, *, lr: float = 0.05, momentum: floa
     )
 
 
-def distributed(model: nn.Module, optimizer: Any, compression: Any = None, **arguments: Any) -> tuple[nn.Module, Any]:
+def distributed(model: nn.Module, optimizer: Any, compression: Any = None, **arguments: Any) -> tuple[Any, Any]:
     """Make training distributed, with DDP or with Horovod, which take the arguments; dense if there is no compression.
 
     Return the model to call and the optimizer to step.
@@ -253,4 +254,4 @@ def assert_identical(model: nn.Module | Iterable[Tensor]) -> None:
 def assert_close(model: nn.Module, other: nn.Module, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """Two models have the same parameters, to float32 tolerance."""
     for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol, msg=partial("{}: {}".format, name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ WAYS = {"step": updates, "model": models, "whole": whole_steps}
 CASES = {f"{name}-{backend}": (way, backend) for backend in BACKENDS for name, way in WAYS.items()}
 
 
-def check_trained(trained: list[tuple[nn.Module, Any]], backend: str) -> None:
+def check_trained(trained: Sequence[tuple[nn.Module, Any]], backend: str) -> None:
     """Compare two trainings. What Inductor makes of a model or an update rounds in another way than PyTorch's operations."""
     (plain, first), (compiled, second) = trained
     if backend == "inductor":

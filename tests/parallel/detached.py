@@ -23,6 +23,8 @@ RATES = (0.1, 0.1, 0.2, 0.05, 0.05, 0.1)
 class Bowl(nn.Module):
     """Half the squared distance of its parameters from a point, so that gradients are parameters less that point."""
 
+    first: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         for name, shape in SHAPES.items():
@@ -97,14 +99,13 @@ def others_see_the_parameters_themselves() -> Bowl:
         assert digest(bowl.parameters()) != before
         return before
 
-    for number, look in enumerate(
-        (
-            lambda: (model.eval(), model(_points(0)), model.train()),
-            lambda: torch.no_grad()(model)(_points(0)),
-            model.state_dict,
-            bowl.state_dict,
-        )
-    ):
+    looks: tuple[Callable[[], object], ...] = (
+        lambda: (model.eval(), model(_points(0)), model.train()),
+        lambda: torch.no_grad()(model)(_points(0)),
+        model.state_dict,
+        bowl.state_dict,
+    )
+    for number, look in enumerate(looks):
         expected = begin(2 * number)
         look()
         assert digest(bowl.parameters()) == expected, number
@@ -173,7 +174,7 @@ class Plain(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             parameter -= 0.1 * parameter.grad.sign()
 

@@ -94,7 +94,8 @@ def weights_that_were_not_broadcast_cause_a_warning() -> None:
     for seeds, names in (((1, 2), ["0.weight"]), ((1, 1), [])):
         model = small_model(seed=seeds[hvd.rank() % 2])
         if hvd.rank() == 1:
-            model[4].weight.data = model[4].weight.data.t().contiguous().t()
+            weight = model.get_parameter("4.weight")
+            weight.data = weight.data.t().contiguous().t()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             train(model, wrap(model, TopK(0.01, warmup=None)), range(2))

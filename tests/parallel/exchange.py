@@ -93,7 +93,7 @@ def nothing_is_lost(make: MakeCompression, granularity: str | int, dtype: torch.
         for how, op in (("average", hvd.Average), ("sum", hvd.Sum))
     },
 )
-def top_k_equals_numpy(granularity: str, residual: bool, op: Any) -> None:
+def top_k_equals_numpy(granularity: Any, residual: bool, op: Any) -> None:
     # Rank by rank in float32, in rank order: the sums must agree to the last bit.
     parameters = zeros(SHAPES)
     compression = TopK(0.05, granularity=granularity, residual=residual, warmup=None)

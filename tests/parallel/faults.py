@@ -66,11 +66,11 @@ def main(fault: Fault, folder: Path) -> None:
     compression = SIDCo(0.01, granularity=BUCKET_BYTES, warmup=None)
     optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=compression)
     if fault.moment == "hook":
-        model[2].weight.register_hook(lambda gradient: faulty.happen())
+        model.get_parameter("2.weight").register_hook(lambda gradient: faulty.happen())
     elif fault.moment == "synchronize":
         # The last weight in backward: other buckets of this rank are under way.
         hook = LateHook(faulty, folder / "waiting")
-        model[0].weight.register_hook(hook)
+        model.get_parameter("0.weight").register_hook(hook)
         hook.announce()
     elif fault.moment == "exchange":
         faulty.before(Collectives, "start_round")

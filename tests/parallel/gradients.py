@@ -42,7 +42,7 @@ def precision(dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
             for one in given:
                 expected += one.float() / hvd.size()
             assert parameters[name].grad.dtype == dtype
-            assert torch.equal(parameters[name].grad, expected.to(dtype)), name
+            assert parameters[name].grad.equal(expected.to(dtype)), name
     residuals = compression.state_dict()["residuals"]
     assert {residual.dtype for residual in residuals.values()} == {residual_dtype}
     assert_identical(parameters.values())
@@ -69,7 +69,8 @@ def _images(step: int, rank: int) -> torch.Tensor:
 def memory_layouts() -> None:
     # channels_last kernels and a transposed parameter: gradients that are not contiguous, which stock Horovod refuses.
     # The reference is one process with everybody's loss.
-    reference, model, selective = (_Convolutions().to(memory_format=torch.channels_last) for _ in range(3))
+    make: Any = _Convolutions
+    reference, model, selective = (make().to(memory_format=torch.channels_last) for _ in range(3))
     plain = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
     trained = [(model, wrap(model, NoOp())), (selective, wrap(selective, SIDCo(0.05, warmup=None)))]
     train_as_one(reference, plain, trained, range(5), lambda one, step, rank: 10.0 * one(_images(step, rank)))

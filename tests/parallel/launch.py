@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent
@@ -33,7 +34,7 @@ def launcher_variables() -> set[str]:
 
     MPI sets them from C, where `os.environ` does not see it and a child without an environment of its own does.
     """
-    entries = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    entries: Any = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
     names = (entry.split(b"=")[0].decode() for entry in takewhile(bool, entries))
     return {name for name in names if name.startswith(_LAUNCHERS)}
 

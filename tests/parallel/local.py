@@ -29,7 +29,7 @@ class Given(torch.optim.Optimizer):
     """Moves every parameter by what its gradient is."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             parameter += parameter.grad
 
@@ -75,7 +75,7 @@ def formulas(decay: float, outer_lr: float, momentum: float) -> None:
                     mine[name] += by
             drifts.append({name: shared[name] - mine[name] for name in SHAPES})
         means = oracle.reduce([{name: drift[name] for name in compressed} for drift in drifts])
-        means["small"] = np.mean([one["small"] for one in drifts], axis=0, dtype=np.float32)
+        means["small"] = np.stack([one["small"] for one in drifts]).mean(axis=0, dtype=np.float32)
         for pipeline in oracle.pipelines:
             for name in compressed:
                 pipeline.residuals.view(name)[:] *= np.float32(decay)
@@ -246,7 +246,7 @@ def a_scaler_belongs_to_its_worker() -> None:
     assert local.compression.stats().steps == 2
     assert_identical(model)
     assert everyone(scaler.get_scale()) == [2.0**10, 2.0**9]
-    assert "scaler.step(optimizer)" in raised(RuntimeError, lambda: scaler.step(local))
+    assert "scaler.step(optimizer)" in raised(RuntimeError, lambda: scaler.step(local))  # type: ignore[arg-type]
     assert "scaler.step(optimizer)" in raised(RuntimeError, lambda: local.compression.scale_with(scaler))
 
 
@@ -260,7 +260,7 @@ def half_precision_keeps_what_was_too_small_to_see(dtype: torch.dtype) -> None:
         """Moves the parameters of worker 0 alone, by the smallest step that their type can make."""
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             model.weight += torch.finfo(dtype).eps * (hvd.rank() == 0)
 
     local = sparse.LocalUpdates(Alternating(model.parameters(), {}), model, every=1, residual_decay=1.0, outer_lr=0.5)

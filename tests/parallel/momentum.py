@@ -62,7 +62,8 @@ def everything_sent_is_the_stock_optimizer(settings: dict[str, Any]) -> None:
         )
         for step in range(12):
             shorter = step % 4 == 3 and not IN_DDP
-            train(nn.Sequential(*model[:2], *model[4:]) if shorter else called, optimizer, [step])
+            layers = [*model]
+            train(nn.Sequential(*layers[:2], *layers[4:]) if shorter else called, optimizer, [step])
             schedule.step()
         optimizers.append(optimizer)
     assert_close(models[1], models[0])
@@ -75,7 +76,7 @@ def everything_sent_is_the_stock_optimizer(settings: dict[str, Any]) -> None:
 def it_is_momentum_correction_in_units_of_the_update() -> None:
     models, explicit = (small_model(), small_model()), MomentumCorrection(0.9, masking=False)
     for model, momentum in zip(models, (0.9, 0.0), strict=True):
-        settings = {} if momentum else {"momentum": explicit, "lr_in_residual": True}
+        settings: dict[str, Any] = {} if momentum else {"momentum": explicit, "lr_in_residual": True}
         sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
         called, optimizer = distributed(model, sgd, TopK(0.02, granularity=BUCKET_BYTES, **settings))
         for step in range(15):
@@ -103,7 +104,7 @@ def learning_rate_in_the_residual_is_mem_sgd() -> None:
             chosen = np.argsort(-np.abs(memories[rank]))[:20]
             x[chosen] -= memories[rank][chosen] / hvd.size()
             memories[rank][chosen] = 0.0
-        np.testing.assert_allclose(model.weight.detach().numpy(), x, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(model.get_parameter("weight").detach().numpy(), x, rtol=1e-4, atol=1e-6)
 
 
 @scenario(TORCHRUN_2)

@@ -120,7 +120,7 @@ def a_new_shape_is_refused_where_it_has_no_gradient() -> None:
     train(model, optimizer, range(2))
     model[4].weight.data = torch.zeros(3, 3)
     optimizer.zero_grad()
-    model[0].weight.square().sum().backward()
+    model.get_parameter("0.weight").square().sum().backward()
     assert "parameter '4.weight' must keep its shape" in raised(ValueError, optimizer.step)
 
 

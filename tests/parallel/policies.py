@@ -127,7 +127,8 @@ def a_numpy_worker_that_raises_alone_keeps_nobody_waiting() -> None:
 
     reduce_arrays = SparseAllreduce(MPI.COMM_WORLD, NumpyRandomK(0.05, granularity="layer"))
     reduce_arrays(_local(0, hvd.rank()))
-    arrive, arrived = reduce_arrays.pipeline.arrive, []
+    arrive = reduce_arrays.pipeline.arrive
+    arrived: list[str] = []
 
     def arrive_or_stop(name: str, *rest: Any) -> Any:
         if arrived:

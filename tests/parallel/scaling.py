@@ -56,7 +56,7 @@ def overflow_leaves_no_trace(make: MakeCompression) -> None:
     for scaled in (False, True):
         # In DDP a scaler ends detached feedback, and has to be announced.
         model, compression = overflowing(), make(granularity=BUCKET_BYTES, **({"detached": 0.0} if IN_DDP else {}))
-        moves = {"momentum": 0.9, "weight_decay": 0.1} if compression.momentum == "auto" else {}
+        moves: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.1} if compression.momentum == "auto" else {}
         called, optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.05, **moves), compression)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7, growth_interval=2)
         if scaled and IN_DDP:

@@ -75,7 +75,7 @@ def scenario(
 
 def scenarios_of(modules: Iterable[ModuleType]) -> dict[str, Scenario]:
     """The scenarios of some modules by name, in the order of their source."""
-    found = {}
+    found: dict[str, Scenario] = {}
     seen: dict[str, Callable[..., None]] = {}
     for module in modules:
         led, typical = False, 0
@@ -91,7 +91,7 @@ def scenarios_of(modules: Iterable[ModuleType]) -> dict[str, Scenario]:
     return found
 
 
-def raised(error: type[BaseException] | tuple[type[BaseException], ...], function: Callable[[], object]) -> str:
+def raised(error: type[BaseException] | tuple[type[BaseException], ...], function: Callable[..., object]) -> str:
     """The message of the error that the function must raise."""
     try:
         function()

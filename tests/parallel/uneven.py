@@ -27,7 +27,7 @@ from .scenario import EVERYWHERE, PAIR, TORCHRUN, TORCHRUN_2, scenario
 
 STEPS = {2: (5, 2), 4: (2, 5, 1, 3)}
 """How many batches each rank has, by the number of ranks."""
-SGD: Mapping[str, float] = {"momentum": 0.9, "weight_decay": 0.01}
+SGD: Mapping[str, Any] = {"momentum": 0.9, "weight_decay": 0.01}
 
 
 def mine() -> int:

@@ -234,7 +234,8 @@ def what_is_not_finite_raises_on_all() -> None:
             optimizer.step()
         else:
             if hvd.rank() == 1:
-                model[4].weight.grad[3, 4] = float("inf")
+                gradient: Any = model.get_parameter("4.weight").grad
+                gradient[3, 4] = float("inf")
             text = raised(FloatingPointError, optimizer.step)
             assert digest(model.parameters()) == before
             assert hvd.rank() != 1 or "4.weight" in text, text
@@ -270,7 +271,7 @@ def a_closure_works() -> None:
 
 def sparse_gradients_move_densely() -> None:
     model = nn.Sequential(nn.EmbeddingBag(200, 16, mode="sum", sparse=True))
-    nn.init.ones_(model[0].weight)
+    nn.init.ones_(model.get_parameter("0.weight"))
     compression = TopK(0.1, warmup=None)
     trained, optimizer = distributed(model, torch.optim.SparseAdam(model.parameters(), lr=1e-2), compression)
     for step in range(4):
@@ -278,7 +279,7 @@ def sparse_gradients_move_densely() -> None:
         trained(torch.tensor([[hvd.rank(), 7, 30 * hvd.rank() + step]])).square().sum().backward()
         optimizer.step()
         assert_identical(model)
-    assert not model[0].weight.grad.is_sparse
+    assert not model.get_parameter("0.weight").grad.is_sparse
     assert compression.residual_bytes == 4 * 200 * 16
 
 
@@ -339,7 +340,7 @@ def stock_habits_make_no_difference_to_updates() -> None:
         adam = torch.optim.AdamW(nn.Sequential(*others).parameters(), lr=1e-2)
         _, optimizer = distributed(model, adam, TopK(0.02, warmup=None), **arguments)
         optimizer.add_param_group({"params": [*first.parameters()]})
-        passes = arguments.get("backward_passes_per_step", 1)
+        passes = int(arguments.get("backward_passes_per_step", 1))
         for step in range(4):
             optimizer.zero_grad()
             for _ in range(passes):

@@ -383,7 +383,7 @@ def _stop(*_: Any) -> None:
 
 def _stopped_in_backward(model: nn.Module, _: Any, step: int) -> None:
     # The last weight in backward: the others are on their way.
-    hook = model[0].weight.register_hook(_stop)
+    hook = model.get_parameter("0.weight").register_hook(_stop)
     try:
         loss_of(model, step).backward()
     finally:

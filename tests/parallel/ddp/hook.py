@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -95,7 +96,9 @@ def replicas_stay_identical_and_ratio_one_is_dense_training(arguments: dict[str,
 @scenario(*TORCHRUN, cases={name: (COMPRESSORS[name],) for name in ("SIDCo", "MiCRO", "SIDCo-balanced")})
 def exchanges_begin_before_backward_ends(make: MakeCompression) -> None:
     model = wrap(small_model(), make(granularity=BUCKET_BYTES))
-    optimizer, started, ended = sgd(model), [], []
+    optimizer = sgd(model)
+    started: list[Any] = []
+    ended: list[int] = []
     start = Group.start
 
     def recorded(self: Any, collective: Any) -> Any:
@@ -109,13 +112,10 @@ def exchanges_begin_before_backward_ends(make: MakeCompression) -> None:
         return waited
 
     train(model, optimizer, range(3))
-    Group.start = recorded
-    try:
+    with patch.object(Group, "start", recorded):
         # The first layer's gradient comes last.
         model.module[0].weight.register_hook(lambda gradient: started.append("last"))
         train(model, optimizer, [3])
-    finally:
-        Group.start = start
     before = started.index("last")
     assert before >= 2 and set(started[:before]) == {0}, (started, ended)
     assert everyone(started) == [started] * hvd.size()
@@ -147,7 +147,9 @@ def half_precision(dtype: torch.dtype) -> None:
 @scenario(TORCHRUN_2)
 def autocast_and_memory_layouts() -> None:
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 32, 3), nn.Flatten(), nn.Linear(32 * 16, 4))
+    network: Any = nn.Sequential(
+        nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 32, 3), nn.Flatten(), nn.Linear(32 * 16, 4)
+    )
     network = network.to(memory_format=torch.channels_last)
     compression = TopK(0.05, granularity=BUCKET_BYTES, warmup=None)
     model = wrap(network, compression)
@@ -208,7 +210,7 @@ def nothing_is_lost_of_parameters_that_are_not_used(set_to_none: bool, arguments
         for name in COMPRESSED:
             reduced = getattr(model.module, name).grad.numpy()
             total[name] -= reduced.astype(np.float64) * hvd.size()
-            came += np.count_nonzero(reduced) if name == "second" and step % 3 == 2 else 0
+            came += int(np.count_nonzero(reduced)) if name == "second" and step % 3 == 2 else 0
     assert came > 0
     residuals = everyone({name: one.double().numpy() for name, one in compression.state_dict()["residuals"].items()})
     for name in COMPRESSED:

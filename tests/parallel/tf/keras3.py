@@ -80,7 +80,7 @@ def assert_in_step(model: Any) -> None:
     assert not np.array_equal(model.weights[0].numpy(), small_model().weights[0].numpy())
 
 
-def warned(function: Callable[[], object]) -> list[str]:
+def warned(function: Callable[..., object]) -> list[str]:
     """What the function warns of on our behalf."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -415,9 +415,14 @@ def residuals_know_the_learning_rate_of_the_step() -> None:
     compression = TopK(0.01, lr_in_residual=True, warmup=None)
     model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(schedule), compression=compression))
     fit(model, [0])
-    intake, seen = compression.store.pipeline.intake, []
-    rate_of = intake.rate
-    intake.rate = lambda arrived: seen.append(rate_of(arrived)) or seen[-1]
+    intake: Any = compression.store.pipeline.intake
+    rate_of, seen = intake.rate, []
+
+    def noted(arrived: Any) -> Any:
+        seen.append(rate_of(arrived))
+        return seen[-1]
+
+    intake.rate = noted
     for step in range(1, 7):
         fit(model, [step])
         expected = 0.4 if step <= 2 else 0.2 if step <= 5 else 0.1

@@ -94,7 +94,7 @@ def keras_overflow_leaves_no_trace(make: MakeCompression, wrap: Wrap, eager: boo
     # It was halved three times and, after three steps in a row, doubled once.
     assert everyone(float(models[0].optimizer.dynamic_scale)) == [SCALE / 4] * hvd.size()
     assert_in_step(models[0])
-    _assert_same(*models, compressions)
+    _assert_same(models[0], models[1], compressions)
 
 
 @scenario(TF_2)

@@ -576,7 +576,7 @@ def embeddings_may_have_other_gradients_in_every_step() -> None:
         tape = hvd.DistributedGradientTape(tape, compression=compression, op=hvd.Sum, **arguments)
         return tape.gradient(loss, [table])[0]
 
-    for kinds in (("sparse", "sparse"), ("sparse", "none"), ("dense", "sparse"), ("none", "none")):
+    for kinds in [("sparse", "sparse"), ("sparse", "none"), ("dense", "sparse"), ("none", "none")]:
         expected = np.zeros((50, 20), np.float32)
         for kind in kinds:
             expected += 1.0 if kind == "dense" else 0.0

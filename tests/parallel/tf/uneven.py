@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -20,7 +21,7 @@ from .keras3 import LOSS, compiled, data, small_model
 STEPS = {2: (5, 2), 4: (2, 5, 1, 3)}
 """How many batches each rank has, by the number of ranks."""
 MAKERS: dict[str, Callable[[], Any]] = {
-    **{name: lambda make=COMPRESSORS[name]: make(min_numel=0) for name in ("TopK", "SIDCo", "MiCRO", "DGC")},
+    **{name: partial(COMPRESSORS[name], min_numel=0) for name in ("TopK", "SIDCo", "MiCRO", "DGC")},
     "dense": lambda: hvd.Compression.none,
 }
 
