@@ -58,7 +58,7 @@ lint: setup ## ruff: style and layout; shellcheck and hadolint, which are publis
 # A test need not say first that a value is not None (union-attr): where it is None, the test fails.
 types: setup ## mypy
 	$(bin)/mypy horovod_sparse
-	for folder in examples benchmarks studies docs ci "tests --disable-error-code union-attr"; do \
+	for folder in examples benchmarks studies docs ci "tests --disable-error-code union-attr --cache-dir .mypy_cache/tests"; do \
 		MYPYPATH=.:benchmarks:examples:studies:docs:tests $(bin)/mypy --follow-imports silent --allow-untyped-calls \
 			--allow-untyped-decorators --allow-subclassing-any --implicit-reexport --no-warn-return-any $$folder || exit 1; \
 	done
