@@ -286,8 +286,8 @@ class Reducer(ScaledStore):
             return
         self._collectives.clear_up()
         self._begin_step()
-        sample = self._step.sample
-        means = None if sample is None else self._collectives.start("dense", sample, "sample")
+        # The name is no parameter's.
+        means = None if self._step.sample is None else self._collectives.start("dense", self._step.sample, ".sample")
         for parameter in self._routes.names:
             if parameter not in self._step.taken:
                 self._take(parameter)

@@ -31,7 +31,7 @@ from .common import (
 )
 from .scenario import EVERYWHERE, MPI_2, TORCHRUN, scenario
 
-SHAPES = {"first": (40, 50), "second": (3000,), "small": (30,)}
+SHAPES = {"first": (40, 50), "second": (3000,), "sample": (30,)}
 RATIO = 0.05
 
 
@@ -95,14 +95,14 @@ def formulas(make: Any) -> None:
             for name, drift in drifts.items():
                 drift *= np.float32(grows)
                 residual[name] += drift
-                sent = drift if name == "small" else selected(residual[name], int(RATIO * drift.size))
+                sent = drift if name == "sample" else selected(residual[name], int(RATIO * drift.size))
                 residual[name] -= sent
                 total[name] += sent
         lengths.note(moved)
         for name, parameter in model.named_parameters():
             mean = (total[name] / hvd.size()).reshape(theta[name].shape)
             found = parameter.detach().numpy()
-            tolerance = 1e-7 if name == "small" else 0.0
+            tolerance = 1e-7 if name == "sample" else 0.0
             np.testing.assert_allclose(found, theta[name] - mean, rtol=0, atol=tolerance, err_msg=f"{name}, {step}")
             np.testing.assert_allclose(parameter.grad.numpy(), mean, rtol=0, atol=tolerance)
             theta[name] = found.copy()
