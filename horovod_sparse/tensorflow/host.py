@@ -104,7 +104,7 @@ class Step:
 def call_host(method: Callable[..., Any], known: tuple[Any, ...], inputs: Sequence[Tensor], types: Any) -> Any:
     """Return an operation that calls a method with the arguments known now, followed by the operation's inputs.
 
-    TensorFlow keeps alive every function that a graph calls, so the operation holds only a weak reference to the pipeline.
+    TensorFlow keeps alive every function that a graph calls, so the operation holds only a weak reference to the object.
     """
     weak = weakref.WeakMethod(method)
 
