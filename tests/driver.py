@@ -9,10 +9,9 @@ import numpy as np
 from backend import Backend
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.layout import Layout, Parameter, Slot, layouts_of
 from horovod_sparse.core.lengths import sampled
-from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.core.pipeline import AnyBucket, Pipeline
 from horovod_sparse.exchange import protocols
 from horovod_sparse.exchange.protocols import Collective
 
@@ -78,7 +77,7 @@ Reduced = dict[str, list[tuple[np.ndarray, np.ndarray]] | None]
 
 
 def exchange(
-    backend: Backend, pipelines: Sequence[Pipeline], buckets: Sequence[Bucket], divisor: float = 1.0
+    backend: Backend, pipelines: Sequence[Pipeline], buckets: Sequence[AnyBucket], divisor: float = 1.0
 ) -> list[Reduced]:
     """All ranks' exchange of one bucket; every rank's result. The step is not ended: `Pipeline.end_step`."""
     results: list[Reduced] = [{} for _ in pipelines]

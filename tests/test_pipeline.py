@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import warnings
@@ -353,13 +354,16 @@ def test_a_moved_gradient_that_its_type_cannot_hold_fails_the_step() -> None:
     pipeline = make_pipeline(backend, TopK(0.1, momentum=MomentumCorrection(0.9), warmup=None), {})
     layout = Layout.of([("p", (4,))], "float32")
     pipeline.add_dense([layout], lambda name: torch.zeros(1))
+    parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    write = functools.partial(write_reduced, parameters={"p": parameter}, as_sparse=())
     for step in range(2):
         pipeline.start_step()
-        reduced = torch.full((4,), 4e4, dtype=torch.float16)
-        pipeline.finish_dense("p", reduced)
+        parameter.grad = torch.full((4,), 4e4, dtype=torch.float16)
+        bucket = pipeline.arrive("p", parameter.grad)
+        assert bucket is not None and pipeline.advance(bucket, bucket.begin().message, 1.0, write) is None
         if step == 0:
             pipeline.end_step()
-    with pytest.raises(FloatingPointError, match="the gradient of parameter 'p' holds NaN or infinity"):
+    with pytest.raises(FloatingPointError, match="parameter 'p' is finite, but beyond the range of its type"):
         pipeline.end_step()
 
 

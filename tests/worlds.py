@@ -161,13 +161,13 @@ class World:
         given = [self.scaled(gradients[DENSE]) for gradients in step.gradients]
         wide = self.case.residual_dtype
         total = np.zeros(SIZE_OF_DENSE, wide)
-        for gradient in given:
+        for rank, gradient in enumerate(given):
             total += 0 if gradient is None else gradient.astype(wide)
-        mean = total / np.dtype(wide).type(self.divisor)
-        everyone = [mean.copy() for _ in self.pipelines]
-        for pipeline, mine in zip(self.pipelines, everyone, strict=True):
-            pipeline.finish_dense(DENSE, mine)
-        return mean, everyone
+            self.arrive(rank, [DENSE], step)
+        dense = [pipeline.dense[0] for pipeline in self.pipelines]
+        results = exchange(self.case.backend, self.pipelines, dense, self.divisor)
+        parts = [result[DENSE] for result in results]
+        return total / np.dtype(wide).type(self.divisor), [part[0][1] for part in parts if part]
 
     def end(self) -> list[bool]:
         """End the step; return whether it raised, for every rank."""

@@ -74,9 +74,8 @@ class Compressor(ABC):
             `schedules.Schedule`); k = max(1, floor(ratio * numel)).
         granularity: what one selection is made from: a bucket, whose residual has at most this number of bytes, >= 1 (a
             larger parameter gets one of its own), "layer" (every parameter by itself), or "model" (everything).
-        min_numel: parameters with fewer elements go through Horovod's dense allreduce, >= 0.
-        exclude: shell-style patterns (`"*.bias"`, `"embedding*"`) of the names of parameters that go through Horovod's
-            dense allreduce.
+        min_numel: parameters with fewer elements are reduced dense, >= 0.
+        exclude: shell-style patterns (`"*.bias"`, `"embedding*"`) of the names of parameters that are reduced dense.
         warmup: c, finite, > 0. The ratio of step t is `max(ratio, c/(t+1))`, in stairs of a factor sqrt(2). With c = 1 no entry
             waits longer than training is old. While the messages would have more bytes than a dense allreduce of float32,
             everything is sent, by allreduce. None takes `ratio` from the first step on. "auto" is 2.0 for a number as ratio,
@@ -337,7 +336,7 @@ class Compressor(ABC):
         return self.residual if isinstance(self.residual, str) else automatic
 
     def leaves_dense(self, name: str, numel: int) -> bool:
-        """Return whether a parameter goes through the framework's own dense allreduce."""
+        """Return whether a parameter is reduced dense."""
         return numel < max(self.min_numel, 1) or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def settings(self) -> dict[str, object]:

@@ -34,7 +34,7 @@ class HorovodGroup:
 
     def _begin(self) -> None:
         """Let names begin anew, on all ranks: Horovod remembers them."""
-        self._collectives = Collectives(mpi_ops.Sum, 1.0, self._process_set)
+        self._collectives = Collectives(mpi_ops.Sum, self._process_set)
         self._collectives.prefix += "group."
         self._number = self._meetings = self._under_way = 0
 

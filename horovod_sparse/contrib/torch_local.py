@@ -95,7 +95,7 @@ class LocalUpdates:
         self._parameters = {name: parameter for parameter, name in names.items()}
         self._shared = {name: one.detach().to(wide(one), copy=True) for name, one in self._parameters.items()}
         self._movement = Movement([*self._parameters.values()], [*self._shared.values()])
-        self._reducer = GroupReducer(self.compression, self._transport, names)
+        self._reducer = _Reducer(self.compression, self._transport, names)
         self._momentum = {name: torch.zeros_like(one) for name, one in self._shared.items()} if outer_momentum else {}
         self._steps = 0
         self._made = next(_made)
@@ -226,6 +226,14 @@ class LocalUpdates:
                 array[...] = state[part][name]
         self._unchecked = True
         self._steps = int(state["steps"])
+
+
+class _Reducer(GroupReducer):
+    def scale_with(self, scaler: torch.amp.GradScaler) -> None:
+        raise RuntimeError(
+            "scale_with must not be called with local updates, because the scaler's gradients stay on their worker: call "
+            "scaler.step(optimizer) with the optimizer itself, and then local.count_step()"
+        )
 
 
 def _check_arguments(optimizer: object, model: object) -> None:

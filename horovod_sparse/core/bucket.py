@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
+from horovod_sparse.compressors.momentum import scaled
+from horovod_sparse.core.dense import arriving
+from horovod_sparse.core.intake import Arrived, Intake
 from horovod_sparse.core.layout import Layout, Slot
-from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector
+from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector, SlotGradient
 from horovod_sparse.core.statistics import Counts, Tally
 from horovod_sparse.core.step import Before, Ending
 from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.grid import Grid
-from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Exchanging, Kind, Round, Run, Sent
+from horovod_sparse.exchange.protocols import (
+    Collective,
+    Entries,
+    Exchange,
+    Exchanging,
+    Kind,
+    Reduced,
+    Round,
+    Run,
+    Sent,
+)
 from horovod_sparse.exchange.received import rows_of
-from horovod_sparse.ops.protocol import Array, Ops, Selection
+from horovod_sparse.ops.protocol import Array, Momentum, Ops, Selection
 
 _DENSE = Dense()
 _LASTING, _FEW_STEPS = 100, 5
@@ -109,6 +123,33 @@ class Bucket:
         self.selector: Selector = self._host if self.device is None or self._in_dense_steps else self.device
         self.selector.begin(selects=not self._in_dense_steps)
         return before
+
+    def take_in(self, arrived: Sequence[Arrived], rates: Sequence[float], intake: Intake) -> None:
+        """Add gradients to the residual, each in units of its rate. Raise RuntimeError if one has arrived before."""
+        gradients = defaultdict[tuple[Momentum | None, float], list[SlotGradient]](list)
+        for (name, gradient, _), rate in zip(arrived, rates, strict=True):
+            slot, momentum = arriving(self, name), intake.momentum(name)
+            self.rates[slot.offset] = rate
+            if rate == 0.0:
+                # The learning rate is 0, so that the update is 0, whatever the velocity is.
+                if momentum is not None:
+                    self._accelerate(slot, gradient, momentum, intake)
+                gradient = momentum = None
+            if gradient is not None:
+                gradient = intake.prepared(gradient, self.layout.residual_dtype)
+            gradients[momentum, rate].append((slot, gradient))
+        for (momentum, rate), some in gradients.items():
+            self.selector.accumulate(some, self.state, self.k, momentum, rate)
+
+    def _accelerate(self, slot: Slot, gradient: Array | None, momentum: Momentum, intake: Intake) -> None:
+        """Add a gradient to the velocity alone, unless it holds NaN or infinity."""
+        assert self.velocity is not None
+        velocity = self.velocity[slot.offset : slot.offset + slot.numel]
+        velocity *= momentum.factor
+        if gradient is not None and self.ops.all_finite(gradient):
+            dtype = self.layout.residual_dtype
+            # Rounded to the residual's type first, as it is with any other rate.
+            velocity += scaled(self.ops, intake.prepared(gradient, dtype), 1.0, dtype).reshape(-1)
 
     @property
     def _arrays(self) -> list[Array]:
@@ -232,8 +273,8 @@ class Bucket:
         self.bytes_sent += collective.bytes_sent(self.world)
         return collective
 
-    def conclude(self, sent: Sent) -> list[str]:
-        """End the exchange. Return the parameters whose gradients on this rank were not finite."""
+    def conclude(self, sent: Sent, divisor: float, intake: Intake) -> tuple[Reduced, list[str], list[str]]:
+        """End the exchange. Return what all ranks sent, and which gradients were not finite: here, and if none, elsewhere."""
         self.under_way = None
         state = self.state
         if sent is not None:
@@ -241,7 +282,10 @@ class Bucket:
             self.counts = Counts(self.target, count, state.threshold, state.stages, truncated, self.bytes_sent)
         state.step += 1
         offsets: Sequence[int] = self._host.not_finite if self.selector is self._host else self.outcome.not_finite
-        return [slot.name for slot in self.layout.slots if slot.offset in offsets] if offsets else []
+        own = [f"the gradient of parameter {slot.name!r}" for slot in self.layout.slots if slot.offset in offsets]
+        unknown = [f"the gradient of some parameter in bucket {self.name!r} of another rank"]
+        reduced = Reduced(self.ops, sent, divisor, self.rates)
+        return reduced, own, unknown if sent is None and not own else []
 
     def end(self, ending: Ending, before: Before) -> None:
         """End the step, so that it can be done again. It may have reached any point, or have ended and be `UNDONE` now."""

@@ -72,8 +72,7 @@ def layouts_of(parameters: Sequence[Parameter], compressor: Compressor, world: i
     a bucket is complete as early as possible. Whatever would be too large for its messages (`wire.excess`) becomes several
     buckets.
     """
-    buckets = _members(list(reversed(parameters)), compressor, world)
-    return [Layout.of([(p.name, p.shape) for p in members], members[0].residual_dtype) for members in buckets]
+    return [_laid_out(members) for members in _members(list(reversed(parameters)), compressor, world)]
 
 
 def _members(parameters: Iterable[Parameter], compressor: Compressor, world: int) -> list[list[Parameter]]:
@@ -101,6 +100,24 @@ def _fits(numel: int, parameter: Parameter, compressor: Compressor, world: int) 
         return False
     itemsize = 8 if parameter.residual_dtype == "float64" else 4
     return itemsize * (numel + parameter.numel) <= most
+
+
+def planned(parameters: Sequence[Parameter], compressor: Compressor, world: int) -> tuple[list[Layout], list[Layout]]:
+    """Return the layouts of the buckets of some parameters, and of those that are reduced dense: small ones together."""
+    compressed: list[Parameter] = []
+    together: dict[Hashable, list[Parameter]] = {}
+    for one in parameters:
+        if not compressor.leaves_dense(one.name, one.numel):
+            compressed.append(one)
+            continue
+        # With many small parameters, one allreduce for each would cost more time than their entries do.
+        key = (one.kind, one.residual_dtype) if one.numel < compressor.min_numel else one.name
+        together.setdefault(key, []).append(one)
+    return layouts_of(compressed, compressor, world), [_laid_out(members) for members in together.values()]
+
+
+def _laid_out(members: Sequence[Parameter]) -> Layout:
+    return Layout.of([(one.name, one.shape) for one in members], members[0].residual_dtype)
 
 
 def check_limits(layouts: Iterable[Layout], compressor: Compressor, world: int) -> None:

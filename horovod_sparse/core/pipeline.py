@@ -6,23 +6,23 @@ provides the memory that the reduced gradients are written to. Imports no framew
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from horovod_sparse.compressors.base import Compressor, Place
-from horovod_sparse.compressors.momentum import scaled
 from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.core.intake import Arrived, Intake
 from horovod_sparse.core.layout import Layout, Slot, check_limits
 from horovod_sparse.core.residuals import Residuals, multiply
-from horovod_sparse.core.selector import DeviceSelectorFor, SlotGradient, no_device
+from horovod_sparse.core.selector import DeviceSelectorFor, no_device
 from horovod_sparse.core.state import VERSION, check_state
 from horovod_sparse.core.statistics import Counts, Stats, StepStats, Tally
 from horovod_sparse.core.step import Ending, Step
 from horovod_sparse.exchange.grid import grid
 from horovod_sparse.exchange.protocols import Collective, Reduced, Sent
-from horovod_sparse.ops.protocol import Array, Momentum, Moving, Ops, Part
+from horovod_sparse.ops.protocol import Array, Ops
 
 _NOT_FINITE = (
     "holds NaN or infinity, or overflows its residual; it was kept out of the residual. Lower the learning rate, or set "
@@ -33,8 +33,9 @@ Write = Callable[[Sequence[Slot], Reduced], Iterable[str] | None]
 """Writes the reduced gradient to where the adapter wants it. Returns the parameters whose type cannot hold it, if any."""
 Wait = Callable[[], Array]
 """Waits for a collective that was started, and returns its result."""
-UnderWay = tuple[Bucket, Wait]
-Start = Callable[[Bucket, Collective], Wait]
+AnyBucket = Bucket | DenseBucket
+UnderWay = tuple[AnyBucket, Wait]
+Start = Callable[[AnyBucket, Collective], Wait]
 
 
 class Pipeline:
@@ -75,11 +76,9 @@ class Pipeline:
         self.velocities = Residuals(ops)
         """With momentum correction: velocities of the parameters in buckets and of those that are reduced dense."""
         self.buckets: list[Bucket] = []
-        self._dense: dict[str, Layout] = {}
-        """Parameters that are reduced dense. Those that are reduced together are listed under the name of the first."""
+        self.dense: list[DenseBucket] = []
         self.intake = Intake(ops, compressor, world, averages=averages)
-        self.dense_bytes_sent = 0.0
-        self.bucket_of: dict[str, Bucket] = {}
+        self.bucket_of: dict[str, AnyBucket] = {}
         self.in_gradients: set[str] = set()
         """Buckets that were loaded in units of the gradient, until the learning rate is known that makes them updates."""
         self._step: Step | None = None
@@ -94,16 +93,16 @@ class Pipeline:
         """Add buckets. `like(name)` returns an array on the device where the parameter's bucket will be kept."""
         check_limits(layouts, self.compressor, self.world)
         for layout in layouts:
-            self.residuals.allocate(layout, like(layout.name))
-            if self.compressor.momentum_correction is not None:
-                self.velocities.allocate(layout, like(layout.name))
-            buffer = self.residuals.buffer(layout.name)
-            velocity = self.velocities.buffer(layout.name) if self.compressor.momentum_correction is not None else None
+            array = like(layout.name)
+            buffer, velocity = self.residuals.allocate(layout, array), self._velocity_of(layout, array)
             place = Place(layout.name, self.position, self.world)
             selector = self._device_selector
             bucket = Bucket(self.ops, self.compressor, layout, place, self.rank, buffer, velocity, selector, self._grid)
             self.buckets.append(bucket)
             self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
+
+    def _velocity_of(self, layout: Layout, like: Array) -> Array | None:
+        return None if self.compressor.momentum_correction is None else self.velocities.allocate(layout, like)
 
     @property
     def divisor(self) -> float:
@@ -111,15 +110,25 @@ class Pipeline:
         return (float(self.world) if self.averages else 1.0) / self.intake.scale
 
     def add_dense(self, layouts: Sequence[Layout], like: Callable[[str], Array]) -> None:
-        """Register the parameters that the adapter reduces dense. Those of one layout are reduced together."""
+        """Add buckets of parameters that are reduced dense."""
         for layout in layouts:
-            self._dense[layout.name] = layout
-            if self.compressor.momentum_correction is not None:
-                self.velocities.allocate(layout, like(layout.name))
+            array = like(layout.name)
+            bucket = DenseBucket(self.ops, layout, self.world, self.rank, array, self._velocity_of(layout, array))
+            self.dense.append(bucket)
+            self.bucket_of.update(dict.fromkeys(bucket.slots, bucket))
+
+    @property
+    def all_buckets(self) -> list[AnyBucket]:
+        return [*self.buckets, *self.dense]
+
+    @property
+    def dense_bytes_sent(self) -> float:
+        """Bytes that this worker sends in each step for the parameters that are reduced dense."""
+        return math.fsum(bucket.bytes_sent for bucket in self.dense)
 
     def describe(self) -> str:
         """Return how many parameters are compressed and how many are not, in a line."""
-        numel, dense = sum(one.numel for one in self.buckets), sum(len(one.slots) for one in self._dense.values())
+        numel, dense = sum(one.numel for one in self.buckets), sum(len(one.slots) for one in self.dense)
         entries = f"{numel / 1e6:.1f} M" if numel >= 1e5 else str(numel)
         return f"{len(self.buckets)} buckets, {entries} entries, {dense} parameters dense"
 
@@ -129,10 +138,9 @@ class Pipeline:
 
     def drop(self, name: str) -> None:
         """Forget what is kept of a parameter that is no longer trained. Call it between steps, or before it arrives."""
-        if name in self.bucket_of:
-            self.residuals.view(name)[:] = 0
-        if self.compressor.momentum_correction is not None:
-            self.velocities.view(name)[:] = 0
+        for kept in (self.residuals, self.velocities):
+            if name in kept.shapes:
+                kept.view(name)[:] = 0
 
     @property
     def steps(self) -> int:
@@ -166,12 +174,12 @@ class Pipeline:
         self.intake.begin(gradients, 1.0 if scale is None else scale)
         self._begun()
 
-    def arrive(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> Bucket | None:
+    def arrive(self, name: str, gradient: Array | None, learning_rate: float | None = None) -> AnyBucket | None:
         """Do as `arrive_together`, for one parameter."""
         return self.arrive_together(self.bucket_of[name], [Arrived(name, gradient, learning_rate)])
 
-    def arrive_together(self, bucket: Bucket, arrived: Sequence[Arrived]) -> Bucket | None:
-        """Add gradients of a bucket to its residual. Return the bucket if it is complete, else None.
+    def arrive_together(self, bucket: AnyBucket, arrived: Sequence[Arrived]) -> AnyBucket | None:
+        """Let a bucket take in gradients of its parameters. Return the bucket if it is complete, else None.
 
         The gradients' memory is free afterwards. NaN and infinity are kept out of the residual. A sum that would overflow the
         residual stays at the largest number of its type. In both cases the bucket's exchange returns None on every rank.
@@ -181,38 +189,13 @@ class Pipeline:
             ValueError: `lr_in_residual` cannot use a learning rate; nothing was changed.
         """
         rates = [self.intake.rate(one) for one in arrived]
-        gradients = defaultdict[tuple[Momentum | None, float], list[SlotGradient]](list)
-        for (name, gradient, _), rate in zip(arrived, rates, strict=True):
-            if name not in bucket.missing:
-                raise RuntimeError(f"the gradient of {name!r} arrived twice in one step")
-            step = self._begun()
-            if bucket.name not in step.buckets:
-                if bucket.name in self.in_gradients and max(rates) > 0.0:
-                    self.to_updates(bucket, dict.fromkeys(bucket.slots, max(rates)))
-                step.buckets[bucket.name] = bucket.begin_step(copies=self._undoes)
-            bucket.missing.discard(name)
-            slot, momentum = bucket.slots[name], self.intake.momentum(name)
-            bucket.rates[slot.offset] = rate
-            if rate == 0.0:
-                # The learning rate is 0, so that the update is 0, whatever the velocity is.
-                if momentum is not None:
-                    self._accelerate(bucket, name, gradient, momentum)
-                gradient = momentum = None
-            if gradient is not None:
-                gradient = self.intake.prepared(gradient, bucket.layout.residual_dtype)
-            gradients[momentum, rate].append((slot, gradient))
-        for (momentum, rate), some in gradients.items():
-            bucket.selector.accumulate(some, bucket.state, bucket.k, momentum, rate)
+        step = self._begun()
+        if bucket.name not in step.buckets:
+            if isinstance(bucket, Bucket) and bucket.name in self.in_gradients and max(rates) > 0.0:
+                self.to_updates(bucket, dict.fromkeys(bucket.slots, max(rates)))
+            step.buckets[bucket.name] = bucket.begin_step(copies=self._undoes)
+        bucket.take_in(arrived, rates, self.intake)
         return None if bucket.missing else bucket
-
-    def _accelerate(self, bucket: Bucket, name: str, gradient: Array | None, momentum: Momentum) -> None:
-        """Add a gradient to the velocity alone, unless it holds NaN or infinity."""
-        velocity = self.velocities.view(name)
-        velocity *= momentum.factor
-        if gradient is not None and self.ops.all_finite(gradient):
-            dtype = bucket.layout.residual_dtype
-            # Rounded to the residual's type first, as it is with any other rate.
-            velocity += scaled(self.ops, self.intake.prepared(gradient, dtype), 1.0, dtype).reshape(-1)
 
     @property
     def is_open(self) -> bool:
@@ -225,7 +208,7 @@ class Pipeline:
             self._step = Step()
         return self._step
 
-    def advance(self, bucket: Bucket, result: Array, divisor: float, write: Write) -> Collective | None:
+    def advance(self, bucket: AnyBucket, result: Array, divisor: float, write: Write) -> Collective | None:
         """Continue with the result of a bucket's collective. Return the next collective, or None at the end.
 
         At the end, `write` is called with the parameters' slots and a `Reduced`. It holds the bucket's entries, rank by rank in
@@ -237,14 +220,11 @@ class Pipeline:
             return bucket.advance(result)
         except StopIteration as end:
             sent: Sent = end.value
-        own = bucket.conclude(sent)
+        reduced, own, elsewhere = bucket.conclude(sent, divisor, self.intake)
         step = self._begun()
-        step.failures += [f"the gradient of parameter {name!r} {_NOT_FINITE}" for name in own]
-        if sent is None and not own:
-            step.failures_elsewhere.append(
-                f"the gradient of some parameter in bucket {bucket.name!r} of another rank {_NOT_FINITE}"
-            )
-        for name in write(bucket.layout.slots, Reduced(self.ops, sent, divisor, bucket.rates)) or ():
+        step.failures += [f"{what} {_NOT_FINITE}" for what in own]
+        step.failures_elsewhere += [f"{what} {_NOT_FINITE}" for what in elsewhere]
+        for name in write(bucket.layout.slots, reduced) or ():
             self.note_overflow(name)
         return None
 
@@ -266,49 +246,9 @@ class Pipeline:
     def note_overflow(self, name: str) -> None:
         """Let the step fail, because a parameter's type cannot hold its reduced gradient, which is the same on all ranks."""
         self._begun().failures_elsewhere.append(
-            f"the reduced gradient of parameter {name!r} is finite, but beyond the range of its type; what was sent has "
-            "returned to the residuals. Use gradients of bfloat16 or float32, or a larger ratio"
+            f"the reduced gradient of parameter {name!r} is finite, but beyond the range of its type; what residuals had "
+            "sent has returned to them. Use gradients of bfloat16 or float32, or a larger ratio"
         )
-
-    def finish_dense(self, name: str, reduced: Array) -> None:
-        """Apply momentum, in place, to a reduced gradient that did not come through a bucket.
-
-        If several parameters are reduced together, `name` is the first one's, and their gradients lie one after the other. If
-        the reduced gradient is not finite, nothing is changed. A velocity that overflows stays at the largest number.
-        """
-        finite, correction = self.ops.all_finite(reduced), self.compressor.momentum_correction
-        if finite and correction is None:
-            return
-        flat, slots = reduced.reshape(-1), self._dense[name].slots
-        parts = [(slot.offset, flat[slot.offset : slot.offset + slot.numel]) for slot in slots]
-        if not finite or correction is None:
-            good = [self.ops.all_finite(part) for _, part in parts]
-        else:
-            velocity = self.velocities.buffer(name)
-            # The ranks go on with the same velocities, whatever point of the step they give up at.
-            self._begun().velocities[name] = self.ops.copy(velocity)
-            corrected = self.ops.copy(velocity)
-            corrected[:] = 0
-            scale = self.intake.scale
-            if scale != 1.0:
-                flat /= scale
-            together = defaultdict[Momentum, list[Part]](list)
-            for slot, part in zip(slots, parts, strict=True):
-                together[self.intake.momentum(slot.name) or correction.of_step].append(part)
-            overflowed: dict[int, int] = {}
-            for momentum, some in together.items():
-                numbers = self.ops.accumulate(corrected, some, Moving(velocity, momentum))
-                overflowed |= {offset: number for (offset, _), number in zip(some, numbers, strict=True)}
-            good = [not overflowed[slot.offset] for slot in slots]
-            if scale != 1.0:
-                corrected *= scale
-            reduced[...] = corrected.reshape(reduced.shape)
-            if reduced.nbytes == 2 * len(flat):
-                # Half precision has less range than the velocity.
-                good = [self.ops.all_finite(flat[slot.offset : slot.offset + slot.numel]) for slot in slots]
-        for slot, is_good in zip(slots, good, strict=True):
-            if not is_good:
-                self.note_not_finite(slot.name)
 
     def end_step(self) -> None:
         """End a step after all reduced gradients are there. It succeeds on every rank or fails on every rank.
@@ -335,12 +275,9 @@ class Pipeline:
         step = self._step
         if step is None or step.ending is None:
             return
-        reached = [bucket for bucket in self.buckets if bucket.name in step.buckets]
+        reached = [bucket for bucket in self.all_buckets if bucket.name in step.buckets]
         for bucket in reached:
             bucket.end(step.ending, step.buckets[bucket.name])
-        if step.ending is Ending.UNDONE:
-            for name, velocity in step.velocities.items():
-                self.ops.assign(self.velocities.buffer(name), velocity)
         for bucket in reached:
             bucket.close()
         self.intake.end()

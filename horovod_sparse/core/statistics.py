@@ -47,7 +47,7 @@ class StepStats:
 
     buckets: tuple[BucketStats, ...]
     dense_bytes_sent: float
-    """Bytes sent for the parameters below `min_numel`; embeddings with sparse gradients are not counted."""
+    """Bytes sent for the parameters that are reduced dense; embeddings with sparse gradients are not counted."""
 
     @property
     def total(self) -> BucketStats:

@@ -43,8 +43,6 @@ class Step:
 
     buckets: dict[str, Before] = field(default_factory=dict)
     """The buckets that a gradient of this step has reached."""
-    velocities: dict[str, Array] = field(default_factory=dict)
-    """The velocities of before the step of parameters that are reduced dense, which are the same on all ranks."""
     failures: list[str] = field(default_factory=list)
     """What made this step fail: first what this rank knows of its own gradients."""
     failures_elsewhere: list[str] = field(default_factory=list)

@@ -102,11 +102,17 @@ class State(Protocol):
     """A number of this rank that all ranks get to know."""
 
 
-class Sender(Protocol):
+class Named(Protocol):
+    """A bucket of a rank, for messages."""
+
+    name: str
+    rank: int
+
+
+class Sender(Named, Protocol):
     """One bucket of this rank in one step, as an exchange sees it. `take` and `message` take entries out of the residual."""
 
     ops: Ops
-    name: str
     numel: int
     """Number of entries of the bucket."""
     capacity: int
@@ -114,7 +120,6 @@ class Sender(Protocol):
     k: int
     """How many entries are wanted."""
     world: int
-    rank: int
     position: int
     """Index of this rank among those that exchange."""
     grid: Grid | None

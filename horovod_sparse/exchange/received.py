@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.protocols import Collective, Entries, Exchanging, Sender
+from horovod_sparse.exchange.protocols import Collective, Entries, Exchanging, Named, Sender
 from horovod_sparse.ops.protocol import Array
 
 OUT_OF_ORDER = "its indices do not ascend within the bucket, with padding after them"
@@ -26,7 +26,7 @@ def check_result(bucket: Sender, result: Array, shape: tuple[int, ...], dtype: o
         raise disagreement(bucket)
 
 
-def damaged(bucket: Sender, which: str, what: str) -> RuntimeError:
+def damaged(bucket: Named, which: str, what: str) -> RuntimeError:
     """Return the error for a message that is not as `wire` requires."""
     return RuntimeError(
         f"rank {bucket.rank}: the {which} for bucket {bucket.name!r} is damaged: {what}. The "
@@ -34,7 +34,7 @@ def damaged(bucket: Sender, which: str, what: str) -> RuntimeError:
     )
 
 
-def disagreement(bucket: Sender) -> RuntimeError:
+def disagreement(bucket: Named) -> RuntimeError:
     """Return the error for ranks whose steps, adaptive numbers or random choices differ."""
     return RuntimeError(
         f"rank {bucket.rank}: the ranks disagree on the state of bucket {bucket.name!r} (step, seed, threshold or regions), so "

@@ -16,12 +16,11 @@ from horovod_sparse import kernels
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.agreement import RELEASE, check_steps, refuse_detached, refuse_updates
 from horovod_sparse.core.binding import check_factor
-from horovod_sparse.core.layout import Layout, Parameter, Slot, layouts_of
+from horovod_sparse.core.layout import Parameter, Slot, planned
 from horovod_sparse.core.pipeline import Pipeline, Wait
 from horovod_sparse.core.state import check_state, kept_shapes
 from horovod_sparse.core.statistics import NO_STATS, Stats
 from horovod_sparse.core.store import log_start
-from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.numpy.compiled import host_ops
 
@@ -86,7 +85,6 @@ class SparseAllreduce:
         self._rank = 0 if comm is None else int(comm.Get_rank())
         self._ops = host_ops()
         self._shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
-        self._dense: set[str] = set()
         self._under_way: list[_Started] = []
         """The collectives of this step, and those of aborted steps until MPI has completed them."""
         self._lane = comm
@@ -147,32 +145,19 @@ class SparseAllreduce:
         self._meet()
         self.pipeline.start_step(gradients.values())
         reduced = {name: np.zeros(shape, dtype) for name, (shape, dtype) in self._shapes.items()}
-        waits: dict[str, Wait] = {}
         under_way = []
         # The last array comes first, because buckets are packed so. The first call fixed the order: MPI matches by order.
         for name in reversed(self._shapes):
-            if name in self._dense:
-                wide = _wide(gradients[name].dtype)
-                clipped = self.pipeline.intake.clipped(gradients[name].astype(wide), str(wide))
-                waits[name] = self._start(Collective("allreduce", clipped), self._lane)
-            else:
-                bucket = self.pipeline.arrive(name, gradients[name], learning_rate)
-                if bucket is not None:
-                    under_way.append((bucket, self._start(bucket.begin(), self._lane)))
+            bucket = self.pipeline.arrive(name, gradients[name], learning_rate)
+            if bucket is not None:
+                under_way.append((bucket, self._start(bucket.begin(), self._lane)))
         self._finish(under_way, reduced)
-        for name, wait in waits.items():
-            mean = wait() / self.pipeline.divisor
-            self.pipeline.finish_dense(name, mean)
-            if not _fits(reduced[name], mean):
-                self.pipeline.note_overflow(name)
         self._unfinished -= 1
         self.pipeline.end_step()
         return reduced
 
     def _finish(self, under_way: list[Any], reduced: dict[str, Array]) -> None:
-        wide = {
-            name: np.empty(array.size, _wide(array.dtype)) for name, array in reduced.items() if name not in self._dense
-        }
+        wide = {name: np.empty(array.size, _wide(array.dtype)) for name, array in reduced.items()}
 
         def write(slots: Sequence[Slot], sent: Reduced) -> list[str]:
             sent.write([(slot.offset, wide[slot.name]) for slot in slots])
@@ -246,19 +231,15 @@ class SparseAllreduce:
         self._agree(gradients, "")
         # Only workers with the same settings gather their hosts.
         pipeline = self._new_pipeline(compressor, compressor.exchange.hosts(self._world, self._digests))
-        types = {name: compressor.residual_dtype_of(g) for name, g in gradients.items()}
-        dense = {name for name, gradient in gradients.items() if compressor.leaves_dense(name, gradient.size)}
-        pipeline.dense_bytes_sent = sum(
-            allreduce_bytes(gradients[name].size * _wide(gradients[name].dtype).itemsize, self._world) for name in dense
-        )
         parameters = [
-            Parameter(name, g.shape, types[name], "cpu") for name, g in gradients.items() if name not in dense
+            Parameter(name, gradient.shape, compressor.residual_dtype_of(gradient), "cpu")
+            for name, gradient in gradients.items()
         ]
-        pipeline.add_buckets(layouts_of(parameters, compressor, self._world), gradients.__getitem__)
-        layouts = [Layout.of([(name, g.shape)], types[name]) for name, g in gradients.items() if name in dense]
-        pipeline.add_dense(layouts, gradients.__getitem__)
+        buckets, dense = planned(parameters, compressor, self._world)
+        pipeline.add_buckets(buckets, gradients.__getitem__)
+        pipeline.add_dense(dense, gradients.__getitem__)
         lane = self._comm and self._comm.Dup()
-        self.pipeline, self._lane, self._shapes, self._dense = pipeline, lane, _shapes(gradients), dense
+        self.pipeline, self._lane, self._shapes = pipeline, lane, _shapes(gradients)
         log_start(pipeline, kernels.variant())
 
     def _agree(self, gradients: Mapping[str, Array], problem: str) -> None:

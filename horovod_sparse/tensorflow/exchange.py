@@ -15,11 +15,6 @@ from horovod_sparse.tensorflow.memory import make_variable
 Tensor = Any
 
 
-def wire_dtype(dtype: Any) -> Any:
-    """Return the dtype for a dense allreduce: Horovod does not reduce bfloat16, and small tensors can afford float32."""
-    return tf.float32 if dtype == tf.bfloat16 else dtype
-
-
 class Collectives:
     """The collectives of one reducer. Those of exchanges have the names that `protocols.Collective` has for them."""
 
@@ -58,19 +53,10 @@ class Collectives:
 
     def allreduce(self, message: Tensor, name: str) -> Tensor:
         """Return the sum of all ranks' messages."""
-        return self._allreduce(message, name, mpi_ops.Sum)
-
-    def dense(self, tensor: Tensor, name: str, op: Any, predivide: float) -> Tensor:
-        """Run Horovod's dense allreduce; `predivide` splits the averaging as `gradient_predivide_factor` does."""
-        return self._allreduce(self.exchanged_in_every_step(tensor), name, op, predivide)
-
-    def _allreduce(self, tensor: Tensor, name: str, op: Any, predivide: float = 1.0) -> Tensor:
         return mpi_ops._allreduce(
-            tensor,
+            message,
             name=self._full(f"{self.number}.{name}"),
-            op=op,
-            prescale_factor=1.0 / predivide,
-            postscale_factor=predivide,
+            op=mpi_ops.Sum,
             ignore_name_scope=True,
             process_set=self._process_set,
         )

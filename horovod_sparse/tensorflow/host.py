@@ -19,50 +19,21 @@ from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.core.intake import Arrived
 from horovod_sparse.core.layout import Layout, Slot
-from horovod_sparse.core.pipeline import Pipeline, Write
+from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Write
 from horovod_sparse.core.step import Ending
 from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.protocols import Collective, Exchange, Reduced, Round
 from horovod_sparse.kernels.pool import BufferPool
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.ops.protocol import Array, Momentum
-from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
+from horovod_sparse.tensorflow.exchange import Collectives
 from horovod_sparse.tensorflow.memory import check_memory, make_variable, memory_of
 
 Tensor = Any
 Variable = Any
-
-_PACK_BYTES = 2**20
-"""Gradients that are reduced dense share messages of up to this many bytes. A larger one is sent alone, uncopied."""
-
-
-@dataclass(frozen=True)
-class Pack:
-    """Parameters that are reduced dense in one message: one collective per small parameter would take longer than its data."""
-
-    dtype: Any
-    """The dtype of their gradients."""
-    shapes: dict[str, tuple[int, ...]]
-    """The parameters' shapes by name."""
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.shapes)
-
-    @property
-    def sizes(self) -> list[int]:
-        return [math.prod(shape) for shape in self.shapes.values()]
-
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the parts' tensors, flattened and concatenated."""
-        return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
-
-    def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the tensor of each part, in its shape, by name."""
-        pieces = zip(self.shapes.items(), tf.split(flat, self.sizes), strict=True)
-        return {name: tf.reshape(piece, shape) for (name, shape), piece in pieces}
 
 
 @dataclass(frozen=True)
@@ -73,8 +44,6 @@ class Step:
     """The buckets that take part."""
     gradients: Mapping[str, Tensor]
     """Gradients of the parameters in the buckets, by name. A missing gradient counts as zero."""
-    dense: Mapping[str, Tensor]
-    """Gradients of the parameters that are reduced dense, by name."""
     others: Mapping[str, Tensor]
     """Values, by name, that are already reduced and only have to be finite."""
     dtypes: Mapping[str, Any]
@@ -83,22 +52,8 @@ class Step:
     """The learning rate, float64; NaN if it is unknown."""
     scale: Tensor
     """The loss scale by which the gradients are multiplied, float64; NaN if there is no loss scaler."""
-    op: Any
-    """Horovod's reduction operation for the dense gradients."""
-    predivide: float
-    """`gradient_predivide_factor`, for the dense gradients."""
     frozen: Collection[str] = ()
     """Names of parameters that are not trained any more; their residuals and velocities are dropped."""
-
-    def packs(self) -> list[Pack]:
-        """Return the parameters that are reduced dense, grouped by message."""
-        packs: list[Pack] = []
-        for name, gradient in self.dense.items():
-            room = _PACK_BYTES // gradient.dtype.size - gradient.shape.num_elements()
-            if not packs or packs[-1].dtype != gradient.dtype or sum(packs[-1].sizes) > room:
-                packs.append(Pack(gradient.dtype, {}))
-            packs[-1].shapes[name] = tuple(gradient.shape)
-        return packs
 
 
 def call_host(method: Callable[..., Any], known: tuple[Any, ...], inputs: Sequence[Tensor], types: Any) -> Any:
@@ -172,34 +127,40 @@ class HostPipeline(Pipeline):
 
     def reduce(self, step: Step) -> dict[str, Tensor]:
         """Build the operations that reduce one step's gradients, and return the reduced gradients by name."""
+        reduced: dict[str, Tensor] = {}
         with tf.device("CPU:0"):
             buckets = [self.bucket_of[layout.name] for layout in step.buckets]
             with tf.control_dependencies([self._start(step)]):
-                compressed = [tensor for made in self._together(buckets) for tensor in self._exchange_all(step, made)]
-                finished = self._reduce_dense(step)
+                for made in self._together(buckets):
+                    names = [slot.name for bucket in made for slot in bucket.layout.slots]
+                    reduced.update(zip(names, self._exchange_all(step, made), strict=True))
                 others = [tf.reduce_all(tf.math.is_finite(other)) for other in step.others.values()]
-            with tf.control_dependencies([*compressed, *finished.values()]):
+            with tf.control_dependencies(reduced.values()):
                 end = call_host(self._end, (list(step.others),), others, tf.bool)
             with tf.control_dependencies([end]):
-                tensors = [tf.identity(tensor) for tensor in (*compressed, *finished.values())]
-        names = [slot.name for bucket in buckets for slot in bucket.layout.slots]
-        return dict(zip([*names, *finished], tensors, strict=True))
+                return {name: tf.identity(tensor) for name, tensor in reduced.items()}
 
     def _start(self, step: Step) -> Tensor:
         """Return the operation that runs before everything else in a step."""
         # Only a norm of all gradients must wait for all of them. Otherwise buckets are exchanged while others' gradients are
         # computed.
-        gradients = [*step.gradients.values(), *step.dense.values()] if self.compressor.holds_back else []
+        gradients = [*step.gradients.values()] if self.compressor.holds_back else []
         return call_host(self._start_step, (), [step.scale, step.rate, *gradients], tf.bool)
 
-    def _together(self, buckets: list[Bucket]) -> list[list[Bucket]]:
-        """Group the buckets that are always at the same step of their schedule: those that were made together."""
-        made: dict[int, list[Bucket]] = {}
-        for bucket in buckets:
-            made.setdefault(self._generation[bucket.name] if bucket.begins_dense else 0, []).append(bucket)
-        return list(made.values())
+    def _together(self, buckets: list[AnyBucket]) -> list[list[AnyBucket]]:
+        """Group the buckets that are always at the same step of their schedule: those that were made together.
 
-    def _exchange_all(self, step: Step, buckets: list[Bucket]) -> list[Tensor]:
+        Those that are always dense go with the first group, so that their collectives run at the same time.
+        """
+        made: dict[int, list[AnyBucket]] = {}
+        for bucket in buckets:
+            if isinstance(bucket, Bucket):
+                made.setdefault(self._generation[bucket.name] if bucket.begins_dense else 0, []).append(bucket)
+        groups = list(made.values()) or [[]]
+        groups[0] += [bucket for bucket in buckets if isinstance(bucket, DenseBucket)]
+        return [group for group in groups if group]
+
+    def _exchange_all(self, step: Step, buckets: list[AnyBucket]) -> list[Tensor]:
         """Return the reduced gradients of some buckets."""
         usual = self.compressor.exchange
         if not buckets[0].begins_dense:
@@ -212,7 +173,7 @@ class HostPipeline(Pipeline):
             )
         )
 
-    def _exchange(self, step: Step, buckets: list[Bucket], exchange: Exchange) -> list[Tensor]:
+    def _exchange(self, step: Step, buckets: list[AnyBucket], exchange: Exchange) -> list[Tensor]:
         # TensorFlow runs Python calls in the order in which they are written here. So all buckets are begun before any
         # result is requested, and their collectives run at the same time.
         rounds = {bucket.name: bucket.rounds_of(exchange) for bucket in buckets}
@@ -226,17 +187,23 @@ class HostPipeline(Pipeline):
             # Names use numbers, because a variable's name may contain characters that an operation's name must not. They are
             # the same for all exchanges: if only some ranks are in their dense steps, Horovod raises on all of them.
             for bucket in going_on:
-                name, kind = f"{list(self._memory).index(bucket.name)}.{number}", rounds[bucket.name][number].kind
+                name, kind = f"{self.number_of(bucket)}.{number}", rounds[bucket.name][number].kind
                 tensor = tensors[bucket.name]
                 to = [call_host(self._to, (bucket.name,), [tensor], tf.int32)] if kind == "alltoall" else []
                 tensors[bucket.name] = getattr(self._collectives, kind)(tensor, name, *to)
         return [reduced for bucket in buckets for reduced in self._finish_bucket(step, bucket, tensors[bucket.name])]
 
-    def _begin(self, step: Step, bucket: Bucket, first: Round) -> Tensor:
+    def number_of(self, bucket: AnyBucket) -> str:
+        """Return the beginning of the names of a bucket's collectives."""
+        if isinstance(bucket, DenseBucket):
+            return f"dense.{self.dense.index(bucket)}"
+        return str(self.buckets.index(bucket))
+
+    def _begin(self, step: Step, bucket: AnyBucket, first: Round) -> Tensor:
         slots = bucket.layout.slots
         names = [slot.name for slot in slots if slot.name in step.gradients]
         frozen = [slot.name for slot in slots if slot.name in step.frozen]
-        memory = [variable.read_value() for variable in self._memory[bucket.name]]
+        memory = [variable.read_value() for variable in self._memory.get(bucket.name, ())]
         return call_host(
             self._take_in,
             (bucket.name, names, frozen, len(memory)),
@@ -244,33 +211,11 @@ class HostPipeline(Pipeline):
             first.dtype or bucket.layout.residual_dtype,
         )
 
-    def _finish_bucket(self, step: Step, bucket: Bucket, result: Tensor) -> list[Tensor]:
+    def _finish_bucket(self, step: Step, bucket: AnyBucket, result: Tensor) -> list[Tensor]:
         slots = bucket.layout.slots
         types = [step.dtypes[slot.name] for slot in slots]
         reduced = call_host(self._write_out, (bucket.name, types), [result], types)
         return [tf.ensure_shape(tensor, slot.shape) for tensor, slot in zip(_list(reduced), slots, strict=True)]
-
-    def _reduce_dense(self, step: Step) -> dict[str, Tensor]:
-        packs = step.packs()
-        # All are begun before any result is requested.
-        reduced = [
-            self._collectives.dense(self._packed(step, pack), f"dense.{number}", step.op, step.predivide)
-            for number, pack in enumerate(packs)
-        ]
-        finished: dict[str, Tensor] = {}
-        for pack, tensor in zip(packs, reduced, strict=True):
-            flat = call_host(self._finish_pack, (pack,), [tensor], tensor.dtype)
-            finished |= pack.split(tf.cast(tf.ensure_shape(flat, [sum(pack.sizes)]), pack.dtype))
-        return finished
-
-    def _packed(self, step: Step, pack: Pack) -> Tensor:
-        """Return the message of the parameters in a pack, which are reduced dense."""
-        gradients = [step.dense[name] for name in pack.names]
-        if self.compressor.clip is None:
-            return tf.cast(pack.join(gradients), wire_dtype(pack.dtype))
-        dtype = "float64" if pack.dtype == tf.float64 else "float32"
-        clipped = tf.ensure_shape(call_host(self._clip, (dtype,), gradients, dtype), [sum(pack.sizes)])
-        return tf.cast(clipped, wire_dtype(pack.dtype))
 
     # --- called from the graph ---
 
@@ -297,13 +242,15 @@ class HostPipeline(Pipeline):
             self._rate = self._rate_before
 
     def _is_dense(self, name: str) -> np.bool_:
-        return np.bool_(self.bucket_of[name].is_dense)
+        bucket = self.bucket_of[name]
+        return np.bool_(isinstance(bucket, Bucket) and bucket.is_dense)
 
     def _take_in(
         self, name: str, names: list[str], frozen: list[str], parts: int, *inputs: NDArray[Any]
     ) -> NDArray[Any]:
         bucket = self.bucket_of[name]
-        self._use(bucket, *inputs[:parts])
+        if isinstance(bucket, Bucket):
+            self._use(bucket, *inputs[:parts])
         rate = float(inputs[parts])
         # With rate 0 a gradient adds nothing to the velocity either.
         gradients = dict(zip(names, inputs[parts + 1 :], strict=True)) if rate else {}
@@ -315,7 +262,7 @@ class HostPipeline(Pipeline):
         )
         return self._next(bucket, bucket.begin())
 
-    def _next(self, bucket: Bucket, collective: Collective) -> NDArray[Any]:
+    def _next(self, bucket: AnyBucket, collective: Collective) -> NDArray[Any]:
         """Return the message of a bucket's next collective."""
         self._rows[bucket.name] = collective.to
         return np.ascontiguousarray(collective.message)
@@ -335,7 +282,8 @@ class HostPipeline(Pipeline):
 
     def _write_out(self, name: str, types: list[Any], result: NDArray[Any]) -> list[NDArray[Any]]:
         bucket = self.bucket_of[name]
-        exchanging = bucket.under_way is not None
+        # An exchange may have ended early.
+        exchanging = not self._reduced.get(name)
         if exchanging and self.advance(bucket, result, self.divisor, self._keep_reduced(bucket)) is not None:
             raise RuntimeError(f"the exchange of bucket {name!r} has more rounds than its graph; this is a defect")
         written = []
@@ -345,7 +293,7 @@ class HostPipeline(Pipeline):
                 self.note_overflow(slot.name)
         return written
 
-    def _keep_reduced(self, bucket: Bucket) -> Write:
+    def _keep_reduced(self, bucket: AnyBucket) -> Write:
         kept = self._reduced[bucket.name] = []
 
         def write(slots: Sequence[Slot], reduced: Reduced) -> None:
@@ -354,18 +302,6 @@ class HostPipeline(Pipeline):
             reduced.write([(slot.offset, flat) for slot, flat in zip(slots, kept, strict=True)])
 
         return write
-
-    def _clip(self, dtype: str, *gradients: NDArray[Any]) -> NDArray[Any]:
-        return np.concatenate([self.intake.clipped(gradient, dtype).reshape(-1) for gradient in gradients])
-
-    def _finish_pack(self, pack: Pack, reduced: NDArray[Any]) -> NDArray[Any]:
-        flat = np.array(reduced)
-        if self.compressor.momentum_correction is None and self.ops.all_finite(flat):
-            # Checking thousands of small parameters one by one would take longer.
-            return flat
-        for name, part in zip(pack.names, np.split(flat, np.cumsum(pack.sizes[:-1])), strict=True):
-            self.finish_dense(name, part)
-        return flat
 
     def _end(self, names: list[str], *finite: np.bool_) -> np.bool_:
         for name, is_finite in zip(names, finite, strict=True):

@@ -30,13 +30,12 @@ from horovod_sparse.core.agreement import (
     refuse_updates,
 )
 from horovod_sparse.core.binding import compresses
-from horovod_sparse.core.layout import Layout, Parameter, check_limits, layouts_of
+from horovod_sparse.core.layout import Layout, Parameter, check_limits, planned
 from horovod_sparse.core.lengths import sampled
 from horovod_sparse.core.state import check_state, kept_shapes, merged, names_in, part_of
 from horovod_sparse.core.store import Store, log_start
-from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
-from horovod_sparse.tensorflow.exchange import Collectives, wire_dtype
+from horovod_sparse.tensorflow.exchange import Collectives
 from horovod_sparse.tensorflow.host import HostPipeline, Step, call_host
 from horovod_sparse.tensorflow.names import Names, name_of, plain, renamed
 from horovod_sparse.tensorflow.reduction import Reduction
@@ -100,7 +99,6 @@ class Reducer(Store):
         """Variable name -> dtype of its gradient, for all variables that have had a gradient."""
         self._bucket_of: dict[str, Layout] = {}
         """Variable name -> its bucket."""
-        self._dense: set[str] = set()
         self.sparse: list[str] = []
         # The gradients of embeddings have a different number of rows in every step.
         self._function = tf.function(self._reduce, autograph=False, reduce_retracing=True)
@@ -140,7 +138,8 @@ class Reducer(Store):
             positions = zip(updates, sampled([math.prod(update.shape) for update in updates]), strict=True)
             flat = tf.concat([tf.cast(tf.gather(tf.reshape(one, [-1]), at), tf.float64) for one, at in positions], 0)
             sample = tf.concat([flat, [tf.reduce_sum(flat * flat)]], 0)
-            call_host(self.lengths.note, (), [self._collectives.dense(sample, "sample", mpi_ops.Average, 1.0)], [])
+            total = self._collectives.allreduce(self._collectives.exchanged_in_every_step(sample), "sample")
+            call_host(self.lengths.note, (), [total / self._process_set.size()], [])
         return reduced
 
     def _reduce_list(
@@ -199,20 +198,13 @@ class Reducer(Store):
                 buckets=self._taking_part(names, frozen),
                 gradients={name: gradient for name, gradient in given.items() if name in self._bucket_of},
                 frozen=frozen,
-                dense={name: self._dense_gradient(name, given) for name in names if name in self._dense},
                 others={name: slices.values for name, slices in others.items()},
                 dtypes=self._dtypes,
                 rate=rate,
                 scale=scale,
-                op=self.reduction.op,
-                predivide=self.reduction.gradient_predivide_factor,
             )
         )
         return [None if name in frozen else others.get(name, reduced.get(name)) for name in names]
-
-    def _dense_gradient(self, name: str, given: Mapping[str, Any]) -> Tensor:
-        shape = self.names.shape(name)
-        return tf.ensure_shape(given[name], shape) if name in given else tf.zeros(shape, self._dtypes[name])
 
     def _gather_slices(self, name: str, gradient: Any) -> Any:
         """Return all ranks' slices of an embedding's gradient, as stock Horovod reduces them. None counts as no slices."""
@@ -259,14 +251,14 @@ class Reducer(Store):
         sparse = [name for name, gradient in new.items() if isinstance(gradient, tf.IndexedSlices)]
         try:
             self._check_lasting(variables)
-            planned, layouts = self._lay_out(new, sparse, self.reduction.group_numbers(variables, self.names))
-            deferred = self._deferred_for([*planned, *layouts])
+            buckets, dense = self._lay_out(new, sparse, self.reduction.group_numbers(variables, self.names))
+            deferred = self._deferred_for([*buckets, *dense])
         except Exception as error:
             # Every kind of error is caught: a damaged state raises others than ValueError.
             self._agree(names, new, sparse, f"{type(error).__name__}: {error}")
             raise
         self._agree(names, new, sparse, "")
-        self._carry_out(planned, layouts, sparse, {name: gradient.dtype for name, gradient in new.items()})
+        self._carry_out(buckets, dense, sparse, {name: gradient.dtype for name, gradient in new.items()})
         if deferred is not None:
             self.deferred = deferred
             self._load_deferred()
@@ -296,19 +288,15 @@ class Reducer(Store):
     def _carry_out(
         self, buckets: list[Layout], dense: list[Layout], sparse: Sequence[str], dtypes: Mapping[str, Any]
     ) -> None:
-        """Make what keeps and reduces new variables. Each layout in `dense` holds one; `dtypes` are those of gradients."""
+        """Make what keeps and reduces new variables. `dtypes` are those of gradients."""
         is_first = self.pipeline is None
         pipeline = self.pipeline = self.pipeline or self._make_pipeline()
         pipeline.add_buckets(buckets)
         pipeline.add_dense(dense, lambda name: None)
-        pipeline.dense_bytes_sent += sum(
-            allreduce_bytes(layout.numel * wire_dtype(dtypes[layout.name]).size, pipeline.world) for layout in dense
-        )
         if is_first:
             log_start(pipeline, kernels.variant(), self.updates)
-        self._bucket_of.update((slot.name, layout) for layout in buckets for slot in layout.slots)
+        self._bucket_of.update((slot.name, layout) for layout in (*buckets, *dense) for slot in layout.slots)
         self.sparse.extend(sparse)
-        self._dense.update(layout.name for layout in dense)
         self._dtypes.update(dtypes)
 
     def _load_deferred(self) -> None:
@@ -322,7 +310,7 @@ class Reducer(Store):
         self, new: Mapping[str, Any], sparse: Sequence[str], groups: Mapping[str, int]
     ) -> tuple[list[Layout], list[Layout]]:
         """Return the layouts of the buckets of new variables, and those of the variables that are reduced dense."""
-        parameters, layouts = [], []
+        parameters = []
         for name, gradient in new.items():
             if name in sparse:
                 continue
@@ -331,15 +319,11 @@ class Reducer(Store):
                     f"the gradient of variable {name!r} must be of a floating-point type, got {gradient.dtype.name}; keep its "
                     "real and imaginary parts in two variables, or leave it out of the distributed tape or optimizer"
                 )
-            shape = self.names.shape(name)
             residual = self.compressor.residual_dtype_of(gradient)
-            if self.compressor.leaves_dense(name, math.prod(shape)):
-                layouts.append(Layout.of([(name, shape)], residual))
-            else:
-                parameters.append(Parameter(name, shape, residual, "cpu", groups.get(name)))
-        planned = layouts_of(parameters, self.compressor, self._process_set.size())
-        check_limits(planned, self.compressor, self._process_set.size())
-        return planned, layouts
+            parameters.append(Parameter(name, self.names.shape(name), residual, "cpu", groups.get(name)))
+        buckets, dense = planned(parameters, self.compressor, self._process_set.size())
+        check_limits(buckets, self.compressor, self._process_set.size())
+        return buckets, dense
 
     def _deferred_for(self, layouts: Sequence[Layout]) -> Mapping[str, Any] | None:
         """Return the deferred state by the names that variables have now, after a check of the part for new variables."""
@@ -391,13 +375,9 @@ class Reducer(Store):
 
     def _first_collective(self, names: Sequence[str]) -> str | None:
         """Return the collective that a step of these variables begins with; None if no variable is planned yet."""
-        buckets = [] if self.pipeline is None else self.pipeline.buckets
-        number_of = {name: number for number, bucket in enumerate(buckets) for name in bucket.slots}
         for name in names:
-            if name in number_of:
-                return f"{number_of[name]}.0"
-        if self._dense.intersection(names):
-            return "dense.0"
+            if self.pipeline is not None and name in self.pipeline.bucket_of:
+                return f"{self.pipeline.number_of(self.pipeline.bucket_of[name])}.0"
         return next((f"sparse.{number}.values" for number, name in enumerate(self.sparse) if name in names), None)
 
     # --- statistics and state: see `Store` ---
@@ -411,9 +391,9 @@ class Reducer(Store):
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
         """Load the state of the variables that have been planned, and keep the rest until its variables are."""
-        here = {*self._bucket_of, *self._dense}
-        corrected = self.compressor.momentum_correction is not None
-        self._load(renamed(state, here if corrected else self._bucket_of), here)
+        here = {*self._bucket_of}
+        kept = () if self.pipeline is None else (self.pipeline.residuals, self.pipeline.velocities)
+        self._load(renamed(state, {name for arrays in kept for name in arrays.shapes}), here)
 
 
 def reducer_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared: bool) -> Reducer:

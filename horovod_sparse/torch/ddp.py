@@ -22,9 +22,7 @@ from torch.autograd import Variable
 from torch.distributed.algorithms.join import Joinable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from horovod_sparse.core.agreement import divides, warn_unseen
-from horovod_sparse.torch.movement import Updates
-from horovod_sparse.torch.scaler import ScaledStore
+from horovod_sparse.core.agreement import warn_unseen
 from horovod_sparse.torch.transport import GroupReducer
 
 Future = torch.futures.Future
@@ -46,10 +44,9 @@ def replace_step(optimizer: torch.optim.Optimizer, around: Callable[[Callable[..
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
-class DDPReducer(ScaledStore, GroupReducer):
+class DDPReducer(GroupReducer):
     """Reduces the gradients of one model. `GroupReducer` has its arguments."""
 
-    updates: Updates | None = None
     finds_unused = True
     """Whether DDP may leave a gradient as it was if no rank has used the parameter in this step."""
 
@@ -85,18 +82,9 @@ class DDPReducer(ScaledStore, GroupReducer):
 
     def exchange_updates(self, optimizer: torch.optim.Optimizer) -> None:
         """Exchange the updates of an optimizer in place of gradients, from now on."""
-        self.updates = Updates(optimizer)
-        self.lengths.grow = divides(optimizer.param_groups)
-        replace_step(
-            optimizer, lambda own, closure: self._step_alone(own if closure is None else partial(own, closure))
-        )
+        super().exchange_updates(optimizer)
+        replace_step(optimizer, lambda own, closure: self.step_alone(own if closure is None else partial(own, closure)))
         optimizer.register_step_pre_hook(self._check_step_begun)
-
-    def _step_alone(self, step: Callable[[], Any]) -> Any:
-        assert self.updates is not None
-        self.restore_moved()
-        factor = self.lengths.factor(self._transport.world)
-        return self.updates.step(step, self._reduce_updates, self._give_up_step, factor)
 
     def _check_step_begun(self, *_: object) -> None:
         if self.updates is not None and not self.updates.begun:
@@ -114,8 +102,7 @@ class DDPReducer(ScaledStore, GroupReducer):
                 "a new DistributedDataParallel, which ignores them, too"
             )
         moved = {one: drifts[one] if one in drifts else torch.zeros_like(one) for one in known}
-        self._step.sample = sample
-        self.reduce_all(lambda: moved)
+        super()._reduce_updates(moved, sample)
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         super().scale_with(scaler)
@@ -135,11 +122,11 @@ class DDPReducer(ScaledStore, GroupReducer):
             if self.updates is not None and bucket.is_last():
                 if torch._C._current_graph_task_id() == _NO_BACKWARD:
                     # This rank has no data left: DDP's `join`.
-                    self._step_alone(lambda: None)
+                    self.step_alone(lambda: None)
                 else:
                     Variable._execution_engine.queue_callback(self.restore_moved)
             return future
-        if self._watches is None and self._optimizer is None:
+        if self._watches is None and self.optimizer is None:
             self._watch_optimizers()
         try:
             self._take_bucket(bucket)
@@ -147,7 +134,7 @@ class DDPReducer(ScaledStore, GroupReducer):
             if bucket.is_last():
                 self._finish()
         except BaseException:
-            self._give_up_step()
+            self._give_up_reduction()
             raise
         return future
 
@@ -156,7 +143,7 @@ class DDPReducer(ScaledStore, GroupReducer):
             backward = torch._C._current_graph_task_id()
             if self._promised and backward != self._backward:
                 # Backward was interrupted.
-                self._give_up_step()
+                self._give_up_reduction()
             self._backward = backward
         self._check_known(bucket)
         if bucket.buffer().is_sparse:
@@ -168,7 +155,9 @@ class DDPReducer(ScaledStore, GroupReducer):
             )
         self._step.gradients.update(zip(bucket.parameters(), bucket.gradients(), strict=True))
         if self.pipeline is not None and not self.compressor.holds_back:
-            self._take(self.pipeline, bucket.parameters())
+            self._begin_step()
+            for parameter in bucket.parameters():
+                self._take(parameter)
 
     def _check_known(self, bucket: Any) -> None:
         """Raise ValueError if a bucket is that of another model."""
@@ -182,15 +171,16 @@ class DDPReducer(ScaledStore, GroupReducer):
     def state_dict(self) -> dict[str, Any]:
         if self._step.begun:
             # The last bucket of a backward pass ends the step, so this one was interrupted.
-            self._give_up_step()
+            self._give_up_reduction()
         return super().state_dict()
 
-    def _give_up_step(self) -> None:
+    def _give_up_reduction(self) -> None:
         self._promised = []
-        super()._give_up_step()
+        super()._give_up_reduction()
 
     def _finish(self) -> None:
-        gradients, error = self._complete(), None
+        gradients, error = self._step.gradients, None
+        self._complete()
         try:
             assert self.pipeline is not None
             self._end_step(self.pipeline)

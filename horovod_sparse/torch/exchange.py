@@ -16,13 +16,12 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from horovod_sparse.core.bucket import Bucket
-from horovod_sparse.core.pipeline import Wait
+from horovod_sparse.core.pipeline import AnyBucket, Wait
 from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.exchange.received import disagreement
 
-Kind = Literal["allgather", "allreduce", "alltoall", "dense", "sparse"]
-"""The collectives of exchanges (`protocols.Collective`), or Horovod's own reduction of a dense or a sparse gradient."""
+Kind = Literal["allgather", "allreduce", "alltoall", "sparse"]
+"""The collectives of exchanges (`protocols.Collective`), or Horovod's own reduction of a sparse gradient."""
 
 _GIVEN_UP = "int64"
 """The type of a message that a rank sends in place of one of a step that it has given up. No other message has it, so that
@@ -49,11 +48,10 @@ class _Started:
 
 
 class Collectives:
-    """The collectives of one optimizer, and which of them are under way. `predivide` is `gradient_predivide_factor`."""
+    """The collectives of one optimizer, and which of them are under way. `op` reduces sparse gradients."""
 
-    def __init__(self, op: Any, predivide: float, process_set: Any) -> None:
+    def __init__(self, op: Any, process_set: Any) -> None:
         self._op = op
-        self._predivide = predivide
         self._process_set = process_set
         self.prefix = f"horovod_sparse.{process_set.process_set_id}."
         """Begins the names of the collectives, as Horovod knows them."""
@@ -71,9 +69,9 @@ class Collectives:
         """True if another rank has said that it gave up a step, and waits for this rank."""
 
     def start(
-        self, kind: Kind, message: Tensor, name: str, to: Sequence[int] | None = None, bucket: Bucket | None = None
+        self, kind: Kind, message: Tensor, name: str, to: Sequence[int] | None = None, bucket: AnyBucket | None = None
     ) -> Callable[[], Tensor]:
-        """Start a collective and return a function that waits for its result. Allreduces of dense messages are in place.
+        """Start a collective and return a function that waits for its result. An allreduce is in place.
 
         `to` is that of `protocols.Collective`, and `bucket` what is exchanged, if it is one. The function raises RuntimeError
         if another rank has given up the step, or is in another step of the bucket.
@@ -88,11 +86,8 @@ class Collectives:
             handle = mpi_ops.alltoall_async(
                 message, None if to is None else torch.tensor(to, dtype=torch.int32), full, mine
             )
-        elif kind == "allreduce" or message.dtype == getattr(torch, _GIVEN_UP):
-            handle = mpi_ops.allreduce_async_(message, name=full, op=mpi_ops.Sum, process_set=mine)
         else:
-            scales = {"prescale_factor": 1.0 / self._predivide, "postscale_factor": self._predivide}
-            handle = mpi_ops.allreduce_async_(message, name=full, op=self._op, process_set=mine, **scales)
+            handle = mpi_ops.allreduce_async_(message, name=full, op=mpi_ops.Sum, process_set=mine)
         if handle is not None:
             wait = partial(mpi_ops.synchronize, handle)
         started = self._started[name] = _Started(kind, message, wait, handle)
@@ -119,7 +114,7 @@ class Collectives:
 
         return result
 
-    def start_round(self, bucket: Bucket, collective: Collective) -> Wait:
+    def start_round(self, bucket: AnyBucket, collective: Collective) -> Wait:
         """Start a bucket's next collective and return a function that waits for its result.
 
         If ranks in other steps would begin with another collective, one of that kind and name goes first. Its type tells what

@@ -43,7 +43,11 @@ def write_reduced(
         targets.append((slot, target))
     beyond = write_to(targets, reduced)
     for slot, parameter, target in later:
-        write_dense(parameter, target, as_sparse=parameter in as_sparse)
+        # The gradient is sparse on all ranks or dense on all, whatever a rank has: optimizers round the two differently.
+        if parameter in as_sparse:
+            parameter.grad = target.to(parameter.dtype).to_sparse()
+        else:
+            parameter.grad = torch.empty_like(parameter).copy_(target)
         beyond += infinite([(slot.name, parameter.grad)])
     return beyond
 
@@ -78,32 +82,3 @@ def write_to(targets: Sequence[tuple[Slot, Tensor]], reduced: Reduced) -> list[s
 def wide(tensor: Tensor) -> torch.dtype:
     """Return the type in which gradients of a tensor's type are summed."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def write_dense_parts(parameters: Sequence[Tensor], reduced: Sequence[Tensor], as_sparse: Collection[Tensor]) -> None:
-    """Write `reduced` to the gradients of the parameters that are trained, most of them in one call."""
-    targets, sources = [], []
-    for parameter, flat in zip(parameters, reduced, strict=True):
-        gradient = parameter.grad
-        if not parameter.requires_grad:
-            continue
-        part = flat if parameter.dim() == 1 else flat.view(parameter.shape)
-        if gradient is None or gradient.is_sparse or parameter in as_sparse:
-            write_dense(parameter, part, as_sparse=parameter in as_sparse)
-        elif gradient.data_ptr() != part.data_ptr():
-            targets.append(gradient)
-            sources.append(part)
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def write_dense(parameter: Tensor, reduced: Tensor, *, as_sparse: bool) -> None:
-    """Write `reduced` to the gradient, sparse if `as_sparse`. A dense gradient that stays dense keeps its layout."""
-    gradient = parameter.grad
-    # The gradient is sparse on all ranks or dense on all, whatever a rank has: optimizers round the two differently.
-    if as_sparse:
-        parameter.grad = reduced.to(parameter.dtype).to_sparse()
-    elif gradient is None or gradient.is_sparse:
-        parameter.grad = torch.empty_like(parameter).copy_(reduced)
-    elif gradient.data_ptr() != reduced.data_ptr():
-        gradient.copy_(reduced)

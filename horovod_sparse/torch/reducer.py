@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -32,25 +32,23 @@ from horovod_sparse.core.agreement import (
     check_dampening,
     check_momentum,
     check_sparse,
-    divides,
     exchanges_updates,
     is_elastic,
 )
 from horovod_sparse.core.binding import compresses
-from horovod_sparse.core.intake import Arrived
+from horovod_sparse.core.pipeline import Start, Wait, Write
 from horovod_sparse.core.state import empty_state, holds_anything
 from horovod_sparse.torch.agreement import agree, gather
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import align
 from horovod_sparse.torch.exchange import Collectives, empty_sparse
-from horovod_sparse.torch.gradients import gradient_of, write_dense_parts, write_reduced
+from horovod_sparse.torch.gradients import gradient_of, write_reduced
 from horovod_sparse.torch.momentum import moved_momentum
-from horovod_sparse.torch.movement import Updates
-from horovod_sparse.torch.routes import OptimizerRoutes, dense_message
-from horovod_sparse.torch.scaler import WITH_SCALER, ScaledStore
+from horovod_sparse.torch.routes import OptimizerRoutes
 from horovod_sparse.torch.step import Step
-from horovod_sparse.torch.unchanged import first_changed, hand_over, without_sample
+from horovod_sparse.torch.store import WITH_SCALER, TensorReducer
+from horovod_sparse.torch.unchanged import first_changed, hand_over
 from horovod_sparse.torch.uncompiled import uncompiled
 
 
@@ -59,11 +57,10 @@ def reducer_of(optimizer: Any) -> Reducer | None:
     return getattr(optimizer, "_sparse_reducer", None)
 
 
-class Reducer(ScaledStore):
+class Reducer(TensorReducer):
     """Reduces the gradients of one `hvd.DistributedOptimizer`, whose arguments the seam has checked."""
 
     _routes: OptimizerRoutes
-    updates: Updates | None = None
 
     def __init__(self, optimizer: Any, compressor: TorchCompressor, own_step: Callable[..., Any]) -> None:
         super().__init__(compressor)
@@ -73,10 +70,8 @@ class Reducer(ScaledStore):
         self.active = self._process_set.included() and compresses(self._process_set.size())
         updates = exchanges_updates(compressor, optimizer.param_groups)
         if self.active and updates:
-            self.updates = Updates(optimizer)
-            self.lengths.grow = divides(optimizer.param_groups)
+            self.exchange_updates(optimizer)
         self._forget_workers()
-        self._step = Step()
         self._passes: dict[int, weakref.ref[object]] = {}
         """What PyTorch calls at the end of a backward pass, by its number. PyTorch drops that of an interrupted pass."""
         optimizer.register_step_pre_hook(self._note_step)
@@ -92,9 +87,8 @@ class Reducer(ScaledStore):
         optimizer = self.optimizer
         self._number: int | None = None
         """The optimizer's number, the same on every rank; None before the first agreement."""
-        given = (optimizer.op, optimizer.gradient_predivide_factor)
-        op, predivide = given if self.updates is None else (mpi_ops.Average, 1.0)
-        self._collectives = Collectives(op, predivide, self._process_set)
+        self._averages = self.updates is not None or optimizer.op == mpi_ops.Average
+        self._collectives = Collectives(mpi_ops.Average if self._averages else mpi_ops.Sum, self._process_set)
         self._routes = OptimizerRoutes(optimizer, self.compressor)
         self.pipeline = None
 
@@ -116,7 +110,6 @@ class Reducer(ScaledStore):
 
     # --- gradients in: called from hooks, never waits for another rank ---
 
-    @uncompiled
     def note_backward(self, parameter: Tensor) -> None:
         """Note that a gradient comes from the backward pass that goes on. Give up a step that an earlier one has not ended."""
         number, gradient = torch._C._current_graph_task_id(), parameter.grad
@@ -152,7 +145,6 @@ class Reducer(ScaledStore):
         elif self.optimizer._synchronized and not isinstance(error, FloatingPointError):
             self._collectives.take_back_step(self._collectives.steps - 1)
 
-    @uncompiled
     def submit(self, parameter: Tensor) -> None:
         """Record a gradient that is ready, and take it at once unless the step is held back."""
         if not self.active or self.updates is not None:
@@ -172,49 +164,31 @@ class Reducer(ScaledStore):
     def _holds_back(self) -> bool:
         return self.pipeline is None or self.compressor.holds_back or self._collectives.given_up
 
-    def _begin_step(self) -> None:
-        if self._step.begun:
-            return
-        self._step.begun = True
-        assert self.pipeline is not None
-        self._drop_frozen(self.pipeline)
-        self.pipeline.start_step(self._gradients(), self._scale)
+    def _take_sparse(self, parameter: Tensor) -> None:
+        trained = parameter.grad is not None and parameter.requires_grad
+        gradient = parameter.grad if trained else empty_sparse(parameter.shape, parameter)
+        assert gradient is not None
+        self._step.sparse[parameter] = self._collectives.start("sparse", gradient, self._routes.names[parameter])
 
-    def _gradients(self) -> Iterator[Tensor]:
-        """Yield all gradients that this rank has, except sparse ones."""
-        for parameter in self._routes.names:
-            gradient = None if parameter in self._routes.sparse else gradient_of(parameter)
-            if gradient is not None:
-                yield gradient
+    @property
+    def _world(self) -> int:
+        return int(self._process_set.size())
 
-    def _take(self, parameter: Tensor) -> None:
-        """Give a gradient to the pipeline, or start its reduction. Gradients reduced together start with the last one."""
-        step, pipeline, routes = self._step, self.pipeline, self._routes
-        assert pipeline is not None
-        routes.check_shape(parameter)
-        step.taken.add(parameter)
-        together = routes.dense.get(parameter)
-        if together is not None:
-            step.arrived[together.name] += 1
-            if step.arrived[together.name] == len(together.parameters):
-                given = [gradient_of(member) for member in together.parameters]
-                message = dense_message(together, given, self.compressor, pipeline.intake)
-                if parameter in step.handed and message is parameter.grad:
-                    step.handed[parameter] = without_sample(step.handed[parameter])
-                wait = self._collectives.start("dense", message, together.name)
-                step.dense.append((together, message, wait))
-        elif parameter in routes.sparse:
-            trained = parameter.grad is not None and parameter.requires_grad
-            gradient = parameter.grad if trained else empty_sparse(parameter.shape, parameter)
-            assert gradient is not None
-            step.sparse[parameter] = self._collectives.start("sparse", gradient, routes.names[parameter])
-        else:
-            name, groups = routes.names[parameter], self.optimizer.param_groups
-            rate = step.learning_rate(parameter, groups) if self.compressor.in_updates else None
-            bucket = pipeline.bucket_of[name]
-            gradients = step.collect(bucket, Arrived(name, gradient_of(parameter), rate))
-            if gradients and pipeline.arrive_together(bucket, gradients) is not None:
-                step.exchanges[bucket.name] = self._collectives.start_round(bucket, bucket.begin())
+    @property
+    def _start(self) -> Start:
+        return self._collectives.start_round
+
+    @property
+    def _write(self) -> Write:
+        routes = self._routes
+        return partial(write_reduced, parameters=routes.in_buckets, as_sparse=routes.sparse_as_dense)
+
+    def _start_sum(self, message: Tensor) -> Wait:
+        # The name is no parameter's.
+        return self._collectives.start("allreduce", message, ".sample")
+
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        return gradient_of(parameter)
 
     # --- reduced gradients out ---
 
@@ -227,19 +201,13 @@ class Reducer(ScaledStore):
         self._restore_hooks()
         self.optimizer._synchronized = True
 
-    def step_alone(self, step: Callable[[], Any]) -> Any:
-        """Let the optimizer step with this rank's gradients, and exchange its update."""
-        assert self.updates is not None
-        self.restore_moved()
-        factor = self.lengths.factor(self._process_set.size())
-        return self.updates.step(step, self._reduce_update, self._give_up_reduction, factor)
-
-    def _reduce_update(self, drifts: dict[Tensor, Tensor], sample: Tensor) -> None:
+    def _reduce_updates(self, drifts: dict[Tensor, Tensor], sample: Tensor) -> None:
         self.optimizer._synchronized = False
         self._step.sample = sample
         self.reduce()
 
     @uncompiled
+    @torch.no_grad()
     def reduce(self) -> None:
         """Reduce all gradients and leave the results in `.grad`. A second call without new gradients does nothing."""
         optimizer = self.optimizer
@@ -247,7 +215,9 @@ class Reducer(ScaledStore):
             return
         if self.active:
             try:
-                self._reduce()
+                if self._prepare():
+                    self._complete()
+                    self._end_sparse()
             except BaseException:
                 self._give_up_step()
                 if self._collectives.told:
@@ -271,8 +241,8 @@ class Reducer(ScaledStore):
         if self.pipeline is not None and self.scaler is None:
             self.note_reduced()
 
-    @torch.no_grad()
-    def _reduce(self) -> None:
+    def _prepare(self) -> bool:
+        """Agree on new parameters, and meet the other ranks after a step that was given up. Return whether there are any."""
         try:
             self.check_unchanged()
             self._routes.adopt()
@@ -281,35 +251,17 @@ class Reducer(ScaledStore):
         except BaseException:
             self._give_up_reduction()
             raise
-        if self.pipeline is None:
-            # There is nothing to reduce.
-            return
-        self._collectives.clear_up()
-        self._begin_step()
-        # The name is no parameter's.
-        means = None if self._step.sample is None else self._collectives.start("dense", self._step.sample, ".sample")
-        for parameter in self._routes.names:
-            if parameter not in self._step.taken:
-                self._take(parameter)
-        pipeline = self.pipeline
-        # The order is the same on every rank, so that all have started the same collectives if one of the exchanges raises.
-        under_way = [(bucket, self._step.exchanges[bucket.name]) for bucket in pipeline.buckets]
-        routes = self._routes
-        write = partial(write_reduced, parameters=routes.compressed, as_sparse=routes.sparse_as_dense)
-        pipeline.complete(under_way, write, self._collectives.start_round)
-        for together, message, wait in self._step.dense:
-            wait()
-            pipeline.finish_dense(together.name, message)
-            parts = torch.split(message.view(-1), [slot.numel for slot in together.layout.slots])
-            write_dense_parts(together.parameters, parts, routes.sparse_as_dense)
+        if self.pipeline is not None:
+            self._collectives.clear_up()
+        return self.pipeline is not None
+
+    def _end_sparse(self) -> None:
         for parameter, wait in self._step.sparse.items():
             reduced = wait()
-            if not self._ops.all_finite(reduced._values()):
-                pipeline.note_not_finite(routes.names[parameter])
+            if self.pipeline is not None and not self._ops.all_finite(reduced._values()):
+                self.pipeline.note_not_finite(self._routes.names[parameter])
             if parameter.requires_grad:
                 parameter.grad = reduced
-        if means is not None:
-            self.lengths.note(means().tolist())
 
     def _restore_hooks(self) -> None:
         """Reset the counts of stock hooks to what they were before backward, also for a process set of one worker."""
@@ -330,7 +282,7 @@ class Reducer(ScaledStore):
         """Forget the step that has begun, so that the next can begin. Never waits for other ranks.
 
         Collectives that are under way are kept, and ended before anything else is started. Gradients that were taken are in
-        the residuals, or are being reduced in their own memory. They are removed from `.grad`, so that none is taken twice.
+        the residuals or in messages. They are removed from `.grad`, so that none is taken twice.
         Gradients that waited to be taken together stay in `.grad`.
         """
         step, self._step = self._step, Step()
@@ -419,10 +371,9 @@ class Reducer(ScaledStore):
             new,
             agreement.sparse,
             everyone,
-            world=self._process_set.size(),
             position=self._process_set.rank(),
             rank=mpi_ops.rank(),
-            averages=self.updates is not None or self.optimizer.op == mpi_ops.Average,
+            averages=self._averages,
         )
         self.sparse = [self._routes.names[parameter] for parameter in self._routes.sparse]
 

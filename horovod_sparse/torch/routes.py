@@ -1,33 +1,17 @@
-"""The route of each gradient of an optimizer: compressed, dense, or Horovod's own path for sparse gradients."""
+"""The route of each gradient of an optimizer: a bucket, or Horovod's own path for sparse gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from horovod_sparse.core.intake import Intake
-from horovod_sparse.core.layout import Layout, Parameter, layouts_of
+from horovod_sparse.core.layout import Parameter, Slot, planned
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.exchange.cost import allreduce_bytes
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.parameters import check_memory
-
-
-@dataclass(frozen=True, eq=False)
-class Dense:
-    """Parameters whose gradients are reduced by one allreduce: a single large one, or small ones of one type and device."""
-
-    layout: Layout
-    parameters: list[Tensor]
-
-    @property
-    def name(self) -> str:
-        """The name of the first parameter."""
-        return self.layout.name
 
 
 class Routes:
@@ -51,49 +35,30 @@ class Routes:
         self._sparse_as_dense = sparse_as_dense
         self.names: dict[Tensor, str] = {}
         """All parameters that have a route, with their names, in the order of the model."""
-        self.compressed: dict[str, Tensor] = {}
-        self.dense: dict[Tensor, Dense] = {}
+        self.in_buckets: dict[str, Tensor] = {}
+        """Those whose gradients go through a bucket, by name."""
         self.sparse: set[Tensor] = set()
         """Embeddings whose gradients are sparse tensors, which Horovod's own path reduces."""
         self.sparse_as_dense: set[Tensor] = set()
         """Parameters whose reduced gradients become sparse tensors again on every rank."""
-        self._shapes: dict[Tensor, torch.Size] = {}
 
     def extend(self, new: dict[Tensor, str], sparse: Collection[str], pipeline: Pipeline) -> None:
-        """Give routes to new parameters, and buckets to the compressed ones. `sparse` names those with sparse gradients."""
-        compressed: dict[str, Tensor] = {}
-        dense: dict[str, Tensor] = {}
+        """Give routes to new parameters, and make buckets for them. `sparse` names those with sparse gradients."""
+        here: dict[str, Tensor] = {}
         for parameter, name in new.items():
             if name in sparse and not self._sparse_as_dense:
                 self.sparse.add(parameter)
                 continue
             if name in sparse:
                 self.sparse_as_dense.add(parameter)
-            chosen = dense if self._compressor.leaves_dense(name, parameter.numel()) else compressed
-            chosen[name] = parameter
-        layouts = layouts_of(self._describe(compressed), self._compressor, pipeline.world)
-        pipeline.add_buckets(layouts, compressed.__getitem__)
-        together = self._reduced_together(dense)
-        pipeline.add_dense([one.layout for one in together], dense.__getitem__)
-        pipeline.dense_bytes_sent += sum(
-            allreduce_bytes(parameter.numel() * wire_dtype(parameter).itemsize, pipeline.world)
-            for parameter in dense.values()
-        )
+            here[name] = parameter
+        buckets, dense = planned(self._describe(here), self._compressor, pipeline.world)
+        pipeline.add_buckets(buckets, here.__getitem__)
+        pipeline.add_dense(dense, here.__getitem__)
         self.names.update(new)
-        self._shapes.update((parameter, parameter.shape) for parameter in new)
-        self.compressed.update(compressed)
-        self.dense.update((parameter, one) for one in together for parameter in one.parameters)
+        self.in_buckets.update(here)
 
-    def check_shape(self, parameter: Tensor) -> None:
-        """Raise ValueError if a parameter has another shape than when it got its route."""
-        before = self._shapes[parameter]
-        if parameter.shape != before:
-            raise ValueError(
-                f"parameter {self.names[parameter]!r} must keep its shape, which was {tuple(before)} in its first step, got "
-                f"{tuple(parameter.shape)}: its residual has the first one; make a new optimizer and a new compression"
-            )
-
-    def _describe(self, compressed: dict[str, Tensor]) -> list[Parameter]:
+    def _describe(self, named: dict[str, Tensor]) -> list[Parameter]:
         members = self._groups or {}
         groups = {group: number for number, group in enumerate(dict.fromkeys(members.values()))}
         return [
@@ -104,22 +69,8 @@ class Routes:
                 str(parameter.device),
                 groups[members[parameter]] if groups else None,
             )
-            for name, parameter in compressed.items()
+            for name, parameter in named.items()
         ]
-
-    def _reduced_together(self, dense: dict[str, Tensor]) -> list[Dense]:
-        # With many small parameters, one allreduce for each would cost more time than their entries do.
-        groups: dict[object, dict[str, Tensor]] = {}
-        for name, parameter in dense.items():
-            small = parameter.numel() < self._compressor.min_numel
-            key = (parameter.dtype, parameter.device) if small else name
-            groups.setdefault(key, {})[name] = parameter
-        together = []
-        for members in groups.values():
-            parameters = list(members.values())
-            shapes = [(name, tuple(parameter.shape)) for name, parameter in members.items()]
-            together.append(Dense(Layout.of(shapes, self._compressor.residual_dtype_of(parameters[0])), parameters))
-        return together
 
 
 class OptimizerRoutes(Routes):
@@ -172,23 +123,10 @@ class OptimizerRoutes(Routes):
         }
 
 
-def wire_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of a dense allreduce. Horovod cannot reduce bfloat16, and small tensors can afford float32."""
-    return torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
-
-
-def dense_message(
-    together: Dense, given: Sequence[Tensor | None], compressor: TorchCompressor, intake: Intake
-) -> Tensor:
-    """Return the parameters' gradients, one after the other. A large one stays in its own memory if possible."""
-    gradients: list[Tensor] = []
-    for parameter, gradient in zip(together.parameters, given, strict=True):
-        if gradient is None:
-            gradient = torch.zeros_like(parameter)
-        if compressor.clip is not None:
-            gradient = intake.clipped(gradient, "float64" if gradient.dtype == torch.float64 else "float32")
-        gradients.append(gradient)
-    wire = wire_dtype(gradients[0])
-    if together.layout.numel >= compressor.min_numel and len(gradients) == 1:
-        return gradients[0].to(wire).contiguous()
-    return torch.cat([gradient if gradient.dim() == 1 else gradient.reshape(-1) for gradient in gradients]).to(wire)
+def check_shape(parameter: Tensor, slot: Slot) -> None:
+    """Raise ValueError if a parameter has another shape than when it got its route."""
+    if parameter.shape != slot.shape:
+        raise ValueError(
+            f"parameter {slot.name!r} must keep its shape, which was {slot.shape} in its first step, got "
+            f"{tuple(parameter.shape)}: its residual has the first one; make a new optimizer and a new compression"
+        )

@@ -150,7 +150,8 @@ def _make_hook(stock: Method) -> Method:
                 reducer.note_backward(p)
             hook(*ignored)
 
-        return noted
+        # PyTorch's optimizers have imported the compiler already.
+        return torch.compiler.disable(noted)  # type: ignore[no-untyped-call]
 
     return extended
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.intake import Arrived
-from horovod_sparse.core.pipeline import Wait
-from horovod_sparse.torch.routes import Dense
+from horovod_sparse.core.pipeline import AnyBucket, Wait
 from horovod_sparse.torch.unchanged import Handed
 
 _TOGETHER = 2**18
@@ -41,9 +39,10 @@ class Step:
     """Parameters that have been taken, with a gradient or without one."""
     exchanges: dict[str, Wait] = field(default_factory=dict)
     """The functions that wait for the first collective, by bucket."""
-    arrived: Counter[str] = field(default_factory=Counter)
-    """How many of the parameters that are reduced dense together have been taken, by the name of their `Dense`."""
-    dense: list[tuple[Dense, Tensor, Wait]] = field(default_factory=list)
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
+    """The gradients of a `GroupReducer`, whose memory gets the reduced ones."""
+    numbers: Wait | None = None
+    """Waits for the numbers of the step that a group's ranks are in; None if they are known, or do not matter."""
     sparse: dict[Tensor, Wait] = field(default_factory=dict)
     sample: Tensor | None = None
     """What tells how long an update is (`Lengths`); None if gradients are exchanged."""
@@ -51,7 +50,7 @@ class Step:
     """The gradients that wait to be taken together, by bucket."""
     _learning_rates: dict[Tensor, float] = field(default_factory=dict)
 
-    def collect(self, bucket: Bucket, arrived: Arrived) -> list[Arrived]:
+    def collect(self, bucket: AnyBucket, arrived: Arrived) -> list[Arrived]:
         """Return a bucket's gradients to take now: large ones at once, while they are in the caches, small ones together."""
         waiting = self._waiting[bucket.name]
         waiting.arrived.append(arrived)

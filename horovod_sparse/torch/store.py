@@ -1,37 +1,142 @@
-"""The base of the reducers of PyTorch's gradients, and what is made when ranks have agreed. Never imports Horovod."""
+"""The base of the reducers of PyTorch's gradients, whoever hands gradients over and carries out collectives. No Horovod."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from horovod_sparse import kernels
-from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.core.state import check_state, holds_anything, kept_shapes
+from horovod_sparse.core.agreement import divides
+from horovod_sparse.core.intake import Arrived
+from horovod_sparse.core.pipeline import Pipeline, Start, Wait, Write
+from horovod_sparse.core.state import check_state, empty_state, holds_anything, kept_shapes
 from horovod_sparse.core.store import Store, log_start
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
+from horovod_sparse.torch.detached import Detached, Waiting
 from horovod_sparse.torch.device import on_gpu
-from horovod_sparse.torch.momentum import MovedMomentum
-from horovod_sparse.torch.routes import Routes
+from horovod_sparse.torch.momentum import MovedMomentum, is_sgd
+from horovod_sparse.torch.movement import Updates
+from horovod_sparse.torch.routes import Routes, check_shape
+from horovod_sparse.torch.step import Step
+
+WITH_SCALER = (
+    "With torch.amp.GradScaler, call compression.scale_with(scaler) before the first step, so that all ranks leave out the "
+    "same steps"
+)
 
 
-class TensorStore(Store):
-    """Serves the parameters that have routes, from the step on in which the ranks have agreed on them."""
+class TensorReducer(Store):
+    """Reduces the gradients of the parameters that have routes, from the step on in which the ranks have agreed on them.
+
+    A `GradScaler` may have scaled them: residuals are kept without its scale.
+    """
 
     compressor: TorchCompressor
+    optimizer: Any = None
+    """None if it is not known."""
     _routes: Routes
+    scaler: torch.amp.GradScaler | None = None
+    detached: Detached | None = None
+    """Moves the model's parameters while gradients are computed; None if they stay where they are."""
+    momentum: MovedMomentum | None = None
+    """The optimizer's momentum, if it is applied before the selection."""
+    updates: Updates | None = None
 
     def __init__(self, compressor: TorchCompressor) -> None:
         super().__init__()
         compressor.bind(self)
         self.compressor = compressor
-        self.momentum: MovedMomentum | None = None
-        """The optimizer's momentum, if it is applied before the selection."""
+        self._step = Step()
         self._frozen: set[Tensor] = set()
         """Parameters that are not trained at the moment. They keep no residual and no velocity."""
+
+    # --- what is left to others ---
+
+    @property
+    @abstractmethod
+    def _world(self) -> int:
+        """The number of ranks that exchange."""
+
+    @abstractmethod
+    def _start_sum(self, message: Tensor) -> Wait:
+        """Start an allreduce that is no bucket's, once in a step."""
+
+    @abstractmethod
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the gradient of a parameter in this step, as a dense tensor; None if there is none."""
+
+    @property
+    @abstractmethod
+    def _start(self) -> Start:
+        """What starts a bucket's next collective, and returns a function that waits for its result."""
+
+    @property
+    @abstractmethod
+    def _write(self) -> Write:
+        """What writes reduced gradients where they belong."""
+
+    @abstractmethod
+    def _reduce_updates(self, drifts: dict[Tensor, Tensor], sample: Tensor) -> None:
+        """Reduce the movements of parameters, which are in their gradients; see `Updates.step`."""
+
+    @abstractmethod
+    def _give_up_reduction(self) -> None:
+        """Give up a step that all ranks reduce now."""
+
+    # --- a step ---
+
+    def _begin_step(self) -> None:
+        """Begin a step, before its first gradient is taken."""
+        step, pipeline = self._step, self.pipeline
+        assert pipeline is not None
+        if not step.begun:
+            step.begun = True
+            self._drop_frozen(pipeline)
+            gradients = map(self._gradient, self._routes.in_buckets.values())
+            pipeline.start_step((one for one in gradients if one is not None), self._scale, undoes=self.undoes)
+
+    def _take(self, parameter: Tensor) -> None:
+        """Give a gradient to the pipeline, and start the exchange of its bucket once that is complete."""
+        step, pipeline, name = self._step, self.pipeline, self._routes.names[parameter]
+        assert pipeline is not None
+        step.taken.add(parameter)
+        if parameter in self._routes.sparse:
+            self._take_sparse(parameter)
+            return
+        bucket = pipeline.bucket_of[name]
+        check_shape(parameter, bucket.slots[name])
+        rate = step.learning_rate(parameter, self._param_groups) if self.compressor.in_updates else None
+        gradients = step.collect(bucket, Arrived(name, self._gradient(parameter), rate))
+        if gradients and pipeline.arrive_together(bucket, gradients) is not None:
+            step.exchanges[bucket.name] = self._start(bucket, bucket.begin())
+
+    def _take_sparse(self, parameter: Tensor) -> None:
+        """Start the reduction of a sparse gradient. Only a reducer that gives such routes has any."""
+
+    def _complete(self) -> None:
+        """Take what has not been taken, end all exchanges, and write the reduced gradients."""
+        self._begin_step()
+        step, pipeline = self._step, self.pipeline
+        assert pipeline is not None
+        for parameter in self._routes.names:
+            if parameter not in step.taken:
+                self._take(parameter)
+        sums = None if step.sample is None else self._start_sum(step.sample)
+        # The order is the same on every rank, so that all have started the same collectives if one of the exchanges raises.
+        under_way = [(bucket, step.exchanges[bucket.name]) for bucket in pipeline.all_buckets]
+        pipeline.complete(under_way, self._write, self._start)
+        if sums is not None:
+            self.lengths.note((sums() / self._world).tolist())
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     def _check(self, state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ValueError unless a state fits parameters of these shapes."""
@@ -40,7 +145,7 @@ class TensorStore(Store):
 
     def _extend(
         self, new: dict[Tensor, str], sparse: Collection[str], gather: Callable[[str], list[str]], **place: Any
-    ) -> Pipeline:
+    ) -> None:
         """Make buckets for new parameters, and load the state that was deferred. The first time this blocks.
 
         `sparse` names those with sparse gradients, `gather` returns every rank's value, and `place` is what `Pipeline` is
@@ -48,8 +153,10 @@ class TensorStore(Store):
         """
         pipeline, compressor = self.pipeline, self.compressor
         if pipeline is None:
-            groups = compressor.exchange.hosts(place["world"], gather)
-            pipeline = Pipeline(tensor_ops(), compressor, **place, groups=groups, device_selector=on_gpu)
+            groups = compressor.exchange.hosts(self._world, gather)
+            pipeline = Pipeline(
+                tensor_ops(), compressor, world=self._world, **place, groups=groups, device_selector=on_gpu
+            )
             if self.momentum is not None:
                 pipeline.intake.momentum = self.momentum.of
         self._routes.extend(new, sparse, pipeline)
@@ -58,7 +165,6 @@ class TensorStore(Store):
             super().load_compression_state(self.deferred)
         if is_first:
             log_start(pipeline, kernels.variant(), self.updates)
-        return pipeline
 
     def _drop_frozen(self, pipeline: Pipeline) -> None:
         """Forget what is kept of parameters that are not trained any more."""
@@ -66,3 +172,89 @@ class TensorStore(Store):
         for parameter in frozen - self._frozen - self._routes.sparse:
             pipeline.drop(self._routes.names[parameter])
         self._frozen = frozen
+
+    # --- updates in place of gradients, and parameters that move while gradients are computed ---
+
+    def exchange_updates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Exchange the updates of an optimizer in place of gradients, from now on."""
+        self.updates = Updates(optimizer)
+        self.lengths.grow = divides(optimizer.param_groups)
+
+    def step_alone(self, step: Callable[[], Any]) -> Any:
+        """Let the optimizer step with this rank's gradients, and exchange its update."""
+        assert self.updates is not None
+        self.restore_moved()
+        factor = self.lengths.factor(self._world)
+        return self.updates.step(step, self._reduce_updates, self._give_up_reduction, factor)
+
+    def detach(
+        self, optimizer: torch.optim.Optimizer, own_step: Callable[..., Any], names: Mapping[Tensor, str]
+    ) -> None:
+        """Move the parameters of an optimizer as the compressor says, by itself only where the unit of updates is known."""
+        coefficient = self.compressor.detached_coefficient
+        known = self.updates is not None or is_sgd(own_step) or self.compressor.detached != "auto"
+        if self.active and coefficient and known:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self.detached = Detached(coefficient, parameters, partial(self._waiting, optimizer, names))
+            optimizer.register_step_pre_hook(self.detached.check)
+
+    def _waiting(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> list[Waiting]:
+        """Return what waits between two steps: in the pipeline, or in a state that was loaded before the first step."""
+        pipeline, state = self.pipeline, self.deferred or empty_state()
+        residuals, known = state["residuals"], state["learning_rates"]
+        if pipeline is not None:
+            nothing = pipeline.is_open or all(bucket.is_dense for bucket in pipeline.buckets)
+            residuals = {} if nothing else {name: pipeline.residuals.view(name) for name in pipeline.residuals.shapes}
+            known = pipeline.learning_rates
+        found = []
+        for group in optimizer.param_groups:
+            rate = 1.0 if self.updates is not None else float(group["lr"])
+            for parameter in group["params"]:
+                name = names.get(parameter, "")
+                if parameter.requires_grad and name in residuals:
+                    # A state that was loaded may be in the host's memory.
+                    residual = residuals[name].view(parameter.shape).to(parameter.device)
+                    found.append(Waiting(parameter, residual, known.get(name, rate)))
+        return found
+
+    def note_reduced(self) -> None:
+        """Let a change of the gradients be noticed, which gives the updates another unit than the residuals have."""
+        if self.detached is not None and self.updates is None:
+            self.detached.note(next((p for p in self._routes.in_buckets.values() if p.grad is not None), None))
+
+    def restore_moved(self) -> None:
+        """Give the parameters back what they were before a forward pass."""
+        if self.detached is not None:
+            self.detached.restore()
+
+    # --- a loss scaler ---
+
+    def scale_with(self, scaler: torch.amp.GradScaler) -> None:
+        """See `TorchCompressor.scale_with`."""
+        if self.updates is not None or self.scaler is scaler or not scaler.is_enabled():
+            return
+        if self.pipeline is not None or self.scaler is not None:
+            raise RuntimeError(
+                "scale_with must be called once, before the first step, because residuals are kept without the loss scale; "
+                "make a new optimizer and a new compression, or scale by hand: see docs/pytorch.md"
+            )
+        self.scaler, self.undoes = scaler, True
+
+    def rescale(self, factor: float) -> None:
+        if self.scaler is not None:
+            raise RuntimeError(
+                "rescale must not be called with scale_with(scaler): residuals are kept without the loss scale"
+            )
+        super().rescale(factor)
+
+    def _end_step(self, pipeline: Pipeline) -> None:
+        try:
+            pipeline.end_step()
+        except FloatingPointError as error:
+            error.args = (f"{error}. {WITH_SCALER}",)
+            raise
+
+    @property
+    def _scale(self) -> float | None:
+        """The loss scale of this step, if there is a scaler."""
+        return None if self.scaler is None else float(self.scaler.get_scale())

@@ -14,6 +14,7 @@ from torch import nn
 import horovod_sparse.torch as sparse
 from horovod_sparse.compressors import TopK
 from horovod_sparse.core.bucket import Bucket
+from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.torch import transport
 
 from .common import Oracle, assert_identical, everyone, hvd, normals, raised, small_model, wrap
@@ -179,7 +180,7 @@ PLACES = {
     "begins": ("start_step", 1),
     "one-started": ("begin", 2),
     "one-complete": ("advance", 2),
-    "dense": ("finish_dense", 1),
+    "dense": ("conclude", 1),
 }
 """Where an exchange is interrupted: a function, and which of its calls."""
 
@@ -200,7 +201,8 @@ def an_exchange_that_raises_on_one_worker_raises_on_all_and_leaves_no_trace(exch
         move(moves(step))
         move_calmly(moves(step))
         if step == (0 if place == "first" else 2):
-            owner = {"first": transport, "one-started": Bucket}.get(place, local.compression.store.pipeline)
+            owners = {"first": transport, "one-started": Bucket, "dense": DenseBucket}
+            owner = owners.get(place, local.compression.store.pipeline)
             with _interrupt(owner, *PLACES[place]):
                 text = raised(KeyboardInterrupt if hvd.rank() == 1 else RuntimeError, local.synchronize)
             assert hvd.rank() == 1 or "worker 1 of its group has given up this exchange" in text, text

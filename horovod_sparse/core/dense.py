@@ -1,0 +1,126 @@
+"""A bucket of parameters that are reduced dense, from gradients to reduced gradients. Imports no framework."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+import numpy as np
+
+from horovod_sparse.core.intake import Arrived, Intake
+from horovod_sparse.core.layout import Layout, Slot
+from horovod_sparse.core.statistics import Tally
+from horovod_sparse.core.step import Before, Ending
+from horovod_sparse.exchange.cost import allreduce_bytes
+from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Reduced, Round, Sent
+from horovod_sparse.ops.protocol import Array, Momentum, Moving, Ops, Part
+
+
+class _Arriving(Protocol):
+    slots: dict[str, Slot]
+    missing: set[str]
+
+
+def arriving(bucket: _Arriving, name: str) -> Slot:
+    """Note that a parameter's gradient arrives, and return its slot. Raise RuntimeError if it has arrived before."""
+    if name not in bucket.missing:
+        raise RuntimeError(f"the gradient of {name!r} arrived twice in one step")
+    bucket.missing.discard(name)
+    return bucket.slots[name]
+
+
+class DenseBucket:
+    """Parameters whose gradients are summed by one allreduce, in the type that residuals have.
+
+    They have no residual. With momentum before the selection they get theirs after the reduction, from a velocity that is the
+    same on all ranks and belongs to the pipeline.
+    """
+
+    stands_in = None
+    begins_dense = False
+
+    def __init__(self, ops: Ops, layout: Layout, world: int, rank: int, like: Array, velocity: Array | None) -> None:
+        self.ops = ops
+        self.layout = layout
+        self.name = layout.name
+        self.slots = {slot.name: slot for slot in layout.slots}
+        self.world = world
+        self.rank = rank
+        self.bytes_sent = allreduce_bytes(layout.numel * np.dtype(layout.residual_dtype).itemsize, world)
+        """In each step."""
+        self._like = like
+        self._velocity = velocity
+        self.close()
+
+    def close(self) -> None:
+        """Forget the step that has ended."""
+        self.missing = set(self.slots)
+        """Parameters whose gradient has not arrived in this step."""
+        self.rounds = 0
+        """Collectives begun in this step."""
+        self._message: Array | None = None
+
+    def rounds_of(self, exchange: Exchange) -> Sequence[Round]:
+        """Return the one collective, whatever other buckets do."""
+        return [Round("allreduce", self.layout.numel, None)]
+
+    def begin_step(self, *, copies: bool) -> Before:
+        """Begin a step, when its first gradient arrives. Return what is needed to undo it."""
+        # New memory: the allreduce of a step that was given up may still use the old one.
+        self._message = self.ops.zeros(self.layout.numel, self.layout.residual_dtype, self._like)
+        return Before({}, Tally(), 0, [] if self._velocity is None else [self.ops.copy(self._velocity)])
+
+    def take_in(self, arrived: Sequence[Arrived], rates: Sequence[float], intake: Intake) -> None:
+        """Copy gradients to the message. Raise RuntimeError if one has arrived before."""
+        assert self._message is not None
+        for name, gradient, _ in arrived:
+            slot = arriving(self, name)
+            if gradient is not None:
+                part = self._message[slot.offset : slot.offset + slot.numel]
+                self.ops.assign(part, intake.prepared(gradient, self.layout.residual_dtype))
+
+    def begin(self) -> Collective:
+        """Return the collective of a complete bucket."""
+        self.rounds = 1
+        return Collective("allreduce", self._message)
+
+    def advance(self, result: Array) -> NoReturn:
+        """Raise StopIteration with the sum of all ranks' gradients."""
+        raise StopIteration(Entries(None, result))
+
+    def conclude(self, sent: Sent, divisor: float, intake: Intake) -> tuple[Reduced, list[str], list[str]]:
+        """Return the reduced gradients, and which of them are not finite, on all ranks.
+
+        If one is not, no velocity is changed. A velocity that overflows stays at the largest number.
+        """
+        assert isinstance(sent, Entries)
+        total, bad = sent.values, []
+        if not self.ops.all_finite(total):
+            bad = [slot.name for slot in self.layout.slots if not self.ops.all_finite(self._part(total, slot))]
+        elif self._velocity is not None:
+            total, bad = self._accelerate(total / (divisor * intake.scale), self._velocity, intake)
+            divisor = 1.0 / intake.scale
+        reduced = Reduced(self.ops, Entries(None, total if divisor == 1.0 else total / divisor), 1.0, {})
+        return reduced, [], [f"the gradient of parameter {name!r}" for name in bad]
+
+    def _part(self, flat: Array, slot: Slot) -> Array:
+        return flat[slot.offset : slot.offset + slot.numel]
+
+    def _accelerate(self, mean: Array, velocity: Array, intake: Intake) -> tuple[Array, list[str]]:
+        """Return what momentum makes of the mean gradients, and the parameters whose velocities overflow."""
+        moved = self.ops.zeros(self.layout.numel, self.layout.residual_dtype, self._like)
+        together = defaultdict[Momentum | None, list[Part]](list)
+        for slot in self.layout.slots:
+            together[intake.momentum(slot.name)].append((slot.offset, self._part(mean, slot)))
+        overflowed: set[int] = set()
+        for momentum, parts in together.items():
+            assert momentum is not None
+            numbers = self.ops.accumulate(moved, parts, Moving(velocity, momentum))
+            overflowed |= {offset for (offset, _), number in zip(parts, numbers, strict=True) if number}
+        return moved, [slot.name for slot in self.layout.slots if slot.offset in overflowed]
+
+    def end(self, ending: Ending, before: Before) -> None:
+        """End the step, so that it can be done again."""
+        if ending is Ending.UNDONE and self._velocity is not None:
+            self.ops.assign(self._velocity, before.copies[0])
