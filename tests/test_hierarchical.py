@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from driver import collective
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange import regions
 from horovod_sparse.exchange.grid import grid
 from horovod_sparse.exchange.hierarchical import Hierarchical
+from horovod_sparse.exchange.pairs import Pairs
 
 SETTINGS: dict[str, Any] = {"min_numel": 0, "granularity": "model", "exchange": Hierarchical()}
 GRIDS = ["aabb", "abab", "aaabbb", "abcabc", "abbaab", "ab", "aabbccdd"]
@@ -28,7 +30,9 @@ GRIDS = ["aabb", "abab", "aaabbb", "abcabc", "abbaab", "ab", "aabbccdd"]
 hosts = st.sampled_from(GRIDS)
 
 
-def reference(residuals: Sequence[np.ndarray], k: int, groups: str) -> tuple[np.ndarray, list[np.ndarray]]:
+def reference(
+    residuals: Sequence[np.ndarray], k: int, groups: str, between: Pairs
+) -> tuple[np.ndarray, list[np.ndarray]]:
     """The exchange with TopK in dense arrays: what is reduced, and what every rank keeps."""
     reduced, kept = np.zeros(NUMEL, np.float32), [np.zeros(NUMEL, np.float32) for _ in groups]
     for host in sorted(set(groups)):
@@ -38,21 +42,26 @@ def reference(residuals: Sequence[np.ndarray], k: int, groups: str) -> tuple[np.
         for rank, (first, after) in zip(members, itertools.pairwise(bounds), strict=True):
             shard = total[first:after].copy()
             chosen = largest(shard, -(-k // len(members)))
-            reduced[first + chosen] += shard[chosen]
-            shard[chosen] = 0
+            sent = shard[chosen] if between == Pairs() else torch.from_numpy(shard[chosen]).bfloat16().float().numpy()
+            reduced[first + chosen] += sent
+            shard[chosen] -= sent
             kept[rank][first:after] = shard
     return reduced, kept
 
 
 @given(groups=hosts, seed=st.integers(0, 999), ratio=st.sampled_from([0.02, 0.1, 0.3, 1.0]))
 @pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
-def test_every_step_is_as_in_dense_arrays(backend: Backend, groups: str, seed: int, ratio: float) -> None:
-    pipelines = pipelines_of(backend, groups, compressors.TopK(ratio, warmup=None, **SETTINGS))
+@pytest.mark.parametrize("between", [Pairs(), Pairs("bfloat16")], ids=str)
+def test_every_step_is_as_in_dense_arrays(
+    between: Pairs, backend: Backend, groups: str, seed: int, ratio: float
+) -> None:
+    settings = {**SETTINGS, "exchange": Hierarchical(between=between)}
+    pipelines = pipelines_of(backend, groups, compressors.TopK(ratio, warmup=None, **settings))
     rng, k = np.random.default_rng(seed), max(1, int(ratio * NUMEL))
     for _ in range(3):
         gradients = dyadic(rng, len(groups))
         before = [flat(backend, one) + in_order(g) for one, g in zip(pipelines, gradients, strict=True)]
-        reduced, kept = reference(before, k, groups)
+        reduced, kept = reference(before, k, groups, between)
         results = step(backend, pipelines, gradients)
         assert results is not None
         for result, pipeline, mine in zip(results, pipelines, kept, strict=True):
@@ -97,6 +106,10 @@ def test_what_leaves_a_host_does_not_depend_on_its_slots() -> None:
         sums.append(sum(one.stats().last.total.bytes_sent for one in of_host))
     # k = 9, rounded up to a multiple of the slots; and each worker's number for all others.
     assert sums == [8 * 9 + 4, 8 * 10 + 2 * 3 * 4, 8 * 12 + 4 * 7 * 4]
+    settings = {**SETTINGS, "exchange": Hierarchical(between=Pairs("bfloat16"))}
+    pipelines = pipelines_of(ORACLE, "ab", compressors.TopK(0.1, slack=1.0, warmup=None, **settings))
+    step(ORACLE, pipelines, dyadic(np.random.default_rng(6), 2))
+    assert pipelines[0].stats().last.total.bytes_sent == 4 * (9 + 1) + 4, "one run, and 4 bytes for each entry"
 
 
 def test_ranks_at_different_steps_of_a_schedule_all_raise() -> None:
@@ -230,3 +243,8 @@ def test_what_is_not_a_grid_is_refused(groups: str) -> None:
 def test_what_is_no_number_of_workers_is_refused(number: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"workers_per_host must be an int >= 2 or None, got {number!r}"):
         Hierarchical(number)
+
+
+def test_what_travels_between_hosts_must_be_pairs() -> None:
+    with pytest.raises(TypeError, match=r"between must be Pairs, such as Pairs\('bfloat16'\), got 'bfloat16'"):
+        Hierarchical(between="bfloat16")  # type: ignore[arg-type]

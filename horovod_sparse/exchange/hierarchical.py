@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from horovod_sparse.exchange import regions, wire
 from horovod_sparse.exchange.grid import Grid
+from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.protocols import Collective, Exchange, Exchanging, Messages, Round, Run, Sender
 from horovod_sparse.exchange.received import check_result, damaged, disagreement, rows_of
 from horovod_sparse.ops.protocol import Array, Ops
@@ -25,12 +26,14 @@ class Hierarchical(Exchange):
 
     Args:
         workers_per_host: so many consecutive workers, >= 2, count as a host; None for those that run on the same host.
+        between: what travels between hosts.
 
     Raises:
-        TypeError, ValueError: `workers_per_host` is something else.
+        TypeError, ValueError: an argument is something else.
     """
 
     workers_per_host: int | None = None
+    between: Pairs = field(default_factory=Pairs)
 
     title = "hierarchical"
     owns_parts = True
@@ -40,10 +43,12 @@ class Hierarchical(Exchange):
         if number is not None and not (isinstance(number, int) and number >= 2):
             error = ValueError if isinstance(number, int) else TypeError
             raise error(f"workers_per_host must be an int >= 2 or None, got {number!r}")
+        if not isinstance(self.between, Pairs):
+            raise TypeError(f"between must be Pairs, such as Pairs('bfloat16'), got {self.between!r}")
 
     def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
         # How many hosts there are is not known here. No more bytes leave a host than if each worker had one of its own.
-        between = Round("alltoall", 2 * capacity * world)
+        between = Round("alltoall", world * self.between.rounds(numel, k, capacity, world)[0].length)
         return [Round("alltoall", 0, None), between, Round("alltoall", 0), Round("allgather", 1)]
 
     def hosts(self, world: int, gather: Callable[[str], Sequence[str]]) -> list[str]:
@@ -63,16 +68,20 @@ class Hierarchical(Exchange):
         received = yield Collective("alltoall", values, to, of, grid.neighbours)
         # An error before the last collective would leave other ranks waiting: it tells them, and all raise.
         fits = received.shape == (sum(mine),) and received.dtype == values.dtype
-        message = _message(bucket, grid, run, received.reshape(grid.slots, mine[0]) if fits else None)
+        pairs = _message(bucket, grid, run, received.reshape(grid.slots, mine[0]) if fits else None)
+        message = self.between.packed(ops, run.after, pairs)
         rows = grid.lengths(grid.peers, [len(message)] * grid.hosts)
         of_shard = yield Collective("alltoall", _repeated(ops, message, grid.hosts), rows, rows, grid.neighbours)
-        if of_shard.shape != (grid.hosts * len(message), 2) or of_shard.dtype != message.dtype:
+        if of_shard.shape != (grid.hosts * len(message), *message.shape[1:]) or of_shard.dtype != message.dtype:
             of_shard, fits = _repeated(ops, message, grid.hosts), False
+        of_shard = ops.copy(self.between.unpacked(ops, of_shard, grid.hosts, mine[0]))
+        # Within the host, positions are those in the bucket.
+        of_shard[:, 0] += (of_shard[:, 0] >= 0) * run.place.start
         rows = grid.lengths(grid.neighbours, [len(of_shard)] * grid.slots)
         gathered = yield Collective("alltoall", _repeated(ops, of_shard, grid.slots), rows, rows, grid.neighbours)
         fits = fits and gathered.shape == (grid.slots * len(of_shard), 2) and gathered.dtype == message.dtype
         # Each rank has copies of its own.
-        digest = ops.copy(message[:1, 0])
+        digest = ops.copy(pairs[:1, 0])
         digest[0] = wire.digest(gathered) if fits else wire.BAD_PART
         digests = yield Collective("allgather", digest)
         check_result(bucket, digests, (bucket.world,), message.dtype)
@@ -85,14 +94,14 @@ class Hierarchical(Exchange):
         used = rows_of(bucket, gathered, bucket.world)
         if used is None:
             return None
-        pairs = list(zip(wire.split(gathered, bucket.world), used, strict=True))
-        of_host = pairs[grid.peers.index(bucket.position) :: grid.hosts]
+        messages = list(zip(wire.split(gathered, bucket.world), used, strict=True))
+        of_host = messages[grid.peers.index(bucket.position) :: grid.hosts]
         run.masked = [ops.unpack(*pair)[0] for pair in of_host]
         return Messages(gathered, used)
 
 
 def _message(bucket: Sender, grid: Grid, run: Run, parts: Array | None) -> Array:
-    """Add up the parts of this rank's shard, select from the sum, and return message 8 for one host.
+    """Add up the parts of this rank's shard, select from the sum, and return the pairs for one host.
 
     If nothing of use was received, `parts` is None. The message then says that a gradient is not finite.
     """
@@ -110,7 +119,7 @@ def _message(bucket: Sender, grid: Grid, run: Run, parts: Array | None) -> Array
     run.after = shard
     indices = selection.indices
     bucket.sent(len(indices), selection.found - len(indices), k)
-    message = ops.pack(indices + run.place.start, ops.take(shard, indices), capacity)
+    message = ops.pack(indices, ops.take(shard, indices), capacity)
     if not is_finite:
         message[0, 0] = wire.NOT_FINITE
     return message

@@ -9,7 +9,7 @@ from typing import get_args
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.protocols import Collective, Exchange, Exchanging, Messages, Round, Run, Sender
 from horovod_sparse.exchange.received import check_result, rows_of
-from horovod_sparse.ops.protocol import Values
+from horovod_sparse.ops.protocol import Array, Ops, Values
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,21 @@ class Pairs(Exchange):
     def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
         return [Round("allgather", 2 * capacity if self.values == "float32" else wire.runs_of(numel) + capacity)]
 
+    def packed(self, ops: Ops, x: Array, pairs: Array) -> Array:
+        """Return what is sent of a message of pairs whose entries were taken out of `x` (`Ops.compact`)."""
+        return pairs if self.values == "float32" else ops.compact(x, pairs, self.values)
+
+    def unpacked(self, ops: Ops, gathered: Array, world: int, numel: int) -> Array:
+        """Return the messages of pairs that so many messages stand for, for entries of an array of `numel`."""
+        return gathered if self.values == "float32" else ops.expand(gathered, world, numel, self.values)
+
     def collectives(self, bucket: Sender, run: Run) -> Exchanging:
-        message = bucket.message()
-        if self.values != "float32":
-            message = bucket.ops.compact(bucket.buffer, message, self.values)
+        message = self.packed(bucket.ops, bucket.buffer, bucket.message())
         bucket.drop_rest()
         gathered = yield Collective("allgather", message)
         # A device may have made the message while the host went on.
         bucket.finish()
         check_result(bucket, gathered, (bucket.world * len(message), *message.shape[1:]), message.dtype)
-        if self.values != "float32":
-            gathered = bucket.ops.expand(gathered, bucket.world, bucket.numel, self.values)
+        gathered = self.unpacked(bucket.ops, gathered, bucket.world, bucket.numel)
         used = rows_of(bucket, gathered, bucket.world)
         return None if used is None else Messages(gathered, used)

@@ -49,8 +49,9 @@ the second message after indices, `(min(world * capacity, bucket size),)`.
 **7 to 10. Hosts that act as one worker** (alltoalls with parts of different sizes, some empty; then an allgather).
 
 - 7: the bucket's values in the residual's type, a shard for each rank of the host (`grid`).
-- 8: message 1 of a shard of the host's sum, with indices of the bucket, for the rank with the same slot on every host.
-- 9: what a rank has received as message 8, in rank order, for every rank of its host.
+- 8: message 1 or 4 of a shard of the host's sum, with positions in the shard, for the rank with the same slot on every host.
+- 9: what a rank has received as message 8, in rank order, as message 1 with positions in the bucket, for every rank of its
+  host.
 - 10: a number, int32: `digest` of what a rank has received as message 9, or -3 if message 7, 8 or 9 had another length or
   type than it expects.
 
@@ -98,8 +99,8 @@ MAX_BUCKET = 2**31 - 1 - (1 + _CHECKSUM_BITS)
 
 
 def runs_of(numel: int) -> int:
-    """Return the number of runs in a bucket of `numel`."""
-    return -(-numel // RUN)
+    """Return the number of runs in a bucket, or in a shard, of `numel`; at least 1."""
+    return max(-(-numel // RUN), 1)
 
 
 def excess(numel: int, gathered: int, world: int) -> str | None:
