@@ -40,7 +40,7 @@ Variable = Any
 class Step:
     """The gradients of one step and how they are reduced."""
 
-    buckets: Sequence[Layout]
+    buckets: Sequence[AnyBucket]
     """The buckets that take part."""
     gradients: Mapping[str, Tensor]
     """Gradients of the parameters in the buckets, by name. A missing gradient counts as zero."""
@@ -129,9 +129,8 @@ class HostPipeline(Pipeline):
         """Build the operations that reduce one step's gradients, and return the reduced gradients by name."""
         reduced: dict[str, Tensor] = {}
         with tf.device("CPU:0"):
-            buckets = [self.bucket_of[layout.name] for layout in step.buckets]
             with tf.control_dependencies([self._start(step)]):
-                for made in self._together(buckets):
+                for made in self._together(step.buckets):
                     names = [slot.name for bucket in made for slot in bucket.layout.slots]
                     reduced.update(zip(names, self._exchange_all(step, made), strict=True))
                 others = [tf.reduce_all(tf.math.is_finite(other)) for other in step.others.values()]
@@ -147,7 +146,7 @@ class HostPipeline(Pipeline):
         gradients = [*step.gradients.values()] if self.compressor.holds_back else []
         return call_host(self._start_step, (), [step.scale, step.rate, *gradients], tf.bool)
 
-    def _together(self, buckets: list[AnyBucket]) -> list[list[AnyBucket]]:
+    def _together(self, buckets: Sequence[AnyBucket]) -> list[list[AnyBucket]]:
         """Group the buckets that are always at the same step of their schedule: those that were made together.
 
         Those that are always dense go with the first group, so that their collectives run at the same time.

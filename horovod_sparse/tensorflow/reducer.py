@@ -32,6 +32,7 @@ from horovod_sparse.core.agreement import (
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Layout, Parameter, check_limits, planned
 from horovod_sparse.core.lengths import sampled
+from horovod_sparse.core.pipeline import AnyBucket
 from horovod_sparse.core.state import check_state, kept_shapes, merged, names_in, part_of
 from horovod_sparse.core.store import Store, log_start
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
@@ -97,8 +98,6 @@ class Reducer(Store):
         """Number of agreements with the other ranks so far: one whenever variables join."""
         self._dtypes: dict[str, Any] = {}
         """Variable name -> dtype of its gradient, for all variables that have had a gradient."""
-        self._bucket_of: dict[str, Layout] = {}
-        """Variable name -> its bucket."""
         self.sparse: list[str] = []
         # The gradients of embeddings have a different number of rows in every step.
         self._function = tf.function(self._reduce, autograph=False, reduce_retracing=True)
@@ -173,7 +172,7 @@ class Reducer(Store):
             )
         self._extend(names, gradients, variables)
         given = {name for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
-        frozen = self.names.frozen({*names, *self._bucket_of} - given)
+        frozen = self.names.frozen({*names, *self._planned} - given)
         self._use.steps += 1 if tf.executing_eagerly() else 2
         reduce = self._function if tf.executing_eagerly() else self._reduce
         return list(reduce(self._agreements, names, frozen, list(gradients), rate, scale))
@@ -196,7 +195,7 @@ class Reducer(Store):
         reduced = self.pipeline.reduce(
             Step(
                 buckets=self._taking_part(names, frozen),
-                gradients={name: gradient for name, gradient in given.items() if name in self._bucket_of},
+                gradients={name: gradient for name, gradient in given.items() if name not in others},
                 frozen=frozen,
                 others={name: slices.values for name, slices in others.items()},
                 dtypes=self._dtypes,
@@ -222,11 +221,16 @@ class Reducer(Store):
         divisor = tf.constant(self._process_set.size() if self.reduction.averages else 1, dtype)
         return tf.IndexedSlices(values / divisor, indices, tf.constant(shape, tf.int64))
 
-    def _taking_part(self, names: Sequence[str], frozen: Collection[str]) -> list[Layout]:
+    @property
+    def _planned(self) -> Mapping[str, AnyBucket]:
+        """The variables that have been planned, except those with sparse gradients, and their buckets."""
+        return {} if self.pipeline is None else self.pipeline.bucket_of
+
+    def _taking_part(self, names: Sequence[str], frozen: Collection[str]) -> list[AnyBucket]:
         """Return the buckets of some variables. All others in them must be frozen: what was sent for them would be lost."""
-        buckets = {self._bucket_of[name].name: self._bucket_of[name] for name in names if name in self._bucket_of}
-        for layout in buckets.values():
-            absent = [slot.name for slot in layout.slots if slot.name not in (*names, *frozen)]
+        buckets = {self._planned[name].name: self._planned[name] for name in names if name in self._planned}
+        for bucket in buckets.values():
+            absent = [name for name in bucket.slots if name not in (*names, *frozen)]
             if absent:
                 raise ValueError(
                     f"variables must be all of those that were first reduced together, but {absent} are not there; give every "
@@ -295,7 +299,6 @@ class Reducer(Store):
         pipeline.add_dense(dense, lambda name: None)
         if is_first:
             log_start(pipeline, kernels.variant(), self.updates)
-        self._bucket_of.update((slot.name, layout) for layout in (*buckets, *dense) for slot in layout.slots)
         self.sparse.extend(sparse)
         self._dtypes.update(dtypes)
 
@@ -376,7 +379,7 @@ class Reducer(Store):
     def _first_collective(self, names: Sequence[str]) -> str | None:
         """Return the collective that a step of these variables begins with; None if no variable is planned yet."""
         for name in names:
-            if self.pipeline is not None and name in self.pipeline.bucket_of:
+            if self.pipeline is not None and name in self._planned:
                 return f"{self.pipeline.number_of(self.pipeline.bucket_of[name])}.0"
         return next((f"sparse.{number}.values" for number, name in enumerate(self.sparse) if name in names), None)
 
@@ -391,9 +394,8 @@ class Reducer(Store):
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
         """Load the state of the variables that have been planned, and keep the rest until its variables are."""
-        here = {*self._bucket_of}
         kept = () if self.pipeline is None else (self.pipeline.residuals, self.pipeline.velocities)
-        self._load(renamed(state, {name for arrays in kept for name in arrays.shapes}), here)
+        self._load(renamed(state, {name for arrays in kept for name in arrays.shapes}), {*self._planned})
 
 
 def reducer_of(compressor: TensorflowCompressor, reduction: Reduction, *, shared: bool) -> Reducer:
