@@ -46,15 +46,12 @@ class GraphWorker:
 
     def _reduce(self, gradient: Any) -> Any:
         step = Step(
-            buckets=[bucket.layout for bucket in self._engine.buckets],
+            buckets=self._engine.buckets,
             gradients={"p": gradient},
-            dense={},
             others={},
             dtypes={"p": tf.float32},
             rate=tf.constant(math.nan, tf.float64),
             scale=tf.constant(math.nan, tf.float64),
-            op=None,
-            predivide=1.0,
         )
         return self._engine.reduce(step)["p"]
 
