@@ -28,7 +28,6 @@ COMPRESSIONS = ["none", "fp16", *CLASSES]
 EXCHANGES = {
     "pairs": ("Pairs",),
     "bfloat16": ("Pairs", "bfloat16"),
-    "float16": ("Pairs", "float16"),
     "balanced": ("Balanced",),
     "hierarchical": ("Hierarchical",),
     "union": ("Union",),

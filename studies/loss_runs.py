@@ -108,7 +108,6 @@ ROWS = {
     "DDP PowerSGD rank 4": Row(("--compression", "none"), hook="PowerSGD 4"),
     "SIDCo 0.01": _sparse("sidco", "0.01"),
     "SIDCo 0.01 bfloat16": _sparse("sidco", "0.01", "--exchange", "bfloat16"),
-    "SIDCo 0.01 float16": _sparse("sidco", "0.01", "--exchange", "float16"),
     "SIDCo 0.001": _sparse("sidco", "0.001"),
     "TopK 0.01": _sparse("topk", "0.01"),
     "DGC 0.01": _sparse("dgc", "0.01"),

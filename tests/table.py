@@ -112,7 +112,6 @@ COMPRESSORS = [
     Row("topk", compressors.TopK),
     Row("topk-union", compressors.TopK, {"exchange": Union()}),
     Row("topk-bfloat16", compressors.TopK, {"exchange": Pairs("bfloat16")}),
-    Row("topk-float16", compressors.TopK, {"exchange": Pairs("float16")}),
     *(
         Row(
             f"sidco-{distribution}-{adapt}",

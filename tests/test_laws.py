@@ -43,16 +43,11 @@ def one_bucket(backend: Backend, row: Row, size: int, ratio: float, **options: A
 
 
 def on_the_wire(compressor: Compressor, values: np.ndarray) -> np.ndarray:
-    """Float32 values as they are sent: with values in 16 bits, the nearest ones of that type within its limits."""
+    """Float32 values as they are sent: with values of bfloat16, the nearest finite ones."""
     exchange = compressor.exchange
     if not isinstance(exchange, Pairs) or exchange.values == "float32":
         return values
     exact, last = values.astype(np.float64), 2.0**127 * (2.0 - 2.0**-7)
-    if exchange.values == "float16":
-        # 11 significant bits; from 2^15 on, one.
-        spacing = np.exp2(np.maximum(np.frexp(exact)[1] - 11, -24).astype(np.float64))
-        power = np.copysign(np.exp2(np.frexp(exact)[1] - 1.0), exact)
-        return np.where(np.abs(exact) < 2.0**15, np.round(exact / spacing) * spacing, power).astype(np.float32)
     # A bfloat16 has 8 significant bits; denormals have the spacing of the smallest normal numbers.
     spacing = np.exp2(np.maximum(np.frexp(exact)[1] - 8, -133).astype(np.float64))
     return np.clip(np.round(exact / spacing) * spacing, -last, last).astype(np.float32)
@@ -291,12 +286,12 @@ def test_a_huge_entry_in_every_step_leaves_the_count_in_its_band(backend: Backen
 
 @for_rows(lambda row: not row.workers_differ and not row.momentum)
 def test_a_huge_entry_leaves_the_residual(backend: Backend, row: Row) -> None:
-    """In one step, or with values in 16 bits in as many as it has bits."""
+    """In one step, or with values of bfloat16 in three: one has a third of a float32's significant bits."""
     for spike in (7e4, -1e12, 2e30, -3.4e38):
         pipeline, bucket = one_bucket(backend, row, 300, row.ratios[0])
         gradient = np.zeros(300, np.float32)
         gradient[7], total = spike, 0.0
-        for _ in range(26 if row.largest else 400):
+        for _ in range(3 if row.largest else 400):
             total += float(send(backend, pipeline, gradient).values.astype(np.float64).sum())
             gradient[7] = 0.0
         assert not backend.numpy(bucket.buffer).any() and total == np.float32(spike)

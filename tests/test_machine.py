@@ -44,10 +44,9 @@ from worlds import Expected, World, within_range
 from horovod_sparse import kernels
 from horovod_sparse.core.statistics import Counts
 from horovod_sparse.exchange.dense import Dense
-from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.pairs import Pairs, Values
 from horovod_sparse.exchange.union import Union
 from horovod_sparse.kernels.pool import BufferPool
-from horovod_sparse.ops.protocol import Values
 
 
 def equal(one: np.ndarray, other: np.ndarray) -> bool:
@@ -98,9 +97,7 @@ class Machine(RuleBasedStateMachine):
         kernels.pool = self.pools[1]
         self.rates = dict.fromkeys(NAMES, 0.5)
         self.twin: World | None = None
-        # float16 has the same limits at every scale.
-        self.scales = not wild and case.row.settings.get("exchange") != Pairs("float16")
-        self.scale = scale if self.scales else 1.0
+        self.scale = 1.0 if wild else scale
         """The scale of the twin's loss."""
         self.saved: tuple[list[Any], list[Any], Settled] | None = None
         """States, copies of them, and what was known when they were saved."""
@@ -385,7 +382,7 @@ class Machine(RuleBasedStateMachine):
             expected.rescale(factor)
         self.go_on(then)
 
-    @precondition(lambda self: self.scales)
+    @precondition(lambda self: not self.wild)
     @rule(factor=st.sampled_from((2.0, 0.5, 2.0**10, 2.0**-10)), then=steps)
     def scale_of_loss(self, factor: float, then: list[int]) -> None:
         """The twin's loss is scaled by a power of two from now on, and its residuals are rescaled once."""
@@ -482,10 +479,7 @@ def rest_of(magnitudes: np.ndarray, values: Values) -> np.ndarray:
     """Return the most that rounding leaves of float32 magnitudes."""
     if values == "float32":
         return np.zeros_like(magnitudes)
-    if values == "bfloat16":
-        return np.maximum(magnitudes * 2.0**-8, 2.0**-134)
-    # From 2^15 on, a power of two is sent.
-    return np.where(magnitudes < 2.0**15, np.maximum(magnitudes * 2.0**-11, 2.0**-25), magnitudes / 2)
+    return np.maximum(magnitudes * 2.0**-8, 2.0**-134)
 
 
 def check_replicas(result: list[Reduced]) -> None:

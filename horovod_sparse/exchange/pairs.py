@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.protocols import Collective, Exchange, Exchanging, Messages, Round, Run, Sender
 from horovod_sparse.exchange.received import check_result, rows_of
-from horovod_sparse.ops.protocol import Array, Ops, Values
+from horovod_sparse.ops.protocol import Array, Ops
+
+Values = Literal["float32", "bfloat16"]
+"""The types of the values in messages."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +20,8 @@ class Pairs(Exchange):
     """Each worker sends its own entries, by one allgather of (index, value) pairs (`wire`, message 1 or 4).
 
     Args:
-        values: the type of the values: "float32", with 8 bytes per entry, or "bfloat16" or "float16", with 4 bytes per entry.
-            What rounding leaves stays in the residual. "float16" rounds less, but magnitudes below 2^-25 become zero, and of
-            those above 2^15 only the power of two below is sent, so that they are sent in up to 24 steps.
+        values: the type of the values: "float32", with 8 bytes per entry, or "bfloat16", with 4 bytes per entry. What rounding
+            leaves stays in the residual.
 
     Raises:
         ValueError: `values` is something else.
@@ -29,7 +31,7 @@ class Pairs(Exchange):
 
     def __post_init__(self) -> None:
         if self.values not in get_args(Values):
-            raise ValueError(f"values must be 'float32', 'bfloat16' or 'float16', got {self.values!r}")
+            raise ValueError(f"values must be 'float32' or 'bfloat16', got {self.values!r}")
 
     @property
     def title(self) -> str:
@@ -40,11 +42,11 @@ class Pairs(Exchange):
 
     def packed(self, ops: Ops, x: Array, pairs: Array) -> Array:
         """Return what is sent of a message of pairs whose entries were taken out of `x` (`Ops.compact`)."""
-        return pairs if self.values == "float32" else ops.compact(x, pairs, self.values)
+        return pairs if self.values == "float32" else ops.compact(x, pairs)
 
     def unpacked(self, ops: Ops, gathered: Array, world: int, numel: int) -> Array:
         """Return the messages of pairs that so many messages stand for, for entries of an array of `numel`."""
-        return gathered if self.values == "float32" else ops.expand(gathered, world, numel, self.values)
+        return gathered if self.values == "float32" else ops.expand(gathered, world, numel)
 
     def collectives(self, bucket: Sender, run: Run) -> Exchanging:
         message = self.packed(bucket.ops, bucket.buffer, bucket.message())

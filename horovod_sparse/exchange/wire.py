@@ -27,13 +27,12 @@ the second message after indices, `(min(world * capacity, bucket size),)`.
 - The bits of a float32 that the rank proposes (MiCRO's first threshold; else 0).
 - Ascending indices, then padding: -1.
 
-**4. Compact pairs** (allgather): int32 of shape `(runs + capacity,)`, in place of message 1 with values in 16 bits.
+**4. Compact pairs** (allgather): int32 of shape `(runs + capacity,)`, in place of message 1 with values of bfloat16.
 
 - A run is 65,536 consecutive positions of the bucket; `runs = ceil(bucket size / 65,536)`.
 - First comes, for each run, the number of its entries. The first number is -2 from a rank whose gradient is not finite.
 - Then come the entries in ascending order of their indices, then zeros. The lower 16 bits of an entry are its position within
-  its run. The upper ones are its value in the type that `values` names. A float16 of 2^15 or more is a power of two. The bits
-  `HALF_POWERS` + j stand for 2^(15+j).
+  its run. The upper ones are its value as bfloat16: the upper bits of a float32.
 
 **5. Pairs by region** (alltoall): int32 of shape `(world * room, 2)`.
 
@@ -85,10 +84,6 @@ HEADER = 2
 BAD_PART = -3
 """What a rank sends in message 6 or 10 if it has received a part of message 5, 7, 8 or 9 that is not as required."""
 _CHECKSUM_BITS = 16
-HALF_POWERS = 0x7800
-"""The bits of 2^15 as float16. In messages, the bits from here on stand for 2^15, 2^16, 2^17, ..., 2^127."""
-HALF_BIAS = HALF_POWERS - (127 + 15)
-"""The bits that stand for a power of two, less its biased exponent as float32."""
 RUN_BITS = 16
 RUN = 1 << RUN_BITS
 """Number of positions in a run of message 4."""

@@ -374,49 +374,24 @@ void write_padding(int32_t* message, int64_t row, int64_t capacity) {
     }
 }
 
-// Two 16-bit types: their bits, in the upper half of a word, for a number, and the number for such bits.
-struct BFloat16 {
-    // Rounds to the nearest, to even, but never to infinity.
-    static uint32_t upper(float number) {
-        uint32_t bits;
-        std::memcpy(&bits, &number, sizeof bits);
-        const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1)) & 0xffff0000u;
-        return (rounded & 0x7f800000u) == 0x7f800000u ? (bits & 0x80000000u) | 0x7f7f0000u : rounded;
-    }
-    static float number(uint32_t upper) { return from_bfloat16(static_cast<uint16_t>(upper >> 16)); }
-};
+// Returns the bits of a float rounded to the nearest bfloat16, to even, but never to infinity: the lower half is zero.
+uint32_t to_bfloat16(float number) {
+    uint32_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1)) & 0xffff0000u;
+    return (rounded & 0x7f800000u) == 0x7f800000u ? (bits & 0x80000000u) | 0x7f7f0000u : rounded;
+}
 
-struct Float16 {
-    // The bits from 2^15 on stand for the powers of two; `bias` and the biased exponent of a float make up the bits.
-    static constexpr uint32_t powers = 0x7800, bias = powers - (127 + 15);
-
-    // Rounds to the nearest, to even; from 2^15 on to the power of two below.
-    static uint32_t upper(float number) {
-        uint32_t bits;
-        std::memcpy(&bits, &number, sizeof bits);
-        const uint32_t power = (bits >> 23 & 0xff) + bias;
-        return power < powers ? uint32_t{to_float16(number)} << 16 : (bits & 0x80000000u) | power << 16;
-    }
-    static float number(uint32_t upper) {
-        const uint32_t magnitude = upper >> 16 & 0x7fff;
-        if (magnitude < powers) return from_float16(static_cast<uint16_t>(upper >> 16));
-        const uint32_t bits = (upper & 0x80000000u) | std::min(magnitude - bias, 254u) << 23;
-        float number;
-        std::memcpy(&number, &bits, sizeof number);
-        return number;
-    }
-};
-
-template <class Half, class T>
+template <class T>
 void write_compact(T* x, int32_t* message, int64_t capacity, int64_t runs, int32_t* compact) {
     int32_t* entries = compact + runs;
     std::fill(compact, entries + capacity, 0);
     for (int64_t row = 0; row < capacity && message[2 * row] >= 0; ++row) {
         const int32_t index = message[2 * row];
-        float value;
+        float value, sent;
         std::memcpy(&value, &message[2 * row + 1], sizeof value);
-        const uint32_t upper = Half::upper(value), entry = upper | (index & 0xffff);
-        const float sent = Half::number(upper);
+        const uint32_t rounded = to_bfloat16(value), entry = rounded | (index & 0xffff);
+        std::memcpy(&sent, &rounded, sizeof sent);
         x[index] += value - sent;
         std::memcpy(&message[2 * row + 1], &sent, sizeof sent);
         std::memcpy(&entries[row], &entry, sizeof entry);
@@ -426,7 +401,6 @@ void write_compact(T* x, int32_t* message, int64_t capacity, int64_t runs, int32
 }
 
 // Writes the message of pairs that a compact one stands for.
-template <class Half>
 void expand(const int32_t* counts, int64_t capacity, int64_t runs, int32_t* message) {
     const int32_t* entries = counts + runs;
     int64_t total = 0, row = 0;
@@ -439,8 +413,7 @@ void expand(const int32_t* counts, int64_t capacity, int64_t runs, int32_t* mess
         for (int64_t run = 0; run < runs; ++run)
             for (const int64_t end = row + counts[run]; row < end; ++row) {
                 message[2 * row] = static_cast<int32_t>(run << 16 | (entries[row] & 0xffff));
-                const float value = Half::number(static_cast<uint32_t>(entries[row]));
-                std::memcpy(&message[2 * row + 1], &value, sizeof value);
+                message[2 * row + 1] = entries[row] & ~0xffff;
             }
     }
     write_padding(message, row, capacity);
@@ -679,19 +652,13 @@ void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t
     write_padding(message, count, capacity);
 }
 
-void hs_compact(void* x, int type, int64_t, int32_t* message, int64_t capacity, int64_t runs, int half, int32_t* compact) {
-    typed(x, type, [&](auto* entries) {
-        if (half == HS_FLOAT16)
-            write_compact<Float16>(entries, message, capacity, runs, compact);
-        else
-            write_compact<BFloat16>(entries, message, capacity, runs, compact);
-    });
+void hs_compact(void* x, int type, int64_t, int32_t* message, int64_t capacity, int64_t runs, int32_t* compact) {
+    typed(x, type, [&](auto* entries) { write_compact(entries, message, capacity, runs, compact); });
 }
 
-void hs_expand(const int32_t* compact, int64_t capacity, int64_t runs, int64_t world, int half, int32_t* messages) {
-    const auto expand_one = half == HS_FLOAT16 ? expand<Float16> : expand<BFloat16>;
+void hs_expand(const int32_t* compact, int64_t capacity, int64_t runs, int64_t world, int32_t* messages) {
     for (int64_t sender = 0; sender < world; ++sender)
-        expand_one(compact + sender * (runs + capacity), capacity, runs, messages + 2 * sender * capacity);
+        expand(compact + sender * (runs + capacity), capacity, runs, messages + 2 * sender * capacity);
 }
 
 void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, int64_t world, int64_t n, int64_t* used) {

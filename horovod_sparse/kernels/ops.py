@@ -17,7 +17,7 @@ from horovod_sparse.exchange.wire import runs_of
 from horovod_sparse.kernels import ffi, lib, memory, pool
 from horovod_sparse.kernels.memory import FLOAT32, FLOAT64, INT32, INT64, TYPES, HostOps, Memory
 from horovod_sparse.kernels.tracked import TrackedMemory
-from horovod_sparse.ops.protocol import Array, Half, Moments, Moving, Part, Selection, Sums, Tracked
+from horovod_sparse.ops.protocol import Array, Moments, Moving, Part, Selection, Sums, Tracked
 
 _SPARE = 16
 """Room for this many times as many indices as are expected. Memory that is not written to costs nothing."""
@@ -137,23 +137,23 @@ class KernelOps(HostOps):
         message[: at.numel] = values
         return message
 
-    def compact(self, x: Array, message: Array, values: Half) -> Array:
+    def compact(self, x: Array, message: Array) -> Array:
         at, pairs = self._wide(x), self.memory(message)
         if at is None or pairs is None:
-            return super().compact(x, message, values)
+            return super().compact(x, message)
         capacity, runs = _length(_of_type(INT32, "message", pairs), 2, 1), runs_of(at.numel)
         compact = np.empty(runs + capacity, np.int32)
         pointer, _, _ = pairs.write()
-        lib.hs_compact(*at.write(), pointer, capacity, runs, TYPES.index(values), _written(compact))
+        lib.hs_compact(*at.write(), pointer, capacity, runs, _written(compact))
         return self.array(compact)
 
-    def expand(self, gathered: Array, world: int, numel: int, values: Half) -> Array:
+    def expand(self, gathered: Array, world: int, numel: int) -> Array:
         at = self.memory(gathered)
         if at is None:
-            return super().expand(gathered, world, numel, values)
+            return super().expand(gathered, world, numel)
         capacity, runs = _length(at, 1, world) - runs_of(numel), runs_of(numel)
         pairs = np.empty((world * capacity, 2), np.int32)
-        lib.hs_expand(_messages(at), capacity, runs, world, TYPES.index(values), _written(pairs))
+        lib.hs_expand(_messages(at), capacity, runs, world, _written(pairs))
         return self.array(pairs)
 
     def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:

@@ -127,22 +127,6 @@ INLINE float from_float16(uint16_t half) {
     return number;
 }
 
-// Returns the bits of the nearest float16, to even. The magnitude is at most 65504.
-INLINE uint16_t to_float16(float number) {
-    uint32_t bits;
-    std::memcpy(&bits, &number, sizeof bits);
-    const uint32_t magnitude = bits & 0x7fffffffu;
-    // A number below 2^-14 is a multiple of 2^-24, which is the spacing of float32 from 0.5 on.
-    const float shifted = std::abs(number) + 0.5f;
-    uint32_t shifted_bits;
-    std::memcpy(&shifted_bits, &shifted, sizeof shifted_bits);
-    const uint32_t small = shifted_bits - 0x3f000000u;
-    // Of others the exponent's bias is corrected, and 13 bits are rounded away.
-    const uint32_t normal = (magnitude - 0x38000000u + 0x0fffu + (magnitude >> 13 & 1u)) >> 13;
-    const uint32_t is_normal = -uint32_t{magnitude >= 0x38800000u};
-    return static_cast<uint16_t>((bits >> 16 & 0x8000u) | (normal & is_normal) | (small & ~is_normal));
-}
-
 // --- the variants: the width of their vectors, and the instructions that the compiler may use ---
 
 #define WIDTH 16

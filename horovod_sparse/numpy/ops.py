@@ -8,9 +8,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.exchange.wire import BAD_COUNTS, HALF_BIAS, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
+from horovod_sparse.exchange.wire import BAD_COUNTS, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
 from horovod_sparse.ops.cached import Cached
-from horovod_sparse.ops.protocol import Half, Moments, Moving, Ops, Part, Selection, Sums, Tracked
+from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
 
 Array = NDArray[Any]
 
@@ -156,22 +156,21 @@ class NumpyOps(Ops):
         message[rows, 1] = values.view(np.int32)
         return message
 
-    def compact(self, x: Array, message: Array, values: Half) -> Array:
+    def compact(self, x: Array, message: Array) -> Array:
         counts, entries = np.zeros(runs_of(x.size), np.int32), np.zeros(len(message), np.int32)
         used = int(np.count_nonzero(message[:, 0] >= 0))
         indices, taken = self.unpack(message, used)
-        upper = _upper(taken, values)
-        rounded = _numbers(upper, values)
+        rounded = _bfloat16(taken)
         x[indices] += taken - rounded
         message[:used, 1] = rounded.view(np.int32)
         if message[0, 0] == NOT_FINITE:
             counts[0] = NOT_FINITE
         np.add.at(counts, indices >> RUN_BITS, 1)
-        entries[:used] = upper | (indices % RUN).astype(np.int32)
+        entries[:used] = rounded.view(np.int32) | (indices % RUN).astype(np.int32)
         return np.concatenate((counts, entries))
 
-    def expand(self, gathered: Array, world: int, numel: int, values: Half) -> Array:
-        return np.concatenate([_expand(message, numel, values) for message in split(gathered, world)])
+    def expand(self, gathered: Array, world: int, numel: int) -> Array:
+        return np.concatenate([_expand(message, numel) for message in split(gathered, world)])
 
     def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
         indices = messages if messages.ndim == 1 else messages[:, 0]
@@ -213,28 +212,7 @@ def _bfloat16(values: Array) -> Array:
     return np.where(infinite, bits & np.uint32(0x80000000) | np.uint32(0x7F7F0000), rounded).view(np.float32)
 
 
-def _upper(values: Array, half: Half) -> Array:
-    """Return an int32 array with the bits in the upper half that stand for float32 values rounded to another type."""
-    if half == "bfloat16":
-        return _bfloat16(values).view(np.int32)
-    bits = values.view(np.int32)
-    power = (bits >> 23 & 0xFF) + HALF_BIAS
-    with np.errstate(over="ignore"):
-        nearest = values.astype(np.float16).view(np.int16)
-    return np.where(np.abs(values) < 2.0**15, nearest, bits >> RUN_BITS & 0x8000 | power).astype(np.int32) << RUN_BITS
-
-
-def _numbers(upper: Array, half: Half) -> Array:
-    """Return the float32 values that such bits stand for."""
-    if half == "bfloat16":
-        return (upper & -RUN).view(np.float32)
-    halves = (upper >> RUN_BITS).astype(np.int16)
-    exponents = np.minimum((halves & 0x7FFF).astype(np.int32) - HALF_BIAS, 254)
-    powers = (upper & -0x80000000 | exponents << 23).view(np.float32)
-    return np.where(exponents < 127 + 15, halves.view(np.float16).astype(np.float32), powers)
-
-
-def _expand(message: Array, numel: int, half: Half) -> Array:
+def _expand(message: Array, numel: int) -> Array:
     """Return the message of pairs that one compact message stands for."""
     counts, entries = np.split(message, [runs_of(numel)])
     pairs = np.zeros((entries.size, 2), np.int32)
@@ -246,7 +224,7 @@ def _expand(message: Array, numel: int, half: Half) -> Array:
         pairs[0, 0] = BAD_COUNTS
     else:
         pairs[:used, 0] = np.repeat(np.arange(counts.size) * RUN, counts) + entries[:used] % RUN
-        pairs[:used, 1] = _numbers(entries[:used], half).view(np.int32)
+        pairs[:used, 1] = entries[:used] & -RUN
     return pairs
 
 

@@ -9,13 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Array = Any
 """An array of the framework: `numpy.ndarray`, `torch.Tensor`, ..."""
-Half = Literal["bfloat16", "float16"]
-Values = Literal["float32", Half]
-"""The types of the values in messages of pairs."""
 Part = tuple[int, Array]
 """The index of a part's first entry in a buffer, and an array for the part."""
 
@@ -178,14 +175,14 @@ class Ops(Protocol):
     def pack_regions(self, indices: Array, values: Array, bounds: list[int], counts: list[int], room: int) -> Array:
         """Return the message of pairs by region (`wire`, message 5), in which each region has `counts` of the pairs."""
 
-    def compact(self, x: Array, message: Array, values: Half) -> Array:
+    def compact(self, x: Array, message: Array) -> Array:
         """Return a message of pairs, whose entries were taken out of `x`, as a compact one (`wire`, message 4).
 
-        Its values are rounded to the type `values`, also in `message`, in place. The rest returns to `x`, so that sent + kept
-        stays exact. With float16 a magnitude of 2^15 or more becomes the power of two that is next below it.
+        Its values are rounded to bfloat16, also in `message`, in place. The rest returns to `x`, so that sent + kept stays
+        exact.
         """
 
-    def expand(self, gathered: Array, world: int, numel: int, values: Half) -> Array:
+    def expand(self, gathered: Array, world: int, numel: int) -> Array:
         """Return the messages of pairs that `world` compact ones stand for, one after the other, for a bucket of `numel`.
 
         If the counts of a message are wrong, its first index is `wire.BAD_COUNTS`. Its other indices may have any flaw, which

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_sparse.exchange.wire import BAD_COUNTS, HALF_BIAS, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
+from horovod_sparse.exchange.wire import BAD_COUNTS, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
 from horovod_sparse.ops.cached import Cached
-from horovod_sparse.ops.protocol import Half, Moments, Moving, Ops, Part, Selection, Sums, Tracked
+from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
 from horovod_sparse.torch import device
 
 # 64 Ki float64 take 512 KiB, which fits into a core's second-level cache. GPUs have no cache worth chunking for.
@@ -211,20 +211,19 @@ class TorchOps(Ops):
         message[rows, 1] = values.view(torch.int32)
         return message
 
-    def compact(self, x: Tensor, message: Tensor, values: Half) -> Tensor:
+    def compact(self, x: Tensor, message: Tensor) -> Tensor:
         # A device is not waited for: padding adds nothing to the first entry and to the first run.
         used = message[:, 0] >= 0
         indices, taken = message[:, 0].clamp(min=0).long(), message[:, 1].contiguous().view(torch.float32)
-        upper = _upper(taken, values)
-        rounded = _numbers(upper, values)
+        rounded = _bfloat16(taken)
         x.index_add_(0, indices, (taken - rounded).to(x.dtype))
-        message[:, 1] = rounded.view(torch.int32)
+        message[:, 1] = bits = rounded.view(torch.int32)
         counts = message.new_zeros(runs_of(x.numel())).index_add_(0, indices >> RUN_BITS, used.int())
         counts[0] = torch.where(message[0, 0] == NOT_FINITE, NOT_FINITE, counts[0])
-        entries = torch.where(used, upper | (message[:, 0] & (RUN - 1)), 0)
+        entries = torch.where(used, bits | (message[:, 0] & (RUN - 1)), 0)
         return torch.cat((counts, entries))
 
-    def expand(self, gathered: Tensor, world: int, numel: int, values: Half) -> Tensor:
+    def expand(self, gathered: Tensor, world: int, numel: int) -> Tensor:
         messages, runs = gathered.view(world, -1), runs_of(numel)
         counts, entries = messages[:, :runs], messages[:, runs:].contiguous()
         ends = counts.cumsum(1)
@@ -235,7 +234,7 @@ class TorchOps(Ops):
         indices = torch.where(used, (run << RUN_BITS) + (entries & (RUN - 1)), PADDING)
         first = torch.where(counts[:, 0] == NOT_FINITE, NOT_FINITE, BAD_COUNTS)
         indices[:, 0] = torch.where(bad[:, 0], first, indices[:, 0])
-        bits = torch.where(used, _numbers(entries, values).view(torch.int32), 0)
+        bits = torch.where(used, entries & -RUN, 0)
         return torch.stack((indices.int(), bits), 2).view(-1, 2)
 
     def rows_in_use(self, messages: Tensor, world: int, numel: int) -> list[int | None]:
@@ -316,26 +315,10 @@ def _write_added_up(
         torch._foreach_copy_([target for _, target in parts], sources)
 
 
-def _upper(values: Tensor, half: Half) -> Tensor:
-    """Return an int32 tensor with the bits in the upper half that stand for float32 values rounded to another type."""
-    if half == "bfloat16":
-        rounded = values.bfloat16()
-        rounded = torch.where(rounded.isinf(), rounded.sign() * torch.finfo(torch.bfloat16).max, rounded)
-        return rounded.view(torch.int16).int() << RUN_BITS
-    bits = values.view(torch.int32)
-    power = (bits >> 23 & 0xFF) + HALF_BIAS
-    nearest = values.half().view(torch.int16).int()
-    return torch.where(values.abs() < 2.0**15, nearest, bits >> RUN_BITS & 0x8000 | power) << RUN_BITS
-
-
-def _numbers(upper: Tensor, half: Half) -> Tensor:
-    """Return the float32 values that such bits stand for."""
-    halves = (upper >> RUN_BITS).short()
-    if half == "bfloat16":
-        return halves.view(torch.bfloat16).float()
-    exponents = ((halves & 0x7FFF).int() - HALF_BIAS).clamp(max=254)
-    powers = (upper & -0x80000000 | exponents << 23).view(torch.float32)
-    return torch.where(exponents < 127 + 15, halves.view(torch.float16).float(), powers)
+def _bfloat16(values: Tensor) -> Tensor:
+    """Return float32 values rounded to the nearest bfloat16, to even, but never to infinity."""
+    rounded = values.bfloat16()
+    return torch.where(rounded.isinf(), rounded.sign() * torch.finfo(torch.bfloat16).max, rounded).float()
 
 
 def _nonzero(mask: Tensor) -> Tensor:
