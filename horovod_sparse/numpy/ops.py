@@ -166,7 +166,7 @@ class NumpyOps(Ops):
         if message[0, 0] == NOT_FINITE:
             counts[0] = NOT_FINITE
         np.add.at(counts, indices >> RUN_BITS, 1)
-        entries[:used] = rounded.view(np.int32) | (indices % RUN).astype(np.int32)
+        entries[:used] = message[:used, 1] | message[:used, 0] % RUN
         return np.concatenate((counts, entries))
 
     def expand(self, gathered: Array, world: int, numel: int) -> Array:

@@ -217,10 +217,10 @@ class TorchOps(Ops):
         indices, taken = message[:, 0].clamp(min=0).long(), message[:, 1].contiguous().view(torch.float32)
         rounded = _bfloat16(taken)
         x.index_add_(0, indices, (taken - rounded).to(x.dtype))
-        message[:, 1] = bits = rounded.view(torch.int32)
+        message[:, 1] = rounded.view(torch.int32)
         counts = message.new_zeros(runs_of(x.numel())).index_add_(0, indices >> RUN_BITS, used.int())
         counts[0] = torch.where(message[0, 0] == NOT_FINITE, NOT_FINITE, counts[0])
-        entries = torch.where(used, bits | (message[:, 0] & (RUN - 1)), 0)
+        entries = torch.where(used, message[:, 1] | (message[:, 0] & (RUN - 1)), 0)
         return torch.cat((counts, entries))
 
     def expand(self, gathered: Tensor, world: int, numel: int) -> Tensor:
