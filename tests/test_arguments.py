@@ -281,6 +281,7 @@ def test_values_are_float32_or_bfloat16(values: Any) -> None:
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=repr)
 def test_an_exchange_never_changes_and_copies_are_equal(exchange: Any) -> None:
     assert copy.deepcopy(exchange) == exchange == pickle.loads(pickle.dumps(exchange))
-    assert repr(eval(repr(exchange), {type(exchange).__name__: type(exchange)})) == repr(exchange)
+    classes = {type(one).__name__: type(one) for one in EXCHANGES}
+    assert repr(eval(repr(exchange), classes)) == repr(exchange)
     with pytest.raises(FrozenInstanceError):
         exchange.values = "bfloat16"
