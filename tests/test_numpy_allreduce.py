@@ -195,7 +195,7 @@ def test_a_learning_rate_that_is_no_unit_is_refused_and_changes_nothing(rates: t
         for step, rate in enumerate(rates):
             one(local(step), learning_rate=rate)
     with pytest.raises(
-        ValueError, match=rf"learning rate of parameter 'kernel' must be 0, or .* got {re.escape(repr(wrong))}"
+        ValueError, match=rf"learning rate of parameter 'bias' must be 0, or .* got {re.escape(repr(wrong))}"
     ):
         reduce(local(7), learning_rate=wrong)
     right = rates[-1] if rates else 0.1
