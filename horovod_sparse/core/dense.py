@@ -59,7 +59,7 @@ class DenseBucket:
         """Parameters whose gradient has not arrived in this step."""
         self.rounds = 0
         """Collectives begun in this step."""
-        self._message: Array | None = None
+        self._gradients: dict[str, Array] = {}
 
     def rounds_of(self, exchange: Exchange) -> Sequence[Round]:
         """Return the one collective, whatever other buckets do."""
@@ -67,23 +67,23 @@ class DenseBucket:
 
     def begin_step(self, *, copies: bool) -> Before:
         """Begin a step, when its first gradient arrives. Return what is needed to undo it."""
-        # New memory: the allreduce of a step that was given up may still use the old one.
-        self._message = self.ops.zeros(self.layout.numel, self.layout.residual_dtype, self._like)
         return Before({}, Tally(), 0, [] if self._velocity is None else [self.ops.copy(self._velocity)])
 
     def take_in(self, arrived: Sequence[Arrived], rates: Sequence[float], intake: Intake) -> None:
-        """Copy gradients to the message. Raise RuntimeError if one has arrived before."""
-        assert self._message is not None
+        """Remember gradients until the message is made. Raise RuntimeError if one has arrived before."""
         for name, gradient, _ in arrived:
-            slot = arriving(self, name)
+            arriving(self, name)
             if gradient is not None:
-                part = self._message[slot.offset : slot.offset + slot.numel]
-                self.ops.assign(part, intake.prepared(gradient, self.layout.residual_dtype))
+                self._gradients[name] = intake.prepared(gradient, self.layout.residual_dtype)
 
     def begin(self) -> Collective:
-        """Return the collective of a complete bucket."""
-        self.rounds = 1
-        return Collective("allreduce", self._message)
+        """Return the collective of a complete bucket. Its message is new memory, which an adapter may reduce in place."""
+        self.rounds, dtype = 1, self.layout.residual_dtype
+        arrays = [
+            self._gradients[name] if name in self._gradients else self.ops.zeros(slot.numel, dtype, self._like)
+            for name, slot in self.slots.items()
+        ]
+        return Collective("allreduce", self.ops.joined(arrays, dtype))
 
     def advance(self, result: Array) -> NoReturn:
         """Raise StopIteration with the sum of all ranks' gradients."""

@@ -27,8 +27,9 @@ class Intake:
 
     def __init__(self, ops: Ops, compressor: Compressor, world: int, *, averages: bool) -> None:
         self._ops = ops
-        self._compressor = compressor
         self._clip, self._holds_back = compressor.clip, compressor.holds_back
+        self.in_updates = compressor.in_updates
+        """Whether residuals are in units of the update, so that learning rates are needed."""
         self._limit = self._clip.limit(world, averages=averages) if isinstance(self._clip, Clip) else 0.0
         self.scale = 1.0
         """The loss scale of this step: gradients arrive multiplied by it."""
@@ -66,7 +67,7 @@ class Intake:
 
     def rate(self, arrived: Arrived) -> float:
         """Return what is added to the residual in units of what arrives. Raise ValueError for an unusable learning rate."""
-        if not self._compressor.in_updates:
+        if not self.in_updates:
             return 1.0
         name, _, learning_rate = arrived
         if learning_rate is None:

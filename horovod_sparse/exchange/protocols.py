@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -281,17 +280,21 @@ class Reduced:
 
     def write(self, parts: Sequence[Part]) -> None:
         """Write the sum, in rank order, to the parameters' parts (flat arrays); NaN if a rank's gradient was not finite."""
-        together = defaultdict[float, list[Part]](list)
-        for part in parts:
-            together[self.divisor_at(part[0])].append(part)
+        together: dict[float, Sequence[Part]] = {self._divisor: parts}
+        if any(rate != 1.0 for rate in self._rates.values()):
+            divisors = [self.divisor_at(first) for first, _ in parts]
+            together = {
+                one: [part for part, divisor in zip(parts, divisors, strict=True) if divisor == one]
+                for one in dict.fromkeys(divisors)
+            }
         for divisor, some in together.items():
             if self._messages is not None:
                 self._ops.assembler(*self._messages, divisor)(some)
-                continue
-            for first, target in some:
-                if self._sum is None:
+            elif self._sum is None:
+                for _, target in some:
                     target[:] = math.nan
-                else:
-                    self._ops.assign(target, self._sum[first : first + len(target)])
-                    if divisor != 1.0:
+            else:
+                self._ops.copy_parts(self._sum, some)
+                if divisor != 1.0:
+                    for _, target in some:
                         target /= divisor

@@ -67,6 +67,13 @@ class NumpyOps(Ops):
         # A loaded state may hold another framework's arrays, of which NumPy 2.2 cannot make a copy without a warning.
         residual[:] = np.asarray(gradient).reshape(-1)
 
+    def joined(self, arrays: Sequence[Array], dtype: str) -> Array:
+        return np.concatenate([one.reshape(-1) for one in arrays]).astype(dtype, copy=False)
+
+    def copy_parts(self, x: Array, parts: Sequence[Part]) -> None:
+        for first, target in parts:
+            target[:] = x[first : first + len(target)]
+
     def copy(self, array: Array) -> Array:
         return array.copy()
 

@@ -121,6 +121,12 @@ class Ops(Protocol):
     def assign(self, residual: Array, gradient: Array) -> None:
         """Copy `gradient` into `residual`. `gradient` is as in `accumulate`, or an array of another framework on the host."""
 
+    def joined(self, arrays: Sequence[Array], dtype: str) -> Array:
+        """Return the entries of arrays, one after the other, as a new flat array of `dtype`. They are as in `accumulate`."""
+
+    def copy_parts(self, x: Array, parts: Sequence[Part]) -> None:
+        """Copy parts of x, which begin at these indices, to flat arrays. They do not overlap, and have the order of x."""
+
     def copy(self, array: Array) -> Array:
         """A copy that shares no memory with `array`, of the same shape."""
 

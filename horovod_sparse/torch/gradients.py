@@ -37,7 +37,7 @@ def write_reduced(
         target = parameter.grad
         if not parameter.requires_grad:
             continue
-        if target is None or target.is_sparse or parameter in as_sparse:
+        if target is None or target.is_sparse or (as_sparse and parameter in as_sparse):
             target = torch.empty(parameter.shape, dtype=wide(parameter), device=parameter.device)
             later.append((slot, parameter, target))
         targets.append((slot, target))

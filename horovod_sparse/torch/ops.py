@@ -99,6 +99,20 @@ class TorchOps(Ops):
     def assign(self, residual: Tensor, gradient: Tensor) -> None:
         residual.view(gradient.shape).copy_(torch.as_tensor(gradient))
 
+    def joined(self, arrays: Sequence[Tensor], dtype: str) -> Tensor:
+        # Most small gradients are flat, and need not be asked for their size.
+        return torch.cat([one if one.dim() == 1 else one.reshape(-1) for one in arrays]).to(getattr(torch, dtype))
+
+    def copy_parts(self, x: Tensor, parts: Sequence[Part]) -> None:
+        targets = [target for _, target in parts]
+        sizes = [target.numel() for target in targets]
+        if sum(sizes) == x.numel():
+            sources = [*torch.split(x, sizes)]
+        else:
+            sources = [x[first : first + size] for (first, _), size in zip(parts, sizes, strict=True)]
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
     def copy(self, array: Tensor) -> Tensor:
         return array.clone()
 

@@ -103,15 +103,17 @@ class TensorReducer(Store):
 
     def _take(self, parameter: Tensor) -> None:
         """Give a gradient to the pipeline, and start the exchange of its bucket once that is complete."""
-        step, pipeline, name = self._step, self.pipeline, self._routes.names[parameter]
+        step, pipeline, routes = self._step, self.pipeline, self._routes
         assert pipeline is not None
+        name = routes.names[parameter]
         step.taken.add(parameter)
-        if parameter in self._routes.sparse:
+        # A look into a set takes PyTorch longer than most of what follows.
+        if routes.sparse and parameter in routes.sparse:
             self._take_sparse(parameter)
             return
         bucket = pipeline.bucket_of[name]
         check_shape(parameter, bucket.slots[name])
-        rate = step.learning_rate(parameter, self._param_groups) if self.compressor.in_updates else None
+        rate = step.learning_rate(parameter, self._param_groups) if pipeline.intake.in_updates else None
         gradients = step.collect(bucket, Arrived(name, self._gradient(parameter), rate))
         if gradients and pipeline.arrive_together(bucket, gradients) is not None:
             step.exchanges[bucket.name] = self._start(bucket, bucket.begin())
