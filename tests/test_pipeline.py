@@ -368,6 +368,26 @@ def test_a_moved_gradient_that_its_type_cannot_hold_fails_the_step() -> None:
 
 
 @on_every_backend
+def test_what_is_reduced_dense_gets_the_same_momentum_with_a_loss_scale(backend: Backend) -> None:
+    layout = Layout.of([("p", (4,))], "float32")
+    results: list[np.ndarray] = []
+    for scale in (1.0, 8.0):
+        pipeline = make_pipeline(backend, TopK(0.1, momentum=MomentumCorrection(0.5), warmup=None), {})
+        pipeline.add_dense([layout], lambda name: backend.array(np.zeros(1, np.float32)))
+        for step in range(3):
+            pipeline.start_step(scale=None if scale == 1.0 else scale)
+            bucket = pipeline.arrive("p", backend.array(np.arange(4, dtype=np.float32) * step * np.float32(scale)))
+            assert bucket is not None
+            parts = exchange(backend, [pipeline], [bucket], pipeline.divisor)[0]["p"]
+            pipeline.end_step()
+            assert parts is not None
+            last = parts[0][1] / scale
+        results.append(last)
+    np.testing.assert_array_equal(results[0], 2.5 * np.arange(4))
+    np.testing.assert_array_equal(results[1], results[0])
+
+
+@on_every_backend
 def test_a_dense_step_compares_the_step_alone(backend: Backend) -> None:
     """Workers that have been in sparse steps begin a dense one if more join them: each has a state of its own."""
     pipelines = [
