@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import horovod_sparse.torch as hvd
@@ -155,7 +157,40 @@ def hooked(compressor: type, options: Settings, model: nn.Module, optimizer: Any
     return made, optimizer, compression
 
 
+@cache
+def mesh_of_hosts() -> DeviceMesh:
+    """Each host holds a replica together, and hosts are replicas of each other."""
+    join_gloo()
+    hosts = hvd.size() // hvd.local_size()
+    return init_device_mesh("cpu", (hosts, hvd.local_size()), mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(
+    dimensions: tuple[str, ...],
+    ratio: float | None,
+    policy: Settings,
+    model: nn.Module,
+    optimizer: Any,
+    settings: Settings,
+) -> Made:
+    """A model of `fully_shard`: over all dimensions of the mesh, or over its shards, with one of our compressors or without."""
+    mesh, policy_of = mesh_of_hosts(), MixedPrecisionPolicy(**policy)
+    lr, momentum = optimizer.defaults["lr"], optimizer.defaults["momentum"]
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh[dimensions], mp_policy=policy_of)
+    made: nn.Module = fully_shard(model, mesh=mesh[dimensions], mp_policy=policy_of)
+    # The parameters are others now.
+    stepper = torch.optim.SGD(made.parameters(), lr=lr, momentum=momentum)
+    if ratio is None:
+        return made, stepper, None
+    compression = hvd.SIDCo(ratio, warmup=None, **settings)
+    hvd.register(made, compression, stepper, replicate=mesh["replicate"])
+    return made, stepper, compression
+
+
 ALONE, DENSE = "none: computation alone", "dense fp32"
+FSDP_ALONE = "FSDP: replicas alone"
+"""Hosts exchange nothing with each other."""
 CONTENDERS: dict[str, Callable[[nn.Module, Any, Settings], Made]] = {
     ALONE: alone,
     DENSE: partial(horovod, hvd.Compression.none),
@@ -174,10 +209,19 @@ CONTENDERS: dict[str, Callable[[nn.Module, Any, Settings], Made]] = {
     "SIDCo 0.001 hierarchical": partial(sparse, hvd.SIDCo, {"ratio": 0.001, "exchange": hvd.Hierarchical()}),
     "DDP SIDCo 0.01": partial(hooked, hvd.SIDCo, {"ratio": 0.01}),
     "DDP SIDCo 0.001": partial(hooked, hvd.SIDCo, {"ratio": 0.001}),
+    FSDP_ALONE: partial(sharded, ("shard",), None, {}),
+    "FSDP fp32": partial(sharded, ("replicate", "shard"), None, {}),
+    "FSDP bfloat16": partial(sharded, ("replicate", "shard"), None, {"reduce_dtype": torch.bfloat16}),
+    "FSDP SIDCo 0.01": partial(sharded, ("shard",), 0.01, {}),
+    "FSDP SIDCo 0.001": partial(sharded, ("shard",), 0.001, {}),
     "TopK 0.001": partial(sparse, hvd.TopK, {"ratio": 0.001}),
     "DGC 0.001": partial(sparse, hvd.DGC, {"ratio": 0.001, "momentum": 0.0}),
     "GaussianK 0.001": partial(sparse, hvd.GaussianK, {"ratio": 0.001}),
     "MiCRO 0.01": partial(sparse, hvd.MiCRO, {"ratio": 0.01}),
     "RandomBlock 0.01": partial(sparse, hvd.RandomBlock, {"ratio": 0.01}),
 }
-SPARSE = [name for name, made in CONTENDERS.items() if isinstance(made, partial) and made.func in (sparse, hooked)]
+SPARSE = [
+    name
+    for name, made in CONTENDERS.items()
+    if isinstance(made, partial) and (made.func in (sparse, hooked) or name.startswith("FSDP SIDCo"))
+]

@@ -26,7 +26,7 @@ from typing import Any
 import machine
 import markdown
 import torch
-from step_contenders import ALONE, CONTENDERS, DENSE, MODELS, SPARSE, Settings, Task
+from step_contenders import ALONE, CONTENDERS, DENSE, FSDP_ALONE, MODELS, SPARSE, Settings, Task
 from torch import nn
 from tqdm import tqdm
 
@@ -116,9 +116,9 @@ def check(contender: Contender) -> None:
     The steps before the timed ones do not count. In these, MiCRO sends up to twice as many, because the threshold that it needs
     becomes several times as large while residuals grow, and its controller follows that in small steps.
     """
-    if contender.name == ALONE:
+    if contender.name in (ALONE, FSDP_ALONE):
         return
-    parameters = {name: parameter.detach().numpy() for name, parameter in contender.model.named_parameters()}
+    parameters = {name: whole(parameter).numpy() for name, parameter in contender.model.named_parameters()}
     try:
         common.check_replicas(parameters, hvd.allgather_object)
     except RuntimeError as error:
@@ -129,6 +129,12 @@ def check(contender: Contender) -> None:
         raise RuntimeError(
             f"{contender.name} sent {sent / steps:.0f} entries per timed step, {target / steps:.0f} were asked for"
         )
+
+
+def whole(parameter: Any) -> torch.Tensor:
+    """A parameter, gathered from its shards if there are any."""
+    tensor: torch.Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return tensor.detach()
 
 
 def table(contenders: Iterable[Contender], parameters: int, unit: float) -> str:

@@ -86,8 +86,8 @@ def test_what_cannot_be_registered_is_refused(
 
 
 def test_a_compressor_serves_one_model_in_ddp_which_has_one_hook() -> None:
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn.parallel.Distributed"):
-        register(nn.Linear(2, 2), TopK(0.1, warmup=None))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model must be in torch\.nn.parallel.DistributedDataParallel, or sharded"):
+        register(nn.Linear(2, 2), TopK(0.1, warmup=None))
     model, compression, second = make_model(), TopK(0.1, warmup=None), TopK(0.1, warmup=None)
     register(model, compression)
     with pytest.raises(ValueError, match="compression must serve one optimizer"):
@@ -100,7 +100,7 @@ def test_a_compressor_serves_one_model_in_ddp_which_has_one_hook() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (torch.ones(3), "FSDP gives each rank another part"),
+        (torch.ones(3), "For a model of fully_shard, call register"),
         # As torch._dynamo.config.optimize_ddp = "python_reducer" calls it, which would keep the model alive.
         ((torch.ones(3), nn.Parameter(torch.ones(3))), "set it to True, or to 'ddp_optimizer'"),
     ],

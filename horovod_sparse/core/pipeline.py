@@ -250,6 +250,16 @@ class Pipeline:
             "sent has returned to them. Use gradients of bfloat16 or float32, or a larger ratio"
         )
 
+    @property
+    def fails(self) -> bool:
+        """Whether the step is known to fail."""
+        step = self._begun()
+        return bool(step.failures or step.failures_elsewhere)
+
+    def note_failure_elsewhere(self) -> None:
+        """Let the step fail, because it does on ranks that this one exchanges nothing with."""
+        self._begun().failures_elsewhere.append(f"the gradient of some parameter in another shard {_NOT_FINITE}")
+
     def end_step(self) -> None:
         """End a step after all reduced gradients are there. It succeeds on every rank or fails on every rank.
 

@@ -93,17 +93,6 @@ class DDPReducer(GroupReducer):
                 "call register after what replaces it (Accelerator.prepare, for instance)"
             )
 
-    def _reduce_updates(self, drifts: dict[Tensor, Tensor], sample: Tensor) -> None:
-        known = self._routes.names or drifts
-        late = [self._given_names.get(parameter, "(without a name)") for parameter in drifts if parameter not in known]
-        if late:
-            raise ValueError(
-                f"parameters must require gradients from the first step on, or never, got {late} later; wrap the module in "
-                "a new DistributedDataParallel, which ignores them, too"
-            )
-        moved = {one: drifts[one] if one in drifts else torch.zeros_like(one) for one in known}
-        super()._reduce_updates(moved, sample)
-
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         super().scale_with(scaler)
         if self.detached is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from horovod_sparse.torch.parameters import is_sharded, local_part
 from horovod_sparse.torch.unchanged import Handed, first_changed, hand_over, without_sample
 from horovod_sparse.torch.uncompiled import uncompiled
 
@@ -67,7 +68,8 @@ class Detached:
         if not found:
             return
         self._not_found -= found
-        module.register_forward_pre_hook(_Hook(self, Detached._enter))
+        # Before that of `fully_shard`, which gathers parameters.
+        module.register_forward_pre_hook(_Hook(self, Detached._enter), prepend=True)
         # PyTorch has no types for this method.
         parts: Iterable[Any] = module.modules()
         for part in parts:
@@ -88,15 +90,16 @@ class Detached:
     @torch.no_grad()
     def _move(self) -> None:
         for parameter, residual, unit in self._waiting():
-            if parameter not in self._memory:
-                self._memory[parameter] = torch.empty_like(parameter)
-            value, other, part = parameter.data, self._memory[parameter], self._coefficient * unit
             # Through `data`, autograd takes no notice: the graph of a pass that goes on stays valid.
-            if parameter.is_cpu:
+            value = local_part(parameter.data)
+            if parameter not in self._memory:
+                self._memory[parameter] = torch.empty_like(value)
+            other, part = self._memory[parameter], self._coefficient * unit
+            if _is_replaced(parameter):
                 self._moved[parameter] = value, parameter._version
                 parameter.data = torch.sub(value, residual, alpha=part, out=other)
             else:
-                # CUDA graphs and cuDNN remember where parameters are.
+                # CUDA graphs, cuDNN and `fully_shard` remember where parameters are.
                 self._moved[parameter] = other.copy_(value), parameter._version
                 value.sub_(residual, alpha=part)
 
@@ -107,12 +110,13 @@ class Detached:
     def restore(self) -> None:
         """Give the parameters back what they were, or what somebody has written to them since."""
         for parameter, (value, version) in [*self._moved.items()]:
+            now = local_part(parameter.data)
             if parameter._version != version:
-                value.copy_(parameter)
-            if parameter.is_cpu:
+                value.copy_(now)
+            if _is_replaced(parameter):
                 parameter.data = value
             else:
-                parameter.data.copy_(value)
+                now.copy_(value)
             # Last: until here this can be done again.
             del self._moved[parameter]
 
@@ -139,6 +143,11 @@ class Detached:
                 "detached error feedback is off, because gradients were changed after they had been reduced. To clip, "
                 "pass clip=... to the compressor"
             )
+
+
+def _is_replaced(parameter: Tensor) -> bool:
+    """Return whether a parameter moves by taking other memory, which is faster."""
+    return parameter.is_cpu and not is_sharded(parameter)
 
 
 class _Hook:

@@ -36,7 +36,7 @@ class Group:
         if self.position < 0:
             raise ValueError(f"rank {self.rank} is not in the process group {group}; use a group that this rank is in")
         self.world: int = dist.get_world_size(group)
-        self._group = group
+        self.group = group
         self._device = device
 
     def start(self, collective: Collective) -> Wait:
@@ -51,7 +51,7 @@ class Group:
         return wait
 
     def _begin(self, collective: Collective, message: Tensor) -> tuple[Any, Tensor]:
-        where: dict[str, Any] = {"group": self._group, "async_op": True}
+        where: dict[str, Any] = {"group": self.group, "async_op": True}
         if collective.kind == "allreduce":
             return dist.all_reduce(message, **where), message
         rows = self.world * len(message) if collective.kind == "allgather" else len(message)

@@ -3,6 +3,8 @@
 The annotations are no strings here: DDP compares those of a hook with its own classes.
 """
 
+from typing import Any
+
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.join import Joinable
@@ -17,10 +19,7 @@ from horovod_sparse.torch.momentum import moved_momentum
 from horovod_sparse.torch.parameters import check_memory
 from horovod_sparse.torch.uncompiled import uncompiled
 
-_NO_FSDP = (
-    "FSDP gives each rank another part of every gradient, which leaves nothing to choose from on all ranks; use "
-    "DistributedDataParallel"
-)
+_NO_FSDP = "For a model of fully_shard, call register(model, compression, optimizer, replicate=mesh['replicate'])"
 _NO_PYTHON_REDUCER = (
     "torch._dynamo.config.optimize_ddp='python_reducer' reduces every gradient alone; set it to True, or to "
     "'ddp_optimizer'"
@@ -59,29 +58,48 @@ def comm_hook(state: TorchCompressor, bucket: GradBucket) -> torch.futures.Futur
 
 
 def register(
-    model: DistributedDataParallel, compression: TorchCompressor, optimizer: torch.optim.Optimizer | None = None
+    model: torch.nn.Module,
+    compression: TorchCompressor,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    replicate: Any = None,
 ) -> None:
-    """Let `compression` reduce the gradients of a model, or its optimizer's updates, by its names, in its process group.
+    """Let `compression` reduce the gradients of a model, or its optimizer's updates, by its names.
 
         model = DistributedDataParallel(model)
         register(model, SIDCo(ratio=0.001), optimizer)
 
+        fully_shard(model, mesh=mesh["shard"])
+        register(model, SIDCo(ratio=0.001), optimizer, replicate=mesh["replicate"])
+
+    With DDP the ranks are those of its process group, and gradients are exchanged while backward goes on. With
+    `fully_shard` they are those of `replicate`, and gradients are exchanged in `optimizer.step()`, or before it in
+    `optimizer.synchronize()`.
+
     Args:
-        model: whose gradients are reduced. Call this on every rank of its process group, before the first step.
+        model: whose gradients are reduced. Call this on every rank, before the first step.
         compression: a compressor of this module; each model needs its own.
-        optimizer: the model's, which is checked. `lr_in_residual`, `momentum` and `updates` need it. If updates are
-            exchanged, its `step` does so.
+        optimizer: the model's, which is checked. `lr_in_residual`, `momentum`, `updates` and `fully_shard` need it. If updates
+            are exchanged, its `step` does so.
+        replicate: with `fully_shard`, the mesh of one dimension, or the process group, of the ranks with the same shard.
 
     Raises:
-        TypeError: `model` is not a `DistributedDataParallel`, `compression` is not a compressor of this module, or a
-            parameter has no memory of its own.
-        ValueError: the compressor already serves a model or an optimizer, or needs the optimizer.
+        TypeError: `model` is neither in DDP nor sharded by `fully_shard`, `compression` is not a compressor of this module,
+            `replicate` is neither mesh nor process group, or a parameter has no memory of its own.
+        ValueError: the compressor already serves a model or an optimizer, or needs the optimizer; `replicate` does not fit
+            the model; FSDP itself exchanges between replicas.
         RuntimeError: the model already has a hook.
     """
     _check_compression(compression)
     if not isinstance(model, DistributedDataParallel):
-        raise TypeError(
-            f"model must be a torch.nn.parallel.DistributedDataParallel, got {type(model)}: wrap the model first. {_NO_FSDP}"
+        # It takes a second to import.
+        from horovod_sparse.torch.fsdp import register_sharded
+
+        register_sharded(model, compression, optimizer, replicate)
+        return
+    if replicate is not None:
+        raise ValueError(
+            f"replicate must be left out with DistributedDataParallel, whose process group has all replicas, got {replicate!r}"
         )
     compression.check_free()
     updates = _check_optimizer(compression, optimizer)

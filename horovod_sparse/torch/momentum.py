@@ -12,6 +12,7 @@ from torch import Tensor
 
 from horovod_sparse.ops.protocol import Momentum
 from horovod_sparse.torch.compressors import TorchCompressor
+from horovod_sparse.torch.parameters import local_part
 
 Step = Callable[..., Any]
 
@@ -121,7 +122,7 @@ class MovedMomentum:
         velocity = self._optimizer.state[parameter].get("momentum_buffer")
         if velocity is None:
             return False
-        if parameter not in self._seen and not velocity.any():
+        if parameter not in self._seen and not local_part(velocity).any():
             del self._optimizer.state[parameter]["momentum_buffer"]
             return False
         self._seen.add(parameter)

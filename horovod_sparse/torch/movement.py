@@ -10,6 +10,7 @@ from torch import Tensor
 
 from horovod_sparse.core.lengths import sampled
 from horovod_sparse.torch.compiled import tensor_ops
+from horovod_sparse.torch.parameters import local_part
 from horovod_sparse.torch.uncompiled import uncompiled
 
 Reduce = Callable[[dict[Tensor, Tensor], Tensor], None]
@@ -53,6 +54,8 @@ class Updates:
         """They are kept from step to step, because memory that is new takes longer."""
         self.begun = False
         """Whether the optimizer may step now."""
+        self._trained: list[Tensor] = []
+        """The parameters that move in this step. Of sharded ones, `Movement` has the parts that are here."""
         self._not_finite: dict[Tensor, Tensor] = {}
         """This step's gradients, if one of them holds NaN or infinity."""
         self._scaler: dict[str, Any] = {}
@@ -99,14 +102,15 @@ class Updates:
             if not parameter.requires_grad:
                 # Optimizers would move it by what was left in its gradient.
                 parameter.grad = None
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        for parameter in trained:
+        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
+        parts = [*map(local_part, self._trained)]
+        for parameter, part in zip(self._trained, parts, strict=True):
             if parameter not in self._copies:
-                self._copies[parameter] = parameter.detach().clone()
-        movement = Movement(trained, [self._copies[parameter] for parameter in trained])
-        _copy(movement.copies, trained)
+                self._copies[parameter] = part.detach().clone()
+        movement = Movement(parts, [self._copies[parameter] for parameter in self._trained])
+        _copy(movement.copies, parts)
         self._not_finite = {}
-        gradients = {parameter: parameter.grad for parameter in trained if parameter.grad is not None}
+        gradients = {one: local_part(one.grad) for one in self._trained if one.grad is not None}
         if self._unscaled([*gradients.values()]) and not all(map(_is_finite, gradients.values())):
             self._not_finite = gradients
             self._drop_gradients()
@@ -133,7 +137,7 @@ class Updates:
     @torch.no_grad()
     def _drifts(self, movement: Movement) -> dict[Tensor, Tensor]:
         """Return the movements, and take them back: the first time, workers compare what they begin with."""
-        drifts = {parameter: _room(parameter) for parameter in movement.parameters}
+        drifts = {parameter: _room(parameter) for parameter in self._trained}
         movement.write([*drifts.values()])
         for parameter, gradient in self._not_finite.items():
             # All workers then raise, and this one names the parameter.
@@ -190,7 +194,7 @@ def _room(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     if gradient is None or gradient.is_sparse or gradient.requires_grad:
         gradient = parameter.grad = torch.empty_like(parameter)
-    return gradient
+    return local_part(gradient)
 
 
 def _is_finite(gradient: Tensor) -> bool:

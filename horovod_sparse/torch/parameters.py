@@ -1,4 +1,4 @@
-"""What ranks compare of their parameters before they exchange anything. Never imports Horovod."""
+"""What ranks hold of parameters, and what they compare before they exchange anything. Never imports Horovod."""
 
 from __future__ import annotations
 
@@ -10,6 +10,20 @@ from torch import Tensor
 
 from horovod_sparse.core import agreement
 from horovod_sparse.torch.compressors import TorchCompressor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether this rank holds only a part of a tensor, as of the parameters of `fully_shard`: it is a DTensor."""
+    # To import the class takes seconds.
+    return hasattr(tensor, "to_local")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a sharded tensor that this rank holds, in its own memory. Any other tensor is returned as it is."""
+    if not is_sharded(tensor):
+        return tensor
+    part: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    return part
 
 
 def description(
@@ -59,8 +73,8 @@ def check_memory(named: Mapping[Tensor, str]) -> None:
         if parameter.numel() and not _address(parameter):
             raise TypeError(
                 f"parameter {name!r} must have its values in memory of its own, got a {type(parameter).__name__} on "
-                f"{parameter.device} without any; use plain tensors, with DistributedDataParallel or Horovod's optimizer, and "
-                "no FSDP2 or other wrapper; give tensors on 'meta' their values first"
+                f"{parameter.device} without any; use plain tensors with DistributedDataParallel or Horovod's optimizer, or "
+                "register a model of fully_shard; give tensors on 'meta' their values first"
             )
 
 

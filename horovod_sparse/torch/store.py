@@ -22,6 +22,7 @@ from horovod_sparse.torch.detached import Detached, Waiting
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.momentum import MovedMomentum, is_sgd
 from horovod_sparse.torch.movement import Updates
+from horovod_sparse.torch.parameters import local_part
 from horovod_sparse.torch.routes import Routes, check_shape
 from horovod_sparse.torch.step import Step
 
@@ -215,7 +216,7 @@ class TensorReducer(Store):
                 name = names.get(parameter, "")
                 if parameter.requires_grad and name in residuals:
                     # A state that was loaded may be in the host's memory.
-                    residual = residuals[name].view(parameter.shape).to(parameter.device)
+                    residual = residuals[name].view(local_part(parameter).shape).to(parameter.device)
                     found.append(Waiting(parameter, residual, known.get(name, rate)))
         return found
 

@@ -96,6 +96,11 @@ class GroupReducer(TensorReducer):
         return self._transport.world
 
     @property
+    def _averages(self) -> bool:
+        """Whether gradients are averaged over the ranks, or added up."""
+        return True
+
+    @property
     def _start(self) -> Start:
         return self._start_in_turn
 
@@ -122,7 +127,7 @@ class GroupReducer(TensorReducer):
 
     def _reduce_updates(self, drifts: dict[Tensor, Tensor], sample: Tensor) -> None:
         self._step.sample = sample
-        self.reduce_all(lambda: drifts)
+        self.reduce_all(lambda: self._of_all(drifts))
 
     def _begin_step(self) -> None:
         pipeline = self.pipeline
@@ -146,12 +151,31 @@ class GroupReducer(TensorReducer):
         if not new:
             # Backward begins with the last parameters of the model.
             new = {parameter: f"parameter {number}" for number, parameter in reversed([*enumerate(parameters)])}
-        mine = description(self.compressor, new, self._param_groups)
+        mine = self._describe(new)
         compare(mine, group.everyone(mine), group.rank)
         check_real(new)
         shapes = {name: tuple(parameter.shape) for parameter, name in new.items()}
         agree_on_states(lambda: self._check(self.deferred or empty_state(), shapes), group.everyone, group.rank)
-        self._extend(new, (), group.everyone, position=group.position, rank=group.rank)
+        place = {"position": group.position, "rank": group.rank, "averages": self._averages}
+        self._extend(new, (), group.everyone, **place)
+
+    def _describe(self, new: Mapping[Tensor, str]) -> dict[str, str | list[str]]:
+        """Return what must be equal on all ranks."""
+        return description(self.compressor, new, self._param_groups)
+
+    def _of_all(self, given: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Return gradients or movements of the parameters that are trained, and zeros for those that are not any more.
+
+        Raise ValueError for those that are trained only since the first step.
+        """
+        known = self._routes.names or given
+        late = [self._given_names.get(parameter, "(without a name)") for parameter in given if parameter not in known]
+        if late:
+            raise ValueError(
+                f"parameters must require gradients from the first step on, or never, got {late} later; wrap the module anew, "
+                "and register it with a new compression"
+            )
+        return {one: given[one] if one in given else torch.zeros_like(one) for one in known}
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
         super().load_compression_state(state)

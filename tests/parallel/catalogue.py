@@ -47,6 +47,7 @@ MODULES = {
         "local",
         "updates",
         "ddp.updates",
+        "ddp.sharded",
         "detached",
         "uneven",
         "scaling",

@@ -18,7 +18,7 @@ TF_2, TF_4, TF_GLOO_2 = (
     for launcher, ranks in (("mpirun", 2), ("mpirun", 4), ("horovodrun", 2))
 )
 TF_SETS_4 = Launch("mpirun", 4, "tensorflow")
-TORCHRUN_2, TORCHRUN_4 = Launch("torchrun", 2, "ddp"), Launch("torchrun", 4, "ddp")
+TORCHRUN_2, TORCHRUN_4, TORCHRUN_6 = (Launch("torchrun", ranks, "ddp") for ranks in (2, 4, 6))
 TORCHRUN = (TORCHRUN_2, TORCHRUN_4)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from .launch import Launch
-from .scenario import GLOO_2, MPI_2, TF_2, TF_GLOO_2
+from .scenario import GLOO_2, MPI_2, TF_2, TF_GLOO_2, TORCHRUN_4
 
 pytestmark = pytest.mark.parallel
 
@@ -39,3 +39,8 @@ def test_stock_join_is_an_error_not_a_hang(launch: Launch) -> None:
 def test_a_first_gradient_on_one_rank_is_an_error_not_a_hang(launch: Launch, case: str) -> None:
     output = _run(launch, "parallel.tf.endings", case)
     assert "rank 1: variables must get their first gradient in the same step on every rank" in output
+
+
+@pytest.mark.full
+def test_a_rank_of_a_sharded_model_that_raises_ends_all() -> None:
+    assert "rank 1 has enough" in _run(TORCHRUN_4, "parallel.ddp.endings")

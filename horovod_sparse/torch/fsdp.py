@@ -1,0 +1,305 @@
+"""Reduces the gradients of a model that `fully_shard` has sharded, between the replicas of each shard. No Horovod.
+
+FSDP averages gradients over the ranks that hold one replica of the model together. It leaves a shard of each gradient on each
+rank. The ranks that hold the same shard of different replicas exchange it here, before the optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Replicate
+
+from horovod_sparse.core.agreement import check_optimizer, exchanges_updates
+from horovod_sparse.exchange.protocols import Collective
+from horovod_sparse.torch.compressors import TorchCompressor
+from horovod_sparse.torch.ddp import replace_step
+from horovod_sparse.torch.group import Group
+from horovod_sparse.torch.momentum import moved_momentum
+from horovod_sparse.torch.parameters import check_memory, local_part
+from horovod_sparse.torch.transport import GroupReducer
+from horovod_sparse.torch.uncompiled import uncompiled
+
+
+class ShardedReducer(GroupReducer):
+    """Reduces the shards of one model that this rank holds.
+
+    Args:
+        compressor: what it serves from now on.
+        replicas: the ranks with the same shards.
+        mesh: the ranks that hold this replica.
+        modules: those that `fully_shard` was called for.
+        names: the model's parameters, with their names.
+        optimizer: whose steps exchange.
+    """
+
+    def __init__(
+        self,
+        compressor: TorchCompressor,
+        replicas: Group,
+        mesh: DeviceMesh,
+        modules: Sequence[FSDPModule],
+        names: Mapping[Tensor, str],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        # Of their own, because their gradients are those of whole steps.
+        self._parts = {parameter: local_part(parameter).detach() for parameter in names}
+        held = {part: names[parameter] for parameter, part in self._parts.items() if part.numel()}
+        super().__init__(compressor, replicas, held, optimizer)
+        self._modules = modules
+        self._shards = [Group(group, next(iter(self._parts.values())).device) for group in mesh.get_all_groups()]
+        self._place = f"{mesh.get_coordinate()} of {list(mesh.shape)}"
+        """Which shard of each parameter is here."""
+        self._is_new = self._synchronized = self._steps = False
+        """Whether backward has made gradients since the last step, whether they are reduced, and whether a step goes on."""
+        for parameter in names:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+        optimizer.register_step_pre_hook(self._check_step)
+        # A `GradScaler` then calls `step` also where gradients overflow, and is refused there.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    def _note_gradient(self, _: Tensor) -> None:
+        self._is_new, self._synchronized = True, False
+
+    def _check_step(self, *_: object) -> None:
+        if not self._steps:
+            raise RuntimeError(
+                "optimizer.step must be that which register has left, to exchange gradients, but it was replaced or passed by; "
+                "call register after what replaces it"
+            )
+
+    # --- a step ---
+
+    def step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        """Let the optimizer step with gradients that are reduced, or exchange its update. Return what the closure returns."""
+        if hasattr(self.optimizer, "grad_scale"):
+            raise RuntimeError(
+                "optimizer must be stepped without a GradScaler where fully_shard has sharded the model: replicas would leave "
+                "out different steps; use bfloat16 (MixedPrecisionPolicy(param_dtype=torch.bfloat16)), which needs no scaler"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._steps = True
+        try:
+            # `torch.distributed.checkpoint` makes steps without anything, so that the optimizer has a state.
+            is_empty = not self._is_new and not any(float(group["lr"]) for group in self._groups)
+            if self.updates is not None and not is_empty:
+                self.step_alone(own_step)
+                return loss
+            if not is_empty:
+                self.synchronize()
+            with nullcontext() if self.momentum is None else self.momentum.left_out():
+                own_step()
+        finally:
+            self._is_new = self._synchronized = self._steps = False
+            for part in self._parts.values():
+                part.grad = None
+        return loss
+
+    @uncompiled
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Reduce the gradients now, for instance to clip them. The step that follows does not reduce them again.
+
+        Where updates are exchanged, gradients stay as they are.
+        """
+        self.restore_moved()
+        if self.updates is not None or self._synchronized:
+            return
+        self.reduce_all(lambda: self._of_all(self._gradients()))
+        self._synchronized = True
+        self.note_reduced()
+
+    def _gradients(self) -> dict[Tensor, Tensor]:
+        """Return this rank's shards of the gradients. What replicas have not used has a gradient of zeros, on all of them."""
+        found = {}
+        for parameter, part in self._parts.items():
+            self._follow(parameter, part)
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                if part.numel():
+                    found[part] = part.grad = local_part(parameter.grad)
+        return found
+
+    def _follow(self, parameter: Tensor, part: Tensor) -> None:
+        part.requires_grad_(parameter.requires_grad)
+        now = local_part(parameter)
+        if now.data_ptr() != part.data_ptr():
+            part.data = now
+
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        return super()._gradient(parameter) if parameter.requires_grad else None
+
+    def _reduce_updates(self, drifts: dict[Tensor, Tensor], sample: Tensor) -> None:
+        for parameter, part in self._parts.items():
+            self._follow(parameter, part)
+        held = {self._parts[parameter]: drift for parameter, drift in drifts.items()}
+        super()._reduce_updates({part: drift for part, drift in held.items() if part.numel()}, sample)
+
+    def _complete(self) -> None:
+        """Let the step fail on all shards of a replica if it does on one."""
+        super()._complete()
+        pipeline = self.pipeline
+        assert pipeline is not None
+        device = next(iter(self._parts.values())).device
+        failed = torch.tensor([int(pipeline.fails)], device=device)
+        for shards in self._shards:
+            failed = shards.start(Collective("allreduce", failed))()
+        if failed.item() and not pipeline.fails:
+            pipeline.note_failure_elsewhere()
+
+    # --- settings and state ---
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, with the parts that are here."""
+        return [
+            {**group, "params": [self._parts[one] for one in group["params"] if one in self._parts]}
+            for group in self._groups
+        ]
+
+    def _describe(self, new: Mapping[Tensor, str]) -> dict[str, str | list[str]]:
+        return {**super()._describe(new), "shard": self._place, "averages": str(self._averages)}
+
+    @property
+    def _averages(self) -> bool:
+        """Whether FSDP averages, too. With a factor of the user's own, it divides by that alone."""
+        if self.updates is not None:
+            return True
+        factors = {group.gradient_divide_factor for module in self._modules for group in _parameter_groups(module)}
+        if len(factors) > 1:
+            raise ValueError(f"set_gradient_divide_factor must be called for all modules alike, got {factors}")
+        return factors == {None}
+
+    def scale_with(self, scaler: torch.amp.GradScaler) -> None:
+        raise RuntimeError("scale_with must not be called where fully_shard has sharded the model; use bfloat16")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "shard": self._place}
+
+    def check_unit(self, state: Mapping[str, Any]) -> None:
+        super().check_unit(state)
+        theirs = state.get("shard", "a model that is not sharded")
+        if theirs != self._place:
+            raise ValueError(
+                f"state must be that of shard {self._place}, got that of {theirs}: residuals belong to a shard; use as many "
+                "shards as when it was saved, and load on each rank what a rank with its shard has saved"
+            )
+
+
+def register_sharded(
+    model: nn.Module, compression: TorchCompressor, optimizer: torch.optim.Optimizer | None, replicate: Any
+) -> None:
+    """Let `compression` reduce the gradients, or the updates, of a model that `fully_shard` has sharded: see `register`."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    mesh = _mesh_of(model, names)
+    device = local_part(next(iter(names))).device
+    replicas = Group(_group_of(replicate), device)
+    ranks = {dist.get_global_rank(replicas.group, position) for position in range(replicas.world)}
+    common = ranks.intersection(mesh.mesh.flatten().tolist())
+    if len(common) > 1:
+        raise ValueError(
+            f"replicate must join ranks that hold the same shard of different replicas, but the ranks {sorted(common)} hold "
+            'different shards of one; pass mesh["replicate"] of a mesh with the dimensions ("replicate", "shard")'
+        )
+    if optimizer is None:
+        raise ValueError(
+            "optimizer must be given for a model of fully_shard, whose gradients are exchanged when it steps; call "
+            "register(model, compression, optimizer, replicate=mesh['replicate'])"
+        )
+    check_memory({local_part(parameter): name for parameter, name in names.items()})
+    compression.check_free()
+    updates = exchanges_updates(compression, optimizer.param_groups)
+    if not updates:
+        check_optimizer(compression, type(optimizer).__name__, optimizer.param_groups)
+    moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    absent = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in moved]
+    if absent:
+        raise ValueError(
+            f"optimizer must have all parameters of the model that require gradients, got none of {absent}; make it after "
+            "fully_shard, which replaces the parameters"
+        )
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    reducer = ShardedReducer(compression, replicas, mesh, modules, names, optimizer)
+    if not reducer.active:
+        return
+    own_step = optimizer.step
+    if updates:
+        reducer.exchange_updates(optimizer)
+    else:
+        reducer.momentum = moved_momentum(compression, optimizer, own_step, names)
+    replace_step(optimizer, reducer.step)
+    # As the optimizers of Horovod have it.
+    optimizer.synchronize = reducer.synchronize  # type: ignore[attr-defined]
+    reducer.detach(optimizer, own_step, names)
+
+
+def _mesh_of(model: nn.Module, names: Mapping[Tensor, str]) -> DeviceMesh:
+    """Return the mesh over which a model is sharded. Raise if it is not, or if FSDP itself has replicas of it."""
+    if not isinstance(model, FSDPModule):
+        raise TypeError(
+            f"model must be in torch.nn.parallel.DistributedDataParallel, or sharded by fully_shard, got {type(model)}; wrap "
+            "it first. FullyShardedDataParallel is not supported: use fully_shard"
+        )
+    meshes: dict[DeviceMesh, str] = {}
+    for parameter, name in names.items():
+        mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
+        if mesh is None:
+            raise ValueError(
+                f"parameter {name!r} must be sharded, but is whole on each rank, and nothing averages its gradient over the "
+                "shards; call fully_shard for the whole model too, without ignored_params"
+            )
+        if any(isinstance(one, Replicate) for one in placements):
+            raise ValueError(
+                f"parameter {name!r} must be sharded along each dimension of its mesh, got {placements} over {mesh}: FSDP "
+                "would exchange whole gradients between replicas itself; give fully_shard the mesh of the shards alone, "
+                'mesh["shard"], and mesh["replicate"] to register'
+            )
+        meshes[mesh] = name
+    if len(meshes) != 1:
+        raise ValueError(
+            f"parameters must all be sharded over one mesh, got several: {[*meshes.values()]} are over different ones; use "
+            "one mesh for all modules"
+        )
+    return next(iter(meshes))
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
+    """Return what FSDP knows of the parameters of a module, for which it has no public way."""
+    state: Any = module._get_fsdp_state()
+    # Releases before 2.13 have one for each module.
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def _group_of(replicate: Any) -> Any:
+    """Return the process group of the replicas."""
+    if isinstance(replicate, DeviceMesh):
+        if replicate.ndim != 1:
+            raise ValueError(
+                f"replicate must be a mesh of one dimension, got {replicate}; pass the dimension of the replicas, such as "
+                'mesh["replicate"]'
+            )
+        return replicate.get_group()
+    if not isinstance(replicate, dist.ProcessGroup):
+        raise TypeError(
+            f"replicate must be a mesh of one dimension, or a process group, of the ranks with the same shard, got "
+            f'{replicate!r}; pass mesh["replicate"] of a mesh with the dimensions ("replicate", "shard")'
+        )
+    return replicate

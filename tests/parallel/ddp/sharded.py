@@ -1,0 +1,454 @@
+"""Scenarios: models that `fully_shard` has sharded, whose replicas exchange gradients or updates."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from horovod_sparse.torch import MiCRO, NoOp, SIDCo, TopK, register
+
+from ..common import (
+    BUCKET_BYTES,
+    COMPRESSORS,
+    MakeCompression,
+    Oracle,
+    batch,
+    digest,
+    distributed,
+    everyone,
+    hvd,
+    loss_of,
+    normals,
+    raised,
+    small_model,
+    train,
+    whole_numbers,
+)
+from ..scenario import TORCHRUN_2, TORCHRUN_4, TORCHRUN_6, scenario
+from .common import Exact, sgd
+
+SHAPES: dict[str, tuple[int, ...]] = {"first": (41, 50), "second": (3001,), "third": (20, 5, 9)}
+"""Neither 41 nor 3001 is even."""
+
+
+@cache
+def mesh_of(replicas: int) -> DeviceMesh:
+    """All ranks: those of a row hold a replica together, those of a column the same shard."""
+    shape = (replicas, hvd.size() // replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, mesh: Any, **arguments: Any) -> Any:
+    """Shard every layer with parameters, and then what is left."""
+    for layer in model.children():
+        if [*layer.parameters()]:
+            fully_shard(layer, mesh=mesh, **arguments)
+    return fully_shard(model, mesh=mesh, **arguments)
+
+
+def wrapped(model: nn.Module, make: Callable[[Any], Any], compression: Any, mesh: DeviceMesh) -> tuple[Any, Any]:
+    """Shard a model, and let a compression reduce what its optimizer steps with."""
+    sharded = shard(model, mesh["shard"])
+    optimizer = make(sharded)
+    register(sharded, compression, optimizer, replicate=mesh["replicate"])
+    return sharded, optimizer
+
+
+def here(model: nn.Module) -> list[Tensor]:
+    """The parts of the parameters that this rank holds."""
+    return [parameter.detach().to_local() for parameter in model.parameters()]  # type: ignore[operator]
+
+
+def assert_same_shards(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Ranks with the same shard have the same values, to the last bit, and finite."""
+    assert all(bool(part.isfinite().all()) for part in here(model))
+    digests = everyone(digest(here(model)))
+    for column in mesh.mesh.T.tolist():
+        assert len({digests[rank] for rank in column}) == 1, digests
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return {name: one.full_tensor().detach() for name, one in model.named_parameters()}  # type: ignore[operator]
+
+
+def replica(mesh: DeviceMesh) -> int:
+    return mesh.get_local_rank("replicate")
+
+
+# --- what is exchanged ---
+
+
+@scenario(TORCHRUN_4, TORCHRUN_6, cases={name: (make,) for name, make in COMPRESSORS.items()})
+def shards_are_exchanged_as_numpy_does(make: MakeCompression) -> None:
+    """All ranks of a replica have the same gradient, so that each shard's is known. Sent plus kept is what was given."""
+    mesh = mesh_of(hvd.size() // 2)
+    place, shards = mesh.get_local_rank("shard"), mesh["shard"].size()
+    settings: dict[str, Any] = {"granularity": 16_000}
+    compression = make(**settings)
+    model, optimizer = wrapped(Exact(SHAPES), partial(sgd, momentum=0.0), compression, mesh)
+
+    def part(array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(torch.chunk(torch.from_numpy(array), shards)[place].numpy())
+
+    parts = {name: part(np.zeros(shape)).shape for name, shape in SHAPES.items()}
+    oracle = Oracle(make(**settings), parts, mesh["replicate"].size())
+    for step in range(6):
+        given = [
+            {name: normals(shape, step=step, rank=one) for name, shape in SHAPES.items()}
+            for one in range(mesh["replicate"].size())
+        ]
+        optimizer.zero_grad()
+        model(given[replica(mesh)]).backward()
+        optimizer.synchronize()
+        expected = oracle.reduce([{name: part(array) for name, array in local.items()} for local in given])
+        for name, parameter in model.named_parameters():
+            reduced = parameter.grad.to_local().numpy()
+            np.testing.assert_allclose(reduced, expected[name], rtol=1e-6, atol=1e-7, err_msg=f"{name}, {step}")
+        optimizer.step()
+    mine, theirs = compression.stats().mean.total, oracle.pipelines[replica(mesh)].stats().mean.total
+    assert mine.count == theirs.count > 0
+    residuals = oracle.pipelines[replica(mesh)].state_dict()["residuals"]
+    for name, residual in compression.state_dict()["residuals"].items():
+        np.testing.assert_allclose(residual.numpy(), residuals[name], rtol=1e-5, atol=1e-6)
+
+
+@scenario(TORCHRUN_4)
+def passes_are_added_up_before_the_exchange() -> None:
+    """FSDP averages in every pass. One exchange takes the sum."""
+    mesh, compression = mesh_of(2), TopK(0.05, warmup=None)
+    model, optimizer = wrapped(Exact(SHAPES), partial(sgd, momentum=0.0), compression, mesh)
+    other, once = wrapped(Exact(SHAPES), partial(sgd, momentum=0.0), TopK(0.05, warmup=None), mesh)
+    for step in range(4):
+        given = [
+            {name: whole_numbers(shape, step=step, rank=replica(mesh), salt=salt) for name, shape in SHAPES.items()}
+            for salt in range(3)
+        ]
+        for one in given:
+            model(one).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        other({name: sum(one[name] for one in given) for name in SHAPES}).backward()
+        once.step()
+        once.zero_grad()
+    assert digest(here(model)) == digest(here(other))
+    assert compression.stats().steps == 4
+
+
+# --- training ---
+
+
+class Tied(nn.Module):
+    """Its first and last layers have one matrix. A layer is not trained, and a bias has one entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(32, 128, bias=False)
+        self.frozen = nn.Linear(128, 128).requires_grad_(False)
+        self.single = nn.Linear(128, 1)
+        self.score = nn.Linear(128, 32, bias=False)
+        self.score.weight = nn.Parameter(self.embedding.weight.T.contiguous().clone())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.frozen(self.embedding(inputs).relu()).relu()
+        return (hidden @ self.embedding.weight + self.single(hidden))[:, :10] + self.score(hidden)[:, :10]
+
+
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "kept": {"reshard_after_forward": False},
+    "half": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+}
+
+
+@scenario(TORCHRUN_4, cases={name: (arguments,) for name, arguments in _ARGUMENTS.items()})
+def ratio_one_is_fsdp_with_replicas(arguments: dict[str, Any]) -> None:
+    """Also with frozen layers, a matrix in two layers, and parameters with fewer entries than there are shards."""
+    mesh = mesh_of(2)
+    for nesterov in (False, True):
+        torch.manual_seed(1)
+        model = Tied()
+        native, ours = fully_shard(copy.deepcopy(model), mesh=mesh, **arguments), model
+        fully_shard(ours, mesh=mesh["shard"], **arguments)
+        optimizers = [
+            torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9, nesterov=nesterov, weight_decay=1e-3)
+            for one in (native, ours)
+        ]
+        register(ours, TopK(1.0, min_numel=0, warmup=None), optimizers[1], replicate=mesh["replicate"])
+        for one, optimizer in zip((native, ours), optimizers, strict=True):
+            train(one, optimizer, range(8))
+        found = whole(ours)
+        for name, expected in whole(native).items():
+            torch.testing.assert_close(
+                found[name], expected, rtol=2e-5, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+
+def _summed(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_force_sum_reduction_for_comms"):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _divided(model: Any) -> None:
+    # Gloo has no other way to do it.
+    _summed(model)
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(8.0)
+
+
+@scenario(TORCHRUN_4, cases={"divided": (_divided,), "summed": (_summed,)})
+def division_is_that_of_fsdp_with_replicas(change: Callable[[Any], None]) -> None:
+    mesh = mesh_of(2)
+    native, ours = shard(small_model(), mesh), shard(small_model(), mesh["shard"])
+    change(native)
+    change(ours)
+    steps = sgd(native, momentum=0.0), sgd(ours, momentum=0.0)
+    register(ours, TopK(1.0, warmup=None), steps[1], replicate=mesh["replicate"])
+    for one, optimizer in zip((native, ours), steps, strict=True):
+        train(one, optimizer, range(6))
+    expected = whole(native)
+    for name, found in whole(ours).items():
+        torch.testing.assert_close(found, expected[name], rtol=2e-5, atol=2e-6)
+
+
+_OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": sgd,
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+}
+_MAKES: dict[str, Callable[[], Any]] = {
+    "plain line": lambda: SIDCo(0.01, granularity=BUCKET_BYTES),
+    "TopK": lambda: TopK(0.02, warmup=None, granularity=BUCKET_BYTES),
+    "MiCRO": lambda: MiCRO(0.02, granularity=BUCKET_BYTES),
+    "not detached": lambda: TopK(0.02, warmup=None, detached=0),
+}
+
+
+@scenario(
+    TORCHRUN_2,
+    cases={f"{name}-{make}": (_OPTIMIZERS[name], _MAKES[make]) for name in _OPTIMIZERS for make in _MAKES},
+)
+def one_shard_is_ddp_to_the_last_bit(step: Callable[[Any], Any], make: Callable[[], Any]) -> None:
+    plain, model = small_model(), small_model()
+    ddp, optimizer = distributed(plain, step(plain), make())
+    train(ddp, optimizer, range(20))
+    sharded, steps = wrapped(model, step, make(), mesh_of(2))
+    train(sharded, steps, range(20))
+    assert digest(here(sharded)) == digest(plain.parameters())
+
+
+@scenario(
+    TORCHRUN_4,
+    TORCHRUN_6,
+    cases={f"{name}-{make}": (_OPTIMIZERS[name], _MAKES[make]) for name in _OPTIMIZERS for make in _MAKES},
+)
+def replicas_stay_identical(step: Callable[[Any], Any], make: Callable[[], Any]) -> None:
+    mesh = mesh_of(hvd.size() // 2)
+    model, optimizer = wrapped(small_model(), step, make(), mesh)
+    before = digest(here(model))
+    train(model, optimizer, range(200))
+    assert_same_shards(model, mesh)
+    assert digest(here(model)) != before
+
+
+@scenario(TORCHRUN_4)
+def activation_checkpointing_and_compiled_layers() -> None:
+    mesh, plain = mesh_of(2), small_model()
+    models = []
+    for change in (False, True):
+        model = copy.deepcopy(plain)
+        if change:
+            apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+            model[2].compile(backend="eager")
+        sharded, optimizer = wrapped(model, sgd, TopK(0.02, warmup=None), mesh)
+        train(sharded, optimizer, range(4))
+        models.append(sharded)
+    assert_same_shards(models[1], mesh)
+    for mine, theirs in zip(here(models[1]), here(models[0]), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@scenario(TORCHRUN_4)
+def reduced_gradients_can_be_clipped() -> None:
+    """As in a process with whole gradients."""
+    mesh, compression = mesh_of(2), NoOp()
+    model, optimizer = wrapped(small_model(), partial(sgd, momentum=0.0), compression, mesh)
+    plain = small_model()
+    reference = sgd(plain, momentum=0.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        clipped = digest(one.grad.to_local() for one in model.parameters())  # type: ignore[union-attr]
+        optimizer.step()
+        # The step reduces nothing again.
+        assert digest(one.grad.to_local() for one in model.parameters()) == clipped  # type: ignore[union-attr]
+        reference.zero_grad()
+        for rank in range(hvd.size()):
+            (_loss(plain, step, rank) / hvd.size()).backward()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        reference.step()
+        torch.testing.assert_close(norm.full_tensor(), expected)  # type: ignore[operator]
+    found = whole(model)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-6)
+    assert compression.stats().steps == 4
+
+
+def _loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    inputs, labels = batch(step, rank)
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+@scenario(TORCHRUN_4)
+def what_was_synchronised_and_left_out_does_not_count_as_the_next_step() -> None:
+    mesh = mesh_of(2)
+    model, optimizer = wrapped(small_model(), sgd, TopK(0.02, warmup=None), mesh)
+    loss_of(model, 0).backward()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    train(model, optimizer, range(1, 4))
+    assert_same_shards(model, mesh)
+
+
+# --- states ---
+
+
+@scenario(TORCHRUN_4, cases={name: (step,) for name, step in _OPTIMIZERS.items()})
+def training_resumes_bit_for_bit(step: Callable[[Any], Any]) -> None:
+    """Model and optimizer by `torch.distributed.checkpoint` in each replica, the compression by each rank."""
+    mesh = mesh_of(2)
+    shards = mesh["shard"].get_group()
+
+    def made() -> tuple[Any, Any, Any]:
+        compression = SIDCo(0.02, granularity=BUCKET_BYTES)
+        return *wrapped(small_model(), step, compression, mesh), compression
+
+    straight, optimizer, _ = made()
+    train(straight, optimizer, range(12))
+    model, optimizer, compression = made()
+    train(model, optimizer, range(6))
+    optimizer.zero_grad()
+    folder = Path(everyone(tempfile.mkdtemp())[0]) / f"replica-{replica(mesh)}"
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=folder, process_group=shards)
+    torch.save(compression.state_dict(), folder / f"compression-{hvd.rank()}.pt")
+    model, optimizer, compression = made()
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=folder, process_group=shards)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    own = folder / f"compression-{hvd.rank()}.pt"
+    compression.load_state_dict(torch.load(own, weights_only=True))
+    train(model, optimizer, range(6, 12))
+    assert digest(here(model)) == digest(here(straight))
+    # Residuals of another shard are refused.
+    everyone("saved")
+    other = folder / f"compression-{hvd.rank() ^ 1}.pt"
+    assert "must be that of shard" in raised(
+        ValueError, lambda: compression.load_state_dict(torch.load(other, weights_only=True))
+    )
+
+
+# --- what goes wrong ---
+
+
+@scenario(TORCHRUN_4, cases={name: (step,) for name, step in _OPTIMIZERS.items()})
+def a_gradient_that_is_not_finite_raises_on_all_ranks(step: Callable[[Any], Any]) -> None:
+    """It is so in one shard, and the others exchange nothing with that."""
+    mesh = mesh_of(2)
+    model, optimizer = wrapped(small_model(), step, TopK(0.05, warmup=None), mesh)
+    train(model, optimizer, range(2))
+    before = digest(here(model))
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    if hvd.rank() == 1:
+        next(model.parameters()).grad.to_local()[0, 0] = float("nan")
+    message = raised(FloatingPointError, optimizer.step)
+    assert ("in another shard" in message) == (hvd.rank() % 2 == 0), message
+    assert digest(here(model)) == before
+    train(model, optimizer, range(3, 6))
+    assert_same_shards(model, mesh)
+
+
+@scenario(TORCHRUN_4)
+def what_does_not_fit_is_refused_by_name() -> None:
+    mesh, compression = mesh_of(2), TopK(0.05)
+
+    def refuse(error: type[Exception], model: Any, text: str, **arguments: Any) -> None:
+        given = {"optimizer": sgd(model), "replicate": mesh["replicate"], **arguments}
+        message = raised(error, lambda: register(model, compression, **given))
+        assert text in message, message
+        assert compression.store is None
+
+    plain, good = small_model(), shard(small_model(), mesh["shard"])
+    refuse(TypeError, plain, "sharded by fully_shard")
+    refuse(ValueError, shard(small_model(), mesh), "exchange whole gradients between replicas itself")
+    refuse(ValueError, replicate(small_model(), mesh=mesh["replicate"]), "exchange whole gradients")
+    refuse(ValueError, good, "different shards of one", replicate=mesh["shard"])
+    refuse(ValueError, good, "mesh of one dimension", replicate=mesh)
+    refuse(TypeError, good, "mesh of one dimension, or a process group", replicate=None)
+    refuse(ValueError, good, "optimizer must be given", optimizer=None)
+    some = torch.optim.SGD(good[0].parameters(), lr=0.1)
+    refuse(ValueError, good, "optimizer must have all parameters", optimizer=some)
+    ignored = small_model()
+    fully_shard(ignored, mesh=mesh["shard"], ignored_params={*ignored[0].parameters()})
+    refuse(ValueError, ignored, "must be sharded, but is whole")
+    two = small_model()
+    fully_shard(two[0], mesh=mesh["replicate"])
+    refuse(ValueError, fully_shard(two, mesh=mesh["shard"]), "all be sharded over one mesh")
+    with_ddp = nn.parallel.DistributedDataParallel(small_model())
+    message = raised(ValueError, lambda: register(with_ddp, compression, replicate=mesh["replicate"]))
+    assert "replicate must be left out" in message
+
+
+@scenario(TORCHRUN_4)
+def steps_that_would_exchange_nothing_are_refused() -> None:
+    mesh, scaler = mesh_of(2), torch.amp.GradScaler("cpu")
+    model, optimizer = wrapped(small_model(), sgd, TopK(0.05, warmup=None), mesh)
+    scaler.scale(loss_of(model, 0)).backward()
+    assert "GradScaler" in raised(RuntimeError, lambda: scaler.step(optimizer))
+    model, optimizer = wrapped(small_model(), sgd, TopK(0.05, warmup=None), mesh)
+    loss_of(model, 0).backward()
+    assert "register has left" in raised(RuntimeError, lambda: torch.optim.SGD.step(optimizer))
+
+
+@scenario(TORCHRUN_4)
+def ranks_with_other_settings_raise_together() -> None:
+    mesh = mesh_of(2)
+    model, optimizer = wrapped(small_model(), sgd, TopK(0.05 if hvd.rank() < 2 else 0.1, warmup=None), mesh)
+    loss_of(model, 0).backward()
+    assert "with the same compression" in raised(ValueError, optimizer.step)
+
+
+@scenario(TORCHRUN_4)
+def layers_can_be_frozen_later_and_not_unfrozen() -> None:
+    mesh = mesh_of(2)
+    model, optimizer = wrapped(small_model(), sgd, TopK(0.05, warmup=None), mesh)
+    train(model, optimizer, range(2))
+    model[0].requires_grad_(False)
+    before = digest(here(model)[:2])
+    train(model, optimizer, range(2, 5))
+    assert digest(here(model)[:2]) == before
+    assert_same_shards(model, mesh)
+    frozen = small_model()
+    frozen[0].requires_grad_(False)
+    model, optimizer = wrapped(frozen, sgd, TopK(0.05, warmup=None), mesh)
+    train(model, optimizer, range(2))
+    model[0].requires_grad_(True)
+    loss_of(model, 2).backward()
+    assert "from the first step on, or never" in raised(ValueError, optimizer.step)
