@@ -60,6 +60,7 @@ def main() -> None:
     # fully_shard gets the mesh of the shards alone, and register that of the replicas.
     dense = args.compression == "none"
     model = shard(CharLM(args.context, args.width, 3, 4).to(device), mesh if dense else mesh["shard"])
+    held = 4.0 * sum(parameter.to_local().numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     compression = None if dense else getattr(sparse, CLASSES[args.compression])(ratio=args.ratio)
     if compression is not None:
@@ -80,7 +81,6 @@ def main() -> None:
         times.append(time.perf_counter() - begun)
 
     bits = bits_per_character(model, text[boundary:].to(device), args.context)
-    held = 4.0 * sum(parameter.to_local().numel() for parameter in model.parameters())
     fp32 = allreduce_bytes(held, args.replicas)
     ratio, sent = 1.0, fp32
     if compression is not None:
