@@ -1,4 +1,4 @@
-"""Time steps of a model with dense and sparse exchanges, on the machines where a launcher has started this. Needs PyTorch."""
+"""Time steps with dense and sparse exchanges, on the machines where a launcher has started this. Needs PyTorch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import gc
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,7 +22,6 @@ from horovod_sparse.tools.quantities import parse_count, parse_number
 if TYPE_CHECKING:
     from torch import nn
 
-MODELS = ("linear", "transformer")
 ALONE = "none: computation alone"
 DENSE = ("dense fp32", "dense fp16", "PowerSGD rank 4")
 RATIOS = (0.01, 0.001)
@@ -75,19 +73,6 @@ def table(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def draw(results: Sequence[Result], title: str, path: Path) -> None:
-    """Draw the steps as bars. Needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 0.6 + 0.4 * len(results)), layout="constrained")
-    ax = figure.subplots()
-    ax.barh([one.title for one in results], [1e3 * one.median for one in results], color="#3b7dd8")
-    ax.axvline(1e3 * results[0].median, color="0.4", linestyle=":")
-    ax.invert_yaxis()
-    ax.set(xlabel="ms per step, median", title=title)
-    figure.savefig(path, dpi=120, format="png")
-
-
 def _group() -> tuple[Any, Any]:
     """Start Horovod, or torch.distributed under torchrun. Return the transport and this worker's device."""
     import torch
@@ -121,34 +106,6 @@ def _disconnect() -> None:
     """Join Gloo's threads, which belong to the group and to every model that uses it: one that outlives Python aborts."""
     gc.collect()
     import_module("torch.distributed").destroy_process_group()
-
-
-def model_of(arguments: argparse.Namespace, rank: int) -> tuple[nn.Module, Callable[[int], Any]]:
-    """Return a model whose output is its loss, and what makes the input of a step."""
-    import torch
-    from torch import nn
-
-    class Loss(nn.Module):
-        def __init__(self, *layers: nn.Module) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(*layers)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            loss: torch.Tensor = self.layers(x).square().mean()
-            return loss
-
-    def noise(*shape: int) -> Callable[[int], torch.Tensor]:
-        return lambda step: torch.randn(*shape, generator=torch.Generator().manual_seed(step))
-
-    batch = arguments.batch_size
-    if arguments.model == "linear":
-        return Loss(*(nn.Linear(1024, 1024) for _ in range(24))), noise(batch, 1024)
-    if arguments.model == "transformer":
-        layers = (nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True) for _ in range(6))
-        return Loss(*layers), noise(batch, 64, 512)
-    return _sleeper(arguments.parameters, arguments.step_ms / 1e3, rank), lambda step: torch.zeros(
-        (), requires_grad=True
-    )
 
 
 def _sleeper(parameters: int, seconds: float, rank: int) -> nn.Module:
@@ -240,16 +197,15 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
     contenders: list[Made] = []
     for title in uses:
         torch.manual_seed(0)
-        model, batch = model_of(arguments, group.rank)
-        model.to(device)
+        model = _sleeper(arguments.parameters, arguments.step_ms / 1e3, group.rank).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         contenders.append(
             (model, optimizer, None) if title == ALONE else make(title.removeprefix("SIDCo "), model, optimizer)
         )
 
-    def step(contender: Made, number: int) -> float:
+    def step(contender: Made) -> float:
         called, stepper, _ = contender
-        x = batch(group.rank + number * group.world).to(device)
+        x = torch.zeros((), device=device, requires_grad=True)
         group.everyone(0)
         begun = time.perf_counter()
         stepper.zero_grad()
@@ -262,14 +218,13 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
     seconds: list[list[float]] = [[] for _ in contenders]
     for number in range(WARM_STEPS + arguments.rounds):
         for contender, times in zip(contenders, seconds, strict=True):
-            spent = step(contender, number)
+            spent = step(contender)
             if number >= WARM_STEPS:
                 times.append(spent)
     slowest = np.max(group.everyone(seconds), axis=0)
-    numel = sum(parameter.numel() for parameter in contenders[0][0].parameters())
     dense = {
-        "dense fp32": allreduce_bytes(4 * numel, group.world),
-        "dense fp16": allreduce_bytes(2 * numel, group.world),
+        "dense fp32": allreduce_bytes(4 * arguments.parameters, group.world),
+        "dense fp16": allreduce_bytes(2 * arguments.parameters, group.world),
     }
     results = []
     for (title, use), (_, _, compression), times in zip(uses.items(), contenders, slowest.tolist(), strict=True):
@@ -280,34 +235,24 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    count = partial(parse_number, least=0, most=1e6, whole=True)
     add = parser.add_argument
-    add("--model", choices=MODELS, help="a model to train, instead of --parameters and --step-ms")
-    add("--batch-size", type=partial(count, "batch-size", example="32"), default=32, metavar="N")
-    add("--parameters", type=partial(parse_count, "parameters"), metavar="N", help="of your model, as 25M or 350k")
-    milliseconds = partial(parse_number, least=0.0, most=1e6, example="110")
+    text = "of your model, as 25M or 350k"
+    add("--parameters", type=partial(parse_count, "parameters"), required=True, metavar="N", help=text)
+    milliseconds = partial(parse_number, "step-ms", least=0.0, most=1e6, example="110")
     text = "what a worker computes in a step of your model"
-    add("--step-ms", type=partial(milliseconds, "step-ms"), metavar="MS", help=text)
-    text = "steps of each exchange; default: 10"
-    add("--rounds", type=partial(count, "rounds", example="10"), default=10, metavar="N", help=text)
-    add("--picture", type=Path, metavar="FILE.png", help="draw the medians")
+    add("--step-ms", type=milliseconds, required=True, metavar="MS", help=text)
+    rounds = partial(parse_number, "rounds", least=0, most=1e6, whole=True, example="10")
+    add("--rounds", type=rounds, default=10, metavar="N", help="steps of each exchange; default: 10")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the results on one worker, and return the exit status."""
-    given = [arguments.parameters, arguments.step_ms]
-    if None in given if arguments.model is None else given != [None, None]:
-        raise SystemExit("try needs --model, or --parameters and --step-ms, such as --parameters 25M --step-ms 110")
-    if arguments.picture is not None and find_spec("matplotlib") is None:
-        raise SystemExit("--picture needs matplotlib, which is not installed: pip install matplotlib")
     if find_spec("torch") is None:
         raise SystemExit("try needs PyTorch, which is not installed; see horovod-sparse check")
-    arguments.batch_size, arguments.rounds = int(arguments.batch_size), int(arguments.rounds)
+    arguments.rounds = int(arguments.rounds)
     results, workers, rank = measure(arguments)
     if rank == 0:
-        what = arguments.model or f"{arguments.parameters:,} parameters, {arguments.step_ms:g} ms of computing"
-        title = f"{what}, {workers} workers, {arguments.rounds} rounds"
+        computing = f"{arguments.parameters:,} parameters, {arguments.step_ms:g} ms of computing"
+        title = f"{computing}, {workers} workers, {arguments.rounds} rounds"
         print(title, "", *table(results), "", advice(results), sep="\n", flush=True)
-        if arguments.picture is not None:
-            draw(results, title, arguments.picture)
     return 0
