@@ -30,7 +30,7 @@ from scipy import optimize, sparse, special
 from sklearn.datasets import load_digits, load_svmlight_file
 from tqdm import tqdm
 
-from horovod_sparse.numpy import RandomK, SparseAllreduce, TopK, load_checkpoint, save_checkpoint
+from horovod_sparse.numpy import RandomK, SparseAllreduce, TopK
 
 Array = NDArray[np.float64]
 COMM = MPI.COMM_WORLD
@@ -116,11 +116,10 @@ def run(problem: Problem, method: Method, optimum: float, args: argparse.Namespa
     rng = np.random.default_rng((args.seed, COMM.Get_rank()))
     weights = np.zeros(size)
     average = np.zeros(size)
-    begun = resume(method, args, allreduce, rng, weights, average) if args.checkpoint_dir else 0
-    total = float(((method.shift + np.arange(begun)) ** 2).sum())
+    total = 0.0
     count = args.epochs * len(problem.labels)
     evaluated = set(np.unique(np.geomspace(10, count, 40).astype(int)))
-    for step in tqdm(range(begun, count), desc=method.name, disable=COMM.Get_rank() != 0, leave=False, mininterval=1.0):
+    for step in tqdm(range(count), desc=method.name, disable=COMM.Get_rank() != 0, leave=False, mininterval=1.0):
         rate = GAMMA / (problem.regularization * (step + method.shift))
         gradient = problem.sample_gradient(weights, int(rng.integers(len(problem.labels))))
         if allreduce is not None:
@@ -135,36 +134,6 @@ def run(problem: Problem, method: Method, optimum: float, args: argparse.Namespa
         if step + 1 in evaluated:
             method.steps.append(step + 1)
             method.distances.append(problem.objective(average) - optimum)
-        if args.checkpoint_dir and ((step + 1) % args.checkpoint_every == 0 or step + 1 == count):
-            save(method, args, step + 1, allreduce, rng, {"weights": weights, "average": average})
-
-
-def save(
-    method: Method, args: argparse.Namespace, step: int, allreduce: Any, rng: Any, arrays: dict[str, Array]
-) -> None:
-    """Save what `resume` needs. Every worker has residuals and random numbers of its own."""
-    own: dict[str, Any] = {"rank": COMM.Get_rank(), "random": rng.bit_generator.state}
-    noted: dict[str, Any] = {"steps": [int(one) for one in method.steps], "distances": method.distances}
-    save_checkpoint(folder_of(method, args), step, COMM, allreduce, arrays, **own, **noted)
-
-
-def resume(method: Method, args: argparse.Namespace, allreduce: Any, rng: Any, weights: Array, average: Array) -> int:
-    """Continue from the newest checkpoint. Return the number of steps that were done; 0 if there is no checkpoint."""
-    arrays = {"weights": weights, "average": average}
-    found = load_checkpoint(folder_of(method, args), COMM, allreduce, arrays, damaged="raise")
-    if found.step == 0:
-        return 0
-    method.steps.extend(found.values["steps"])
-    method.distances.extend(found.values["distances"])
-    # A worker that is new got the values of another, and must not draw the same numbers.
-    if found.values["rank"] == COMM.Get_rank():
-        rng.bit_generator.state = found.values["random"]
-    return found.step
-
-
-def folder_of(method: Method, args: argparse.Namespace) -> Path:
-    folder: Path = args.checkpoint_dir / method.name.replace(",", "").replace(" ", "-")
-    return folder
 
 
 def draw(done: list[Method], path: Path) -> None:
@@ -188,10 +157,6 @@ def main() -> None:
     parser.add_argument("--shift-factor", type=float, default=1.0, help="shift of the stepsizes, in units of d/k")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--picture", type=Path, default=Path("logistic.png"))
-    parser.add_argument(
-        "--checkpoint-dir", type=Path, help="folder that all workers see; run again, it resumes from there"
-    )
-    parser.add_argument("--checkpoint-every", type=int, default=2000, help="steps from one checkpoint to the next")
     args = parser.parse_args()
     problem = load(args.data)
     optimum = problem.optimum()

@@ -30,14 +30,14 @@ def pack(arrays: Mapping[str, NDArray[Any]], plain: Mapping[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def check_plain(name: str, value: object, other: str = "") -> None:
-    """Raise ValueError unless JSON can express a value. `other` says what else would do."""
+def check_plain(name: str, value: object) -> None:
+    """Raise ValueError unless JSON can express the value of an object without variables."""
     try:
         json.dumps(value, default=_number)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{name} must be a value that JSON can express{other}, got {type(value).__name__}: {error}; convert it, such as "
-            "with str(...) or .tolist()"
+            f"{name} must be a value that JSON can express or have variables, got {type(value).__name__}: {error}; convert it, "
+            "such as with str(...) or .tolist()"
         ) from error
 
 

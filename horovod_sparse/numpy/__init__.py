@@ -6,11 +6,9 @@ The other frameworks are tested against its array operations. It does not import
 from horovod_sparse import compressors as _compressors
 from horovod_sparse import public as _public
 from horovod_sparse.compressors import *
-from horovod_sparse.core.checkpoint import Checkpoint
 from horovod_sparse.numpy.allreduce import SparseAllreduce
-from horovod_sparse.numpy.checkpoint import load_checkpoint, save_checkpoint
 from horovod_sparse.public import *
 
-__all__ = ["Checkpoint", "SparseAllreduce", "load_checkpoint", "save_checkpoint"]
+__all__ = ["SparseAllreduce"]
 __all__ += _public.__all__
 __all__ += _compressors.__all__

@@ -223,7 +223,8 @@ class SparseAllreduce:
                 )
         try:
             if state is not None:
-                self.check_state(state, gradients)
+                shapes = {name: gradient.shape for name, gradient in gradients.items()}
+                check_state(state, compressor, *kept_shapes(shapes, compressor))
         except ValueError as error:
             # Workers whose own state fits must not go on and wait for this one.
             self._agree(gradients, str(error))
@@ -277,19 +278,6 @@ class SparseAllreduce:
         # An interrupt may have come while a step was given up.
         self.pipeline.abort()
         return self.pipeline.state_dict()
-
-    @property
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Shapes and types of the arrays by name, in the order of the first call; empty before it."""
-        return dict(self._shapes)
-
-    def check_state(self, state: Mapping[str, Any], gradients: Mapping[str, Array]) -> None:
-        """Raise ValueError if `state` cannot be loaded for arrays like `gradients`. It concerns this worker alone."""
-        shapes = _shapes(gradients)
-        if self._shapes and shapes != self._shapes:
-            raise ValueError(f"state must be of arrays like those of the first call, {self._shapes}, got {shapes}")
-        compressor = self.pipeline.compressor
-        check_state(state, compressor, *kept_shapes({name: g.shape for name, g in gradients.items()}, compressor))
 
     def load_state_dict(self, state: Mapping[str, Any], gradients: Mapping[str, Array] | None = None) -> None:
         """Continue from what `state_dict` returned, on every worker. This also works after a step that raised.

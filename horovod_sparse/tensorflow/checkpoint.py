@@ -63,7 +63,7 @@ def _own(objects: Mapping[str, Any]) -> bytes:
                 "save after the last of them"
             )
         if _variables_of(one) is None and not isinstance(one, TensorflowCompressor):
-            check_plain(name, one, " or have variables")
+            check_plain(name, one)
             values[name] = one
     for name, compressor in _compressors(objects).items():
         arrays[f"{name}/state"] = np.frombuffer(compressor.serialize(), np.uint8)

@@ -15,7 +15,7 @@ MODULES = {
         "wrappers",
         "state",
         "checkpoints",
-        "numpy_checkpoints",
+        "numpy_state",
         "scaling",
         "uneven",
         "policies",

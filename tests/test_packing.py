@@ -1,0 +1,44 @@
+"""Arrays and plain values as bytes: what comes back, and what is refused because it would not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from horovod_sparse.core.packing import check_plain, pack, unpack
+
+
+def test_arrays_of_all_names_come_back() -> None:
+    names = ("w/w", "w/w.npy", "w/w.npy.npy", "file/", "json/", "ü/w")
+    arrays = {name: np.array([number]) for number, name in enumerate(names)}
+    assert unpack(pack(arrays, {})) == (arrays, {})
+
+
+def test_numbers_of_numpys_come_back_as_pythons() -> None:
+    values = {"count": np.int64(5), "nested": [np.float32(0.5), np.bool_(True)]}
+    for name, value in values.items():
+        check_plain(name, value)
+    assert unpack(pack({}, values)) == ({}, {"count": 5, "nested": [0.5, True]})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("home", Path("a"), "PosixPath"),
+        ("nested", [{"a": {1}}], "list: Object of type set"),
+        ("rows", np.ones(2), "ndarray"),
+    ],
+)
+def test_a_value_that_could_not_be_read_again_is_refused(name: str, value: Any, found: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"{name} must be a value that JSON can express or have variables, got {found}"
+    ):
+        check_plain(name, value)
+
+
+def test_an_array_of_objects_is_refused() -> None:
+    with pytest.raises(ValueError, match="arrays/a must be an array of numbers, got object"):
+        pack({"arrays/a": np.array([None])}, {})
