@@ -34,26 +34,14 @@ from horovod_sparse.tensorflow.unseen import watch_optimizers
 
 Function = Callable[..., Any]
 
-_replaced: list[tuple[Any, str, Any]] = []
-"""(module or class, name, stock function) of every function that is replaced now."""
 
-
+@functools.cache
 def install() -> None:
     """Replace the functions; a second call does nothing."""
-    if _replaced:
-        return
     check_release(horovod.__version__)
     for owner, name, extend in _EXTENSIONS:
         stock = getattr(owner, name)
-        _replaced.append((owner, name, stock))
         setattr(owner, name, functools.wraps(stock)(extend(stock)))
-
-
-def uninstall() -> None:
-    """Put stock Horovod's functions back. Tapes and optimizers made before are not changed."""
-    while _replaced:
-        owner, name, stock = _replaced.pop()
-        setattr(owner, name, stock)
 
 
 # Each of these takes the stock function and returns its replacement.

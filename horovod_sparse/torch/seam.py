@@ -31,14 +31,10 @@ from horovod_sparse.torch.elastic_jobs import SparseStateHandler
 from horovod_sparse.torch.parameters import check_memory
 from horovod_sparse.torch.reducer import Reducer, reducer_of
 
-_replaced: list[tuple[Any, str, Any]] = []
-"""One (class or module, name, stock method or None) for each method that is extended now; empty when none is."""
 
-
+@functools.cache
 def install() -> None:
     """Extend stock Horovod; a second call does nothing."""
-    if _replaced:
-        return
     check_release(horovod.__version__)
     for name, extend in _EXTENSIONS.items():
         _replace(horovod_optimizer._DistributedOptimizer, name, extend)
@@ -51,17 +47,6 @@ def install() -> None:
     _replace(mpi_ops.mpi_lib, "horovod_torch_join", _join)
 
 
-def uninstall() -> None:
-    """Put stock Horovod's methods back. Existing optimizers keep the methods that they have."""
-    set_handler_registry([entry for entry in get_handler_registry() if entry[1] is not SparseStateHandler])
-    while _replaced:
-        cls, name, stock = _replaced.pop()
-        if stock is None:
-            delattr(cls, name)
-        else:
-            setattr(cls, name, stock)
-
-
 Method = Callable[..., Any]
 
 # The handle and context that stock hooks keep. Only the presence of a handle matters: `Reducer.synchronize` does the waiting.
@@ -71,7 +56,6 @@ _UNDER_WAY = (True, None)
 def _replace(cls: Any, name: str, extend: Callable[[Any], Method]) -> None:
     stock = vars(cls).get(name)
     method = extend(stock)
-    _replaced.append((cls, name, stock))
     setattr(cls, name, method if stock is None else functools.wraps(stock)(method))
 
 
