@@ -143,7 +143,7 @@ COMPRESSORS = [
     Row("randomk", compressors.RandomK, **_RANDOM),
     Row("randomk-own", compressors.RandomK, {"exchange": Pairs()}, **_RANDOM, workers_differ=True),
     Row("randomblock", compressors.RandomBlock, **_RANDOM),
-    Row("randomblock-own", compressors.RandomBlock, {"exchange": Pairs(), "blocks": 5}, **_RANDOM, workers_differ=True),
+    Row("randomblock-own", compressors.RandomBlock, {"exchange": Pairs()}, **_RANDOM, workers_differ=True),
     Row("threshold", compressors.Threshold, arguments=_threshold, band=(1.6, 6.3), follows_scale=True),
 ]
 

@@ -119,7 +119,7 @@ def test_wrong_settings(make: Any, settings: dict[str, Any], message: str) -> No
         (TopK, {"ratio": 1, "warmup": 4.0, "residual": True}),
         (DGC, {"ratio": 0.5, "momentum": 0.5, "seed": 3}),
         (Threshold, {"threshold": 0.125, "ratio": 0.5}),
-        (RandomBlock, {"ratio": 0.5, "blocks": 4, "seed": 1}),
+        (RandomBlock, {"ratio": 0.5, "seed": 1}),
     ],
 )
 def test_numpy_scalars_are_numbers(cls: type[Compressor], settings: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ def test_k_and_capacity(ratio: float, slack: float, numel: int, target: int, cap
         "TopK(ratio=0.1, momentum=MomentumCorrection(momentum=0.9))",
         "TopK(ratio=0.1, momentum=MomentumCorrection(momentum=0.9, nesterov=True))",
         "DGC(ratio=0.1, momentum=MomentumCorrection(momentum=0.5, masking=False))",
-        "RandomBlock(ratio=0.1, blocks=3, seed=7, exchange=Pairs(values='bfloat16'))",
+        "RandomBlock(ratio=0.1, seed=7, exchange=Pairs(values='bfloat16'))",
         "Threshold(threshold=0.5)",
         "Own(ratio=0.1, own=2)",
         "NoOp()",

@@ -18,7 +18,7 @@ VARIANTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "SIDCo-gpareto": lambda adapter: {"distribution": "gpareto"},
     "RedSync-bisect": lambda adapter: {"method": "bisect"},
     "RandomK-own": lambda adapter: {"exchange": adapter.Pairs()},
-    "RandomBlock-own": lambda adapter: {"exchange": adapter.Pairs(), "blocks": 4},
+    "RandomBlock-own": lambda adapter: {"exchange": adapter.Pairs()},
     "TopK-union": lambda adapter: {"exchange": adapter.Union()},
     "SIDCo-bfloat16": lambda adapter: {"exchange": adapter.Pairs("bfloat16")},
     "SIDCo-balanced": lambda adapter: {"exchange": adapter.Balanced()},
