@@ -49,6 +49,7 @@ def make_text_parser(description: str, *, batch_size: int, lr: float, ratio: flo
     parser.add_argument("--residual-decay", type=float, default=0.95, help="of local updates")
     parser.add_argument("--outer-lr", type=float, default=1.0, help="of local updates")
     parser.add_argument("--outer-momentum", type=float, default=0.0, help="of local updates")
+    parser.add_argument("--keep", type=float, default=0.5, help="of local updates")
     return parser
 
 
@@ -75,6 +76,7 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace, compression: Any)
         residual_decay=args.residual_decay,
         outer_lr=args.outer_lr,
         outer_momentum=args.outer_momentum,
+        keep=args.keep,
     )
     return local, local.compression
 

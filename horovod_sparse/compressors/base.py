@@ -265,10 +265,14 @@ class Compressor(ABC):
     @property
     def detached_coefficient(self) -> float:
         """c of detached error feedback, where the adapter can have it."""
-        # With "propagate" the loss may be scaled by hand, and the residuals with it.
-        is_known = self._keeps_own and self.not_finite == "raise"
-        automatic = 0.5 if is_known and self.ratio != 1.0 else 0.0
+        automatic = 0.5 if self.waits_alone else 0.0
         return automatic if self.detached == "auto" else self.detached
+
+    @property
+    def waits_alone(self) -> bool:
+        """Whether something waits in a worker's residual, all of it its own, and in a unit that is known."""
+        # With "propagate" the loss may be scaled by hand, and the residuals with it.
+        return self._keeps_own and self.not_finite == "raise" and self.ratio != 1.0
 
     def move_momentum(self, momentum: float, nesterov: bool) -> None:
         """With `momentum="auto"`, take an optimizer's momentum. Call it before there are velocities."""

@@ -10,6 +10,9 @@ SparseLoCo (https://arxiv.org/abs/2508.15706): theta_r are worker r's parameters
 
 With `outer_momentum` mu, as in DiLoCo (https://arxiv.org/abs/2311.08105): m = mu * m + mean(sent_r), and the last line is
 theta = theta - alpha * (mean(sent_r) + mu * m).
+
+Local steps compute their gradients at theta_r - c * e_r, so that a worker does without nothing that it has found and not
+sent yet. It is as if it began at theta - c * e_r, and Delta_r were (theta - c * e_r) - theta_r.
 """
 
 from __future__ import annotations
@@ -34,12 +37,14 @@ class Outer:
         residual_decay: beta, in (0, 1].
         outer_lr: alpha, > 0.
         outer_momentum: mu, in [0, 1).
+        keep: c, in [0, 1].
     """
 
     every: int
     residual_decay: float
     outer_lr: float
     outer_momentum: float
+    keep: float
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
@@ -50,6 +55,8 @@ class Outer:
             raise ValueError(f"outer_lr must be a finite number > 0, got {self.outer_lr!r}")
         if not 0.0 <= self.outer_momentum < 1.0:
             raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum!r}")
+        if not 0.0 <= self.keep <= 1.0:
+            raise ValueError(f"keep must be in [0, 1], got {self.keep!r}")
 
     def step(self, mean: Array, momentum: Array | None) -> None:
         """Turn the mean of what was sent into the step of a shared parameter. `momentum` changes, if there is one."""

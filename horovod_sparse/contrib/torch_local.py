@@ -52,6 +52,10 @@ class LocalUpdates:
         residual_decay: what is left of the residual after each exchange, in (0, 1].
         outer_lr: learning rate of the exchanged movement, > 0.
         outer_momentum: Nesterov momentum of the exchanged movement, in [0, 1); DiLoCo has 0.9 with `outer_lr=0.7`.
+        keep: the part of its residual that a worker's parameters have moved already, in [0, 1], from a forward pass in
+            training until the next step, as with `detached` elsewhere. Steps, exchanges and evaluations see the parameters
+            without. It takes the memory of one more copy of the parameters; 0 does not. Where residuals hold what other
+            workers have sent (`Balanced`, `Hierarchical`), nothing moves.
         group: a process group of `torch.distributed`, or a process set of Horovod; None for all workers of the one that was
             initialised.
 
@@ -75,12 +79,13 @@ class LocalUpdates:
         residual_decay: float = 0.95,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
+        keep: float = 0.5,
         group: Any = None,
     ) -> None:
         _check_arguments(optimizer, model)
         self.optimizer = optimizer
         self._model = model
-        self.outer = Outer(every, residual_decay, outer_lr, outer_momentum)
+        self.outer = Outer(every, residual_decay, outer_lr, outer_momentum, keep)
         self.compression = NoOp() if compression is None else compression
         if not isinstance(self.compression, TorchCompressor):
             raise TypeError(
@@ -88,7 +93,7 @@ class LocalUpdates:
             )
         self.compression.check_free()
         check_moves(self.compression, "with local updates")
-        refuse_detached(self.compression, "local updates")
+        refuse_detached(self.compression, "local updates", "use keep of LocalUpdates")
         names = _names(optimizer, model)
         check_memory(names)
         self._transport = transport_of(group, next(iter(names)).device)
@@ -96,6 +101,7 @@ class LocalUpdates:
         self._shared = {name: one.detach().to(wide(one), copy=True) for name, one in self._parameters.items()}
         self._movement = Movement([*self._parameters.values()], [*self._shared.values()])
         self._reducer = _Reducer(self.compression, self._transport, names)
+        self._reducer.move_parameters(keep if self.compression.waits_alone else 0.0, optimizer, names)
         self._momentum = {name: torch.zeros_like(one) for name, one in self._shared.items()} if outer_momentum else {}
         self._steps = 0
         self._made = next(_made)
@@ -126,9 +132,19 @@ class LocalUpdates:
                 "scaler.step must be given the optimizer itself, got LocalUpdates: call scaler.step(optimizer), "
                 "scaler.update(), and then local.count_step(), also where the scaler has left out the optimizer's step"
             )
-        loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        loss = self.optimizer.step(self._closed(closure)) if closure is not None else self.optimizer.step()
         self.count_step()
         return loss
+
+    def _closed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure after which the parameters are those that the optimizer is to step from."""
+
+        def closed() -> Any:
+            loss = closure()
+            self._reducer.restore_moved()
+            return loss
+
+        return closed
 
     def count_step(self) -> None:
         """Count a step that the optimizer has made, or that a `GradScaler` has left out. Exchange after every `every`-th.
@@ -168,6 +184,7 @@ class LocalUpdates:
     def _drifts(self) -> dict[Tensor, Tensor]:
         """Return how far the parameters have moved. Raise ValueError on all workers if they differ in what must be the same."""
         problem = None
+        self._reducer.restore_moved()
         try:
             _names(self.optimizer, self._model, self._parameters)
         except ValueError as error:
@@ -229,6 +246,8 @@ class LocalUpdates:
 
 
 class _Reducer(GroupReducer):
+    _in_parameters = True
+
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         raise RuntimeError(
             "scale_with must not be called with local updates, because the scaler's gradients stay on their worker: call "

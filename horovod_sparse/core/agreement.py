@@ -207,13 +207,12 @@ def refuse_updates(c: Compressor, framework: str) -> None:
         )
 
 
-def refuse_detached(c: Compressor, framework: str) -> None:
+def refuse_detached(
+    c: Compressor, framework: str, remedy: str = "PyTorch's hvd.DistributedOptimizer and register can have it"
+) -> None:
     """Raise ValueError if a compressor is to move parameters where that cannot be done."""
     if c.detached not in ("auto", 0):
-        raise ValueError(
-            f"detached must be 'auto' or 0 with {framework}, got {c.detached!r}; PyTorch's hvd.DistributedOptimizer and "
-            "register can have it"
-        )
+        raise ValueError(f"detached must be 'auto' or 0 with {framework}, got {c.detached!r}; {remedy}")
 
 
 def check_moves(c: Compressor, where: str) -> None:

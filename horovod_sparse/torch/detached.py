@@ -52,7 +52,14 @@ class Detached:
         """A second copy of each. It is kept from step to step, because memory that is new takes longer."""
         self._reduced: dict[Tensor, Handed] = {}
         """A reduced gradient that the step is to find as it was."""
-        self._not_found = {*parameters}
+        self._parameters = frozenset(parameters)
+        for other in [*_living]:
+            if not self._parameters.isdisjoint(other._parameters):
+                # What waits there will never be sent, now that another one serves these parameters.
+                other.restore()
+                other.stop()
+        _living.add(self)
+        self._not_found = {*self._parameters}
         self._known = WeakSet[nn.Module]()
         """Modules that need not be looked at again."""
         self._search = register_module_forward_pre_hook(_Hook(self, Detached._look))
@@ -148,6 +155,10 @@ class Detached:
 def _is_replaced(parameter: Tensor) -> bool:
     """Return whether a parameter moves by taking other memory, which is faster."""
     return parameter.is_cpu and not is_sharded(parameter)
+
+
+_living = WeakSet[Detached]()
+"""Of those of the same parameters, only the last one moves them."""
 
 
 class _Hook:

@@ -195,11 +195,22 @@ class TensorReducer(Store):
     ) -> None:
         """Move the parameters of an optimizer as the compressor says, by itself only where the unit of updates is known."""
         coefficient = self.compressor.detached_coefficient
-        known = self.updates is not None or is_sgd(own_step) or self.compressor.detached != "auto"
-        if self.active and coefficient and known:
+        if self._in_parameters or is_sgd(own_step) or self.compressor.detached != "auto":
+            self.move_parameters(coefficient, optimizer, names)
+
+    def move_parameters(
+        self, coefficient: float, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
+    ) -> None:
+        """Move the parameters of an optimizer by a part of what waits, while gradients are computed."""
+        if self.active and coefficient:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             self.detached = Detached(coefficient, parameters, partial(self._waiting, optimizer, names))
             optimizer.register_step_pre_hook(self.detached.check)
+
+    @property
+    def _in_parameters(self) -> bool:
+        """Whether what is exchanged, and waits, are movements of parameters."""
+        return self.updates is not None
 
     def _waiting(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> list[Waiting]:
         """Return what waits between two steps: in the pipeline, or in a state that was loaded before the first step."""
@@ -211,7 +222,7 @@ class TensorReducer(Store):
             known = pipeline.learning_rates
         found = []
         for group in optimizer.param_groups:
-            rate = 1.0 if self.updates is not None else float(group["lr"])
+            rate = 1.0 if self._in_parameters else float(group["lr"])
             for parameter in group["params"]:
                 name = names.get(parameter, "")
                 if parameter.requires_grad and name in residuals:

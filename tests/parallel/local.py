@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "small
 EVERY = 3
 
 Moved = Mapping[str, np.ndarray]
+Tensors = dict[str, torch.Tensor]
 
 
 class Given(torch.optim.Optimizer):
@@ -147,7 +149,168 @@ def exchanges_in_another_order_raise_on_all(met: bool) -> None:
     assert "local updates" in text, text
 
 
+class Pulled(nn.Module):
+    """Half the squared distance of its parameters from points: gradients are what the forward pass sees, less the points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(tuple(shape))))
+        self.seen: Tensors = {}
+
+    def forward(self, points: Tensors) -> torch.Tensor:
+        self.seen = self.values()
+        return torch.stack([(one - points[name]).square().sum() / 2 for name, one in self.named_parameters()]).sum()
+
+    def values(self) -> Tensors:
+        return {name: one.detach().clone() for name, one in self.named_parameters()}
+
+
+def pulled(
+    keep: float, *, momentum: float = 0.0, model: Pulled | None = None, exchange: Any = None
+) -> tuple[Pulled, Any]:
+    """Return a model and its local updates."""
+    model = model or Pulled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    compression = sparse.TopK(0.05, warmup=None, exchange=exchange)
+    return model, sparse.LocalUpdates(optimizer, model, compression, every=EVERY, residual_decay=1.0, keep=keep)
+
+
+def pull(model: Pulled, local: Any, step: int, with_closure: bool = False) -> Tensors:
+    """Make a local step. Return its points."""
+    points = {name: torch.from_numpy(one) for name, one in moves(step).items()}
+
+    def closure() -> torch.Tensor:
+        local.zero_grad()
+        loss = model(points)
+        loss.backward()
+        return loss
+
+    if with_closure:
+        local.step(closure)
+    else:
+        closure()
+        local.step()
+    return points
+
+
+def waiting(local: Any) -> Tensors:
+    """What waits of each parameter on this worker."""
+    kept = local.compression.state_dict()["residuals"]
+    return {name: kept.get(name, torch.zeros(tuple(shape))) for name, shape in SHAPES.items()}
+
+
+def same(ours: Tensors, theirs: Tensors) -> bool:
+    """Whether two models hold the same bits."""
+    return all(torch.equal(one, theirs[name]) for name, one in ours.items())
+
+
+def gradients_know_of_what_waits(keep: float, with_closure: bool = False, exchange: Any = None) -> None:
+    """They are those at theta_r - c e_r. Steps, exchanges and evaluations know only theta_r, and nothing is lost."""
+    model, local = pulled(keep, exchange=exchange)
+    moved: list[Tensors] = []
+    local.optimizer.register_step_post_hook(lambda *_: moved.append(model.values()))
+    # What others have sent is no part of what this worker has found.
+    shared, part = model.values(), keep if exchange is None else 0.0
+    for step in range(4 * EVERY):
+        before, kept = model.values(), waiting(local)
+        assert step < EVERY or kept["first"].any()
+        points = pull(model, local, step, with_closure)
+        for name, one in before.items():
+            assert torch.equal(model.seen[name], one.sub(kept[name], alpha=part)), (name, step)
+            torch.testing.assert_close(moved[-1][name], one - 0.1 * (model.seen[name] - points[name]))
+        if (step + 1) % EVERY:
+            continue
+        assert_identical(model)
+        drift, mean = ({name: shared[name] - one for name, one in ends.items()} for ends in (moved[-1], model.values()))
+        if exchange is None:
+            nothing_is_lost(drift, kept, waiting(local), mean)
+        shared = model.values()
+        with torch.no_grad():
+            model(points)
+        assert same(model.seen, shared)
+
+
+def nothing_is_lost(drift: Tensors, kept: Tensors, left: Tensors, mean: Tensors) -> None:
+    """What was sent and what is left are the drift and what was kept, exactly. The mean of what was sent has moved theta."""
+    for name in ("first", "second"):
+        whole = kept[name] + drift[name]
+        assert bool(((left[name] == whole) | (left[name] == 0.0)).all())
+        sent = everyone((whole - left[name]).tolist())
+        torch.testing.assert_close(torch.tensor(sent).mean(dim=0), mean[name], rtol=1e-4, atol=1e-6)
+
+
+def a_resumed_run_keeps_what_waits() -> None:
+    """Bit for bit, also between two exchanges, and before the first exchange of the process."""
+    for steps in (2 * EVERY, 2 * EVERY + 1):
+        model, local = pulled(0.5, momentum=0.9)
+        for step in range(steps):
+            pull(model, local, step)
+        twin, twin_local = pulled(0.5, momentum=0.9)
+        twin.load_state_dict(model.state_dict())
+        twin_local.optimizer.load_state_dict(copy.deepcopy(local.optimizer.state_dict()))
+        twin_local.load_state_dict(local.state_dict())
+        for step in range(steps, 5 * EVERY):
+            for one, its in ((model, local), (twin, twin_local)):
+                pull(one, its, step)
+            assert same(twin.seen, model.seen) and same(twin.values(), model.values()), step
+        assert_identical(twin)
+
+
+def between_a_forward_pass_and_its_step() -> tuple[Pulled, Any, Tensors]:
+    """Return a model, its local updates, and the parameters of the last exchange."""
+    model, local = pulled(0.5)
+    for step in range(EVERY):
+        pull(model, local, step)
+    shared = model.values()
+    model(shared)
+    assert not same(model.values(), shared)
+    return model, local, shared
+
+
+def what_is_kept_is_no_drift() -> None:
+    model, local, shared = between_a_forward_pass_and_its_step()
+    kept = waiting(local)
+    local.synchronize()
+    nothing = {name: torch.zeros_like(one) for name, one in shared.items()}
+    nothing_is_lost(nothing, kept, waiting(local), {name: shared[name] - one for name, one in model.values().items()})
+    assert_identical(model)
+
+
+def a_failed_exchange_leaves_no_trace_of_what_was_kept() -> None:
+    model, local, shared = between_a_forward_pass_and_its_step()
+    kept = str(local.state_dict())
+    if hvd.rank() == 1:
+        with torch.no_grad():
+            model.first[3, 4] = float("nan")
+    raised(FloatingPointError, local.synchronize)
+    assert same(model.values(), shared) and str(local.state_dict()) == kept
+    pull(model, local, EVERY)
+    local.synchronize()
+    assert_identical(model)
+
+
+def nothing_moves_for_local_updates_that_were_replaced() -> None:
+    model, local = pulled(0.5)
+    for step in range(EVERY):
+        pull(model, local, step)
+    assert waiting(local)["first"].any()
+    _, again = pulled(0.5, model=model)
+    before = model.values()
+    pull(model, again, EVERY)
+    assert same(model.seen, before)
+
+
 LAWS: dict[str, tuple[Any, ...]] = {
+    "kept": (gradients_know_of_what_waits, 0.5),
+    "kept, all": (gradients_know_of_what_waits, 1.0),
+    "kept, nothing": (gradients_know_of_what_waits, 0.0),
+    "kept, closure": (gradients_know_of_what_waits, 0.5, True),
+    "kept, balanced": (gradients_know_of_what_waits, 0.5, False, sparse.Balanced()),
+    "kept, resumed": (a_resumed_run_keeps_what_waits,),
+    "kept, no drift": (what_is_kept_is_no_drift,),
+    "kept, not finite": (a_failed_exchange_leaves_no_trace_of_what_was_kept,),
+    "kept, replaced": (nothing_moves_for_local_updates_that_were_replaced,),
     "formulas": (formulas, 0.95, 1.0, 0.0),
     "formulas-outer": (formulas, 0.9, 0.7, 0.5),
     "resumed": (a_resumed_run_goes_on_bit_for_bit,),
@@ -294,6 +457,7 @@ def wrong_settings_are_refused() -> None:
         ({"residual_decay": 0.0}, "residual_decay must be in"),
         ({"outer_lr": float("inf")}, "outer_lr must be a finite number"),
         ({"outer_momentum": 1.0}, "outer_momentum must be in"),
+        ({"keep": 1.5}, "keep must be in [0, 1], got 1.5"),
         ({"optimizer": other}, "optimizer must have parameters of the model only, got 1 others"),
         ({"compression": sparse.DGC(0.1, momentum=0.9)}, "compression must have momentum=None"),
         (
