@@ -9,9 +9,8 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 
 from horovod_sparse.core import checkpoint
-from horovod_sparse.core.checkpoint import Loaded, Workers, continued_by
+from horovod_sparse.core.checkpoint import Checkpoints, Loaded, Workers, continued_by
 from horovod_sparse.core.state import joined
 
 LIMIT = 120.0
@@ -54,10 +53,17 @@ def content(step: int, rank: int) -> bytes:
     return f"rank {rank} in step {step}".encode()
 
 
+def made(workers: Workers, **functions: Callable[..., Any]) -> Checkpoints:
+    """Checkpoints of no objects, but for what `functions` replace."""
+    nothing: dict[str, Any] = {"compressors": dict, "own": bytes, "shared": bytes, "decode": lambda _: {}}
+    nothing |= {"check": lambda objects, *_: (objects, {}), "set": lambda *_: None}
+    return Checkpoints(lambda: workers, **{**nothing, **functions})
+
+
 def save(folder: Path, step: Any, size: int = 2, keep: Any = 3) -> list[Any]:
     def action(workers: Workers) -> None:
-        own, shared = (partial(content, step, one) for one in (workers.rank, -1))
-        checkpoint.save(folder, step, keep, workers, own, shared, len)
+        functions = {"own": lambda _: content(step, workers.rank), "shared": lambda _: content(step, -1)}
+        made(workers, **functions).save_checkpoint(folder, step, keep=keep)
 
     return together(size, action)
 
@@ -66,8 +72,9 @@ def load(folder: Path, size: int = 2, damaged: Any = "skip") -> list[Any]:
     """What each rank is given, or raises; None where there is no checkpoint."""
 
     def action(workers: Workers) -> Any:
-        found = checkpoint.restore(folder, workers, damaged, lambda one: contextlib.nullcontext({"": one}))
-        return found.values.get("")
+        found = made(workers)
+        found._load = lambda objects, found, undo: {"": found}  # type: ignore[method-assign]
+        return found.load_checkpoint(folder, damaged=damaged).values.get("")
 
     return together(size, action)
 
@@ -266,11 +273,8 @@ def test_a_wrong_argument_raises_on_every_rank(
 ) -> None:
     """Also if it is wrong on one rank only: the others then raise, and do not wait."""
 
-    def action(workers: Workers) -> None:
-        arguments = {"step": 5, "keep": 1, **(wrong if workers.rank else {})}
-        checkpoint.save(tmp_path, **arguments, workers=workers, own=bytes, shared=bytes, read=len)
-
-    errors = together(2, action)
+    arguments = [{"step": 5, "keep": 1}, {"step": 5, "keep": 1, **wrong}]
+    errors = together(2, lambda workers: made(workers).save_checkpoint(tmp_path, **arguments[workers.rank]))
     assert type(errors[1]) is error and str(errors[1]) == text
     assert type(errors[0]) is RuntimeError and str(errors[0]) == f"the checkpoint failed: rank 1: cannot save: {text}"
     assert names(tmp_path) == []
@@ -283,47 +287,45 @@ class OddError(Exception):
 @pytest.mark.parametrize(
     "error", [MemoryError(), IndexError("odd"), OddError("odd"), OSError("odd"), KeyError("odd")], ids=repr
 )
-@pytest.mark.parametrize("moment", ["contents", "read", "write", "look", "use", "end"])
+@pytest.mark.parametrize("moment", ["own", "decode", "write", "look", "check", "set"])
 def test_whatever_one_rank_raises_all_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, error: Exception
 ) -> None:
     save(tmp_path, 1)
     failing = 0 if moment == "look" else 1
-    left: list[Any] = []
+    kept: list[list[bytes]] = [[b"before"], [b"before"]]
 
-    def fail(workers: Workers, now: str) -> Any:
-        if now == moment and workers.rank == failing:
+    def fail(rank: int, now: str) -> Any:
+        if now == moment and rank == failing:
             raise error
 
-    @contextlib.contextmanager
-    def use(workers: Workers) -> Iterator[dict[str, Any]]:
-        fail(workers, "use")
-        try:
-            yield {}
-        except RuntimeError as undone:
-            left.append(undone)
-            raise
-        fail(workers, "end")
-
     def action(workers: Workers) -> None:
-        monkeypatch.setattr(
-            checkpoint, "_write", lambda path, _: "1" in path.name and fail(Workers(1, 2, list), "write")
-        )
+        rank = workers.rank
+
+        def change(_: Any, __: Any, own: dict[str, Any]) -> None:
+            kept[rank].append(own["kept"])
+            if own["kept"] != b"before":
+                fail(rank, "set")
+
+        monkeypatch.setattr(checkpoint, "_write", lambda path, _: "1" in path.name and fail(1, "write"))
         if moment == "look":
-            monkeypatch.setattr(checkpoint, "_checkpoints", lambda _: fail(workers, "look"))
-        if moment in ("look", "use", "end"):
-            checkpoint.restore(tmp_path, workers, "skip", lambda _: use(workers))
-            return
-        checkpoint.save(
-            tmp_path, 2, 1, workers, lambda: fail(workers, "contents") or b"own", bytes, lambda _: fail(workers, "read")
+            monkeypatch.setattr(checkpoint, "_checkpoints", lambda _: fail(0, "look"))
+        checkpoints = made(
+            workers,
+            own=lambda _: fail(rank, "own") or kept[rank][-1],
+            decode=lambda content: fail(rank, "decode") or {"kept": content},
+            check=lambda *_: fail(rank, "check") or ((), {}),
+            set=change,
         )
+        loads = moment in ("look", "check", "set")
+        checkpoints.load_checkpoint(tmp_path) if loads else checkpoints.save_checkpoint(tmp_path, 2, keep=1)
 
     errors = together(2, action)
     assert all(type(one) is RuntimeError and f"rank {failing}:" in str(one) for one in errors), errors
     assert all((str(error) or "MemoryError()") in str(one) for one in errors)
     monkeypatch.undo()
     assert load(tmp_path) == expected(1, 2, 2) and names(tmp_path) == ["step-000000001"]
-    assert len(left) == (moment == "use"), "the other rank has undone what it loaded"
+    assert {kept[0][-1], kept[1][-1]} == {b"before"} and (len(kept[0]) == 3) == (moment in ("check", "set"))
 
 
 HOLD = """
@@ -356,15 +358,12 @@ def test_a_file_system_without_locks_is_used_all_the_same(tmp_path: Path, monkey
 
 
 def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path) -> None:
-    def action(workers: Workers) -> None:
-        checkpoint.save(tmp_path / str(workers.rank), 1, 3, workers, bytes, bytes, len)
-
-    errors = together(2, action)
+    errors = together(2, lambda workers: made(workers).save_checkpoint(tmp_path / str(workers.rank), 1))
     assert all("folder must be on a file system that all hosts share" in str(error) for error in errors)
 
 
 def test_ranks_in_different_steps_are_refused(tmp_path: Path) -> None:
-    errors = together(2, lambda workers: checkpoint.save(tmp_path, workers.rank, 3, workers, bytes, bytes, len))
+    errors = together(2, lambda workers: made(workers).save_checkpoint(tmp_path, workers.rank))
     assert [str(error) for error in errors] == ["step must be the same on every rank, got [0, 1]"] * 2
 
 

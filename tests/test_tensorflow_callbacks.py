@@ -39,7 +39,7 @@ def test_arguments_are_checked(tmp_path: Path, arguments: dict[str, Any], error:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, without Horovod."""
-    monkeypatch.setattr(checkpoint, "_workers", lambda: Workers(0, 1, lambda value: [value]))
+    monkeypatch.setattr(checkpoint.checkpoints, "workers", lambda: Workers(0, 1, lambda value: [value]))
 
 
 def module(**variables: Any) -> tf.Module:

@@ -39,7 +39,7 @@ SAVED = Path(__file__).parent / "data" / "checkpoint_801e177_torch"
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, without Horovod."""
-    monkeypatch.setattr(checkpoint, "_workers", lambda: Workers(0, 1, lambda value: [value]))
+    monkeypatch.setattr(checkpoint.checkpoints, "workers", lambda: Workers(0, 1, lambda value: [value]))
 
 
 def training() -> dict[str, Any]:

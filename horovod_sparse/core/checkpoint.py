@@ -20,13 +20,16 @@ import shutil
 import stat
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from horovod_sparse.compressors.checks import check_choice, check_integer
+from horovod_sparse.core.binding import BoundCompressor
+from horovod_sparse.core.state import joined
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -45,6 +48,9 @@ _UNFINISHED = ".unfinished-"
 
 Damaged = Literal["skip", "raise"]
 Folder = str | os.PathLike[str]
+Objects = Mapping[str, Any]
+"""What is saved or loaded, by name."""
+State = dict[str, Any]
 
 
 class Workers(NamedTuple):
@@ -113,96 +119,158 @@ def continued_by(rank: int, size: int, saved: int) -> list[int]:
     return list(range(rank, saved, size))
 
 
-def save(
-    folder: Folder,
-    step: int,
-    keep: int,
-    workers: Workers,
-    own: Callable[[], bytes],
-    shared: Callable[[], bytes],
-    read: Callable[[bytes], object],
-) -> None:
-    """Write a checkpoint, and then remove all earlier ones but the newest `keep` - 1. Blocks until it is complete.
+@dataclass
+class Checkpoints:
+    """The checkpoints of one framework, whose adapter says what its objects hold."""
 
-    `own` returns the content of this rank's file, and `shared` that of the file that is the same for all. `read` is what will
-    read them from the disk. It raises if it cannot.
+    workers: Callable[[], Workers]
+    compressors: Callable[[Objects], Mapping[str, BoundCompressor]]
+    """Returns the compressors of the objects."""
+    own: Callable[[Objects], bytes]
+    """Returns the content of this rank's file: among others "compression", the states of the compressors, and "random"."""
+    shared: Callable[[Objects], bytes]
+    """Returns the content of the file that is the same for all ranks."""
+    decode: Callable[[bytes], State]
+    """Reads the content of a file. It raises ValueError if it cannot."""
+    check: Callable[[Objects, State, State], tuple[Collection[str], State]]
+    """Takes what is in the shared file and in this rank's. Returns the names that were saved, and what can be returned of them.
+    It raises ValueError if an object can take no state."""
+    set: Callable[[Objects, State, State], None]
+    """Loads both into the objects. It raises if they do not fit; some may be loaded then."""
+    passes: Callable[[Any], int] = lambda one: 0
+    """Returns the number of passes whose gradients an object has summed and not yet applied."""
 
-    Raises:
-        TypeError, ValueError: on this rank, if one of these raises it, an argument is wrong, or steps differ.
-        RuntimeError: on all others then, and on every rank if another job saves in the folder, or one cannot write. Older
-            checkpoints are not touched.
-    """
-    folder = Path(folder)
-    files: dict[str, bytes] = {}
-    with ExitStack() as at_the_end:
+    def save_checkpoint(self, /, folder: Folder, step: int, *, keep: int = 3, **objects: Any) -> None:
+        """Save a checkpoint from which training continues bit for bit. Call it on every rank, between two steps.
 
-        def prepare() -> Any:
-            check_integer("step", step, 0)
-            check_integer("keep", keep, 1)
-            files[rank_file(workers.rank)] = own()
+        It holds `objects`, the residuals and the adaptive state of the optimizers' compressors, and the states of the random
+        generators of PyTorch, NumPy and Python. Models and optimizers of rank 0 are saved for all ranks. Everything else is
+        saved for every rank, also buffers of PyTorch's models (running means), variables of TensorFlow that are not trainable,
+        and optimizers whose updates are exchanged. Numbers of NumPy's become Python's. Blocks until the checkpoint is on the
+        disk.
+
+        Args:
+            folder: the folder of all checkpoints of this job, on a file system that all hosts share.
+            step: number of steps that are done, >= 0.
+            keep: how many checkpoints are kept, >= 1. Older ones are removed when this one is complete.
+            **objects: what to save, by name. PyTorch: whatever has `state_dict` and `load_state_dict` (model, optimizer,
+                scheduler, sampler, scaler), `torch.Generator`s, tensors, and plain values. TensorFlow: models, optimizers and
+                whatever else has `variables`, variables, `tf.random.Generator`s, compressors, and values that JSON can
+                express. The compressor of an optimizer is saved with it; those of tapes, and of TensorFlow's optimizers other
+                than Keras 3's, must be among the objects.
+
+        Raises:
+            TypeError, ValueError: `step` or `keep` is wrong, `step` differs between ranks, gradients of several passes are
+                being summed (TensorFlow), or something cannot be saved: `torch.load(weights_only=True)` refuses its type, or
+                JSON cannot express it. Ranks on which that is not so raise RuntimeError.
+            RuntimeError: on every rank, if one cannot write, or another job saves in the folder. Older checkpoints stay.
+        """
+        folder, workers = Path(folder), self.workers()
+        files: dict[str, bytes] = {}
+        with ExitStack() as at_the_end:
+
+            def prepare() -> Any:
+                check_integer("step", step, 0)
+                check_integer("keep", keep, 1)
+                for name, one in objects.items():
+                    if passes := self.passes(one):
+                        raise ValueError(
+                            f"{name} must be between two steps, but sums the gradients of {passes} passes that it has not "
+                            "applied; save after the last of them"
+                        )
+                files[rank_file(workers.rank)] = self.own(objects)
+                if workers.rank == 0:
+                    files[SHARED] = self.shared(objects)
+                    at_the_end.enter_context(_locked(folder))
+                for content in files.values():
+                    self.decode(content)
+                return [int(step), uuid.uuid4().hex]
+
+            def write() -> Any:
+                unfinished.mkdir(parents=True, exist_ok=True)
+                for name, content in files.items():
+                    _write(unfinished / name, content)
+                return {name: [len(content), _digest(content)] for name, content in files.items()}
+
+            def complete() -> None:
+                if workers.rank == 0:
+                    _complete(
+                        unfinished, folder / f"step-{step:09d}", {"step": step, "world": workers.size, "files": parts}
+                    )
+                    _remove_old(folder, step, keep)
+
+            begun = workers.agreed("cannot save", prepare, own=(TypeError, ValueError))
+            steps = [theirs for theirs, _ in begun]
+            if len(set(steps)) > 1:
+                raise ValueError(f"step must be the same on every rank, got {steps}")
+            step = steps[0]
+            unfinished = folder / f"{_UNFINISHED}{begun[0][1]}"
             if workers.rank == 0:
-                files[SHARED] = shared()
-                at_the_end.enter_context(_locked(folder))
-            for content in files.values():
-                read(content)
-            return [int(step), uuid.uuid4().hex]
+                at_the_end.callback(shutil.rmtree, unfinished, ignore_errors=True)
+            written = workers.agreed("cannot write the checkpoint", write)
+            parts = {name: entry for entries in written for name, entry in entries.items()}
+            workers.agreed("cannot complete the checkpoint", complete)
 
-        def write() -> Any:
-            unfinished.mkdir(parents=True, exist_ok=True)
-            for name, content in files.items():
-                _write(unfinished / name, content)
-            return {name: [len(content), _digest(content)] for name, content in files.items()}
+    def load_checkpoint(self, /, folder: Folder, *, damaged: Damaged = "skip", **objects: Any) -> Checkpoint:
+        """Load the newest complete checkpoint into `objects`. Call it on every rank, when optimizers and variables are made.
 
-        def complete() -> None:
-            _complete(unfinished, folder / f"step-{step:09d}", {"step": step, "world": workers.size, "files": parts})
-            _remove_old(folder, step, keep)
+        If there is no checkpoint, nothing changes and `step` is 0. If the number of workers differs from when it was saved,
+        the sum of the residuals over all workers is kept: residuals of workers that are gone are added to those of others, and
+        new workers begin with zero. A warning says so.
 
-        begun = workers.agreed("cannot save", prepare, own=(TypeError, ValueError))
-        steps = [theirs for theirs, _ in begun]
-        if len(set(steps)) > 1:
-            raise ValueError(f"step must be the same on every rank, got {steps}")
-        step = steps[0]
-        unfinished = folder / f"{_UNFINISHED}{begun[0][1]}"
-        if workers.rank == 0:
-            at_the_end.callback(shutil.rmtree, unfinished, ignore_errors=True)
-        written = workers.agreed("cannot write the checkpoint", write)
-        parts = {name: entry for entries in written for name, entry in entries.items()}
-        workers.agreed("cannot complete the checkpoint", complete if workers.rank == 0 else lambda: None)
+        Args:
+            folder: the folder of all checkpoints.
+            damaged: what happens if a file is missing or was changed: "skip" takes an older checkpoint and warns, "raise"
+                raises.
+            **objects: what to load, by the names that `save_checkpoint` was given. What is left out is returned in `values`;
+                of TensorFlow, plain values only.
 
+        Raises:
+            ValueError: `damaged` is neither.
+            RuntimeError: on every rank, if there are checkpoints and none can be read, if the newest is damaged and
+                damaged="raise", or if it does not fit the objects. These are then as before.
+        """
+        workers = self.workers()
+        found = _newest(Path(folder), workers, damaged)
+        if found is None:
+            return Checkpoint(0, {})
+        if found.world != workers.size and workers.rank == 0:
+            warnings.warn(
+                f"horovod_sparse: {found.world} workers saved the checkpoint of step {found.step}, {workers.size} continue; "
+                "the sum of their residuals is kept",
+                stacklevel=2,
+            )
+        values: State = {}
+        with ExitStack() as undo:
+            # It may not fit on another rank.
+            workers.agreed(
+                f"the checkpoint of step {found.step} does not fit",
+                lambda: values.update(self._load(objects, found, undo)),
+            )
+            undo.pop_all()
+        return Checkpoint(found.step, values)
 
-def restore(
-    folder: Folder,
-    workers: Workers,
-    damaged: Damaged,
-    use: Callable[[Loaded], AbstractContextManager[dict[str, Any]]],
-) -> Checkpoint:
-    """Read the newest complete checkpoint of which every rank can read its part, and let `use` load it.
+    def _load(self, objects: Objects, found: Loaded, undo: ExitStack) -> State:
+        """Load a checkpoint, and return what is left. Whatever is changed, `undo` brings back.
 
-    `use` returns a context whose value is what is left. It raises at its beginning if the checkpoint does not fit. What it
-    changes, it changes at its end, or undoes if the end is an error: then the checkpoint does not fit on another rank.
-
-    Raises:
-        ValueError: `damaged` is neither "skip" nor "raise" on this rank.
-        RuntimeError: on every rank, if `use` raises on one, the newest checkpoint is damaged and damaged="raise", or there are
-            checkpoints and none can be read.
-    """
-    found = _newest(Path(folder), workers, damaged)
-    if found is None:
-        return Checkpoint(0, {})
-    if found.world != workers.size and workers.rank == 0:
-        warnings.warn(
-            f"horovod_sparse: {found.world} workers saved the checkpoint of step {found.step}, {workers.size} continue; the "
-            "sum of their residuals is kept",
-            stacklevel=3,
-        )
-    values: dict[str, Any] = {}
-    with ExitStack() as loading:
-        workers.agreed(
-            f"the checkpoint of step {found.step} does not fit",
-            lambda: values.update(loading.enter_context(use(found))),
-        )
-        workers.agreed(f"the checkpoint of step {found.step} cannot be loaded", loading.close)
-    return Checkpoint(found.step, values)
+        Whether an object takes a state is known only when it has been loaded: a module loads what fits, and raises then.
+        """
+        shared, (own, *others) = self.decode(found.shared), [self.decode(one) for one in found.own]
+        names, values = self.check(objects, shared, own)
+        unknown = sorted(objects.keys() - names)
+        if unknown:
+            raise ValueError(f"{unknown} were not saved; it holds {sorted(names)}")
+        for name, compressor in self.compressors(objects).items():
+            if name not in own["compression"]:
+                raise ValueError(f"{name} was saved without a compressor, but has {compressor!r} now")
+            own["compression"][name] = joined([one["compression"][name] for one in (own, *others)], zero=found.is_new)
+        before = self.shared(objects), self.own(objects)
+        if found.is_new:
+            # A new worker would draw the same random numbers as the one whose file it reads.
+            own["random"] = self.decode(before[1])["random"]
+        undo.callback(lambda: self.set(objects, *map(self.decode, before)))
+        self.set(objects, shared, own)
+        return {name: value for name, value in values.items() if name not in objects}
 
 
 def _newest(folder: Path, workers: Workers, damaged: Damaged) -> Loaded | None:

@@ -224,7 +224,7 @@ def tensorflow_checkpoint_that_does_not_fit_raises_on_every_rank() -> None:
         def refused(**objects: Any) -> str:
             return raised(RuntimeError, lambda: ours.load_checkpoint(folder, **objects))
 
-        assert "other was not saved; it holds the variables of" in refused(other=loop)
+        assert "['other'] were not saved; it holds" in refused(other=loop)
         assert "leave it out and find it in values" in refused(epoch=3)
         # Only one rank has another model.
         narrow = tf.Module()
@@ -249,7 +249,7 @@ def fewer_workers_keep_the_sum_of_the_residuals() -> None:
         for size, rank, gather in ((1, 0, lambda value: [value]), (3, 2 * hvd.rank(), everyone)):
             other, is_new = Loop(), rank == 2
             with (
-                mock.patch.object(checkpoint, "_workers", return_value=Workers(rank, size, gather)),
+                mock.patch.object(checkpoint.checkpoints, "workers", return_value=Workers(rank, size, gather)),
                 warnings.catch_warnings(record=True) as caught,
             ):
                 warnings.simplefilter("always")
