@@ -25,7 +25,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from horovod_sparse.compressors.checks import check_choice, check_integer
 from horovod_sparse.core.binding import BoundCompressor
@@ -51,6 +51,7 @@ Folder = str | os.PathLike[str]
 Objects = Mapping[str, Any]
 """What is saved or loaded, by name."""
 State = dict[str, Any]
+T = TypeVar("T")
 
 
 class Workers(NamedTuple):
@@ -61,27 +62,27 @@ class Workers(NamedTuple):
     gather: Callable[[Any], list[Any]]
     """Returns every rank's value, in rank order. Values are what JSON can express. It blocks."""
 
-    def agreed(self, what: str, action: Callable[[], Any], own: tuple[type[Exception], ...] = ()) -> list[Any]:
-        """Return what `action` returns on every rank: values that JSON can express. `what` begins the message of an error.
+    def agreed(self, what: str, action: Callable[[], T], own: tuple[type[Exception], ...] = ()) -> T:
+        """Return what `action` returns on this rank, if it raises on none. `what` begins the message of an error.
 
         Raises:
             RuntimeError: on every rank, if `action` raises anything on any. But errors of the classes `own` stay what they are
                 on the rank that has them.
         """
-        value, problem, error = None, "", None
+        problem, error = "", None
         try:
             value = action()
         except Exception as caught:
             error = caught
             is_clear = isinstance(error, (OSError, RuntimeError, TypeError, ValueError))
             problem = f"{what}: {error if is_clear else repr(error)}"
-        everyone = self.gather([problem, value])
+        problems = self.gather(problem)
         if isinstance(error, own):
             raise error
-        found = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text)
+        found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
         if found:
             raise RuntimeError(f"the checkpoint failed: {found}") from error
-        return [theirs for _, theirs in everyone]
+        return value
 
 
 class Checkpoint(NamedTuple):
@@ -169,7 +170,7 @@ class Checkpoints:
         files: dict[str, bytes] = {}
         with ExitStack() as at_the_end:
 
-            def prepare() -> Any:
+            def prepare() -> tuple[int, str]:
                 check_integer("step", step, 0)
                 check_integer("keep", keep, 1)
                 for name, one in objects.items():
@@ -184,13 +185,13 @@ class Checkpoints:
                     at_the_end.enter_context(_locked(folder))
                 for content in files.values():
                     self.decode(content)
-                return [int(step), uuid.uuid4().hex]
+                return int(step), uuid.uuid4().hex
 
-            def write() -> Any:
+            def write() -> dict[str, tuple[int, str]]:
                 unfinished.mkdir(parents=True, exist_ok=True)
                 for name, content in files.items():
                     _write(unfinished / name, content)
-                return {name: [len(content), _digest(content)] for name, content in files.items()}
+                return {name: (len(content), _digest(content)) for name, content in files.items()}
 
             def complete() -> None:
                 if workers.rank == 0:
@@ -199,7 +200,7 @@ class Checkpoints:
                     )
                     _remove_old(folder, step, keep)
 
-            begun = workers.agreed("cannot save", prepare, own=(TypeError, ValueError))
+            begun = workers.gather(workers.agreed("cannot save", prepare, own=(TypeError, ValueError)))
             steps = [theirs for theirs, _ in begun]
             if len(set(steps)) > 1:
                 raise ValueError(f"step must be the same on every rank, got {steps}")
@@ -207,7 +208,7 @@ class Checkpoints:
             unfinished = folder / f"{_UNFINISHED}{begun[0][1]}"
             if workers.rank == 0:
                 at_the_end.callback(shutil.rmtree, unfinished, ignore_errors=True)
-            written = workers.agreed("cannot write the checkpoint", write)
+            written = workers.gather(workers.agreed("cannot write the checkpoint", write))
             parts = {name: entry for entries in written for name, entry in entries.items()}
             workers.agreed("cannot complete the checkpoint", complete)
 
@@ -240,12 +241,10 @@ class Checkpoints:
                 "the sum of their residuals is kept",
                 stacklevel=2,
             )
-        values: State = {}
         with ExitStack() as undo:
             # It may not fit on another rank.
-            workers.agreed(
-                f"the checkpoint of step {found.step} does not fit",
-                lambda: values.update(self._load(objects, found, undo)),
+            values = workers.agreed(
+                f"the checkpoint of step {found.step} does not fit", lambda: self._load(objects, found, undo)
             )
             undo.pop_all()
         return Checkpoint(found.step, values)
@@ -274,16 +273,14 @@ class Checkpoints:
 
 
 def _newest(folder: Path, workers: Workers, damaged: Damaged) -> Loaded | None:
-    def look() -> Any:
+    def look() -> list[tuple[int, str]]:
         check_choice("damaged", damaged, ("skip", "raise"))
         return [(step, path.name) for step, path in _checkpoints(folder)] if workers.rank == 0 else []
 
-    names = workers.agreed("cannot look for checkpoints", look, own=(ValueError,))[0]
+    names = workers.gather(workers.agreed("cannot look for checkpoints", look, own=(ValueError,)))[0]
     for number, (step, name) in enumerate(names, 1):
-        loaded: list[Loaded] = []
         try:
-            workers.agreed(f"{folder / name} is damaged", partial(_read, folder / name, step, workers, loaded))
-            return loaded[0]
+            return workers.agreed(f"{folder / name} is damaged", partial(_read, folder / name, step, workers))
         except RuntimeError as error:
             # A subclass is an error of the collective.
             if damaged == "raise" or type(error) is not RuntimeError:
@@ -293,7 +290,7 @@ def _newest(folder: Path, workers: Workers, damaged: Damaged) -> Loaded | None:
                     f"{error}; none of the {number} checkpoints in {folder} can be read; move them away to begin anew"
                 ) from error
             if workers.rank == 0:
-                warnings.warn(f"horovod_sparse: {error}; an older one is used", stacklevel=4)
+                warnings.warn(f"horovod_sparse: {error}; an older one is used", stacklevel=3)
     return None
 
 
@@ -307,8 +304,8 @@ def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return [(step, path) for step, _, path in sorted(found, reverse=True)]
 
 
-def _read(path: Path, step: int, workers: Workers, loaded: list[Loaded]) -> None:
-    """Append to `loaded` what this rank needs of a checkpoint."""
+def _read(path: Path, step: int, workers: Workers) -> Loaded:
+    """Return what this rank needs of a checkpoint."""
     manifest = json.loads(_content(path / MANIFEST, LARGEST_MANIFEST))
     if manifest["version"] != VERSION:
         raise ValueError(f"its version must be {VERSION}, got {manifest['version']!r}; another release saved it")
@@ -320,7 +317,7 @@ def _read(path: Path, step: int, workers: Workers, loaded: list[Loaded]) -> None
     mine = continued_by(workers.rank, workers.size, world)
     ranks = mine or [workers.rank % world]
     shared, *own = (_verified(path / name, *files[name]) for name in (SHARED, *map(rank_file, ranks)))
-    loaded.append(Loaded(step, world, shared, own, is_new=not mine))
+    return Loaded(step, world, shared, own, is_new=not mine)
 
 
 def _verified(path: Path, size: int, digest: str) -> bytes:

@@ -86,6 +86,8 @@ def _check(objects: Objects, shared: State, own: State) -> tuple[set[str], State
 
 
 def _set(objects: Objects, shared: State, own: State) -> None:
+    # For all variables, and for random generators.
+    arrays, generators = (shared["arrays"] | one["arrays"] for one in (own, own["random"]))
     for name, variables in _variables(objects).items():
         names = shared["names"].get(name, [])
         if len(variables) != len(names):
@@ -95,8 +97,8 @@ def _set(objects: Objects, shared: State, own: State) -> None:
             )
         for number, (variable, saved) in enumerate(zip(variables, names, strict=True)):
             is_generator = name_of(variable).rsplit("/", 1)[-1] in _GENERATORS
-            arrays = shared["arrays"] | (own["random"] if is_generator else own)["arrays"]
-            array, dtype = viewed(arrays[f"{name}/{number}"], _dtype(variable)), _dtype(variable)
+            dtype = _dtype(variable)
+            array = viewed((generators if is_generator else arrays)[f"{name}/{number}"], dtype)
             # An optimizer names its variables after the model's, and otherwise when it has been loaded.
             is_same = _is_optimizer(objects[name]) or same_name(saved, name_of(variable))
             if (array.shape, array.dtype) != (tuple(variable.shape), dtype) or not is_same:
