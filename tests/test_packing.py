@@ -37,8 +37,3 @@ def test_a_value_that_could_not_be_read_again_is_refused(name: str, value: Any, 
         ValueError, match=f"{name} must be a value that JSON can express or have variables, got {found}"
     ):
         check_plain(name, value)
-
-
-def test_an_array_of_objects_is_refused() -> None:
-    with pytest.raises(ValueError, match="arrays/a must be an array of numbers, got object"):
-        pack({"arrays/a": np.array([None])}, {})

@@ -14,16 +14,7 @@ from horovod_sparse.core.state import ARRAYS
 
 
 def pack(arrays: Mapping[str, NDArray[Any]], plain: Mapping[str, Any]) -> bytes:
-    """Return arrays, by names that contain a slash, and values that JSON can express as one byte string.
-
-    Raises:
-        ValueError: an array holds objects.
-    """
-    for name, array in arrays.items():
-        if array.dtype.hasobject:
-            raise ValueError(
-                f"{name} must be an array of numbers, got {array.dtype}; convert it, such as with .astype(...)"
-            )
+    """Return arrays of numbers, by names that contain a slash, and values that JSON can express as one byte string."""
     file = io.BytesIO()
     entries: dict[str, Any] = {"json": np.array(json.dumps(plain, default=_number)), **arrays}
     np.savez(file, **entries)
