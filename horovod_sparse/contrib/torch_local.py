@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from horovod_sparse.torch.compressors import NoOp, TorchCompressor
 from horovod_sparse.torch.gradients import wide
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.movement import Movement
-from horovod_sparse.torch.parameters import check_memory
+from horovod_sparse.torch.parameters import check_memory, follow, held, is_sharded
 from horovod_sparse.torch.transport import GroupReducer, Transport
 from horovod_sparse.torch.uncompiled import uncompiled
 
@@ -57,7 +57,7 @@ class LocalUpdates:
             without. It takes the memory of one more copy of the parameters; 0 does not. Where residuals hold what other
             workers have sent (`Balanced`, `Hierarchical`), nothing moves.
         group: a process group of `torch.distributed`, or a process set of Horovod; None for all workers of the one that was
-            initialised.
+            initialised. With a model of `fully_shard`, `mesh["replicate"]`: each replica is a worker.
 
     Raises:
         TypeError: the optimizer is Horovod's, the model is in `DistributedDataParallel`, the two are in the wrong order,
@@ -95,12 +95,25 @@ class LocalUpdates:
         check_moves(self.compression, "with local updates")
         refuse_detached(self.compression, "local updates", "use keep of LocalUpdates")
         names = _names(optimizer, model)
-        check_memory(names)
-        self._transport = transport_of(group, next(iter(names)).device)
-        self._parameters = {name: parameter for parameter, name in names.items()}
+        self._names, self._parts = [*names.values()], held(names)
+        check_memory({part: names[parameter] for parameter, part in self._parts.items()})
+        self._parameters = {names[parameter]: part for parameter, part in self._parts.items() if part.numel()}
+        device, shards = next(iter(self._parts.values())).device, []
+        if any(map(is_sharded, names)):
+            # It takes a second to import.
+            from horovod_sparse.torch import fsdp
+
+            mesh = fsdp.mesh_of(model, names)
+            shards = fsdp.shards_of(mesh, device)
+            self._transport: Transport = fsdp.replicas_of(group, mesh, device)
+        else:
+            self._transport = transport_of(group, device)
         self._shared = {name: one.detach().to(wide(one), copy=True) for name, one in self._parameters.items()}
         self._movement = Movement([*self._parameters.values()], [*self._shared.values()])
-        self._reducer = _Reducer(self.compression, self._transport, names)
+        self._reducer = _Reducer(
+            self.compression, self._transport, {one: name for name, one in self._parameters.items()}
+        )
+        self._reducer.shards = shards
         self._reducer.move_parameters(keep if self.compression.waits_alone else 0.0, optimizer, names)
         self._momentum = {name: torch.zeros_like(one) for name, one in self._shared.items()} if outer_momentum else {}
         self._steps = 0
@@ -185,8 +198,9 @@ class LocalUpdates:
         """Return how far the parameters have moved. Raise ValueError on all workers if they differ in what must be the same."""
         problem = None
         self._reducer.restore_moved()
+        follow(self._parts)
         try:
-            _names(self.optimizer, self._model, self._parameters)
+            _names(self.optimizer, self._model, self._names)
         except ValueError as error:
             # The others are told: they would wait.
             problem = error
@@ -274,9 +288,7 @@ def _check_arguments(optimizer: object, model: object) -> None:
         )
 
 
-def _names(
-    optimizer: torch.optim.Optimizer, model: nn.Module, known: Mapping[str, Tensor] | None = None
-) -> dict[Tensor, str]:
+def _names(optimizer: torch.optim.Optimizer, model: nn.Module, known: Sequence[str] | None = None) -> dict[Tensor, str]:
     """Return the optimizer's parameters with their names, in the order of the model. They must be those that are `known`."""
     moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p in moved}
@@ -284,9 +296,9 @@ def _names(
         raise ValueError(
             f"optimizer must have parameters of the model only, got {len(moved) - len(names)} others; they would drift apart"
         )
-    if known is not None and [*names.values()] != [*known]:
+    if known is not None and [*names.values()] != known:
         raise ValueError(
-            f"optimizer must have the parameters {[*known]}, with which LocalUpdates was made, got {[*names.values()]}; "
+            f"optimizer must have the parameters {known}, with which LocalUpdates was made, got {[*names.values()]}; "
             "make it again after parameters were added"
         )
     return names

@@ -18,12 +18,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 
 from horovod_sparse.core.agreement import check_optimizer, exchanges_updates
-from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.ddp import replace_step
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.momentum import moved_momentum
-from horovod_sparse.torch.parameters import check_memory, local_part
+from horovod_sparse.torch.parameters import check_memory, follow, held, local_part
 from horovod_sparse.torch.transport import GroupReducer
 from horovod_sparse.torch.uncompiled import uncompiled
 
@@ -49,12 +48,11 @@ class ShardedReducer(GroupReducer):
         names: Mapping[Tensor, str],
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        # Of their own, because their gradients are those of whole steps.
-        self._parts = {parameter: local_part(parameter).detach() for parameter in names}
-        held = {part: names[parameter] for parameter, part in self._parts.items() if part.numel()}
-        super().__init__(compressor, replicas, held, optimizer)
+        self._parts = held(names)
+        given = {part: names[parameter] for parameter, part in self._parts.items() if part.numel()}
+        super().__init__(compressor, replicas, given, optimizer)
         self._modules = modules
-        self._shards = [Group(group, next(iter(self._parts.values())).device) for group in mesh.get_all_groups()]
+        self.shards = shards_of(mesh, next(iter(self._parts.values())).device)
         self._place = f"{mesh.get_coordinate()} of {list(mesh.shape)}"
         """Which shard of each parameter is here."""
         self._is_new = self._synchronized = self._steps = False
@@ -123,8 +121,8 @@ class ShardedReducer(GroupReducer):
     def _gradients(self) -> dict[Tensor, Tensor]:
         """Return this rank's shards of the gradients. What replicas have not used has a gradient of zeros, on all of them."""
         found = {}
+        follow(self._parts)
         for parameter, part in self._parts.items():
-            self._follow(parameter, part)
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -132,32 +130,13 @@ class ShardedReducer(GroupReducer):
                     found[part] = part.grad = local_part(parameter.grad)
         return found
 
-    def _follow(self, parameter: Tensor, part: Tensor) -> None:
-        part.requires_grad_(parameter.requires_grad)
-        now = local_part(parameter)
-        if now.data_ptr() != part.data_ptr():
-            part.data = now
-
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         return super()._gradient(parameter) if parameter.requires_grad else None
 
     def _reduce_updates(self, drifts: dict[Tensor, Tensor], sample: Tensor) -> None:
-        for parameter, part in self._parts.items():
-            self._follow(parameter, part)
-        held = {self._parts[parameter]: drift for parameter, drift in drifts.items()}
-        super()._reduce_updates({part: drift for part, drift in held.items() if part.numel()}, sample)
-
-    def _complete(self) -> None:
-        """Let the step fail on all shards of a replica if it does on one."""
-        super()._complete()
-        pipeline = self.pipeline
-        assert pipeline is not None
-        device = next(iter(self._parts.values())).device
-        failed = torch.tensor([int(pipeline.fails)], device=device)
-        for shards in self._shards:
-            failed = shards.start(Collective("allreduce", failed))()
-        if failed.item() and not pipeline.fails:
-            pipeline.note_failure_elsewhere()
+        follow(self._parts)
+        given = {self._parts[parameter]: drift for parameter, drift in drifts.items() if drift.numel()}
+        super()._reduce_updates(given, sample)
 
     # --- settings and state ---
 
@@ -208,16 +187,8 @@ def register_sharded(
 ) -> None:
     """Let `compression` reduce the gradients, or the updates, of a model that `fully_shard` has sharded: see `register`."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    mesh = _mesh_of(model, names)
-    device = local_part(next(iter(names))).device
-    replicas = Group(_group_of(replicate), device)
-    ranks = {dist.get_global_rank(replicas.group, position) for position in range(replicas.world)}
-    common = ranks.intersection(mesh.mesh.flatten().tolist())
-    if len(common) > 1:
-        raise ValueError(
-            f"replicate must join ranks that hold the same shard of different replicas, but the ranks {sorted(common)} hold "
-            'different shards of one; pass mesh["replicate"] of a mesh with the dimensions ("replicate", "shard")'
-        )
+    mesh = mesh_of(model, names)
+    replicas = replicas_of(replicate, mesh, local_part(next(iter(names))).device)
     if optimizer is None:
         raise ValueError(
             "optimizer must be given for a model of fully_shard, whose gradients are exchanged when it steps; call "
@@ -250,7 +221,25 @@ def register_sharded(
     reducer.detach(optimizer, own_step, names)
 
 
-def _mesh_of(model: nn.Module, names: Mapping[Tensor, str]) -> DeviceMesh:
+def shards_of(mesh: DeviceMesh, device: torch.device) -> list[Group]:
+    """Return the ranks that hold this rank's replica, for each dimension of their mesh."""
+    return [Group(group, device) for group in mesh.get_all_groups()]
+
+
+def replicas_of(replicate: Any, mesh: DeviceMesh, device: torch.device) -> Group:
+    """Return the ranks with this rank's shard. Raise if `replicate`, a mesh or a process group, has other ranks."""
+    replicas = Group(_group_of(replicate), device)
+    ranks = {dist.get_global_rank(replicas.group, position) for position in range(replicas.world)}
+    common = ranks.intersection(mesh.mesh.flatten().tolist())
+    if len(common) > 1:
+        raise ValueError(
+            f"replicate must join ranks that hold the same shard of different replicas, but the ranks {sorted(common)} hold "
+            'different shards of one; pass mesh["replicate"] of a mesh with the dimensions ("replicate", "shard")'
+        )
+    return replicas
+
+
+def mesh_of(model: nn.Module, names: Mapping[Tensor, str]) -> DeviceMesh:
     """Return the mesh over which a model is sharded. Raise if it is not, or if FSDP itself has replicas of it."""
     if not isinstance(model, FSDPModule):
         raise TypeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,21 @@ def local_part(tensor: Tensor) -> Tensor:
         return tensor
     part: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
     return part
+
+
+def held(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """Return the parts of parameters that this rank holds, as plain tensors. One that is not sharded is its own part."""
+    return {one: local_part(one).detach() if is_sharded(one) else one for one in parameters}
+
+
+def follow(parts: Mapping[Tensor, Tensor]) -> None:
+    """Let the parts that `held` has returned be those that the parameters have now, and be trained if these are."""
+    for parameter, part in parts.items():
+        if part is not parameter:
+            part.requires_grad_(parameter.requires_grad)
+            now = local_part(parameter)
+            if now.data_ptr() != part.data_ptr():
+                part.data = now
 
 
 def description(

@@ -15,7 +15,7 @@ from torch import Tensor
 from horovod_sparse.core.agreement import agree_on_states, check_steps, compare
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Slot
-from horovod_sparse.core.pipeline import AnyBucket, Start, Wait, Write
+from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Start, Wait, Write
 from horovod_sparse.core.state import empty_state
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.torch.compressors import TorchCompressor
@@ -55,6 +55,9 @@ class GroupReducer(TensorReducer):
             order of their gradients.
         optimizer: the optimizer, which `lr_in_residual` needs.
     """
+
+    shards: Sequence[Transport] = ()
+    """The ranks that hold one replica together, if the parameters are sharded, for each dimension of their mesh."""
 
     def __init__(
         self,
@@ -143,6 +146,17 @@ class GroupReducer(TensorReducer):
             self._agree([*self._step.gradients])
         super()._complete()
         self._step = Step()
+        if self.shards:
+            self._agree_with_shards(self.pipeline)
+
+    def _agree_with_shards(self, pipeline: Pipeline | None) -> None:
+        """Let the step fail on all ranks of a replica if it does on one."""
+        assert pipeline is not None
+        failed = torch.tensor([int(pipeline.fails)], device=next(iter(self._routes.names)).device)
+        for shards in self.shards:
+            failed = shards.start(Collective("allreduce", failed))()
+        if failed.item() and not pipeline.fails:
+            pipeline.note_failure_elsewhere()
 
     def _agree(self, parameters: Sequence[Tensor]) -> None:
         """Agree with the other ranks, make buckets for all parameters, and load the state that was deferred. Blocks."""

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from horovod_sparse.torch import MiCRO, NoOp, SIDCo, TopK, register
+from horovod_sparse.torch import LocalUpdates, MiCRO, NoOp, SIDCo, TopK, register
 
 from ..common import (
     BUCKET_BYTES,
@@ -452,3 +452,42 @@ def layers_can_be_frozen_later_and_not_unfrozen() -> None:
     model[0].requires_grad_(True)
     loss_of(model, 2).backward()
     assert "from the first step on, or never" in raised(ValueError, optimizer.step)
+
+
+# --- local updates ---
+
+
+@scenario(TORCHRUN_2, cases={"all": (None,), "TopK": (0.05,)})
+def local_updates_of_one_shard_are_those_of_a_plain_model(ratio: float | None) -> None:
+    models = []
+    for sharded in (False, True):
+        model: Any = small_model()
+        group = None
+        if sharded:
+            model, group = shard(model, mesh_of(2)["shard"]), mesh_of(2)["replicate"]
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        compression = None if ratio is None else TopK(ratio, warmup=None)
+        local = LocalUpdates(adamw, model, compression, every=3, group=group)
+        train(model, local, range(12))
+        models.append(model)
+    assert digest(here(models[1])) == digest(models[0].parameters())
+
+
+@scenario(TORCHRUN_4)
+def local_updates_go_on_after_a_shard_that_is_not_finite() -> None:
+    mesh = mesh_of(2)
+    model = shard(small_model(), mesh["shard"])
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    local = LocalUpdates(adamw, model, TopK(0.05, warmup=None), every=3, group=mesh["replicate"])
+    train(model, local, range(6))
+    assert_same_shards(model, mesh)
+    before = digest(here(model))
+    train(model, local, range(6, 8))
+    if hvd.rank() == 1:
+        with torch.no_grad():
+            next(model.parameters()).to_local()[0, 0] = float("nan")
+    message = raised(FloatingPointError, local.synchronize)
+    assert ("in another shard" in message) == (hvd.rank() % 2 == 0), message
+    assert digest(here(model)) == before
+    train(model, local, range(8, 11))
+    assert_same_shards(model, mesh)
