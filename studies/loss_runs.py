@@ -91,6 +91,8 @@ class Row:
 
 NO_MOMENTUM = ("--momentum", "0")
 CONSTANT = ("--warmup", "none", "--detached", "0")
+SPARSELOCO = ("--keep", "0", "--residual-decay", "0.95")
+"""The paper's settings of local updates."""
 
 
 def _sparse(compression: str, ratio: str, *options: str) -> Row:
@@ -98,7 +100,7 @@ def _sparse(compression: str, ratio: str, *options: str) -> Row:
 
 
 def _local(compression: str, *options: str) -> Row:
-    return Row(("--compression", compression, *CONSTANT, "--every", "30", *options))
+    return Row(("--compression", compression, *CONSTANT, "--every", "30", *SPARSELOCO, *options))
 
 
 ROWS = {

@@ -11,8 +11,8 @@ SparseLoCo (https://arxiv.org/abs/2508.15706): theta_r are worker r's parameters
 With `outer_momentum` mu, as in DiLoCo (https://arxiv.org/abs/2311.08105): m = mu * m + mean(sent_r), and the last line is
 theta = theta - alpha * (mean(sent_r) + mu * m).
 
-Local steps compute their gradients at theta_r - c * e_r, so that a worker does without nothing that it has found and not
-sent yet. It is as if it began at theta - c * e_r, and Delta_r were (theta - c * e_r) - theta_r.
+Local steps compute their gradients at theta_r - c * e_r, so that what a worker has found and not sent yet is not lost to
+it. It is as if it began at theta - c * e_r, and Delta_r were (theta - c * e_r) - theta_r.
 """
 
 from __future__ import annotations

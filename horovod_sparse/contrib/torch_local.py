@@ -49,7 +49,7 @@ class LocalUpdates:
         model: whose parameters the optimizer moves. Between two exchanges they differ between the workers.
         compression: a compressor of this module; None exchanges everything, as DiLoCo does.
         every: number of local steps between two exchanges, >= 1.
-        residual_decay: what is left of the residual after each exchange, in (0, 1].
+        residual_decay: what is left of the residual after each exchange, in (0, 1]; SparseLoCo has 0.95.
         outer_lr: learning rate of the exchanged movement, > 0.
         outer_momentum: Nesterov momentum of the exchanged movement, in [0, 1); DiLoCo has 0.9 with `outer_lr=0.7`.
         keep: the part of its residual that a worker's parameters have moved already, in [0, 1], from a forward pass in
@@ -76,7 +76,7 @@ class LocalUpdates:
         compression: TorchCompressor | None = None,
         *,
         every: int = 30,
-        residual_decay: float = 0.95,
+        residual_decay: float = 1.0,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         keep: float = 0.5,

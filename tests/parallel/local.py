@@ -152,6 +152,8 @@ def exchanges_in_another_order_raise_on_all(met: bool) -> None:
 class Pulled(nn.Module):
     """Half the squared distance of its parameters from points: gradients are what the forward pass sees, less the points."""
 
+    first: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         for name, shape in SHAPES.items():
