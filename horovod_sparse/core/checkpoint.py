@@ -1,10 +1,10 @@
-"""Checkpoints on disk: every rank's own file and the shared one, complete or not there at all. Imports no framework.
+"""Checkpoints: a file of every rank and a shared one, complete or not there, loaded or not at all. Imports no framework.
 
 A checkpoint is a folder `step-000000500`. The ranks write their files to a folder with a temporary name. When all files are on
 the disk, rank 0 adds a manifest with their sizes and digests, and renames the folder. So a folder with the final name is
 complete, whatever the moment at which a process was killed. All ranks must see the same folder.
 
-Errors are agreed on: whatever a rank raises, all of them raise.
+Errors are agreed on: whatever a rank raises, all of them raise. What objects hold, and how it is set, adapters know.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Checkpoints:
     decode: Callable[[bytes], State]
     """Reads the content of a file. It raises ValueError if it cannot."""
     check: Callable[[Objects, State, State], tuple[Collection[str], State]]
-    """Takes what is in the shared file and in this rank's. Returns the names that were saved, and what can be returned of them.
-    It raises ValueError if an object can take no state."""
+    """Takes what is in the shared file and in this rank's, before they are loaded. Returns the names that were saved, and what
+    can be returned of them. Gives up steps that go on. It raises ValueError if an object can take no state."""
     set: Callable[[Objects, State, State], None]
     """Loads both into the objects. It raises if they do not fit; some may be loaded then."""
     passes: Callable[[Any], int] = lambda one: 0
