@@ -13,6 +13,7 @@ from scipy import stats
 from table import BACKENDS
 
 from horovod_sparse.compressors.base import BucketState, Compressor, Place
+from horovod_sparse.compressors.draws import distinct
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.exchange.pairs import Pairs
@@ -108,3 +109,14 @@ def test_ranks_that_draw_differently_raise(make: Any) -> None:
         pipeline.arrive("p", np.ones(1000, np.float32))
     with pytest.raises(RuntimeError, match="rank 0: the ranks disagree on the state of bucket 'p'"):
         exchange(backend, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
+
+
+@pytest.mark.parametrize("numel", [9_984, 10_000, 10_047])
+@pytest.mark.parametrize("k", [1, 100, 3000, 9000])
+def test_numbers_that_were_drawn_before_are_drawn_again(numel: int, k: int) -> None:
+    drawn = distinct(np.random.default_rng(5), numel, k)
+    draws, due = np.random.default_rng(5), set[int]()
+    while len(due) < min(k, numel - k):
+        due.update(draws.integers(numel, size=min(k, numel - k) - len(due)).tolist())
+    expected = np.setdiff1d(np.arange(numel), list(due)) if k > numel // 2 else np.sort(np.array(list(due)))
+    np.testing.assert_array_equal(drawn, expected, strict=True)

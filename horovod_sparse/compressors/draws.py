@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.checks import check_integer
@@ -15,6 +16,9 @@ from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.shared import SharedIndices
 from horovod_sparse.exchange.union import Union
 
+_MANY = 16
+"""If more than one number in `_MANY` is drawn, marking each number takes less time than sorting."""
+
 
 def generator(seed: int, state: BucketState, *, shared: bool) -> np.random.Generator:
     """Return a generator for this bucket's step: the same on all ranks if `shared`, otherwise each worker's own."""
@@ -22,6 +26,28 @@ def generator(seed: int, state: BucketState, *, shared: bool) -> np.random.Gener
     key = repr((seed, place.bucket, state.step, None if shared else place.position))
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64)))
+
+
+def distinct(draws: np.random.Generator, numel: int, k: int) -> NDArray[np.int64]:
+    """Draw k different numbers of [0, numel), ascending; every set of k is equally likely."""
+    if k > numel // 2:
+        rest = np.ones(numel, bool)
+        rest[distinct(draws, numel, numel - k)] = False
+        return np.flatnonzero(rest)
+    # Draw repeated numbers again. This is faster than a generator's own choice, most of all for a large k.
+    if k > numel // _MANY:
+        marked, found = np.zeros(numel, bool), 0
+        while found < k:
+            marked[draws.integers(numel, size=k - found)] = True
+            found = int(np.count_nonzero(marked))
+        return np.flatnonzero(marked)
+    drawn = np.empty(0, np.int64)
+    while len(drawn) < k:
+        more = np.sort(draws.integers(numel, size=k - len(drawn)))
+        # This sort merges runs that are already in order.
+        drawn = np.sort(np.concatenate((drawn, more)), kind="stable")
+        drawn = drawn[np.diff(drawn, prepend=-1) > 0]
+    return drawn
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

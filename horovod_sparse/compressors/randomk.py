@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import zlib
 
-import numpy as np
-
 from horovod_sparse.compressors.base import BucketState
-from horovod_sparse.compressors.draws import RandomCompressor
+from horovod_sparse.compressors.draws import RandomCompressor, distinct
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 
@@ -21,6 +19,6 @@ class RandomK(RandomCompressor):
     """
 
     def select(self, ops: Ops, x: Array, k: int, capacity: int, state: BucketState) -> Selection:
-        drawn = np.sort(self.draws(state).choice(len(x), k, replace=False, shuffle=False))
+        drawn = distinct(self.draws(state), len(x), k)
         state.fingerprint = zlib.crc32(drawn.data) >> 1 if self.shared else 0
         return Selection(ops.indices(drawn, x), k)
