@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Any
 
 import ddp as ranks
 import torch
@@ -28,10 +29,11 @@ from horovod_sparse.exchange.cost import allreduce_bytes
 
 
 def shard(model: CharLM, mesh: DeviceMesh) -> nn.Module:
-    """Shard every block, and then what is left."""
+    """Shard every block, and then what is left. The model stays the same object."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def main() -> None:
@@ -60,7 +62,8 @@ def main() -> None:
     # fully_shard gets the mesh of the shards alone, and register that of the replicas.
     dense = args.compression == "none"
     model = shard(CharLM(args.context, args.width, 3, 4).to(device), mesh if dense else mesh["shard"])
-    held = 4.0 * sum(parameter.to_local().numel() for parameter in model.parameters())
+    parameters: list[Any] = [*model.parameters()]
+    held = 4.0 * sum(parameter.to_local().numel() for parameter in parameters)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     compression = None if dense else getattr(sparse, CLASSES[args.compression])(ratio=args.ratio)
     if compression is not None:
