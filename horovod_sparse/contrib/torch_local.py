@@ -95,19 +95,9 @@ class LocalUpdates:
         check_moves(self.compression, "with local updates")
         refuse_detached(self.compression, "local updates", "use keep of LocalUpdates")
         names = _names(optimizer, model)
-        self._names, self._parts = [*names.values()], held(names)
-        check_memory({part: names[parameter] for parameter, part in self._parts.items()})
+        self._names = [*names.values()]
+        self._parts, self._transport, shards = _placed(model, names, group)
         self._parameters = {names[parameter]: part for parameter, part in self._parts.items() if part.numel()}
-        device, shards = next(iter(self._parts.values())).device, []
-        if any(map(is_sharded, names)):
-            # It takes a second to import.
-            from horovod_sparse.torch import fsdp
-
-            mesh = fsdp.mesh_of(model, names)
-            shards = fsdp.shards_of(mesh, device)
-            self._transport: Transport = fsdp.replicas_of(group, mesh, device)
-        else:
-            self._transport = transport_of(group, device)
         self._shared = {name: one.detach().to(wide(one), copy=True) for name, one in self._parameters.items()}
         self._movement = Movement([*self._parameters.values()], [*self._shared.values()])
         self._reducer = _Reducer(
@@ -302,6 +292,25 @@ def _names(optimizer: torch.optim.Optimizer, model: nn.Module, known: Sequence[s
             "make it again after parameters were added"
         )
     return names
+
+
+def _placed(
+    model: nn.Module, names: Mapping[Tensor, str], group: Any
+) -> tuple[dict[Tensor, Tensor], Transport, Sequence[Transport]]:
+    """Return the parts of the parameters that are here, what joins the workers, and what joins the ranks of this one."""
+    if any(map(is_sharded, names)):
+        # They take a second to import.
+        from torch.distributed.fsdp import FSDPModule
+
+        from horovod_sparse.torch import fsdp
+
+        if isinstance(model, FSDPModule):
+            parts, mesh = held(names), fsdp.mesh_of(model, names)
+            check_memory({part: names[parameter] for parameter, part in parts.items()})
+            device = next(iter(parts.values())).device
+            return parts, fsdp.replicas_of(group, mesh, device), fsdp.shards_of(mesh, device)
+    check_memory(names)
+    return held(names), transport_of(group, next(iter(names)).device), ()
 
 
 def transport_of(group: Any, device: torch.device) -> Transport:
