@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -124,6 +125,30 @@ def shards_are_exchanged_as_numpy_does(make: MakeCompression) -> None:
     residuals = oracle.pipelines[replica(mesh)].state_dict()["residuals"]
     for name, residual in compression.state_dict()["residuals"].items():
         np.testing.assert_allclose(residual.numpy(), residuals[name], rtol=1e-5, atol=1e-6)
+
+
+@scenario(TORCHRUN_4, cases={name: (make,) for name, make in COMPRESSORS.items()})
+def what_is_sent_and_what_is_kept_are_what_was_given(make: MakeCompression) -> None:
+    """Exactly, in each shard: the sums of whole numbers are exact, and so are means over two."""
+    mesh, compression = mesh_of(2), make(granularity=16_000)
+    model, optimizer = wrapped(Exact(SHAPES), partial(sgd, momentum=0.0), compression, mesh)
+    sent, given = ({name: torch.zeros_like(one) for name, one in model.named_parameters()} for _ in range(2))
+    for step in range(5):
+        optimizer.zero_grad()
+        local = {name: whole_numbers(shape, step=step, rank=replica(mesh)) for name, shape in SHAPES.items()}
+        model(local).backward()
+        for name, parameter in model.named_parameters():
+            given[name] += parameter.grad
+        optimizer.synchronize()
+        for name, parameter in model.named_parameters():
+            sent[name] += parameter.grad
+        optimizer.step()
+    residuals = compression.state_dict()["residuals"]
+    for name in SHAPES:
+        # Each rank has sent half of what the mean has of both, and kept its residual.
+        mine = (given[name].to_local() - residuals[name]).double().contiguous()
+        dist.all_reduce(mine, group=mesh["replicate"].get_group())
+        torch.testing.assert_close(mine / 2, sent[name].to_local().double(), rtol=0.0, atol=0.0)
 
 
 @scenario(TORCHRUN_4)
