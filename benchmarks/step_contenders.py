@@ -178,7 +178,7 @@ def sharded(
     lr, momentum = optimizer.defaults["lr"], optimizer.defaults["momentum"]
     for layer in model.children():
         fully_shard(layer, mesh=mesh[dimensions], mp_policy=policy_of)
-    made: nn.Module = fully_shard(model, mesh=mesh[dimensions], mp_policy=policy_of)
+    made: Any = fully_shard(model, mesh=mesh[dimensions], mp_policy=policy_of)
     # The parameters are others now.
     stepper = torch.optim.SGD(made.parameters(), lr=lr, momentum=momentum)
     if ratio is None:
