@@ -9,7 +9,7 @@ import pytest
 
 from .killed import FIRST
 from .launch import Ended, Launch
-from .scenario import GLOO_2, MPI_2, MPI_4
+from .scenario import GLOO_2, MPI_2, MPI_4, TORCHRUN_4
 
 pytestmark = [pytest.mark.parallel, pytest.mark.full]
 
@@ -23,13 +23,14 @@ def _found(pattern: str, ended: Ended) -> list[str]:
 
 
 def _train(launch: Launch, folder: Path, *arguments: object) -> Ended:
-    return launch.run("-m", "parallel.killed", str(folder), *map(str, arguments), limit=LIMIT)
+    module = "parallel.ddp.killed" if launch.launcher == "torchrun" else "parallel.killed"
+    return launch.run("-m", module, str(folder), *map(str, arguments), limit=LIMIT)
 
 
-@pytest.mark.parametrize(("launch", "kills"), [(MPI_2, KILLS), (GLOO_2, 1)], ids=str)
+@pytest.mark.parametrize(("launch", "kills"), [(MPI_2, KILLS), (GLOO_2, 1), (TORCHRUN_4, 3)], ids=str)
 def test_a_job_that_is_killed_ends_as_if_it_had_not_been(launch: Launch, kills: int, tmp_path: Path) -> None:
     # More than the kills let pass.
-    steps = KILLS * (FIRST + 2)
+    steps = (kills + 2) * (FIRST + 2)
     whole = _train(launch, tmp_path / "whole", steps)
     assert whole.code == 0, str(whole)
     ends = _found(r"rank \d ended with [0-9a-f]{64}", whole)

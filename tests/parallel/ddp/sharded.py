@@ -132,7 +132,9 @@ def what_is_sent_and_what_is_kept_are_what_was_given(make: MakeCompression) -> N
     """Exactly, in each shard: the sums of whole numbers are exact, and so are means over two."""
     mesh, compression = mesh_of(2), make(granularity=16_000)
     model, optimizer = wrapped(Exact(SHAPES), partial(sgd, momentum=0.0), compression, mesh)
-    sent, given = ({name: torch.zeros_like(one) for name, one in model.named_parameters()} for _ in range(2))
+    sent, given = (dict[str, Any](model.named_parameters()) for _ in range(2))
+    for total in (sent, given):
+        total.update({name: torch.zeros_like(one) for name, one in total.items()})
     for step in range(5):
         optimizer.zero_grad()
         local = {name: whole_numbers(shape, step=step, rank=replica(mesh)) for name, shape in SHAPES.items()}
@@ -250,7 +252,7 @@ def division_is_that_of_fsdp_with_replicas(change: Callable[[Any], None]) -> Non
         torch.testing.assert_close(found, expected[name], rtol=2e-5, atol=2e-6)
 
 
-_OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "SGD": sgd,
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
 }
@@ -264,7 +266,7 @@ _MAKES: dict[str, Callable[[], Any]] = {
 
 @scenario(
     TORCHRUN_2,
-    cases={f"{name}-{make}": (_OPTIMIZERS[name], _MAKES[make]) for name in _OPTIMIZERS for make in _MAKES},
+    cases={f"{name}-{make}": (OPTIMIZERS[name], _MAKES[make]) for name in OPTIMIZERS for make in _MAKES},
 )
 def one_shard_is_ddp_to_the_last_bit(step: Callable[[Any], Any], make: Callable[[], Any]) -> None:
     plain, model = small_model(), small_model()
@@ -278,7 +280,7 @@ def one_shard_is_ddp_to_the_last_bit(step: Callable[[Any], Any], make: Callable[
 @scenario(
     TORCHRUN_4,
     TORCHRUN_6,
-    cases={f"{name}-{make}": (_OPTIMIZERS[name], _MAKES[make]) for name in _OPTIMIZERS for make in _MAKES},
+    cases={f"{name}-{make}": (OPTIMIZERS[name], _MAKES[make]) for name in OPTIMIZERS for make in _MAKES},
 )
 def replicas_stay_identical(step: Callable[[Any], Any], make: Callable[[], Any]) -> None:
     mesh = mesh_of(hvd.size() // 2)
@@ -354,45 +356,82 @@ def what_was_synchronised_and_left_out_does_not_count_as_the_next_step() -> None
 # --- states ---
 
 
-@scenario(TORCHRUN_4, cases={name: (step,) for name, step in _OPTIMIZERS.items()})
-def training_resumes_bit_for_bit(step: Callable[[Any], Any]) -> None:
+def made(step: Callable[[Any], Any], mesh: DeviceMesh) -> tuple[Any, Any, Any]:
+    """A model, its optimizer and the compression that reduces its gradients or its updates."""
+    compression = SIDCo(0.02, granularity=BUCKET_BYTES)
+    return *wrapped(small_model(), step, compression, mesh), compression
+
+
+def save(folder: Path, mesh: DeviceMesh, model: Any, optimizer: Any, compression: Any) -> None:
     """Model and optimizer by `torch.distributed.checkpoint` in each replica, the compression by each rank."""
-    mesh = mesh_of(2)
-    shards = mesh["shard"].get_group()
+    own = folder / f"replica-{replica(mesh)}"
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=own, process_group=mesh["shard"].get_group())
+    torch.save(compression.state_dict(), own / f"compression-{mesh.get_local_rank('shard')}.pt")
 
-    def made() -> tuple[Any, Any, Any]:
-        compression = SIDCo(0.02, granularity=BUCKET_BYTES)
-        return *wrapped(small_model(), step, compression, mesh), compression
 
-    straight, optimizer, _ = made()
+def load(
+    folder: Path, mesh: DeviceMesh, model: Any, optimizer: Any, compression: Any, shard: int | None = None
+) -> None:
+    """What the replica of this number has saved, or the first one if none has. `shard` is whose residuals are loaded."""
+    own = folder / f"replica-{replica(mesh)}"
+    if not own.exists():
+        own = folder / "replica-0"
+    state: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=own, process_group=mesh["shard"].get_group())
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    place = mesh.get_local_rank("shard") if shard is None else shard
+    compression.load_state_dict(torch.load(own / f"compression-{place}.pt", weights_only=True))
+
+
+@scenario(TORCHRUN_4, cases={name: (step,) for name, step in OPTIMIZERS.items()})
+def training_resumes_bit_for_bit(step: Callable[[Any], Any]) -> None:
+    mesh, folder = mesh_of(2), Path(everyone(tempfile.mkdtemp())[0])
+    straight, optimizer, _ = made(step, mesh)
     train(straight, optimizer, range(12))
-    model, optimizer, compression = made()
+    model, optimizer, compression = made(step, mesh)
     train(model, optimizer, range(6))
     optimizer.zero_grad()
-    folder = Path(everyone(tempfile.mkdtemp())[0]) / f"replica-{replica(mesh)}"
-    state: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(state, checkpoint_id=folder, process_group=shards)
-    torch.save(compression.state_dict(), folder / f"compression-{hvd.rank()}.pt")
-    model, optimizer, compression = made()
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.load(state, checkpoint_id=folder, process_group=shards)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    own = folder / f"compression-{hvd.rank()}.pt"
-    compression.load_state_dict(torch.load(own, weights_only=True))
+    save(folder, mesh, model, optimizer, compression)
+    model, optimizer, compression = made(step, mesh)
+    load(folder, mesh, model, optimizer, compression)
     train(model, optimizer, range(6, 12))
     assert digest(here(model)) == digest(here(straight))
-    # Residuals of another shard are refused.
     everyone("saved")
-    other = folder / f"compression-{hvd.rank() ^ 1}.pt"
-    assert "must be that of shard" in raised(
-        ValueError, lambda: compression.load_state_dict(torch.load(other, weights_only=True))
-    )
+    other = 1 - mesh.get_local_rank("shard")
+    message = raised(ValueError, lambda: load(folder, mesh, model, optimizer, compression, shard=other))
+    assert "must be that of shard" in message
+
+
+@scenario(TORCHRUN_6, cases={name: (step,) for name, step in OPTIMIZERS.items()})
+def another_number_of_replicas_loads_the_states_that_it_has(step: Callable[[Any], Any]) -> None:
+    """Four ranks save, and six go on: as three replicas of two shards, and not as two replicas of three."""
+    folder = Path(everyone(tempfile.mkdtemp())[0])
+    four = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+    before: Any = {}
+    if four.get_coordinate() is not None:
+        model, optimizer, compression = made(step, four)
+        train(model, optimizer, range(6))
+        save(folder, four, model, optimizer, compression)
+        before = compression.state_dict()["residuals"]
+    everyone("saved")
+    six = mesh_of(3)
+    model, optimizer, compression = made(step, six)
+    load(folder, six, model, optimizer, compression)
+    for name, residual in before.items():
+        torch.testing.assert_close(compression.state_dict()["residuals"][name], residual, rtol=0.0, atol=0.0)
+    train(model, optimizer, range(6, 12))
+    assert_same_shards(model, six)
+    thirds = mesh_of(2)
+    model, optimizer, compression = made(step, thirds)
+    message = raised(ValueError, lambda: load(folder, thirds, model, optimizer, compression, shard=0))
+    assert "use as many shards as when it was saved" in message
 
 
 # --- what goes wrong ---
 
 
-@scenario(TORCHRUN_4, cases={name: (step,) for name, step in _OPTIMIZERS.items()})
+@scenario(TORCHRUN_4, cases={name: (step,) for name, step in OPTIMIZERS.items()})
 def a_gradient_that_is_not_finite_raises_on_all_ranks(step: Callable[[Any], Any]) -> None:
     """It is so in one shard, and the others exchange nothing with that."""
     mesh = mesh_of(2)
