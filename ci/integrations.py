@@ -1,6 +1,6 @@
-"""Run the scripts of three pages, and two examples, each on two workers: make integrations.
+"""Run the scripts of four pages, and two examples, each on two workers or four: make integrations.
 
-The pages are docs/integrations.md, docs/recipes.md and docs/ray-spark.md.
+The pages are docs/integrations.md, docs/fsdp.md, docs/recipes.md and docs/ray-spark.md.
 
 python ci/integrations.py [NAME...]     of: Accelerate, "Fabric, Horovod", "Ray Train", Examples and so on (default: all)
 
@@ -38,6 +38,8 @@ SCRIPTS = {
     "Accelerate": ("integrations.md", ("from accelerate import",)),
     "Transformers": ("integrations.md", ("from transformers import",)),
     "Lightning": ("integrations.md", ("import lightning as",)),
+    "Accelerate, sharded": ("fsdp.md", ("from accelerate import",)),
+    "Lightning, sharded": ("fsdp.md", ("import lightning as",)),
     "Lightning, Horovod": ("recipes.md", ("import lightning as",)),
     "Fabric, Horovod": ("recipes.md", ("from lightning.fabric import Fabric",)),
     "Accelerate, Horovod": ("recipes.md", ("from accelerate import",)),
@@ -51,22 +53,33 @@ SCRIPTS = {
 """The page of each script, and what tells its blocks from the others of the page."""
 EXAMPLES = "Examples"
 WORKERS = 2
+SHARDING_WORKERS = 4
+"""Of docs/fsdp.md: two replicas of two shards."""
 LIMIT = 300
 """Seconds after which a script is stopped."""
 TEXT = """
-checksum = sum(float(one.detach().double().sum()) for one in model.parameters())
+checksum = sum(float(%s.detach().double().sum()) for one in model.parameters())
 text = f"rank {%s}: {compression.stats().steps} steps, checksum {checksum!r}"
 """
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS))
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 _AS_ROOT = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
 MPIRUN = ("mpirun", "-np", str(WORKERS), "--oversubscribe", "--bind-to", "none", *_AS_ROOT)
 STARTED = {
-    "integrations.md": ((), TORCHRUN, TEXT % "__import__('os').environ['RANK']" + "print(text, flush=True)"),
+    "integrations.md": (
+        (),
+        (*TORCHRUN, str(WORKERS)),
+        TEXT % ("one", "__import__('os').environ['RANK']") + "print(text, flush=True)",
+    ),
+    "fsdp.md": (
+        (),
+        (*TORCHRUN, str(SHARDING_WORKERS)),
+        TEXT % ("one.full_tensor()", "__import__('os').environ['RANK']") + "print(text, flush=True)",
+    ),
     # mpirun may mix what two ranks print.
     "recipes.md": (
         MPIRUN,
         (),
-        TEXT % "hvd.rank()" + "print(*hvd.allgather_object(text) * (hvd.rank() == 0), flush=True)",
+        TEXT % ("one", "hvd.rank()") + "print(*hvd.allgather_object(text) * (hvd.rank() == 0), flush=True)",
     ),
 }
 """What is put before and after the interpreter to start a page's scripts, and what is added to them. The other scripts start
@@ -132,11 +145,11 @@ def script(page: str, marks: tuple[str, ...]) -> str:
     return "\n".join(chosen)
 
 
-def check(name: str, output: str) -> str:
+def check(name: str, output: str, workers: int) -> str:
     """Compare what the ranks have printed."""
     ranks = {(int(rank), int(steps), checksum) for rank, steps, checksum in SHOWN.findall(output)}
-    assert sorted(rank for rank, *_ in ranks) == [*range(WORKERS)], (
-        f"{name}: expected {WORKERS} ranks, got {ranks}\n{output}"
+    assert sorted(rank for rank, *_ in ranks) == [*range(workers)], (
+        f"{name}: expected {workers} ranks, got {ranks}\n{output}"
     )
     assert len({one[1:] for one in ranks}) == 1, f"{name}: the ranks differ, {ranks}"
     (steps,) = {one[1] for one in ranks}
@@ -164,7 +177,8 @@ def main() -> None:
             folder.mkdir()
             before, after, added = STARTED.get(page, ((), (), ""))
             (folder / "train.py").write_text(script(page, marks) + added, encoding="utf-8")
-            print(check(name, run(python, *after, "train.py", cwd=folder, under=before)), flush=True)
+            output = run(python, *after, "train.py", cwd=folder, under=before)
+            print(check(name, output, SHARDING_WORKERS if page == "fsdp.md" else WORKERS), flush=True)
             shutil.rmtree(folder)
 
 
