@@ -29,7 +29,7 @@ aarch64: setup ## test the compiled kernels for AArch64 in an emulator; Debian, 
 package: setup ## build sdist and wheel, and try each extra alone in a new environment; some minutes
 	$(bin)/python ci/distributions.py
 
-integrations: setup ## run the scripts of docs/integrations.md, docs/recipes.md and docs/ray-spark.md, and the examples with torchvision and Transformers; minutes
+integrations: setup ## run the scripts of docs/integrations.md, docs/fsdp.md, docs/recipes.md and docs/ray-spark.md, and the examples with torchvision and Transformers; minutes
 	$(bin)/python ci/integrations.py
 
 slurm: setup ## train on a Slurm cluster of one node, in each of the ways of docs/launching.md; Debian, as root

@@ -52,34 +52,29 @@ SCRIPTS = {
 }
 """The page of each script, and what tells its blocks from the others of the page."""
 EXAMPLES = "Examples"
-WORKERS = 2
-SHARDING_WORKERS = 4
-"""Of docs/fsdp.md: two replicas of two shards."""
+WORKERS = {"integrations.md": 2, "fsdp.md": 4, "recipes.md": 2, "ray-spark.md": 2}
+"""Of the scripts of each page: sharded models have two replicas of two shards."""
 LIMIT = 300
 """Seconds after which a script is stopped."""
 TEXT = """
-checksum = sum(float(%s.detach().double().sum()) for one in model.parameters())
+checksum = sum(float(getattr(one, "full_tensor", lambda: one)().detach().double().sum()) for one in model.parameters())
 text = f"rank {%s}: {compression.stats().steps} steps, checksum {checksum!r}"
 """
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 _AS_ROOT = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
-MPIRUN = ("mpirun", "-np", str(WORKERS), "--oversubscribe", "--bind-to", "none", *_AS_ROOT)
+MPIRUN = ("mpirun", "-np", str(WORKERS["recipes.md"]), "--oversubscribe", "--bind-to", "none", *_AS_ROOT)
 STARTED = {
-    "integrations.md": (
+    page: (
         (),
-        (*TORCHRUN, str(WORKERS)),
-        TEXT % ("one", "__import__('os').environ['RANK']") + "print(text, flush=True)",
-    ),
-    "fsdp.md": (
-        (),
-        (*TORCHRUN, str(SHARDING_WORKERS)),
-        TEXT % ("one.full_tensor()", "__import__('os').environ['RANK']") + "print(text, flush=True)",
-    ),
+        ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS[page])),
+        TEXT % "__import__('os').environ['RANK']" + "print(text, flush=True)",
+    )
+    for page in ("integrations.md", "fsdp.md")
+} | {
     # mpirun may mix what two ranks print.
     "recipes.md": (
         MPIRUN,
         (),
-        TEXT % ("one", "hvd.rank()") + "print(*hvd.allgather_object(text) * (hvd.rank() == 0), flush=True)",
+        TEXT % "hvd.rank()" + "print(*hvd.allgather_object(text) * (hvd.rank() == 0), flush=True)",
     ),
 }
 """What is put before and after the interpreter to start a page's scripts, and what is added to them. The other scripts start
@@ -178,7 +173,7 @@ def main() -> None:
             before, after, added = STARTED.get(page, ((), (), ""))
             (folder / "train.py").write_text(script(page, marks) + added, encoding="utf-8")
             output = run(python, *after, "train.py", cwd=folder, under=before)
-            print(check(name, output, SHARDING_WORKERS if page == "fsdp.md" else WORKERS), flush=True)
+            print(check(name, output, WORKERS[page]), flush=True)
             shutil.rmtree(folder)
 
 
