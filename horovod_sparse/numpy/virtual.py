@@ -30,7 +30,8 @@ Array = NDArray[Any]
 class VirtualWorkers:
     """Averages named arrays over workers that all live in this process, bit for bit as a `SparseAllreduce` on each would.
 
-    The workers take their steps together. Each has its own residuals. What all of them receive is added up once.
+    The workers take their steps together. Each has its own residuals. What all of them receive is added up once. An allreduce
+    adds up in the order of the workers; MPI may choose another order, which rounds differently.
 
         workers = VirtualWorkers(1024, TopK(ratio=0.01, min_numel=0))
         mean = workers({"weights": gradients})["weights"]  # gradients[worker] is one worker's
