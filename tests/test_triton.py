@@ -279,7 +279,7 @@ def check_choice(worker: Worker, step: Step) -> None:
         chosen = ORACLE.select_above(x, worker.compressor.threshold, capacity)
         assert numbers["found"] == chosen.found
     else:
-        sums, tail = ORACLE.measure(x), ORACLE.moments(x, request.cut)
+        sums, tail = ORACLE.measure(x), ORACLE.measure(x, request.cut)
         aim = min(request.aim, sums.count - 1)
         usable = aim < tail.count <= request.most_tail * sums.count
         if sums.count <= k:
@@ -408,7 +408,7 @@ def test_sidco_learns_what_it_does_elsewhere(name: str) -> None:
         aim, stages = worker.state.aim, worker.compressor.stages_of(worker.state)
         step = worker.step(gradients("laplace", 300, rng))
         assert step.numbers["estimated"]
-        sums, tail = ORACLE.measure(step.before), ORACLE.moments(step.before, step.request.cut)
+        sums, tail = ORACLE.measure(step.before), ORACLE.measure(step.before, step.request.cut)
         fit = worker.compressor._tail_fit
         found, asked = step.numbers["found"], min(step.request.aim, sums.count - 1)
         _, cut = last_stage(step.request.cut, tail, sums.count, sums.largest, asked, stages, fit)

@@ -17,7 +17,7 @@ from horovod_sparse.exchange.wire import runs_of
 from horovod_sparse.kernels import ffi, lib, memory, pool
 from horovod_sparse.kernels.memory import FLOAT32, FLOAT64, INT32, INT64, TYPES, HostOps, Memory
 from horovod_sparse.kernels.tracked import TrackedMemory
-from horovod_sparse.ops.protocol import Array, Moments, Moving, Part, Selection, Sums, Tracked
+from horovod_sparse.ops.protocol import Array, Moving, Part, Selection, Sums, Tracked
 
 _SPARE = 16
 """Room for this many times as many indices as are expected. Memory that is not written to costs nothing."""
@@ -51,19 +51,14 @@ class KernelOps(HostOps):
 
     # --- what is in an array ---
 
-    def measure(self, x: Array) -> Sums:
-        at = self._wide(x)
-        return super().measure(x) if at is None else memory.measure(at.read(), self.threads())
-
-    def norm(self, x: Array) -> float:
-        at = self._wide(x)
-        return super().norm(x) if at is None else math.sqrt(memory.measure(at.read(), self.threads()).squares)
-
-    def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
+    def measure(self, x: Array, threshold: float = 0.0, *, with_log: bool = False) -> Sums:
         at = self._wide(x)
         if at is None:
-            return super().moments(x, threshold, with_log=with_log)
-        return memory.moments(at.read(), threshold, with_log, self.threads())
+            return super().measure(x, threshold, with_log=with_log)
+        return memory.measure(at.read(), threshold, with_log, self.threads())
+
+    def norm(self, x: Array) -> float:
+        return super().norm(x) if self._wide(x) is None else math.sqrt(self.measure(x).squares)
 
     def count(self, x: Array, threshold: float) -> int:
         at = self._wide(x)

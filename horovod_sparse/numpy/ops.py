@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from horovod_sparse.exchange.wire import BAD_COUNTS, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
 from horovod_sparse.ops.cached import Cached
-from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
+from horovod_sparse.ops.protocol import Moving, Ops, Part, Selection, Sums, Tracked
 
 Array = NDArray[Any]
 
@@ -50,15 +51,12 @@ class NumpyOps(Ops):
         (added if velocity is None else velocity)[:], residual[:] = moved, total
         return not_finite + overflowed
 
-    def measure(self, x: Array) -> Sums:
-        magnitudes = np.abs(x).astype(np.float64)
+    def measure(self, x: Array, threshold: float = 0.0, *, with_log: bool = False) -> Sums:
+        magnitudes, limit = np.abs(x), _limit(x, threshold)
+        excesses = magnitudes[magnitudes > limit].astype(np.float64) - np.float64(limit)
+        largest, logs = float(magnitudes.max(initial=0.0)), float(np.log(excesses).sum()) if with_log else math.nan
         with np.errstate(over="ignore"):
-            return Sums(
-                count=int(np.count_nonzero(magnitudes)),
-                total=float(magnitudes.sum()),
-                squares=float(magnitudes @ magnitudes),
-                largest=float(magnitudes.max(initial=0.0)),
-            )
+            return Sums(excesses.size, float(excesses.sum()), float(excesses @ excesses), largest, logs)
 
     def count(self, x: Array, threshold: float) -> int:
         return int(np.count_nonzero(np.abs(x) > _limit(x, threshold)))
@@ -79,16 +77,6 @@ class NumpyOps(Ops):
 
     def all_finite(self, array: Array) -> bool:
         return bool(np.isfinite(array).all())
-
-    def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
-        magnitudes = np.abs(x)
-        limit = _limit(x, threshold)
-        excesses = magnitudes[magnitudes > limit].astype(np.float64) - np.float64(limit)
-        if excesses.size == 0:
-            return Moments(0, 0.0, 0.0, float("nan"))
-        mean_log = float(np.log(excesses).mean()) if with_log else float("nan")
-        with np.errstate(over="ignore", invalid="ignore"):
-            return Moments(excesses.size, float(excesses.mean()), float(excesses.var()), mean_log)
 
     def norm(self, x: Array) -> float:
         with np.errstate(over="ignore"):

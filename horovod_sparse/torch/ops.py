@@ -17,7 +17,7 @@ from torch import Tensor
 
 from horovod_sparse.exchange.wire import BAD_COUNTS, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
 from horovod_sparse.ops.cached import Cached
-from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
+from horovod_sparse.ops.protocol import Moving, Ops, Part, Selection, Sums, Tracked
 from horovod_sparse.torch import device
 
 # 64 Ki float64 take 512 KiB, which fits into a core's second-level cache. GPUs have no cache worth chunking for.
@@ -78,18 +78,17 @@ class TorchOps(Ops):
         finite = torch.isfinite(gradient)
         return torch.where(finite, gradient, 0.0), int(torch.count_nonzero(~finite))
 
-    def measure(self, x: Tensor) -> Sums:
-        sums = Sums()
+    def measure(self, x: Tensor, threshold: float = 0.0, *, with_log: bool = False) -> Sums:
+        sums, limit = Sums(logs=0.0 if with_log else math.nan), _limit(x, threshold)
         for chunk in _chunks(x):
             magnitudes = chunk.abs().double()
-            sums = sums.plus(
-                Sums(
-                    count=int(torch.count_nonzero(magnitudes)),
-                    total=magnitudes.sum().item(),
-                    squares=torch.dot(magnitudes, magnitudes).item(),
-                    largest=magnitudes.max().item(),
-                )
-            )
+            excesses = magnitudes.sub(limit).clamp_(min=0.0)
+            logs = excesses[excesses > 0].log_().sum() if with_log else excesses.new_tensor(math.nan)
+            counts = torch.count_nonzero(excesses).double(), excesses.sum(), torch.dot(excesses, excesses)
+            # The host waits for a device once.
+            found, total, squares, largest, log = torch.stack([*counts, magnitudes.max(), logs]).tolist()
+            sums.count, sums.total, sums.squares = sums.count + int(found), sums.total + total, sums.squares + squares
+            sums.largest, sums.logs = max(sums.largest, largest), sums.logs + log
         return sums
 
     def count(self, x: Tensor, threshold: float) -> int:
@@ -119,24 +118,6 @@ class TorchOps(Ops):
     def all_finite(self, array: Tensor) -> bool:
         # The sum is computed at memory speed, and it is not finite if any entry is not. Finite entries may overflow it too.
         return math.isfinite(array.sum().item()) or bool(torch.isfinite(array).all())
-
-    def moments(self, x: Tensor, threshold: float, *, with_log: bool = False) -> Moments:
-        limit = _limit(x, threshold)
-        count, total, squares, logs = 0, 0.0, 0.0, 0.0
-        for chunk in _chunks(x):
-            excesses = chunk.abs().double().sub_(limit).clamp_(min=0.0)
-            above = int(torch.count_nonzero(excesses))
-            if above:
-                count += above
-                total += excesses.sum().item()
-                squares += torch.dot(excesses, excesses).item()
-                if with_log:
-                    logs += excesses[excesses > 0].log_().sum().item()
-        if count == 0:
-            return Moments(0, 0.0, 0.0, math.nan)
-        mean = total / count
-        variance = max(squares / count - mean * mean, 0.0)
-        return Moments(count, mean, variance, logs / count if with_log else math.nan)
 
     def norm(self, x: Tensor) -> float:
         return math.sqrt(math.fsum(torch.dot(wide, wide).item() for wide in (chunk.double() for chunk in _chunks(x))))
