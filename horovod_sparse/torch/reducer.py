@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -36,15 +36,16 @@ from horovod_sparse.core.agreement import (
     is_elastic,
 )
 from horovod_sparse.core.binding import compresses
-from horovod_sparse.core.pipeline import Start, Wait, Write
+from horovod_sparse.core.layout import Slot
+from horovod_sparse.core.pipeline import AnyBucket, Wait
 from horovod_sparse.core.state import empty_state, holds_anything
+from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.torch.agreement import agree, gather
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import align
 from horovod_sparse.torch.exchange import Collectives, empty_sparse
 from horovod_sparse.torch.gradients import gradient_of, write_reduced
-from horovod_sparse.torch.momentum import moved_momentum
 from horovod_sparse.torch.routes import OptimizerRoutes
 from horovod_sparse.torch.step import Step
 from horovod_sparse.torch.store import WITH_SCALER, TensorReducer
@@ -69,15 +70,11 @@ class Reducer(TensorReducer):
         self._process_set = optimizer.process_set
         self.active = self._process_set.included() and compresses(self._process_set.size())
         updates = exchanges_updates(compressor, optimizer.param_groups)
-        if self.active and updates:
-            self.exchange_updates(optimizer)
+        self.serve(optimizer, own_step, optimizer._parameter_names, updates=updates)
         self._forget_workers()
         self._passes: dict[int, weakref.ref[object]] = {}
         """What PyTorch calls at the end of a backward pass, by its number. PyTorch drops that of an interrupted pass."""
         optimizer.register_step_pre_hook(self._note_step)
-        if self.active and not updates:
-            self.momentum = moved_momentum(compressor, optimizer, own_step, optimizer._parameter_names)
-        self.detach(optimizer, own_step, optimizer._parameter_names)
         if self.active and mpi_ops.size() == 1 and not is_elastic():
             # Stock Horovod registers no hooks for a single worker.
             optimizer._register_hooks()
@@ -174,14 +171,12 @@ class Reducer(TensorReducer):
     def _world(self) -> int:
         return int(self._process_set.size())
 
-    @property
-    def _start(self) -> Start:
-        return self._collectives.start_round
+    def _start(self, bucket: AnyBucket, collective: Collective) -> Wait:
+        return self._collectives.start_round(bucket, collective)
 
-    @property
-    def _write(self) -> Write:
+    def _write(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
         routes = self._routes
-        return partial(write_reduced, parameters=routes.in_buckets, as_sparse=routes.sparse_as_dense)
+        return write_reduced(slots, reduced, parameters=routes.in_buckets, as_sparse=routes.sparse_as_dense)
 
     def _start_sum(self, message: Tensor) -> Wait:
         # The name is no parameter's.
