@@ -188,8 +188,8 @@ class HostPipeline(Pipeline):
             for bucket in going_on:
                 name, kind = f"{self.number_of(bucket)}.{number}", rounds[bucket.name][number].kind
                 tensor = tensors[bucket.name]
-                to = [call_host(self._to, (bucket.name,), [tensor], tf.int32)] if kind == "alltoall" else []
-                tensors[bucket.name] = getattr(self._collectives, kind)(tensor, name, *to)
+                to = call_host(self._to, (bucket.name,), [tensor], tf.int32) if kind == "alltoall" else None
+                tensors[bucket.name] = self._collectives.result(kind, tensor, name, to)
         return [reduced for bucket in buckets for reduced in self._finish_bucket(step, bucket, tensors[bucket.name])]
 
     def number_of(self, bucket: AnyBucket) -> str:
