@@ -22,10 +22,9 @@ from table import ORACLE, Backend
 
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.balanced import Balanced
-from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.hierarchical import Hierarchical
 from horovod_sparse.exchange.pairs import Pairs
-from horovod_sparse.exchange.shared import SharedIndices
+from horovod_sparse.exchange.shared import Dense, SharedIndices
 from horovod_sparse.exchange.union import Union
 
 TOGETHER = 64

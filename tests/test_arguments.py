@@ -27,11 +27,10 @@ from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.exchange.balanced import Balanced
-from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.hierarchical import Hierarchical
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.protocols import Exchange
-from horovod_sparse.exchange.shared import SharedIndices
+from horovod_sparse.exchange.shared import Dense, SharedIndices
 from horovod_sparse.exchange.union import Union
 
 

@@ -16,7 +16,7 @@ from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector, SlotGradient
 from horovod_sparse.core.statistics import Counts, Tally
 from horovod_sparse.core.step import Before, Ending
-from horovod_sparse.exchange.dense import Dense
+from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.exchange.grid import Grid
 from horovod_sparse.exchange.protocols import (
     Collective,
