@@ -1,9 +1,9 @@
-"""Checks of what is received, which raise errors on every rank. Imports no framework."""
+"""What is received: checks, which raise errors on every rank, and sums. Imports no framework."""
 
 from __future__ import annotations
 
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.protocols import Named, Sender
+from horovod_sparse.exchange.protocols import Collective, Entries, Exchanging, Named, Sender
 from horovod_sparse.ops.protocol import Array
 
 OUT_OF_ORDER = "its indices do not ascend within the bucket, with padding after them"
@@ -41,3 +41,28 @@ def disagreement(bucket: Named) -> RuntimeError:
         "their values would not belong to the same entries. After a restart load the compression state on every "
         "rank or on none, and run the same release of NumPy and horovod_sparse everywhere"
     )
+
+
+def summed(bucket: Sender, indices: Array | None, values: Array, length: int, checksum: int) -> Exchanging:
+    """Exchange the values at indices that all ranks know (None: all entries), as message 2.
+
+    Args:
+        bucket: the bucket, out of whose residual `values` were taken.
+        indices: ascending and unique.
+        values: one for each index, at most `length`.
+        length: number of values in the message, the same on all ranks.
+        checksum: a number >= 0. If its lowest 16 bits differ between the ranks, all raise RuntimeError.
+    """
+    bucket.sent(len(values))
+    tail = wire.tail(bucket.finite, checksum)
+    total = yield Collective("allreduce", bucket.ops.pack_values(values, length, tail))
+    check_result(bucket, total, (length + len(tail),), values.dtype)
+    bad, *bits = total[length:].tolist()
+    # `bits` holds the sum of each bit of the checksum over the ranks.
+    if any(bit not in (0.0, float(bucket.world)) for bit in bits):
+        raise disagreement(bucket)
+    if not 0 <= bad <= bucket.world or bad % 1:
+        raise damaged(
+            bucket, "sum of the messages", f"{bad} of {bucket.world} workers say that their gradients are not finite"
+        )
+    return None if bad else Entries(indices, total[: len(values)])

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from horovod_sparse.exchange import wire
-from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Exchanging, Round, Run, Sender
-from horovod_sparse.exchange.received import check_result, damaged, disagreement
-from horovod_sparse.ops.protocol import Array
+from horovod_sparse.exchange.protocols import Exchange, Exchanging, Round, Run, Sender
+from horovod_sparse.exchange.received import summed
 
 
 @dataclass(frozen=True)
@@ -37,28 +36,3 @@ class Dense(Exchange):
     def collectives(self, bucket: Sender, run: Run) -> Exchanging:
         # Only the step must be the same: workers that have trained with fewer others have states of their own.
         return (yield from summed(bucket, None, bucket.take_all(), bucket.numel, bucket.step))
-
-
-def summed(bucket: Sender, indices: Array | None, values: Array, length: int, checksum: int) -> Exchanging:
-    """Exchange the values at indices that all ranks know (None: all entries), as message 2.
-
-    Args:
-        bucket: the bucket, out of whose residual `values` were taken.
-        indices: ascending and unique.
-        values: one for each index, at most `length`.
-        length: number of values in the message, the same on all ranks.
-        checksum: a number >= 0. If its lowest 16 bits differ between the ranks, all raise RuntimeError.
-    """
-    bucket.sent(len(values))
-    tail = wire.tail(bucket.finite, checksum)
-    total = yield Collective("allreduce", bucket.ops.pack_values(values, length, tail))
-    check_result(bucket, total, (length + len(tail),), values.dtype)
-    bad, *bits = total[length:].tolist()
-    # `bits` holds the sum of each bit of the checksum over the ranks.
-    if any(bit not in (0.0, float(bucket.world)) for bit in bits):
-        raise disagreement(bucket)
-    if not 0 <= bad <= bucket.world or bad % 1:
-        raise damaged(
-            bucket, "sum of the messages", f"{bad} of {bucket.world} workers say that their gradients are not finite"
-        )
-    return None if bad else Entries(indices, total[: len(values)])
