@@ -20,8 +20,8 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.sidco import TRUSTED
 from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.shared import Dense
 
 pytestmark = pytest.mark.parametrize("backend", [ORACLE], ids=str)
 

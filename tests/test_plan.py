@@ -18,8 +18,8 @@ import horovod_sparse.numpy
 from horovod_sparse.compressors.base import BUCKET_BYTES, Compressor
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.tools import cli
 from horovod_sparse.tools.plan import DENSE16, LEFT_OUT, METHODS, Method, Network, Round, warm_up
 from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency

@@ -16,7 +16,6 @@ from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector, SlotGradient
 from horovod_sparse.core.statistics import Counts, Tally
 from horovod_sparse.core.step import Before, Ending
-from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.exchange.grid import Grid
 from horovod_sparse.exchange.protocols import (
     Collective,
@@ -30,6 +29,7 @@ from horovod_sparse.exchange.protocols import (
     Sent,
 )
 from horovod_sparse.exchange.received import rows_of
+from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.ops.protocol import Array, Momentum, Ops, Selection
 
 _DENSE = Dense()

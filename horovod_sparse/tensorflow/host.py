@@ -24,8 +24,8 @@ from horovod_sparse.core.intake import Arrived
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Write
 from horovod_sparse.core.step import Ending
-from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.exchange.protocols import Collective, Exchange, Reduced, Round
+from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.kernels.pool import BufferPool
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.ops.protocol import Array, Momentum
