@@ -128,7 +128,8 @@ class Bucket:
         """Add gradients to the residual, each in units of its rate. Raise RuntimeError if one has arrived before."""
         gradients = defaultdict[tuple[Momentum | None, float], list[SlotGradient]](list)
         for (name, gradient, _), rate in zip(arrived, rates, strict=True):
-            slot, momentum = arriving(self, name), intake.momentum(name)
+            arriving(self.missing, name)
+            slot, momentum = self.slots[name], intake.momentum(name)
             self.rates[slot.offset] = rate
             if rate == 0.0:
                 # The learning rate is 0, so that the update is 0, whatever the velocity is.

@@ -90,7 +90,7 @@ class ShardedReducer(GroupReducer):
         self._steps = True
         try:
             # `torch.distributed.checkpoint` makes steps without anything, so that the optimizer has a state.
-            is_empty = not self._is_new and not any(float(group["lr"]) for group in self._groups)
+            is_empty = not self._is_new and not any(float(group["lr"]) for group in self.optimizer.param_groups)
             if not is_empty:
                 super().step(own_step, None, self.synchronize)
                 return loss
@@ -139,16 +139,11 @@ class ShardedReducer(GroupReducer):
     # --- settings and state ---
 
     @property
-    def _groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
-
-    @property
     def _param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups, with the parts that are here."""
         return [
             {**group, "params": [self._parts[one] for one in group["params"] if one in self._parts]}
-            for group in self._groups
+            for group in self.optimizer.param_groups
         ]
 
     def _describe(self, new: Mapping[Tensor, str]) -> dict[str, str | list[str]]:

@@ -346,25 +346,24 @@ class Reducer(TensorReducer):
         new = self._routes.without_route()
         deferred = self.deferred or empty_state()
         known_sparse = () if self.updates is not None else deferred.get("sparse", ())
-        agreement = agree(self.optimizer, self.compressor, new, known_sparse, self._number)
+        number, found = agree(self.optimizer, self.compressor, new, known_sparse, self._number)
         sparse_as_dense = self.optimizer.sparse_as_dense
-        if agreement.sparse and not sparse_as_dense and self.momentum is not None and self.pipeline is None:
+        if found and not sparse_as_dense and self.momentum is not None and self.pipeline is None:
             # Their gradients get no momentum before the selection, so that all of it stays in the optimizer.
             self.momentum = None
             self.compressor.move_momentum(0.0, nesterov=False)
-        check_sparse(agreement.sparse, self.compressor, sparse_as_dense=sparse_as_dense, rank=mpi_ops.rank())
-        left_out = () if self.optimizer.sparse_as_dense else agreement.sparse
+        check_sparse(found, self.compressor, sparse_as_dense=sparse_as_dense, rank=mpi_ops.rank())
+        left_out = () if sparse_as_dense else found
         if is_elastic() and self.pipeline is None:
             self.deferred = align(self.deferred)
             deferred = self.deferred or deferred
         everyone = partial(gather, process_set=self._process_set)
         agree_on_states(lambda: self._check(deferred, self._routes.shapes(left_out)), everyone, mpi_ops.rank())
-        agreement.conclude()
-        self._number = agreement.number
+        self._number = number
         self._collectives.prefix = f"horovod_sparse.{self._process_set.process_set_id}.{self._number}."
         self._extend(
             new,
-            agreement.sparse,
+            found,
             everyone,
             position=self._process_set.rank(),
             rank=mpi_ops.rank(),
