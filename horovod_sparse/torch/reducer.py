@@ -172,7 +172,20 @@ class Reducer(TensorReducer):
         return int(self._process_set.size())
 
     def _start(self, bucket: AnyBucket, collective: Collective) -> Wait:
-        return self._collectives.start_round(bucket, collective)
+        """Do as the base says. If ranks in other steps would begin with another collective, one of that kind goes first.
+
+        It has the name of theirs. Its type tells what follows, and is never that of a message, so that Horovod raises on all
+        ranks if there are any. Without it the ranks would wait for each other: Horovod compares what has the same name, and
+        the name of an allreduce is never that of an allgather.
+        """
+        kind, message, to, *_ = collective
+        start = self._collectives.start
+        if bucket.stands_in is None:
+            return start(kind, message, f"{bucket.name}.{bucket.rounds}", to, bucket)
+        marker = message.new_zeros(bucket.world, dtype=torch.uint8)
+        first = start(bucket.stands_in, marker, f"{bucket.name}.{bucket.rounds}", bucket=bucket)
+        second = start(kind, message, f"{bucket.name}.{bucket.rounds + 1}", to, bucket)
+        return lambda: (first(), second())[1]
 
     def _write(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
         routes = self._routes
