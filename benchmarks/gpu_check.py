@@ -352,7 +352,9 @@ def step_row(device: Device, title: str, compressor: Compressor, bar: float | No
         worker.residual[indices] += values
         assert torch.equal(worker.residual, expected), f"{title}: sent + kept is not gradient + old residual"
         worker.residual[indices] -= values
-        say(f"  {title}: {sent / worker.k:.3f} k sent, {worker.bucket.nbytes / worker.residual.nbytes:.1%} more memory")
+        arrays = [one for one in vars(worker.bucket).values() if isinstance(one, Tensor) and one is not worker.residual]
+        more = sum(one.nbytes for one in arrays) / worker.residual.nbytes
+        say(f"  {title}: {sent / worker.k:.3f} k sent, {more:.1%} more memory")
 
     run()
     for _ in range(0 if device.interpreted else _WARM_STEPS):

@@ -110,12 +110,6 @@ class DeviceBucket:
         self.numbers: dict[str, float] = {}
         """The numbers of the last step by name (`tiles.NUMBERS`)."""
 
-    @property
-    def nbytes(self) -> int:
-        """Memory that this takes on the device, in bytes, without the residual and the message."""
-        arrays = (self._starts, self._found, self._slots, self._partials, self._above, self._equal, self._histograms)
-        return sum(array.nbytes for array in (*arrays, self._words, self._numbers))
-
     def forget(self) -> None:
         self._limit = math.inf
 
