@@ -352,8 +352,8 @@ def step_row(device: Device, title: str, compressor: Compressor, bar: float | No
         worker.residual[indices] += values
         assert torch.equal(worker.residual, expected), f"{title}: sent + kept is not gradient + old residual"
         worker.residual[indices] -= values
-        arrays = [one for one in vars(worker.bucket).values() if isinstance(one, Tensor) and one is not worker.residual]
-        more = sum(one.nbytes for one in arrays) / worker.residual.nbytes
+        arrays = [one for one in vars(worker.bucket).values() if isinstance(one, Tensor)]
+        more = sum(one.nbytes for one in arrays if one.device == worker.residual.device) / worker.residual.nbytes - 1.0
         say(f"  {title}: {sent / worker.k:.3f} k sent, {more:.1%} more memory")
 
     run()
