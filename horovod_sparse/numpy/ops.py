@@ -306,7 +306,8 @@ def _unquantize(message: Array, chunks: int) -> Array:
 def _joined(numbers: Array, bits: int) -> Array:
     """Return numbers of so many bits, several in a byte, the first one lowest."""
     shifts = np.arange(0, 8, bits)
-    return (numbers.reshape(-1, shifts.size) << shifts).sum(axis=1)
+    joined: Array = (numbers.reshape(-1, shifts.size) << shifts).sum(axis=1)
+    return joined
 
 
 def _parted(joined: Array, bits: int) -> Array:

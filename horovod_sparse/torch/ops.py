@@ -305,7 +305,7 @@ class TorchOps(Ops):
         counts, levels = header[:, :chunks], header[:, chunks:]
         room = (messages.shape[1] - length) // BLOCK_LENGTH * BLOCK
         rows = messages[:, length:].contiguous().view(torch.uint8)
-        lower, upper, values = rows.split([room, room // 2, room // 4], 1)
+        lower, upper, values = torch.split(rows, [room, room // 2, room // 4], 1)
         code = _parted(values, 2)
         ends = counts.cumsum(1)
         numbers = torch.arange(room, device=gathered.device).repeat(world, 1)
