@@ -43,7 +43,7 @@ class Pairs(Exchange):
         lengths = {
             "float32": 2 * capacity,
             "bfloat16": wire.runs_of(numel) + capacity,
-            "packed": wire.header_length(wire.chunks_of(numel)) + wire.BLOCK_LENGTH * -(-capacity // wire.BLOCK),
+            "packed": wire.packed_length(numel, capacity),
         }
         return [Round("allgather", lengths[self.values])]
 

@@ -128,6 +128,16 @@ def header_length(chunks: int) -> int:
     return (3 * chunks + 1) // 2
 
 
+def packed_length(numel: int, capacity: int) -> int:
+    """Return how many int32 message 11 has for a bucket of `numel`."""
+    return header_length(chunks_of(numel)) + BLOCK_LENGTH * -(-capacity // BLOCK)
+
+
+def packed_room(length: int, chunks: int) -> int:
+    """Return how many entries there is room for in message 11 of so many int32."""
+    return (length - header_length(chunks)) // BLOCK_LENGTH * BLOCK
+
+
 def excess(numel: int, gathered: int, world: int) -> str | None:
     """Return what is too much for the format or for Horovod's collectives in a bucket of `numel`; None if nothing is.
 

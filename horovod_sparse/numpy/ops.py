@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from horovod_sparse.exchange.wire import (
     BAD_COUNTS,
     BLOCK,
-    BLOCK_LENGTH,
     CHUNK,
     CHUNK_BITS,
     LEVEL_RANGE,
@@ -22,6 +21,7 @@ from horovod_sparse.exchange.wire import (
     SIGN,
     chunks_of,
     header_length,
+    packed_room,
     runs_of,
     split,
 )
@@ -286,7 +286,7 @@ def _unquantize(message: Array, chunks: int) -> Array:
     """Return the message of pairs that one packed message stands for."""
     length = header_length(chunks)
     counts, levels = np.split(message[:length].view(np.int16)[: 3 * chunks].astype(np.int32), [chunks])
-    room = (message.size - length) // BLOCK_LENGTH * BLOCK
+    room = packed_room(message.size, chunks)
     lower, upper, values = np.split(message[length:].view(np.uint8), [room, room + room // 2])
     pairs = np.zeros((room, 2), np.int32)
     pairs[:, 0] = PADDING

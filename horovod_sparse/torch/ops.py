@@ -18,7 +18,6 @@ from torch import Tensor
 from horovod_sparse.exchange.wire import (
     BAD_COUNTS,
     BLOCK,
-    BLOCK_LENGTH,
     CHUNK,
     CHUNK_BITS,
     LEVEL_RANGE,
@@ -29,6 +28,7 @@ from horovod_sparse.exchange.wire import (
     SIGN,
     chunks_of,
     header_length,
+    packed_room,
     runs_of,
     split,
 )
@@ -303,7 +303,7 @@ class TorchOps(Ops):
         length = header_length(chunks)
         header = messages[:, :length].contiguous().view(torch.int16)[:, : 3 * chunks].int()
         counts, levels = header[:, :chunks], header[:, chunks:]
-        room = (messages.shape[1] - length) // BLOCK_LENGTH * BLOCK
+        room = packed_room(messages.shape[1], chunks)
         rows = messages[:, length:].contiguous().view(torch.uint8)
         lower, upper, values = torch.split(rows, [room, room // 2, room // 4], 1)
         code = _parted(values, 2)
