@@ -51,6 +51,40 @@ def test_workers_run_on_hosts_of_their_own_and_nothing_is_left() -> None:
     assert f"hs{done.process}-" not in spaces
 
 
+_HELLO = """
+import os, socket, time
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as here:
+        here.bind(("10.77.0.2", 5000))
+        while True:
+            _, other = here.recvfrom(9)
+            here.sendto(b"there", other)
+else:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as here:
+        here.settimeout(1)
+        while True:
+            begun = time.monotonic()
+            here.sendto(b"hello", ("10.77.0.2", 5000))
+            try:
+                here.recv(9)
+            except OSError:
+                continue
+            break
+    assert time.monotonic() - begun >= 0.08, "a round trip took less than twice the delay"
+    print("both ways", flush=True)
+    # mpirun then ends the other one.
+    os._exit(5)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parallel
+def test_frames_of_far_hosts_arrive_late() -> None:
+    done = run_on_hosts("--delay", "40", "--loss", "10", "--", sys.executable, "-c", _HELLO)
+    assert done.code == 5 and "both ways" in done.output, done
+    assert not Path(f"/run/netns/hs{done.process}-host0").exists()
+
+
 @pytest.mark.full
 @pytest.mark.parallel
 @pytest.mark.parametrize("number", [2, 4])

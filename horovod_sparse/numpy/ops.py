@@ -9,7 +9,23 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.exchange.wire import BAD_COUNTS, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
+from horovod_sparse.exchange.wire import (
+    BAD_COUNTS,
+    BLOCK,
+    CHUNK,
+    CHUNK_BITS,
+    LEVEL_RANGE,
+    NOT_FINITE,
+    PADDING,
+    RUN,
+    RUN_BITS,
+    SIGN,
+    chunks_of,
+    header_length,
+    packed_room,
+    runs_of,
+    split,
+)
 from horovod_sparse.ops.cached import Cached
 from horovod_sparse.ops.protocol import Moving, Ops, Part, Selection, Sums, Tracked
 
@@ -167,6 +183,37 @@ class NumpyOps(Ops):
     def expand(self, gathered: Array, world: int, numel: int) -> Array:
         return np.concatenate([_expand(message, numel) for message in split(gathered, world)])
 
+    def quantize(self, x: Array, message: Array) -> Array:
+        chunks = chunks_of(x.size)
+        header = np.zeros((2 * header_length(chunks),), np.int16)
+        used = int(np.count_nonzero(message[:, 0] >= 0))
+        indices, taken = self.unpack(message, used)
+        chunk, magnitudes = indices >> CHUNK_BITS, np.abs(taken).astype(np.float64)
+        counts = np.bincount(chunk, minlength=chunks)
+        means = np.bincount(chunk, magnitudes, chunks) / counts.clip(min=1)
+        # One for each chunk and level.
+        group = chunk + chunks * (magnitudes > means[chunk])
+        levels = np.bincount(group, magnitudes, 2 * chunks) / np.bincount(group, minlength=2 * chunks).clip(min=1)
+        smallest, largest = np.full(2 * chunks, np.inf), np.zeros(2 * chunks)
+        np.minimum.at(smallest, group, magnitudes)
+        np.maximum.at(largest, group, magnitudes)
+        levels = np.minimum(levels, 2 * smallest)
+        levels[largest > LEVEL_RANGE * levels] = 0
+        header[:chunks] = counts
+        header[chunks : 3 * chunks] = levels.astype(np.float32).view(np.int32) >> 16
+        if message[0, 0] == NOT_FINITE:
+            header[0] = NOT_FINITE
+        bits = header[chunks:][group].astype(np.int32) << 16 | message[:used, 1] & SIGN
+        x[indices] += taken - bits.view(np.float32)
+        message[:used, 1] = bits
+        entries = np.zeros((2, -(-len(message) // BLOCK) * BLOCK), np.int32)
+        entries[:, :used] = indices % CHUNK, (bits < 0) + 2 * (group >= chunks)
+        rows = entries[0] & 0xFF, _joined(entries[0] >> 8, 4), _joined(entries[1], 2)
+        return np.concatenate([header.view(np.uint8), *(row.astype(np.uint8) for row in rows)]).view(np.int32)
+
+    def unquantize(self, gathered: Array, world: int, numel: int) -> Array:
+        return np.concatenate([_unquantize(message, chunks_of(numel)) for message in split(gathered, world)])
+
     def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
         indices = messages if messages.ndim == 1 else messages[:, 0]
         return [_rows_in_use(message, numel) for message in np.split(indices, world)]
@@ -221,6 +268,39 @@ def _expand(message: Array, numel: int) -> Array:
         pairs[:used, 0] = np.repeat(np.arange(counts.size) * RUN, counts) + entries[:used] % RUN
         pairs[:used, 1] = entries[:used] & -RUN
     return pairs
+
+
+def _unquantize(message: Array, chunks: int) -> Array:
+    """Return the message of pairs that one packed message stands for."""
+    length = header_length(chunks)
+    counts, levels = np.split(message[:length].view(np.int16)[: 3 * chunks].astype(np.int32), [chunks])
+    room = packed_room(message.size, chunks)
+    lower, upper, values = np.split(message[length:].view(np.uint8), [room, room + room // 2])
+    pairs = np.zeros((room, 2), np.int32)
+    pairs[:, 0] = PADDING
+    used = int(counts.sum())
+    if counts[0] == NOT_FINITE:
+        pairs[0, 0] = NOT_FINITE
+    elif (counts < 0).any() or used > room:
+        pairs[0, 0] = BAD_COUNTS
+    else:
+        chunk = np.repeat(np.arange(chunks, dtype=np.int32), counts)
+        code = _parted(values, 2)[:used]
+        pairs[:used, 0] = chunk * CHUNK + (_parted(upper, 4)[:used] << 8) + lower[:used]
+        pairs[:used, 1] = levels[chunk + chunks * (code >> 1)] << 16 | code << 31
+    return pairs
+
+
+def _joined(numbers: Array, bits: int) -> Array:
+    """Return numbers of so many bits, several in a byte, the first one lowest."""
+    shifts = np.arange(0, 8, bits)
+    joined: Array = (numbers.reshape(-1, shifts.size) << shifts).sum(axis=1)
+    return joined
+
+
+def _parted(joined: Array, bits: int) -> Array:
+    """Return the numbers of so many bits that are joined in bytes."""
+    return (joined[:, None].astype(np.int32) >> np.arange(0, 8, bits) & (1 << bits) - 1).reshape(-1)
 
 
 def _rows_in_use(indices: Array, numel: int) -> int | None:

@@ -180,6 +180,18 @@ class Ops(Protocol):
         `rows_in_use` finds.
         """
 
+    def quantize(self, x: Array, message: Array) -> Array:
+        """Return a message of pairs, whose entries were taken out of `x`, as a packed one (`wire`, message 11).
+
+        In each chunk, the entries up to the mean m of their magnitudes become the smaller of two levels, and the others become
+        the larger one: the means of the magnitudes of both, but at most twice the smallest of them. A level whose entries have
+        magnitudes of more than 2^15 times its size is 0. Levels are rounded down to bfloat16. So what is left of
+        an entry is a float32. It returns to `x`, and the values become the levels also in `message`, in place.
+        """
+
+    def unquantize(self, gathered: Array, world: int, numel: int) -> Array:
+        """Return the messages of pairs that `world` packed ones stand for, as `expand` does for compact ones."""
+
     def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
         """Return, for each of `world` messages, how many indices come before its padding; None if it is not as `wire` requires.
 
