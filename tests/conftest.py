@@ -49,6 +49,7 @@ EVERY: dict[str, int] = {
     "test_micro": ONE,
     "test_backends": 5,
     "test_momentum": 3,
+    "test_virtual": 3,
     "test_laws": 2,
     "test_kernels": 2,
 }

@@ -1,8 +1,14 @@
-"""What a selection of the largest leaves of the squared norm: two bounds, and which gradients the tighter one holds for.
+"""What a selection of the largest leaves of the squared norm, and what error feedback makes of it.
+
+Of what is left there are two bounds, and the tighter one holds for some gradients only.
 
 Of d entries with squares s_1 >= ... >= s_d the k largest leave at most 1 - k/d. They leave at most (1 - k/d)^2 if
 s_i / (2 (d - i) + 1) does not increase with i, since (1 - k/d)^2 is what the k largest leave of 2 (d - i) + 1. Squares
 that are convex in i and end at zero are of that kind (Gaussian-k, https://arxiv.org/abs/1911.08772, Theorem 1).
+
+With error feedback a step leaves at most sqrt(1 - delta) of the residual's and the gradient's norm together, delta = k/d.
+So the residual is never larger than sqrt(1 - delta) / (1 - sqrt(1 - delta)) <= 2 sqrt(1 - delta) / delta times the largest
+gradient (https://arxiv.org/abs/1901.09847, Lemma 3), and what was sent is never further than that from what was given.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from hypothesis import strategies as st
 from table import COMPRESSORS, ORACLE, Row
 
 from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.numpy import SparseAllreduce, VirtualWorkers
 
 SIZE = 1000
 LOWER = np.arange(1, SIZE + 1) / SIZE
@@ -78,3 +85,61 @@ def test_only_the_looser_bound_holds_elsewhere(name: str) -> None:
     """It is not enough that the squares, divided by the largest, are below the line from 1 to 0."""
     left, linear = left_by(TOPK, shuffled(NOT_CONVEX[name]), 0.1)
     assert linear**2 + 1e-3 < left <= linear + 1e-6
+
+
+SHAPES_OF_TIME = {
+    "constant": lambda rng, step: np.ones(60),
+    "independent": lambda rng, step: rng.normal(size=60),
+    "in a cycle": lambda rng, step: np.roll(np.arange(60.0), 7 * step),
+    "one large": lambda rng, step: np.r_[100.0, rng.uniform(size=59)],
+}
+"""The gradients of a step."""
+
+
+def farthest(kind: str, ratio: float, seed: int, *, feedback: bool) -> float:
+    """How far what was sent ever is from what was given, in units of the bound."""
+    reduce = SparseAllreduce(None, TopK(ratio, min_numel=0, warmup=None, residual=feedback))
+    rng, behind, most, norms = np.random.default_rng(seed), np.zeros(60), 0.0, []
+    for step in range(round(4 / ratio)):
+        gradient = SHAPES_OF_TIME[kind](rng, step)
+        behind += gradient - reduce({"p": gradient})["p"]
+        norms.append(np.linalg.norm(gradient))
+        most = max(most, float(np.linalg.norm(behind)))
+        if feedback:
+            assert np.linalg.norm(behind) == pytest.approx(reduce.stats().last.total.residual_norm, rel=1e-5, abs=1e-5)
+    left = np.sqrt(1.0 - TopK(ratio).target_count(60) / 60)
+    return most / float(left / (1.0 - left) * max(norms))
+
+
+@given(kind=st.sampled_from([*SHAPES_OF_TIME]), ratio=st.floats(0.05, 0.9), seed=st.integers(0, 9))
+def test_what_was_sent_is_never_far_from_what_was_given(kind: str, ratio: float, seed: int) -> None:
+    assert farthest(kind, ratio, seed, feedback=True) <= 1.0 + 1e-5
+
+
+def test_without_feedback_it_goes_away_from_it() -> None:
+    assert farthest("constant", 0.1, 0, feedback=False) > 1.0
+
+
+def distance(number: int, *, feedback: bool) -> float:
+    """The squared distance from the optimum, per entry, of the mean of the last iterates. Each worker has another optimum."""
+    rng, size, steps, noise = np.random.default_rng(2), 40, 120, 2.0
+    own = 3.0 * rng.normal(size=(number, size))
+    own -= own.mean(axis=0)
+    workers = VirtualWorkers(number, TopK(0.1, min_numel=0, warmup=None, residual=feedback))
+    iterate, mean = -np.ones(size), np.zeros(size)
+    for step in range(steps):
+        gradients = iterate + own + noise * rng.normal(size=(number, size))
+        iterate = iterate - 0.05 * workers({"p": gradients})["p"]
+        mean += iterate / (steps // 2) * (step >= steps // 2)
+    return float(np.mean(mean**2))
+
+
+def test_more_workers_come_as_much_closer_to_the_optimum() -> None:
+    """The noise of the gradients is divided by their number, and nothing else keeps the mean away."""
+    few, many = (distance(number, feedback=True) for number in (1, 16))
+    assert few / 32 < many < few / 8
+
+
+def test_without_feedback_more_workers_come_no_closer() -> None:
+    few, many = (distance(number, feedback=False) for number in (1, 16))
+    assert many > few / 2

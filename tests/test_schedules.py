@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +17,11 @@ from horovod_sparse.compressors.randomk import RandomK
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.exchange.balanced import Balanced
 from horovod_sparse.exchange.cost import allreduce_bytes
+from horovod_sparse.exchange.hierarchical import Hierarchical
 from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.union import Union
 
 
 @pytest.mark.parametrize("c", [0.3, 1.0, 2.0])
@@ -56,6 +62,21 @@ def test_a_step_is_dense_while_that_sends_fewer_bytes(
         # A bit map, or what follows the values, adds less than a tenth.
         assert sparse > 0.9 * dense if step < first else sparse <= dense
     assert compressor.highest_ratio(world) == compressor.ratio_at(first)
+
+
+SCALED = [TopK, SIDCo, MiCRO, RandomK, *(partial(TopK, exchange=one) for one in (Balanced(), Hierarchical(8), Union()))]
+
+
+@pytest.mark.parametrize("make", SCALED, ids=lambda make: repr(make(0.01)))
+@pytest.mark.parametrize("ratio", [0.01, 0.001])
+def test_no_warm_up_sends_more_than_dense_steps_would(make: Callable[[float], Compressor], ratio: float) -> None:
+    """From a million entries on. In smaller buckets, a thousand workers' headers alone can be more."""
+    compressor = make(ratio)
+    for world, numel in itertools.product((16, 64, 256, 1024), (2**20, 6_553_600)):
+        for stair in compressor.warmup_stairs():
+            if stair.start >= compressor.first_sparse_step(world):
+                rounds = compressor.rounds(numel, compressor.ratio_at(stair.start), world)
+                assert sum(one.bytes_sent(world) for one in rounds) <= allreduce_bytes(4 * numel, world)
 
 
 @pytest.mark.parametrize(

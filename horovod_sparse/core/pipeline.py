@@ -83,7 +83,8 @@ class Pipeline:
         """Buckets that were loaded in units of the gradient, until the learning rate is known that makes them updates."""
         self._step: Step | None = None
         """The step that has begun."""
-        self._warned = False
+        self.warned = False
+        """Whether this pipeline has warned of messages that are too small."""
         self._has_scaler = False
         """Whether a loss scaler leaves out the update of a step that fails."""
         self._undoes = False
@@ -256,6 +257,11 @@ class Pipeline:
         step = self._begun()
         return bool(step.failures or step.failures_elsewhere)
 
+    @property
+    def fails_here(self) -> bool:
+        """Whether the step is known to fail because of this worker's own gradients."""
+        return bool(self._begun().failures)
+
     def note_failure_elsewhere(self) -> None:
         """Let the step fail, because it does on ranks that this one exchanges nothing with."""
         self._begun().failures_elsewhere.append(f"the gradient of some parameter in another shard {_NOT_FINITE}")
@@ -273,9 +279,9 @@ class Pipeline:
         failed = Ending.UNDONE if self._undoes else Ending.FAILED
         step.ending = failed if found else Ending.SENT
         self._finish()
-        truncated = None if self._warned else next((bucket for bucket in self.buckets if bucket.lacks_room), None)
+        truncated = None if self.warned else next((bucket for bucket in self.buckets if bucket.lacks_room), None)
         if truncated is not None:
-            self._warned = True
+            self.warned = True
             truncated.warn_truncated()
         if found and not self._has_scaler and self.compressor.not_finite == "raise":
             raise FloatingPointError(f"rank {self.rank}: {found[0]}")

@@ -30,8 +30,10 @@ class Grid(NamedTuple):
 
     def lengths(self, members: Sequence[int], each: Sequence[int]) -> list[int]:
         """Return a number for each worker: those of `each` for the members, in their order, and 0 for all others."""
-        known = dict(zip(members, each, strict=True))
-        return [known.get(position, 0) for position in range(self.world)]
+        lengths = [0] * self.world
+        for position, length in zip(members, each, strict=True):
+            lengths[position] = length
+        return lengths
 
     def shards(self, numel: int) -> list[int]:
         """Return the bounds of the slots' shards of a bucket: `slots + 1` positions, from 0 to `numel`."""

@@ -45,7 +45,7 @@ class Collective(NamedTuple):
         """Return the bytes that this rank sends."""
         if self.to is None:
             return cost.BYTES[self.kind](self.message.nbytes, world)
-        leaving = sum(rows for position, rows in enumerate(self.to) if position not in self.near)
+        leaving = sum(self.to) - sum(self.to[position] for position in self.near)
         return float(leaving * self.message.nbytes / len(self.message))
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Exchanging, Round, Run, Sender
 from horovod_sparse.exchange.received import OUT_OF_ORDER, check_result, damaged, disagreement
@@ -34,16 +36,18 @@ class Union(Exchange):
         message = ops.pack_indices(selection.indices, header, bucket.capacity)
         gathered = yield Collective("allgather", message)
         check_result(bucket, gathered, (bucket.world * len(message),), message.dtype)
-        headers = [_header(row) for row in gathered.reshape(bucket.world, -1)[:, : wire.HEADER].tolist()]
-        if any(checksum == wire.NOT_FINITE for checksum, _ in headers):
+        headers = gathered.reshape(bucket.world, -1)[:, : wire.HEADER].tolist()
+        checksums, bits = (list(numbers) for numbers in zip(*headers, strict=True))
+        if wire.NOT_FINITE in checksums:
             bucket.drop_rest()
             return None
-        _check_headers(bucket, headers)
+        proposed: list[float] = np.array(bits, np.int32).view(np.float32).tolist()
+        _check_headers(bucket, checksums, proposed)
         indices = ops.union(gathered, bucket.world, wire.HEADER, bucket.numel)
         if indices is None:
             raise damaged(bucket, "message of a worker", OUT_OF_ORDER)
         bucket.sent(len(indices), selection.found - len(selection.indices))
-        bucket.observe(len(indices), [proposed for _, proposed in headers])
+        bucket.observe(len(indices), proposed)
         room = min(bucket.capacity * bucket.world, bucket.numel)
         values = bucket.take(indices)
         total = yield Collective("allreduce", ops.pack_values(values, room, []))
@@ -51,16 +55,10 @@ class Union(Exchange):
         return Entries(indices, total[: len(indices)])
 
 
-def _header(numbers: Sequence[float]) -> tuple[int, float]:
-    """Return the checksum and the proposed number in the header of a message of indices."""
-    checksum, bits = numbers
-    return int(checksum), wire.float_of(int(bits))
-
-
-def _check_headers(bucket: Sender, headers: Sequence[tuple[int, float]]) -> None:
+def _check_headers(bucket: Sender, checksums: Sequence[int], proposed: Sequence[float]) -> None:
     """Raise unless all ranks have sent the same checksum, and each has proposed a finite number."""
-    for sender, (checksum, proposed) in enumerate(headers):
-        if checksum < 0 or not math.isfinite(proposed):
-            raise damaged(bucket, f"message of worker {sender}", f"its header holds {checksum} and {proposed}")
-    if len({checksum for checksum, _ in headers}) > 1:
+    if min(checksums) < 0 or not all(map(math.isfinite, proposed)):
+        bad = next(rank for rank in range(len(proposed)) if checksums[rank] < 0 or not math.isfinite(proposed[rank]))
+        raise damaged(bucket, f"message of worker {bad}", f"its header holds {checksums[bad]} and {proposed[bad]}")
+    if len(set(checksums)) > 1:
         raise disagreement(bucket)

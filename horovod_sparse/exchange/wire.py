@@ -171,12 +171,6 @@ def float_bits(number: float) -> int:
     return bits
 
 
-def float_of(bits: int) -> float:
-    """Return the float32 that has these bits."""
-    number: float = struct.unpack("<f", struct.pack("<i", bits))[0]
-    return number
-
-
 def digest(pairs: Array) -> int:
     """Return a number in [0, 2^31 - 1) that tells whether ranks have received the same pairs: the sum of index XOR bits."""
     # No change of one bit adds a multiple of this modulus.

@@ -12,22 +12,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse import kernels
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.agreement import RELEASE, check_steps, refuse_detached, refuse_updates
+from horovod_sparse.core.agreement import RELEASE, check_steps
 from horovod_sparse.core.binding import check_factor
-from horovod_sparse.core.layout import Parameter, Slot, planned
 from horovod_sparse.core.pipeline import Pipeline, Wait
 from horovod_sparse.core.state import check_state, kept_shapes
 from horovod_sparse.core.statistics import NO_STATS, Stats
-from horovod_sparse.core.store import log_start
-from horovod_sparse.exchange.protocols import Collective, Reduced
+from horovod_sparse.exchange.protocols import Collective
+from horovod_sparse.numpy.arrays import (
+    Shapes,
+    add_buckets,
+    arrays_of,
+    check_compression,
+    check_types,
+    shapes_of,
+    writer,
+)
 from horovod_sparse.numpy.compiled import host_ops
 
 Array = NDArray[Any]
-
-_TYPES = (np.float16, np.float32, np.float64)
-"""Residuals of wider types would not hold what they are given."""
 
 
 @dataclass(eq=False)
@@ -76,15 +79,12 @@ class SparseAllreduce:
     """
 
     def __init__(self, comm: Any, compression: Compressor, *, average: bool = True) -> None:
-        if not isinstance(compression, Compressor):
-            raise TypeError(f"compression must be a compressor such as TopK(ratio=0.01), got {compression!r}")
-        refuse_updates(compression, "NumPy")
-        refuse_detached(compression, "NumPy")
+        check_compression(compression)
         self._comm = comm
         self._world = 1 if comm is None else int(comm.Get_size())
         self._rank = 0 if comm is None else int(comm.Get_rank())
         self._ops = host_ops()
-        self._shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+        self._shapes: Shapes = {}
         self._under_way: list[_Started] = []
         """The collectives of this step, and those of aborted steps until MPI has completed them."""
         self._lane = comm
@@ -123,10 +123,10 @@ class SparseAllreduce:
             FloatingPointError: on every worker, if an array of any worker holds NaN or infinity (see `not_finite`).
             RuntimeError: on every worker, if the last call has returned on some workers and raised on others.
         """
-        gradients = _arrays(gradients)
+        gradients = arrays_of(gradients)
         if not self._shapes:
             self._plan(gradients)
-        shapes = _shapes(gradients)
+        shapes = shapes_of(gradients)
         if shapes != self._shapes:
             raise ValueError(f"gradients must be like those of the first call, {self._shapes}, got {shapes}")
         try:
@@ -151,19 +151,12 @@ class SparseAllreduce:
             bucket = self.pipeline.arrive(name, gradients[name], learning_rate)
             if bucket is not None:
                 under_way.append((bucket, self._start(bucket.begin(), self._lane)))
-        self._finish(under_way, reduced)
+        self.pipeline.complete(
+            under_way, writer(reduced), lambda bucket, collective: self._start(collective, self._lane)
+        )
         self._unfinished -= 1
         self.pipeline.end_step()
         return reduced
-
-    def _finish(self, under_way: list[Any], reduced: dict[str, Array]) -> None:
-        wide = {name: np.empty(array.size, _wide(array.dtype)) for name, array in reduced.items()}
-
-        def write(slots: Sequence[Slot], sent: Reduced) -> list[str]:
-            sent.write([(slot.offset, wide[slot.name]) for slot in slots])
-            return [slot.name for slot in slots if not _fits(reduced[slot.name], wide[slot.name])]
-
-        self.pipeline.complete(under_way, write, lambda bucket, collective: self._start(collective, self._lane))
 
     def _meet(self) -> None:
         """Find out where the other workers are before a step begins. Blocks."""
@@ -215,12 +208,7 @@ class SparseAllreduce:
     def _plan(self, gradients: Mapping[str, Array], state: Mapping[str, Any] | None = None) -> None:
         """Fix names, shapes and types. Raise ValueError first if `state`, which will be loaded, does not fit them."""
         compressor = self.pipeline.compressor
-        for name, gradient in gradients.items():
-            if gradient.dtype not in _TYPES:
-                raise TypeError(
-                    f"gradients[{name!r}] must be floating point, of type float16, float32 or float64, got {gradient.dtype}; "
-                    "convert it, for instance with astype(np.float64)"
-                )
+        check_types(gradients)
         try:
             if state is not None:
                 shapes = {name: gradient.shape for name, gradient in gradients.items()}
@@ -232,16 +220,9 @@ class SparseAllreduce:
         self._agree(gradients, "")
         # Only workers with the same settings gather their hosts.
         pipeline = self._new_pipeline(compressor, compressor.exchange.hosts(self._world, self._digests))
-        parameters = [
-            Parameter(name, gradient.shape, compressor.residual_dtype_of(gradient), "cpu")
-            for name, gradient in gradients.items()
-        ]
-        buckets, dense = planned(parameters, compressor, self._world)
-        pipeline.add_buckets(buckets, gradients.__getitem__)
-        pipeline.add_dense(dense, gradients.__getitem__)
+        add_buckets(pipeline, gradients)
         lane = self._comm and self._comm.Dup()
-        self.pipeline, self._lane, self._shapes = pipeline, lane, _shapes(gradients)
-        log_start(pipeline, kernels.variant())
+        self.pipeline, self._lane, self._shapes = pipeline, lane, shapes_of(gradients)
 
     def _agree(self, gradients: Mapping[str, Array], problem: str) -> None:
         """Raise ValueError on every worker unless all have the same arrays and settings. `problem` is this one's error."""
@@ -294,7 +275,7 @@ class SparseAllreduce:
                     "gradients must be given before the first call, because they fix names, shapes and types, got None: "
                     "load_state_dict(state, {'weights': np.zeros_like(weights)})"
                 )
-            self._plan(_arrays(gradients), state)
+            self._plan(arrays_of(gradients), state)
         self.pipeline.load_state_dict(state)
 
     def rescale(self, factor: float) -> None:
@@ -305,33 +286,6 @@ class SparseAllreduce:
     def reset(self) -> None:
         """Forget residuals, adaptive state and statistics."""
         self.pipeline.reset()
-
-
-def _arrays(gradients: Mapping[str, Array]) -> dict[str, Array]:
-    if not isinstance(gradients, Mapping):
-        raise TypeError(
-            f"gradients must be a mapping of names to arrays, such as {{'weights': gradient}}, got {type(gradients).__name__}"
-        )
-    return {name: np.asarray(gradient) for name, gradient in gradients.items()}
-
-
-def _shapes(gradients: Mapping[str, Array]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    return {name: (gradient.shape, gradient.dtype) for name, gradient in gradients.items()}
-
-
-def _fits(target: Array, values: Array) -> bool:
-    """Copy values to an array, perhaps of half precision. Return whether its type can hold them."""
-    if target.dtype != np.float16:
-        target[...] = values.reshape(target.shape)
-        return True
-    with np.errstate(over="ignore"):
-        target[...] = values.reshape(target.shape)
-    return not np.isinf(target).any()
-
-
-def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type in which arrays are summed: half-precision sums are rounded once, at the end, not after every worker."""
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def _check_returned(returned: Sequence[int], rank: int) -> None:

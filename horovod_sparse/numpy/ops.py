@@ -144,11 +144,13 @@ class NumpyOps(Ops):
 
     def fit(self, x: Array, indices: Array, bounds: list[int], room: int) -> tuple[Array, list[int]]:
         ends = np.searchsorted(indices, bounds)
-        if (np.diff(ends) > room).any():
-            parts = np.split(indices, ends[1:-1])
-            kept = [one if one.size <= room else one[self.select_largest(x[one], room).indices] for one in parts]
-            indices = np.concatenate(kept)
-        return indices, np.diff(ends).clip(max=room).tolist()
+        counts = np.diff(ends)
+        kept = np.ones(indices.size, bool)
+        for region in np.flatnonzero(counts > room):
+            part = slice(ends[region], ends[region + 1])
+            kept[part] = False
+            kept[part][self.select_largest(x[indices[part]], room).indices] = True
+        return indices[kept], counts.clip(max=room).tolist()
 
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         message = np.zeros((capacity, 2), dtype=np.int32)

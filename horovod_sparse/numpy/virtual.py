@@ -1,0 +1,186 @@
+"""Many workers in this process, without threads and without MPI: for experiments. Imports no framework except NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.compressors.checks import check_integer
+from horovod_sparse.core.pipeline import AnyBucket, Pipeline
+from horovod_sparse.core.statistics import NO_STATS, Stats
+from horovod_sparse.exchange.protocols import Collective, Reduced
+from horovod_sparse.numpy.arrays import (
+    Shapes,
+    add_buckets,
+    arrays_of,
+    check_compression,
+    check_types,
+    shapes_of,
+    writer,
+)
+from horovod_sparse.numpy.compiled import host_ops
+
+Array = NDArray[Any]
+
+
+class VirtualWorkers:
+    """Averages named arrays over workers that all live in this process, bit for bit as a `SparseAllreduce` on each would.
+
+    The workers take their steps together. Each has its own residuals. What all of them receive is added up once.
+
+        workers = VirtualWorkers(1024, TopK(ratio=0.01, min_numel=0))
+        mean = workers({"weights": gradients})["weights"]  # gradients[worker] is one worker's
+
+    An interrupt within a step may leave the workers in different steps: call `reset` then.
+
+    Args:
+        number: how many workers there are, >= 1.
+        compression: one of this package's compressors; all workers have it.
+        average: whether to divide the sum by the number of workers.
+
+    Raises:
+        TypeError, ValueError: an argument is something else.
+    """
+
+    def __init__(self, number: int, compression: Compressor, *, average: bool = True) -> None:
+        check_integer("number", number, least=1)
+        check_compression(compression)
+        self.number = number
+        self._compression, self._average = compression, average
+        self._shapes: Shapes = {}
+        self.pipelines: list[Pipeline] = []
+        """One for each worker; none before the first call."""
+
+    def __call__(self, gradients: Mapping[str, Array], *, learning_rate: float | None = None) -> dict[str, Array]:
+        """Return the average of all workers' gradients, as new arrays by name: the same on all workers, so there is one.
+
+        Args:
+            gradients: floating-point arrays of shape `(number, ...)`, one gradient for each worker. Their names, shapes and
+                types must be the same in every call.
+            learning_rate: the learning rate of this step, >= 0; only `lr_in_residual` needs it.
+
+        Raises:
+            TypeError: `gradients` is no mapping of names to arrays of float16, float32 or float64.
+            ValueError: an array has not one gradient for each worker, or is not as in the first call.
+            FloatingPointError: a gradient holds NaN or infinity (see `not_finite`). The error names the worker, as its rank.
+        """
+        gradients = arrays_of(gradients)
+        for name, array in gradients.items():
+            if array.shape[:1] != (self.number,):
+                raise ValueError(
+                    f"gradients[{name!r}] must have one gradient for each of {self.number} workers along its first axis, got "
+                    f"shape {array.shape}; np.stack makes one array of many"
+                )
+        shapes = shapes_of(gradients)
+        apart = [{name: array[worker, ...] for name, array in gradients.items()} for worker in range(self.number)]
+        if not self.pipelines:
+            self._plan(apart)
+            self._shapes = shapes
+        if shapes != self._shapes:
+            raise ValueError(f"gradients must be like those of the first call, {self._shapes}, got {shapes}")
+        reduced = {name: np.zeros(shape[1:], dtype) for name, (shape, dtype) in self._shapes.items()}
+        # This also gives up a step in which an error was raised.
+        for pipeline, mine in zip(self.pipelines, apart, strict=True):
+            pipeline.start_step(mine.values())
+        # As `SparseAllreduce` does, because buckets are packed so.
+        for name in reversed(self._shapes):
+            complete = [
+                pipeline.arrive(name, mine[name], learning_rate)
+                for pipeline, mine in zip(self.pipelines, apart, strict=True)
+            ]
+            buckets = [bucket for bucket in complete if bucket is not None]
+            if buckets:
+                self._exchange(buckets, reduced)
+        self._end()
+        return reduced
+
+    def _plan(self, gradients: Sequence[Mapping[str, Array]]) -> None:
+        """Make the workers, for gradients like these."""
+        check_types(gradients[0])
+        hosts = self._compression.exchange.hosts(self.number, lambda host: [host] * self.number)
+        settings: dict[str, Any] = {"world": self.number, "averages": self._average, "groups": hosts}
+        pipelines, ops = [], host_ops()
+        for worker, mine in enumerate(gradients):
+            pipelines.append(Pipeline(ops, self._compression, position=worker, rank=worker, **settings))
+            add_buckets(pipelines[-1], mine)
+        self.pipelines = pipelines
+
+    def _exchange(self, buckets: Sequence[AnyBucket], reduced: Mapping[str, Array]) -> None:
+        """Exchange a bucket of all workers, and write its reduced gradients."""
+        write, overflowed = writer(reduced), list[str]()
+
+        def write_once(slots: Any, sent: Reduced) -> list[str]:
+            overflowed.extend(write(slots, sent) or ())
+            return overflowed
+
+        writes = [write_once] + [lambda slots, sent: overflowed] * (self.number - 1)
+        asked = [bucket.begin() for bucket in buckets]
+        while asked:
+            following = [
+                pipeline.advance(bucket, result, pipeline.divisor, write)
+                for pipeline, bucket, result, write in zip(
+                    self.pipelines, buckets, results_of(asked), writes, strict=True
+                )
+            ]
+            asked = [one for one in following if one is not None]
+
+    def _end(self) -> None:
+        """End the step of all workers. Raise the error of a worker whose own gradient is not finite, if there is one."""
+        errors, warned = [], False
+        for pipeline in sorted(self.pipelines, key=lambda one: not one.fails_here):
+            pipeline.warned |= warned
+            try:
+                pipeline.end_step()
+            except FloatingPointError as error:
+                errors.append(error)
+            warned = pipeline.warned
+        if errors:
+            raise errors[0]
+
+    def __repr__(self) -> str:
+        return f"VirtualWorkers({self.number}, {self._compression!r})"
+
+    def stats(self, worker: int = 0) -> Stats:
+        """Compute counts, bytes and residual norms of one worker, of the last step and on average."""
+        return self.pipelines[worker].stats() if self.pipelines else NO_STATS
+
+    def reset(self) -> None:
+        """Forget the residuals, the adaptive state and the statistics of all workers."""
+        for pipeline in self.pipelines:
+            pipeline.reset()
+
+
+def results_of(asked: Sequence[Collective]) -> list[Array]:
+    """Return what each worker gets of a collective that all workers have asked for. Workers may get the same array."""
+    messages = [one.message for one in asked]
+    kind, world = asked[0].kind, len(asked)
+    if kind == "alltoall":
+        return _of_parts(asked) if asked[0].to is not None else [*_transposed(np.stack(messages))]
+    if kind == "allgather":
+        result = np.concatenate(messages)
+    else:
+        result = messages[0].copy()
+        for message in messages[1:]:
+            result += message
+    return [result] * world
+
+
+def _transposed(messages: Array) -> Array:
+    """Return what workers get of messages of shape `(workers, rows, ...)`, whose rows are equal parts for each worker."""
+    world, *rest = messages.shape
+    return np.ascontiguousarray(messages.reshape(world, world, -1, *rest[1:]).swapaxes(0, 1)).reshape(messages.shape)
+
+
+def _of_parts(asked: Sequence[Collective]) -> list[Array]:
+    """Return what each worker gets of an alltoall with parts of different sizes."""
+    parts = [[one.message[:0]] for one in asked]
+    for one in asked:
+        to = np.asarray(one.to)
+        ends = np.cumsum(to)
+        for worker in np.flatnonzero(to).tolist():
+            parts[worker].append(one.message[ends[worker] - to[worker] : ends[worker]])
+    return [np.concatenate(some) for some in parts]

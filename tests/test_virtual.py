@@ -1,0 +1,161 @@
+"""VirtualWorkers: bit for bit what a `SparseAllreduce` on each worker comes to."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from table import COMPRESSORS, Row
+from virtual_mpi import Comm, run
+
+from horovod_sparse import kernels
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.numpy import (
+    Balanced,
+    Hierarchical,
+    MomentumCorrection,
+    Pairs,
+    SIDCo,
+    SparseAllreduce,
+    TopK,
+    Union,
+    VirtualWorkers,
+)
+
+WORLD = 4
+SHAPES = {"weight": (30, 20), "kernel": (300,), "bias": (7,), "scale": ()}
+EXCHANGES = (Pairs("bfloat16"), Balanced(), Hierarchical(2), Hierarchical(2, Pairs("bfloat16")), Union())
+"""All that can be chosen, beside those that a compressor has by default."""
+
+
+def gradients(step: int, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    """Those of all workers; one of them is not finite in a step."""
+    rng = np.random.default_rng(step)
+    drawn = {name: rng.laplace(size=(WORLD, *shape)).astype(dtype) for name, shape in SHAPES.items()}
+    if step == 4:
+        drawn["kernel"][2, 5] = np.nan
+    return drawn
+
+
+def settings_of(row: Row) -> Iterator[dict[str, Any]]:
+    yield {}
+    for exchange in EXCHANGES:
+        if not isinstance(exchange, row.cls.refuses) and "exchange" not in row.settings:
+            yield {"exchange": exchange}
+
+
+ROWS = [(row, settings) for row in COMPRESSORS for settings in settings_of(row)]
+
+
+def outcome(reduce: Any, given: dict[str, np.ndarray], rate: float) -> Any:
+    try:
+        return {name: one.tobytes() for name, one in reduce(given, learning_rate=rate).items()}
+    except FloatingPointError:
+        return "failed"
+
+
+def plain(value: Any) -> Any:
+    """A state or a result in which arrays are their bits."""
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return (value.dtype, value.tobytes()) if isinstance(value, np.ndarray) else repr(value)
+
+
+def check_alike(compressor: Compressor, dtype: Any = np.float32, *, average: bool = True, steps: int = 9) -> list[Any]:
+    """Both ways do the same, in every step and on every worker. Return the outcomes of the steps."""
+
+    def work(comm: Comm) -> Any:
+        reduce, rank = SparseAllreduce(comm, compressor, average=average), comm.Get_rank()
+        mine = [{name: one[rank] for name, one in gradients(step, dtype).items()} for step in range(steps)]
+        outcomes = [outcome(reduce, one, 0.1 + step) for step, one in enumerate(mine)]
+        return outcomes, plain(reduce.state_dict()), repr(reduce.stats())
+
+    apart = run(WORLD, work)
+    together = VirtualWorkers(WORLD, compressor, average=average)
+    outcomes = [outcome(together, gradients(step, dtype), 0.1 + step) for step in range(steps)]
+    for worker, expected in enumerate(apart):
+        got = outcomes, plain(together.pipelines[worker].state_dict()), repr(together.stats(worker))
+        assert got == expected, f"worker {worker}"
+    return outcomes
+
+
+@pytest.mark.filterwarnings("ignore:horovod_sparse. rank .* more entries")
+@pytest.mark.parametrize(("row", "settings"), ROWS, ids=str)
+def test_all_workers_in_one_process_do_what_they_do_apart(row: Row, settings: dict[str, Any]) -> None:
+    """The first steps are dense, then ratios come down, and one step fails."""
+    outcomes = check_alike(row.make(0.1, warmup=2.0, **settings))
+    assert [one == "failed" for one in outcomes] == [step == 4 for step in range(9)]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+@pytest.mark.parametrize("exchange", [None, *EXCHANGES], ids=repr)
+def test_other_types_units_and_sums(dtype: Any, exchange: Exchange | None) -> None:
+    chosen: Any = {"exchange": exchange, "granularity": "layer", "min_numel": 0, "warmup": None}
+    check_alike(TopK(0.1, lr_in_residual=True, momentum=MomentumCorrection(0.9), **chosen), dtype, average=False)
+
+
+def test_a_sum_that_its_type_cannot_hold_fails_the_step_of_all_workers() -> None:
+    workers = VirtualWorkers(3, TopK(0.1, warmup=None), average=False)
+    with pytest.raises(FloatingPointError, match="parameter 'w' is finite, but beyond the range of its type"):
+        workers({"w": np.full((3, 300), 60000, np.float16)})
+    for pipeline in workers.pipelines:
+        np.testing.assert_array_equal(pipeline.residuals.view("w"), np.full(300, 60000, np.float32))
+
+
+def test_the_worker_with_the_bad_gradient_is_named() -> None:
+    workers = VirtualWorkers(WORLD, TopK(0.1, warmup=None))
+    with pytest.raises(FloatingPointError, match="rank 2: the gradient of parameter 'kernel' holds NaN"):
+        workers(gradients(4))
+
+
+def test_an_error_within_a_step_gives_it_up_on_all_workers() -> None:
+    first, second = (VirtualWorkers(WORLD, TopK(0.1, lr_in_residual=True, warmup=None)) for _ in range(2))
+    with pytest.raises(ValueError, match="learning_rate must be given"):
+        first(gradients(0))
+    assert outcome(first, gradients(1), 0.1) == outcome(second, gradients(1), 0.1)
+
+
+def test_reset_begins_again() -> None:
+    workers = VirtualWorkers(WORLD, SIDCo(0.1))
+    assert workers.stats().steps == 0
+    runs = []
+    for _ in range(2):
+        runs.append([outcome(workers, gradients(step), 0.1) for step in range(4)])
+        assert workers.stats(3).steps == 4
+        workers.reset()
+    assert runs[0] == runs[1]
+
+
+def test_what_concerns_all_workers_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "horovod_sparse")
+    workers = VirtualWorkers(WORLD, SIDCo(0.5, slack=1.0, stages=1, adapt="paper", warmup=None, min_numel=0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(110):
+            workers({"w": np.random.default_rng(step).normal(size=(WORLD, 300)).astype(np.float32)})
+    assert [str(one.message)[:15] for one in caught] == ["horovod_sparse:"]
+    assert caplog.messages == [f"SIDCo 0.5: 1 buckets, 300 entries, 0 parameters dense, kernels {kernels.variant()}"]
+
+
+def test_what_is_refused() -> None:
+    compressor: Any = TopK
+    with pytest.raises(TypeError, match="compression must be a compressor such as TopK"):
+        VirtualWorkers(2, compressor)
+    for number in (0, 2.0):
+        with pytest.raises((ValueError, TypeError), match="number must be"):
+            VirtualWorkers(number, TopK(0.1))  # type: ignore[arg-type]
+    workers = VirtualWorkers(2, TopK(0.1))
+    for shape in ((3, 4), ()):
+        with pytest.raises(ValueError, match=r"gradients\['w'\] must have one gradient for each of 2 workers"):
+            workers({"w": np.ones(shape)})
+    with pytest.raises(TypeError, match=r"gradients\['w'\] must be floating point"):
+        workers({"w": np.ones((2, 300), int)})
+    workers({"w": np.ones((2, 300))})
+    with pytest.raises(ValueError, match="gradients must be like those of the first call"):
+        workers({"w": np.ones((2, 301))})
+    with pytest.raises(ValueError, match="Hierarchical needs at least two hosts"):
+        VirtualWorkers(2, TopK(0.1, exchange=Hierarchical()))({"w": np.ones((2, 300))})
