@@ -119,6 +119,17 @@ def test_pages_are_few_and_tables_are_small() -> None:
             assert len(rows) - 2 <= 15 and rows[1].count("|") - 1 <= 8, f"{page.name}:\n{table}"
 
 
+@pytest.mark.full
+def test_the_site_is_built_without_a_warning_and_opened(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="it needs Python 3.11: make setup")
+    done = python("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path), NO_MKDOCS_2_WARNING="1")
+    assert done.returncode == 0, done.stderr
+    done = python(str(ROOT / "ci" / "site.py"), str(tmp_path), limit=180)
+    assert done.returncode == 0, done.stderr
+    if "not opened" in done.stdout:
+        pytest.skip(done.stdout)
+
+
 FILE = re.compile(r"(?<![\w./-])(?:\.ci|benchmarks|ci|docker|docs|examples|horovod_sparse|studies|tests)/[\w./-]*[\w/]")
 MODULE = re.compile(r"(?<!::: )\bhorovod_sparse(?:\.[a-z_]+)+")
 """Names in the API reference are those of functions and classes, too; `make docs` finds them or fails."""
