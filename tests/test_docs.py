@@ -121,7 +121,7 @@ def test_pages_are_few_and_tables_are_small() -> None:
 
 @pytest.mark.full
 def test_the_site_is_built_without_a_warning_and_opened(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason="it needs Python 3.11: make setup")
+    pytest.importorskip("mkdocs", reason="make setup installs it for Python 3.11 and later")
     done = python("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path), NO_MKDOCS_2_WARNING="1")
     assert done.returncode == 0, done.stderr
     done = python(str(ROOT / "ci" / "site.py"), str(tmp_path), limit=180)
