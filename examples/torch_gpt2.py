@@ -6,7 +6,7 @@
 
 With --local-steps H, every worker makes H steps of AdamW alone. Then the workers exchange how far their parameters have moved.
 With --local-steps 0, the workers exchange in every step: the updates of AdamW, or gradients with --optimizer sgd.
-docs/torch-gpt2.md says more.
+docs/libraries.md says more.
 """
 
 from __future__ import annotations

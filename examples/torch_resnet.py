@@ -4,7 +4,7 @@
     mpirun -np 2 python examples/torch_resnet.py --synthetic --epochs 1
 
 FOLDER has train/ and val/, which have a folder of images for every class, or it has cifar-10-batches-py/.
-docs/torch-resnet.md says more.
+docs/libraries.md says more.
 """
 
 from __future__ import annotations

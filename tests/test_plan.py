@@ -89,7 +89,7 @@ def test_the_table_has_the_numbers_of_the_model(capsys: pytest.CaptureFixture[st
 
 
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (REPOSITORY / "docs" / "planning.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "decide.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^horovod-sparse (plan --parameters .*)$", page, re.MULTILINE)
     assert cli.main(command.split()) == 0
     assert f"```\n{capsys.readouterr().out}```\n" in page

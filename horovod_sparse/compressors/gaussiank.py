@@ -20,7 +20,8 @@ LOWER, RAISE = 0.5, 1.5
 TOLERANCE = 0.1
 RECENTRE = 0.05
 _PAPER_SLACK = 48.0
-"""Capacity of a message, as a multiple of k. The largest count that was measured is 41 k, on the data of docs/estimation.md."""
+"""Capacity of a message, as a multiple of k. The largest count that was measured is 41 k, in
+docs/evidence/estimation.md."""
 
 
 @dataclass

@@ -26,7 +26,8 @@ _FIRST_STAGES = 3
 Under error feedback fewer stages starve the bucket, because they underestimate a truncated bulk's tail.
 """
 _PAPER_SLACK = 24.0
-"""Capacity of a message, as a multiple of k. The largest count that was measured is 20 k, on the data of docs/estimation.md."""
+"""Capacity of a message, as a multiple of k. The largest count that was measured is 20 k, in
+docs/evidence/estimation.md."""
 TRUSTED = 2.0
 """The k largest entries are sent instead if an estimate selects more than `TRUSTED` k, or fewer than k / `TRUSTED`."""
 MOST_TAIL = 2.0 * FIRST_RATIO

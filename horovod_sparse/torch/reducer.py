@@ -317,7 +317,7 @@ class Reducer(TensorReducer):
             "had handed it over, and the change would be lost. Change reduced gradients: call "
             "optimizer.synchronize(), change them, and step with optimizer.skip_synchronize(); or local ones, with "
             "parameter.register_hook(). To clip, pass clip=... to the compressor, which clips before the selection. If a "
-            "library clips or measures gradients (Lightning, Accelerate, Transformers), docs/recipes.md shows where to call "
+            "library clips or measures gradients (Lightning, Accelerate, Transformers), docs/libraries.md shows where to call "
             f"optimizer.synchronize() before it does. {WITH_SCALER}"
         )
 
