@@ -14,6 +14,7 @@ from horovod_sparse.core.lengths import sampled
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline
 from horovod_sparse.exchange import protocols
 from horovod_sparse.exchange.protocols import Collective
+from horovod_sparse.numpy.virtual import results_of
 
 
 def make_pipeline(
@@ -55,21 +56,10 @@ def collective(backend: Backend, requests: Sequence[Collective]) -> list[Any]:
         )
         == 1
     )
-    if requests[0].to is not None:
-        # The parts have different sizes: row `to` of one rank is what another gets `of` it.
-        cut = [np.split(m, np.cumsum(one.to or ())[:-1]) for m, one in zip(messages, requests, strict=True)]
-        for number, one in enumerate(requests):
-            assert [len(parts[number]) for parts in cut] == one.of
-        return [backend.array(np.concatenate(mine)) for mine in zip(*cut, strict=True)]
-    if requests[0].kind == "alltoall":
-        parts = [np.split(message, len(requests)) for message in messages]
-        return [backend.array(np.concatenate(mine)) for mine in zip(*parts, strict=True)]
-    if requests[0].kind == "allgather":
-        return [backend.array(np.concatenate(messages)) for _ in requests]
-    total = messages[0].copy()
-    for message in messages[1:]:
-        total += message
-    return [backend.array(total) for _ in requests]
+    for number, one in enumerate(requests):
+        assert one.of is None or one.of == [other.to[number] for other in requests]
+    asked = [request._replace(message=message) for request, message in zip(requests, messages, strict=True)]
+    return [backend.array(result) for result in results_of(asked)]
 
 
 Reduced = dict[str, list[tuple[np.ndarray, np.ndarray]] | None]
