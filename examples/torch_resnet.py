@@ -131,7 +131,10 @@ def main() -> None:
     sparse = hasattr(compression, "stats")
     layout = torch.channels_last if sparse else torch.contiguous_format
     # PyTorch's types do not know this argument of modules.
-    model = make_model(args, classes).to(device, memory_format=layout)  # type: ignore[call-overload]
+    model = make_model(args, classes).to(device)
+    # Horovod refuses channels_last here, too.
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    model = model.to(memory_format=layout)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=args.lr,
@@ -139,8 +142,6 @@ def main() -> None:
         weight_decay=args.weight_decay,
     )
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     kept = {"model": model, "optimizer": optimizer}
     step = resume(args, hvd, kept)
 
