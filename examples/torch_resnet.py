@@ -130,10 +130,10 @@ def main() -> None:
     # Gradients have the layout of their parameters, and Horovod's own exchanges refuse channels_last.
     sparse = hasattr(compression, "stats")
     layout = torch.channels_last if sparse else torch.contiguous_format
-    # PyTorch's types do not know this argument of modules.
     model = make_model(args, classes).to(device)
-    # Horovod refuses channels_last here, too.
+    # Before: Horovod refuses channels_last here, too.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    # PyTorch's types do not know this argument of modules.
     model = model.to(memory_format=layout)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(
         model.parameters(),
