@@ -29,7 +29,7 @@ aarch64: setup ## test the compiled kernels for AArch64 in an emulator; Debian, 
 package: setup ## build sdist and wheel, and try each extra alone in a new environment; some minutes
 	$(bin)/python ci/distributions.py
 
-integrations: setup ## run the scripts of docs/integrations.md, docs/fsdp.md, docs/recipes.md and docs/ray-spark.md, and the examples with torchvision and Transformers; minutes
+integrations: setup ## run the scripts of docs/libraries.md, docs/pytorch.md and docs/launching.md, and the examples with torchvision and Transformers; minutes
 	$(bin)/python ci/integrations.py
 
 slurm: setup ## train on a Slurm cluster of one node, in each of the ways of docs/launching.md; Debian, as root
@@ -46,8 +46,10 @@ demo-ddp: ## the same with torch.distributed alone: no Horovod, no compiler
 demo-tensorflow: setup ## the same with TensorFlow
 	$(bin)/python examples/demo.py --framework tensorflow
 
-docs: setup ## write the API reference to build/api; a warning is an error
-	$(bin)/python docs/api.py
+# The theme prints an advertisement of its successor unless the variable is set.
+docs: setup ## build the site in build/site, a warning is an error, and open it in Chromium where there is one; Python 3.11 or later
+	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --strict --quiet
+	$(bin)/python ci/site.py
 
 lint: setup ## ruff: style and layout; shellcheck and hadolint, which are published for x86-64 only
 	$(bin)/ruff check .

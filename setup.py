@@ -73,7 +73,8 @@ setup(
         "bench": ["matplotlib", "scikit-learn", "scipy", "tqdm"],
         # What examples/torch_resnet.py and examples/torch_gpt2.py need besides torch, horovod and bench.
         "examples": ["torchvision", "transformers"],
-        "docs": ["pdoc"],
+        # They need Python 3.11.
+        "docs": [f"{name}; python_version >= '3.11'" for name in ("mkdocs-material", "mkdocstrings[python]")],
     },
     cffi_modules=["horovod_sparse/kernels/build.py:ffibuilder"],
     # The kernels use no more of Python than all its versions since then have.

@@ -38,7 +38,7 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.core.layout import Parameter, layouts_of
+from horovod_sparse.core.layout import Parameter, Slot, layouts_of
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.kernels import gpu as ours
 from horovod_sparse.numpy.ops import NumpyOps
@@ -160,20 +160,21 @@ class Worker:
         self.state = compressor.new_state()
         self.k = compressor.target_count(numel)
         self.capacity = compressor.message_capacity(numel, self.k, WORLD)
-        self.bucket = DeviceBucket(rule, self.residual, sizes, self.k / numel, **shape)
+        self.bucket = DeviceBucket(rule, self.residual, None, sizes, self.k / numel, **shape)
 
     def launch(self, gradient: Tensor) -> Tensor:
         """From the gradient to the message; waits for nothing."""
         offset = 0
         for part in gradient.split(self.sizes):
-            self.bucket.accumulate(offset, part, self.state, self.k)
+            slot = Slot("", offset, part.numel(), (part.numel(),))
+            self.bucket.accumulate([(slot, part)], self.state, self.k)
             offset += part.numel()
-        return self.bucket.select(self.state, self.k, self.capacity)
+        return self.bucket.message(self.state, self.k, self.capacity)
 
     def finish(self) -> dict[str, float]:
-        told = self.bucket.finish(self.state, self.k)
+        self.bucket.finish(self.state, self.k, self.capacity)
         self.state.step += 1
-        return told
+        return self.bucket.numbers
 
 
 # --- right? ---
@@ -225,7 +226,7 @@ def check_choice(worker: Worker, x: np.ndarray, message: np.ndarray, told: dict[
 
 def never_waits(device: Device, make: Callable[[float], Compressor]) -> None:
     """Run steps, as the hooks of an optimizer do, from the gradients to the collective; the last one must not wait."""
-    from horovod_sparse.kernels.gpu.selector import selector_for
+    from horovod_sparse.kernels.gpu.bucket import selector_for
 
     sizes = {"a": 400, "b": 100} if device.interpreted else {"a": 900_000, "b": 100_000}
     gradients = {name: laplace(device, numel, 0) for name, numel in sizes.items()}
@@ -351,7 +352,9 @@ def step_row(device: Device, title: str, compressor: Compressor, bar: float | No
         worker.residual[indices] += values
         assert torch.equal(worker.residual, expected), f"{title}: sent + kept is not gradient + old residual"
         worker.residual[indices] -= values
-        say(f"  {title}: {sent / worker.k:.3f} k sent, {worker.bucket.nbytes / worker.residual.nbytes:.1%} more memory")
+        arrays = [one for one in vars(worker.bucket).values() if isinstance(one, Tensor)]
+        more = sum(one.nbytes for one in arrays if one.device == worker.residual.device) / worker.residual.nbytes - 1.0
+        say(f"  {title}: {sent / worker.k:.3f} k sent, {more:.1%} more memory")
 
     run()
     for _ in range(0 if device.interpreted else _WARM_STEPS):

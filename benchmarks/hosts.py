@@ -1,11 +1,14 @@
-"""Run a command on several hosts: network namespaces of this machine, joined by a bridge of a given rate. Needs root.
+"""Run a command on several hosts: network namespaces of this machine, joined by a network of a given rate. Needs root.
 
     sudo .venv/bin/python benchmarks/hosts.py --hosts 2 --rate 1gbit -- .venv/bin/python examples/torch_digits.py
     sudo .venv/bin/python benchmarks/hosts.py --hosts 4 --launcher horovodrun -- .venv/bin/python benchmarks/step_time.py
+    sudo .venv/bin/python benchmarks/hosts.py --rate 20mbit --delay 80 --loss 1 -- .venv/bin/python benchmarks/network.py
 
 Every host has one network card, `eth0`, an address and a host name of its own; it shares processors, files and memory with
 the others. mpirun and horovodrun reach the hosts by an agent in place of ssh, and everything else is as between machines: the
 workers see each other by TCP alone. Whatever was made is removed in the end; the machine's own network is not touched.
+
+By default a bridge joins the hosts, without delay and loss. With `--delay` or `--loss`, `far.py` passes their frames on.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 NETWORK = "10.77.0."
 """Addresses of the hosts, which nothing outside of their namespaces can see."""
@@ -47,6 +51,29 @@ while [ -z "$host" ] || [ "${{1#-}}" != "$1" ]; do
 done
 exec ip netns exec {prefix}-"$host" unshare --uts sh -c "mount --bind {names} /etc/hosts && hostname $host && $*"
 """
+
+
+class Network(NamedTuple):
+    """What joins the hosts."""
+
+    rate: str
+    """Of every network card, as tc writes it, such as 1gbit."""
+    delay: float = 0.0
+    """Milliseconds from one host to another; a round trip takes twice as long."""
+    loss: float = 0.0
+    """Percent of the frames that do not arrive."""
+
+    def check(self) -> None:
+        """Raise SystemExit if the numbers cannot be."""
+        if self.delay < 0 or not 0 <= self.loss < 100:
+            raise SystemExit(f"delay must be >= 0 and loss in [0, 100), got {self.delay} and {self.loss}")
+
+    @property
+    def is_far(self) -> bool:
+        return self.delay > 0.0 or self.loss > 0.0
+
+    def __str__(self) -> str:
+        return f"{self.rate}, {self.delay:g} ms, {self.loss:g} % loss" if self.is_far else self.rate
 
 
 @dataclass(frozen=True)
@@ -76,8 +103,9 @@ def missing() -> str:
 
 
 @contextmanager
-def cluster(hosts: int, rate: str) -> Iterator[Cluster]:
-    """Make hosts that are joined at `rate` (as tc writes it, such as 1gbit), and remove them in the end."""
+def cluster(hosts: int, network: Network) -> Iterator[Cluster]:
+    """Make hosts that a network joins, and remove them in the end."""
+    network.check()
     prefix = f"hs{os.getpid()}"
     names = tuple(f"host{number}" for number in range(hosts))
     switch = f"{prefix}-switch"
@@ -91,10 +119,12 @@ def cluster(hosts: int, rate: str) -> Iterator[Cluster]:
         try:
             for space in (switch, *spaces):
                 _run("ip", "netns", "add", space)
-            _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-            _run("ip", "-n", switch, "link", "set", "bridge", "up")
+            (_join_far if network.is_far else _join)(switch, spaces, network)
             for number, space in enumerate(spaces):
-                _connect(space, number, switch, rate)
+                _run("ip", "-n", space, "address", "add", f"{NETWORK}{number + 1}/24", "dev", "eth0")
+                for device in ("lo", "eth0"):
+                    _run("ip", "-n", space, "link", "set", device, "up")
+                _shape(space, "eth0", network.rate)
             yield Cluster(names, agent)
         finally:
             for space in (*spaces, switch):
@@ -107,16 +137,32 @@ def _addresses(names: Sequence[str]) -> Iterator[str]:
         yield f"{NETWORK}{number + 1} {name}"
 
 
-def _connect(space: str, number: int, switch: str, rate: str) -> None:
-    port = f"port{number}"
-    _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
-    _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
-    _run("ip", "-n", space, "address", "add", f"{NETWORK}{number + 1}/24", "dev", "eth0")
-    for device in ("lo", "eth0"):
-        _run("ip", "-n", space, "link", "set", device, "up")
-    for place, device in ((switch, port), (space, "eth0")):
-        shape = ["tbf", "rate", rate, "burst", "512kb", "latency", "100ms"]
-        _run("tc", "-n", place, "qdisc", "add", "dev", device, "root", *shape)
+def _join(switch: str, spaces: Sequence[str], network: Network) -> None:
+    """Give each host a device `eth0` at a bridge, which is in a namespace of its own."""
+    _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+    _run("ip", "-n", switch, "link", "set", "bridge", "up")
+    for number, space in enumerate(spaces):
+        port = f"port{number}"
+        _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+        _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+        _shape(switch, port, network.rate)
+
+
+def _join_far(switch: str, spaces: Sequence[str], network: Network) -> None:
+    """Give each host a device `eth0` of `far.py`, which runs in the switch's namespace and ends with it."""
+    numbers = (str(len(spaces)), str(network.delay / 1000), str(network.loss / 100))
+    far = [sys.executable, str(Path(__file__).with_name("far.py")), *numbers]
+    process = subprocess.Popen(["ip", "netns", "exec", switch, *far], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    if process.stdout.readline() != b"ready\n":
+        raise SystemExit(f"{' '.join(far)} has ended")
+    for number, space in enumerate(spaces):
+        _run("ip", "-n", switch, "link", "set", f"host{number}", "name", "eth0", "netns", space)
+
+
+def _shape(space: str, device: str, rate: str) -> None:
+    shape = ["tbf", "rate", rate, "burst", "512kb", "latency", "100ms"]
+    _run("tc", "-n", space, "qdisc", "add", "dev", device, "root", *shape)
 
 
 def _remove(space: str) -> None:
@@ -177,13 +223,20 @@ def _interrupted(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 
+def add_network(add: Callable[..., object]) -> None:
+    """Add the options that say what joins the hosts."""
+    add("--rate", default="1gbit", help="of every host's network card, both ways, as tc writes it")
+    add("--delay", type=float, default=0.0, help="milliseconds from host to host, one way")
+    add("--loss", type=float, default=0.0, help="percent of the frames that are lost")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--slots", type=int, default=1, help="workers on each host")
-    parser.add_argument("--rate", default="1gbit", help="of every host's network card, both ways, as tc writes it")
+    add_network(parser.add_argument)
     parser.add_argument("--rings", action="store_true", help="mpirun: let Open MPI use rings for large messages")
     parser.add_argument("--launcher", choices=["mpirun", "horovodrun"], default="mpirun")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what every worker runs, behind --")
@@ -193,13 +246,14 @@ def main() -> int:
         parser.error("say what to run, behind --")
     if not 1 <= args.hosts <= MOST_HOSTS or args.slots < 1:
         parser.error(f"--hosts must be in [1, {MOST_HOSTS}] and --slots >= 1, got {args.hosts} and {args.slots}")
+    network = Network(args.rate, args.delay, args.loss)
     reason = missing()
     if reason:
         raise SystemExit(f"no hosts can be made here: {reason}")
     signal.signal(signal.SIGTERM, _interrupted)
-    with cluster(args.hosts, args.rate) as where:
+    with cluster(args.hosts, network) as where:
         print(
-            f"{args.hosts} hosts (network namespaces of one machine, {os.cpu_count()} cores), {args.rate} each, "
+            f"{args.hosts} hosts (network namespaces of one machine, {os.cpu_count()} cores), {network} each, "
             f"{args.slots} workers per host, {args.launcher}",
             file=sys.stderr,
             flush=True,

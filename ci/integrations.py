@@ -1,8 +1,8 @@
-"""Run the scripts of four pages, and two examples, each on two workers or four: make integrations.
+"""Run the scripts of three pages, and two examples, each on two workers or four: make integrations.
 
-The pages are docs/integrations.md, docs/fsdp.md, docs/recipes.md and docs/ray-spark.md.
+The pages are docs/libraries.md, docs/pytorch.md and docs/launching.md.
 
-python ci/integrations.py [NAME...]     of: Accelerate, "Fabric, Horovod", "Ray Train", Examples and so on (default: all)
+python ci/integrations.py [NAME...]     of: "Accelerate, DDP", "Fabric, Horovod", "Ray Train", Examples and so on (default: all)
 
 The libraries are installed into an environment of their own, which is removed again and finds everything else in the
 environment that runs this. Spark needs Java. After each script all ranks must have the same parameters, and must have used
@@ -34,26 +34,26 @@ RELEASES = {
 }
 PINNED = ("torchvision", "transformers")
 """What the extra "examples" has; constraints.txt has the releases."""
+DDP, FSDP2, HOROVOD = "DDP", "FSDP2", "Horovod"
+"""How the name of a script ends that must be started on workers. The others start workers, and show the result, themselves."""
 SCRIPTS = {
-    "Accelerate": ("integrations.md", ("from accelerate import",)),
-    "Transformers": ("integrations.md", ("from transformers import",)),
-    "Lightning": ("integrations.md", ("import lightning as",)),
-    "Accelerate, sharded": ("fsdp.md", ("from accelerate import",)),
-    "Lightning, sharded": ("fsdp.md", ("import lightning as",)),
-    "Lightning, Horovod": ("recipes.md", ("import lightning as",)),
-    "Fabric, Horovod": ("recipes.md", ("from lightning.fabric import Fabric",)),
-    "Accelerate, Horovod": ("recipes.md", ("from accelerate import",)),
-    "Transformers, Horovod": ("recipes.md", ("from transformers import",)),
-    "torch.compile": ("recipes.md", ("torch.compile(model)",)),
-    "Horovod on Ray": ("ray-spark.md", ("hvd.init()", "RayExecutor(")),
-    "Horovod on Spark": ("ray-spark.md", ("hvd.init()", "horovod.spark.run(")),
-    "Ray Train": ("ray-spark.md", ("init_process_group", "TorchTrainer(")),
-    "Spark's distributor": ("ray-spark.md", ("init_process_group", "TorchDistributor(")),
+    "Accelerate, DDP": ("libraries.md", ("prepare(model, optimizer, loader)",)),
+    "Transformers, DDP": ("libraries.md", ("(TrainerCallback)",)),
+    "Lightning, DDP": ("libraries.md", ("(L.Callback)",)),
+    "Accelerate, FSDP2": ("libraries.md", ("prepare(optimizer, loader)",)),
+    "Lightning, FSDP2": ("libraries.md", ("def configure_model",)),
+    "Lightning, Horovod": ("libraries.md", ("def on_before_optimizer_step",)),
+    "Fabric, Horovod": ("libraries.md", ("import Fabric",)),
+    "Accelerate, Horovod": ("libraries.md", ("prepare(model, sparse, loader)",)),
+    "Transformers, Horovod": ("libraries.md", ("(Trainer):",)),
+    "torch.compile, Horovod": ("pytorch.md", ("torch.compile(model)",)),
+    "Horovod on Ray": ("launching.md", ("hvd.init()", "RayExecutor(")),
+    "Horovod on Spark": ("launching.md", ("hvd.init()", "horovod.spark.run(")),
+    "Ray Train": ("launching.md", ("init_process_group", "TorchTrainer(")),
+    "Spark's distributor": ("launching.md", ("init_process_group", "TorchDistributor(")),
 }
 """The page of each script, and what tells its blocks from the others of the page."""
 EXAMPLES = "Examples"
-WORKERS = {"integrations.md": 2, "fsdp.md": 4, "recipes.md": 2, "ray-spark.md": 2}
-"""Of the scripts of each page: sharded models have two replicas of two shards."""
 LIMIT = 300
 """Seconds after which a script is stopped."""
 TEXT = """
@@ -61,24 +61,20 @@ checksum = sum(float(getattr(one, "full_tensor", lambda: one)().detach().double(
 text = f"rank {%s}: {compression.stats().steps} steps, checksum {checksum!r}"
 """
 _AS_ROOT = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
-MPIRUN = ("mpirun", "-np", str(WORKERS["recipes.md"]), "--oversubscribe", "--bind-to", "none", *_AS_ROOT)
-STARTED = {
-    page: (
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+_SHOW = TEXT % "__import__('os').environ['RANK']" + "print(text, flush=True)"
+STARTED: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    DDP: ((), (*_TORCHRUN, "2"), _SHOW),
+    # Two replicas of two shards.
+    FSDP2: ((), (*_TORCHRUN, "4"), _SHOW),
+    HOROVOD: (
+        ("mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", *_AS_ROOT),
         (),
-        ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS[page])),
-        TEXT % "__import__('os').environ['RANK']" + "print(text, flush=True)",
-    )
-    for page in ("integrations.md", "fsdp.md")
-} | {
-    # mpirun may mix what two ranks print.
-    "recipes.md": (
-        MPIRUN,
-        (),
+        # mpirun may mix what two ranks print.
         TEXT % "hvd.rank()" + "print(*hvd.allgather_object(text) * (hvd.rank() == 0), flush=True)",
     ),
 }
-"""What is put before and after the interpreter to start a page's scripts, and what is added to them. The other scripts start
-workers, and show the result, themselves."""
+"""What is put before and after the interpreter to start a script, and what is added to it."""
 SHOWN = re.compile(r"rank (\d): (\d+) steps, checksum ([-+.\de]+)")
 
 
@@ -170,10 +166,11 @@ def main() -> None:
                 continue
             folder = Path(created) / "run"
             folder.mkdir()
-            before, after, added = STARTED.get(page, ((), (), ""))
+            kind = name.rpartition(", ")[2]
+            before, after, added = STARTED.get(kind, ((), (), ""))
             (folder / "train.py").write_text(script(page, marks) + added, encoding="utf-8")
             output = run(python, *after, "train.py", cwd=folder, under=before)
-            print(check(name, output, WORKERS[page]), flush=True)
+            print(check(name, output, 4 if kind == FSDP2 else 2), flush=True)
             shutil.rmtree(folder)
 
 

@@ -1,4 +1,4 @@
-"""Write the calls that a gradient passes through in one real step to docs/reading-the-code.md.
+"""Write the calls that a gradient passes through in one real step to CONTRIBUTING.md.
 
     python docs/calls.py [--check]
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-PAGE = Path(__file__).resolve().parent / "reading-the-code.md"
+PAGE = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
 _LIST = re.compile(r"(<!-- calls: (there|back) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _PACKAGE = "/horovod_sparse/"
 _THERE = {"TrackedMemory.take_in", "SIDCo.select", "KernelOps.take", "KernelOps.pack", "allgather_async"}

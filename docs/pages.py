@@ -9,8 +9,6 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 NOT_RUN = "Not run here"
 """The line above a block begins with this, for the reader to see, where its code cannot be run by `quickstart` or the tests."""
-SOURCE = "<!-- source: "
-"""The line above a block begins with this where its code is a copy from the package (`source_blocks`): it is not run."""
 
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -32,7 +30,7 @@ class Block(NamedTuple):
 
 def pages() -> list[Path]:
     """All pages: the README and everything in docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path, *languages: str) -> list[Block]:
@@ -45,7 +43,7 @@ def blocks(page: Path, *languages: str) -> list[Block]:
             above = text[: match.start()].rstrip("\n").rpartition("\n")[2]
             line = text[: match.start(3)].count("\n") + 1
             code = "".join(row.removeprefix(indent) for row in code.splitlines(keepends=True))
-            runs = not above.lstrip().startswith((NOT_RUN, SOURCE))
+            runs = not above.lstrip().startswith(NOT_RUN)
             found.append(Block(page.relative_to(ROOT).as_posix(), line, language, code, runs))
     return found
 

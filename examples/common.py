@@ -28,6 +28,7 @@ COMPRESSIONS = ["none", "fp16", *CLASSES]
 EXCHANGES = {
     "pairs": ("Pairs",),
     "bfloat16": ("Pairs", "bfloat16"),
+    "packed": ("Pairs", "packed"),
     "balanced": ("Balanced",),
     "hierarchical": ("Hierarchical",),
     "union": ("Union",),

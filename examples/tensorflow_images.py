@@ -3,7 +3,7 @@
     mpirun -np 2 python examples/tensorflow_images.py --data FOLDER --compression sidco --ratio 0.01
     mpirun -np 2 python examples/tensorflow_images.py --synthetic --epochs 1
 
-FOLDER has train/ and val/, which have a folder of images for every class. docs/tensorflow-images.md says more.
+FOLDER has train/ and val/, which have a folder of images for every class. docs/libraries.md says more.
 """
 
 from __future__ import annotations

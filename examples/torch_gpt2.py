@@ -1,12 +1,12 @@
 """Fine-tune GPT-2 of Hugging Face Transformers on a text file in a plain loop, data parallel, with compressed exchanges.
 
-    mpirun -np 2 python examples/torch_gpt2.py --data FILE --model gpt2 --compression topk --ratio 0.03 --local-steps 30
+    mpirun -np 2 python examples/torch_gpt2.py --data FILE --model gpt2 --compression topk --exchange packed
     mpirun -np 2 python examples/torch_gpt2.py --data FILE --model gpt2 --local-steps 0 --optimizer sgd --lr 0.05
     mpirun -np 2 python examples/torch_gpt2.py --synthetic --epochs 1
 
 With --local-steps H, every worker makes H steps of AdamW alone. Then the workers exchange how far their parameters have moved.
 With --local-steps 0, the workers exchange in every step: the updates of AdamW, or gradients with --optimizer sgd.
-docs/torch-gpt2.md says more.
+docs/libraries.md says more.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def main() -> None:
         __doc__.splitlines()[0], data="text file in UTF-8", epochs=3, batch_size=4, lr=5e-5, ratio=0.03
     )
     parser.add_argument("--model", help="name on the Hugging Face Hub, or folder; without it, a new model reads bytes")
-    parser.add_argument("--local-steps", type=int, default=30, metavar="H", help="0: exchange in every step")
+    parser.add_argument("--local-steps", type=int, default=5, metavar="H", help="0: exchange in every step")
     parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="with --local-steps 0")
     parser.add_argument("--context", type=int, default=512, help="tokens of a sample")
     parser.add_argument("--width", type=int, default=768, help="of a new model")

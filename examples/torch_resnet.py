@@ -4,7 +4,7 @@
     mpirun -np 2 python examples/torch_resnet.py --synthetic --epochs 1
 
 FOLDER has train/ and val/, which have a folder of images for every class, or it has cifar-10-batches-py/.
-docs/torch-resnet.md says more.
+docs/libraries.md says more.
 """
 
 from __future__ import annotations
@@ -130,8 +130,11 @@ def main() -> None:
     # Gradients have the layout of their parameters, and Horovod's own exchanges refuse channels_last.
     sparse = hasattr(compression, "stats")
     layout = torch.channels_last if sparse else torch.contiguous_format
+    model = make_model(args, classes).to(device)
+    # Before: Horovod refuses channels_last here, too.
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     # PyTorch's types do not know this argument of modules.
-    model = make_model(args, classes).to(device, memory_format=layout)  # type: ignore[call-overload]
+    model = model.to(memory_format=layout)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=args.lr,
@@ -139,8 +142,6 @@ def main() -> None:
         weight_decay=args.weight_decay,
     )
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     kept = {"model": model, "optimizer": optimizer}
     step = resume(args, hvd, kept)
 

@@ -33,7 +33,7 @@ from horovod_sparse.compressors import NoOp, TopK, gaussiank
 from horovod_sparse.compressors.sidco import FIRST_RATIO
 from horovod_sparse.estimation import fits
 from horovod_sparse.numpy.ops import NumpyOps
-from horovod_sparse.ops.protocol import Moments
+from horovod_sparse.ops.protocol import Sums
 
 WORKERS = 2
 OPS = NumpyOps()
@@ -45,7 +45,7 @@ CLOSE = 1.25
 Gradient = NDArray[np.float32]
 SURVIVAL = np.concatenate([np.linspace(0.998, 0.002, 499), np.geomspace(0.002, 1e-6, 60)[1:]])
 """Probabilities of larger magnitudes at which a fit is compared with the data."""
-Quantile = Callable[[Moments, float], float]
+Quantile = Callable[[Sums, float], float]
 """(moments of magnitudes, probability of larger ones) -> magnitude."""
 
 
@@ -57,11 +57,11 @@ class Family(NamedTuple):
     tail: Quantile | None
 
 
-def _exponential(moments: Moments, p: float) -> float:
+def _exponential(moments: Sums, p: float) -> float:
     return fits.exponential(moments.mean, p)
 
 
-def _gpareto(moments: Moments, p: float) -> float:
+def _gpareto(moments: Sums, p: float) -> float:
     return fits.generalized_pareto(moments.mean, moments.variance, p)
 
 
@@ -82,7 +82,7 @@ class Fitted(NamedTuple):
     """The last stage of an estimate: the excesses over `start` have these moments, and this is fitted to them."""
 
     start: float
-    moments: Moments
+    moments: Sums
     quantile: Quantile
 
     def threshold(self, p: float) -> float:
@@ -108,13 +108,13 @@ class Snapshot:
 
 def fit(x: Gradient, family: Family, k: float, stages: int) -> Fitted:
     """Fit a family as SIDCo does: first to all magnitudes that are not zero, then to excesses, with k entries as the aim."""
-    fitted = Fitted(0.0, OPS.moments(x, 0.0, with_log=True), family.first)
+    fitted = Fitted(0.0, OPS.measure(x, 0.0, with_log=True), family.first)
     for remaining in range(stages - 1, 0, -1):
         assert family.tail is not None
         count = fitted.moments.count
         p = FIRST_RATIO if fitted.start == 0.0 else (k / count) ** (1.0 / (remaining + 1))
         start = fitted.threshold(p)
-        tail = OPS.moments(x, start)
+        tail = OPS.measure(x, start)
         if tail.count <= k or start <= 0.0:
             # Nothing is left to fit to, or the first stage has found no threshold.
             break

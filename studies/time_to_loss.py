@@ -64,17 +64,18 @@ def race(args: argparse.Namespace, store: Store) -> None:
         raise SystemExit(f"no hosts can be made here: {reason}")
     target, (rate, _) = store.target(), store.tuned(DENSE)
     runs: dict[str, list[Curve]] = {name: [] for name in args.rows or RACE}
-    with hosts.cluster(WORKERS, args.network) as where:
+    network = hosts.Network(args.rate, args.delay, args.loss)
+    with hosts.cluster(WORKERS, network) as where:
         # In turns, so that what else happens on the machine concerns all rows.
         for seed in SEEDS:
             for name, curves in runs.items():
-                curves.append(store.whole(where, args.network, name, rate, seed))
+                curves.append(store.whole(where, str(network), name, rate, seed))
                 reached = curves[-1].reached(target, curves[-1].seconds)
                 print(f"{name}, seed {seed}: {reached} s", file=sys.stderr, flush=True)
-    print(f"{machine.describe()}; two hosts at {args.network}, learning rate {rate:g}, target {target:.3f}\n")
+    print(f"{machine.describe()}; two hosts at {network}, learning rate {rate:g}, target {target:.3f}\n")
     print(race_table(runs, target))
     if args.picture is not None:
-        draw(runs, target, store.task, args.network, args.picture)
+        draw(runs, target, store.task, str(network), args.picture)
 
 
 def loss(value: float) -> str:
@@ -132,7 +133,7 @@ def main() -> None:
         add("--output", type=Path, default=Path("time-to-loss-output"), help="folder of the runs' logs")
         add("--timeout", type=float, default=1200, help="seconds after which a run is stopped")
         if action is race:
-            add("--rate", dest="network", default="1gbit", help="of every host's network card, as tc writes it")
+            hosts.add_network(add)
             add("--picture", type=Path, help="PNG to draw")
     args = parser.parse_args()
     args.action(args, Store(args.output, args.task, args.timeout))

@@ -71,6 +71,23 @@ def change_compact(messages: list[np.ndarray], sender: int, numel: int, random: 
         _change_rows(entries, entries, numel, random)
 
 
+def change_packed(messages: list[np.ndarray], sender: int, numel: int, random: Random) -> None:
+    """Change the packed message of one of the senders, in place."""
+    message, chunks = messages[sender], wire.chunks_of(numel)
+    header = message[: wire.header_length(chunks)].view(np.int16)
+    entries = message[wire.header_length(chunks) :].view(np.uint8)
+    kind = random.randrange(6)
+    if kind == 0:
+        message[:] = random.choice(messages)
+    elif kind <= 2:
+        room = len(entries) * wire.BLOCK // (4 * wire.BLOCK_LENGTH)
+        header[random.randrange(chunks)] = random.choice((-1, -2, -3, 0, 1, room, room + 1, -(2**15), 2**15 - 1))
+    elif kind == 3:
+        header[random.randrange(len(header))] ^= np.int16(1 << random.randrange(15))
+    else:
+        entries[random.randrange(len(entries))] ^= np.uint8(1 << random.randrange(8))
+
+
 def change_indices(messages: list[np.ndarray], sender: int, numel: int, random: Random) -> None:
     """Change the message of indices of one of the senders, in place."""
     message = messages[sender]

@@ -16,16 +16,15 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from damage import change_compact, change_gathered, change_indices, change_pairs, change_values
+from damage import change_compact, change_gathered, change_indices, change_packed, change_pairs, change_values
 from receivers import CASES, GROUPS, WORLD, Receiver, Recorded, record
 from table import ORACLE, Backend
 
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.balanced import Balanced
-from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.hierarchical import Hierarchical
 from horovod_sparse.exchange.pairs import Pairs
-from horovod_sparse.exchange.shared import SharedIndices
+from horovod_sparse.exchange.shared import Dense, SharedIndices
 from horovod_sparse.exchange.union import Union
 
 TOGETHER = 64
@@ -183,11 +182,11 @@ def judge(receivers: Sequence[Receiver], random: Random) -> Counter[str]:
     for sender in range(TOGETHER):
         change(messages, sender, recorded.numel, random)
     every = np.stack(messages)[:, first:]
-    if _is_compact(recorded):
-        expanded = _as_pairs(every.reshape(-1), TOGETHER, recorded).reshape(TOGETHER, -1, 2)
+    if pairs and every.ndim == 2:
+        unpacked = _as_pairs(every.reshape(-1), TOGETHER, recorded).reshape(TOGETHER, -1, 2)
         for receiver in receivers:
-            np.testing.assert_array_equal(receiver.expand(every), expanded)
-        every = expanded
+            np.testing.assert_array_equal(receiver.unpacked(every), unpacked)
+        every = unpacked
     verdicts = [_rows(indices, recorded.numel) for indices in (every[:, :, 0] if pairs else every).tolist()]
     used = [max(rows or 0, 0) for rows in verdicts]
     anything = [random.randint(0, every.shape[1]) for _ in verdicts]
@@ -210,20 +209,16 @@ def judge(receivers: Sequence[Receiver], random: Random) -> Counter[str]:
 
 def _as_pairs(gathered: np.ndarray, world: int, recorded: Recorded) -> np.ndarray:
     """Return the messages of pairs that gathered messages stand for."""
-    if not _is_compact(recorded):
+    if not isinstance(recorded.exchange, Pairs):
         return gathered
-    pairs: np.ndarray = ORACLE.ops.expand(gathered, world, recorded.numel)
+    pairs: np.ndarray = recorded.exchange.unpacked(ORACLE.ops, gathered, world, recorded.numel)
     return pairs
-
-
-def _is_compact(recorded: Recorded) -> bool:
-    return recorded.exchange.title == "compact pairs"
 
 
 def _change_of(recorded: Recorded) -> Callable[[list[np.ndarray], int, int, Random], None]:
     """Return what changes a message of this kind that was gathered."""
-    if _is_compact(recorded):
-        return change_compact
+    if isinstance(recorded.exchange, Pairs):
+        return {"float32": change_pairs, "bfloat16": change_compact, "packed": change_packed}[recorded.exchange.values]
     return change_indices if isinstance(recorded.exchange, Union) else change_pairs
 
 

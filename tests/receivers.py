@@ -34,6 +34,7 @@ CASES: dict[str, Compressor] = {
     "pairs, estimated": compressors.SIDCo(0.2, warmup=None),
     "pairs, float64": compressors.TopK(0.2, slack=1.3, residual="float64", warmup=None),
     "pairs, compact": compressors.TopK(0.2, slack=1.3, exchange=Pairs("bfloat16"), warmup=None),
+    "pairs, packed": compressors.TopK(0.2, slack=1.3, exchange=Pairs("packed"), warmup=None),
     "sums of regions": compressors.TopK(0.2, slack=1.3, exchange=Balanced(), warmup=None),
     "pairs of hosts": compressors.TopK(0.2, slack=1.3, exchange=Hierarchical(), warmup=None),
     "pairs, drawn": compressors.RandomK(0.2, exchange=Pairs(), warmup=None),
@@ -234,9 +235,11 @@ class Receiver:
         indices = flat[:, 0] if messages.ndim == 3 else flat
         return list(self.backend.ops.rows_in_use(indices, len(messages), self.recorded.numel))
 
-    def expand(self, messages: np.ndarray) -> np.ndarray:
-        """Return the messages of pairs that many compact ones stand for."""
-        pairs = self.backend.ops.expand(self.backend.array(messages.reshape(-1)), len(messages), self.recorded.numel)
+    def unpacked(self, messages: np.ndarray) -> np.ndarray:
+        """Return the messages of pairs that many shorter ones stand for."""
+        gathered, exchange = self.backend.array(messages.reshape(-1)), self.recorded.exchange
+        assert isinstance(exchange, Pairs)
+        pairs = exchange.unpacked(self.backend.ops, gathered, len(messages), self.recorded.numel)
         return self.backend.numpy(pairs).reshape(len(messages), -1, 2)
 
     def assemble(self, messages: np.ndarray, used: list[int]) -> np.ndarray:

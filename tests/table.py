@@ -112,6 +112,7 @@ COMPRESSORS = [
     Row("topk", compressors.TopK),
     Row("topk-union", compressors.TopK, {"exchange": Union()}),
     Row("topk-bfloat16", compressors.TopK, {"exchange": Pairs("bfloat16")}),
+    Row("topk-packed", compressors.TopK, {"exchange": Pairs("packed")}),
     *(
         Row(
             f"sidco-{distribution}-{adapt}",

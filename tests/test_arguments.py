@@ -27,11 +27,10 @@ from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.exchange.balanced import Balanced
-from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.hierarchical import Hierarchical
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.protocols import Exchange
-from horovod_sparse.exchange.shared import SharedIndices
+from horovod_sparse.exchange.shared import Dense, SharedIndices
 from horovod_sparse.exchange.union import Union
 
 
@@ -246,12 +245,12 @@ def test_what_is_off_by_default_and_what_is_on() -> None:
     assert DGC(0.1).momentum_correction == DGC(0.1, momentum=0.9).momentum == MomentumCorrection(0.9, masking=True)
 
 
-EXCHANGES = [Pairs(), Pairs("bfloat16"), Balanced(), Hierarchical(), Union(), SharedIndices(), Dense()]
+EXCHANGES = [Pairs(), Pairs("bfloat16"), Pairs("packed"), Balanced(), Hierarchical(), Union(), SharedIndices(), Dense()]
 ALLOWED: dict[type[Compressor], str] = {
-    SIDCo: "pairs compact balanced hierarchical",
-    TopK: "pairs compact balanced hierarchical union",
-    RandomK: "pairs compact balanced hierarchical shared",
-    RandomBlock: "pairs compact hierarchical shared",
+    SIDCo: "pairs compact packed balanced hierarchical",
+    TopK: "pairs compact packed balanced hierarchical union",
+    RandomK: "pairs compact packed balanced hierarchical shared",
+    RandomBlock: "pairs compact packed hierarchical shared",
     MiCRO: "union",
     NoOp: "dense",
 }
@@ -273,8 +272,8 @@ def test_an_algorithm_refuses_exchanges_that_it_cannot_use(cls: type[Compressor]
 
 
 @pytest.mark.parametrize("values", ["float16", "float64"])
-def test_values_are_float32_or_bfloat16(values: Any) -> None:
-    with pytest.raises(ValueError, match=f"values must be 'float32' or 'bfloat16', got '{values}'"):
+def test_other_values_are_refused(values: Any) -> None:
+    with pytest.raises(ValueError, match=f"values must be 'float32', 'bfloat16' or 'packed', got '{values}'"):
         Pairs(values)
 
 

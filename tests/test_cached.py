@@ -39,7 +39,7 @@ def above(x: np.ndarray, cut: float, first: int = 0) -> Above:
 )
 def test_every_answer_is_that_of_the_whole(x: np.ndarray, cut: float, threshold: float, count: int) -> None:
     known, count = Cached(OPS, x, above(x, cut)), min(count, x.size)
-    assert repr(known.moments(x, threshold, with_log=True)) == repr(OPS.moments(x, threshold, with_log=True))
+    assert repr(known.measure(x, threshold, with_log=True)) == repr(OPS.measure(x, threshold, with_log=True))
     for got, expected in (
         (known.select_largest(x, count), OPS.select_largest(x, count)),
         (known.select_above(x, threshold, count), OPS.select_above(x, threshold, count)),
@@ -80,7 +80,7 @@ def test_notes_of_all_parts_are_those_of_the_whole(backend: Backend, data: st.Da
 def check_answers(backend: Backend, tracked: Any, buffer: Any, threshold: float, size: int) -> None:
     """What is noted answers as a pass over the array does."""
     ops = backend.ops
-    got, expected = tracked.moments(buffer, threshold), ops.moments(buffer, threshold)
+    got, expected = tracked.measure(buffer, threshold), ops.measure(buffer, threshold)
     assert got.count == expected.count
     # The sums have the same terms in another order.
     assert (got.mean, got.variance) == pytest.approx((expected.mean, expected.variance), rel=1e-9, abs=1e-15)
@@ -114,7 +114,7 @@ def test_in_most_steps_the_residual_is_read_once(
     pipeline = make_pipeline(backend, compressor(0.01, warmup=None), {"p": (numel,)})
     rng, passes = np.random.default_rng(0), []
     same = gradients("student", numel, rng)
-    for operation in ("moments", "count", "select_above", "select_largest", "measure"):
+    for operation in ("count", "select_above", "select_largest", "measure"):
         real = getattr(backend.ops, operation)
 
         def spy(x: Any, *arguments: Any, real: Any = real, **named: Any) -> Any:
@@ -191,5 +191,5 @@ def test_moments_do_not_depend_on_what_was_noted(backend: Backend, dtype: str, t
         for begin in order:
             tracked.take_in([(begin, backend.array(x[begin : begin + 2000]))])
         assert (tracked.above is None) == (hints == Hints())
-        found.add(repr(tracked.moments(buffer, threshold)))
+        found.add(repr(tracked.measure(buffer, threshold)))
     assert len(found) == 1

@@ -19,35 +19,12 @@ from horovod_sparse import kernels
 yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).parent.parent
-DOCKER = ROOT / "docker"
-SCRIPTS = sorted([*DOCKER.glob("*.sh"), ROOT / ".ci" / "run"])
-DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
 
 
 def run(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Of bash, in the repository."""
     env = {**os.environ, **environment}
     return subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_well_formed(script: Path) -> None:
-    done = run(f"bash -n {script}")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert bool(script.stat().st_mode & stat.S_IXUSR) == (script.name != "common.sh"), (
-        "all but what is sourced can be run"
-    )
-
-
-@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
-def test_images_are_built_of_what_is_there_and_run_nothing_as_root(dockerfile: Path) -> None:
-    text = dockerfile.read_text().replace("\\\n", " ")
-    copied = [words.split()[:-1] for words in re.findall(r"^COPY (?!.*--from=)(.*)", text, re.MULTILINE)]
-    sources = [source for words in copied for source in words if not source.startswith("--")]
-    assert sources and all((ROOT / source).exists() for source in sources)
-    stages = re.findall(r"^FROM .* AS (\w+)", text, re.MULTILINE)
-    assert set(re.findall(r"from=(\w+)", text)) <= set(stages)
-    assert re.findall(r"^USER (\S+)", text, re.MULTILINE)[-1] not in ("root", "0")
 
 
 def test_pins_are_the_constraints() -> None:

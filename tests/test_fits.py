@@ -14,7 +14,7 @@ from scipy.special import gammainccinv
 
 from horovod_sparse.compressors import gaussiank
 from horovod_sparse.estimation import fits
-from horovod_sparse.ops.protocol import Moments
+from horovod_sparse.ops.protocol import Sums
 
 POSITIVE = st.floats(1e-30, 1e30)
 RATIOS = st.floats(1e-6, 1.0)
@@ -84,7 +84,7 @@ def test_the_papers_closed_form_of_gamma(ratio: float) -> None:
 )
 def test_squares_that_float64_does_not_hold_are_not_used(mean: float, variance: float, ratio: float) -> None:
     assert fits.generalized_pareto(mean, variance, ratio) == fits.exponential(mean, ratio)
-    whole = Moments(100, mean, variance, math.nan)
+    whole = Sums(100, 100 * mean, 100 * (variance + mean * mean))
     # Of a normal distribution of mean magnitude 1.
     expected = math.sqrt(math.pi / 2) * -NormalDist().inv_cdf(0.005)
     assert gaussiank.fit(whole, 1, 100) == pytest.approx(mean * expected)

@@ -43,8 +43,8 @@ from worlds import Expected, World, within_range
 
 from horovod_sparse import kernels
 from horovod_sparse.core.statistics import Counts
-from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.pairs import Pairs, Values
+from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.exchange.union import Union
 from horovod_sparse.kernels.pool import BufferPool
 

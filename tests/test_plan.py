@@ -18,8 +18,8 @@ import horovod_sparse.numpy
 from horovod_sparse.compressors.base import BUCKET_BYTES, Compressor
 from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.pairs import Pairs
+from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.tools import cli
 from horovod_sparse.tools.plan import DENSE16, LEFT_OUT, METHODS, Method, Network, Round, warm_up
 from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency
@@ -89,7 +89,7 @@ def test_the_table_has_the_numbers_of_the_model(capsys: pytest.CaptureFixture[st
 
 
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (REPOSITORY / "docs" / "planning.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "decide.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^horovod-sparse (plan --parameters .*)$", page, re.MULTILINE)
     assert cli.main(command.split()) == 0
     assert f"```\n{capsys.readouterr().out}```\n" in page

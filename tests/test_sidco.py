@@ -118,7 +118,7 @@ def test_a_stage_that_leaves_no_more_than_k_entries_is_the_last(
 ) -> None:
     x = np.repeat(np.array(list(parts), np.float32), list(parts.values()))
     compressor, sums = SIDCo(k / x.size, stages=3, distribution=distribution, warmup=None), OPS.measure(x)
-    first = compressor._first_fit(OPS.moments(x, 0.0, with_log=True), sidco.FIRST_RATIO)
+    first = compressor._first_fit(OPS.measure(x, 0.0, with_log=True), sidco.FIRST_RATIO)
     threshold = compressor._all_stages(OPS, x, sums, k, 3)[0]
     assert np.count_nonzero(x > threshold) == found
     assert (threshold == pytest.approx(first)) == (stage == 1)

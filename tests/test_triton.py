@@ -26,6 +26,8 @@ from horovod_sparse.compressors.gaussiank import GaussianK
 from horovod_sparse.compressors.sidco import SIDCo, last_stage, next_aim
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
+from horovod_sparse.core.layout import Slot
+from horovod_sparse.core.selector import Outcome
 from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.exchange.wire import NOT_FINITE, PADDING
@@ -74,7 +76,7 @@ class Worker:
         assert rule is not None
         self.rule = rule
         ratio = compressor.target_count(sum(sizes)) / sum(sizes)
-        self.bucket = DeviceBucket(rule, self.residual, sizes, ratio, block=block, chunk=chunk, groups=GROUPS)
+        self.bucket = DeviceBucket(rule, self.residual, None, sizes, ratio, block=block, chunk=chunk, groups=GROUPS)
         self.k = compressor.target_count(sum(sizes))
         self.capacity = compressor.message_capacity(sum(sizes), self.k, 1)
 
@@ -84,17 +86,18 @@ class Worker:
         ORACLE.accumulate(expected, [(0, gradient)])
         offsets = np.cumsum([0, *self.sizes])
         for offset, end in itertools.pairwise(offsets.tolist()):
-            self.bucket.accumulate(offset, torch.from_numpy(gradient[offset:end].copy()), self.state, self.k)
+            slot = Slot("", offset, end - offset, (end - offset,))
+            self.bucket.accumulate([(slot, torch.from_numpy(gradient[offset:end].copy()))], self.state, self.k)
         np.testing.assert_array_equal(self.residual.numpy(), expected)
         return expected
 
     def step(self, gradient: np.ndarray) -> Step:
         """One step, and what always holds."""
         before, request = self.accumulate(gradient), self.rule.request(self.state, self.k)
-        message = self.bucket.select(self.state, self.k, self.capacity).numpy()
-        numbers = self.bucket.finish(self.state, self.k)
+        message = self.bucket.message(self.state, self.k, self.capacity).numpy()
+        outcome, numbers = self.bucket.finish(self.state, self.k, self.capacity), self.bucket.numbers
         self.state.step += 1
-        sent = int(numbers["sent"])
+        sent = outcome.sent
         indices, values = message[:sent, 0], message[:sent, 1].copy().view(np.float32)
         assert (message[sent:] == [PADDING, 0]).all()
         assert (np.diff(indices) > 0).all() and (indices >= 0).all()
@@ -164,7 +167,6 @@ def check_accumulate(
     """The parameter stands between two others, at an offset that no vector is aligned with."""
     around = [np.full(3, 9, residual.dtype), residual, np.full(2, 9, residual.dtype)]
     buffer = torch.from_numpy(np.concatenate(around))
-    bucket = DeviceBucket(Measuring(cut, floor), buffer, [len(part) for part in around], 0.1, block=BLOCK, chunk=CHUNK)
     moving = None
     given = np.zeros(residual.size, np.float32) if gradient is None else gradient.double().numpy()
     expected = residual.copy()
@@ -175,12 +177,14 @@ def check_accumulate(
         velocity = velocity.copy()
         how = Moving(velocity, momentum)
         (not_finite,) = ORACLE.accumulate(expected, [(0, given)], how, rate)
-    bucket.accumulate(3, gradient, NO_STATE, 1, velocity=moving, momentum=momentum, rate=rate)
+    sizes = [len(part) for part in around]
+    bucket = DeviceBucket(Measuring(cut, floor), buffer, moving, sizes, 0.1, block=BLOCK, chunk=CHUNK)
+    bucket.accumulate([(Slot("", 3, residual.size, (residual.size,)), gradient)], NO_STATE, 1, momentum, rate)
     np.testing.assert_array_equal(buffer.numpy(), np.concatenate([around[0], expected, around[2]]))
     if moving is not None:
         np.testing.assert_array_equal(moving.numpy()[3:-2], velocity)
     assert_sums(sums_of(bucket), expected, cut, floor, not_finite)
-    assert bucket.not_finite() == ([3] if not_finite else [])
+    assert bucket._not_finite() == ([3] if not_finite else [])
     above = np.flatnonzero(np.abs(expected) > residual.dtype.type(floor))
     for tile in range(-(-residual.size // BLOCK)):
         inside = above[(above >= tile * BLOCK) & (above < (tile + 1) * BLOCK)]
@@ -219,8 +223,8 @@ def test_accumulate_takes_gradients_of_every_type(
 def test_accumulate_follows_strides() -> None:
     gradient = torch.from_numpy(sample(70, np.float32, 1)).view(7, 10)
     buffer, expected = torch.zeros(70), gradient.t().contiguous().view(-1)
-    bucket = DeviceBucket(Measuring(1.0, 1.0), buffer, [70], 0.1, block=BLOCK, chunk=CHUNK)
-    bucket.accumulate(0, gradient.t(), NO_STATE, 1)
+    bucket = DeviceBucket(Measuring(1.0, 1.0), buffer, None, [70], 0.1, block=BLOCK, chunk=CHUNK)
+    bucket.accumulate([(Slot("", 0, 70, (70,)), gradient.t())], NO_STATE, 1)
     np.testing.assert_array_equal(buffer.numpy(), expected.numpy())
 
 
@@ -279,7 +283,7 @@ def check_choice(worker: Worker, step: Step) -> None:
         chosen = ORACLE.select_above(x, worker.compressor.threshold, capacity)
         assert numbers["found"] == chosen.found
     else:
-        sums, tail = ORACLE.measure(x), ORACLE.moments(x, request.cut)
+        sums, tail = ORACLE.measure(x), ORACLE.measure(x, request.cut)
         aim = min(request.aim, sums.count - 1)
         usable = aim < tail.count <= request.most_tail * sums.count
         if sums.count <= k:
@@ -390,8 +394,9 @@ def test_a_gradient_that_is_not_finite_sends_nothing(make: Any) -> None:
     state, gradient = worker.state.state_dict(), gradients("laplace", 160, rng)
     gradient[[7, 130]] = np.nan, -np.inf
     before = worker.accumulate(gradient)
-    message = worker.bucket.select(worker.state, worker.k, worker.capacity)
-    assert worker.bucket.finish(worker.state, worker.k)["not_finite"] == 2
+    message = worker.bucket.message(worker.state, worker.k, worker.capacity)
+    assert worker.bucket.finish(worker.state, worker.k, worker.capacity) == Outcome(not_finite=[0, 100])
+    assert worker.bucket.numbers["not_finite"] == 2
     assert message[0].tolist() == [NOT_FINITE, 0] and (message[1:] == torch.tensor([PADDING, 0])).all()
     np.testing.assert_array_equal(worker.residual.numpy(), before)
     assert worker.state.state_dict() == state
@@ -408,7 +413,7 @@ def test_sidco_learns_what_it_does_elsewhere(name: str) -> None:
         aim, stages = worker.state.aim, worker.compressor.stages_of(worker.state)
         step = worker.step(gradients("laplace", 300, rng))
         assert step.numbers["estimated"]
-        sums, tail = ORACLE.measure(step.before), ORACLE.moments(step.before, step.request.cut)
+        sums, tail = ORACLE.measure(step.before), ORACLE.measure(step.before, step.request.cut)
         fit = worker.compressor._tail_fit
         found, asked = step.numbers["found"], min(step.request.aim, sums.count - 1)
         _, cut = last_stage(step.request.cut, tail, sums.count, sums.largest, asked, stages, fit)

@@ -23,7 +23,7 @@ from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.kernels.gpu import available
-from horovod_sparse.kernels.gpu.selector import selector_for
+from horovod_sparse.kernels.gpu.bucket import selector_for
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.ops import TorchOps
 
@@ -192,7 +192,7 @@ def test_a_residual_that_was_changed_is_looked_at_afresh(change: str) -> None:
                     pipeline.reset()
                 else:
                     pipeline.load_state_dict(pipeline.state_dict())
-            assert sides[1][1].buckets[0].device.bucket._limit == np.inf
+            assert sides[1][1].buckets[0].device._limit == np.inf
 
 
 def test_which_buckets_select_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,8 @@ def everything_found(x: np.ndarray, threads: int) -> str:
         residual.tobytes(),
         velocity.tobytes(),
         ops.measure(x),
-        ops.moments(x, 0.7),
-        ops.moments(np.abs(x) + 1, 0.5, with_log=True),
+        ops.measure(x, 0.7),
+        ops.measure(np.abs(x) + 1, 0.5, with_log=True),
         [ops.count(x, threshold) for threshold in (0.0, 0.3, 2.0)],
         ops.select_above(x, 0.3, x.size).indices.tobytes(),
     ]

@@ -89,6 +89,66 @@ def test_compact_bytes(backend: Backend) -> None:
 
 
 @on_every_backend
+def test_packed_bytes(backend: Backend) -> None:
+    x = backend.ops.zeros(8193, "float32", backend.array(np.zeros(1, np.float32)))
+    indices = backend.array(np.array([0, 258, 4095, 8192]))
+    values = np.array([1.0, -3.0, 1.5, -2.5], np.float32)
+    pairs = backend.ops.pack(indices, backend.array(values), 5)
+    message = backend.numpy(backend.ops.quantize(x, pairs))
+    assert message.dtype == np.int32 and message.shape == (5 + 7,)
+    assert message.tobytes() == bytes.fromhex(
+        "0300 0000 0100"  # entries per chunk
+        "a03f 0000 2040"  # 1.25, none, 2.5
+        "4040 0000 0000 0000"  # 3.0, none, none; up to a multiple of 4 bytes
+        "00 02 ff 00 000000000000000000000000"  # lower bits of positions
+        "10 0f 000000000000"  # upper bits
+        "4c 000000"  # 1.25, -3.0, 1.25, -2.5
+    )
+    sent = np.array([1.25, -3.0, 1.25, -2.5], np.float32)
+    got, rounded = backend.ops.unpack(pairs, 4)
+    np.testing.assert_array_equal(backend.numpy(rounded), sent, strict=True)
+    np.testing.assert_array_equal(backend.numpy(x)[backend.numpy(got)], values - sent)
+    unpacked = backend.numpy(backend.ops.unquantize(backend.array(np.concatenate([message, message])), 2, 8193))
+    np.testing.assert_array_equal(unpacked.reshape(2, 16, 2)[:, :5], [backend.numpy(pairs)] * 2)
+    assert (unpacked.reshape(2, 16, 2)[:, 5:] == [wire.PADDING, 0]).all()
+
+
+PACKED_COUNTS = {
+    "right": ([1, 2], [7, 4096 + 8, 4096 + 9]),
+    "negative": ([-1, 3], [wire.BAD_COUNTS, -1, -1]),
+    "too many": ([9, 8], [wire.BAD_COUNTS, -1, -1]),
+    "not finite": ([wire.NOT_FINITE, 5], [wire.NOT_FINITE, -1, -1]),
+}
+"""Counts of two chunks in a packed message for a bucket of 8,000, and the first indices that the pairs get."""
+
+
+@pytest.mark.parametrize(("counts", "indices"), PACKED_COUNTS.values(), ids=PACKED_COUNTS)
+@on_every_backend
+def test_packed_messages_become_pairs(backend: Backend, counts: list[int], indices: list[int]) -> None:
+    header = np.array([*counts, 0x3F80, 0x4000, 0, 0], np.int16).view(np.uint8)
+    entries = np.array([7, 8, 9, *[0] * 25], np.uint8)
+    message = np.concatenate([header, entries]).view(np.int32)
+    pairs = backend.numpy(backend.ops.unquantize(backend.array(message), 1, 8000))
+    assert pairs[:3, 0].tolist() == indices and (pairs[3:] == [wire.PADDING, 0]).all()
+    expected = [1.0, 2.0, 2.0] if indices[0] >= 0 else [0.0] * 3
+    assert pairs[:3, 1].copy().view(np.float32).tolist() == expected
+
+
+@on_every_backend
+def test_packed_values_of_all_magnitudes_have_the_bits_of_the_oracle(backend: Backend) -> None:
+    """What is left of them is exact."""
+    bits = np.random.default_rng(0).integers(0, 0x7F800000, 3000) | np.arange(3000) % 2 << 31
+    values, made = bits.astype(np.uint32).view(np.float32), []
+    for one in (ORACLE, backend):
+        x = one.ops.zeros(9000, "float32", one.array(np.zeros(1, np.float32)))
+        pairs = one.ops.pack(one.array(3 * np.arange(3000)), one.array(values), 3000)
+        made.append((one.numpy(one.ops.quantize(x, pairs)).tobytes(), one.numpy(x).tobytes()))
+        sent = one.numpy(one.ops.unpack(pairs, 3000)[1])
+        assert (sent.astype(np.float64) + one.numpy(x)[::3] == values).all()
+    assert made[0] == made[1]
+
+
+@on_every_backend
 def test_every_bfloat16_is_the_upper_half_of_a_float32(backend: Backend) -> None:
     """And float32 values of all magnitudes have the bits of the oracle; what is left of them is exact."""
     numbers = np.arange(2**16)

@@ -13,8 +13,8 @@ from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.core.intake import Arrived
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.pipeline import Pipeline
-from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.exchange.shared import Dense
 
 Array = np.ndarray
 

@@ -23,21 +23,20 @@ from horovod_sparse.compressors.checks import (
     check_exchange,
     check_granularity,
     check_integer,
-    check_momentum,
     check_patterns,
     check_ratio,
     check_residual,
     check_slack,
     check_warmup,
+    plain,
+    shown,
 )
-from horovod_sparse.compressors.momentum import Clip, MomentumCorrection, MomentumSetting
-from horovod_sparse.compressors.scalars import plain, shown
+from horovod_sparse.compressors.momentum import Clip, MomentumCorrection, MomentumSetting, check_momentum
 from horovod_sparse.compressors.schedules import ByAge, Schedule
 from horovod_sparse.exchange.cost import allreduce_bytes
-from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.protocols import Exchange, Round
-from horovod_sparse.exchange.shared import SharedIndices
+from horovod_sparse.exchange.shared import Dense, SharedIndices
 from horovod_sparse.exchange.union import Union
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 

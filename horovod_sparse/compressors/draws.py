@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.checks import check_integer
-from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.protocols import Exchange
-from horovod_sparse.exchange.shared import SharedIndices
+from horovod_sparse.exchange.shared import Dense, SharedIndices
 from horovod_sparse.exchange.union import Union
 
 _MANY = 16

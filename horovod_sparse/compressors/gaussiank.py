@@ -11,7 +11,7 @@ from horovod_sparse.compressors.base import ALONE, POSITIVE, BucketState, Compre
 from horovod_sparse.compressors.checks import check_choice
 from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.search import below_largest
-from horovod_sparse.ops.protocol import Array, Moments, Ops, Selection
+from horovod_sparse.ops.protocol import Array, Ops, Selection, Sums
 
 CORRECTIONS = 2
 """The authors' loop corrects eta three times, but sends what it counted before the third correction."""
@@ -20,7 +20,8 @@ LOWER, RAISE = 0.5, 1.5
 TOLERANCE = 0.1
 RECENTRE = 0.05
 _PAPER_SLACK = 48.0
-"""Capacity of a message, as a multiple of k. The largest count that was measured is 41 k, on the data of docs/estimation.md."""
+"""Capacity of a message, as a multiple of k. The largest count that was measured is 41 k, in
+docs/evidence/estimation.md."""
 
 
 @dataclass
@@ -69,7 +70,7 @@ class GaussianK(Compressor):
         if sums.count <= k:
             state.threshold = 0.0
             return ops.select_above(x, 0.0, capacity)
-        fitted = fit(sums.moments(), k, len(x))
+        fitted = fit(sums, k, len(x))
         if self.refine == "paper":
             state.threshold = below_largest(sums.largest, self._corrected(ops, x, k, fitted))
             state.expect(state.threshold, k)
@@ -98,7 +99,7 @@ class GaussianK(Compressor):
         return threshold
 
 
-def fit(whole: Moments, k: float, numel: float) -> float:
+def fit(whole: Sums, k: float, numel: float) -> float:
     """Return eta = sigma z, from the moments of all non-zero entries."""
     mean_square = whole.variance + whole.mean * whole.mean
     # Where float64 does not hold the mean square: a normal distribution has the mean magnitude sigma sqrt(2/pi).

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from horovod_sparse.compressors.scalars import as_number, check_boolean, check_choice, check_number, plain, shown
+from horovod_sparse.compressors.checks import as_number, check_boolean, check_choice, check_number, plain, shown
 from horovod_sparse.ops.protocol import Array, Momentum, Ops
 
 
@@ -49,6 +49,14 @@ class MomentumCorrection:
 
 
 MomentumSetting = float | MomentumCorrection | Literal["auto"] | None
+
+
+def check_momentum(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a momentum, "auto" or None."""
+    if isinstance(value, str):
+        check_choice(name, value, ("auto", None))
+    elif value is not None and not isinstance(value, MomentumCorrection):
+        check_number(name, value, "in [0, 1), a MomentumCorrection, 'auto' or None", 0.0 <= as_number(value) < 1.0)
 
 
 @dataclass(frozen=True)

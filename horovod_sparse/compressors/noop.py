@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.compressors.schedules import Schedule
-from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.protocols import Exchange
+from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 

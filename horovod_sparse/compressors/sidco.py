@@ -13,7 +13,7 @@ from horovod_sparse.estimation import fits
 from horovod_sparse.estimation.controllers import StageController, most_stages
 from horovod_sparse.estimation.search import below_largest
 from horovod_sparse.ops.cached import narrow
-from horovod_sparse.ops.protocol import Array, Moments, Ops, Selection, Sums
+from horovod_sparse.ops.protocol import Array, Ops, Selection, Sums
 
 Distribution = Literal["exponential", "gamma", "gpareto"]
 Adapt = Literal["paper", "robust"]
@@ -26,7 +26,8 @@ _FIRST_STAGES = 3
 Under error feedback fewer stages starve the bucket, because they underestimate a truncated bulk's tail.
 """
 _PAPER_SLACK = 24.0
-"""Capacity of a message, as a multiple of k. The largest count that was measured is 20 k, on the data of docs/estimation.md."""
+"""Capacity of a message, as a multiple of k. The largest count that was measured is 20 k, in
+docs/evidence/estimation.md."""
 TRUSTED = 2.0
 """The k largest entries are sent instead if an estimate selects more than `TRUSTED` k, or fewer than k / `TRUSTED`."""
 MOST_TAIL = 2.0 * FIRST_RATIO
@@ -160,7 +161,7 @@ class SIDCo(Compressor):
         return k / TRUSTED <= found <= k * TRUSTED
 
     def last_stage(
-        self, state: SIDCoState, tail: Moments, count: float, largest: float, aim: float
+        self, state: SIDCoState, tail: Sums, count: float, largest: float, aim: float
     ) -> tuple[float, float]:
         """Return the threshold and the next cut: see the function `last_stage`."""
         return last_stage(state.cut, tail, count, largest, aim, self.stages_of(state), self._tail_fit)
@@ -172,11 +173,11 @@ class SIDCo(Compressor):
         if self.adapt == "robust":
             state.aim = next_aim(state.aim, found, k)
 
-    def _tail(self, ops: Ops, x: Array, state: SIDCoState) -> Moments | None:
-        """Return the moments of the excesses over the cut, or None if there is no cut."""
+    def _tail(self, ops: Ops, x: Array, state: SIDCoState) -> Sums | None:
+        """Return the sums of the excesses over the cut, or None if there is no cut."""
         if self.adapt != "robust" or state.stages == 1 or state.cut == math.inf:
             return None
-        return ops.moments(x, state.cut)
+        return ops.measure(x, state.cut)
 
     def _all_stages(self, ops: Ops, x: Array, sums: Sums, k: int, stages: int) -> tuple[float, float, Ops]:
         """Return the threshold fitted to all non-zero entries stage by stage, the cut of the last stage, and operations.
@@ -185,9 +186,9 @@ class SIDCo(Compressor):
         the first stage's threshold. With adapt="robust", a stage that leaves no more than k entries is the last, because a
         ratio above 1 would extrapolate below the data: the `nearer` of its threshold and the one before is the result.
         """
-        whole, cut = sums.moments(), math.inf
+        whole, cut = sums, math.inf
         if self.distribution == "gamma":
-            whole = ops.moments(x, 0.0, with_log=True)
+            whole = ops.measure(x, 0.0, with_log=True)
         ratio = k / whole.count
         if stages == 1 or ratio >= FIRST_RATIO:
             return self._first_fit(whole, ratio), cut, ops
@@ -197,7 +198,7 @@ class SIDCo(Compressor):
         step_ratio = (ratio / FIRST_RATIO) ** (1.0 / (stages - 1))
         previous, before = 0.0, whole.count
         for remaining in range(stages - 1, 0, -1):
-            tail = narrowed.moments(x, threshold)
+            tail = narrowed.measure(x, threshold)
             if self.adapt == "robust":
                 if tail.count <= k:
                     return nearer(previous, before, threshold, tail.count, k), cut, narrowed
@@ -208,25 +209,25 @@ class SIDCo(Compressor):
             previous, before, threshold = threshold, tail.count, threshold + self._tail_fit(tail, step_ratio)
         return threshold, cut, narrowed
 
-    def _first_fit(self, moments: Moments, ratio: float) -> float:
+    def _first_fit(self, sums: Sums, ratio: float) -> float:
         if self.distribution == "gamma":
-            return fits.gamma(moments.mean, moments.mean_log, ratio, closed_form=self.adapt == "paper")
-        return self._tail_fit(moments, ratio)
+            return fits.gamma(sums.mean, sums.mean_log, ratio, closed_form=self.adapt == "paper")
+        return self._tail_fit(sums, ratio)
 
-    def _tail_fit(self, moments: Moments, ratio: float) -> float:
+    def _tail_fit(self, sums: Sums, ratio: float) -> float:
         if self.distribution == "exponential":
-            return fits.exponential(moments.mean, ratio)
-        return fits.generalized_pareto(moments.mean, moments.variance, ratio)
+            return fits.exponential(sums.mean, ratio)
+        return fits.generalized_pareto(sums.mean, sums.variance, ratio)
 
 
 def last_stage(
     cut: float,
-    tail: Moments,
+    tail: Sums,
     count: float,
     largest: float,
     k: float,
     stages: int,
-    fit: Callable[[Moments, float], float],
+    fit: Callable[[Sums, float], float],
 ) -> tuple[float, float]:
     """Return the threshold fitted to the `tail` above a cut, and the next step's cut.
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from horovod_sparse.compressors.base import BucketState, Compressor
-from horovod_sparse.exchange.dense import Dense
-from horovod_sparse.exchange.shared import SharedIndices
+from horovod_sparse.exchange.shared import Dense, SharedIndices
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
 

@@ -1,10 +1,28 @@
-"""Local updates for PyTorch, over `torch.distributed` or Horovod. Imports Horovod only where it is used."""
+"""Local updates: workers step alone and exchange how far their parameters have moved. Imports Horovod only where it is used.
+
+SparseLoCo (https://arxiv.org/abs/2508.15706): theta_r are worker r's parameters after H steps from the shared theta.
+
+    Delta_r = theta - theta_r
+    e_r     = beta * e_r + Delta_r
+    sent_r  = the entries of e_r that the compressor selects
+    e_r     = e_r - sent_r
+    theta   = theta - alpha * mean(sent_r)
+
+With `outer_momentum` mu, as in DiLoCo (https://arxiv.org/abs/2311.08105): m = mu * m + mean(sent_r), and the last line is
+theta = theta - alpha * (mean(sent_r) + mu * m).
+
+Local steps compute their gradients at theta_r - c * e_r, so that what a worker has found and not sent yet is not lost to
+it. It is as if it began at theta - c * e_r, and Delta_r were (theta - c * e_r) - theta_r.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_sparse.contrib.outer import Outer, check_parts, digest
+from horovod_sparse.compressors.checks import as_number, check_fraction, check_number
 from horovod_sparse.core.agreement import check_moves, compare, refuse_detached
 from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
@@ -30,17 +48,52 @@ _newest = -1
 """Of those that have agreed, the one that this worker made last."""
 
 
+@dataclass(frozen=True)
+class Outer:
+    """The settings of local updates.
+
+    Args:
+        every: H, the number of local steps between two exchanges, >= 1.
+        residual_decay: beta, in (0, 1].
+        outer_lr: alpha, > 0.
+        outer_momentum: mu, in [0, 1).
+        keep: c, in [0, 1].
+    """
+
+    every: int
+    residual_decay: float
+    outer_lr: float
+    outer_momentum: float
+    keep: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise ValueError(f"every must be a whole number of steps >= 1, got {self.every!r}")
+        check_fraction("residual_decay", self.residual_decay)
+        check_number("outer_lr", self.outer_lr, "a finite number > 0", 0.0 < as_number(self.outer_lr) < math.inf)
+        check_number("outer_momentum", self.outer_momentum, "in [0, 1)", 0.0 <= as_number(self.outer_momentum) < 1.0)
+        check_number("keep", self.keep, "in [0, 1]", 0.0 <= as_number(self.keep) <= 1.0)
+
+    def step(self, mean: Tensor, momentum: Tensor | None) -> None:
+        """Turn the mean of what was sent into the step of a shared parameter. `momentum` changes, if there is one."""
+        if momentum is not None:
+            momentum *= self.outer_momentum
+            momentum += mean
+            mean += self.outer_momentum * momentum
+        mean *= self.outer_lr
+
+
 class LocalUpdates:
     """Steps of any optimizer on each worker alone, and now and then a sparse exchange of how far the parameters have moved.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        local = LocalUpdates(optimizer, model, TopK(0.01), every=30)
+        local = LocalUpdates(optimizer, model, TopK(0.01, exchange=Pairs("packed")), every=5)
         for batch in batches:
             optimizer.zero_grad()
             loss(model, batch).backward()
             local.step()
 
-    The formulas are in `horovod_sparse.contrib.outer`, after SparseLoCo (https://arxiv.org/abs/2508.15706). The model is not in
+    The formulas are at the beginning of its module, after SparseLoCo (https://arxiv.org/abs/2508.15706). The model is not in
     `DistributedDataParallel`, and the optimizer is not Horovod's: gradients stay on their worker. All workers begin with
     the same parameters. The states of the optimizers and the buffers of the model (running means) differ between workers.
 
@@ -75,7 +128,7 @@ class LocalUpdates:
         model: nn.Module,
         compression: TorchCompressor | None = None,
         *,
-        every: int = 30,
+        every: int = 5,
         residual_decay: float = 1.0,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
@@ -325,3 +378,23 @@ def transport_of(group: Any, device: torch.device) -> Transport:
             "nothing connects the workers yet; call hvd.init() or torch.distributed.init_process_group() first"
         )
     return Group(group, device)
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-256 of the names and values of tensors."""
+    sha = hashlib.sha256()
+    for name, tensor in tensors.items():
+        sha.update(name.encode())
+        sha.update(tensor.cpu().numpy().tobytes())
+    return sha.hexdigest()[:16]
+
+
+def check_parts(state: Mapping[str, Any], mine: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raise ValueError if a state is none of local updates, or if the arrays in a part have other shapes than `mine`."""
+    absent = [part for part in ("steps", "compression", *mine) if part not in state]
+    if absent:
+        raise ValueError(f"state must be what LocalUpdates.state_dict() returned, but it has no {absent}")
+    for part, arrays in mine.items():
+        shapes, theirs = ({name: tuple(one.shape) for name, one in some.items()} for some in (arrays, state[part]))
+        if shapes != theirs:
+            raise ValueError(f"the state's {part!r} must have the shapes {shapes}, got {theirs}; it is another model's")

@@ -16,7 +16,6 @@ from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcome, Selector, SlotGradient
 from horovod_sparse.core.statistics import Counts, Tally
 from horovod_sparse.core.step import Before, Ending
-from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.grid import Grid
 from horovod_sparse.exchange.protocols import (
     Collective,
@@ -30,6 +29,7 @@ from horovod_sparse.exchange.protocols import (
     Sent,
 )
 from horovod_sparse.exchange.received import rows_of
+from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.ops.protocol import Array, Momentum, Ops, Selection
 
 _DENSE = Dense()
@@ -128,7 +128,8 @@ class Bucket:
         """Add gradients to the residual, each in units of its rate. Raise RuntimeError if one has arrived before."""
         gradients = defaultdict[tuple[Momentum | None, float], list[SlotGradient]](list)
         for (name, gradient, _), rate in zip(arrived, rates, strict=True):
-            slot, momentum = arriving(self, name), intake.momentum(name)
+            arriving(self.missing, name)
+            slot, momentum = self.slots[name], intake.momentum(name)
             self.rates[slot.offset] = rate
             if rate == 0.0:
                 # The learning rate is 0, so that the update is 0, whatever the velocity is.

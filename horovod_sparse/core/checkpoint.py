@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import stat
@@ -25,7 +26,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
+
+import numpy as np
 
 from horovod_sparse.compressors.checks import check_choice, check_integer
 from horovod_sparse.core.binding import BoundCompressor
@@ -105,6 +108,20 @@ class Loaded(NamedTuple):
     """The files of the ranks that this rank continues; for a new rank, the file of another."""
     is_new: bool
     """Whether this rank continues none: it has no residual, but needs to know what else the ranks keep."""
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of the global random generators of NumPy and Python, as values that JSON can express."""
+    name, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+    return {"numpy": [name, keys.tolist(), *rest], "python": list(random.getstate())}
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Continue from what `random_state` returned."""
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
 
 
 def rank_file(rank: int) -> str:

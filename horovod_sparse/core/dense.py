@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import numpy as np
 
@@ -17,17 +17,11 @@ from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Red
 from horovod_sparse.ops.protocol import Array, Momentum, Moving, Ops, Part
 
 
-class _Arriving(Protocol):
-    slots: dict[str, Slot]
-    missing: set[str]
-
-
-def arriving(bucket: _Arriving, name: str) -> Slot:
-    """Note that a parameter's gradient arrives, and return its slot. Raise RuntimeError if it has arrived before."""
-    if name not in bucket.missing:
+def arriving(missing: set[str], name: str) -> None:
+    """Note that a parameter's gradient arrives. Raise RuntimeError if it has arrived before."""
+    if name not in missing:
         raise RuntimeError(f"the gradient of {name!r} arrived twice in one step")
-    bucket.missing.discard(name)
-    return bucket.slots[name]
+    missing.discard(name)
 
 
 class DenseBucket:
@@ -72,7 +66,7 @@ class DenseBucket:
     def take_in(self, arrived: Sequence[Arrived], rates: Sequence[float], intake: Intake) -> None:
         """Remember gradients until the message is made. Raise RuntimeError if one has arrived before."""
         for name, gradient, _ in arrived:
-            arriving(self, name)
+            arriving(self.missing, name)
             if gradient is not None:
                 self._gradients[name] = intake.prepared(gradient, self.layout.residual_dtype)
 

@@ -40,9 +40,6 @@ class Residuals:
         """Use `buffer` for a bucket's residual from now on. Its contents stay as they are."""
         self._buffers[bucket] = buffer
 
-    def buffer(self, bucket: str) -> Array:
-        return self._buffers[bucket]
-
     def view(self, name: str) -> Array:
         """Return the flat slice of one parameter; writing to it changes the residual."""
         bucket, slot = self._slots[name]

@@ -11,17 +11,19 @@ from horovod_sparse.exchange.protocols import Collective, Exchange, Exchanging, 
 from horovod_sparse.exchange.received import check_result, rows_of
 from horovod_sparse.ops.protocol import Array, Ops
 
-Values = Literal["float32", "bfloat16"]
-"""The types of the values in messages."""
+Values = Literal["float32", "bfloat16", "packed"]
+"""What the values are in messages."""
+_TITLES = {"float32": "pairs", "bfloat16": "compact pairs", "packed": "packed pairs"}
 
 
 @dataclass(frozen=True)
 class Pairs(Exchange):
-    """Each worker sends its own entries, by one allgather of (index, value) pairs (`wire`, message 1 or 4).
+    """Each worker sends its own entries, by one allgather of (index, value) pairs (`wire`, message 1, 4 or 11).
 
     Args:
-        values: the type of the values: "float32", with 8 bytes per entry, or "bfloat16", with 4 bytes per entry. What rounding
-            leaves stays in the residual.
+        values: the type of the values: "float32", with 8 bytes per entry, or "bfloat16", with 4 bytes per entry. With "packed",
+            an entry takes 14 bits, and 4,096 entries of the bucket take 6 bytes more: values are one of two magnitudes, with
+            a sign (`Ops.quantize`). What rounding leaves stays in the residual.
 
     Raises:
         ValueError: `values` is something else.
@@ -31,22 +33,32 @@ class Pairs(Exchange):
 
     def __post_init__(self) -> None:
         if self.values not in get_args(Values):
-            raise ValueError(f"values must be 'float32' or 'bfloat16', got {self.values!r}")
+            raise ValueError(f"values must be 'float32', 'bfloat16' or 'packed', got {self.values!r}")
 
     @property
     def title(self) -> str:
-        return "pairs" if self.values == "float32" else "compact pairs"
+        return _TITLES[self.values]
 
     def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
-        return [Round("allgather", 2 * capacity if self.values == "float32" else wire.runs_of(numel) + capacity)]
+        lengths = {
+            "float32": 2 * capacity,
+            "bfloat16": wire.runs_of(numel) + capacity,
+            "packed": wire.packed_length(numel, capacity),
+        }
+        return [Round("allgather", lengths[self.values])]
 
     def packed(self, ops: Ops, x: Array, pairs: Array) -> Array:
-        """Return what is sent of a message of pairs whose entries were taken out of `x` (`Ops.compact`)."""
-        return pairs if self.values == "float32" else ops.compact(x, pairs)
+        """Return what is sent of a message of pairs whose entries were taken out of `x` (`Ops.compact`, `Ops.quantize`)."""
+        if self.values == "float32":
+            return pairs
+        return ops.compact(x, pairs) if self.values == "bfloat16" else ops.quantize(x, pairs)
 
     def unpacked(self, ops: Ops, gathered: Array, world: int, numel: int) -> Array:
         """Return the messages of pairs that so many messages stand for, for entries of an array of `numel`."""
-        return gathered if self.values == "float32" else ops.expand(gathered, world, numel)
+        if self.values == "float32":
+            return gathered
+        restore = ops.expand if self.values == "bfloat16" else ops.unquantize
+        return restore(gathered, world, numel)
 
     def collectives(self, bucket: Sender, run: Run) -> Exchanging:
         message = self.packed(bucket.ops, bucket.buffer, bucket.message())

@@ -1,4 +1,4 @@
-"""Entries that all ranks choose alike. Imports no framework."""
+"""Values without indices: all entries, or those that all ranks choose alike. Imports no framework."""
 
 from __future__ import annotations
 
@@ -22,3 +22,17 @@ class SharedIndices(Exchange):
     def collectives(self, bucket: Sender, run: Run) -> Exchanging:
         indices = bucket.select().indices
         return (yield from summed(bucket, indices, bucket.take(indices), bucket.capacity, bucket.checksum()))
+
+
+@dataclass(frozen=True)
+class Dense(Exchange):
+    """Everything is summed, by one allreduce in the residual's own type (`wire`, message 2 with all entries)."""
+
+    title = "dense"
+
+    def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
+        return [Round("allreduce", numel + len(wire.tail(True, 0)), None)]
+
+    def collectives(self, bucket: Sender, run: Run) -> Exchanging:
+        # Only the step must be the same: workers that have trained with fewer others have states of their own.
+        return (yield from summed(bucket, None, bucket.take_all(), bucket.numel, bucket.step))

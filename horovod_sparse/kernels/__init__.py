@@ -42,11 +42,8 @@ def turned_off() -> bool:
 
 def available() -> bool:
     """Return whether the kernels were compiled and are not turned off. If so, switch to the variant that is asked for."""
-    asked = _asked()
-    if not compiled() or asked == "off":
-        return False
-    lib.hs_choose((variants()[0] if asked == "auto" else asked).encode())
-    return True
+    name = variant()
+    return name != "off" and bool(lib.hs_choose(name.encode()))
 
 
 def share_threads() -> bool:
@@ -56,9 +53,9 @@ def share_threads() -> bool:
 
 def variant() -> str:
     """Return the name of the variant in use, or "off"."""
-    if not available():
-        return "off"
     asked = _asked()
+    if not compiled():
+        return "off"
     return variants()[0] if asked == "auto" else asked
 
 

@@ -420,6 +420,121 @@ void expand(const int32_t* counts, int64_t capacity, int64_t runs, int32_t* mess
     if (!good || total > capacity) message[0] = counts[0] == kNotFinite ? kNotFinite : kBadCounts;
 }
 
+// Message 11 in memory: see horovod_sparse/exchange/wire.py. `Byte` is const where it is read.
+template <class Byte>
+struct Packed {
+    Byte *header, *lower, *upper, *codes;
+
+    template <class Number>
+    Packed(Number* message, int64_t length, int64_t chunks) {
+        const int64_t numbers = (3 * chunks + 1) / 2, room = (length - numbers) / 7 * 16;
+        header = reinterpret_cast<Byte*>(message);
+        lower = reinterpret_cast<Byte*>(message + numbers);
+        upper = lower + room;
+        codes = upper + room / 2;
+    }
+
+    int16_t number(int64_t place) const {
+        int16_t read;
+        std::memcpy(&read, header + sizeof read * place, sizeof read);
+        return read;
+    }
+
+    void set(int64_t place, uint32_t number) const {
+        const uint16_t written = static_cast<uint16_t>(number);
+        std::memcpy(header + sizeof written * place, &written, sizeof written);
+    }
+};
+
+constexpr int64_t kChunkBits = 12;
+
+// The bits of the level of some magnitudes of a chunk, by their sum and extremes.
+struct Level {
+    double sum = 0, largest = 0, smallest = std::numeric_limits<double>::infinity();
+    int64_t count = 0;
+
+    void add(double magnitude) {
+        sum += magnitude;
+        largest = std::max(largest, magnitude);
+        smallest = std::min(smallest, magnitude);
+        ++count;
+    }
+
+    uint32_t bits() const {
+        if (count == 0) return 0;
+        const double level = std::min(sum / static_cast<double>(count), 2 * smallest);
+        if (largest > 32768 * level) return 0;
+        const float rounded = static_cast<float>(level);
+        uint32_t bits;
+        std::memcpy(&bits, &rounded, sizeof bits);
+        return bits & 0xffff0000u;
+    }
+};
+
+double magnitude_of(const int32_t* row) {
+    float value;
+    std::memcpy(&value, row + 1, sizeof value);
+    return std::abs(static_cast<double>(value));
+}
+
+template <class T>
+void write_packed(T* x, int64_t chunks, int32_t* message, int64_t capacity, int32_t* packed, int64_t length) {
+    std::fill(packed, packed + length, 0);
+    const Packed<uint8_t> to(packed, length, chunks);
+    for (int64_t row = 0, end; row < capacity && message[2 * row] >= 0; row = end) {
+        const int32_t chunk = message[2 * row] >> kChunkBits;
+        double sum = 0;
+        for (end = row; end < capacity && message[2 * end] >= 0 && message[2 * end] >> kChunkBits == chunk; ++end)
+            sum += magnitude_of(message + 2 * end);
+        const double mean = sum / static_cast<double>(end - row);
+        Level levels[2];
+        for (int64_t one = row; one < end; ++one) {
+            const double magnitude = magnitude_of(message + 2 * one);
+            levels[magnitude > mean].add(magnitude);
+        }
+        const uint32_t bits[] = {levels[0].bits(), levels[1].bits()};
+        to.set(chunk, static_cast<uint32_t>(end - row));
+        for (const int64_t size : {0, 1}) to.set(chunk + (1 + size) * chunks, bits[size] >> 16);
+        for (int64_t one = row; one < end; ++one) {
+            int32_t* entry = message + 2 * one;
+            const uint32_t is_large = magnitude_of(entry) > mean, sign = static_cast<uint32_t>(entry[1]) >> 31;
+            const uint32_t rounded = bits[is_large] | sign << 31, position = entry[0] & 0xfff;
+            float value, sent;
+            std::memcpy(&value, entry + 1, sizeof value);
+            std::memcpy(&sent, &rounded, sizeof sent);
+            std::memcpy(entry + 1, &rounded, sizeof rounded);
+            x[entry[0]] += value - sent;
+            to.lower[one] = static_cast<uint8_t>(position);
+            to.upper[one / 2] |= static_cast<uint8_t>(position >> 8 << 4 * (one % 2));
+            to.codes[one / 4] |= static_cast<uint8_t>((sign | is_large << 1) << 2 * (one % 4));
+        }
+    }
+    if (message[0] == kNotFinite) to.set(0, static_cast<uint32_t>(kNotFinite));
+}
+
+// Writes the message of pairs that a packed one stands for.
+void unquantize(const int32_t* packed, int64_t length, int64_t chunks, int32_t* message, int64_t capacity) {
+    const Packed<const uint8_t> from(packed, length, chunks);
+    int64_t total = 0, row = 0;
+    bool good = true;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        good = good && from.number(chunk) >= 0;
+        total += from.number(chunk);
+    }
+    good = good && total <= capacity;
+    for (int64_t chunk = 0; good && chunk < chunks; ++chunk)
+        for (const int64_t end = row + from.number(chunk); row < end; ++row) {
+            const int32_t upper = from.upper[row / 2] >> 4 * (row % 2) & 0xf;
+            const uint32_t code = from.codes[row / 4] >> 2 * (row % 4) & 3;
+            const uint32_t level = static_cast<uint16_t>(from.number(chunk + (1 + (code >> 1)) * chunks));
+            const uint32_t bits = level << 16 | code << 31;
+            message[2 * row] = static_cast<int32_t>(chunk << kChunkBits) + (upper << 8 | from.lower[row]);
+            std::memcpy(&message[2 * row + 1], &bits, sizeof bits);
+        }
+    write_padding(message, row, capacity);
+    if (!good) message[0] = from.number(0) == kNotFinite ? kNotFinite : kBadCounts;
+}
+
 // The rows of a message of pairs that are in use.
 struct Pairs {
     const int32_t* rows;
@@ -659,6 +774,17 @@ void hs_compact(void* x, int type, int64_t, int32_t* message, int64_t capacity, 
 void hs_expand(const int32_t* compact, int64_t capacity, int64_t runs, int64_t world, int32_t* messages) {
     for (int64_t sender = 0; sender < world; ++sender)
         expand(compact + sender * (runs + capacity), capacity, runs, messages + 2 * sender * capacity);
+}
+
+void hs_quantize(void* x, int type, int64_t n, int32_t* message, int64_t capacity, int32_t* packed, int64_t length) {
+    const int64_t chunks = std::max<int64_t>((n + (1 << kChunkBits) - 1) >> kChunkBits, 1);
+    typed(x, type, [&](auto* entries) { write_packed(entries, chunks, message, capacity, packed, length); });
+}
+
+void hs_unquantize(const int32_t* packed, int64_t length, int64_t chunks, int64_t world, int32_t* messages,
+                   int64_t capacity) {
+    for (int64_t sender = 0; sender < world; ++sender)
+        unquantize(packed + sender * length, length, chunks, messages + 2 * sender * capacity, capacity);
 }
 
 void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, int64_t world, int64_t n, int64_t* used) {

@@ -96,6 +96,13 @@ void hs_compact(void* x, int type, int64_t n, int32_t* message, int64_t capacity
 /* Writes the messages of pairs that `world` compact ones stand for. The first index of a message is -3 if its counts are
    negative or more than `capacity` together. */
 void hs_expand(const int32_t* compact, int64_t capacity, int64_t runs, int64_t world, int32_t* messages);
+/* Writes a packed message of `length` int32, for x with n entries, with the entries of a message of pairs, which were taken out
+   of x. Rounds the values to their chunk's levels, also in the message of pairs, and adds the rest to x. */
+void hs_quantize(void* x, int type, int64_t n, int32_t* message, int64_t capacity, int32_t* packed, int64_t length);
+/* Writes the messages of pairs, of `capacity` rows, that `world` packed ones of `length` int32 stand for. The first index of a
+   message is -3 if its counts are negative or more than `capacity` together. */
+void hs_unquantize(const int32_t* packed, int64_t length, int64_t chunks, int64_t world, int32_t* messages,
+                   int64_t capacity);
 /* used[w] = how many of the `capacity` indices of message number w come before its padding. Indices are `stride` apart.
    used[w] is -2 if the first index is -2, and -1 if the indices break the rules of horovod_sparse/exchange/wire.py for a bucket of n. */
 void hs_rows_in_use(const int32_t* indices, int64_t stride, int64_t capacity, int64_t world, int64_t n, int64_t* used);

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from numpy.typing import NDArray
 
 from horovod_sparse.kernels import ffi, lib
-from horovod_sparse.ops.protocol import Array, Moments, Moving, Ops, Part, Sums
+from horovod_sparse.ops.protocol import Array, Moving, Ops, Part, Sums
 
 TYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 """The types of arrays. The number of a float type is its code in kernels.h."""
@@ -116,23 +116,13 @@ def take_in(
     return [part.not_finite for part in parts] if bad else [0] * len(parts)
 
 
-def measure(x: Block, threads: int) -> Sums:
-    """Return the sums of x."""
-    return sums_of(_measure(x, 0.0, False, threads))
-
-
-def moments(x: Block, cut: float, with_log: bool, threads: int) -> Moments:
-    """Return the moments of the excesses over a cut, which is not negative."""
-    sums = _measure(x, cut, with_log, threads)
-    return sums_of(sums).moments(sums.logs if with_log else math.nan)
-
-
-def _measure(x: Block, cut: float, with_log: bool, threads: int) -> Any:
+def measure(x: Block, cut: float, with_log: bool, threads: int) -> Sums:
+    """Return the sums of the excesses over a cut, which is not negative."""
     sums = ffi.new("hs_sums *")
     lib.hs_measure(*x, cut, with_log, threads, sums)
-    return sums
+    return sums_of(sums, with_log)
 
 
-def sums_of(sums: Any) -> Sums:
+def sums_of(sums: Any, with_log: bool = False) -> Sums:
     """Return the sums that a kernel has written."""
-    return Sums(sums.count, sums.total, sums.squares, sums.largest)
+    return Sums(sums.count, sums.total, sums.squares, sums.largest, sums.logs if with_log else math.nan)

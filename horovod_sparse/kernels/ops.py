@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.estimation.search import largest_candidates
-from horovod_sparse.exchange.wire import runs_of
+from horovod_sparse.exchange.wire import chunks_of, packed_length, packed_room, runs_of
 from horovod_sparse.kernels import ffi, lib, memory, pool
 from horovod_sparse.kernels.memory import FLOAT32, FLOAT64, INT32, INT64, TYPES, HostOps, Memory
 from horovod_sparse.kernels.tracked import TrackedMemory
-from horovod_sparse.ops.protocol import Array, Moments, Moving, Part, Selection, Sums, Tracked
+from horovod_sparse.ops.protocol import Array, Moving, Part, Selection, Sums, Tracked
 
 _SPARE = 16
 """Room for this many times as many indices as are expected. Memory that is not written to costs nothing."""
@@ -51,19 +51,14 @@ class KernelOps(HostOps):
 
     # --- what is in an array ---
 
-    def measure(self, x: Array) -> Sums:
-        at = self._wide(x)
-        return super().measure(x) if at is None else memory.measure(at.read(), self.threads())
-
-    def norm(self, x: Array) -> float:
-        at = self._wide(x)
-        return super().norm(x) if at is None else math.sqrt(memory.measure(at.read(), self.threads()).squares)
-
-    def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
+    def measure(self, x: Array, threshold: float = 0.0, *, with_log: bool = False) -> Sums:
         at = self._wide(x)
         if at is None:
-            return super().moments(x, threshold, with_log=with_log)
-        return memory.moments(at.read(), threshold, with_log, self.threads())
+            return super().measure(x, threshold, with_log=with_log)
+        return memory.measure(at.read(), threshold, with_log, self.threads())
+
+    def norm(self, x: Array) -> float:
+        return super().norm(x) if self._wide(x) is None else math.sqrt(self.measure(x).squares)
 
     def count(self, x: Array, threshold: float) -> int:
         at = self._wide(x)
@@ -154,6 +149,25 @@ class KernelOps(HostOps):
         capacity, runs = _length(at, 1, world) - runs_of(numel), runs_of(numel)
         pairs = np.empty((world * capacity, 2), np.int32)
         lib.hs_expand(_messages(at), capacity, runs, world, _written(pairs))
+        return self.array(pairs)
+
+    def quantize(self, x: Array, message: Array) -> Array:
+        at, pairs = self._wide(x), self.memory(message)
+        if at is None or pairs is None:
+            return super().quantize(x, message)
+        capacity = _length(_of_type(INT32, "message", pairs), 2, 1)
+        packed = np.empty(packed_length(at.numel, capacity), np.int32)
+        pointer, _, _ = pairs.write()
+        lib.hs_quantize(*at.write(), pointer, capacity, _written(packed), packed.size)
+        return self.array(packed)
+
+    def unquantize(self, gathered: Array, world: int, numel: int) -> Array:
+        at = self.memory(gathered)
+        if at is None:
+            return super().unquantize(gathered, world, numel)
+        length, chunks = _length(at, 1, world), chunks_of(numel)
+        pairs = np.empty((world * packed_room(length, chunks), 2), np.int32)
+        lib.hs_unquantize(_messages(at), length, chunks, world, _written(pairs), len(pairs) // world)
         return self.array(pairs)
 
     def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from horovod_sparse.kernels import ffi, lib, memory, pool
 from horovod_sparse.kernels.memory import TYPES, Block, HostOps, Memory
 from horovod_sparse.ops.cached import Above, narrow
-from horovod_sparse.ops.protocol import Array, Hints, Moments, Moving, Part, Selection, Sums
+from horovod_sparse.ops.protocol import Array, Hints, Moving, Part, Selection, Sums
 
 _KEPT = 2**12
 """Memory for at most this many entries is kept from step to step: borrowing it takes longer than using it."""
@@ -114,18 +114,16 @@ class TrackedMemory:
 
     # --- answers ---
 
-    def measure(self, x: Array) -> Sums:
-        return (self.sums if x is self._x else None) or self._ops.measure(x)
-
-    def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
+    def measure(self, x: Array, threshold: float = 0.0, *, with_log: bool = False) -> Sums:
         if x is not self._x or threshold == 0.0:
-            return self._ops.moments(x, threshold, with_log=with_log)
+            sums = self.sums if x is self._x and not with_log else None
+            return sums or self._ops.measure(x, threshold, with_log=with_log)
         # The order and the number of entries decide how sums are rounded. So these are the same entries whether they were noted
         # or not: a resumed run, which has no notes in its first step, gets the same bits.
         if not self._exceeding(x, threshold) or threshold > self._notes.cut:
-            return narrow(self, x, threshold).moments(x, threshold, with_log=with_log)
+            return narrow(self, x, threshold).measure(x, threshold, with_log=with_log)
         self._put_in_order()
-        return memory.moments(self._noted(), threshold, with_log, self._ops.threads())
+        return memory.measure(self._noted(), threshold, with_log, self._ops.threads())
 
     def count(self, x: Array, threshold: float) -> int:
         if not self._exceeding(x, threshold):

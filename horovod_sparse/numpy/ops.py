@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.exchange.wire import BAD_COUNTS, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
+from horovod_sparse.exchange.wire import (
+    BAD_COUNTS,
+    BLOCK,
+    CHUNK,
+    CHUNK_BITS,
+    LEVEL_RANGE,
+    NOT_FINITE,
+    PADDING,
+    RUN,
+    RUN_BITS,
+    SIGN,
+    chunks_of,
+    header_length,
+    packed_room,
+    runs_of,
+    split,
+)
 from horovod_sparse.ops.cached import Cached
-from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
+from horovod_sparse.ops.protocol import Moving, Ops, Part, Selection, Sums, Tracked
 
 Array = NDArray[Any]
 
@@ -50,15 +67,12 @@ class NumpyOps(Ops):
         (added if velocity is None else velocity)[:], residual[:] = moved, total
         return not_finite + overflowed
 
-    def measure(self, x: Array) -> Sums:
-        magnitudes = np.abs(x).astype(np.float64)
+    def measure(self, x: Array, threshold: float = 0.0, *, with_log: bool = False) -> Sums:
+        magnitudes, limit = np.abs(x), _limit(x, threshold)
+        excesses = magnitudes[magnitudes > limit].astype(np.float64) - np.float64(limit)
+        largest, logs = float(magnitudes.max(initial=0.0)), float(np.log(excesses).sum()) if with_log else math.nan
         with np.errstate(over="ignore"):
-            return Sums(
-                count=int(np.count_nonzero(magnitudes)),
-                total=float(magnitudes.sum()),
-                squares=float(magnitudes @ magnitudes),
-                largest=float(magnitudes.max(initial=0.0)),
-            )
+            return Sums(excesses.size, float(excesses.sum()), float(excesses @ excesses), largest, logs)
 
     def count(self, x: Array, threshold: float) -> int:
         return int(np.count_nonzero(np.abs(x) > _limit(x, threshold)))
@@ -79,16 +93,6 @@ class NumpyOps(Ops):
 
     def all_finite(self, array: Array) -> bool:
         return bool(np.isfinite(array).all())
-
-    def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
-        magnitudes = np.abs(x)
-        limit = _limit(x, threshold)
-        excesses = magnitudes[magnitudes > limit].astype(np.float64) - np.float64(limit)
-        if excesses.size == 0:
-            return Moments(0, 0.0, 0.0, float("nan"))
-        mean_log = float(np.log(excesses).mean()) if with_log else float("nan")
-        with np.errstate(over="ignore", invalid="ignore"):
-            return Moments(excesses.size, float(excesses.mean()), float(excesses.var()), mean_log)
 
     def norm(self, x: Array) -> float:
         with np.errstate(over="ignore"):
@@ -181,6 +185,37 @@ class NumpyOps(Ops):
     def expand(self, gathered: Array, world: int, numel: int) -> Array:
         return np.concatenate([_expand(message, numel) for message in split(gathered, world)])
 
+    def quantize(self, x: Array, message: Array) -> Array:
+        chunks = chunks_of(x.size)
+        header = np.zeros((2 * header_length(chunks),), np.int16)
+        used = int(np.count_nonzero(message[:, 0] >= 0))
+        indices, taken = self.unpack(message, used)
+        chunk, magnitudes = indices >> CHUNK_BITS, np.abs(taken).astype(np.float64)
+        counts = np.bincount(chunk, minlength=chunks)
+        means = np.bincount(chunk, magnitudes, chunks) / counts.clip(min=1)
+        # One for each chunk and level.
+        group = chunk + chunks * (magnitudes > means[chunk])
+        levels = np.bincount(group, magnitudes, 2 * chunks) / np.bincount(group, minlength=2 * chunks).clip(min=1)
+        smallest, largest = np.full(2 * chunks, np.inf), np.zeros(2 * chunks)
+        np.minimum.at(smallest, group, magnitudes)
+        np.maximum.at(largest, group, magnitudes)
+        levels = np.minimum(levels, 2 * smallest)
+        levels[largest > LEVEL_RANGE * levels] = 0
+        header[:chunks] = counts
+        header[chunks : 3 * chunks] = levels.astype(np.float32).view(np.int32) >> 16
+        if message[0, 0] == NOT_FINITE:
+            header[0] = NOT_FINITE
+        bits = header[chunks:][group].astype(np.int32) << 16 | message[:used, 1] & SIGN
+        x[indices] += taken - bits.view(np.float32)
+        message[:used, 1] = bits
+        entries = np.zeros((2, -(-len(message) // BLOCK) * BLOCK), np.int32)
+        entries[:, :used] = indices % CHUNK, (bits < 0) + 2 * (group >= chunks)
+        rows = entries[0] & 0xFF, _joined(entries[0] >> 8, 4), _joined(entries[1], 2)
+        return np.concatenate([header.view(np.uint8), *(row.astype(np.uint8) for row in rows)]).view(np.int32)
+
+    def unquantize(self, gathered: Array, world: int, numel: int) -> Array:
+        return np.concatenate([_unquantize(message, chunks_of(numel)) for message in split(gathered, world)])
+
     def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
         indices = messages if messages.ndim == 1 else messages[:, 0]
         return [_rows_in_use(message, numel) for message in np.split(indices, world)]
@@ -235,6 +270,39 @@ def _expand(message: Array, numel: int) -> Array:
         pairs[:used, 0] = np.repeat(np.arange(counts.size) * RUN, counts) + entries[:used] % RUN
         pairs[:used, 1] = entries[:used] & -RUN
     return pairs
+
+
+def _unquantize(message: Array, chunks: int) -> Array:
+    """Return the message of pairs that one packed message stands for."""
+    length = header_length(chunks)
+    counts, levels = np.split(message[:length].view(np.int16)[: 3 * chunks].astype(np.int32), [chunks])
+    room = packed_room(message.size, chunks)
+    lower, upper, values = np.split(message[length:].view(np.uint8), [room, room + room // 2])
+    pairs = np.zeros((room, 2), np.int32)
+    pairs[:, 0] = PADDING
+    used = int(counts.sum())
+    if counts[0] == NOT_FINITE:
+        pairs[0, 0] = NOT_FINITE
+    elif (counts < 0).any() or used > room:
+        pairs[0, 0] = BAD_COUNTS
+    else:
+        chunk = np.repeat(np.arange(chunks, dtype=np.int32), counts)
+        code = _parted(values, 2)[:used]
+        pairs[:used, 0] = chunk * CHUNK + (_parted(upper, 4)[:used] << 8) + lower[:used]
+        pairs[:used, 1] = levels[chunk + chunks * (code >> 1)] << 16 | code << 31
+    return pairs
+
+
+def _joined(numbers: Array, bits: int) -> Array:
+    """Return numbers of so many bits, several in a byte, the first one lowest."""
+    shifts = np.arange(0, 8, bits)
+    joined: Array = (numbers.reshape(-1, shifts.size) << shifts).sum(axis=1)
+    return joined
+
+
+def _parted(joined: Array, bits: int) -> Array:
+    """Return the numbers of so many bits that are joined in bytes."""
+    return (joined[:, None].astype(np.int32) >> np.arange(0, 8, bits) & (1 << bits) - 1).reshape(-1)
 
 
 def _rows_in_use(indices: Array, numel: int) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-from horovod_sparse.ops.protocol import Array, Hints, Moments, Moving, Ops, Part, Selection
+from horovod_sparse.ops.protocol import Array, Hints, Moving, Ops, Part, Selection, Sums
 
 
 class Above(NamedTuple):
@@ -44,8 +44,8 @@ class Cached:
     def forget(self) -> None:
         self._above = None
 
-    def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
-        return self._ops.moments(self._exceeding(x, threshold), threshold, with_log=with_log)
+    def measure(self, x: Array, threshold: float = 0.0, *, with_log: bool = False) -> Sums:
+        return self._ops.measure(self._exceeding(x, threshold), threshold, with_log=with_log)
 
     def select_above(self, x: Array, threshold: float, capacity: int) -> Selection:
         among = self._exceeding(x, threshold)

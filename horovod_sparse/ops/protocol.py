@@ -18,42 +18,30 @@ Part = tuple[int, Array]
 
 
 @dataclass(slots=True)
-class Moments:
-    """Statistics of the excesses |x_i| - threshold over all i with |x_i| > threshold."""
-
-    count: int
-    mean: float
-    variance: float
-    """Population variance (divided by count); 0, infinite or NaN where float64 does not hold the squares."""
-    mean_log: float
-    """Mean of ln(|x_i| - threshold); NaN unless it was asked for."""
-
-
-@dataclass(slots=True)
 class Sums:
-    """The sums that the moments of an array's magnitudes are computed from. Sums of two parts add up to those of the whole."""
+    """Sums of the excesses |x_i| - threshold over all i with |x_i| > threshold, and their moments."""
 
     count: int = 0
-    """Entries that are not zero."""
+    """How many i these are."""
     total: float = 0.0
     squares: float = 0.0
     largest: float = 0.0
+    """The largest magnitude of all entries, if the threshold is finite."""
+    logs: float = math.nan
+    """The sum of ln(|x_i| - threshold); NaN unless it was asked for."""
 
-    def plus(self, other: Sums) -> Sums:
-        """Return the sums of both parts together."""
-        return Sums(
-            self.count + other.count,
-            self.total + other.total,
-            self.squares + other.squares,
-            max(self.largest, other.largest),
-        )
+    @property
+    def mean(self) -> float:
+        return self.total / max(self.count, 1)
 
-    def moments(self, logs: float = math.nan) -> Moments:
-        """Return the moments of the magnitudes that are not zero; `logs` is the sum of their logarithms."""
-        if self.count == 0:
-            return Moments(0, 0.0, 0.0, math.nan)
-        mean = self.total / self.count
-        return Moments(self.count, mean, max(0.0, self.squares / self.count - mean * mean), logs / self.count)
+    @property
+    def variance(self) -> float:
+        """Population variance (divided by count); 0, infinite or NaN where float64 does not hold the squares."""
+        return max(0.0, self.squares / max(self.count, 1) - self.mean * self.mean)
+
+    @property
+    def mean_log(self) -> float:
+        return self.logs / max(self.count, 1)
 
 
 class Hints(NamedTuple):
@@ -115,8 +103,8 @@ class Ops(Protocol):
         beyond the buffer.
         """
 
-    def measure(self, x: Array) -> Sums:
-        """Return the sums of x, accumulated in float64."""
+    def measure(self, x: Array, threshold: float = 0.0, *, with_log: bool = False) -> Sums:
+        """Return the sums of the excesses over `threshold` >= 0, accumulated in float64."""
 
     def assign(self, residual: Array, gradient: Array) -> None:
         """Copy `gradient` into `residual`. `gradient` is as in `accumulate`, or an array of another framework on the host."""
@@ -132,9 +120,6 @@ class Ops(Protocol):
 
     def all_finite(self, array: Array) -> bool:
         """Return whether the array (any shape) holds neither NaN nor infinity."""
-
-    def moments(self, x: Array, threshold: float, *, with_log: bool = False) -> Moments:
-        """Return statistics of the excesses over `threshold` >= 0, accumulated in float64."""
 
     def count(self, x: Array, threshold: float) -> int:
         """Count the entries above the threshold."""
@@ -194,6 +179,18 @@ class Ops(Protocol):
         If the counts of a message are wrong, its first index is `wire.BAD_COUNTS`. Its other indices may have any flaw, which
         `rows_in_use` finds.
         """
+
+    def quantize(self, x: Array, message: Array) -> Array:
+        """Return a message of pairs, whose entries were taken out of `x`, as a packed one (`wire`, message 11).
+
+        In each chunk, the entries up to the mean m of their magnitudes become the smaller of two levels, and the others become
+        the larger one: the means of the magnitudes of both, but at most twice the smallest of them. A level whose entries have
+        magnitudes of more than 2^15 times its size is 0. Levels are rounded down to bfloat16. So what is left of
+        an entry is a float32. It returns to `x`, and the values become the levels also in `message`, in place.
+        """
+
+    def unquantize(self, gathered: Array, world: int, numel: int) -> Array:
+        """Return the messages of pairs that `world` packed ones stand for, as `expand` does for compact ones."""
 
     def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
         """Return, for each of `world` messages, how many indices come before its padding; None if it is not as `wire` requires.

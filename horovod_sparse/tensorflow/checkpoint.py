@@ -12,9 +12,8 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from horovod_sparse.core.checkpoint import Checkpoints, Objects, State, Workers
+from horovod_sparse.core.checkpoint import Checkpoints, Objects, State, Workers, random_state, set_random_state
 from horovod_sparse.core.packing import check_plain, pack, unpack, unpacked_state, viewed
-from horovod_sparse.core.randomness import random_state, set_random_state
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import gather_json
 from horovod_sparse.tensorflow.names import name_of, plain, same_name

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from horovod_sparse.exchange.protocols import Kind
 from horovod_sparse.tensorflow.memory import make_variable
 
 Tensor = Any
@@ -33,33 +34,19 @@ class Collectives:
         """
         return tensor + tf.cast(self._zero[0], tensor.dtype)
 
-    def allgather(self, message: Tensor, name: str) -> Tensor:
-        """Return all ranks' messages, concatenated in rank order."""
+    def result(self, kind: Kind, message: Tensor, name: str, to: Tensor = None) -> Tensor:
+        """Return the result of a collective (`protocols.Collective`). For an alltoall, `to` has the rows for each rank."""
         name = self._full(f"{self.number}.{name}")
-        return mpi_ops.allgather(message, name=name, ignore_name_scope=True, process_set=self._process_set)
-
-    def alltoall(self, message: Tensor, name: str, to: Tensor = None) -> Tensor:
-        """Return this rank's part of each rank's message, in rank order. `to` has the number of rows for each rank.
-
-        If it is None, all ranks get as many.
-        """
-        name = self._full(f"{self.number}.{name}")
-        received = mpi_ops.alltoall(message, to, name, ignore_name_scope=True, process_set=self._process_set)
-        return received if to is None else received[0]
+        where = {"name": name, "ignore_name_scope": True, "process_set": self._process_set}
+        if kind == "alltoall":
+            return mpi_ops.alltoall(message, to, **where)[0]
+        if kind == "allgather":
+            return mpi_ops.allgather(message, **where)
+        return mpi_ops._allreduce(message, op=mpi_ops.Sum, **where)
 
     def _full(self, name: str) -> str:
         # No slashes: Horovod would cut the name there.
         return f"horovod_sparse.{self._process_set.process_set_id}.{name}"
-
-    def allreduce(self, message: Tensor, name: str) -> Tensor:
-        """Return the sum of all ranks' messages."""
-        return mpi_ops._allreduce(
-            message,
-            name=self._full(f"{self.number}.{name}"),
-            op=mpi_ops.Sum,
-            ignore_name_scope=True,
-            process_set=self._process_set,
-        )
 
     def gather_json(self, value: object, name: str) -> list[Any]:
         """Return every rank's `value`, in rank order. This blocks, also while a function is traced."""

@@ -24,8 +24,8 @@ from horovod_sparse.core.intake import Arrived
 from horovod_sparse.core.layout import Layout, Slot
 from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Write
 from horovod_sparse.core.step import Ending
-from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.protocols import Collective, Exchange, Reduced, Round
+from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.kernels.pool import BufferPool
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.ops.protocol import Array, Momentum
@@ -188,8 +188,8 @@ class HostPipeline(Pipeline):
             for bucket in going_on:
                 name, kind = f"{self.number_of(bucket)}.{number}", rounds[bucket.name][number].kind
                 tensor = tensors[bucket.name]
-                to = [call_host(self._to, (bucket.name,), [tensor], tf.int32)] if kind == "alltoall" else []
-                tensors[bucket.name] = getattr(self._collectives, kind)(tensor, name, *to)
+                to = call_host(self._to, (bucket.name,), [tensor], tf.int32) if kind == "alltoall" else None
+                tensors[bucket.name] = self._collectives.result(kind, tensor, name, to)
         return [reduced for bucket in buckets for reduced in self._finish_bucket(step, bucket, tensors[bucket.name])]
 
     def number_of(self, bucket: AnyBucket) -> str:

@@ -137,7 +137,7 @@ class Reducer(Store):
             positions = zip(updates, sampled([math.prod(update.shape) for update in updates]), strict=True)
             flat = tf.concat([tf.cast(tf.gather(tf.reshape(one, [-1]), at), tf.float64) for one, at in positions], 0)
             sample = tf.concat([flat, [tf.reduce_sum(flat * flat)]], 0)
-            total = self._collectives.allreduce(self._collectives.exchanged_in_every_step(sample), "sample")
+            total = self._collectives.result("allreduce", self._collectives.exchanged_in_every_step(sample), "sample")
             call_host(self.lengths.note, (), [total / self._process_set.size()], [])
         return reduced
 
@@ -215,7 +215,9 @@ class Reducer(Store):
         number = self.sparse.index(name)
         given = gradient.values, tf.cast(gradient.indices, tf.int64)
         values, indices = (
-            self._collectives.allgather(self._collectives.exchanged_in_every_step(part), f"sparse.{number}.{kind}")
+            self._collectives.result(
+                "allgather", self._collectives.exchanged_in_every_step(part), f"sparse.{number}.{kind}"
+            )
             for part, kind in zip(given, ("values", "indices"), strict=True)
         )
         divisor = tf.constant(self._process_set.size() if self.reduction.averages else 1, dtype)

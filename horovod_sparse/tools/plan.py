@@ -18,9 +18,9 @@ from horovod_sparse.compressors.micro import MiCRO
 from horovod_sparse.compressors.randomblock import RandomBlock
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.exchange.balanced import Balanced
-from horovod_sparse.exchange.dense import Dense
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.protocols import Round
+from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency, parse_number
 
 CYCLE = 0.001

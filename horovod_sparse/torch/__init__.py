@@ -23,8 +23,6 @@ if stock.module is not None:
     from horovod_sparse.torch import seam
     from horovod_sparse.torch.checkpoint import load_checkpoint as load_checkpoint
     from horovod_sparse.torch.checkpoint import save_checkpoint as save_checkpoint
-    from horovod_sparse.torch.replicas import broadcast_optimizer_state as broadcast_optimizer_state
-    from horovod_sparse.torch.replicas import broadcast_parameters as broadcast_parameters
 
     seam.install()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from horovod.torch import mpi_ops
 from torch import Tensor
@@ -20,29 +20,16 @@ names. An optimizer that only one rank has made does not count. The key includes
 of a removed set to the next one that is added."""
 
 
-class Agreement(NamedTuple):
-    """What the ranks have agreed on."""
-
-    number: int
-    """The optimizer's number in its process set."""
-    sparse: set[str]
-    """The names of the new parameters that have a sparse gradient on some rank."""
-    process_set: tuple[int, ...]
-
-    def conclude(self) -> None:
-        """Record the number as used, so that the next optimizer gets another one."""
-        _agreed[self.process_set] = max(_agreed[self.process_set], self.number + 1)
-
-
 def agree(
     optimizer: Any,
     compressor: TorchCompressor,
     new: Mapping[Tensor, str],
     known_sparse: Collection[str],
     number: int | None,
-) -> Agreement:
+) -> tuple[int, set[str]]:
     """Compare settings and the `new` parameters with the other ranks of the optimizer's process set. Blocks.
 
+    Return the optimizer's number in its process set, and which new parameters have sparse gradients on some rank.
     `known_sparse` names parameters that this rank knows to have sparse gradients. `number` is that of the optimizer, or None
     before its first agreement.
 
@@ -65,8 +52,11 @@ def agree(
     values = [theirs for *_, theirs in everyone]
     warn_of_values([*new.values()], values, process_set.rank(), mpi_ops.rank(), "call hvd.broadcast_parameters first")
     check_real(new)
-    found = {name for _, names, *_ in everyone for name in names}
-    return Agreement(max(agreed for _, _, agreed, *_ in everyone) if number is None else number, found, key)
+    if number is None:
+        number = max(agreed for _, _, agreed, *_ in everyone)
+        # The next optimizer gets another one.
+        _agreed[key] = number + 1
+    return number, {name for _, names, *_ in everyone for name in names}
 
 
 def agreement_name(process_set: Any) -> str:

@@ -12,8 +12,7 @@ import torch
 from horovod.torch import mpi_ops
 from torch import Generator, nn
 
-from horovod_sparse.core.checkpoint import Checkpoints, Objects, State, Workers
-from horovod_sparse.core.randomness import random_state, set_random_state
+from horovod_sparse.core.checkpoint import Checkpoints, Objects, State, Workers, random_state, set_random_state
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.encoding import decode, encode
 from horovod_sparse.torch.exchange import gather_json

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -83,7 +82,6 @@ class DDPReducer(GroupReducer):
     def exchange_updates(self, optimizer: torch.optim.Optimizer) -> None:
         """Exchange the updates of an optimizer in place of gradients, from now on."""
         super().exchange_updates(optimizer)
-        replace_step(optimizer, lambda own, closure: self.step_alone(own if closure is None else partial(own, closure)))
         optimizer.register_step_pre_hook(self._check_step_begun)
 
     def _check_step_begun(self, *_: object) -> None:

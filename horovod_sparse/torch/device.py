@@ -31,7 +31,7 @@ def on_gpu(compressor: Compressor, layout: Layout, buffer: Tensor, velocity: Ten
     """Return a selector for a bucket on a GPU with kernels, if the compressor can do without the host."""
     if not has_kernels(buffer.device):
         return None
-    from horovod_sparse.kernels.gpu.selector import selector_for
+    from horovod_sparse.kernels.gpu.bucket import selector_for
 
     return selector_for(compressor, layout, buffer, velocity)
 

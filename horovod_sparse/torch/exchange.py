@@ -16,8 +16,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-from horovod_sparse.core.pipeline import AnyBucket, Wait
-from horovod_sparse.exchange.protocols import Collective
+from horovod_sparse.core.pipeline import AnyBucket
 from horovod_sparse.exchange.received import disagreement
 
 Kind = Literal["allgather", "allreduce", "alltoall", "sparse"]
@@ -113,22 +112,6 @@ class Collectives:
             return received
 
         return result
-
-    def start_round(self, bucket: AnyBucket, collective: Collective) -> Wait:
-        """Start a bucket's next collective and return a function that waits for its result.
-
-        If ranks in other steps would begin with another collective, one of that kind and name goes first. Its type tells what
-        follows, and is never that of a message, so that Horovod raises on all ranks if there are any. Without it the ranks
-        would wait for each other: Horovod compares what has the same name, and the name of an allreduce is never that of an
-        allgather.
-        """
-        kind, message, to, *_ = collective
-        if bucket.stands_in is None:
-            return self.start(kind, message, f"{bucket.name}.{bucket.rounds}", to, bucket)
-        marker = message.new_zeros(bucket.world, dtype=torch.uint8)
-        first = self.start(bucket.stands_in, marker, f"{bucket.name}.{bucket.rounds}", bucket=bucket)
-        second = self.start(kind, message, f"{bucket.name}.{bucket.rounds + 1}", to, bucket)
-        return lambda: (first(), second())[1]
 
     def end_step(self) -> None:
         """Forget the step's collectives, which have all been waited for."""

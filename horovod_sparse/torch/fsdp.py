@@ -21,7 +21,6 @@ from horovod_sparse.core.agreement import check_optimizer, exchanges_updates
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.ddp import replace_step
 from horovod_sparse.torch.group import Group
-from horovod_sparse.torch.momentum import moved_momentum
 from horovod_sparse.torch.parameters import check_memory, follow, held, local_part
 from horovod_sparse.torch.transport import GroupReducer
 from horovod_sparse.torch.uncompiled import uncompiled
@@ -76,8 +75,9 @@ class ShardedReducer(GroupReducer):
 
     # --- a step ---
 
-    def step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """Let the optimizer step with gradients that are reduced, or exchange its update. Return what the closure returns."""
+    def step(
+        self, own_step: Callable[..., Any], closure: Callable[[], Any] | None, reduce: Callable[[], None] | None = None
+    ) -> Any:
         if hasattr(self.optimizer, "grad_scale"):
             raise RuntimeError(
                 "optimizer must be stepped without a GradScaler where fully_shard has sharded the model: replicas would leave "
@@ -90,12 +90,10 @@ class ShardedReducer(GroupReducer):
         self._steps = True
         try:
             # `torch.distributed.checkpoint` makes steps without anything, so that the optimizer has a state.
-            is_empty = not self._is_new and not any(float(group["lr"]) for group in self._groups)
-            if self.updates is not None and not is_empty:
-                self.step_alone(own_step)
-                return loss
+            is_empty = not self._is_new and not any(float(group["lr"]) for group in self.optimizer.param_groups)
             if not is_empty:
-                self.synchronize()
+                super().step(own_step, None, self.synchronize)
+                return loss
             with nullcontext() if self.momentum is None else self.momentum.left_out():
                 own_step()
         finally:
@@ -141,16 +139,11 @@ class ShardedReducer(GroupReducer):
     # --- settings and state ---
 
     @property
-    def _groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
-
-    @property
     def _param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups, with the parts that are here."""
         return [
             {**group, "params": [self._parts[one] for one in group["params"] if one in self._parts]}
-            for group in self._groups
+            for group in self.optimizer.param_groups
         ]
 
     def _describe(self, new: Mapping[Tensor, str]) -> dict[str, str | list[str]]:
@@ -210,15 +203,10 @@ def register_sharded(
     reducer = ShardedReducer(compression, replicas, mesh, modules, names, optimizer)
     if not reducer.active:
         return
-    own_step = optimizer.step
-    if updates:
-        reducer.exchange_updates(optimizer)
-    else:
-        reducer.momentum = moved_momentum(compression, optimizer, own_step, names)
+    reducer.serve(optimizer, optimizer.step, names, updates=updates)
     replace_step(optimizer, reducer.step)
     # As the optimizers of Horovod have it.
     optimizer.synchronize = reducer.synchronize  # type: ignore[attr-defined]
-    reducer.detach(optimizer, own_step, names)
 
 
 def shards_of(mesh: DeviceMesh, device: torch.device) -> list[Group]:

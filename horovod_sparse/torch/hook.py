@@ -15,7 +15,6 @@ from horovod_sparse.core.binding import refuse_class
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.ddp import DDPReducer, replace_step
 from horovod_sparse.torch.group import Group
-from horovod_sparse.torch.momentum import moved_momentum
 from horovod_sparse.torch.parameters import check_memory
 from horovod_sparse.torch.uncompiled import uncompiled
 
@@ -123,16 +122,10 @@ def register(
         ) from error
     reducer = DDPReducer(compression, group, names, optimizer)
     reducer.finds_unused = model.find_unused_parameters and not model.static_graph
-    if optimizer is None or not reducer.active:
-        return
-    own_step = optimizer.step
-    if updates:
-        reducer.exchange_updates(optimizer)
-    elif not absent:
-        momentum = reducer.momentum = moved_momentum(compression, optimizer, own_step, names)
-        if momentum is not None:
-            replace_step(optimizer, momentum.step)
-    reducer.detach(optimizer, own_step, names)
+    if optimizer is not None:
+        reducer.serve(optimizer, optimizer.step, names, updates=updates, moves=not absent)
+        if reducer.updates is not None or reducer.momentum is not None:
+            replace_step(optimizer, reducer.step)
 
 
 def _check_bucket(bucket: object) -> None:

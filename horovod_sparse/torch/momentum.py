@@ -66,16 +66,6 @@ class MovedMomentum:
         group = self._optimizer.param_groups[self._groups[name]]
         return Momentum(group["momentum"], group["momentum"] if group["nesterov"] else None)
 
-    def step(self, own_step: Step, closure: Step | None) -> Any:
-        """Let the optimizer step without momentum. A closure is called before, because backward reads the momentum."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with self.left_out():
-            own_step()
-        return loss
-
     @contextmanager
     def left_out(self) -> Iterator[None]:
         """Let the optimizer step without momentum in the block. Before, move the parameters by the velocity that it has."""

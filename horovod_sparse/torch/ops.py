@@ -15,9 +15,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_sparse.exchange.wire import BAD_COUNTS, NOT_FINITE, PADDING, RUN, RUN_BITS, runs_of, split
+from horovod_sparse.exchange.wire import (
+    BAD_COUNTS,
+    BLOCK,
+    CHUNK,
+    CHUNK_BITS,
+    LEVEL_RANGE,
+    NOT_FINITE,
+    PADDING,
+    RUN,
+    RUN_BITS,
+    SIGN,
+    chunks_of,
+    header_length,
+    packed_room,
+    runs_of,
+    split,
+)
 from horovod_sparse.ops.cached import Cached
-from horovod_sparse.ops.protocol import Moments, Moving, Ops, Part, Selection, Sums, Tracked
+from horovod_sparse.ops.protocol import Moving, Ops, Part, Selection, Sums, Tracked
 from horovod_sparse.torch import device
 
 # 64 Ki float64 take 512 KiB, which fits into a core's second-level cache. GPUs have no cache worth chunking for.
@@ -78,18 +94,17 @@ class TorchOps(Ops):
         finite = torch.isfinite(gradient)
         return torch.where(finite, gradient, 0.0), int(torch.count_nonzero(~finite))
 
-    def measure(self, x: Tensor) -> Sums:
-        sums = Sums()
+    def measure(self, x: Tensor, threshold: float = 0.0, *, with_log: bool = False) -> Sums:
+        sums, limit = Sums(logs=0.0 if with_log else math.nan), _limit(x, threshold)
         for chunk in _chunks(x):
             magnitudes = chunk.abs().double()
-            sums = sums.plus(
-                Sums(
-                    count=int(torch.count_nonzero(magnitudes)),
-                    total=magnitudes.sum().item(),
-                    squares=torch.dot(magnitudes, magnitudes).item(),
-                    largest=magnitudes.max().item(),
-                )
-            )
+            excesses = magnitudes.sub(limit).clamp_(min=0.0)
+            logs = excesses[excesses > 0].log_().sum() if with_log else excesses.new_tensor(math.nan)
+            counts = torch.count_nonzero(excesses).double(), excesses.sum(), torch.dot(excesses, excesses)
+            # The host waits for a device once.
+            found, total, squares, largest, log = torch.stack([*counts, magnitudes.max(), logs]).tolist()
+            sums.count, sums.total, sums.squares = sums.count + int(found), sums.total + total, sums.squares + squares
+            sums.largest, sums.logs = max(sums.largest, largest), sums.logs + log
         return sums
 
     def count(self, x: Tensor, threshold: float) -> int:
@@ -119,24 +134,6 @@ class TorchOps(Ops):
     def all_finite(self, array: Tensor) -> bool:
         # The sum is computed at memory speed, and it is not finite if any entry is not. Finite entries may overflow it too.
         return math.isfinite(array.sum().item()) or bool(torch.isfinite(array).all())
-
-    def moments(self, x: Tensor, threshold: float, *, with_log: bool = False) -> Moments:
-        limit = _limit(x, threshold)
-        count, total, squares, logs = 0, 0.0, 0.0, 0.0
-        for chunk in _chunks(x):
-            excesses = chunk.abs().double().sub_(limit).clamp_(min=0.0)
-            above = int(torch.count_nonzero(excesses))
-            if above:
-                count += above
-                total += excesses.sum().item()
-                squares += torch.dot(excesses, excesses).item()
-                if with_log:
-                    logs += excesses[excesses > 0].log_().sum().item()
-        if count == 0:
-            return Moments(0, 0.0, 0.0, math.nan)
-        mean = total / count
-        variance = max(squares / count - mean * mean, 0.0)
-        return Moments(count, mean, variance, logs / count if with_log else math.nan)
 
     def norm(self, x: Tensor) -> float:
         return math.sqrt(math.fsum(torch.dot(wide, wide).item() for wide in (chunk.double() for chunk in _chunks(x))))
@@ -251,6 +248,57 @@ class TorchOps(Ops):
         bits = torch.where(used, entries & -RUN, 0)
         return torch.stack((indices.int(), bits), 2).view(-1, 2)
 
+    def quantize(self, x: Tensor, message: Tensor) -> Tensor:
+        # A device is not waited for: padding is in a chunk of its own, the last one.
+        chunks = chunks_of(x.numel())
+        used = message[:, 0] >= 0
+        indices, taken = message[:, 0].clamp(min=0).long(), message[:, 1].contiguous().view(torch.float32)
+        chunk, magnitudes = torch.where(used, indices >> CHUNK_BITS, chunks), taken.abs().double()
+        ones, zeros = torch.ones_like(magnitudes), magnitudes.new_zeros
+        counts = zeros(chunks + 1).index_add_(0, chunk, ones)
+        means = zeros(chunks + 1).index_add_(0, chunk, magnitudes) / counts.clamp(min=1)
+        is_large = magnitudes > means[chunk]
+        # One for each chunk and level.
+        group, groups = chunk + (chunks + 1) * is_large, 2 * (chunks + 1)
+        levels = zeros(groups).index_add_(0, group, magnitudes)
+        levels /= zeros(groups).index_add_(0, group, ones).clamp(min=1)
+        smallest = torch.full_like(levels, math.inf).scatter_reduce_(0, group, magnitudes, "amin")
+        largest = zeros(groups).scatter_reduce_(0, group, magnitudes, "amax")
+        levels = torch.minimum(levels, 2 * smallest)
+        levels = torch.where(largest > LEVEL_RANGE * levels, 0.0, levels).float().view(torch.int32) >> 16
+        header = message.new_zeros(2 * header_length(chunks), dtype=torch.int16)
+        header[:chunks] = counts[:chunks]
+        header[chunks : 3 * chunks] = levels.view(2, -1)[:, :chunks].reshape(-1)
+        header[0] = torch.where(message[0, 0] == NOT_FINITE, NOT_FINITE, header[0])
+        bits = torch.where(used, levels[group] << 16 | message[:, 1] & SIGN, message[:, 1])
+        x.index_add_(0, indices, (taken - bits.view(torch.float32)).to(x.dtype))
+        message[:, 1] = bits
+        entries = message.new_zeros(2, -(-len(message) // BLOCK) * BLOCK)
+        entries[0, : len(message)] = torch.where(used, indices & (CHUNK - 1), 0)
+        entries[1, : len(message)] = torch.where(used, (bits < 0) + 2 * is_large, 0)
+        rows = entries[0] & 0xFF, _joined(entries[0] >> 8, 4), _joined(entries[1], 2)
+        return torch.cat([header.view(torch.uint8), *(row.to(torch.uint8) for row in rows)]).view(torch.int32)
+
+    def unquantize(self, gathered: Tensor, world: int, numel: int) -> Tensor:
+        messages, chunks = gathered.view(world, -1), chunks_of(numel)
+        length = header_length(chunks)
+        header = messages[:, :length].contiguous().view(torch.int16)[:, : 3 * chunks].int()
+        counts, levels = header[:, :chunks], header[:, chunks:]
+        room = packed_room(messages.shape[1], chunks)
+        rows = messages[:, length:].contiguous().view(torch.uint8)
+        lower, upper, values = torch.split(rows, [room, room // 2, room // 4], 1)
+        code = _parted(values, 2)
+        ends = counts.cumsum(1)
+        numbers = torch.arange(room, device=gathered.device).repeat(world, 1)
+        bad = (counts < 0).any(1, keepdim=True) | (ends[:, -1:] > room)
+        used = (numbers < ends[:, -1:]) & ~bad
+        chunk = torch.searchsorted(ends, numbers, right=True).clamp(max=chunks - 1)
+        indices = torch.where(used, (chunk << CHUNK_BITS) + (_parted(upper, 4) << 8) + lower, PADDING)
+        first = torch.where(counts[:, 0] == NOT_FINITE, NOT_FINITE, BAD_COUNTS)
+        indices[:, 0] = torch.where(bad[:, 0], first, indices[:, 0])
+        bits = levels.gather(1, chunk + chunks * (code >> 1)) << 16 | code << 31
+        return torch.stack((indices.int(), torch.where(used, bits, 0)), 2).view(-1, 2)
+
     def rows_in_use(self, messages: Tensor, world: int, numel: int) -> list[int | None]:
         indices = (messages if messages.dim() == 1 else messages[:, 0]).view(world, -1)
         before, after, padding = indices[:, :-1], indices[:, 1:], indices[:, 1:] == PADDING
@@ -333,6 +381,18 @@ def _bfloat16(values: Tensor) -> Tensor:
     """Return float32 values rounded to the nearest bfloat16, to even, but never to infinity."""
     rounded = values.bfloat16()
     return torch.where(rounded.isinf(), rounded.sign() * torch.finfo(torch.bfloat16).max, rounded).float()
+
+
+def _joined(numbers: Tensor, bits: int) -> Tensor:
+    """Return numbers of so many bits, several in a byte, the first one lowest."""
+    shifts = torch.arange(0, 8, bits, device=numbers.device, dtype=torch.int32)
+    return (numbers.view(-1, len(shifts)) << shifts).sum(1)
+
+
+def _parted(joined: Tensor, bits: int) -> Tensor:
+    """Return the numbers of so many bits that are joined in the bytes of each row."""
+    shifts = torch.arange(0, 8, bits, device=joined.device, dtype=torch.int32)
+    return (joined.int().unsqueeze(2) >> shifts & (1 << bits) - 1).flatten(1)
 
 
 def _nonzero(mask: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -36,15 +36,16 @@ from horovod_sparse.core.agreement import (
     is_elastic,
 )
 from horovod_sparse.core.binding import compresses
-from horovod_sparse.core.pipeline import Start, Wait, Write
+from horovod_sparse.core.layout import Slot
+from horovod_sparse.core.pipeline import AnyBucket, Wait
 from horovod_sparse.core.state import empty_state, holds_anything
+from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.torch.agreement import agree, gather
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import align
 from horovod_sparse.torch.exchange import Collectives, empty_sparse
 from horovod_sparse.torch.gradients import gradient_of, write_reduced
-from horovod_sparse.torch.momentum import moved_momentum
 from horovod_sparse.torch.routes import OptimizerRoutes
 from horovod_sparse.torch.step import Step
 from horovod_sparse.torch.store import WITH_SCALER, TensorReducer
@@ -69,15 +70,11 @@ class Reducer(TensorReducer):
         self._process_set = optimizer.process_set
         self.active = self._process_set.included() and compresses(self._process_set.size())
         updates = exchanges_updates(compressor, optimizer.param_groups)
-        if self.active and updates:
-            self.exchange_updates(optimizer)
+        self.serve(optimizer, own_step, optimizer._parameter_names, updates=updates)
         self._forget_workers()
         self._passes: dict[int, weakref.ref[object]] = {}
         """What PyTorch calls at the end of a backward pass, by its number. PyTorch drops that of an interrupted pass."""
         optimizer.register_step_pre_hook(self._note_step)
-        if self.active and not updates:
-            self.momentum = moved_momentum(compressor, optimizer, own_step, optimizer._parameter_names)
-        self.detach(optimizer, own_step, optimizer._parameter_names)
         if self.active and mpi_ops.size() == 1 and not is_elastic():
             # Stock Horovod registers no hooks for a single worker.
             optimizer._register_hooks()
@@ -174,14 +171,25 @@ class Reducer(TensorReducer):
     def _world(self) -> int:
         return int(self._process_set.size())
 
-    @property
-    def _start(self) -> Start:
-        return self._collectives.start_round
+    def _start(self, bucket: AnyBucket, collective: Collective) -> Wait:
+        """Do as the base says. If ranks in other steps would begin with another collective, one of that kind goes first.
 
-    @property
-    def _write(self) -> Write:
+        It has the name of theirs. Its type tells what follows, and is never that of a message, so that Horovod raises on all
+        ranks if there are any. Without it the ranks would wait for each other: Horovod compares what has the same name, and
+        the name of an allreduce is never that of an allgather.
+        """
+        kind, message, to, *_ = collective
+        start = self._collectives.start
+        if bucket.stands_in is None:
+            return start(kind, message, f"{bucket.name}.{bucket.rounds}", to, bucket)
+        marker = message.new_zeros(bucket.world, dtype=torch.uint8)
+        first = start(bucket.stands_in, marker, f"{bucket.name}.{bucket.rounds}", bucket=bucket)
+        second = start(kind, message, f"{bucket.name}.{bucket.rounds + 1}", to, bucket)
+        return lambda: (first(), second())[1]
+
+    def _write(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
         routes = self._routes
-        return partial(write_reduced, parameters=routes.in_buckets, as_sparse=routes.sparse_as_dense)
+        return write_reduced(slots, reduced, parameters=routes.in_buckets, as_sparse=routes.sparse_as_dense)
 
     def _start_sum(self, message: Tensor) -> Wait:
         # The name is no parameter's.
@@ -309,7 +317,7 @@ class Reducer(TensorReducer):
             "had handed it over, and the change would be lost. Change reduced gradients: call "
             "optimizer.synchronize(), change them, and step with optimizer.skip_synchronize(); or local ones, with "
             "parameter.register_hook(). To clip, pass clip=... to the compressor, which clips before the selection. If a "
-            "library clips or measures gradients (Lightning, Accelerate, Transformers), docs/recipes.md shows where to call "
+            "library clips or measures gradients (Lightning, Accelerate, Transformers), docs/libraries.md shows where to call "
             f"optimizer.synchronize() before it does. {WITH_SCALER}"
         )
 
@@ -351,25 +359,24 @@ class Reducer(TensorReducer):
         new = self._routes.without_route()
         deferred = self.deferred or empty_state()
         known_sparse = () if self.updates is not None else deferred.get("sparse", ())
-        agreement = agree(self.optimizer, self.compressor, new, known_sparse, self._number)
+        number, found = agree(self.optimizer, self.compressor, new, known_sparse, self._number)
         sparse_as_dense = self.optimizer.sparse_as_dense
-        if agreement.sparse and not sparse_as_dense and self.momentum is not None and self.pipeline is None:
+        if found and not sparse_as_dense and self.momentum is not None and self.pipeline is None:
             # Their gradients get no momentum before the selection, so that all of it stays in the optimizer.
             self.momentum = None
             self.compressor.move_momentum(0.0, nesterov=False)
-        check_sparse(agreement.sparse, self.compressor, sparse_as_dense=sparse_as_dense, rank=mpi_ops.rank())
-        left_out = () if self.optimizer.sparse_as_dense else agreement.sparse
+        check_sparse(found, self.compressor, sparse_as_dense=sparse_as_dense, rank=mpi_ops.rank())
+        left_out = () if sparse_as_dense else found
         if is_elastic() and self.pipeline is None:
             self.deferred = align(self.deferred)
             deferred = self.deferred or deferred
         everyone = partial(gather, process_set=self._process_set)
         agree_on_states(lambda: self._check(deferred, self._routes.shapes(left_out)), everyone, mpi_ops.rank())
-        agreement.conclude()
-        self._number = agreement.number
+        self._number = number
         self._collectives.prefix = f"horovod_sparse.{self._process_set.process_set_id}.{self._number}."
         self._extend(
             new,
-            agreement.sparse,
+            found,
             everyone,
             position=self._process_set.rank(),
             rank=mpi_ops.rank(),

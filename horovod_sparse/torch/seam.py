@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import horovod
@@ -201,21 +200,13 @@ def _step(self: Any, reducer: Reducer, stock: Method, closure: Any = None) -> An
         return loss
 
     try:
-        own_step, loss = _above_horovod(self).step, None
-        if reducer.updates is not None:
-            return reducer.step_alone(own_step if closure is None else functools.partial(own_step, reduced_closure))
-        if closure is not None:
-            if reducer.momentum is None:
+        own_step, whole = _above_horovod(self).step, closure
+        if closure is not None and reducer.momentum is None:
+            if reducer.updates is None:
                 return own_step(reduced_closure)
-            # Backward reads the momentum.
-            with torch.enable_grad():
-                loss = closure()
-        if self._should_synchronize:
-            # Stock Horovod warns here if the gradients are reduced already, as it reduces them again. This does not.
-            self.synchronize()
-        with nullcontext() if reducer.momentum is None else reducer.momentum.left_out():
-            own_step()
-        return loss
+            whole = reduced_closure
+        # Stock Horovod warns if the gradients are reduced already, as it reduces them again. This does not.
+        return reducer.step(own_step, whole, self.synchronize if self._should_synchronize else None)
     except BaseException as error:
         reducer.update_failed(error)
         raise

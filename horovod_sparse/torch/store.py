@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,14 +14,16 @@ from torch import Tensor
 from horovod_sparse import kernels
 from horovod_sparse.core.agreement import divides
 from horovod_sparse.core.intake import Arrived
-from horovod_sparse.core.pipeline import Pipeline, Start, Wait, Write
+from horovod_sparse.core.layout import Slot
+from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
 from horovod_sparse.core.state import check_state, empty_state, holds_anything, kept_shapes
 from horovod_sparse.core.store import Store, log_start
+from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.detached import Detached, Waiting
 from horovod_sparse.torch.device import on_gpu
-from horovod_sparse.torch.momentum import MovedMomentum, is_sgd
+from horovod_sparse.torch.momentum import MovedMomentum, is_sgd, moved_momentum
 from horovod_sparse.torch.movement import Updates
 from horovod_sparse.torch.parameters import local_part
 from horovod_sparse.torch.routes import Routes, check_shape
@@ -72,15 +75,13 @@ class TensorReducer(Store):
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the gradient of a parameter in this step, as a dense tensor; None if there is none."""
 
-    @property
     @abstractmethod
-    def _start(self) -> Start:
-        """What starts a bucket's next collective, and returns a function that waits for its result."""
+    def _start(self, bucket: AnyBucket, collective: Collective) -> Wait:
+        """Start a bucket's next collective, and return a function that waits for its result."""
 
-    @property
     @abstractmethod
-    def _write(self) -> Write:
-        """What writes reduced gradients where they belong."""
+    def _write(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
+        """Write reduced gradients where they belong. Return the parameters whose type cannot hold them."""
 
     @abstractmethod
     def _reduce_updates(self, drifts: dict[Tensor, Tensor], sample: Tensor) -> None:
@@ -183,20 +184,50 @@ class TensorReducer(Store):
         self.updates = Updates(optimizer)
         self.lengths.grow = divides(optimizer.param_groups)
 
+    def serve(
+        self,
+        optimizer: torch.optim.Optimizer,
+        own_step: Callable[..., Any],
+        names: Mapping[Tensor, str],
+        *,
+        updates: bool,
+        moves: bool = True,
+    ) -> None:
+        """Serve an optimizer: exchange its updates, or gradients, and then its momentum moves if it `moves`.
+
+        `own_step` is the optimizer's own, and `names` are those of its parameters.
+        """
+        if self.active and updates:
+            self.exchange_updates(optimizer)
+        elif self.active and moves:
+            self.momentum = moved_momentum(self.compressor, optimizer, own_step, names)
+        # By itself only where the unit of updates is known.
+        if self._in_parameters or is_sgd(own_step) or self.compressor.detached != "auto":
+            self.move_parameters(self.compressor.detached_coefficient, optimizer, names)
+
+    def step(
+        self, own_step: Callable[..., Any], closure: Callable[[], Any] | None, reduce: Callable[[], None] | None = None
+    ) -> Any:
+        """Let the optimizer step, with gradients that `reduce` reduces, or exchange its update. Return the closure's result."""
+        if self.updates is not None:
+            return self.step_alone(own_step if closure is None else partial(own_step, closure))
+        loss = None
+        if closure is not None:
+            # Before the momentum is left out, because backward reads it.
+            with torch.enable_grad():
+                loss = closure()
+        if reduce is not None:
+            reduce()
+        with nullcontext() if self.momentum is None else self.momentum.left_out():
+            own_step()
+        return loss
+
     def step_alone(self, step: Callable[[], Any]) -> Any:
         """Let the optimizer step with this rank's gradients, and exchange its update."""
         assert self.updates is not None
         self.restore_moved()
         factor = self.lengths.factor(self._world)
         return self.updates.step(step, self._reduce_updates, self._give_up_reduction, factor)
-
-    def detach(
-        self, optimizer: torch.optim.Optimizer, own_step: Callable[..., Any], names: Mapping[Tensor, str]
-    ) -> None:
-        """Move the parameters of an optimizer as the compressor says, by itself only where the unit of updates is known."""
-        coefficient = self.compressor.detached_coefficient
-        if self._in_parameters or is_sgd(own_step) or self.compressor.detached != "auto":
-            self.move_parameters(coefficient, optimizer, names)
 
     def move_parameters(
         self, coefficient: float, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]

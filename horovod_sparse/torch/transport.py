@@ -15,7 +15,7 @@ from torch import Tensor
 from horovod_sparse.core.agreement import agree_on_states, check_steps, compare
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Slot
-from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Start, Wait, Write
+from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
 from horovod_sparse.core.state import empty_state
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.torch.compressors import TorchCompressor
@@ -103,11 +103,7 @@ class GroupReducer(TensorReducer):
         """Whether gradients are averaged over the ranks, or added up."""
         return True
 
-    @property
-    def _start(self) -> Start:
-        return self._start_in_turn
-
-    def _start_in_turn(self, bucket: AnyBucket, collective: Collective) -> Wait:
+    def _start(self, bucket: AnyBucket, collective: Collective) -> Wait:
         numbers, self._step.numbers = self._step.numbers, None
         if numbers is not None:
             # Before the first exchange of a step: if the ranks are in different steps, all raise.
@@ -120,11 +116,7 @@ class GroupReducer(TensorReducer):
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         return self._step.gradients[parameter]
 
-    @property
-    def _write(self) -> Write:
-        return self._write_in_place
-
-    def _write_in_place(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
+    def _write(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
         gradients, parameters = self._step.gradients, self._routes.in_buckets
         return write_to([(slot, gradients[parameters[slot.name]]) for slot in slots], reduced)
 

@@ -22,7 +22,6 @@ MODULES = {
         "momentum",
         "disagreement",
         "parameters",
-        "broadcast",
         "hierarchical",
         "local",
         "updates",

@@ -16,7 +16,7 @@ import torch
 from horovod_sparse.core import checkpoint
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.torch import SIDCo, agreement, save_checkpoint
-from horovod_sparse.torch.exchange import Collectives
+from horovod_sparse.torch.reducer import Reducer
 
 from .common import BUCKET_BYTES, loss_of, small_model
 from .injected import FAULTY_STEP, STEPS, VICTIM, Fault, Faulty, wait_for
@@ -73,7 +73,7 @@ def main(fault: Fault, folder: Path) -> None:
         model.get_parameter("0.weight").register_hook(hook)
         hook.announce()
     elif fault.moment == "exchange":
-        faulty.before(Collectives, "start_round")
+        faulty.before(Reducer, "_start")
     elif fault.moment == "agreement":
         faulty.before(agreement, "_describe")
     elif fault.moment == "checkpoint":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -58,6 +58,9 @@ def scenario(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Mark a function as a scenario; `cases` are the arguments it is run with, by the name of the case.
 
+    Every launch runs the first case. Each of the others is run by one launch of each framework, in turns: all cases in all
+    launches would take half as long again.
+
     The first launch is that of `make test`, unless it takes too long (`quick`): it has four ranks where two do not show what
     is tested.
     """
@@ -67,10 +70,22 @@ def scenario(
         made = {f"{name}[{case}]": arguments for case, arguments in cases.items()} if cases is not None else {name: ()}
         marked: Any = function
         first = next(iter(made))
-        marked.scenarios = [Scenario(case, function, made[case], launches, quick and case == first) for case in made]
+        marked.scenarios = [
+            Scenario(case, function, made[case], _launches_of(number, launches), quick and case == first)
+            for number, case in enumerate(made)
+        ]
         return function
 
     return mark
+
+
+def _launches_of(case: int, launches: Sequence[Launch]) -> tuple[Launch, ...]:
+    """The launches that run the case of this number."""
+    if case == 0:
+        return tuple(launches)
+    frameworks = dict.fromkeys(launch.framework for launch in launches)
+    own = [[launch for launch in launches if launch.framework == framework] for framework in frameworks]
+    return tuple(some[case % len(some)] for some in own)
 
 
 def scenarios_of(modules: Iterable[ModuleType]) -> dict[str, Scenario]:

@@ -10,11 +10,13 @@ import torch
 import triton
 from torch import Tensor
 
-from horovod_sparse.compressors.base import BucketState
+from horovod_sparse.compressors.base import BucketState, Compressor
+from horovod_sparse.core.layout import Layout
+from horovod_sparse.core.selector import Outcome, SlotGradient
 from horovod_sparse.exchange import wire
 from horovod_sparse.kernels.gpu.message import write
 from horovod_sparse.kernels.gpu.messages import CHUNK, device_of
-from horovod_sparse.kernels.gpu.rules import Request, Rule
+from horovod_sparse.kernels.gpu.rules import Request, Rule, rule_of
 from horovod_sparse.kernels.gpu.search import WORDS, count, histogram
 from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
 from horovod_sparse.kernels.gpu.tiles import MOST_BLOCK, NUMBERS, RUN, SUMS, accumulate
@@ -41,11 +43,12 @@ class _Part(NamedTuple):
 
 
 class DeviceBucket:
-    """Launches the kernels for one bucket.
+    """A `core.selector.Selector` that launches the kernels for one bucket, and never makes the host wait before `finish`.
 
     Args:
         rule: what the compressor asks for.
         buffer: the residual, float32 or float64, flat and contiguous. It belongs to the caller and is changed here.
+        velocity: an array like the buffer, which is changed, too; None without momentum.
         sizes: the number of entries of each parameter, > 0, in the order of the bucket.
         ratio: approximately the fraction of the entries that will be sent.
         block: the number of entries of a tile, a power of two, at most `tiles.MOST_BLOCK`.
@@ -57,6 +60,7 @@ class DeviceBucket:
         self,
         rule: Rule,
         buffer: Tensor,
+        velocity: Tensor | None,
         sizes: Sequence[int],
         ratio: float,
         *,
@@ -66,7 +70,7 @@ class DeviceBucket:
     ) -> None:
         assert RUN <= chunk <= block <= MOST_BLOCK
         self.rule = rule
-        self.buffer = buffer
+        self.buffer, self._velocity = buffer, velocity
         assert min(sizes) > 0 and sum(sizes) == buffer.numel() <= wire.MAX_BUCKET
         self._parts: dict[int, _Part] = {}
         """The parameters, keyed by the index of their first entry."""
@@ -103,31 +107,32 @@ class DeviceBucket:
         self._copied = torch.cuda.Event() if on_gpu else None
         self._limit = math.inf
         """The magnitude that the last step compared entries with."""
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that this takes on the device, in bytes, without the residual and the message."""
-        arrays = (self._starts, self._found, self._slots, self._partials, self._above, self._equal, self._histograms)
-        return sum(array.nbytes for array in (*arrays, self._words, self._numbers))
+        self.numbers: dict[str, float] = {}
+        """The numbers of the last step by name (`tiles.NUMBERS`)."""
 
     def forget(self) -> None:
-        """Forget what was seen in earlier steps, because the residual or the state was changed from outside."""
         self._limit = math.inf
+
+    def begin(self, *, selects: bool) -> None:
+        return
 
     def accumulate(
         self,
-        offset: int,
-        gradient: Tensor | None,
+        gradients: Sequence[SlotGradient],
         state: BucketState,
         k: int,
-        *,
-        velocity: Tensor | None = None,
         momentum: Momentum | None = None,
         rate: float = 1.0,
     ) -> None:
+        for slot, gradient in gradients:
+            self._accumulate(slot.offset, gradient, state, k, momentum, rate)
+
+    def _accumulate(
+        self, offset: int, gradient: Tensor | None, state: BucketState, k: int, momentum: Momentum | None, rate: float
+    ) -> None:
         part = self._parts[offset]
         x = self.buffer[offset : part.end]
-        moving = x if velocity is None else velocity[offset : part.end]
+        moving = x if self._velocity is None else self._velocity[offset : part.end]
         flat = x if gradient is None else gradient.contiguous()
         assert flat.numel() == x.numel()
         with device_of(self.buffer):
@@ -157,8 +162,7 @@ class DeviceBucket:
                 enable_fp_fusion=momentum is None and rate == 1.0,
             )
 
-    def select(self, state: BucketState, k: int, capacity: int) -> Tensor:
-        """Return the message of pairs, which the device is making. Its entries are no longer in the residual then."""
+    def message(self, state: BucketState, k: int, capacity: int) -> Tensor:
         request = self.rule.request(state, k)
         message = torch.empty((capacity, 2), dtype=torch.int32, device=self.buffer.device)
         with device_of(self.buffer):
@@ -233,22 +237,31 @@ class DeviceBucket:
             **self._shape,
         )
 
-    def finish(self, state: BucketState, k: int) -> dict[str, float]:
-        """Wait, let the state learn from the step, and return the numbers of the step by name (`tiles.NUMBERS`).
-
-        Among them are "found" (how many entries qualified), "sent" (how many are in the message) and "not_finite" (how many of
-        the gradients' entries were left out). If any were left out, nothing was sent or learned.
-        """
+    def finish(self, state: BucketState, k: int, capacity: int) -> Outcome:
         if self._copied is not None:
             self._copied.synchronize()
-        numbers = dict(zip(NUMBERS, self._host.tolist(), strict=True))
-        if numbers["not_finite"] == 0:
-            self.rule.learn(state, k, numbers)
-            self._limit = numbers["limit"]
-        return numbers
+        numbers = self.numbers = dict(zip(NUMBERS, self._host.tolist(), strict=True))
+        if numbers["not_finite"]:
+            # Nothing was sent, and nothing is learned.
+            return Outcome(not_finite=self._not_finite())
+        self.rule.learn(state, k, numbers)
+        self._limit = numbers["limit"]
+        sent, found = int(numbers["sent"]), int(numbers["found"])
+        return Outcome(sent, found - sent if sent == capacity and found > capacity else 0)
 
-    def not_finite(self) -> list[int]:
+    def _not_finite(self) -> list[int]:
         """Return the offsets of the parameters whose gradients in this step held NaN or infinity. It may wait."""
         row = self._partials.view(len(SUMS), -1)[NUMBERS.index("not_finite")].cpu()
         parts = self._parts.items()
         return [o for o, part in parts if row[part.first_tile : part.first_tile + part.tiles].any()]
+
+
+def selector_for(
+    compressor: Compressor, layout: Layout, buffer: Tensor, velocity: Tensor | None, **shape: int
+) -> DeviceBucket | None:
+    """Return what selects from a bucket on its device, or None if the compressor needs the host for that."""
+    rule = rule_of(compressor)
+    if rule is None:
+        return None
+    ratio = compressor.target_count(layout.numel) / layout.numel
+    return DeviceBucket(rule, buffer, velocity, [slot.numel for slot in layout.slots], ratio, **shape)

@@ -101,7 +101,7 @@ class Fitted(Rule):
             count, found = int(numbers["count"]), int(numbers["found"])
             aim = self.compressor.aim_of(state, k, count)
             if self.compressor.trusts(found, k) and stages > 1:
-                tail = Sums(int(numbers["tail_count"]), numbers["tail_total"], numbers["tail_squares"]).moments()
+                tail = Sums(int(numbers["tail_count"]), numbers["tail_total"], numbers["tail_squares"])
                 _, following = self.compressor.last_stage(state, tail, count, numbers["largest"], aim)
             self.compressor.learn(state, k, aim, found)
         state.cut = following if stages > 1 else math.inf

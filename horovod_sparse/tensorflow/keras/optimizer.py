@@ -68,17 +68,21 @@ def make(
     _check_optimizer(optimizer, backward_passes_per_step)
     _check_reduction(reduction)
     if isinstance(compression, TensorflowCompressor):
-        updates = _exchanges_updates(optimizer, compression)
+        compression.check_free()
+        inner = inner_of(optimizer)
+        updates = exchanges_updates(compression, [settings_in(inner)])
         if updates:
             reduction = dataclasses.replace(reduction, op=mpi_ops.Average, gradient_predivide_factor=1.0)
+        else:
+            check_optimizer(compression, type(inner).__name__, [settings_in(inner)])
         reducer = reducer_of(compression, reduction, shared=False)
         if updates and reducer.active:
-            reducer.updates = f"updates of {type(inner_of(optimizer)).__name__} in place of gradients"
-            reducer.lengths.grow = divides([settings_in(inner_of(optimizer))])
+            reducer.updates = f"updates of {type(inner).__name__} in place of gradients"
+            reducer.lengths.grow = divides([settings_in(inner)])
         reducer.settings = functools.partial(
             _settings_of, optimizer, compression, backward_passes_per_step, average_aggregated_gradients
         )
-        reduce = _compressed(reducer) if reducer.updates is None else _of_updates(reducer)
+        reduce = _compressed(reducer)
     else:
         reduce = _Dense(
             **arguments,
@@ -88,11 +92,12 @@ def make(
             compression=compression,
         )
     follow_scalers()
+    passes = backward_passes_per_step
     distributed = DistributedApply(
         optimizer,
         reduce,
-        accumulator=_accumulator(backward_passes_per_step, reduction.sparse_as_dense),
-        passes_divisor=backward_passes_per_step if average_aggregated_gradients else 1,
+        accumulator=_Accumulator(passes, reduction.sparse_as_dense) if passes > 1 else None,
+        passes_divisor=passes if average_aggregated_gradients else 1,
         local_divisor=workers.size() if scale_local_gradients and workers.included() else 1,
         compression=compression if isinstance(compression, TensorflowCompressor) else None,
     )
@@ -241,12 +246,10 @@ class DistributedApply:
         return [_divide(gradient, self._local_divisor) if local else next(reduced) for gradient, _, local in parted]
 
 
-def _accumulator(passes: int, sparse_as_dense: bool) -> _Accumulator | None:
-    return _Accumulator(passes, sparse_as_dense) if passes > 1 else None
-
-
 def _compressed(reducer: Reducer) -> Reduce:
     def reduce(gradients: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
+        if reducer.updates is not None:
+            return reducer.means_of_updates(gradients, variables)
         rate = tf.convert_to_tensor(optimizer.learning_rate) if reducer.compressor.in_updates else None
         if is_scaler(optimizer):
             reducer.undoes = True
@@ -257,13 +260,6 @@ def _compressed(reducer: Reducer) -> Reduce:
             return list(reducer(gradients, variables, learning_rate=rate))
         gradients = [_divide(gradient, factor) for gradient in gradients]
         return [_divide(gradient, 1.0 / factor) for gradient in reducer(gradients, variables, learning_rate=rate)]
-
-    return reduce
-
-
-def _of_updates(reducer: Reducer) -> Reduce:
-    def reduce(movements: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
-        return reducer.means_of_updates(movements, variables)
 
     return reduce
 
@@ -398,16 +394,6 @@ def _check_reduction(reduction: Reduction) -> None:
         )
     if groups is not None and not isinstance(groups, list) and not (isinstance(groups, int) and groups > 0):
         raise ValueError(f"groups must be a list of lists of variables, or a number > 0 of groups, got {groups!r}")
-
-
-def _exchanges_updates(optimizer: Any, compression: TensorflowCompressor) -> bool:
-    """Return whether updates are exchanged. Raise ValueError if one of our compressors cannot be used with an optimizer."""
-    compression.check_free()
-    inner = inner_of(optimizer)
-    updates = exchanges_updates(compression, [settings_in(inner)])
-    if not updates:
-        check_optimizer(compression, type(inner).__name__, [settings_in(inner)])
-    return updates
 
 
 def _check_callers(optimizer: Any) -> None:
