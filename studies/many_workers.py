@@ -47,6 +47,7 @@ METHODS: dict[str, Callable[[float], Compressor]] = {
         for name, cls, settings in (
             ("TopK, pairs", sparse.TopK, {}),
             ("TopK, compact pairs", sparse.TopK, {"exchange": sparse.Pairs("bfloat16")}),
+            ("TopK, packed pairs", sparse.TopK, {"exchange": sparse.Pairs("packed")}),
             ("TopK, balanced", sparse.TopK, {"exchange": sparse.Balanced()}),
             (f"TopK, hierarchical ({PER_HOST} a host)", sparse.TopK, {"exchange": sparse.Hierarchical(PER_HOST)}),
             ("TopK, union", sparse.TopK, {"exchange": sparse.Union()}),
@@ -60,7 +61,7 @@ METHODS: dict[str, Callable[[float], Compressor]] = {
         )
     },
 }
-DRAWN = [one for one in [*METHODS][1:8] if one != "TopK, union"]
+DRAWN = [one for one in [*METHODS][1:9] if one != "TopK, union"]
 """Of each exchange the first method, without the one that takes too long with 1,024 workers."""
 
 
@@ -183,12 +184,19 @@ def per_k(row: Row, field: str) -> str:
 
 def of_large_buckets() -> str:
     """What a bucket of 25 MB sends, by the formulas alone."""
-    entries, numbers, ratio, lines = 25 * 2**18, (16, 64, 256, 1024), 0.01, []
-    for method, make in METHODS.items():
-        sent = [leaving(make(ratio), entries, ratio, n) / allreduce_bytes(4 * entries, n) for n in numbers]
-        lines.append([method, *(f"{one:.3f}" for one in sent)])
-    title = f"Bytes of a bucket of {entries:,} entries, by formula, in units of dense float32"
-    return f"{title}:\n\n" + markdown.table(["method", *(f"{n:,} workers" for n in numbers)], lines)
+    entries, numbers = 25 * 2**18, (16, 64, 256, 1024)
+
+    def relative(method: str, number: int) -> float:
+        return leaving(METHODS[method](0.01), entries, 0.01, number) / allreduce_bytes(4 * entries, number)
+
+    lines = [[method, *(f"{relative(method, n):.3f}" for n in numbers)] for method in METHODS]
+    title = f"Bytes of a bucket of {entries:,} entries, by formula, in units of dense float32:\n\n"
+    fewer = {
+        one: next(n for n in range(2, 1000) if relative("TopK, balanced", n) < relative(one, n)) for one in DRAWN[:3]
+    }
+    last = ", ".join(f"{one.removeprefix('TopK, ')} {number}" for one, number in fewer.items())
+    last = f"\n\nThe balanced exchange sends fewer bytes from so many workers on: {last}."
+    return title + markdown.table(["method", *(f"{n:,} workers" for n in numbers)], lines) + last
 
 
 def draw() -> None:
