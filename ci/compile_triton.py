@@ -19,9 +19,9 @@ from triton.runtime.jit import JITFunction
 from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
-from horovod_sparse.kernels.gpu.bucket import DeviceBucket
+from horovod_sparse.core.layout import Parameter, layouts_of
+from horovod_sparse.kernels.gpu.bucket import selector_for
 from horovod_sparse.kernels.gpu.messages import add_up
-from horovod_sparse.kernels.gpu.rules import rule_of
 from horovod_sparse.ops.protocol import Momentum
 
 COMPRESSORS = [
@@ -61,14 +61,14 @@ _run, JITFunction.run = JITFunction.run, compile_only
 
 def step(compressor: Any, dtype: torch.dtype, gradient: torch.dtype | None, momentum: Momentum | None) -> None:
     size, k = 40_000, 40
-    rule = rule_of(compressor)
-    assert rule is not None
-    bucket = DeviceBucket(rule, torch.zeros(size, dtype=dtype), [size], 0.001)
     velocity = torch.zeros(size, dtype=dtype) if momentum is not None else None
+    (layout,) = layouts_of([Parameter("p", (size,), str(dtype).removeprefix("torch."), "device")], compressor)
+    bucket = selector_for(compressor, layout, torch.zeros(size, dtype=dtype), velocity)
+    assert bucket is not None
     state = compressor.new_state()
     given = None if gradient is None else torch.zeros(size, dtype=gradient)
-    bucket.accumulate(0, given, state, k, velocity=velocity, momentum=momentum)
-    message = bucket.select(state, k, 50)
+    bucket.accumulate([(layout.slots[0], given)], state, k, momentum)
+    message = bucket.message(state, k, 50)
     add_up(message, 1, 2.0, size, dtype)
 
 

@@ -35,7 +35,7 @@ from horovod_sparse.exchange.cost import allreduce_bytes
 Array = NDArray[Any]
 Row = dict[str, Any]
 DATA = Path(__file__).with_suffix(".jsonl")
-PICTURE = around.ROOT / "docs" / "scale.png"
+PICTURE = around.ROOT / "docs" / "evidence" / "scale.png"
 SIZES = ((64, 128), (128,), (128, 10), (10,))
 """Shapes of the perceptron's weights and biases."""
 ENTRIES = sum(int(np.prod(shape)) for shape in SIZES)

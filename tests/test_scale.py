@@ -10,5 +10,5 @@ STUDY = ROOT / "studies" / "many_workers.py"
 def test_the_page_has_the_tables_of_the_raw_data() -> None:
     done = python(STUDY, "tables", PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
-    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "evidence" / "scale.md").read_text(encoding="utf-8")
     assert done.stdout.count("| method |") == 6 and done.stdout in page, f"put into the page: python {STUDY} tables"
