@@ -57,7 +57,7 @@ def collective(backend: Backend, requests: Sequence[Collective]) -> list[Any]:
         == 1
     )
     for number, one in enumerate(requests):
-        assert one.of is None or one.of == [other.to[number] for other in requests]
+        assert one.of is None or one.of == [(other.to or ())[number] for other in requests]
     asked = [request._replace(message=message) for request, message in zip(requests, messages, strict=True)]
     return [backend.array(result) for result in results_of(asked)]
 
