@@ -26,7 +26,7 @@ class Sums:
     total: float = 0.0
     squares: float = 0.0
     largest: float = 0.0
-    """The largest magnitude of all entries, if the threshold is finite."""
+    """The largest magnitude, if some exceed the threshold; else any number up to it."""
     logs: float = math.nan
     """The sum of ln(|x_i| - threshold); NaN unless it was asked for."""
 
