@@ -22,7 +22,7 @@ pins=$venv/constraints.txt
 demo_only="torch, for the demo"
 ddp_only="torch, without Horovod"
 candidates=(python3.11 python3.12 python3.10 python3.13 python3.14 python3)
-inputs=(setup.py docker/{common,system_packages,build_horovod,setup}.sh horovod_sparse/kernels/*.{py,cpp,h})
+inputs=(setup.py pyproject.toml docker/{common,system_packages,build_horovod,setup}.sh horovod_sparse/kernels/*.{py,cpp,h})
 
 find_python() {
     local candidate

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from parallel.launch import Launch
+from process import python
 
 import horovod_sparse.torch as hvd
 from horovod_sparse.compressors import COMPRESSORS
@@ -202,3 +203,13 @@ def test_logistic_regression_needs_memory(
     for name in without:
         assert above[name] > 2 * above["dense SGD"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.full
+def test_the_cells_of_the_notebook_show_that_feedback_is_what_trains() -> None:
+    notebook = json.loads((EXAMPLES / "tour.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    done = python("-c", "\n".join(cells), MPLBACKEND="Agg", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    dense, sparse, forgetful = (float(line[26:].split()[0]) for line in done.stdout.splitlines())
+    assert sparse < 1.1 * dense and forgetful > 2 * dense, done.stdout
