@@ -90,7 +90,7 @@ class Handler(SimpleHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *arguments: object) -> None:
-        pass
+        """Print no line for each request."""
 
 
 def seen_in(browser: str, site: Path) -> dict[str, Any]:

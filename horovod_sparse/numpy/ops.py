@@ -9,23 +9,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_sparse.exchange.wire import (
-    BAD_COUNTS,
-    BLOCK,
-    CHUNK,
-    CHUNK_BITS,
-    LEVEL_RANGE,
-    NOT_FINITE,
-    PADDING,
-    RUN,
-    RUN_BITS,
-    SIGN,
-    chunks_of,
-    header_length,
-    packed_room,
-    runs_of,
-    split,
-)
+from horovod_sparse.exchange import wire
 from horovod_sparse.ops.cached import Cached
 from horovod_sparse.ops.protocol import Moving, Ops, Part, Selection, Sums, Tracked
 
@@ -123,8 +107,8 @@ class NumpyOps(Ops):
         return host
 
     def union(self, gathered: Array, world: int, header: int, numel: int) -> Array | None:
-        messages = [message[header:] for message in split(gathered, world)]
-        if any(used in (None, NOT_FINITE) for message in messages for used in self.rows_in_use(message, 1, numel)):
+        messages = [message[header:] for message in wire.split(gathered, world)]
+        if any(used in (None, wire.NOT_FINITE) for message in messages for used in self.rows_in_use(message, 1, numel)):
             return None
         merged = np.unique(np.concatenate(messages)).astype(np.int64)
         return merged[merged >= 0]
@@ -154,14 +138,14 @@ class NumpyOps(Ops):
 
     def pack(self, indices: Array, values: Array, capacity: int) -> Array:
         message = np.zeros((capacity, 2), dtype=np.int32)
-        message[:, 0] = PADDING
+        message[:, 0] = wire.PADDING
         message[: indices.size, 0] = indices
         message[: indices.size, 1] = values.view(np.int32)
         return message
 
     def pack_regions(self, indices: Array, values: Array, bounds: list[int], counts: list[int], room: int) -> Array:
         message = np.zeros((len(counts) * room, 2), dtype=np.int32)
-        message[:, 0] = PADDING
+        message[:, 0] = wire.PADDING
         # Where each region's rows begin, less the number of pairs before them.
         shifts = np.arange(len(counts)) * room - (np.cumsum(counts) - counts)
         rows = np.arange(indices.size) + np.repeat(shifts, counts)
@@ -170,27 +154,27 @@ class NumpyOps(Ops):
         return message
 
     def compact(self, x: Array, message: Array) -> Array:
-        counts, entries = np.zeros(runs_of(x.size), np.int32), np.zeros(len(message), np.int32)
+        counts, entries = np.zeros(wire.runs_of(x.size), np.int32), np.zeros(len(message), np.int32)
         used = int(np.count_nonzero(message[:, 0] >= 0))
         indices, taken = self.unpack(message, used)
         rounded = _bfloat16(taken)
         x[indices] += taken - rounded
         message[:used, 1] = rounded.view(np.int32)
-        if message[0, 0] == NOT_FINITE:
-            counts[0] = NOT_FINITE
-        np.add.at(counts, indices >> RUN_BITS, 1)
-        entries[:used] = message[:used, 1] | message[:used, 0] % RUN
+        if message[0, 0] == wire.NOT_FINITE:
+            counts[0] = wire.NOT_FINITE
+        np.add.at(counts, indices >> wire.RUN_BITS, 1)
+        entries[:used] = message[:used, 1] | message[:used, 0] % wire.RUN
         return np.concatenate((counts, entries))
 
     def expand(self, gathered: Array, world: int, numel: int) -> Array:
-        return np.concatenate([_expand(message, numel) for message in split(gathered, world)])
+        return np.concatenate([_expand(message, numel) for message in wire.split(gathered, world)])
 
     def quantize(self, x: Array, message: Array) -> Array:
-        chunks = chunks_of(x.size)
-        header = np.zeros((2 * header_length(chunks),), np.int16)
+        chunks = wire.chunks_of(x.size)
+        header = np.zeros((2 * wire.header_length(chunks),), np.int16)
         used = int(np.count_nonzero(message[:, 0] >= 0))
         indices, taken = self.unpack(message, used)
-        chunk, magnitudes = indices >> CHUNK_BITS, np.abs(taken).astype(np.float64)
+        chunk, magnitudes = indices >> wire.CHUNK_BITS, np.abs(taken).astype(np.float64)
         counts = np.bincount(chunk, minlength=chunks)
         means = np.bincount(chunk, magnitudes, chunks) / counts.clip(min=1)
         # One for each chunk and level.
@@ -200,21 +184,21 @@ class NumpyOps(Ops):
         np.minimum.at(smallest, group, magnitudes)
         np.maximum.at(largest, group, magnitudes)
         levels = np.minimum(levels, 2 * smallest)
-        levels[largest > LEVEL_RANGE * levels] = 0
+        levels[largest > wire.LEVEL_RANGE * levels] = 0
         header[:chunks] = counts
         header[chunks : 3 * chunks] = levels.astype(np.float32).view(np.int32) >> 16
-        if message[0, 0] == NOT_FINITE:
-            header[0] = NOT_FINITE
-        bits = header[chunks:][group].astype(np.int32) << 16 | message[:used, 1] & SIGN
+        if message[0, 0] == wire.NOT_FINITE:
+            header[0] = wire.NOT_FINITE
+        bits = header[chunks:][group].astype(np.int32) << 16 | message[:used, 1] & wire.SIGN
         x[indices] += taken - bits.view(np.float32)
         message[:used, 1] = bits
-        entries = np.zeros((2, -(-len(message) // BLOCK) * BLOCK), np.int32)
-        entries[:, :used] = indices % CHUNK, (bits < 0) + 2 * (group >= chunks)
+        entries = np.zeros((2, -(-len(message) // wire.BLOCK) * wire.BLOCK), np.int32)
+        entries[:, :used] = indices % wire.CHUNK, (bits < 0) + 2 * (group >= chunks)
         rows = entries[0] & 0xFF, _joined(entries[0] >> 8, 4), _joined(entries[1], 2)
         return np.concatenate([header.view(np.uint8), *(row.astype(np.uint8) for row in rows)]).view(np.int32)
 
     def unquantize(self, gathered: Array, world: int, numel: int) -> Array:
-        return np.concatenate([_unquantize(message, chunks_of(numel)) for message in split(gathered, world)])
+        return np.concatenate([_unquantize(message, wire.chunks_of(numel)) for message in wire.split(gathered, world)])
 
     def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
         indices = messages if messages.ndim == 1 else messages[:, 0]
@@ -229,11 +213,13 @@ class NumpyOps(Ops):
         return message
 
     def pack_indices(self, indices: Array, header: list[int], capacity: int) -> Array:
-        padding = np.full(capacity - indices.size, PADDING)
+        padding = np.full(capacity - indices.size, wire.PADDING)
         return np.concatenate((header, indices, padding)).astype(np.int32)
 
     def assembler(self, messages: Array, used: list[int], divisor: float) -> Callable[[Sequence[Part]], None]:
-        parts = [self.unpack(message, rows) for message, rows in zip(split(messages, len(used)), used, strict=True)]
+        parts = [
+            self.unpack(message, rows) for message, rows in zip(wire.split(messages, len(used)), used, strict=True)
+        ]
         for indices, _ in parts:
             if (indices[1:] <= indices[:-1]).any():
                 raise IndexError(f"indices must be ascending in each of {len(used)} messages")
@@ -258,37 +244,37 @@ def _bfloat16(values: Array) -> Array:
 
 def _expand(message: Array, numel: int) -> Array:
     """Return the message of pairs that one compact message stands for."""
-    counts, entries = np.split(message, [runs_of(numel)])
+    counts, entries = np.split(message, [wire.runs_of(numel)])
     pairs = np.zeros((entries.size, 2), np.int32)
-    pairs[:, 0] = PADDING
+    pairs[:, 0] = wire.PADDING
     used = int(counts.sum(dtype=np.int64))
-    if counts[0] == NOT_FINITE:
-        pairs[0, 0] = NOT_FINITE
+    if counts[0] == wire.NOT_FINITE:
+        pairs[0, 0] = wire.NOT_FINITE
     elif (counts < 0).any() or used > entries.size:
-        pairs[0, 0] = BAD_COUNTS
+        pairs[0, 0] = wire.BAD_COUNTS
     else:
-        pairs[:used, 0] = np.repeat(np.arange(counts.size) * RUN, counts) + entries[:used] % RUN
-        pairs[:used, 1] = entries[:used] & -RUN
+        pairs[:used, 0] = np.repeat(np.arange(counts.size) * wire.RUN, counts) + entries[:used] % wire.RUN
+        pairs[:used, 1] = entries[:used] & -wire.RUN
     return pairs
 
 
 def _unquantize(message: Array, chunks: int) -> Array:
     """Return the message of pairs that one packed message stands for."""
-    length = header_length(chunks)
+    length = wire.header_length(chunks)
     counts, levels = np.split(message[:length].view(np.int16)[: 3 * chunks].astype(np.int32), [chunks])
-    room = packed_room(message.size, chunks)
+    room = wire.packed_room(message.size, chunks)
     lower, upper, values = np.split(message[length:].view(np.uint8), [room, room + room // 2])
     pairs = np.zeros((room, 2), np.int32)
-    pairs[:, 0] = PADDING
+    pairs[:, 0] = wire.PADDING
     used = int(counts.sum())
-    if counts[0] == NOT_FINITE:
-        pairs[0, 0] = NOT_FINITE
+    if counts[0] == wire.NOT_FINITE:
+        pairs[0, 0] = wire.NOT_FINITE
     elif (counts < 0).any() or used > room:
-        pairs[0, 0] = BAD_COUNTS
+        pairs[0, 0] = wire.BAD_COUNTS
     else:
         chunk = np.repeat(np.arange(chunks, dtype=np.int32), counts)
         code = _parted(values, 2)[:used]
-        pairs[:used, 0] = chunk * CHUNK + (_parted(upper, 4)[:used] << 8) + lower[:used]
+        pairs[:used, 0] = chunk * wire.CHUNK + (_parted(upper, 4)[:used] << 8) + lower[:used]
         pairs[:used, 1] = levels[chunk + chunks * (code >> 1)] << 16 | code << 31
     return pairs
 
@@ -307,10 +293,10 @@ def _parted(joined: Array, bits: int) -> Array:
 
 def _rows_in_use(indices: Array, numel: int) -> int | None:
     """Return `rows_in_use` of one message."""
-    if indices[0] == NOT_FINITE:
-        return NOT_FINITE
+    if indices[0] == wire.NOT_FINITE:
+        return wire.NOT_FINITE
     used = int(np.count_nonzero(indices >= 0))
-    return used if ascend(indices[:used], numel) and (indices[used:] == PADDING).all() else None
+    return used if ascend(indices[:used], numel) and (indices[used:] == wire.PADDING).all() else None
 
 
 def ascend(indices: Array, size: int) -> bool:

@@ -15,23 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_sparse.exchange.wire import (
-    BAD_COUNTS,
-    BLOCK,
-    CHUNK,
-    CHUNK_BITS,
-    LEVEL_RANGE,
-    NOT_FINITE,
-    PADDING,
-    RUN,
-    RUN_BITS,
-    SIGN,
-    chunks_of,
-    header_length,
-    packed_room,
-    runs_of,
-    split,
-)
+from horovod_sparse.exchange import wire
 from horovod_sparse.ops.cached import Cached
 from horovod_sparse.ops.protocol import Moving, Ops, Part, Selection, Sums, Tracked
 from horovod_sparse.torch import device
@@ -173,7 +157,7 @@ class TorchOps(Ops):
 
     def union(self, gathered: Tensor, world: int, header: int, numel: int) -> Tensor | None:
         messages = gathered.view(world, -1)[:, header:]
-        if any(used in (None, NOT_FINITE) for used in self.rows_in_use(messages.flatten(), world, numel)):
+        if any(used in (None, wire.NOT_FINITE) for used in self.rows_in_use(messages.flatten(), world, numel)):
             return None
         merged = messages.flatten().sort().values
         first = merged >= 0
@@ -205,14 +189,14 @@ class TorchOps(Ops):
 
     def pack(self, indices: Tensor, values: Tensor, capacity: int) -> Tensor:
         message = torch.zeros((capacity, 2), dtype=torch.int32, device=values.device)
-        message[:, 0] = PADDING
+        message[:, 0] = wire.PADDING
         message[: indices.numel(), 0] = indices
         message[: indices.numel(), 1] = values.view(torch.int32)
         return message
 
     def pack_regions(self, indices: Tensor, values: Tensor, bounds: list[int], counts: list[int], room: int) -> Tensor:
         message = torch.zeros((len(counts) * room, 2), dtype=torch.int32, device=values.device)
-        message[:, 0] = PADDING
+        message[:, 0] = wire.PADDING
         numbers = torch.tensor(counts, device=values.device)
         # Where each region's rows begin, less the number of pairs before them.
         shifts = torch.arange(len(counts), device=values.device) * room - (numbers.cumsum(0) - numbers)
@@ -229,31 +213,31 @@ class TorchOps(Ops):
         rounded = _bfloat16(taken)
         x.index_add_(0, indices, (taken - rounded).to(x.dtype))
         message[:, 1] = rounded.view(torch.int32)
-        counts = message.new_zeros(runs_of(x.numel())).index_add_(0, indices >> RUN_BITS, used.int())
-        counts[0] = torch.where(message[0, 0] == NOT_FINITE, NOT_FINITE, counts[0])
-        entries = torch.where(used, message[:, 1] | (message[:, 0] & (RUN - 1)), 0)
+        counts = message.new_zeros(wire.runs_of(x.numel())).index_add_(0, indices >> wire.RUN_BITS, used.int())
+        counts[0] = torch.where(message[0, 0] == wire.NOT_FINITE, wire.NOT_FINITE, counts[0])
+        entries = torch.where(used, message[:, 1] | (message[:, 0] & (wire.RUN - 1)), 0)
         return torch.cat((counts, entries))
 
     def expand(self, gathered: Tensor, world: int, numel: int) -> Tensor:
-        messages, runs = gathered.view(world, -1), runs_of(numel)
+        messages, runs = gathered.view(world, -1), wire.runs_of(numel)
         counts, entries = messages[:, :runs], messages[:, runs:].contiguous()
         ends = counts.cumsum(1)
         rows = torch.arange(entries.shape[1], device=gathered.device).expand_as(entries)
         run = torch.searchsorted(ends, rows.contiguous(), right=True)
         bad = (counts < 0).any(1, keepdim=True) | (ends[:, -1:] > entries.shape[1])
         used = (rows < ends[:, -1:]) & ~bad
-        indices = torch.where(used, (run << RUN_BITS) + (entries & (RUN - 1)), PADDING)
-        first = torch.where(counts[:, 0] == NOT_FINITE, NOT_FINITE, BAD_COUNTS)
+        indices = torch.where(used, (run << wire.RUN_BITS) + (entries & (wire.RUN - 1)), wire.PADDING)
+        first = torch.where(counts[:, 0] == wire.NOT_FINITE, wire.NOT_FINITE, wire.BAD_COUNTS)
         indices[:, 0] = torch.where(bad[:, 0], first, indices[:, 0])
-        bits = torch.where(used, entries & -RUN, 0)
+        bits = torch.where(used, entries & -wire.RUN, 0)
         return torch.stack((indices.int(), bits), 2).view(-1, 2)
 
     def quantize(self, x: Tensor, message: Tensor) -> Tensor:
         # A device is not waited for: padding is in a chunk of its own, the last one.
-        chunks = chunks_of(x.numel())
+        chunks = wire.chunks_of(x.numel())
         used = message[:, 0] >= 0
         indices, taken = message[:, 0].clamp(min=0).long(), message[:, 1].contiguous().view(torch.float32)
-        chunk, magnitudes = torch.where(used, indices >> CHUNK_BITS, chunks), taken.abs().double()
+        chunk, magnitudes = torch.where(used, indices >> wire.CHUNK_BITS, chunks), taken.abs().double()
         ones, zeros = torch.ones_like(magnitudes), magnitudes.new_zeros
         counts = zeros(chunks + 1).index_add_(0, chunk, ones)
         means = zeros(chunks + 1).index_add_(0, chunk, magnitudes) / counts.clamp(min=1)
@@ -265,26 +249,26 @@ class TorchOps(Ops):
         smallest = torch.full_like(levels, math.inf).scatter_reduce_(0, group, magnitudes, "amin")
         largest = zeros(groups).scatter_reduce_(0, group, magnitudes, "amax")
         levels = torch.minimum(levels, 2 * smallest)
-        levels = torch.where(largest > LEVEL_RANGE * levels, 0.0, levels).float().view(torch.int32) >> 16
-        header = message.new_zeros(2 * header_length(chunks), dtype=torch.int16)
+        levels = torch.where(largest > wire.LEVEL_RANGE * levels, 0.0, levels).float().view(torch.int32) >> 16
+        header = message.new_zeros(2 * wire.header_length(chunks), dtype=torch.int16)
         header[:chunks] = counts[:chunks]
         header[chunks : 3 * chunks] = levels.view(2, -1)[:, :chunks].reshape(-1)
-        header[0] = torch.where(message[0, 0] == NOT_FINITE, NOT_FINITE, header[0])
-        bits = torch.where(used, levels[group] << 16 | message[:, 1] & SIGN, message[:, 1])
+        header[0] = torch.where(message[0, 0] == wire.NOT_FINITE, wire.NOT_FINITE, header[0])
+        bits = torch.where(used, levels[group] << 16 | message[:, 1] & wire.SIGN, message[:, 1])
         x.index_add_(0, indices, (taken - bits.view(torch.float32)).to(x.dtype))
         message[:, 1] = bits
-        entries = message.new_zeros(2, -(-len(message) // BLOCK) * BLOCK)
-        entries[0, : len(message)] = torch.where(used, indices & (CHUNK - 1), 0)
+        entries = message.new_zeros(2, -(-len(message) // wire.BLOCK) * wire.BLOCK)
+        entries[0, : len(message)] = torch.where(used, indices & (wire.CHUNK - 1), 0)
         entries[1, : len(message)] = torch.where(used, (bits < 0) + 2 * is_large, 0)
         rows = entries[0] & 0xFF, _joined(entries[0] >> 8, 4), _joined(entries[1], 2)
         return torch.cat([header.view(torch.uint8), *(row.to(torch.uint8) for row in rows)]).view(torch.int32)
 
     def unquantize(self, gathered: Tensor, world: int, numel: int) -> Tensor:
-        messages, chunks = gathered.view(world, -1), chunks_of(numel)
-        length = header_length(chunks)
+        messages, chunks = gathered.view(world, -1), wire.chunks_of(numel)
+        length = wire.header_length(chunks)
         header = messages[:, :length].contiguous().view(torch.int16)[:, : 3 * chunks].int()
         counts, levels = header[:, :chunks], header[:, chunks:]
-        room = packed_room(messages.shape[1], chunks)
+        room = wire.packed_room(messages.shape[1], chunks)
         rows = messages[:, length:].contiguous().view(torch.uint8)
         lower, upper, values = torch.split(rows, [room, room // 2, room // 4], 1)
         code = _parted(values, 2)
@@ -293,19 +277,19 @@ class TorchOps(Ops):
         bad = (counts < 0).any(1, keepdim=True) | (ends[:, -1:] > room)
         used = (numbers < ends[:, -1:]) & ~bad
         chunk = torch.searchsorted(ends, numbers, right=True).clamp(max=chunks - 1)
-        indices = torch.where(used, (chunk << CHUNK_BITS) + (_parted(upper, 4) << 8) + lower, PADDING)
-        first = torch.where(counts[:, 0] == NOT_FINITE, NOT_FINITE, BAD_COUNTS)
+        indices = torch.where(used, (chunk << wire.CHUNK_BITS) + (_parted(upper, 4) << 8) + lower, wire.PADDING)
+        first = torch.where(counts[:, 0] == wire.NOT_FINITE, wire.NOT_FINITE, wire.BAD_COUNTS)
         indices[:, 0] = torch.where(bad[:, 0], first, indices[:, 0])
         bits = levels.gather(1, chunk + chunks * (code >> 1)) << 16 | code << 31
         return torch.stack((indices.int(), torch.where(used, bits, 0)), 2).view(-1, 2)
 
     def rows_in_use(self, messages: Tensor, world: int, numel: int) -> list[int | None]:
         indices = (messages if messages.dim() == 1 else messages[:, 0]).view(world, -1)
-        before, after, padding = indices[:, :-1], indices[:, 1:], indices[:, 1:] == PADDING
+        before, after, padding = indices[:, :-1], indices[:, 1:], indices[:, 1:] == wire.PADDING
         follows = (padding | ((before >= 0) & (after > before))).all(1)
-        in_range = (indices[:, 0] >= PADDING) & (indices.amax(1) < numel)
+        in_range = (indices[:, 0] >= wire.PADDING) & (indices.amax(1) < numel)
         used = torch.where(follows & in_range, (indices >= 0).sum(1), -1)
-        used = torch.where(indices[:, 0] == NOT_FINITE, NOT_FINITE, used)
+        used = torch.where(indices[:, 0] == wire.NOT_FINITE, wire.NOT_FINITE, used)
         # The host waits for the device once.
         return [None if rows == -1 else rows for rows in used.tolist()]
 
@@ -326,10 +310,10 @@ class TorchOps(Ops):
 
     def pack_indices(self, indices: Tensor, header: list[int], capacity: int) -> Tensor:
         if indices.device.type == "cpu":
-            host = np.full(len(header) + capacity, PADDING, np.int32)
+            host = np.full(len(header) + capacity, wire.PADDING, np.int32)
             host[: len(header)], host[len(header) : len(header) + indices.numel()] = header, indices.numpy()
             return torch.from_numpy(host)
-        message = torch.full((len(header) + capacity,), PADDING, dtype=torch.int32, device=indices.device)
+        message = torch.full((len(header) + capacity,), wire.PADDING, dtype=torch.int32, device=indices.device)
         message[: len(header)] = message.new_tensor(header)
         message[len(header) : len(header) + indices.numel()] = indices
         return message
@@ -338,7 +322,9 @@ class TorchOps(Ops):
         add_up = device.adder_for(messages)
         if add_up is not None:
             return lambda targets: _write_added_up(add_up, messages, len(used), divisor, targets)
-        parts = [self.unpack(message, rows) for message, rows in zip(split(messages, len(used)), used, strict=True)]
+        parts = [
+            self.unpack(message, rows) for message, rows in zip(wire.split(messages, len(used)), used, strict=True)
+        ]
         for indices, _ in parts:
             if indices.device.type == "cpu" and bool((indices[1:] <= indices[:-1]).any()):
                 raise IndexError(f"indices must be ascending in each of {len(used)} messages")
