@@ -110,6 +110,18 @@ def test_a_change_is_noticed_on_a_device(kind: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("_place")
+def test_without_a_sample_the_version_alone_shows_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy could not read the memory of a device."""
+    parameter, handed = _handed(_gradient())
+    monkeypatch.setattr(unchanged, "_numbers", lambda flat: pytest.fail("the host reads the gradient"))
+    handed = {parameter: unchanged.without_sample(handed[parameter])}
+    assert first_changed(handed) is None
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+    assert first_changed(handed) is parameter
+
+
+@pytest.mark.usefixtures("_place")
 def test_another_tensor_is_a_change_and_none_stays_none() -> None:
     parameter, handed = _handed(_gradient())
     parameter.grad = _gradient()

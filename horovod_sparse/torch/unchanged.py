@@ -67,7 +67,7 @@ def first_changed(handed: Mapping[Tensor, Handed]) -> Tensor | None:
             return parameter
         if isinstance(sample, Tensor):
             later.setdefault(sample.device, []).append(parameter)
-        elif _numbers(_flat(gradient))[places].tobytes() != sample:
+        elif sample and _numbers(_flat(gradient))[places].tobytes() != sample:
             return parameter
     for parameters in later.values():
         differences = [_difference(handed[parameter]) for parameter in parameters]
