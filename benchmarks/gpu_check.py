@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import markdown
 import numpy as np
@@ -40,6 +41,7 @@ from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Parameter, Slot, layouts_of
 from horovod_sparse.core.pipeline import Pipeline
+from horovod_sparse.estimation import fits
 from horovod_sparse.kernels import gpu as ours
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.tools.quantities import parse_count
@@ -191,7 +193,7 @@ COMPARED: list[Callable[[float], Compressor]] = [
 def compare(device: Device, make: Callable[[float], Compressor], dtype: torch.dtype) -> int:
     """Run some steps beside the NumPy oracle; how many."""
     rng, steps = np.random.default_rng(0), 0
-    shapes = [[150, 1, 49]] if device.interpreted else [[65], [300, 1, 77], [5000, 40_000], [3_000_000]]
+    shapes = [[65], [150, 1, 49]] if device.interpreted else [[65], [300, 1, 77], [5000, 40_000], [3_000_000]]
     for sizes in shapes:
         worker = Worker(device, make(0.05), sizes, dtype, **({"block": 64, "chunk": 16} if device.interpreted else {}))
         for step in range(3 if device.interpreted else 6):
@@ -200,28 +202,53 @@ def compare(device: Device, make: Callable[[float], Compressor], dtype: torch.dt
                 # Candidates of the step before are too few.
                 gradient *= np.float32(1e-3)
             x = worker.residual.cpu().numpy() + gradient
+            request = worker.bucket.rule.request(worker.state, worker.k)
             message = worker.launch(torch.from_numpy(gradient).to(device.torch)).cpu().numpy()
-            check_choice(worker, x, message, worker.finish())
+            told = worker.finish()
+            try:
+                check_choice(worker, request, x, message, told)
+            except AssertionError as error:
+                at = f"{worker.compressor}, {dtype}, {sizes}, step {step}: k {worker.k}, capacity {worker.capacity}, {told}"
+                raise AssertionError(at) from error
             steps += 1
     return steps
 
 
-def check_choice(worker: Worker, x: np.ndarray, message: np.ndarray, told: dict[str, float]) -> None:
-    """The entries that the oracle chooses, exactly, and nothing lost."""
-    oracle, k, sent = NumpyOps(), worker.k, int(told["sent"])
+def check_choice(worker: Worker, request: Any, x: np.ndarray, message: np.ndarray, told: dict[str, float]) -> None:
+    """The entries that the oracle chooses, exactly, by the threshold that its fit gives, and nothing lost."""
+    oracle, compressor, k, sent = NumpyOps(), worker.compressor, worker.k, int(told["sent"])
     indices, values = message[:sent, 0], message[:sent, 1].copy().view(np.float32)
     assert (message[sent:] == [-1, 0]).all(), "padding"
     restored = worker.residual.cpu().numpy()
     restored[indices] += values
     np.testing.assert_array_equal(restored, x)
-    exact = oracle.select_largest(x, worker.capacity if told["found"] > worker.capacity else k)
+    # An estimate that is far off is replaced by the k largest.
+    used = told["found"] > worker.capacity and not (
+        isinstance(compressor, SIDCo) and not compressor.trusts(told["found"], k)
+    )
+    exact = oracle.select_largest(x, worker.capacity if used else k)
     chosen = exact if told["exact"] else oracle.select_above(x, told["limit"], worker.capacity)
     np.testing.assert_array_equal(indices, chosen.indices)
-    if isinstance(worker.compressor, SIDCo):
+    if isinstance(compressor, SIDCo):
+        if told["estimated"] and not told["exact"]:
+            np.testing.assert_allclose(told["limit"], fitted(request, told), rtol=1e-6)
         assert told["count"] == np.count_nonzero(x) and told["largest"] == np.abs(x).max()
         assert k / 2 <= sent <= worker.capacity or told["count"] <= k
-    if isinstance(worker.compressor, TopK):
+    if isinstance(compressor, TopK):
         assert told["exact"]
+
+
+def fitted(request: Any, told: dict[str, float]) -> float:
+    """The threshold of SIDCo's last stage, by the fits of the host."""
+    mean = told["tail_total"] / told["tail_count"]
+    variance = max(told["tail_squares"] / told["tail_count"] - mean * mean, 0.0)
+    ratio = min(request.aim, told["count"] - 1.0) / told["tail_count"]
+    excess = (
+        fits.exponential(mean, ratio)
+        if request.rule == "exponential"
+        else fits.generalized_pareto(mean, variance, ratio)
+    )
+    return min(float(request.cut + excess), told["largest"])
 
 
 def never_waits(device: Device, make: Callable[[float], Compressor]) -> None:
