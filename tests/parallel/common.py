@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
-import horovod.torch
 import numpy as np
 import torch
 from backend import ORACLE
@@ -26,8 +26,9 @@ from .makers import MakeCompression, makers
 from .scenario import raised as raised
 
 IN_DDP = is_torchelastic_launched()
-hvd: Any = ranks if IN_DDP else horovod.torch
+hvd: Any = ranks if IN_DDP else import_module("horovod.torch")
 """What tells the rank and gathers: of a launch by torchrun, `torch.distributed`."""
+DEVICE = ranks.DEVICE
 BUCKET_MIB = 0.01
 """Of DDP's buckets. Ours are others."""
 BUCKET_BYTES = 40_000

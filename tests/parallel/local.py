@@ -18,7 +18,7 @@ from horovod_sparse.core.bucket import Bucket
 from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.torch import transport
 
-from .common import Oracle, assert_identical, everyone, hvd, normals, raised, small_model, wrap
+from .common import DEVICE, Oracle, assert_identical, everyone, hvd, normals, raised, small_model, wrap
 from .scenario import EVERYWHERE, MPI_2, PAIR, TORCHRUN, TORCHRUN_2, scenario
 
 SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "small": (30,)}
@@ -401,7 +401,7 @@ def an_optimizer_of_horovod_is_refused() -> None:
 def a_scaler_belongs_to_its_worker() -> None:
     torch.manual_seed(0)
     model = nn.Linear(30, 40)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler(DEVICE, init_scale=2.0**10)
     local = sparse.LocalUpdates(optimizer, model, sparse.TopK(0.1, min_numel=0, warmup=None), every=3)
     for step in range(6):
         local.zero_grad()

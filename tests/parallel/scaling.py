@@ -13,6 +13,7 @@ from horovod_sparse.torch import DGC, Clip, MiCRO, SIDCo, Threshold, TopK
 from .common import (
     BUCKET_BYTES,
     COMPRESSORS,
+    DEVICE,
     IN_DDP,
     MakeCompression,
     assert_identical,
@@ -58,7 +59,7 @@ def overflow_leaves_no_trace(make: MakeCompression) -> None:
         model, compression = overflowing(), make(granularity=BUCKET_BYTES, **({"detached": 0.0} if IN_DDP else {}))
         moves: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.1} if compression.momentum == "auto" else {}
         called, optimizer = distributed(model, torch.optim.SGD(model.parameters(), lr=0.05, **moves), compression)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7, growth_interval=2)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**7, growth_interval=2)
         if scaled and IN_DDP:
             compression.scale_with(scaler)
         for step in range(8):
@@ -83,7 +84,7 @@ def reduced_gradients_are_unscaled_and_clipped_before_the_step() -> None:
     for scaled in (False, True):
         model = small_model()
         optimizer = wrap(model, SIDCo(0.02, warmup=None), momentum=0.0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=64.0, enabled=scaled)
         for step in range(5):
             optimizer.zero_grad()
             scaler.scale(loss_of(model, step)).backward()
@@ -113,7 +114,7 @@ def several_optimizers_share_a_scaler() -> None:
         )
         for model, compression in zip(models, compressions, strict=True)
     ]
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0)
     for compression in compressions:
         compression.scale_with(scaler)
     for step in range(6):
@@ -134,13 +135,13 @@ def several_optimizers_share_a_scaler() -> None:
 
 @scenario(MPI_2)
 def misuse_of_a_scaler_is_refused() -> None:
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler(DEVICE)
     assert "serves no optimizer yet" in raised(RuntimeError, lambda: MiCRO(0.01, warmup=None).scale_with(scaler))
     model, compression = small_model(), MiCRO(0.01, warmup=None)
     optimizer = wrap(model, compression)
     compression.scale_with(scaler)
     compression.scale_with(scaler)
-    other = torch.amp.GradScaler("cpu")
+    other = torch.amp.GradScaler(DEVICE)
     assert "scale_with must be called once" in raised(RuntimeError, lambda: compression.scale_with(other))
     assert "rescale must not be called" in raised(RuntimeError, lambda: compression.rescale(2.0))
     _train_scaled(model, optimizer, scaler, range(2))

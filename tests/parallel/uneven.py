@@ -12,6 +12,7 @@ from horovod_sparse.torch import joined
 
 from .common import (
     COMPRESSORS,
+    DEVICE,
     IN_DDP,
     assert_identical,
     digest,
@@ -42,7 +43,7 @@ def _train(batches: Iterable[tuple[int, float]], make: Callable[[], Any], adamw:
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **(SGD if compression.momentum == "auto" else {}))
     called, optimizer = distributed(model, optimizer, compression)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=not adamw and not IN_DDP)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0, enabled=not adamw and not IN_DDP)
     for batch, weight in [*batches, (10, 1.0), (11, 1.0)]:
         optimizer.zero_grad()
         scaler.scale(weight * loss_of(called, batch)).backward()

@@ -16,6 +16,7 @@ from horovod_sparse.torch import DGC, SIDCo, TopK
 from horovod_sparse.torch.routes import OptimizerRoutes
 
 from .common import (
+    DEVICE,
     IN_DDP,
     assert_identical,
     digest,
@@ -159,7 +160,7 @@ def an_overflow_concerns_one_worker(unscales: bool, fused: bool) -> None:
     model = small_model()
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     trained, optimizer = distributed(model, adam, TopK(0.02, warmup=None))
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0)
     for step in range(6):
         optimizer.zero_grad()
         loss = loss_of(trained, step) * (float("inf") if (step, hvd.rank()) == (2, 1) else 1.0)

@@ -64,6 +64,8 @@ def main(framework: str, directory: Path, names: list[str]) -> int:
     hvd = import_module("parallel.ddp.ranks" if framework == "ddp" else f"horovod.{framework}")
     library = import_module("tensorflow" if framework == "tensorflow" else "torch")
     seed = library.random.set_seed if framework == "tensorflow" else library.manual_seed
+    if framework == "ddp" and hvd.DEVICE == "cuda":
+        import_module("parallel.on_gpu").install()
     hvd.init()
     record = Record(directory / f"rank{hvd.rank()}.jsonl")
     # What the frameworks have made stays: looking through it after every scenario takes longer than most scenarios.

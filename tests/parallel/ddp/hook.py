@@ -19,6 +19,7 @@ from horovod_sparse.torch.group import Group
 from ..common import (
     BUCKET_BYTES,
     COMPRESSORS,
+    DEVICE,
     MakeCompression,
     Oracle,
     assert_close,
@@ -157,7 +158,7 @@ def autocast_and_memory_layouts() -> None:
     for step in range(10):
         images = torch.from_numpy(normals((4, 3, 8, 8), step=step, rank=hvd.rank()))
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             loss = F.cross_entropy(model(images.to(memory_format=torch.channels_last)).float(), torch.arange(4))
         loss.backward()
         optimizer.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -11,12 +12,17 @@ import torch.distributed as dist
 
 rank, size = dist.get_rank, dist.get_world_size
 
+DEVICE = os.environ.get("HOROVOD_SPARSE_TEST_DEVICE", "cpu")
+"""Where models are: "cuda" if `on_gpu` runs the scenarios."""
 LIMIT = timedelta(seconds=30)
 """After this time a rank that waits for another one raises."""
 
 
 def init() -> None:
-    dist.init_process_group("gloo", timeout=LIMIT)
+    if DEVICE == "cuda":
+        # NCCL refuses two ranks of one host on one GPU.
+        os.environ["NCCL_HOSTID"] = os.environ["RANK"]
+    dist.init_process_group("gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl", timeout=LIMIT)
     atexit.register(shutdown)
 
 

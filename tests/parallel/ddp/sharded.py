@@ -25,6 +25,7 @@ from horovod_sparse.torch import LocalUpdates, MiCRO, NoOp, SIDCo, TopK, registe
 from ..common import (
     BUCKET_BYTES,
     COMPRESSORS,
+    DEVICE,
     MakeCompression,
     Oracle,
     batch,
@@ -50,7 +51,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"first": (41, 50), "second": (3001,), "thi
 def mesh_of(replicas: int) -> DeviceMesh:
     """All ranks: those of a row hold a replica together, those of a column the same shard."""
     shape = (replicas, hvd.size() // replicas)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: nn.Module, mesh: Any, **arguments: Any) -> Any:
@@ -425,7 +426,7 @@ def training_resumes_bit_for_bit(step: Callable[[Any], Any]) -> None:
 def more_replicas_send_what_fewer_have_kept() -> None:
     """Four ranks save, and six go on: as three replicas of two shards, and not as two replicas of three."""
     folder = Path(everyone(tempfile.mkdtemp())[0])
-    two, three = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard")), mesh_of(3)
+    two, three = DeviceMesh(DEVICE, [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard")), mesh_of(3)
 
     def fresh(mesh: DeviceMesh) -> tuple[Any, Any, Any]:
         compression = TopK(0.05, warmup=None, granularity=16_000)
@@ -502,7 +503,7 @@ def what_does_not_fit_is_refused_by_name() -> None:
 
 @scenario(TORCHRUN_4)
 def steps_that_would_exchange_nothing_are_refused() -> None:
-    mesh, scaler = mesh_of(2), torch.amp.GradScaler("cpu")
+    mesh, scaler = mesh_of(2), torch.amp.GradScaler(DEVICE)
     model, optimizer = wrapped(small_model(), sgd, TopK(0.05, warmup=None), mesh)
     scaler.scale(loss_of(model, 0)).backward()
     assert "GradScaler" in raised(RuntimeError, lambda: scaler.step(optimizer))

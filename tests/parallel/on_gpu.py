@@ -1,0 +1,106 @@
+"""Runs the scenarios of `torch.distributed` on a GPU that all ranks share, over NCCL.
+
+    python -m parallel.on_gpu [--ranks 2] [--only WORDS...] [--json FILE]        (in tests, with PyTorch for CUDA)
+
+What tests make is made on the GPU, and what they read is brought from there. What the package makes is left as it is: if that
+is on the wrong device, the scenario fails. NCCL takes each rank for a host of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .launch import TESTS, Launch
+
+_LIBRARY = os.path.dirname(torch.__file__) + os.sep
+_OPTIMIZERS = os.path.join(_LIBRARY, "optim") + os.sep
+_EXAMPLES = str(TESTS.parent / "examples") + os.sep
+_MAKERS = {
+    torch.tensor, torch.zeros, torch.ones, torch.empty, torch.full, torch.rand, torch.randn, torch.randint, torch.arange,
+    torch.linspace, torch.eye, torch.randperm, torch.sparse_coo_tensor, torch.as_tensor,
+}  # fmt: skip
+
+
+def _from_tests() -> bool:
+    """Whether a test, rather than the package or an optimizer of PyTorch, calls."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name == __file__ or (name.startswith(_LIBRARY) and not name.startswith(_OPTIMIZERS)):
+            frame = frame.f_back
+            continue
+        return name.startswith((str(TESTS), _EXAMPLES))
+    return False
+
+
+class _Making(TorchFunctionMode):
+    """Makes the tensors of tests on the GPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _MAKERS and kwargs.get("device") is None and _from_tests():
+            # The same numbers as on the CPU.
+            made = function(*args, **{**kwargs, "requires_grad": False}).cuda()
+            return made.requires_grad_(kwargs.get("requires_grad", False))
+        return function(*args, **kwargs)
+
+
+def install() -> None:
+    """From now on, in this process."""
+    torch.zeros(1, device="cuda:0")
+    to_numpy, from_numpy = torch.Tensor.numpy, torch.from_numpy
+
+    def numpy(self: Any, **arguments: Any) -> Any:
+        return to_numpy(self.cpu() if self.is_cuda and _from_tests() else self, **arguments)
+
+    def made(array: Any) -> Any:
+        tensor = from_numpy(array)
+        return tensor.cuda() if _from_tests() else tensor
+
+    torch.Tensor.numpy = numpy  # type: ignore[method-assign]
+    torch.from_numpy = made
+    _Making().__enter__()
+
+
+def main() -> int:
+    from .catalogue import scenarios
+    from .session import run_scenarios
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    launch = Launch("torchrun", options.ranks, "ddp")
+    known = scenarios("ddp")
+    chosen = [name for name, one in known.items() if launch in one.launches]
+    chosen = [name for name in chosen if not options.only or any(word in name for word in options.only)]
+    os.environ.update({"HOROVOD_SPARSE_TEST_DEVICE": "cuda", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"})
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = run_scenarios(launch, chosen, Path(folder))
+    failed = {name: str(one) for name, one in outcomes.items() if not one.passed}
+    for name, text in failed.items():
+        print(f"=== {name}\n{text}\n")
+    last = Counter(text.strip().splitlines()[-1][:200] for text in failed.values())
+    for line, count in last.most_common():
+        print(count, line)
+    print(f"{len(outcomes) - len(failed)} passed, {len(failed)} failed")
+    if options.json:
+        options.json.write_text(
+            json.dumps({"failed": failed, "seconds": {n: o.seconds for n, o in outcomes.items()}}, indent=1)
+        )
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
