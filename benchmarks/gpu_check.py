@@ -52,7 +52,9 @@ BAR, BAR_RATIO = 1.6, 0.001
 WORLD = 4
 _BUSY_CYCLES = 2_000_000
 """For about a millisecond the device is busy, while the host queues up what is timed."""
-_WARM_STEPS = 6
+_WARM_STEPS = 100
+_SHIFTS = 2**20
+"""Numbers are drawn in addition to a gradient's, which then begins at another one in each step."""
 _ROOM = 16
 """Memory that a size is measured with, as a multiple of the residual's."""
 
@@ -334,7 +336,8 @@ KINDS = {"Laplace": laplace, "Gaussian": normal, "Student": student}
 
 def measure(device: Device, numel: int, ratio: float, repetitions: int) -> Iterator[Result]:
     for number, (kind, draw) in enumerate(KINDS.items()):
-        gradient = draw(device, numel, 10 * number)
+        drawn = draw(device, numel + _SHIFTS, 10 * number)
+        gradient = drawn[:numel]
         residual = torch.zeros_like(gradient)
         timed: list[tuple[str, Compressor, float | None]] = [("SIDCo-E, " + kind, SIDCo(ratio, warmup=None), BAR)]
         if number == 0:
@@ -344,21 +347,25 @@ def measure(device: Device, numel: int, ratio: float, repetitions: int) -> Itera
                 ("TopK, cold", TopK(ratio, warmup=None), None),
                 ("Threshold", Threshold(-math.log(ratio), ratio=ratio, slack=2.0), None),
             ]
-        rows = [step_row(device, *one, gradient) for one in timed]
+        rows = [step_row(device, *one, drawn, numel) for one in timed]
         if number == 0:
             rows += other_rows(device, ratio, gradient)
         yield from time_rows(device, rows, numel, ratio, partial(residual.add_, gradient), repetitions)
 
 
-def step_row(device: Device, title: str, compressor: Compressor, bar: float | None, gradient: Tensor) -> Row:
-    numel = gradient.numel()
+def step_row(device: Device, title: str, compressor: Compressor, bar: float | None, drawn: Tensor, numel: int) -> Row:
+    """Steps after many others, with other gradients each time: the same numbers at other places."""
     worker = Worker(device, compressor, [numel], torch.float32)
     cold = title.endswith("cold")
     message = torch.empty(0)
 
+    def gradient() -> Tensor:
+        first = worker.state.step * 64 * 7919 % _SHIFTS
+        return drawn[first : first + numel]
+
     def run() -> None:
         nonlocal message
-        message = worker.launch(gradient)
+        message = worker.launch(gradient())
 
     def prepare() -> None:
         worker.finish()
@@ -368,7 +375,7 @@ def step_row(device: Device, title: str, compressor: Compressor, bar: float | No
     def check() -> None:
         """Of one more step, on the device: nothing lost, and the largest sent."""
         prepare()
-        expected = worker.residual + gradient
+        expected = worker.residual + gradient()
         run()
         sent = int(worker.finish()["sent"])
         indices, values = message[:sent, 0].long(), message[:sent, 1].contiguous().view(torch.float32)

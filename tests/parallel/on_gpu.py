@@ -73,18 +73,24 @@ def install() -> None:
 
 
 def main() -> int:
+    # Scenarios are read here as `torchrun` reads them: Horovod is not needed.
+    os.environ["TORCHELASTIC_RUN_ID"] = ""
     from .catalogue import scenarios
     from .session import run_scenarios
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument(
+        "--part", type=int, nargs=2, default=[0, 1], metavar=("I", "N"), help="every N-th, from the I-th"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    launch = Launch("torchrun", options.ranks, "ddp")
-    known = scenarios("ddp")
+    launch, known = Launch("torchrun", options.ranks, "ddp"), scenarios("ddp")
+    del os.environ["TORCHELASTIC_RUN_ID"]
     chosen = [name for name, one in known.items() if launch in one.launches]
     chosen = [name for name in chosen if not options.only or any(word in name for word in options.only)]
+    chosen = chosen[options.part[0] :: options.part[1]]
     os.environ.update({"HOROVOD_SPARSE_TEST_DEVICE": "cuda", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"})
     with tempfile.TemporaryDirectory() as folder:
         outcomes = run_scenarios(launch, chosen, Path(folder))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from horovod_sparse.exchange import wire
 from horovod_sparse.kernels.gpu.message import write
 from horovod_sparse.kernels.gpu.messages import CHUNK, device_of
 from horovod_sparse.kernels.gpu.rules import Request, Rule, rule_of
-from horovod_sparse.kernels.gpu.search import WORDS, count, histogram
+from horovod_sparse.kernels.gpu.search import WORDS, collect, count, histogram, sample
 from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
 from horovod_sparse.kernels.gpu.tiles import MOST_BLOCK, NUMBERS, RUN, SUMS, accumulate
 from horovod_sparse.ops.protocol import Momentum
@@ -29,6 +29,12 @@ _SPARE = 4
 """Slots of a tile for candidates, as a multiple of the number of entries that a tile sends on average."""
 _MOST_SLOTS = 16
 """There is at most one slot per this many entries of the residual."""
+_STRIDE = 32
+"""If there are too few candidates, one run of this many is looked at to estimate what they should exceed."""
+_MARGIN = 0.1
+"""Candidates exceed the last limit less at most this part of it. It adapts: with error feedback many entries are just below."""
+_MANY, _LESS, _MORE = 3.0, 0.7, 4.0
+"""If there are this many times as many candidates as are sent, the margin shrinks; if there are too few, it grows."""
 _WIDTHS = {torch.float32: (11, 10, 10), torch.float64: (11, 11, 11, 10, 10, 10)}
 """Width of each digit of a magnitude, in bits, from the most significant digit."""
 
@@ -99,7 +105,8 @@ class DeviceBucket:
         """What every kernel after `fit` reads."""
         self._partials = zeros(self._tiles * len(SUMS), torch.float64)
         self._above, self._equal = zeros(self._groups, torch.int32), zeros(self._groups, torch.int32)
-        self._histograms = zeros(len(self._widths) * MOST_BINS, torch.int32)
+        self._histograms = zeros((len(self._widths) + 1) * MOST_BINS, torch.int32)
+        self._sampled = self._histograms[len(self._widths) * MOST_BINS :]
         self._words = zeros(WORDS, torch.int64)
         self._numbers = zeros(len(NUMBERS), torch.float64)
         on_gpu = buffer.device.type == "cuda"
@@ -107,6 +114,7 @@ class DeviceBucket:
         self._copied = torch.cuda.Event() if on_gpu else None
         self._limit = math.inf
         """The magnitude that the last step compared entries with."""
+        self._margin = _MARGIN
         self.numbers: dict[str, float] = {}
         """The numbers of the last step by name (`tiles.NUMBERS`)."""
 
@@ -115,6 +123,17 @@ class DeviceBucket:
 
     def begin(self, *, selects: bool) -> None:
         return
+
+    def _floor(self, state: BucketState) -> float:
+        return self.rule.floor(state, self._limit * (1.0 - self._margin))
+
+    def _adapt(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
+        """Let the next step have more candidates than it sends, but not many more."""
+        sent = max(k, numbers["sent"])
+        if numbers["limit"] < self._floor(state) or numbers["candidates"] < numbers["exact"] * sent:
+            self._margin = min(self._margin * _MORE, _MARGIN)
+        elif numbers["candidates"] > _MANY * sent:
+            self._margin *= _LESS
 
     def accumulate(
         self,
@@ -145,7 +164,7 @@ class DeviceBucket:
                 part.first_tile,
                 self._tiles,
                 self.rule.request(state, k).cut,
-                self.rule.floor(state, self._limit),
+                self._floor(state),
                 0.0 if momentum is None else momentum.factor,
                 0.0 if momentum is None else momentum.ahead or 0.0,
                 rate,
@@ -154,6 +173,7 @@ class DeviceBucket:
                 self._slots,
                 BLOCK=self._shape["BLOCK"],
                 SLOTS=self._slots_each,
+                CHUNK=self._shape["CHUNK"],
                 HAS_GRADIENT=gradient is not None,
                 HAS_VELOCITY=momentum is not None,
                 NESTEROV=momentum is not None and momentum.ahead is not None,
@@ -166,7 +186,7 @@ class DeviceBucket:
         request = self.rule.request(state, k)
         message = torch.empty((capacity, 2), dtype=torch.int32, device=self.buffer.device)
         with device_of(self.buffer):
-            self._fit(request, self.rule.floor(state, self._limit), k)
+            self._fit(request, self._floor(state), k)
             if request.rule != "largest":
                 self._count(-1, 0)
             self._search(request, k, capacity)
@@ -190,7 +210,7 @@ class DeviceBucket:
             self._histograms,
             self._numbers,
             self._words,
-            ROUNDS=len(self._widths),
+            HISTOGRAMS=len(self._widths) + 1,
             RULE=request.rule,
             CHUNK=MOST_BINS,
             num_warps=8,
@@ -201,25 +221,47 @@ class DeviceBucket:
         count[(self._groups,)](*self._entries, *counts, LAST=last, WIDTH=width, **self._shape)
 
     def _search(self, request: Request, k: int, capacity: int) -> None:
-        shift = sum(self._widths)
+        shift, groups = sum(self._widths), triton.next_power_of_2(self._groups)
+        block, width = self._shape["BLOCK"], self._widths[0]
+        digit = {"SHIFT": shift - width, "WIDTH": width, "STRIDE": min(_STRIDE, block // RUN)}
+        shape = {"BLOCK": block, "TILES": self._tiles_each, "CHUNK": self._shape["CHUNK"]}
+        sample[(self._groups,)](
+            self.buffer,
+            self._starts,
+            self._tiles,
+            self._above,
+            self._groups,
+            k,
+            capacity,
+            *request.trust,
+            self._sampled,
+            self._numbers,
+            self._words,
+            FITS=self.rule.measures,
+            GROUPS=groups,
+            **digit,
+            **shape,
+        )
+        collect[(self._groups,)](
+            *self._entries,
+            k,
+            request.cut_exponent,
+            self._sampled,
+            self._numbers,
+            self._words,
+            **digit,
+            **self._shape,
+        )
         for number, width in enumerate(self._widths):
             shift -= width
             histogram[(self._groups,)](
                 *self._entries,
-                self._above,
-                self._groups,
-                k,
-                capacity,
-                *request.trust,
-                request.cut_exponent,
                 self._histograms,
-                self._numbers,
                 self._words,
                 ROUND=number,
                 SHIFT=shift,
                 WIDTH=width,
                 BEFORE=self._widths[number - 1],
-                GROUPS=triton.next_power_of_2(self._groups),
                 **self._shape,
             )
 
@@ -244,6 +286,7 @@ class DeviceBucket:
         if numbers["not_finite"]:
             # Nothing was sent, and nothing is learned.
             return Outcome(not_finite=self._not_finite())
+        self._adapt(state, k, numbers)
         self.rule.learn(state, k, numbers)
         self._limit = numbers["limit"]
         sent, found = int(numbers["sent"]), int(numbers["found"])

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from horovod_sparse.exchange import wire
 from horovod_sparse.kernels.gpu.floats import LARGEST_FLOAT32, bits_of, clip, value_of
-from horovod_sparse.kernels.gpu.search import LIMIT, MOST_EQUAL, WHOLE, chunk_of, counts_of, steps_of
+from horovod_sparse.kernels.gpu.search import LIMIT, MOST_EQUAL, chunk_of, counts_of, must_read_all, steps_of
 from horovod_sparse.kernels.gpu.tiles import LIMIT_VALUE, NOT_FINITE, SENT
 
 _WIRE_NOT_FINITE = tl.constexpr(wire.NOT_FINITE)
@@ -70,7 +70,7 @@ def write(
     all_equal, equal = counts_of(group_equal, group, groups, GROUPS)
     sent = tl.minimum(all_above + tl.minimum(all_equal, most_equal), capacity)
 
-    first, steps, sparse = steps_of(group, tiles, tl.load(words + WHOLE), found, BLOCK, SLOTS, TILES, CHUNK)
+    first, steps, sparse = steps_of(group, tiles, must_read_all(words), found, BLOCK, SLOTS, TILES, CHUNK)
     for step in range(0, steps):
         indices, valid, x = chunk_of(
             step, sparse, first, residual, tiles, starts, found, slots, BLOCK, SLOTS, TILES, CHUNK

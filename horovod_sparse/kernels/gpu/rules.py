@@ -17,9 +17,6 @@ from horovod_sparse.compressors.sidco import SIDCo, SIDCoState
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.ops.protocol import Sums
 
-LOWER = 0.9
-"""The next step's candidates are the entries above this fraction of the limit of the last step."""
-
 
 @dataclass(frozen=True)
 class Request:
@@ -45,9 +42,9 @@ class Rule:
         """Return what to do in the next step. It does not change from the first gradient to the selection."""
         return Request("largest")
 
-    def floor(self, state: BucketState, limit: float) -> float:
-        """Return the magnitude that candidates exceed, after a step that compared with `limit` (infinity: before the first)."""
-        return LOWER * limit
+    def floor(self, state: BucketState, guess: float) -> float:
+        """Return the magnitude that candidates exceed: a guess of somewhat less than the limit, or better if it is known."""
+        return guess
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:
         """Learn from the numbers of a step (see `tiles.NUMBERS`). Called only if all its gradients were finite."""
@@ -63,7 +60,7 @@ class Above(Rule):
     def request(self, state: BucketState, k: int) -> Request:
         return Request("above")
 
-    def floor(self, state: BucketState, limit: float) -> float:
+    def floor(self, state: BucketState, guess: float) -> float:
         return self.threshold * _unit(state)
 
     def learn(self, state: BucketState, k: int, numbers: Mapping[str, float]) -> None:

@@ -1,4 +1,9 @@
-"""The kernels that search for the k-th largest entry, and count what is selected. Imports triton, and constants."""
+"""The kernels that search for the k-th largest entry, and count what is selected. Imports triton, and constants.
+
+They read the candidates alone, run by run. If these are too few, `sample` estimates from some of the entries what the
+candidates should exceed, and `collect` lists them again. If they are still too few, all entries are read: what is selected is
+exact in any case.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +12,30 @@ import triton.language as tl
 
 from horovod_sparse.compressors.sidco import FIRST_RATIO
 from horovod_sparse.kernels.gpu.floats import bits_of, value_of
-from horovod_sparse.kernels.gpu.threshold import FIT_LIMIT, FIT_RANK, FIT_TRUSTED, FIT_WHOLE, HISTOGRAM, NOTHING
-from horovod_sparse.kernels.gpu.tiles import COUNT, EXACT, FOUND, LOW, RUN
+from horovod_sparse.kernels.gpu.threshold import FIT_LIMIT, FIT_RANK, FIT_SHORT, FIT_TRUSTED, HISTOGRAM, NOTHING
+from horovod_sparse.kernels.gpu.tiles import COUNT, EXACT, FOUND, LOW, RUN, list_runs, run_peaks
 
 WORDS = 32
-# The final decisions, after those of `fit`: whether all entries must be read; the bits of the limit; how many of the entries
-# that equal the limit are selected.
-WHOLE, LIMIT, MOST_EQUAL = map(tl.constexpr, range(4, 7))
+# The final decisions, after those of `fit`: the bits of the limit, and how many of the entries that equal it are selected.
+LIMIT, MOST_EQUAL = map(tl.constexpr, range(4, 6))
+# What candidates are collected again by (0: they are not), and how many there are then.
+_COLLECTS_BY = tl.constexpr(6)
+_COLLECTED = tl.constexpr(7)
+_BY_LIMIT = tl.constexpr(1)
+_BY_SAMPLE = tl.constexpr(2)
+_WANTS_LOW = tl.constexpr(24)
 # What round r starts from: the digits found so far, and the rank among the entries that begin with them (0: no search).
 _RANK = tl.constexpr(8)
 _PREFIX = tl.constexpr(16)
 
 _RUN = tl.constexpr(RUN)
 _FIRST_RATIO = tl.constexpr(FIRST_RATIO)
+
+
+@triton.jit
+def must_read_all(words):
+    """Return whether the k-th largest entry may not be among the candidates, although they were collected by a sample."""
+    return (tl.load(words + _COLLECTS_BY) == _BY_SAMPLE) & (tl.load(words + _COLLECTED) < tl.load(words + _RANK))
 
 
 @triton.jit
@@ -30,7 +46,7 @@ def steps_of(
     first = group.to(tl.int64) * TILES
     tile = first + tl.arange(0, TILES)
     most = tl.max(tl.load(found + tile, tile < tiles, other=0), 0)
-    sparse = (whole == 0) & (most <= SLOTS)
+    sparse = ~whole & (most <= SLOTS)
     every = tl.minimum(tiles - first, TILES).to(tl.int32) * (BLOCK // CHUNK)
     return first, tl.where(sparse, (TILES * SLOTS * _RUN + CHUNK - 1) // CHUNK, every), sparse
 
@@ -103,46 +119,64 @@ def _read_round(histograms, words, ROUND: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _begin_search(
-    group_above, group, groups, k, capacity, trust_least, trust_most, numbers, words, GROUPS: tl.constexpr
+    group_above,
+    group,
+    groups,
+    k,
+    capacity,
+    trust_least,
+    trust_most,
+    numbers,
+    words,
+    FITS: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
-    """Decide whether a search is needed. Return the rank to search for (0: none), and whether all entries must be read."""
+    """Decide whether a search is needed. Return what candidates are collected by, and whether the next cut is wanted."""
     rank = tl.load(words + FIT_RANK)
-    whole = tl.load(words + FIT_WHOLE)
+    short = tl.load(words + FIT_SHORT) > 0
     limit = tl.load(words + FIT_LIMIT)
+    by = tl.where(rank > 0, _BY_SAMPLE, _BY_LIMIT)
+    far_off = tl.full((), False, tl.int1)
     if (rank == 0) & (limit != NOTHING):
         above, _ = counts_of(group_above, group, groups, GROUPS)
-        far_off = (above < trust_least) | (above > trust_most)
-        if far_off & (tl.load(words + FIT_TRUSTED) == 0):
+        far_off = ((above < trust_least) | (above > trust_most)) & (tl.load(words + FIT_TRUSTED) == 0)
+        if far_off:
             rank = k
-            whole = tl.full((), 1, tl.int64)
         elif above > capacity:
             rank = capacity
+        if above < rank:
+            by = tl.full((), _BY_SAMPLE, tl.int32)
+            short = tl.full((), True, tl.int1)
         if group == 0:
             tl.store(numbers + FOUND, above.to(tl.float64))
+    by = tl.where(short, by, 0)
+    wants_low = FITS & ((tl.load(words + FIT_RANK) > 0) | far_off)
     if group == 0:
-        tl.store(words + WHOLE, whole)
         tl.store(words + LIMIT, limit)
         tl.store(words + MOST_EQUAL, tl.full((), 0, tl.int64))
+        tl.store(words + _RANK, rank)
+        tl.store(words + _PREFIX, tl.full((), 0, tl.int64))
+        tl.store(words + _COLLECTS_BY, by.to(tl.int64))
+        tl.store(words + _COLLECTED, tl.full((), 0, tl.int64))
+        tl.store(words + _WANTS_LOW, wants_low.to(tl.int64))
         tl.store(numbers + EXACT, (rank > 0).to(tl.float64))
-    return rank, whole
+    return by, wants_low
 
 
 @triton.jit
-def _store_low(residual, histograms, k, cut_exponent, numbers, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
+def _store_low(residual, counts, k, cut_exponent, stride, numbers, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
     """Store the next cut: the lower end of the bin of the first digit in which SIDCo's last stage but one would end."""
     count = tl.maximum(tl.load(numbers + COUNT), 1.0)
     ratio = tl.log(k.to(tl.float64) / count / _FIRST_RATIO)
-    left = tl.exp(ratio * cut_exponent) * count * _FIRST_RATIO
-    digit, _ = _digit(histograms, tl.maximum(left, 1.0).to(tl.int64), WIDTH)
+    left = tl.exp(ratio * cut_exponent) * count * _FIRST_RATIO / stride
+    digit, _ = _digit(counts, tl.maximum(left, 1.0).to(tl.int64), WIDTH)
     tl.store(numbers + LOW, value_of(digit << SHIFT, residual))
 
 
 @triton.jit(do_not_specialize=["tiles", "groups", "k", "capacity", "trust_least", "trust_most"])
-def histogram(
+def sample(
     residual,
     starts,
-    found,
-    slots,
     tiles: tl.int64,
     group_above,
     groups: tl.int64,
@@ -150,9 +184,102 @@ def histogram(
     capacity: tl.int64,
     trust_least: tl.int64,
     trust_most: tl.int64,
-    cut_exponent: tl.float64,
-    histograms,
+    counts,
     numbers,
+    words,
+    FITS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Decide whether an exact search is needed, and count some of the entries by their first digit if that helps.
+
+    It is needed either because `fit` asks for it or by the number of entries above the limit of `fit`, which is the sum of
+    `group_above`. One run in STRIDE of each tile is looked at.
+    """
+    BINS: tl.constexpr = 1 << WIDTH
+    EACH: tl.constexpr = BLOCK // STRIDE
+    group = tl.program_id(0)
+    by, wants_low = _begin_search(
+        group_above, group, groups, k, capacity, trust_least, trust_most, numbers, words, FITS, GROUPS
+    )
+    if (by == _BY_SAMPLE) | wants_low:
+        bins = tl.zeros([BINS], tl.int32)
+        for first in range(0, TILES * EACH, CHUNK):
+            lane = first + tl.arange(0, CHUNK)
+            tile = group.to(tl.int64) * TILES + lane // EACH
+            used = (lane < TILES * EACH) & (tile < tiles)
+            # Another place in every tile, because the entries of a layer may have a period.
+            run = lane % EACH // _RUN * STRIDE + (tile * 40503 >> 4) % STRIDE
+            indices = tl.load(starts + tile, used, other=0) + run * _RUN + lane % _RUN
+            used = used & (indices < tl.load(starts + tile + 1, used, other=0))
+            x = tl.load(residual + indices, used, other=0.0)
+            bins += tl.histogram((bits_of(x) >> SHIFT).to(tl.int32), BINS, used)
+        tl.atomic_add(counts + tl.arange(0, BINS), bins, bins > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["tiles", "k"])
+def collect(
+    residual,
+    starts,
+    found,
+    slots,
+    tiles: tl.int64,
+    k: tl.int64,
+    cut_exponent: tl.float64,
+    counts,
+    numbers,
+    words,
+    SHIFT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TILES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Store the next cut, and list the candidates of all tiles again, each if `sample` says so."""
+    group = tl.program_id(0)
+    by = tl.load(words + _COLLECTS_BY)
+    if (group == 0) & (tl.load(words + _WANTS_LOW) > 0):
+        _store_low(residual, counts, k, cut_exponent, STRIDE, numbers, SHIFT, WIDTH)
+    if by > 0:
+        floor = tl.load(words + LIMIT)
+        if by == _BY_SAMPLE:
+            expected = tl.load(words + _RANK).to(tl.float64) / STRIDE
+            # Half as many more, and four times the deviation of such a count.
+            safe = expected * 1.5 + 4.0 * tl.sqrt(expected) + 8.0
+            digit, _ = _digit(counts, safe.to(tl.int64), WIDTH)
+            floor = (digit << SHIFT) - 1
+        first = group.to(tl.int64) * TILES
+        above = tl.zeros([CHUNK], tl.int32)
+        for tile in range(first, tl.minimum(first + TILES, tiles)):
+            start = tl.load(starts + tile)
+            left = (tl.load(starts + tile + 1) - start).to(tl.int32)
+            listed = tl.full((), 0, tl.int32)
+            for at in range(0, left, CHUNK):
+                lanes = at + tl.arange(0, CHUNK)
+                x = tl.load(residual + start + lanes, lanes < left, other=0.0)
+                wanted = ((lanes < left) & (bits_of(x) > floor)).to(tl.int32)
+                index = start.to(tl.int32) + at + tl.arange(0, CHUNK // _RUN) * _RUN
+                listed = list_runs(listed, run_peaks(wanted, CHUNK), index, slots + tile * SLOTS, SLOTS)
+                above += wanted
+            tl.store(found + tile, listed)
+        tl.atomic_add(words + _COLLECTED, tl.sum(above, 0).to(tl.int64), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def histogram(
+    residual,
+    starts,
+    found,
+    slots,
+    tiles: tl.int64,
+    histograms,
     words,
     ROUND: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -162,31 +289,24 @@ def histogram(
     SLOTS: tl.constexpr,
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
-    GROUPS: tl.constexpr,
 ):
-    """Count, by the digit at SHIFT, the entries that begin with the digits found so far, if an exact search is needed.
+    """Count, by the digit at SHIFT, the entries that begin with the digits found so far, if there is a search.
 
-    Round 0 decides whether it is needed, either because `fit` asks for it or by the number of entries above the limit of `fit`,
-    which is the sum of `group_above`. Later rounds first read the previous digit off its histogram. The digit is WIDTH bits
-    wide, and the previous digit BEFORE bits.
+    Rounds after the first one begin by reading the previous digit off its histogram. The digit is WIDTH bits wide, and the
+    previous digit BEFORE bits.
     """
     BINS: tl.constexpr = 1 << WIDTH
     group = tl.program_id(0)
     if ROUND == 0:
-        rank, whole = _begin_search(
-            group_above, group, groups, k, capacity, trust_least, trust_most, numbers, words, GROUPS
-        )
-        prefix = tl.full((), 0, tl.int64)
+        rank, prefix = tl.load(words + _RANK), tl.full((), 0, tl.int64)
     else:
-        whole = tl.load(words + WHOLE)
         rank, prefix = _read_round(histograms, words, ROUND - 1, BEFORE)
-        if ROUND == 1 and (group == 0) & (whole > 0) & (rank > 0):
-            _store_low(residual, histograms, k, cut_exponent, numbers, SHIFT + WIDTH, BEFORE)
-    if group == 0:
-        tl.store(words + _RANK + ROUND, rank)
-        tl.store(words + _PREFIX + ROUND, prefix)
+        if group == 0:
+            tl.store(words + _RANK + ROUND, rank)
+            tl.store(words + _PREFIX + ROUND, prefix)
     if rank > 0:
         counts = tl.zeros([BINS], tl.int32)
+        whole = must_read_all(words)
         first, steps, sparse = steps_of(group, tiles, whole, found, BLOCK, SLOTS, TILES, CHUNK)
         for step in range(0, steps):
             _, valid, x = chunk_of(
@@ -226,11 +346,11 @@ def count(
     limit = tl.load(words + FIT_LIMIT)
     if LAST < 0:
         needed = tl.load(words + FIT_RANK) == 0
-        whole = tl.load(words + FIT_WHOLE)
+        whole = tl.load(words + FIT_SHORT) > 0
     else:
         most_equal, digits = _read_round(histograms, words, LAST, WIDTH)
         needed = (most_equal > 0) | (limit == NOTHING)
-        whole = tl.load(words + WHOLE)
+        whole = must_read_all(words)
         if most_equal > 0:
             limit = digits
             if group == 0:

@@ -12,9 +12,9 @@ from horovod_sparse.kernels.gpu.tiles import ESTIMATED, FOUND, LOW, add_up
 MOST_BINS = 2048
 """The most bins of a histogram. Each of them takes so many entries of `histograms`."""
 HISTOGRAM = tl.constexpr(MOST_BINS)
-# What `fit` writes: the bits of the limit; whether all entries must be read; the rank to search for, or 0; whether any count
+# What `fit` writes: the bits of the limit; whether the candidates are too few; the rank to search for, or 0; whether any count
 # above the limit is accepted.
-FIT_LIMIT, FIT_WHOLE, FIT_RANK, FIT_TRUSTED = map(tl.constexpr, range(4))
+FIT_LIMIT, FIT_SHORT, FIT_RANK, FIT_TRUSTED = map(tl.constexpr, range(4))
 NOTHING = tl.constexpr(2**63 - 1)
 """Bits that no magnitude exceeds."""
 
@@ -70,7 +70,7 @@ def fit(
     histograms,
     numbers,
     words,
-    ROUNDS: tl.constexpr,
+    HISTOGRAMS: tl.constexpr,
     RULE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -82,7 +82,7 @@ def fit(
     largest.
     """
     FITS: tl.constexpr = RULE != "largest" and RULE != "above"
-    for start in range(0, ROUNDS * HISTOGRAM, CHUNK):
+    for start in range(0, HISTOGRAMS * HISTOGRAM, CHUNK):
         tl.store(histograms + start + tl.arange(0, CHUNK), tl.zeros([CHUNK], tl.int32))
     count, largest, tail_count, total, squares, not_finite, candidates = add_up(partials, tiles, numbers, FITS, CHUNK)
     floor_bits = rounded_bits(floor, residual)
@@ -100,13 +100,10 @@ def fit(
         # If few, there is room for everything that is not zero.
         limit = tl.where(few, 0, tl.minimum(rounded_bits(threshold, residual), below))
         rank = tl.where(few | usable, 0, k)
-    whole = (limit < floor_bits) | (rank.to(tl.float64) > candidates)
-    if FITS:
-        # The search then also finds the next cut.
-        whole = whole | (rank > 0)
+    short = ((rank == 0) & (limit < floor_bits)) | (rank.to(tl.float64) > candidates)
     bad = not_finite > 0.0
     tl.store(words + FIT_LIMIT, tl.where(bad, NOTHING, limit))
-    tl.store(words + FIT_WHOLE, (whole & ~bad).to(tl.int64))
+    tl.store(words + FIT_SHORT, (short & ~bad).to(tl.int64))
     tl.store(words + FIT_RANK, tl.where(bad, 0, rank))
     tl.store(words + FIT_TRUSTED, (bad | few).to(tl.int64))
     tl.store(numbers + ESTIMATED, (usable & ~few & ~bad).to(tl.float64))

@@ -44,18 +44,20 @@ def _add_to_velocity(g, velocity, inside, factor, ahead, NESTEROV: tl.constexpr)
 
 
 @triton.jit
-def _store_candidates(candidate, index, found, slots, SLOTS: tl.constexpr):
-    """Store the number of runs that hold a candidate, and the first indices of as many of them as there are slots."""
-    upto = tl.cumsum(candidate, 0)
-    tl.store(slots + (upto - 1), index, (candidate > 0) & (upto <= SLOTS))
-    tl.store(found, tl.sum(candidate, 0))
+def list_runs(listed, wanted, index, slots, SLOTS: tl.constexpr):
+    """Add the first indices of the wanted runs to a tile's list, behind `listed` others. Return how many there are now.
+
+    There may be more than slots. Then the list is of no use, but the number is right.
+    """
+    upto = listed + tl.cumsum(wanted, 0)
+    tl.store(slots + (upto - 1), index, (wanted > 0) & (upto <= SLOTS))
+    return listed + tl.sum(wanted, 0)
 
 
 @triton.jit
-def _count_two(first, second):
-    """Count two things of a tile's entries, each of them 0 or 1 for an entry. One number holds both counts."""
-    counts = tl.sum(first + second * 65536, 0)
-    return counts & 65535, counts >> 16
+def run_peaks(x, CHUNK: tl.constexpr):
+    """Return the largest of each run's entries."""
+    return tl.max(tl.reshape(x, [CHUNK // _RUN, _RUN]), 1)
 
 
 @triton.jit
@@ -64,18 +66,11 @@ def _store_sum(partials, ROW: tl.constexpr, tiles, tile, number):
 
 
 @triton.jit
-def _store_moments(magnitude, largest, cut, partials, tiles, tile):
-    """Store a tile's count and largest magnitude, and the moments of what its entries exceed the cut by."""
-    bound = tl.full((), cut, tl.float64).to(magnitude.dtype)
-    count, tail_count = _count_two(tl.where(magnitude > 0.0, 1, 0), tl.where(magnitude > bound, 1, 0))
-    _store_sum(partials, COUNT, tiles, tile, count)
-    _store_sum(partials, TAIL_COUNT, tiles, tile, tail_count)
-    _store_sum(partials, LARGEST, tiles, tile, largest)
-    # The excess is zero for entries that are not above the cut. If the cut is infinite, that is all of them.
-    bound = tl.minimum(bound, largest_of(bound))
-    excess = tl.maximum(magnitude, bound).to(tl.float64) - bound.to(tl.float64)
-    _store_sum(partials, TAIL_TOTAL, tiles, tile, tl.sum(excess, 0))
-    _store_sum(partials, TAIL_SQUARES, tiles, tile, tl.sum(excess * excess, 0))
+def _store_two(partials, LOW: tl.constexpr, HIGH: tl.constexpr, tiles, tile, counts):
+    """Store the sums of two counts, of which the second is multiplied by 65536."""
+    both = tl.sum(counts, 0)
+    _store_sum(partials, LOW, tiles, tile, both & 65535)
+    _store_sum(partials, HIGH, tiles, tile, both >> 16)
 
 
 @triton.jit(do_not_specialize=["offset", "first_tile", "tiles"])
@@ -97,6 +92,7 @@ def accumulate(
     slots,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_GRADIENT: tl.constexpr,
     HAS_VELOCITY: tl.constexpr,
     NESTEROV: tl.constexpr,
@@ -109,32 +105,52 @@ def accumulate(
     """
     tile = first_tile + tl.program_id(0)
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    lanes = tl.arange(0, BLOCK)
-    inside = lanes < tl.minimum(numel - start, BLOCK).to(tl.int32)
-    x = tl.load(residual + start + lanes, inside, other=0.0)
-    g, not_finite = None, tl.zeros([BLOCK], tl.int32)
-    if HAS_GRADIENT:
-        g = tl.load(gradient + start + lanes, inside, other=0.0).to(x.dtype)
-        finite = tl.abs(g) < float("inf")
-        g, not_finite = tl.where(finite, g, 0.0), tl.where(finite, 0, 1)
-    if HAS_VELOCITY:
-        g = _add_to_velocity(g, velocity + start + lanes, inside, factor, ahead, NESTEROV)
-    if HAS_VELOCITY or HAS_GRADIENT:
-        x += g * tl.full((), rate, tl.float64).to(x.dtype)
-    not_finite = tl.where(tl.abs(x) < float("inf"), not_finite, 1)
-    x = clip(x, largest_of(x))
-    tl.store(residual + start + lanes, x, inside)
+    left = tl.minimum(numel - start, BLOCK).to(tl.int32)
+    dtype = residual.dtype.element_ty
+    bound = tl.full((), floor, tl.float64).to(dtype)
+    listed = tl.full((), 0, tl.int32)
+    # Each lane sums up what it sees. The lanes are added at the end.
+    candidates_bad, count_tail = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
+    largest = tl.zeros([CHUNK], dtype)
+    tail_total, tail_squares = tl.zeros([CHUNK], tl.float64), tl.zeros([CHUNK], tl.float64)
+    cut_bound = tl.full((), cut, tl.float64).to(dtype)
+    # An excess over it is zero for entries that are not above the cut. If the cut is infinite, that is all of them.
+    finite_cut = tl.minimum(cut_bound, largest_of(cut_bound))
+    for first in range(0, left, CHUNK):
+        lanes = first + tl.arange(0, CHUNK)
+        inside = lanes < left
+        x = tl.load(residual + start + lanes, inside, other=0.0)
+        g, not_finite = None, tl.zeros([CHUNK], tl.int32)
+        if HAS_GRADIENT:
+            g = tl.load(gradient + start + lanes, inside, other=0.0).to(dtype)
+            finite = tl.abs(g) < float("inf")
+            g, not_finite = tl.where(finite, g, 0.0), tl.where(finite, 0, 1)
+        if HAS_VELOCITY:
+            g = _add_to_velocity(g, velocity + start + lanes, inside, factor, ahead, NESTEROV)
+        if HAS_VELOCITY or HAS_GRADIENT:
+            x += g * tl.full((), rate, tl.float64).to(dtype)
+        not_finite = tl.where(tl.abs(x) < float("inf"), not_finite, 1)
+        x = clip(x, largest_of(x))
+        tl.store(residual + start + lanes, x, inside)
 
-    magnitude = tl.abs(x)
-    bound = tl.full((), floor, tl.float64).to(x.dtype)
-    peaks = tl.max(tl.reshape(magnitude, [BLOCK // _RUN, _RUN]), 1)
-    index = (offset + start).to(tl.int32) + tl.arange(0, BLOCK // _RUN) * _RUN
-    _store_candidates(tl.where(peaks > bound, 1, 0), index, found + tile, slots + tile * SLOTS, SLOTS)
-    candidates, bad = _count_two(tl.where(magnitude > bound, 1, 0), not_finite)
-    _store_sum(partials, CANDIDATES, tiles, tile, candidates)
-    _store_sum(partials, NOT_FINITE, tiles, tile, bad)
+        magnitude = tl.abs(x)
+        wanted = tl.where(run_peaks(magnitude, CHUNK) > bound, 1, 0)
+        index = (offset + start).to(tl.int32) + first + tl.arange(0, CHUNK // _RUN) * _RUN
+        listed = list_runs(listed, wanted, index, slots + tile * SLOTS, SLOTS)
+        candidates_bad += tl.where(magnitude > bound, 1, 0) + not_finite * 65536
+        if MEASURES:
+            count_tail += tl.where(magnitude > 0.0, 1, 0) + tl.where(magnitude > cut_bound, 65536, 0)
+            largest = tl.maximum(largest, magnitude)
+            excess = tl.maximum(magnitude, finite_cut).to(tl.float64) - finite_cut.to(tl.float64)
+            tail_total += excess
+            tail_squares += excess * excess
+    tl.store(found + tile, listed)
+    _store_two(partials, CANDIDATES, NOT_FINITE, tiles, tile, candidates_bad)
     if MEASURES:
-        _store_moments(magnitude, tl.max(peaks, 0), cut, partials, tiles, tile)
+        _store_two(partials, COUNT, TAIL_COUNT, tiles, tile, count_tail)
+        _store_sum(partials, LARGEST, tiles, tile, tl.max(largest, 0))
+        _store_sum(partials, TAIL_TOTAL, tiles, tile, tl.sum(tail_total, 0))
+        _store_sum(partials, TAIL_SQUARES, tiles, tile, tl.sum(tail_squares, 0))
 
 
 @triton.jit
