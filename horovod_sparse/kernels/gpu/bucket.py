@@ -22,8 +22,12 @@ from horovod_sparse.kernels.gpu.threshold import MOST_BINS, fit
 from horovod_sparse.kernels.gpu.tiles import MOST_BLOCK, NUMBERS, RUN, SUMS, accumulate
 from horovod_sparse.ops.protocol import Momentum
 
-BLOCK = 4096
+_BLOCK = 4096
+_TILES = 2048
+"""A tile has `_BLOCK` entries, or up to `MOST_BLOCK` as long as there are this many tiles."""
 GROUPS = 1024
+_CHUNK_OF_GRADIENT = 512
+"""`accumulate` takes in so many entries at a time: more would leave a thread too few registers."""
 _LEAST_SLOTS = 32
 _SPARE = 4
 """Slots of a tile for candidates, as a multiple of the number of entries that a tile sends on average."""
@@ -35,8 +39,10 @@ _MARGIN = 0.1
 """Candidates exceed the last limit less at most this part of it. It adapts: with error feedback many entries are just below."""
 _MANY, _LESS, _MORE = 3.0, 0.7, 4.0
 """If there are this many times as many candidates as are sent, the margin shrinks; if there are too few, it grows."""
-_WIDTHS = {torch.float32: (11, 10, 10), torch.float64: (11, 11, 11, 10, 10, 10)}
+_WIDTHS = {torch.float32: (8, 8, 8, 7), torch.float64: (8, 8, 8, 8, 8, 8, 8, 7)}
 """Width of each digit of a magnitude, in bits, from the most significant digit."""
+_SAMPLED_WIDTH = 11
+"""That of the digit that a sample is counted by: the exponent and three more bits of a float32."""
 
 
 class _Part(NamedTuple):
@@ -57,7 +63,7 @@ class DeviceBucket:
         velocity: an array like the buffer, which is changed, too; None without momentum.
         sizes: the number of entries of each parameter, > 0, in the order of the bucket.
         ratio: approximately the fraction of the entries that will be sent.
-        block: the number of entries of a tile, a power of two, at most `tiles.MOST_BLOCK`.
+        block: the number of entries of a tile, a power of two, at most `tiles.MOST_BLOCK`; None: as fits the size.
         chunk: the number of entries that the later kernels look at in one go, a power of two, at most `block`.
         groups: the most programs that are launched of each later kernel, a power of two.
     """
@@ -70,10 +76,11 @@ class DeviceBucket:
         sizes: Sequence[int],
         ratio: float,
         *,
-        block: int = BLOCK,
+        block: int | None = None,
         chunk: int = CHUNK,
         groups: int = GROUPS,
     ) -> None:
+        block = _block_for(buffer.numel()) if block is None else block
         assert RUN <= chunk <= block <= MOST_BLOCK
         self.rule = rule
         self.buffer, self._velocity = buffer, velocity
@@ -173,7 +180,7 @@ class DeviceBucket:
                 self._slots,
                 BLOCK=self._shape["BLOCK"],
                 SLOTS=self._slots_each,
-                CHUNK=self._shape["CHUNK"],
+                CHUNK=min(_CHUNK_OF_GRADIENT, self._shape["CHUNK"]),
                 HAS_GRADIENT=gradient is not None,
                 HAS_VELOCITY=momentum is not None,
                 NESTEROV=momentum is not None and momentum.ahead is not None,
@@ -222,8 +229,8 @@ class DeviceBucket:
 
     def _search(self, request: Request, k: int, capacity: int) -> None:
         shift, groups = sum(self._widths), triton.next_power_of_2(self._groups)
-        block, width = self._shape["BLOCK"], self._widths[0]
-        digit = {"SHIFT": shift - width, "WIDTH": width, "STRIDE": min(_STRIDE, block // RUN)}
+        block = self._shape["BLOCK"]
+        digit = {"SHIFT": shift - _SAMPLED_WIDTH, "WIDTH": _SAMPLED_WIDTH, "STRIDE": min(_STRIDE, block // RUN)}
         shape = {"BLOCK": block, "TILES": self._tiles_each, "CHUNK": self._shape["CHUNK"]}
         sample[(self._groups,)](
             self.buffer,
@@ -297,6 +304,13 @@ class DeviceBucket:
         row = self._partials.view(len(SUMS), -1)[NUMBERS.index("not_finite")].cpu()
         parts = self._parts.items()
         return [o for o, part in parts if row[part.first_tile : part.first_tile + part.tiles].any()]
+
+
+def _block_for(numel: int) -> int:
+    block = _BLOCK
+    while block < MOST_BLOCK and numel >= 2 * block * _TILES:
+        block *= 2
+    return block
 
 
 def selector_for(

@@ -75,16 +75,19 @@ def write(
         indices, valid, x = chunk_of(
             step, sparse, first, residual, tiles, starts, found, slots, BLOCK, SLOTS, TILES, CHUNK
         )
-        is_above = (valid & (bits_of(x) > limit)).to(tl.int32)
-        is_equal = (valid & (bits_of(x) == limit)).to(tl.int32)
-        equal_before = equal + tl.cumsum(is_equal, 0) - is_equal
-        row = above + tl.cumsum(is_above, 0) - is_above + tl.minimum(equal_before, most_equal)
-        chosen = ((is_above > 0) | ((is_equal > 0) & (equal_before < most_equal))) & (row < capacity)
+        is_above, is_equal = valid & (bits_of(x) > limit), valid & (bits_of(x) == limit)
+        # One number holds two counts.
+        both = is_above.to(tl.int32) + is_equal.to(tl.int32) * 65536
+        before = tl.cumsum(both, 0) - both
+        equal_before = equal + (before >> 16)
+        row = above + (before & 65535) + tl.minimum(equal_before, most_equal)
+        chosen = (is_above | (is_equal & (equal_before < most_equal))) & (row < capacity)
         value, kept = _as_sent(x)
         _store_rows(message, row, indices.to(tl.int32), value, chosen)
         tl.store(residual + indices, kept, chosen)
-        above += tl.sum(is_above, 0)
-        equal += tl.sum(is_equal, 0)
+        these = tl.sum(both, 0)
+        above += these & 65535
+        equal += these >> 16
 
     _pad(message, group, groups, sent, capacity, tl.load(numbers + NOT_FINITE).to(tl.int32) > 0, CHUNK)
     if group == 0:

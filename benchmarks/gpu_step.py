@@ -1,0 +1,211 @@
+"""Time whole training steps of two processes that share this machine's GPU, over NCCL, dense and sparse, in turns.
+
+    python benchmarks/gpu_step.py [--width 768 --layers 12] [--rounds 20] [--rows "dense fp32" "SIDCo 0.001"]
+    python benchmarks/gpu_step.py --on-cpu --width 64 --layers 1 --rounds 3            (tests the script, measures nothing)
+
+NCCL takes each process for a host of its own, so that what is exchanged goes through sockets of the loopback device. Prints one
+table; fails unless the replicas are the same, bit by bit, after the last step. Needs no Horovod.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import markdown
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from text import CHARACTERS
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.nn.parallel import DistributedDataParallel
+from torch_charlm import CharLM
+
+from horovod_sparse.torch import MiCRO, Pairs, SIDCo, TopK, register
+
+WORLD = 2
+SETTLING = 20
+"""Rounds that are not timed: residuals grow, and Triton compiles."""
+LIMIT = timedelta(seconds=60)
+Make = Callable[[nn.Module, torch.optim.Optimizer], tuple[nn.Module, Any, Any]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, default=8, help="per process")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="ROW", default=list(ROWS))
+    parser.add_argument("--on-cpu", action="store_true", help="over Gloo")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        work(options)
+        return 0
+    device = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = ["torchrun", "--standalone", "--nproc-per-node", str(WORLD), *sys.argv]
+    command[0] = str(Path(sys.executable).with_name("torchrun"))
+    return subprocess.run(command, env={**os.environ, **device}).returncode
+
+
+def alone(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Any]:
+    """Nothing is exchanged."""
+    return model, optimizer, None
+
+
+def dense(hook: Callable[[Any], Any], model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Any]:
+    wrapped = DistributedDataParallel(model)
+    hook(wrapped)
+    return wrapped, optimizer, None
+
+
+def sparse(make: Callable[[], Any], model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Any]:
+    wrapped, compression = DistributedDataParallel(model), make()
+    register(wrapped, compression, optimizer)
+    return wrapped, optimizer, compression
+
+
+def fp16(model: Any) -> None:
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+def power(model: Any) -> None:
+    state = power_sgd.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    model.register_comm_hook(state, power_sgd.powerSGD_hook)
+
+
+def _kept(*_: object) -> None:
+    """No hook."""
+
+
+SGD, ADAMW = partial(torch.optim.SGD, lr=0.01, momentum=0.9), partial(torch.optim.AdamW, lr=1e-4)
+ROWS: dict[str, tuple[Callable[..., Any], Make]] = {
+    "computation alone": (SGD, alone),
+    "dense fp32": (SGD, partial(dense, _kept)),
+    "dense fp16": (SGD, partial(dense, fp16)),
+    "PowerSGD 4": (SGD, partial(dense, power)),
+    "SIDCo 0.001": (SGD, partial(sparse, lambda: SIDCo(0.001, warmup=None))),
+    "SIDCo 0.01": (SGD, partial(sparse, lambda: SIDCo(0.01, warmup=None))),
+    "TopK 0.01": (SGD, partial(sparse, lambda: TopK(0.01, warmup=None))),
+    "TopK 0.01 packed": (SGD, partial(sparse, lambda: TopK(0.01, warmup=None, exchange=Pairs("packed")))),
+    "MiCRO 0.01": (SGD, partial(sparse, lambda: MiCRO(0.01, warmup=None))),
+    "AdamW, dense fp32": (ADAMW, partial(dense, _kept)),
+    "AdamW, SIDCo 0.01": (ADAMW, partial(sparse, lambda: SIDCo(0.01, warmup=None))),
+}
+
+
+class Contender:
+    """One way of exchanging gradients, with a model of its own."""
+
+    def __init__(self, name: str, options: argparse.Namespace, device: torch.device) -> None:
+        torch.manual_seed(0)
+        make_optimizer, make = ROWS[name]
+        module = CharLM(options.context, options.width, options.layers, max(1, options.width // 64)).to(device)
+        self.name, self.module, self.device = name, module, device
+        self.model, self.optimizer, self.compression = make(module, make_optimizer(module.parameters()))
+        self.seconds: list[float] = []
+        self.waits = 0
+
+    def step(self, windows: torch.Tensor) -> None:
+        self._wait()
+        begun = time.perf_counter()
+        self.optimizer.zero_grad()
+        with torch.autocast(self.device.type, torch.bfloat16):
+            logits = self.model(windows[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten()).backward()
+        self.optimizer.step()
+        self._wait()
+        self.seconds.append(time.perf_counter() - begun)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def count_waits(self, windows: torch.Tensor) -> None:
+        """Count how often the host waits for the device in a step, as PyTorch sees it."""
+        if self.device.type == "cuda":
+            wait, self._wait = self._wait, lambda: None  # type: ignore[method-assign]
+            torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                self.step(windows)
+            torch.cuda.set_sync_debug_mode("default")
+            self._wait = wait  # type: ignore[method-assign]
+            self.seconds.pop()
+            self.waits = sum("synchroniz" in str(one.message) for one in seen)
+
+    def check(self) -> None:
+        sha = hashlib.sha256()
+        for parameter in self.module.parameters():
+            sha.update(parameter.detach().cpu().numpy().tobytes())
+        digests: list[Any] = [None] * WORLD
+        dist.all_gather_object(digests, sha.hexdigest())
+        if len({*digests}) > 1 and self.name != "computation alone":
+            raise RuntimeError(f"{self.name}: the replicas differ")
+
+    @property
+    def sent(self) -> str:
+        if self.compression is None:
+            return ""
+        mean = self.compression.stats().mean
+        return f"{mean.total.bytes_sent + mean.dense_bytes_sent:,.0f}"
+
+
+def work(options: argparse.Namespace) -> None:
+    device = torch.device("cpu" if options.on_cpu else "cuda")
+    # NCCL refuses two ranks of one host on one GPU.
+    os.environ["NCCL_HOSTID"] = os.environ["RANK"]
+    dist.init_process_group("gloo" if options.on_cpu else "cpu:gloo,cuda:nccl", timeout=LIMIT)
+    contenders = [Contender(name, options, device) for name in options.rows]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = options.batch_size, options.context + 1
+    for number in range(SETTLING + options.rounds):
+        windows = torch.randint(CHARACTERS, shape, generator=generator).to(device)
+        for one in contenders:
+            one.step(windows)
+            if number < SETTLING:
+                one.seconds.clear()
+    for one in contenders:
+        one.count_waits(windows)
+        one.check()
+    if dist.get_rank() == 0:
+        numel = sum(parameter.numel() for parameter in contenders[0].module.parameters())
+        name = "CPU: no measurement" if options.on_cpu else torch.cuda.get_device_name()
+        print(f"{name}, torch {torch.__version__}; {numel:,} parameters, {shape[0]} x {options.context} per process\n")
+        rows = [
+            [
+                one.name,
+                *(f"{1e3 * part:.1f}" for part in statistics.quantiles(one.seconds, n=4, method="inclusive")),
+                one.sent,
+                str(one.waits),
+            ]
+            for one in contenders
+        ]
+        header = ("row", "quartile, ms", "median, ms", "quartile, ms", "bytes sent", "host waits")
+        print(markdown.table(header, rows, words=1))
+    dist.barrier()
+    contenders.clear()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
