@@ -13,7 +13,6 @@ from horovod_sparse.torch import NoOp, SIDCo
 
 from .common import (
     BUCKET_BYTES,
-    DEVICE,
     IN_DDP,
     assert_close,
     assert_identical,
@@ -70,9 +69,9 @@ CASES = {f"{name}-{backend}": (way, backend) for backend in BACKENDS for name, w
 
 
 def check_trained(trained: Sequence[tuple[nn.Module, Any]], backend: str) -> None:
-    """Compare two trainings. What Inductor makes of a model, and the compiler of an update on a GPU, rounds in another way."""
+    """Compare two trainings. What Inductor makes of a model or an update rounds in another way than PyTorch's operations."""
     (plain, first), (compiled, second) = trained
-    if backend == "inductor" or DEVICE == "cuda":
+    if backend == "inductor":
         assert_close(compiled, plain)
     else:
         assert digest(compiled.parameters()) == digest(plain.parameters())

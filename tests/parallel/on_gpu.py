@@ -91,7 +91,7 @@ def main() -> int:
     chosen = [name for name, one in known.items() if launch in one.launches]
     chosen = [name for name in chosen if not options.only or any(word in name for word in options.only)]
     chosen = chosen[options.part[0] :: options.part[1]]
-    os.environ.update({"HOROVOD_SPARSE_TEST_DEVICE": "cuda", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"})
+    os.environ.update({"SPARSE_TEST_DEVICE": "cuda", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"})
     with tempfile.TemporaryDirectory() as folder:
         outcomes = run_scenarios(launch, chosen, Path(folder))
     failed = {name: str(one) for name, one in outcomes.items() if not one.passed}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 rank, size = dist.get_rank, dist.get_world_size
 
-DEVICE = os.environ.get("HOROVOD_SPARSE_TEST_DEVICE", "cpu")
+DEVICE = os.environ.get("SPARSE_TEST_DEVICE", "cpu")
 """Where models are: "cuda" if `on_gpu` runs the scenarios."""
 LIMIT = timedelta(seconds=30)
 """After this time a rank that waits for another one raises."""
