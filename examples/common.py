@@ -27,7 +27,6 @@ CLASSES = {cls.__name__.lower(): cls.__name__ for cls in COMPRESSORS}
 COMPRESSIONS = ["none", "fp16", *CLASSES]
 EXCHANGES = {
     "pairs": ("Pairs",),
-    "bfloat16": ("Pairs", "bfloat16"),
     "packed": ("Pairs", "packed"),
     "balanced": ("Balanced",),
     "hierarchical": ("Hierarchical",),

@@ -18,10 +18,10 @@ import runs
 COMPRESSORS = ("TopK", "SIDCo", "GaussianK", "DGC", "RedSync", "MiCRO", "RandomK", "RandomBlock")
 CHOICES = {
     **{f"{name} 0.01": ["--compression", name.lower(), "--ratio", "0.01"] for name in COMPRESSORS},
-    "SIDCo 0.01, bfloat16": ["--compression", "sidco", "--ratio", "0.01", "--exchange", "bfloat16"],
+    "SIDCo 0.01, packed": ["--compression", "sidco", "--ratio", "0.01", "--exchange", "packed"],
     "SIDCo 0.01, balanced": ["--compression", "sidco", "--ratio", "0.01", "--exchange", "balanced"],
     "SIDCo 0.001": ["--compression", "sidco", "--ratio", "0.001"],
-    "SIDCo 0.001, bfloat16": ["--compression", "sidco", "--ratio", "0.001", "--exchange", "bfloat16"],
+    "SIDCo 0.001, packed": ["--compression", "sidco", "--ratio", "0.001", "--exchange", "packed"],
     "SIDCo 0.001, balanced": ["--compression", "sidco", "--ratio", "0.001", "--exchange", "balanced"],
     "TopK 0.001": ["--compression", "topk", "--ratio", "0.001"],
     "DGC 0.001": ["--compression", "dgc", "--ratio", "0.001"],

@@ -109,7 +109,7 @@ ROWS = {
     "dense fp16 no momentum": Row(("--compression", "fp16", *NO_MOMENTUM), rate_factor=10.0),
     "DDP PowerSGD rank 4": Row(("--compression", "none"), hook="PowerSGD 4"),
     "SIDCo 0.01": _sparse("sidco", "0.01"),
-    "SIDCo 0.01 bfloat16": _sparse("sidco", "0.01", "--exchange", "bfloat16"),
+    "SIDCo 0.01 packed": _sparse("sidco", "0.01", "--exchange", "packed"),
     "SIDCo 0.001": _sparse("sidco", "0.001"),
     "TopK 0.01": _sparse("topk", "0.01"),
     "DGC 0.01": _sparse("dgc", "0.01"),

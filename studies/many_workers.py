@@ -46,7 +46,6 @@ METHODS: dict[str, Callable[[float], Compressor]] = {
         name: partial(cls, min_numel=0, warmup=None, **settings)
         for name, cls, settings in (
             ("TopK, pairs", sparse.TopK, {}),
-            ("TopK, compact pairs", sparse.TopK, {"exchange": sparse.Pairs("bfloat16")}),
             ("TopK, packed pairs", sparse.TopK, {"exchange": sparse.Pairs("packed")}),
             ("TopK, balanced", sparse.TopK, {"exchange": sparse.Balanced()}),
             (f"TopK, hierarchical ({PER_HOST} a host)", sparse.TopK, {"exchange": sparse.Hierarchical(PER_HOST)}),
@@ -61,7 +60,7 @@ METHODS: dict[str, Callable[[float], Compressor]] = {
         )
     },
 }
-DRAWN = [one for one in [*METHODS][1:9] if one != "TopK, union"]
+DRAWN = [one for one in [*METHODS][1:8] if one != "TopK, union"]
 """Of each exchange the first method, without the one that takes too long with 1,024 workers."""
 
 
@@ -192,7 +191,7 @@ def of_large_buckets() -> str:
     lines = [[method, *(f"{relative(method, n):.3f}" for n in numbers)] for method in METHODS]
     title = f"Bytes of a bucket of {entries:,} entries, by formula, in units of dense float32:\n\n"
     fewer = {
-        one: next(n for n in range(2, 1000) if relative("TopK, balanced", n) < relative(one, n)) for one in DRAWN[:3]
+        one: next(n for n in range(2, 1000) if relative("TopK, balanced", n) < relative(one, n)) for one in DRAWN[:2]
     }
     last = ", ".join(f"{one.removeprefix('TopK, ')} {number}" for one, number in fewer.items())
     last = f"\n\nThe balanced exchange sends fewer bytes from so many workers on: {last}."

@@ -13,20 +13,6 @@ _BITS = (0x7FC00000, 0x7F800001, -1, 0x7F800000, -0x800000, 1, -(2**31), 0, 0x7F
 """Bits of special float32: NaN of three kinds, infinities, the smallest denormal, -0, 0, the largest."""
 _SUMS = (0.5, -1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 1e9, float("nan"), float("inf"), -0.0)
 
-COUNTS = {
-    "right": ([1, 2], [5, 6, 7 | 0x3F800000, 0], [5, 65_542, 65_543, -1]),
-    "none": ([0, 0], [5, 6, 7, 0], [-1, -1, -1, -1]),
-    "full": ([4, 0], [5, 6, 7, 8], [5, 6, 7, 8]),
-    "negative": ([-1, 3], [5, 6, 7, 8], [wire.BAD_COUNTS, -1, -1, -1]),
-    "negative last": ([1, -2], [5, 6, 7, 8], [wire.BAD_COUNTS, -1, -1, -1]),
-    "too many": ([3, 2], [5, 6, 7, 8], [wire.BAD_COUNTS, -1, -1, -1]),
-    "beyond int32 together": ([2**31 - 1, 2**31 - 1], [5, 6, 7, 8], [wire.BAD_COUNTS, -1, -1, -1]),
-    "not finite": ([wire.NOT_FINITE, 5], [5, 6, 7, 8], [wire.NOT_FINITE, -1, -1, -1]),
-    "descending": ([2, 0], [6, 5, 0, 0], [6, 5, -1, -1]),
-    "beyond the bucket": ([0, 1], [65_535, 0, 0, 0], [131_071, -1, -1, -1]),
-}
-"""Counts of two runs, then entries: a compact message for a bucket of 100,000. The indices that the pairs get."""
-
 
 def change_pairs(messages: list[np.ndarray], sender: int, numel: int, random: Random) -> None:
     """Change the message of pairs of one of the senders, in place."""
@@ -46,29 +32,6 @@ def change_pairs(messages: list[np.ndarray], sender: int, numel: int, random: Ra
         message[count:] = wire.PADDING, random.choice((0, 0, 1))
     else:
         _change_rows(message, message[:, 0], numel, random)
-
-
-def change_compact(messages: list[np.ndarray], sender: int, numel: int, random: Random) -> None:
-    """Change the compact message of one of the senders, in place."""
-    message, runs = messages[sender], wire.runs_of(numel)
-    counts, entries = message[:runs], message[runs:]
-    kind = random.randrange(8)
-    if kind == 0:
-        message[:] = random.choice(messages)
-    elif kind <= 2:
-        counts[random.randrange(runs)] = random.choice(
-            (-1, -2, -3, 0, 1, len(entries), len(entries) + 1, _LEAST, _MOST)
-        )
-    elif kind == 3:
-        entries[random.randrange(len(entries))] ^= np.int32(random.choice((_LEAST, *(1 << bit for bit in range(31)))))
-    elif kind == 4:
-        count = random.randint(0, min(len(entries), numel))
-        counts[0] = count
-        entries[:count] = sorted(random.sample(range(numel), count))
-    elif kind == 5:
-        counts[0] = wire.NOT_FINITE
-    else:
-        _change_rows(entries, entries, numel, random)
 
 
 def change_packed(messages: list[np.ndarray], sender: int, numel: int, random: Random) -> None:

@@ -16,7 +16,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from damage import change_compact, change_gathered, change_indices, change_packed, change_pairs, change_values
+from damage import change_gathered, change_indices, change_packed, change_pairs, change_values
 from receivers import CASES, GROUPS, WORLD, Receiver, Recorded, record
 from table import ORACLE, Backend
 
@@ -218,7 +218,7 @@ def _as_pairs(gathered: np.ndarray, world: int, recorded: Recorded) -> np.ndarra
 def _change_of(recorded: Recorded) -> Callable[[list[np.ndarray], int, int, Random], None]:
     """Return what changes a message of this kind that was gathered."""
     if isinstance(recorded.exchange, Pairs):
-        return {"float32": change_pairs, "bfloat16": change_compact, "packed": change_packed}[recorded.exchange.values]
+        return {"float32": change_pairs, "packed": change_packed}[recorded.exchange.values]
     return change_indices if isinstance(recorded.exchange, Union) else change_pairs
 
 

@@ -33,7 +33,6 @@ CASES: dict[str, Compressor] = {
     "pairs, one row": compressors.TopK(0.01, warmup=None),
     "pairs, estimated": compressors.SIDCo(0.2, warmup=None),
     "pairs, float64": compressors.TopK(0.2, slack=1.3, residual="float64", warmup=None),
-    "pairs, compact": compressors.TopK(0.2, slack=1.3, exchange=Pairs("bfloat16"), warmup=None),
     "pairs, packed": compressors.TopK(0.2, slack=1.3, exchange=Pairs("packed"), warmup=None),
     "sums of regions": compressors.TopK(0.2, slack=1.3, exchange=Balanced(), warmup=None),
     "pairs of hosts": compressors.TopK(0.2, slack=1.3, exchange=Hierarchical(), warmup=None),

@@ -111,7 +111,6 @@ COMPRESSORS = [
     Row("noop", compressors.NoOp, arguments=lambda ratio: {}, ratios=(1.0,)),
     Row("topk", compressors.TopK),
     Row("topk-union", compressors.TopK, {"exchange": Union()}),
-    Row("topk-bfloat16", compressors.TopK, {"exchange": Pairs("bfloat16")}),
     Row("topk-packed", compressors.TopK, {"exchange": Pairs("packed")}),
     *(
         Row(

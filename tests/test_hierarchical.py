@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from driver import collective
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,7 +41,11 @@ def reference(
         for rank, (first, after) in zip(members, itertools.pairwise(bounds), strict=True):
             shard = total[first:after].copy()
             chosen = largest(shard, -(-k // len(members)))
-            sent = shard[chosen] if between == Pairs() else torch.from_numpy(shard[chosen]).bfloat16().float().numpy()
+            sent = shard[chosen]
+            if between != Pairs():
+                pairs = ORACLE.ops.pack(chosen, sent, len(chosen))
+                between.packed(ORACLE.ops, shard.copy(), pairs)
+                sent = ORACLE.ops.unpack(pairs, len(chosen))[1]
             reduced[first + chosen] += sent
             shard[chosen] -= sent
             kept[rank][first:after] = shard
@@ -51,7 +54,7 @@ def reference(
 
 @given(groups=hosts, seed=st.integers(0, 999), ratio=st.sampled_from([0.02, 0.1, 0.3, 1.0]))
 @pytest.mark.parametrize("backend", WITH_OPERATIONS, ids=str)
-@pytest.mark.parametrize("between", [Pairs(), Pairs("bfloat16")], ids=str)
+@pytest.mark.parametrize("between", [Pairs(), Pairs("packed")], ids=str)
 def test_every_step_is_as_in_dense_arrays(
     between: Pairs, backend: Backend, groups: str, seed: int, ratio: float
 ) -> None:
@@ -106,10 +109,12 @@ def test_what_leaves_a_host_does_not_depend_on_its_slots() -> None:
         sums.append(sum(one.stats().last.total.bytes_sent for one in of_host))
     # k = 9, rounded up to a multiple of the slots; and each worker's number for all others.
     assert sums == [8 * 9 + 4, 8 * 10 + 2 * 3 * 4, 8 * 12 + 4 * 7 * 4]
-    settings = {**SETTINGS, "exchange": Hierarchical(between=Pairs("bfloat16"))}
+    settings = {**SETTINGS, "exchange": Hierarchical(between=Pairs("packed"))}
     pipelines = pipelines_of(ORACLE, "ab", compressors.TopK(0.1, slack=1.0, warmup=None, **settings))
     step(ORACLE, pipelines, dyadic(np.random.default_rng(6), 2))
-    assert pipelines[0].stats().last.total.bytes_sent == 4 * (9 + 1) + 4, "one run, and 4 bytes for each entry"
+    assert pipelines[0].stats().last.total.bytes_sent == 4 * (2 + 7) + 4, (
+        "one chunk, and 14 bits for each of 16 entries"
+    )
 
 
 def test_ranks_at_different_steps_of_a_schedule_all_raise() -> None:
@@ -246,5 +251,5 @@ def test_what_is_no_number_of_workers_is_refused(number: Any, error: type[Except
 
 
 def test_what_travels_between_hosts_must_be_pairs() -> None:
-    with pytest.raises(TypeError, match=r"between must be Pairs, such as Pairs\('bfloat16'\), got 'bfloat16'"):
-        Hierarchical(between="bfloat16")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"between must be Pairs, such as Pairs\('packed'\), got 'packed'"):
+        Hierarchical(between="packed")  # type: ignore[arg-type]

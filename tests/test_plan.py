@@ -100,7 +100,7 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> N
     [
         # Here random blocks are exchanged faster than anything else.
         (["--latency", "0us"], "balanced, SIDCo(0.001, exchange=Balanced())"),
-        (["--ratio", "0.0001"], 'compact pairs, SIDCo(0.0001, exchange=Pairs("bfloat16"))'),
+        (["--workers", "8"], 'packed pairs, SIDCo(0.001, exchange=Pairs("packed"))'),
         (["--bandwidth", "100000gbit", "--latency", "1s"], "dense float16, hvd.Compression.fp16"),
         (["--workers", "2", "--ratio", "1"], "PowerSGD rank 4, DDP's powerSGD_hook"),
     ],
@@ -135,7 +135,7 @@ def test_the_library_sends_what_the_model_says(method: Method, world: int) -> No
     assert bytes_sent == pytest.approx(method.bytes_sent(100_000, 0.01, world))
 
 
-@pytest.mark.parametrize("make", [SIDCo, MiCRO, partial(SIDCo, exchange=Pairs("bfloat16")), partial(SIDCo, warmup=3.7)])
+@pytest.mark.parametrize("make", [SIDCo, MiCRO, partial(SIDCo, exchange=Pairs("packed")), partial(SIDCo, warmup=3.7)])
 @pytest.mark.parametrize(("ratio", "world"), [(0.05, 2), (0.004, 5), (0.0007, 64), (0.0007, 1000), (0.3, 4), (1.0, 4)])
 def test_the_warm_up_is_the_sum_over_its_steps(make: Callable[[float], Compressor], ratio: float, world: int) -> None:
     compressor, parameters = make(ratio), 8_000_001

@@ -44,7 +44,7 @@ def test_no_entry_waits_longer_than_training_is_old(ratio: float, c: float) -> N
         # Numbers of 4 bytes in a message with room for one entry, and whether they go by allgather.
         (TopK(0.001), (2, True)),
         (SIDCo(0.001), (2, True)),
-        (TopK(0.001, exchange=Pairs("bfloat16")), (1, True)),
+        (TopK(0.001, exchange=Pairs("packed")), (1, True)),
         (RandomK(0.001), (1, False)),
     ],
     ids=repr,

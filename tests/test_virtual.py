@@ -29,11 +29,10 @@ from horovod_sparse.numpy import (
 WORLD = 4
 SHAPES = {"weight": (30, 20), "kernel": (300,), "bias": (7,), "scale": ()}
 EXCHANGES = (
-    Pairs("bfloat16"),
     Pairs("packed"),
     Balanced(),
     Hierarchical(2),
-    Hierarchical(2, Pairs("bfloat16")),
+    Hierarchical(2, Pairs("packed")),
     Union(),
 )
 """All that can be chosen, beside those that a compressor has by default."""

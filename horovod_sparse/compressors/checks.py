@@ -74,7 +74,7 @@ def shown(name: str, arguments: Mapping[str, object], defaults: Mapping[str, obj
 def check_exchange(name: str, value: object) -> None:
     """Raise TypeError unless `value` is an exchange."""
     if not isinstance(value, Exchange):
-        raise TypeError(f"{name} must be an Exchange, such as Pairs('bfloat16'), or None, got {value!r}")
+        raise TypeError(f"{name} must be an Exchange, such as Pairs('packed'), or None, got {value!r}")
 
 
 def check_granularity(name: str, value: object) -> None:

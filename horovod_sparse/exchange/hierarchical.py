@@ -44,7 +44,7 @@ class Hierarchical(Exchange):
             error = ValueError if isinstance(number, int) else TypeError
             raise error(f"workers_per_host must be an int >= 2 or None, got {number!r}")
         if not isinstance(self.between, Pairs):
-            raise TypeError(f"between must be Pairs, such as Pairs('bfloat16'), got {self.between!r}")
+            raise TypeError(f"between must be Pairs, such as Pairs('packed'), got {self.between!r}")
 
     def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
         # How many hosts there are is not known here. No more bytes leave a host than if each worker had one of its own.

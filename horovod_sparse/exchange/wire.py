@@ -27,12 +27,16 @@ the second message after indices, `(min(world * capacity, bucket size),)`.
 - The bits of a float32 that the rank proposes (MiCRO's first threshold; else 0).
 - Ascending indices, then padding: -1.
 
-**4. Compact pairs** (allgather): int32 of shape `(runs + capacity,)`, in place of message 1 with values of bfloat16.
+**4. Packed pairs** (allgather): int32 of shape `(ceil(1.5 * chunks) + 7 * ceil(capacity / 16),)`, in place of message 1 with
+packed values.
 
-- A run is 65,536 consecutive positions of the bucket; `runs = ceil(bucket size / 65,536)`.
-- First comes, for each run, the number of its entries. The first number is -2 from a rank whose gradient is not finite.
-- Then come the entries in ascending order of their indices, then zeros. The lower 16 bits of an entry are its position within
-  its run. The upper ones are its value as bfloat16: the upper bits of a float32.
+- A chunk is 4,096 consecutive positions of the bucket; `chunks = ceil(bucket size / 4,096)`.
+- First come three rows of `chunks` int16: the number of entries of each chunk, and its two levels, the smaller first, as
+  bfloat16; then zeros up to a multiple of 4 bytes. The first number is -2 from a rank whose gradient is not finite.
+- Then come three rows of the entries in ascending order of their indices, with zeros up to a multiple of 16 entries. The first
+  row has the lower 8 bits of an entry's position within its chunk, the second one the upper 4 bits, the third one 2 bits of
+  value: the lower one is 1 if the value is negative, the upper one is 1 for the second level. The first of the entries
+  that share a byte has its lowest bits.
 
 **5. Pairs by region** (alltoall): int32 of shape `(world * room, 2)`.
 
@@ -54,26 +58,15 @@ the second message after indices, `(min(world * capacity, bucket size),)`.
 - 10: a number, int32: `digest` of what a rank has received as message 9, or -3 if message 7, 8 or 9 had another length or
   type than it expects.
 
-**11. Packed pairs** (allgather): int32 of shape `(ceil(1.5 * chunks) + 7 * ceil(capacity / 16),)`, in place of message 1 with
-packed values.
-
-- A chunk is 4,096 consecutive positions of the bucket; `chunks = ceil(bucket size / 4,096)`.
-- First come three rows of `chunks` int16: the number of entries of each chunk, and its two levels, the smaller first, as
-  bfloat16; then zeros up to a multiple of 4 bytes. The first number is -2 from a rank whose gradient is not finite.
-- Then come three rows of the entries in ascending order of their indices, with zeros up to a multiple of 16 entries. The first
-  row has the lower 8 bits of an entry's position within its chunk, the second one the upper 4 bits, the third one 2 bits of
-  value: the lower one is 1 if the value is negative, the upper one is 1 for the second level. The first of the entries
-  that share a byte has its lowest bits.
-
 Gathered messages stand one after the other, in rank order.
 
 A receiver checks what it got before it adds anything: the length and the type together, the indices (if the counts of
-message 4 or 11 are wrong, its first index reads as -3), the header of message 3, the last row of message 6 and the
+message 4 are wrong, its first index reads as -3), the header of message 3, the last row of message 6 and the
 numbers that follow the values of message 2. What is wrong in message 5, 7, 8 or 9 only some ranks can see, and
 message 6 or 10 tells the others.
 
 It raises an error if indices are in any other order: two rows of the same entry, rows in use after padding, an index outside
-of the bucket or a negative number without a meaning. If the first row of message 1, the first count of message 4 or 11, the
+of the bucket or a negative number without a meaning. If the first row of message 1, the first count of message 4, the
 header of message 3 or the last row of message 6 holds -2, the receiver does not read the rest of that message. All ranks
 have received the same bytes, so all of them raise the same error.
 """
@@ -87,7 +80,7 @@ from horovod_sparse.ops.protocol import Array
 PADDING = -1
 NOT_FINITE = -2
 BAD_COUNTS = -3
-"""What `Ops.expand` and `Ops.unquantize` put in place of the first index if the counts of message 4 or 11 are wrong."""
+"""What `Ops.unquantize` puts in place of the first index if the counts of message 4 are wrong."""
 LARGEST = 3.4028234663852886e38
 """The largest float32."""
 HEADER = 2
@@ -95,27 +88,19 @@ HEADER = 2
 BAD_PART = -3
 """What a rank sends in message 6 or 10 if it has received a part of message 5, 7, 8 or 9 that is not as required."""
 _CHECKSUM_BITS = 16
-RUN_BITS = 16
-RUN = 1 << RUN_BITS
-"""Number of positions in a run of message 4."""
 CHUNK_BITS = 12
 CHUNK = 1 << CHUNK_BITS
-"""Number of positions in a chunk of message 11."""
+"""Number of positions in a chunk of message 4."""
 LEVEL_RANGE = 2.0**15
-"""A level of message 11 stands for magnitudes of up to so many times its size."""
+"""A level of message 4 stands for magnitudes of up to so many times its size."""
 SIGN = -(2**31)
 """The bit of the sign of a float32, as an int32."""
 BLOCK, BLOCK_LENGTH = 16, 7
-"""So many entries of message 11 take so many int32."""
+"""So many entries of message 4 take so many int32."""
 
 # Horovod counts elements in C ints. All of a bucket's values and the tail are one message. Indices are int32.
 MAX_GATHERED = 2**31 - 1
 MAX_BUCKET = 2**31 - 1 - (1 + _CHECKSUM_BITS)
-
-
-def runs_of(numel: int) -> int:
-    """Return the number of runs in a bucket, or in a shard, of `numel`; at least 1."""
-    return max(-(-numel // RUN), 1)
 
 
 def chunks_of(numel: int) -> int:
@@ -124,17 +109,17 @@ def chunks_of(numel: int) -> int:
 
 
 def header_length(chunks: int) -> int:
-    """Return how many int32 of message 11 come before its entries."""
+    """Return how many int32 of message 4 come before its entries."""
     return (3 * chunks + 1) // 2
 
 
 def packed_length(numel: int, capacity: int) -> int:
-    """Return how many int32 message 11 has for a bucket of `numel`."""
+    """Return how many int32 message 4 has for a bucket of `numel`."""
     return header_length(chunks_of(numel)) + BLOCK_LENGTH * -(-capacity // BLOCK)
 
 
 def packed_room(length: int, chunks: int) -> int:
-    """Return how many entries there is room for in message 11 of so many int32."""
+    """Return how many entries there is room for in message 4 of so many int32."""
     return (length - header_length(chunks)) // BLOCK_LENGTH * BLOCK
 
 

@@ -374,53 +374,7 @@ void write_padding(int32_t* message, int64_t row, int64_t capacity) {
     }
 }
 
-// Returns the bits of a float rounded to the nearest bfloat16, to even, but never to infinity: the lower half is zero.
-uint32_t to_bfloat16(float number) {
-    uint32_t bits;
-    std::memcpy(&bits, &number, sizeof bits);
-    const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1)) & 0xffff0000u;
-    return (rounded & 0x7f800000u) == 0x7f800000u ? (bits & 0x80000000u) | 0x7f7f0000u : rounded;
-}
-
-template <class T>
-void write_compact(T* x, int32_t* message, int64_t capacity, int64_t runs, int32_t* compact) {
-    int32_t* entries = compact + runs;
-    std::fill(compact, entries + capacity, 0);
-    for (int64_t row = 0; row < capacity && message[2 * row] >= 0; ++row) {
-        const int32_t index = message[2 * row];
-        float value, sent;
-        std::memcpy(&value, &message[2 * row + 1], sizeof value);
-        const uint32_t rounded = to_bfloat16(value), entry = rounded | (index & 0xffff);
-        std::memcpy(&sent, &rounded, sizeof sent);
-        x[index] += value - sent;
-        std::memcpy(&message[2 * row + 1], &sent, sizeof sent);
-        std::memcpy(&entries[row], &entry, sizeof entry);
-        ++compact[index >> 16];
-    }
-    if (message[0] == kNotFinite) compact[0] = kNotFinite;
-}
-
-// Writes the message of pairs that a compact one stands for.
-void expand(const int32_t* counts, int64_t capacity, int64_t runs, int32_t* message) {
-    const int32_t* entries = counts + runs;
-    int64_t total = 0, row = 0;
-    bool good = true;
-    for (int64_t run = 0; run < runs; ++run) {
-        good = good && counts[run] >= 0;
-        total += counts[run];
-    }
-    if (good && total <= capacity) {
-        for (int64_t run = 0; run < runs; ++run)
-            for (const int64_t end = row + counts[run]; row < end; ++row) {
-                message[2 * row] = static_cast<int32_t>(run << 16 | (entries[row] & 0xffff));
-                message[2 * row + 1] = entries[row] & ~0xffff;
-            }
-    }
-    write_padding(message, row, capacity);
-    if (!good || total > capacity) message[0] = counts[0] == kNotFinite ? kNotFinite : kBadCounts;
-}
-
-// Message 11 in memory: see horovod_sparse/exchange/wire.py. `Byte` is const where it is read.
+// Message 4 in memory: see horovod_sparse/exchange/wire.py. `Byte` is const where it is read.
 template <class Byte>
 struct Packed {
     Byte *header, *lower, *upper, *codes;
@@ -765,15 +719,6 @@ void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t
         std::memcpy(&message[2 * row + 1], &values[row], sizeof(float));
     }
     write_padding(message, count, capacity);
-}
-
-void hs_compact(void* x, int type, int64_t, int32_t* message, int64_t capacity, int64_t runs, int32_t* compact) {
-    typed(x, type, [&](auto* entries) { write_compact(entries, message, capacity, runs, compact); });
-}
-
-void hs_expand(const int32_t* compact, int64_t capacity, int64_t runs, int64_t world, int32_t* messages) {
-    for (int64_t sender = 0; sender < world; ++sender)
-        expand(compact + sender * (runs + capacity), capacity, runs, messages + 2 * sender * capacity);
 }
 
 void hs_quantize(void* x, int type, int64_t n, int32_t* message, int64_t capacity, int32_t* packed, int64_t length) {

@@ -90,12 +90,6 @@ int hs_assemble(const hs_target* targets, int64_t number, const int32_t* message
                 const int64_t* used, float divisor);
 /* Writes a message of pairs with room for `capacity`: see horovod_sparse/exchange/wire.py. */
 void hs_pack(const int64_t* indices, const float* values, int64_t count, int64_t capacity, int32_t* message);
-/* Writes a compact message of `runs` + `capacity` numbers, with the entries of a message of pairs, which were taken out of x.
-   Rounds the values to bfloat16, also in the message of pairs, and adds the rest to x. */
-void hs_compact(void* x, int type, int64_t n, int32_t* message, int64_t capacity, int64_t runs, int32_t* compact);
-/* Writes the messages of pairs that `world` compact ones stand for. The first index of a message is -3 if its counts are
-   negative or more than `capacity` together. */
-void hs_expand(const int32_t* compact, int64_t capacity, int64_t runs, int64_t world, int32_t* messages);
 /* Writes a packed message of `length` int32, for x with n entries, with the entries of a message of pairs, which were taken out
    of x. Rounds the values to their chunk's levels, also in the message of pairs, and adds the rest to x. */
 void hs_quantize(void* x, int type, int64_t n, int32_t* message, int64_t capacity, int32_t* packed, int64_t length);

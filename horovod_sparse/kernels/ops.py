@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_sparse.estimation.search import largest_candidates
-from horovod_sparse.exchange.wire import chunks_of, packed_length, packed_room, runs_of
+from horovod_sparse.exchange.wire import chunks_of, packed_length, packed_room
 from horovod_sparse.kernels import ffi, lib, memory, pool
 from horovod_sparse.kernels.memory import FLOAT32, FLOAT64, INT32, INT64, TYPES, HostOps, Memory
 from horovod_sparse.kernels.tracked import TrackedMemory
@@ -131,25 +131,6 @@ class KernelOps(HostOps):
         message = self.array(lent)
         message[: at.numel] = values
         return message
-
-    def compact(self, x: Array, message: Array) -> Array:
-        at, pairs = self._wide(x), self.memory(message)
-        if at is None or pairs is None:
-            return super().compact(x, message)
-        capacity, runs = _length(_of_type(INT32, "message", pairs), 2, 1), runs_of(at.numel)
-        compact = np.empty(runs + capacity, np.int32)
-        pointer, _, _ = pairs.write()
-        lib.hs_compact(*at.write(), pointer, capacity, runs, _written(compact))
-        return self.array(compact)
-
-    def expand(self, gathered: Array, world: int, numel: int) -> Array:
-        at = self.memory(gathered)
-        if at is None:
-            return super().expand(gathered, world, numel)
-        capacity, runs = _length(at, 1, world) - runs_of(numel), runs_of(numel)
-        pairs = np.empty((world * capacity, 2), np.int32)
-        lib.hs_expand(_messages(at), capacity, runs, world, _written(pairs))
-        return self.array(pairs)
 
     def quantize(self, x: Array, message: Array) -> Array:
         at, pairs = self._wide(x), self.memory(message)

@@ -153,22 +153,6 @@ class NumpyOps(Ops):
         message[rows, 1] = values.view(np.int32)
         return message
 
-    def compact(self, x: Array, message: Array) -> Array:
-        counts, entries = np.zeros(wire.runs_of(x.size), np.int32), np.zeros(len(message), np.int32)
-        used = int(np.count_nonzero(message[:, 0] >= 0))
-        indices, taken = self.unpack(message, used)
-        rounded = _bfloat16(taken)
-        x[indices] += taken - rounded
-        message[:used, 1] = rounded.view(np.int32)
-        if message[0, 0] == wire.NOT_FINITE:
-            counts[0] = wire.NOT_FINITE
-        np.add.at(counts, indices >> wire.RUN_BITS, 1)
-        entries[:used] = message[:used, 1] | message[:used, 0] % wire.RUN
-        return np.concatenate((counts, entries))
-
-    def expand(self, gathered: Array, world: int, numel: int) -> Array:
-        return np.concatenate([_expand(message, numel) for message in wire.split(gathered, world)])
-
     def quantize(self, x: Array, message: Array) -> Array:
         chunks = wire.chunks_of(x.size)
         header = np.zeros((2 * wire.header_length(chunks),), np.int16)
@@ -232,30 +216,6 @@ class NumpyOps(Ops):
                     target[indices[inside] - first] += values[inside] / np.float32(divisor)
 
         return assemble
-
-
-def _bfloat16(values: Array) -> Array:
-    """Return float32 values rounded to the nearest bfloat16, to even, but never to infinity."""
-    bits = values.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
-    infinite = rounded & np.uint32(0x7F800000) == 0x7F800000
-    return np.where(infinite, bits & np.uint32(0x80000000) | np.uint32(0x7F7F0000), rounded).view(np.float32)
-
-
-def _expand(message: Array, numel: int) -> Array:
-    """Return the message of pairs that one compact message stands for."""
-    counts, entries = np.split(message, [wire.runs_of(numel)])
-    pairs = np.zeros((entries.size, 2), np.int32)
-    pairs[:, 0] = wire.PADDING
-    used = int(counts.sum(dtype=np.int64))
-    if counts[0] == wire.NOT_FINITE:
-        pairs[0, 0] = wire.NOT_FINITE
-    elif (counts < 0).any() or used > entries.size:
-        pairs[0, 0] = wire.BAD_COUNTS
-    else:
-        pairs[:used, 0] = np.repeat(np.arange(counts.size) * wire.RUN, counts) + entries[:used] % wire.RUN
-        pairs[:used, 1] = entries[:used] & -wire.RUN
-    return pairs
 
 
 def _unquantize(message: Array, chunks: int) -> Array:

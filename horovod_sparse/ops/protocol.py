@@ -166,22 +166,8 @@ class Ops(Protocol):
     def pack_regions(self, indices: Array, values: Array, bounds: list[int], counts: list[int], room: int) -> Array:
         """Return the message of pairs by region (`wire`, message 5), in which each region has `counts` of the pairs."""
 
-    def compact(self, x: Array, message: Array) -> Array:
-        """Return a message of pairs, whose entries were taken out of `x`, as a compact one (`wire`, message 4).
-
-        Its values are rounded to bfloat16, also in `message`, in place. The rest returns to `x`, so that sent + kept stays
-        exact.
-        """
-
-    def expand(self, gathered: Array, world: int, numel: int) -> Array:
-        """Return the messages of pairs that `world` compact ones stand for, one after the other, for a bucket of `numel`.
-
-        If the counts of a message are wrong, its first index is `wire.BAD_COUNTS`. Its other indices may have any flaw, which
-        `rows_in_use` finds.
-        """
-
     def quantize(self, x: Array, message: Array) -> Array:
-        """Return a message of pairs, whose entries were taken out of `x`, as a packed one (`wire`, message 11).
+        """Return a message of pairs, whose entries were taken out of `x`, as a packed one (`wire`, message 4).
 
         In each chunk, the entries up to the mean m of their magnitudes become the smaller of two levels, and the others become
         the larger one: the means of the magnitudes of both, but at most twice the smallest of them. A level whose entries have
@@ -190,7 +176,11 @@ class Ops(Protocol):
         """
 
     def unquantize(self, gathered: Array, world: int, numel: int) -> Array:
-        """Return the messages of pairs that `world` packed ones stand for, as `expand` does for compact ones."""
+        """Return the messages of pairs that `world` packed ones stand for, one after the other, for a bucket of `numel`.
+
+        If the counts of a message are wrong, its first index is `wire.BAD_COUNTS`. Its other indices may have any flaw, which
+        `rows_in_use` finds.
+        """
 
     def rows_in_use(self, messages: Array, world: int, numel: int) -> list[int | None]:
         """Return, for each of `world` messages, how many indices come before its padding; None if it is not as `wire` requires.

@@ -121,13 +121,13 @@ DENSE32 = Method("dense float32", "hvd.Compression.none", _dense("float32", 4))
 DENSE16 = Method("dense float16", "hvd.Compression.fp16", _dense("float16", 2))
 POWER = Method(f"PowerSGD rank {_RANK}", "DDP's powerSGD_hook", _power)
 PAIRS = Method("pairs", "SIDCo({ratio})", sparse(SIDCo))
-COMPACT = Method(
-    "compact pairs", 'SIDCo({ratio}, exchange=Pairs("bfloat16"))', sparse(partial(SIDCo, exchange=Pairs("bfloat16")))
+PACKED = Method(
+    "packed pairs", 'SIDCo({ratio}, exchange=Pairs("packed"))', sparse(partial(SIDCo, exchange=Pairs("packed")))
 )
 BALANCED = Method("balanced", "SIDCo({ratio}, exchange=Balanced())", sparse(partial(SIDCo, exchange=Balanced())))
 UNION = Method("union", "MiCRO({ratio})", sparse(MiCRO))
 SHARED = Method("shared indices", "RandomBlock({ratio})", sparse(RandomBlock), trains=False)
-METHODS = (DENSE32, DENSE16, POWER, PAIRS, COMPACT, BALANCED, UNION, SHARED)
+METHODS = (DENSE32, DENSE16, POWER, PAIRS, PACKED, BALANCED, UNION, SHARED)
 
 
 class WarmUp(NamedTuple):

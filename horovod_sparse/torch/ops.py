@@ -206,32 +206,6 @@ class TorchOps(Ops):
         message[rows, 1] = values.view(torch.int32)
         return message
 
-    def compact(self, x: Tensor, message: Tensor) -> Tensor:
-        # A device is not waited for: padding adds nothing to the first entry and to the first run.
-        used = message[:, 0] >= 0
-        indices, taken = message[:, 0].clamp(min=0).long(), message[:, 1].contiguous().view(torch.float32)
-        rounded = _bfloat16(taken)
-        x.index_add_(0, indices, (taken - rounded).to(x.dtype))
-        message[:, 1] = rounded.view(torch.int32)
-        counts = message.new_zeros(wire.runs_of(x.numel())).index_add_(0, indices >> wire.RUN_BITS, used.int())
-        counts[0] = torch.where(message[0, 0] == wire.NOT_FINITE, wire.NOT_FINITE, counts[0])
-        entries = torch.where(used, message[:, 1] | (message[:, 0] & (wire.RUN - 1)), 0)
-        return torch.cat((counts, entries))
-
-    def expand(self, gathered: Tensor, world: int, numel: int) -> Tensor:
-        messages, runs = gathered.view(world, -1), wire.runs_of(numel)
-        counts, entries = messages[:, :runs], messages[:, runs:].contiguous()
-        ends = counts.cumsum(1)
-        rows = torch.arange(entries.shape[1], device=gathered.device).expand_as(entries)
-        run = torch.searchsorted(ends, rows.contiguous(), right=True)
-        bad = (counts < 0).any(1, keepdim=True) | (ends[:, -1:] > entries.shape[1])
-        used = (rows < ends[:, -1:]) & ~bad
-        indices = torch.where(used, (run << wire.RUN_BITS) + (entries & (wire.RUN - 1)), wire.PADDING)
-        first = torch.where(counts[:, 0] == wire.NOT_FINITE, wire.NOT_FINITE, wire.BAD_COUNTS)
-        indices[:, 0] = torch.where(bad[:, 0], first, indices[:, 0])
-        bits = torch.where(used, entries & -wire.RUN, 0)
-        return torch.stack((indices.int(), bits), 2).view(-1, 2)
-
     def quantize(self, x: Tensor, message: Tensor) -> Tensor:
         # A device is not waited for: padding is in a chunk of its own, the last one.
         chunks = wire.chunks_of(x.numel())

@@ -23,8 +23,8 @@ ALL_4 = (MPI_4, Launch("horovodrun", 4))
 COMPRESSORS: dict[str, MakeCompression] = {
     "SIDCo": partial(adapter.SIDCo, 0.01, exchange=adapter.Hierarchical(2), warmup=None),
     "RandomBlock": partial(adapter.RandomBlock, 0.01, exchange=adapter.Hierarchical(2), warmup=None),
-    "bfloat16": partial(
-        adapter.TopK, 0.01, exchange=adapter.Hierarchical(2, between=adapter.Pairs("bfloat16")), warmup=None
+    "packed": partial(
+        adapter.TopK, 0.01, exchange=adapter.Hierarchical(2, between=adapter.Pairs("packed")), warmup=None
     ),
 }
 

@@ -20,7 +20,7 @@ VARIANTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "RandomK-own": lambda adapter: {"exchange": adapter.Pairs()},
     "RandomBlock-own": lambda adapter: {"exchange": adapter.Pairs()},
     "TopK-union": lambda adapter: {"exchange": adapter.Union()},
-    "SIDCo-bfloat16": lambda adapter: {"exchange": adapter.Pairs("bfloat16")},
+    "SIDCo-packed": lambda adapter: {"exchange": adapter.Pairs("packed")},
     "SIDCo-balanced": lambda adapter: {"exchange": adapter.Balanced()},
 }
 """Classes with other settings than the defaults."""
