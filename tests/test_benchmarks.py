@@ -157,3 +157,13 @@ def test_qsgd_rounds_without_bias_and_counts_its_bits() -> None:
     """In a process of its own, because the study initialises MPI."""
     done = python("-c", QSGD)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.full
+@pytest.mark.parallel
+def test_steps_of_two_processes_are_timed_as_on_a_gpu() -> None:
+    rows = ("computation alone", "dense fp32", "SIDCo 0.01", "AdamW, SIDCo 0.01")
+    options = ("--on-cpu", "--width", 64, "--layers", 1, "--context", 32, "--rounds", 2)
+    done = python("benchmarks/gpu_step.py", *options, "--rows", *rows, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert all(f"| {row} | " in done.stdout for row in rows)

@@ -44,13 +44,13 @@ def test_no_entry_waits_longer_than_training_is_old(ratio: float, c: float) -> N
         # Numbers of 4 bytes in a message with room for one entry, and whether they go by allgather.
         (TopK(0.001), (2, True)),
         (SIDCo(0.001), (2, True)),
-        (TopK(0.001, exchange=Pairs("packed")), (1, True)),
+        (TopK(0.001, exchange=Pairs("packed")), (7 / 16, True)),
         (RandomK(0.001), (1, False)),
     ],
     ids=repr,
 )
 def test_a_step_is_dense_while_that_sends_fewer_bytes(
-    compressor: Compressor, numbers: tuple[int, bool], world: int
+    compressor: Compressor, numbers: tuple[float, bool], world: int
 ) -> None:
     numel, (width, gathers) = 2**20, numbers
     first = compressor.first_sparse_step(world)

@@ -531,3 +531,12 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     names = {line.split()[0] for line in done.stdout.splitlines()}
     assert names == {"accumulate", "fit", "sample", "collect", "count", "histogram", "write", "scatter"}
+
+
+@pytest.mark.full
+def test_the_check_of_a_gpu_works_interpreted() -> None:
+    """It compares, and times, all that it does on a GPU."""
+    options = ("--interpret", "--sizes", 2000, "--ratios", 0.01, "--repetitions", 1)
+    done = run("benchmarks/gpu_check.py", *options)
+    assert done.returncode == 0, done.stderr
+    assert "CPU, interpreted: no measurement" in done.stdout and "TopK, cold" in done.stdout
