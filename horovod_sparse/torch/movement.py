@@ -169,7 +169,7 @@ class Updates:
             self._sampled = {one: torch.from_numpy(found).to(one.device) for one, found in positions}
         device = next((drift.device for drift in drifts.values()), None)
         entries = [drifts[one].take(at).to(device, torch.float32) for one, at in self._sampled.items() if len(at)]
-        flat = torch.cat(entries) if entries else torch.zeros(1)
+        flat = torch.cat(entries) if entries else torch.zeros(1, device=device)
         return torch.cat([flat, flat.square().sum().view(1)])
 
     def _drop_gradients(self) -> None:

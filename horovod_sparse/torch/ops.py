@@ -337,12 +337,6 @@ def _write_added_up(
         torch._foreach_copy_([target for _, target in parts], sources)
 
 
-def _bfloat16(values: Tensor) -> Tensor:
-    """Return float32 values rounded to the nearest bfloat16, to even, but never to infinity."""
-    rounded = values.bfloat16()
-    return torch.where(rounded.isinf(), rounded.sign() * torch.finfo(torch.bfloat16).max, rounded).float()
-
-
 def _joined(numbers: Tensor, bits: int) -> Tensor:
     """Return numbers of so many bits, several in a byte, the first one lowest."""
     shifts = torch.arange(0, 8, bits, device=numbers.device, dtype=torch.int32)
