@@ -1,6 +1,6 @@
 """Time whole training steps of two processes that share this machine's GPU, over NCCL, dense and sparse, in turns.
 
-    python benchmarks/gpu_step.py [--width 768 --layers 12] [--rounds 20] [--rows "dense fp32" "SIDCo 0.001"]
+    python benchmarks/gpu_step.py [--width 768 --layers 12] [--rounds 15] [--rows "dense fp32" "SIDCo 0.001"]
     python benchmarks/gpu_step.py --on-cpu --width 64 --layers 1 --rounds 3            (tests the script, measures nothing)
 
 NCCL takes each process for a host of its own, so that what is exchanged goes through sockets of the loopback device. Prints one
@@ -40,7 +40,7 @@ from torch_charlm import CharLM
 from horovod_sparse.torch import MiCRO, Pairs, SIDCo, TopK, register
 
 WORLD = 2
-SETTLING = 20
+SETTLING = 10
 """Rounds that are not timed: residuals grow, and Triton compiles."""
 LIMIT = timedelta(seconds=60)
 Make = Callable[[nn.Module, torch.optim.Optimizer], tuple[nn.Module, Any, Any]]
@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=8, help="per process")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), metavar="ROW", default=list(ROWS))
     parser.add_argument("--on-cpu", action="store_true", help="over Gloo")
     options = parser.parse_args()

@@ -477,12 +477,8 @@ class Machine(RuleBasedStateMachine):
 
 def rest_of(magnitudes: np.ndarray, values: Values) -> np.ndarray:
     """Return the most that rounding leaves of float32 magnitudes."""
-    if values == "float32":
-        return np.zeros_like(magnitudes)
-    if values == "packed":
-        # A level is at most twice the smallest magnitude that it stands for.
-        return magnitudes
-    return np.maximum(magnitudes * 2.0**-8, 2.0**-134)
+    # A level is at most twice the smallest magnitude that it stands for.
+    return np.zeros_like(magnitudes) if values == "float32" else magnitudes
 
 
 def check_replicas(result: list[Reduced]) -> None:

@@ -68,7 +68,7 @@ def install() -> None:
         return tensor.cuda() if _from_tests() else tensor
 
     torch.Tensor.numpy = numpy  # type: ignore[method-assign]
-    torch.from_numpy = made
+    torch.from_numpy = made  # type: ignore[assignment]
     _Making().__enter__()
 
 
