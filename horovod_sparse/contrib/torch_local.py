@@ -87,7 +87,7 @@ class LocalUpdates:
     """Steps of any optimizer on each worker alone, and now and then a sparse exchange of how far the parameters have moved.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        local = LocalUpdates(optimizer, model, TopK(0.01, exchange=Pairs("packed")), every=5)
+        local = LocalUpdates(optimizer, model, TopK(0.03, exchange=Pairs("packed")), every=5)
         for batch in batches:
             optimizer.zero_grad()
             loss(model, batch).backward()
