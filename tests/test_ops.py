@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as npst
 from table import BACKENDS, WITH_OPERATIONS, Backend
 
 from horovod_sparse.ops.protocol import Momentum, Moving
+from horovod_sparse.torch import ops
 from horovod_sparse.torch.compiled import tensor_ops
 
 ORACLE = BACKENDS[0].ops
@@ -211,6 +212,35 @@ def test_accumulate_leaves_out_what_is_not_finite_in_the_residual(backend: Backe
     moving = Moving(velocity, Momentum(0.5))
     assert backend.ops.accumulate(residual, [(0, gradient)], moving=moving) == [5 - np.count_nonzero(kept)]
     np.testing.assert_array_equal(backend.numpy(velocity), kept.astype(dtype), strict=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("momentum", [None, Momentum(0.9, None), Momentum(0.9, 0.9)])
+def test_accumulate_waits_for_a_device_once(
+    dtype: torch.dtype, momentum: Momentum | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And does as on the host, with numbers that are not finite, sums that overflow, and without."""
+    largest, waits, read = torch.finfo(torch.float32).max, [], torch.Tensor.tolist
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(50, generator=generator).to(dtype) for _ in range(4)]
+    gradients[1][[3, 7]], gradients[2][5] = torch.tensor([torch.nan, -torch.inf], dtype=dtype), 3.0
+    results = []
+    for on_host in (True, False):
+        buffer, velocity = torch.full((200,), -0.0), torch.zeros(200)
+        buffer[105], velocity[108] = largest, largest
+        monkeypatch.setattr(ops, "_on_host", lambda tensor, on_host=on_host: on_host)
+        if not on_host:
+            for name in ("item", "__bool__", "__int__", "__float__"):
+                monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("the host waits for a number"))
+            monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: waits.append(1) or read(tensor))
+        moving = None if momentum is None else Moving(velocity, momentum)
+        parts = [(50 * number, gradient) for number, gradient in enumerate(gradients)]
+        results.append((ops.TorchOps().accumulate(buffer, parts, moving, 1e38), buffer, velocity))
+    monkeypatch.undo()
+    (counts, *arrays), (told, *others) = results
+    assert counts == told and waits == [1] and counts[1] >= 2 and counts[2] >= 1
+    for one, other in zip(arrays, others, strict=True):
+        assert one.numpy().tobytes() == other.numpy().tobytes()
 
 
 def test_the_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -111,7 +112,7 @@ class Updates:
         _copy(movement.copies, parts)
         self._not_finite = {}
         gradients = {one: local_part(one.grad) for one in self._trained if one.grad is not None}
-        if self._unscaled([*gradients.values()]) and not all(map(_is_finite, gradients.values())):
+        if self._unscaled([*gradients.values()]) and not _are_finite([*gradients.values()]):
             self._not_finite = gradients
             self._drop_gradients()
         self.begun = True
@@ -197,5 +198,13 @@ def _room(parameter: Tensor) -> Tensor:
     return local_part(gradient)
 
 
-def _is_finite(gradient: Tensor) -> bool:
-    return tensor_ops().all_finite(gradient._values() if gradient.is_sparse else gradient)
+def _are_finite(gradients: Sequence[Tensor]) -> bool:
+    """Return whether all entries of some gradients are finite. Waits once for each device, if they are."""
+    values = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+    sums: dict[torch.device, list[Tensor]] = {}
+    for one in values:
+        # A sum is not finite if any entry is not. Those of finite entries may overflow too.
+        sums.setdefault(one.device, []).append(one.sum(dtype=torch.float32))
+    if all(math.isfinite(torch.stack(some).sum().item()) for some in sums.values()):
+        return True
+    return all(map(tensor_ops().all_finite, values))

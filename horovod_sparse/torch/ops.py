@@ -37,9 +37,16 @@ class TorchOps(Ops):
     def accumulate(
         self, buffer: Tensor, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0
     ) -> list[int]:
-        return [self._accumulate(buffer, first, gradient, moving, rate) for first, gradient in gradients]
+        counts = [self._accumulate(buffer, first, gradient, moving, rate) for first, gradient in gradients]
+        if _on_host(buffer) or not counts:
+            return [int(one) for one in counts]
+        # The host waits for the device once.
+        told: list[int] = torch.stack(cast("list[Tensor]", counts)).tolist()
+        return told
 
-    def _accumulate(self, buffer: Tensor, first: int, gradient: Tensor, moving: Moving | None, rate: float) -> int:
+    def _accumulate(
+        self, buffer: Tensor, first: int, gradient: Tensor, moving: Moving | None, rate: float
+    ) -> int | Tensor:
         part = slice(first, first + gradient.numel())
         residual = buffer[part]
         if first < 0 or residual.numel() != gradient.numel():
@@ -57,26 +64,26 @@ class TorchOps(Ops):
             self._keep_finite(velocity)
         return not_finite + self._keep_finite(residual)
 
-    def _keep_finite(self, sums: Tensor) -> int:
+    def _keep_finite(self, sums: Tensor) -> int | Tensor:
         """Set sums that have overflowed to the largest number of their type, in place. Return how many there were."""
-        if self.all_finite(sums):
+        if _on_host(sums) and self.all_finite(sums):
             return 0
-        overflowed = int(torch.count_nonzero(torch.isinf(sums)))
+        overflowed = torch.count_nonzero(torch.isinf(sums))
         largest = torch.finfo(sums.dtype).max
         sums.clamp_(-largest, largest)
         return overflowed
 
-    def _finite(self, gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+    def _finite(self, gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, int | Tensor]:
         """Return the gradient with zeros for the entries that are not finite, and how many those are.
 
         The gradient is converted to the residual's type first if that may matter.
         """
         if gradient.dtype == torch.float64:
             gradient = gradient.to(dtype)
-        if self.all_finite(gradient):
+        if _on_host(gradient) and self.all_finite(gradient):
             return gradient, 0
         finite = torch.isfinite(gradient)
-        return torch.where(finite, gradient, 0.0), int(torch.count_nonzero(~finite))
+        return torch.where(finite, gradient, 0.0), torch.count_nonzero(~finite)
 
     def measure(self, x: Tensor, threshold: float = 0.0, *, with_log: bool = False) -> Sums:
         sums, limit = Sums(logs=0.0 if with_log else math.nan), _limit(x, threshold)
@@ -347,6 +354,10 @@ def _parted(joined: Tensor, bits: int) -> Tensor:
     """Return the numbers of so many bits that are joined in the bytes of each row."""
     shifts = torch.arange(0, 8, bits, device=joined.device, dtype=torch.int32)
     return (joined.int().unsqueeze(2) >> shifts & (1 << bits) - 1).flatten(1)
+
+
+def _on_host(x: Tensor) -> bool:
+    return x.is_cpu
 
 
 def _nonzero(mask: Tensor) -> Tensor:
