@@ -220,7 +220,12 @@ def test_accumulate_waits_for_a_device_once(
     dtype: torch.dtype, momentum: Momentum | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And does as on the host, with numbers that are not finite, sums that overflow, and without."""
-    largest, waits, read = torch.finfo(torch.float32).max, [], torch.Tensor.tolist
+    largest, waits, read = torch.finfo(torch.float32).max, list[int](), torch.Tensor.tolist
+
+    def waiting(tensor: torch.Tensor) -> Any:
+        waits.append(1)
+        return read(tensor)
+
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(50, generator=generator).to(dtype) for _ in range(4)]
     gradients[1][[3, 7]], gradients[2][5] = torch.tensor([torch.nan, -torch.inf], dtype=dtype), 3.0
@@ -232,7 +237,7 @@ def test_accumulate_waits_for_a_device_once(
         if not on_host:
             for name in ("item", "__bool__", "__int__", "__float__"):
                 monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("the host waits for a number"))
-            monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: waits.append(1) or read(tensor))
+            monkeypatch.setattr(torch.Tensor, "tolist", waiting)
         moving = None if momentum is None else Moving(velocity, momentum)
         parts = [(50 * number, gradient) for number, gradient in enumerate(gradients)]
         results.append((ops.TorchOps().accumulate(buffer, parts, moving, 1e38), buffer, velocity))
