@@ -126,15 +126,19 @@ class Contender:
         self.waits = 0
 
     def step(self, windows: torch.Tensor) -> None:
+        """One training step, timed."""
         self._wait()
         begun = time.perf_counter()
+        self._train(windows)
+        self._wait()
+        self.seconds.append(time.perf_counter() - begun)
+
+    def _train(self, windows: torch.Tensor) -> None:
         self.optimizer.zero_grad()
         with torch.autocast(self.device.type, torch.bfloat16):
             logits = self.model(windows[:, :-1])
         F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten()).backward()
         self.optimizer.step()
-        self._wait()
-        self.seconds.append(time.perf_counter() - begun)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -143,14 +147,11 @@ class Contender:
     def count_waits(self, windows: torch.Tensor) -> None:
         """Count how often the host waits for the device in a step, as PyTorch sees it."""
         if self.device.type == "cuda":
-            wait, self._wait = self._wait, lambda: None  # type: ignore[method-assign]
             torch.cuda.set_sync_debug_mode("warn")
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
-                self.step(windows)
+                self._train(windows)
             torch.cuda.set_sync_debug_mode("default")
-            self._wait = wait  # type: ignore[method-assign]
-            self.seconds.pop()
             self.waits = sum("synchroniz" in str(one.message) for one in seen)
 
     def check(self) -> None:

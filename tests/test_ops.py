@@ -233,7 +233,7 @@ def test_accumulate_waits_for_a_device_once(
     for on_host in (True, False):
         buffer, velocity = torch.full((200,), -0.0), torch.zeros(200)
         buffer[105], velocity[108] = largest, largest
-        monkeypatch.setattr(ops, "_on_host", lambda tensor, on_host=on_host: on_host)
+        monkeypatch.setattr(ops, "on_host", lambda tensor, on_host=on_host: on_host)
         if not on_host:
             for name in ("item", "__bool__", "__int__", "__float__"):
                 monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("the host waits for a number"))

@@ -78,7 +78,7 @@ def _handed(gradient: Tensor | None) -> tuple[Tensor, dict[Tensor, unchanged.Han
 def _place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on the CPU, and as on another device, where the host must not wait."""
     if request.param == "device":
-        monkeypatch.setattr(unchanged, "_on_host", lambda flat: False)
+        monkeypatch.setattr(unchanged, "on_host", lambda flat: False)
 
 
 EMPTY = {f"empty {shape}": lambda shape=shape: torch.zeros(shape) for shape in ((0,), (3, 0, 4))}
@@ -101,7 +101,7 @@ def test_every_change_is_noticed(kind: str, change: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in GRADIENTS if "entry" not in kind])
 def test_a_change_is_noticed_on_a_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unchanged, "_on_host", lambda flat: False)
+    monkeypatch.setattr(unchanged, "on_host", lambda flat: False)
     parameter, handed = _handed(GRADIENTS[kind]())
     _, others = _handed(_gradient())
     assert parameter.grad is not None

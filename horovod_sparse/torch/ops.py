@@ -38,7 +38,7 @@ class TorchOps(Ops):
         self, buffer: Tensor, gradients: Sequence[Part], moving: Moving | None = None, rate: float = 1.0
     ) -> list[int]:
         counts = [self._accumulate(buffer, first, gradient, moving, rate) for first, gradient in gradients]
-        if _on_host(buffer) or not counts:
+        if on_host(buffer) or not counts:
             return [int(one) for one in counts]
         # The host waits for the device once.
         told: list[int] = torch.stack(cast("list[Tensor]", counts)).tolist()
@@ -66,7 +66,7 @@ class TorchOps(Ops):
 
     def _keep_finite(self, sums: Tensor) -> int | Tensor:
         """Set sums that have overflowed to the largest number of their type, in place. Return how many there were."""
-        if _on_host(sums) and self.all_finite(sums):
+        if on_host(sums) and self.all_finite(sums):
             return 0
         overflowed = torch.count_nonzero(torch.isinf(sums))
         largest = torch.finfo(sums.dtype).max
@@ -80,7 +80,7 @@ class TorchOps(Ops):
         """
         if gradient.dtype == torch.float64:
             gradient = gradient.to(dtype)
-        if _on_host(gradient) and self.all_finite(gradient):
+        if on_host(gradient) and self.all_finite(gradient):
             return gradient, 0
         finite = torch.isfinite(gradient)
         return torch.where(finite, gradient, 0.0), torch.count_nonzero(~finite)
@@ -356,7 +356,8 @@ def _parted(joined: Tensor, bits: int) -> Tensor:
     return (joined.int().unsqueeze(2) >> shifts & (1 << bits) - 1).flatten(1)
 
 
-def _on_host(x: Tensor) -> bool:
+def on_host(x: Tensor) -> bool:
+    """Return whether the host may read a tensor without waiting for a device."""
     return x.is_cpu
 
 

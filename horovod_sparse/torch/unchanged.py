@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from horovod_sparse.torch.ops import on_host
+
 _SAMPLES = 16
 """About how many entries of each gradient are compared."""
 _BLOCK = 2**16
@@ -39,7 +41,7 @@ def hand_over(gradient: Tensor | None) -> Handed:
     # What is flat may be a copy, so the gradient itself is asked.
     version = gradient._version if gradient.is_sparse or _owns_its_memory(gradient) else None
     spread = slice(None, None, max(1, flat.numel() // _SAMPLES))
-    if not _on_host(flat):
+    if not on_host(flat):
         return Handed(gradient, version, flat[spread].clone(), spread)
     entries = _numbers(flat)
     sample = entries[spread].tobytes()
@@ -92,10 +94,6 @@ def _flat(gradient: Tensor) -> Tensor:
     if not dense.is_contiguous() and _owns_its_memory(dense):
         return dense.as_strided((dense.numel(),), (1,), 0)
     return dense.reshape(-1)
-
-
-def _on_host(flat: Tensor) -> bool:
-    return flat.is_cpu
 
 
 def _owns_its_memory(dense: Tensor) -> bool:

@@ -16,6 +16,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -67,8 +68,8 @@ def install() -> None:
         tensor = from_numpy(array)
         return tensor.cuda() if _from_tests() else tensor
 
-    torch.Tensor.numpy = numpy  # type: ignore[method-assign]
-    torch.from_numpy = made  # type: ignore[assignment]
+    patch.object(torch.Tensor, "numpy", numpy).start()
+    patch.object(torch, "from_numpy", made).start()
     _Making().__enter__()
 
 
