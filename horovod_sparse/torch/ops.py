@@ -318,11 +318,10 @@ class TorchOps(Ops):
         return assemble
 
     def _assemble(self, target: Tensor, first: int, parts: list[tuple[Tensor, Tensor]]) -> None:
-        on_host = target.device.type == "cpu"
         target.zero_()
         numel = target.numel()
         for indices, values in parts:
-            if on_host:
+            if on_host(target):
                 begin, end = torch.searchsorted(indices, torch.tensor((first, first + numel))).tolist()
                 target.index_add_(0, indices[begin:end] - first, values[begin:end].to(target.dtype))
             else:
