@@ -282,6 +282,36 @@ def test_horovod_is_not_needed() -> None:
     assert "horovod.torch cannot be imported" in done.stdout
 
 
+ENDING = """
+import gc
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from horovod_sparse.torch import TopK, register
+
+def train():
+    model = DistributedDataParallel(torch.nn.Linear(20, 30))
+    register(model, TopK(0.1, min_numel=0, warmup=None))
+    model(torch.ones(2, 20)).sum().backward()
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+train()
+gc.collect()
+dist.destroy_process_group()
+print(*[thread.joinpath("comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()])
+"""
+
+
+def test_no_thread_of_gloo_outlives_its_group() -> None:
+    """One that outlives Python can abort the process."""
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout and "gloo" not in done.stdout
+
+
 def values(model: nn.Module) -> torch.Tensor:
     return torch.cat([one.reshape(-1) for one in model.state_dict().values()])
 

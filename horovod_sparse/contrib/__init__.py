@@ -1,1 +1,1 @@
-"""What the exchange of gradients does without: local updates, uneven data, logs. Nothing but adapters' names leads here."""
+"""What the exchange of gradients does without: local updates, logs. Nothing but adapters' names leads here."""

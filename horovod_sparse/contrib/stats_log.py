@@ -1,7 +1,6 @@
 """The numbers of `compression.stats()`, written down while training goes on: lines of JSON, and scalars for TensorBoard.
 
-The first line of a log says what wrote it, and after which step it goes on. A resumed run adds such a line, and then its
-own lines. Imports no framework.
+The first line of a log says what wrote it, and after which step it goes on. Imports no framework.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from horovod_sparse import __version__
 from horovod_sparse.compressors.checks import check_integer
 from horovod_sparse.core.statistics import Stats
 
-FORMAT = 1
-"""The version of the lines."""
 _TOTAL = (
     "numel", "target", "count", "ratio", "threshold", "stages", "truncated", "bytes_sent", "residual_norm",
 )  # fmt: skip
@@ -55,19 +52,18 @@ class StatsLog:
     PyTorch, `keras.callbacks.LambdaCallback(on_train_batch_end=log)` in Keras. A step is what was exchanged: a call after
     which the compressor counts no more steps than before does nothing. The numbers are those of this worker.
 
-    A file that exists is continued, after its last step. A last line that a killed run left incomplete is removed.
+    A file that exists gets more lines.
 
     Args:
         compression: a compressor that serves an optimizer, a tape or `LocalUpdates`, or a `SparseAllreduce`.
         path: the file that gets the lines; None for no file.
         writer: gets the same numbers, `add_scalar("horovod_sparse/ratio", value, step)` and so on; None for no writer.
         every: a line is written after so many steps, >= 1. It costs one pass over the residuals.
-        start: number of steps that were done before, for instance those of a checkpoint; lines of later steps, which the file
-            may have, do not count any more. By default the last step of the file; 0 without one.
+        start: number of steps that were done before, for instance those of a checkpoint.
 
     Raises:
         TypeError: `compression` has no statistics, or `writer` no `add_scalar`.
-        ValueError: a number is out of range, there is neither path nor writer, or the file is no such log.
+        ValueError: a number is out of range, or there is neither path nor writer.
     """
 
     def __init__(
@@ -77,11 +73,10 @@ class StatsLog:
         *,
         writer: Writer | None = None,
         every: int = 10,
-        start: int | None = None,
+        start: int = 0,
     ) -> None:
         check_integer("every", every, 1)
-        if start is not None:
-            check_integer("start", start, 0)
+        check_integer("start", start, 0)
         if isinstance(compression, type) or not (hasattr(compression, "stats") and hasattr(compression, "steps")):
             raise TypeError(
                 "compression must be a compressor of horovod_sparse.torch or horovod_sparse.tensorflow, or a SparseAllreduce, "
@@ -93,8 +88,7 @@ class StatsLog:
             raise TypeError(f"writer must have a method add_scalar, as a SummaryWriter has, got {writer!r}")
         self._compression, self._writer, self._every = compression, writer, every
         self._path = None if path is None else Path(path)
-        last = 0 if self._path is None else _continue(self._path)
-        self.step = last if start is None else start
+        self.step = start
         """The number of the last step."""
         self._written = self.step
         self._seen = compression.steps
@@ -103,8 +97,7 @@ class StatsLog:
         """When the last step ended; None before the first."""
         self._times: list[float] = []
         """Seconds of the steps since the last line."""
-        begin = {"format": FORMAT, "package": __version__, "compressor": repr(compression), "step": self.step}
-        self._append(begin)
+        self._append({"package": __version__, "compressor": repr(compression), "step": self.step})
 
     def __call__(self, *_: object, **__: object) -> None:
         """Count what was exchanged since the last call, and write if it is time to."""
@@ -140,44 +133,3 @@ class StatsLog:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, allow_nan=False) + "\n")
-
-
-def _continue(path: Path) -> int:
-    """Prepare a file for more lines, and return its last step; 0 if it is new."""
-    content = path.read_bytes() if path.exists() else b""
-    if not content:
-        return 0
-    try:
-        last = records(path)[-1]["step"]
-    except ValueError as error:
-        raise ValueError(f"path must be a log of StatsLog, or not exist yet, got {str(path)!r}: {error}") from error
-    # A killed run may have left a line incomplete.
-    os.truncate(path, content.rfind(b"\n") + 1)
-    return int(last)
-
-
-def records(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a log. Those that begin a run have the key "format".
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: no `StatsLog` has written it.
-    """
-    found: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] or [b""], 1):
-        try:
-            record = json.loads(line)
-            begins = "format" in record
-            found.append({**record, "step": int(record["step"])})
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            raise ValueError(f"line {number} must be one of a StatsLog, got {line[:60]!r}") from error
-        if record.get("format") != FORMAT if begins else number == 1:
-            raise ValueError(
-                f"line {number} must have format={FORMAT}, got {line[:60]!r}: another release has written it"
-            )
-        if not begins and record["step"] <= found[-2]["step"]:
-            raise ValueError(
-                f"line {number} must have a step > {found[-2]['step']}, got {record['step']}; each worker must have a file of "
-                "its own"
-            )
-    return found

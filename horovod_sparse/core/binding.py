@@ -154,7 +154,7 @@ def check_kind(compression: object, kind: type, module: str) -> None:
         )
 
 
-def refuse_join(instead: str) -> None:
+def refuse_join() -> None:
     """Raise AssertionError if this process compresses. Stock `hvd.join` would let the other ranks hang.
 
     The error is no RuntimeError, which stock `hvd.join` would turn into one that elastic jobs try again after.
@@ -169,7 +169,8 @@ def refuse_join(instead: str) -> None:
     for one in compressing():
         raise AssertionError(
             f"hvd.join() was called while {one!r} serves an optimizer, whose messages a rank that has joined does not send; "
-            f"{instead}"
+            "give all ranks equally many batches, with DistributedSampler or dataset.take, or agree on their number before: see "
+            "docs/troubleshooting.md"
         )
 
 

@@ -136,7 +136,7 @@ def _create_distributed_optimizer(stock: Function) -> Function:
 
 def _join(stock: Function) -> Function:
     def extended(*args: Any, **kwargs: Any) -> Any:
-        refuse_join("with uneven data iterate over `horovod_sparse.tensorflow.joined(dataset)`")
+        refuse_join()
         return stock(*args, **kwargs)
 
     return extended

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from horovod_sparse import __version__
-from horovod_sparse.tools import check, plan, report, trial
+from horovod_sparse.tools import check, plan, trial
 
 
 def _check(_: argparse.Namespace) -> int:
@@ -34,10 +34,6 @@ def _parser() -> argparse.ArgumentParser:
     planned = commands.add_parser("plan", help=text, description=text)
     plan.add_arguments(planned)
     planned.set_defaults(run=plan.run)
-    text = "sum up what was sent in training, from the logs of StatsLog"
-    reported = commands.add_parser("report", help=text, description=text)
-    report.add_arguments(reported)
-    reported.set_defaults(run=report.run)
     return parser
 
 

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Its functions have the default group for a default argument. If DDP imported it later, they would keep Gloo's threads
+# after `destroy_process_group`, and one that outlives Python aborts.
+import torch.distributed.nn.functional
 from torch import Tensor
 
 from horovod_sparse.core.pipeline import Wait

@@ -251,7 +251,7 @@ def _reset(stock: None) -> Method:
 
 def _join(stock: Method) -> Method:
     def extended(*args: Any) -> Any:
-        refuse_join("with uneven data iterate over `horovod_sparse.torch.joined(loader)`")
+        refuse_join()
         return stock(*args)
 
     return extended

@@ -17,7 +17,6 @@ MODULES = {
         "checkpoints",
         "numpy_state",
         "scaling",
-        "uneven",
         "policies",
         "momentum",
         "disagreement",
@@ -38,7 +37,6 @@ MODULES = {
         "tf.scaling",
         "tf.disagreement",
         "tf.parameters",
-        "tf.uneven",
     ),
     "ddp": (
         "ddp.hook",
@@ -48,7 +46,6 @@ MODULES = {
         "ddp.updates",
         "ddp.sharded",
         "detached",
-        "uneven",
         "scaling",
         "compiled",
     ),

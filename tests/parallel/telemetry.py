@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import horovod.torch as hvd
 import torch
 
 import horovod_sparse.torch as sparse
-from horovod_sparse.tools.report import Log
 
 from .common import everyone, loss_of, small_model, train, wrap
 from .scenario import EVERYWHERE, scenario
@@ -59,14 +59,14 @@ def a_log_has_every_second_step(run: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stats.jsonl"
         run(path, compression)
-        log = Log(path)
-    assert [*log.compressors] == [repr(compression)]
+        first, *lines = map(json.loads, path.read_text().splitlines())
+    assert first["compressor"] == repr(compression)
     assert compression.stats().steps == compression.steps == STEPS
-    assert log.column("step") == [2, 4, 6]
+    assert [line["step"] for line in lines] == [2, 4, 6]
     # Everything is as the statistics say of the last step, and a rank's own.
     total = compression.stats().last.total
     for name in ("count", "bytes_sent", "residual_norm"):
-        assert log.lines[-1][name] == getattr(total, name) > 0.0
+        assert lines[-1][name] == getattr(total, name) > 0.0
     norms = everyone(total.residual_norm)
     assert len(set(norms)) == len(norms)
-    assert all(0.0 < value < 60.0 for value in log.column("seconds"))
+    assert all(0.0 < line["seconds"] < 60.0 for line in lines)
