@@ -169,8 +169,7 @@ def refuse_join() -> None:
     for one in compressing():
         raise AssertionError(
             f"hvd.join() was called while {one!r} serves an optimizer, whose messages a rank that has joined does not send; "
-            "give all ranks equally many batches, with DistributedSampler or dataset.take, or agree on their number before: see "
-            "docs/troubleshooting.md"
+            "give all ranks equally many batches, or agree on their number before: see docs/troubleshooting.md"
         )
 
 

@@ -10,7 +10,6 @@ from typing import Any as _Any
 import horovod.tensorflow as _stock
 from horovod.tensorflow import *
 
-
 # Type checkers export only names that are imported as themselves, or by a star.
 from horovod_sparse.core.checkpoint import Checkpoint as Checkpoint
 from horovod_sparse.public import *
