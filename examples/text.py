@@ -47,7 +47,7 @@ def make_text_parser(description: str, *, batch_size: int, lr: float, ratio: flo
         "--every", type=int, default=0, metavar="STEPS", help="local updates, after so many steps; 0: in every step"
     )
     parser.add_argument("--residual-decay", type=float, default=1.0, help="of local updates")
-    parser.add_argument("--outer-lr", type=float, default=1.0, help="of local updates")
+    parser.add_argument("--outer-lr", type=float, default="auto", help="of local updates")
     parser.add_argument("--outer-momentum", type=float, default=0.0, help="of local updates")
     parser.add_argument("--keep", type=float, default=0.5, help="of local updates")
     return parser

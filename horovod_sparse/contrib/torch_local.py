@@ -8,8 +8,9 @@ SparseLoCo (https://arxiv.org/abs/2508.15706): theta_r are worker r's parameters
     e_r     = e_r - sent_r
     theta   = theta - alpha * mean(sent_r)
 
-With `outer_momentum` mu, as in DiLoCo (https://arxiv.org/abs/2311.08105): m = mu * m + mean(sent_r), and the last line is
-theta = theta - alpha * (mean(sent_r) + mu * m).
+By default alpha is 1, and each worker multiplies its Delta_r by the s of `Lengths`. With `outer_momentum` mu, as in DiLoCo
+(https://arxiv.org/abs/2311.08105): m = mu * m + mean(sent_r), and the last line is theta = theta - alpha * (mean(sent_r) +
+mu * m).
 
 Local steps compute their gradients at theta_r - c * e_r, so that what a worker has found and not sent yet is not lost to
 it. It is as if it began at theta - c * e_r, and Delta_r were (theta - c * e_r) - theta_r.
@@ -23,7 +24,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,12 +32,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_sparse.compressors.checks import as_number, check_fraction, check_number
-from horovod_sparse.core.agreement import check_moves, compare, refuse_detached
+from horovod_sparse.core.agreement import check_moves, compare, divides, refuse_detached
 from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
 from horovod_sparse.torch.gradients import wide
 from horovod_sparse.torch.group import Group
-from horovod_sparse.torch.movement import Movement
+from horovod_sparse.torch.movement import Movement, Sample
 from horovod_sparse.torch.parameters import check_memory, follow, held, is_sharded
 from horovod_sparse.torch.transport import GroupReducer, Transport
 from horovod_sparse.torch.uncompiled import uncompiled
@@ -55,14 +56,14 @@ class Outer:
     Args:
         every: H, the number of local steps between two exchanges, >= 1.
         residual_decay: beta, in (0, 1].
-        outer_lr: alpha, > 0.
+        outer_lr: alpha, > 0; with "auto" it is 1, and movements grow (`Lengths`).
         outer_momentum: mu, in [0, 1).
         keep: c, in [0, 1].
     """
 
     every: int
     residual_decay: float
-    outer_lr: float
+    outer_lr: float | Literal["auto"]
     outer_momentum: float
     keep: float
 
@@ -70,7 +71,9 @@ class Outer:
         if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
             raise ValueError(f"every must be a whole number of steps >= 1, got {self.every!r}")
         check_fraction("residual_decay", self.residual_decay)
-        check_number("outer_lr", self.outer_lr, "a finite number > 0", 0.0 < as_number(self.outer_lr) < math.inf)
+        if self.outer_lr != "auto":
+            expected = "'auto' or a finite number > 0"
+            check_number("outer_lr", self.outer_lr, expected, 0.0 < as_number(self.outer_lr) < math.inf)
         check_number("outer_momentum", self.outer_momentum, "in [0, 1)", 0.0 <= as_number(self.outer_momentum) < 1.0)
         check_number("keep", self.keep, "in [0, 1]", 0.0 <= as_number(self.keep) <= 1.0)
 
@@ -80,7 +83,8 @@ class Outer:
             momentum *= self.outer_momentum
             momentum += mean
             mean += self.outer_momentum * momentum
-        mean *= self.outer_lr
+        if self.outer_lr != "auto":
+            mean *= self.outer_lr
 
 
 class LocalUpdates:
@@ -103,7 +107,8 @@ class LocalUpdates:
         compression: a compressor of this module; None exchanges everything, as DiLoCo does.
         every: number of local steps between two exchanges, >= 1.
         residual_decay: what is left of the residual after each exchange, in (0, 1]; SparseLoCo has 0.95.
-        outer_lr: learning rate of the exchanged movement, > 0.
+        outer_lr: learning rate of the exchanged movement, > 0. With "auto" each worker's movement grows by the factor that
+            the mean over the workers takes from its length (`Lengths`), if the optimizer divides by the size of the gradient.
         outer_momentum: Nesterov momentum of the exchanged movement, in [0, 1); DiLoCo has 0.9 with `outer_lr=0.7`.
         keep: the part of its residual that a worker's parameters have moved already, in [0, 1], from a forward pass in
             training until the next step, as with `detached` elsewhere. Steps, exchanges and evaluations see the parameters
@@ -130,7 +135,7 @@ class LocalUpdates:
         *,
         every: int = 5,
         residual_decay: float = 1.0,
-        outer_lr: float = 1.0,
+        outer_lr: float | Literal["auto"] = "auto",
         outer_momentum: float = 0.0,
         keep: float = 0.5,
         group: Any = None,
@@ -157,6 +162,8 @@ class LocalUpdates:
             self.compression, self._transport, {one: name for name, one in self._parameters.items()}
         )
         self._reducer.shards = shards
+        self._reducer.lengths.grow = outer_lr == "auto" and divides(optimizer.param_groups)
+        self._sample = Sample()
         self._reducer.move_parameters(keep if self.compression.waits_alone else 0.0, optimizer, names)
         self._momentum = {name: torch.zeros_like(one) for name, one in self._shared.items()} if outer_momentum else {}
         self._steps = 0
@@ -224,10 +231,13 @@ class LocalUpdates:
             RuntimeError: with Horovod: on all other workers, if the exchange has raised on one, for instance because
                 of an interrupt. Nothing has changed, and training can go on.
         """
+        lengths = self._reducer.lengths.state()
         try:
             means = self._reducer.reduce_all(self._drifts)
-        except FloatingPointError:
-            self._movement.restore()
+        except BaseException as error:
+            self._reducer.lengths.load(lengths)
+            if isinstance(error, FloatingPointError):
+                self._movement.restore()
             raise
         for name, parameter in self._parameters.items():
             self.outer.step(means[parameter], self._momentum.get(name))
@@ -258,7 +268,9 @@ class LocalUpdates:
         for parameter, drift in zip(self._movement.parameters, drifts, strict=True):
             if not parameter.requires_grad:
                 drift.zero_()
-        return dict(zip(self._movement.parameters, drifts, strict=True))
+        moved = dict(zip(self._movement.parameters, drifts, strict=True))
+        self._reducer.grow(moved, self._sample)
+        return moved
 
     def _described(self) -> dict[str, str]:
         """Return what must be the same on all workers."""
@@ -268,7 +280,8 @@ class LocalUpdates:
             number = "made before another one that has exchanged already" if self._made < _newest else "new"
         # All workers say so whenever one has loaded a state, so that nobody waits.
         shared = digest(self._shared) if self._unchecked else "as they were"
-        return {"local updates": f"{number}, {self.outer}", "shared parameters": shared}
+        growing = "growing" if self._reducer.lengths.grow else "as they are"
+        return {"local updates": f"{number}, {self.outer}, {growing}", "shared parameters": shared}
 
     def _agree(self, number: int) -> None:
         """Begin an exchange. `number` is that of new `LocalUpdates`, the same on all workers."""
@@ -294,7 +307,8 @@ class LocalUpdates:
             ValueError: the state belongs to other parameters, or is none of `LocalUpdates`; nothing was changed.
         """
         check_parts(state, {"shared": self._shared, "momentum": self._momentum})
-        self.compression.load_state_dict(state["compression"])
+        # Earlier releases have not noted in what unit residuals are.
+        self.compression.load_state_dict({"updates": True, **state["compression"]})
         for part, mine in (("shared", self._shared), ("momentum", self._momentum)):
             for name, array in mine.items():
                 array[...] = state[part][name]
@@ -304,6 +318,12 @@ class LocalUpdates:
 
 class _Reducer(GroupReducer):
     _in_parameters = True
+
+    def grow(self, movements: Mapping[Tensor, Tensor], sample: Sample) -> None:
+        """Let movements grow by what their mean over the workers loses."""
+        if self.lengths.grow and movements:
+            self._step.sample = sample.of(movements)
+            torch._foreach_mul_([*movements.values()], self.lengths.factor(self._world))
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         raise RuntimeError(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,10 +52,9 @@ class Lengths:
         """Return what `load` continues from."""
         return [self._own, self._mean]
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of a compressor. Earlier releases have saved no lengths."""
-        lengths = state.get("updates")
-        self._own, self._mean = lengths if isinstance(lengths, Sequence) else (0.0, 0.0)
+    def load(self, state: object) -> None:
+        """Continue from what `state` has returned. Earlier releases have saved no lengths."""
+        self._own, self._mean = state if isinstance(state, Sequence) else (0.0, 0.0)
 
 
 def sampled(sizes: Sequence[int]) -> list[NDArray[np.int64]]:

@@ -49,6 +49,11 @@ class Store:
         self.lengths = Lengths()
         """What tells by how much updates must grow, if they are exchanged."""
 
+    @property
+    def _in_parameters(self) -> bool:
+        """Whether what is exchanged, and waits, are movements of parameters."""
+        return self.updates is not None
+
     def between_steps(self) -> Pipeline | None:
         """Return the pipeline, ready to be used between two steps."""
         return self.pipeline
@@ -70,12 +75,12 @@ class Store:
         deferred, pipeline = copy.deepcopy(dict(self.deferred or empty_state())), self.between_steps()
         if pipeline is None:
             return deferred
-        exchanged = {} if self.updates is None else {"updates": self.lengths.state()}
+        exchanged = {"updates": self.lengths.state()} if self._in_parameters else {}
         return merged({**pipeline.state_dict(), "sparse": sorted(self.sparse), **exchanged}, deferred)
 
     def check_unit(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if the residuals in a state are gradients, and those here are updates, or the other way round."""
-        theirs, mine = bool(state.get("updates")), self.updates is not None
+        theirs, mine = bool(state.get("updates")), self._in_parameters
         if self.active and holds_anything(state) and theirs != mine:
             raise ValueError(
                 f"state must be one with updates={mine}, got one with updates={theirs}: residuals are in another unit; make "
@@ -92,7 +97,7 @@ class Store:
         if pipeline is not None:
             pipeline.load_state_dict(part_of(state, names))
             state = part_of(state, names_in(state).difference(names))
-        self.lengths.load(state)
+        self.lengths.load(state.get("updates"))
         self.deferred = copy.deepcopy(dict(state)) if holds_anything(state) else None
 
     def rescale(self, factor: float) -> None:

@@ -44,6 +44,23 @@ class Movement:
         _copy(self.parameters, self.copies)
 
 
+class Sample:
+    """The entries of movements that are compared with those of other workers; see `Lengths`."""
+
+    def __init__(self) -> None:
+        self._positions: dict[Tensor, Tensor] = {}
+
+    def of(self, drifts: Mapping[Tensor, Tensor]) -> Tensor:
+        """Return these entries of the parameters' movements, and last their sum of squares, where the first parameter is."""
+        if self._positions.keys() != drifts.keys():
+            positions = zip(drifts, sampled([drift.numel() for drift in drifts.values()]), strict=True)
+            self._positions = {one: torch.from_numpy(found).to(one.device) for one, found in positions}
+        device = next((drift.device for drift in drifts.values()), None)
+        entries = [drifts[one].take(at).to(device, torch.float32) for one, at in self._positions.items() if len(at)]
+        flat = torch.cat(entries) if entries else torch.zeros(1, device=device)
+        return torch.cat([flat, flat.square().sum().view(1)])
+
+
 class Updates:
     """Lets an optimizer step with this worker's gradients, and exchanges the movement of the parameters in their place."""
 
@@ -61,8 +78,7 @@ class Updates:
         """This step's gradients, if one of them holds NaN or infinity."""
         self._scaler: dict[str, Any] = {}
         """What a `GradScaler` has told the optimizer for this step."""
-        self._sampled: dict[Tensor, Tensor] = {}
-        """The positions in each parameter whose movement is compared with that of other workers (`Lengths`)."""
+        self._sample = Sample()
 
     def __str__(self) -> str:
         return f"updates of {type(self._optimizer).__name__} in place of gradients"
@@ -150,7 +166,7 @@ class Updates:
     @torch.no_grad()
     def _exchange(self, movement: Movement, drifts: dict[Tensor, Tensor], reduce: Reduce, factor: float) -> None:
         try:
-            sample = self._sample(drifts)
+            sample = self._sample.of(drifts)
             if factor != 1.0:
                 torch._foreach_mul_([*drifts.values()], factor)
             reduce(drifts, sample)
@@ -162,16 +178,6 @@ class Updates:
             raise
         finally:
             movement.restore()
-
-    def _sample(self, drifts: Mapping[Tensor, Tensor]) -> Tensor:
-        """Return some entries of the movements, and last their sum of squares, where the first parameter is."""
-        if self._sampled.keys() != drifts.keys():
-            positions = zip(drifts, sampled([drift.numel() for drift in drifts.values()]), strict=True)
-            self._sampled = {one: torch.from_numpy(found).to(one.device) for one, found in positions}
-        device = next((drift.device for drift in drifts.values()), None)
-        entries = [drifts[one].take(at).to(device, torch.float32) for one, at in self._sampled.items() if len(at)]
-        flat = torch.cat(entries) if entries else torch.zeros(1, device=device)
-        return torch.cat([flat, flat.square().sum().view(1)])
 
     def _drop_gradients(self) -> None:
         for group in self._optimizer.param_groups:

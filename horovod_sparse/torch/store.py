@@ -238,11 +238,6 @@ class TensorReducer(Store):
             self.detached = Detached(coefficient, parameters, partial(self._waiting, optimizer, names))
             optimizer.register_step_pre_hook(self.detached.check)
 
-    @property
-    def _in_parameters(self) -> bool:
-        """Whether what is exchanged, and waits, are movements of parameters."""
-        return self.updates is not None
-
     def _waiting(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> list[Waiting]:
         """Return what waits between two steps: in the pipeline, or in a state that was loaded before the first step."""
         pipeline, state = self.pipeline, self.deferred or empty_state()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from driver import ExactLengths
 from torch import nn
 
 import horovod_sparse.torch as sparse
@@ -29,7 +31,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Given(torch.optim.Optimizer):
-    """Moves every parameter by what its gradient is."""
+    """Moves every parameter by what its gradient is. With `eps` it is taken for one that divides by the gradient's size."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -37,12 +39,15 @@ class Given(torch.optim.Optimizer):
             parameter += parameter.grad
 
 
-def make(compression: Any, **settings: Any) -> tuple[dict[str, np.ndarray], Callable[[Moved], None], Any]:
+def make(
+    compression: Any, *, divides: bool = True, **settings: Any
+) -> tuple[dict[str, np.ndarray], Callable[[Moved], None], Any]:
     """Return views of parameters, what moves them by arrays, and local updates."""
     model = nn.Module()
     for name, shape in SHAPES.items():
         model.register_parameter(name, nn.Parameter(torch.zeros(tuple(shape))))
-    local = sparse.LocalUpdates(Given(model.parameters(), {}), model, compression, **settings)
+    optimizer = Given(model.parameters(), {"eps": 0.0} if divides else {})
+    local = sparse.LocalUpdates(optimizer, model, compression, **settings)
 
     def move(by: Moved) -> None:
         for name, one in by.items():
@@ -58,12 +63,13 @@ def moves(step: int, rank: int | None = None) -> dict[str, np.ndarray]:
     return {name: 0.01 * normals(shape, step=step, rank=rank) for name, shape in SHAPES.items()}
 
 
-def formulas(decay: float, outer_lr: float, momentum: float) -> None:
+def formulas(decay: float, outer_lr: Any, momentum: float, divides: bool = True) -> None:
     """Every exchange is what the formulas give with the NumPy pipelines of all workers."""
     compressed = [name for name in SHAPES if name != "small"]
     arguments: dict[str, Any] = {"ratio": 0.05, "granularity": 16_000}
     settings = {"every": EVERY, "residual_decay": decay, "outer_lr": outer_lr, "outer_momentum": momentum}
-    parameters, move, _ = make(sparse.TopK(**arguments), **settings)
+    parameters, move, _ = make(sparse.TopK(**arguments), divides=divides, **settings)
+    lengths, alpha = ExactLengths([math.prod(shape) for shape in SHAPES.values()], hvd.size()), outer_lr
     oracle = Oracle(TopK(**arguments), {name: SHAPES[name] for name in compressed}, hvd.size())
     shared = {name: one.copy() for name, one in parameters.items()}
     velocity = {name: np.zeros_like(one) for name, one in shared.items()}
@@ -77,6 +83,10 @@ def formulas(decay: float, outer_lr: float, momentum: float) -> None:
                 for name, by in moves(EVERY * outer + step, rank).items():
                     mine[name] += by
             drifts.append({name: shared[name] - mine[name] for name in SHAPES})
+        if outer_lr == "auto":
+            alpha, factor = 1.0, np.float32(lengths.factor if divides else 1.0)
+            lengths.note([[one.ravel() for one in drift.values()] for drift in drifts])
+            drifts = [{name: factor * one for name, one in drift.items()} for drift in drifts]
         means = oracle.reduce([{name: drift[name] for name in compressed} for drift in drifts])
         means["small"] = np.stack([one["small"] for one in drifts]).mean(axis=0, dtype=np.float32)
         for pipeline in oracle.pipelines:
@@ -84,7 +94,7 @@ def formulas(decay: float, outer_lr: float, momentum: float) -> None:
                 pipeline.residuals.view(name)[:] *= np.float32(decay)
         for name, mean in means.items():
             velocity[name] = np.float32(momentum) * velocity[name] + mean
-            shared[name] = shared[name] - np.float32(outer_lr) * (mean + np.float32(momentum) * velocity[name])
+            shared[name] = shared[name] - np.float32(alpha) * (mean + np.float32(momentum) * velocity[name])
             np.testing.assert_allclose(parameters[name], shared[name], rtol=1e-5, atol=1e-6, err_msg=f"{name}, {outer}")
             # Rounding must not choose other entries in later steps.
             shared[name] = parameters[name].copy()
@@ -313,7 +323,8 @@ LAWS: dict[str, tuple[Any, ...]] = {
     "kept, no drift": (what_is_kept_is_no_drift,),
     "kept, not finite": (a_failed_exchange_leaves_no_trace_of_what_was_kept,),
     "kept, replaced": (nothing_moves_for_local_updates_that_were_replaced,),
-    "formulas": (formulas, 0.95, 1.0, 0.0),
+    "formulas": (formulas, 0.95, "auto", 0.0),
+    "formulas-undivided": (formulas, 0.95, "auto", 0.0, False),
     "formulas-outer": (formulas, 0.9, 0.7, 0.5),
     "resumed": (a_resumed_run_goes_on_bit_for_bit,),
     "another-order": (exchanges_in_another_order_raise_on_all, True),
@@ -457,7 +468,7 @@ def wrong_settings_are_refused() -> None:
     for arguments, text in (
         ({"every": 0}, "every must be a whole number of steps >= 1, got 0"),
         ({"residual_decay": 0.0}, "residual_decay must be in"),
-        ({"outer_lr": float("inf")}, "outer_lr must be a finite number"),
+        ({"outer_lr": float("inf")}, "outer_lr must be 'auto' or a finite number > 0, got inf"),
         ({"outer_momentum": 1.0}, "outer_momentum must be in"),
         ({"keep": 1.5}, "keep must be in [0, 1], got 1.5"),
         ({"optimizer": other}, "optimizer must have parameters of the model only, got 1 others"),
