@@ -89,7 +89,7 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
     )
     parser.add_argument(
         "--detached",
-        type=lambda text: text if text == "auto" else float(text),
+        type=auto_or_number,
         default="auto",
         metavar="C",
         help="compute gradients where the part C of this worker's residual has moved the parameters already (PyTorch)",
@@ -102,6 +102,11 @@ def make_parser(description: str, *, epochs: int, batch_size: int, lr: float, ra
     # Not just --log: horovodrun takes that, even behind its command, for an abbreviation of its own options and refuses it.
     parser.add_argument("--log-file", type=Path, metavar="FILE", help="write a JSON-lines log")
     return parser
+
+
+def auto_or_number(text: str) -> float | str:
+    """The value of an option that is "auto" or a number."""
+    return text if text == "auto" else float(text)
 
 
 def make_compression(args: argparse.Namespace, hvd: ModuleType) -> Any:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from common import (
     RunLog,
+    auto_or_number,
     check_replicas,
     make_compression,
     make_parser,
@@ -47,7 +48,7 @@ def make_text_parser(description: str, *, batch_size: int, lr: float, ratio: flo
         "--every", type=int, default=0, metavar="STEPS", help="local updates, after so many steps; 0: in every step"
     )
     parser.add_argument("--residual-decay", type=float, default=1.0, help="of local updates")
-    parser.add_argument("--outer-lr", type=float, default="auto", help="of local updates")
+    parser.add_argument("--outer-lr", type=auto_or_number, default="auto", help="of local updates")
     parser.add_argument("--outer-momentum", type=float, default=0.0, help="of local updates")
     parser.add_argument("--keep", type=float, default=0.5, help="of local updates")
     return parser
