@@ -91,7 +91,7 @@ class Row:
 
 NO_MOMENTUM = ("--momentum", "0")
 CONSTANT = ("--warmup", "none", "--detached", "0")
-SPARSELOCO = ("--keep", "0", "--residual-decay", "0.95")
+SPARSELOCO = ("--keep", "0", "--residual-decay", "0.95", "--outer-lr", "1")
 """The paper's settings of local updates."""
 
 
