@@ -73,7 +73,7 @@ def test_stock_join_is_refused_beside_a_compressor(monkeypatch: pytest.MonkeyPat
     horovod.tensorflow.join()
     store: Any = SimpleNamespace(active=True)
     compressor.bind(store)
-    with pytest.raises(AssertionError, match="joined"):
+    with pytest.raises(AssertionError, match="equally many batches"):
         horovod.tensorflow.join()
     assert called == [True]
 
