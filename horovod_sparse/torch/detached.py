@@ -24,7 +24,7 @@ class Waiting(NamedTuple):
     parameter: Tensor
     residual: Tensor
     unit: float
-    """What the residual is multiplied by to become an update: eta, or 1 if it holds updates."""
+    """What the residual is multiplied by to become this rank's update: eta, or 1/s if it holds updates (`Lengths`)."""
 
 
 class Detached:

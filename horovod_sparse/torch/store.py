@@ -246,9 +246,9 @@ class TensorReducer(Store):
             nothing = pipeline.is_open or all(bucket.is_dense for bucket in pipeline.buckets)
             residuals = {} if nothing else {name: pipeline.residuals.view(name) for name in pipeline.residuals.shapes}
             known = pipeline.learning_rates
-        found = []
+        found, grown = [], self.lengths.factor(self._world)
         for group in optimizer.param_groups:
-            rate = 1.0 if self._in_parameters else float(group["lr"])
+            rate = 1.0 / grown if self._in_parameters else float(group["lr"])
             for parameter in group["params"]:
                 name = names.get(parameter, "")
                 if parameter.requires_grad and name in residuals:

@@ -43,12 +43,12 @@ def _values(bowl: Bowl) -> dict[str, Tensor]:
 
 
 def gradients_are_those_of_moved_parameters(
-    settings: dict[str, Any], momentum: float = 0.0, with_closure: bool = False
+    settings: dict[str, Any], momentum: float = 0.0, with_closure: bool = False, make: Any = torch.optim.SGD
 ) -> Bowl:
     """The gradient is that at `x - c eta e`, and the step begins at x, bit by bit."""
     bowl = Bowl()
     compression = RandomBlock(0.1, seed=3, warmup=None, **settings)
-    inner = torch.optim.SGD(bowl.parameters(), lr=RATES[0], momentum=momentum)
+    inner = make(bowl.parameters(), lr=RATES[0], **({"momentum": momentum} if momentum else {}))
     model, optimizer = distributed(bowl, inner, compression)
     c = 0.5 if compression.detached == "auto" else compression.detached
     seen: dict[str, Tensor] = {}
@@ -58,7 +58,8 @@ def gradients_are_those_of_moved_parameters(
     optimizer.register_step_pre_hook(lambda *_: at_step.append(_values(bowl)))
     for step, rate in enumerate(RATES):
         optimizer.param_groups[0]["lr"] = rate
-        unit = 1.0 if compression.in_updates or compression.updates is True else rate
+        grown = compression.store.lengths.factor(hvd.size())
+        unit = 1.0 / grown if compression.in_updates or compression.store.updates is not None else rate
         kept = compression.state_dict()["residuals"] if step else {}
         assert not step or any(residual.any() for residual in kept.values())
         before, points = _values(bowl), _points(step)
@@ -185,6 +186,7 @@ LAWS: dict[str, tuple[Any, ...]] = {
     "gradients, 0.75": (GRADIENTS, {"detached": 0.75}),
     "gradients, lr in residual": (GRADIENTS, {"lr_in_residual": True}),
     "gradients, updates": (GRADIENTS, {"updates": True}),
+    "gradients, AdamW": (GRADIENTS, {}, 0.0, False, torch.optim.AdamW),
     "gradients, momentum of the optimizer": (GRADIENTS, {}, 0.9),
     "gradients, closure": (GRADIENTS, {}, 0.0, True),
     "gradients, closure and momentum": (GRADIENTS, {}, 0.9, True),
