@@ -117,11 +117,11 @@ class Compressor(ABC):
             own.
         detached: c in [0, 1], for detached error feedback (https://arxiv.org/abs/2004.05298). From a forward pass in training
             until the end of backward, the parameters of each worker are `x - c eta e`, with its own residual e, so that its
-            gradients know of what waits. Steps, evaluations and `state_dict` see x, which is the same on all workers. Needs
-            the memory of a second copy of the parameters, and PyTorch, where the optimizer is seen. "auto" is 0.5 there for
-            `torch.optim.SGD` and where updates are exchanged, with `not_finite="raise"`. It ends if gradients are changed
-            after their reduction. 0 is error feedback as usual. Refused where residuals hold what other workers have sent
-            (`Balanced`, `Hierarchical`).
+            gradients know of what waits. Where updates are exchanged, eta is 1/s (`core.lengths.Lengths`). Steps, evaluations
+            and `state_dict` see x, which is the same on all workers. Needs the memory of a second copy of the parameters, and
+            PyTorch, where the optimizer is seen. "auto" is 0.5 there for `torch.optim.SGD` and where updates are exchanged,
+            with `not_finite="raise"`. It ends if gradients are changed after their reduction. 0 is error feedback as usual.
+            Refused where residuals hold what other workers have sent (`Balanced`, `Hierarchical`).
 
     Raises:
         ValueError, TypeError: the message names the argument, its value and what was expected.

@@ -12,8 +12,8 @@ By default alpha is 1, and each worker multiplies its Delta_r by the s of `Lengt
 (https://arxiv.org/abs/2311.08105): m = mu * m + mean(sent_r), and the last line is theta = theta - alpha * (mean(sent_r) +
 mu * m).
 
-Local steps compute their gradients at theta_r - c * e_r, so that what a worker has found and not sent yet is not lost to
-it. It is as if it began at theta - c * e_r, and Delta_r were (theta - c * e_r) - theta_r.
+Local steps compute their gradients at theta_r - c/s * e_r, so that what a worker has found and not sent yet is not lost to
+it. It is as if it began at theta - c/s * e_r, and Delta_r were what it has moved from there.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class LocalUpdates:
         outer_lr: learning rate of the exchanged movement, > 0. With "auto" each worker's movement grows by the factor that
             the mean over the workers takes from its length (`Lengths`), if the optimizer divides by the size of the gradient.
         outer_momentum: Nesterov momentum of the exchanged movement, in [0, 1); DiLoCo has 0.9 with `outer_lr=0.7`.
-        keep: the part of its residual that a worker's parameters have moved already, in [0, 1], from a forward pass in
+        keep: c, the part of its residual that a worker's parameters have moved already, in [0, 1], from a forward pass in
             training until the next step, as with `detached` elsewhere. Steps, exchanges and evaluations see the parameters
             without. It takes the memory of one more copy of the parameters; 0 does not. Where residuals hold what other
             workers have sent (`Balanced`, `Hierarchical`), nothing moves.
