@@ -83,6 +83,16 @@ class Cluster:
     hosts: tuple[str, ...]
     agent: Path
     """What launchers call instead of ssh; its name is ssh, since horovodrun cannot be told another one."""
+    prefix: str
+    """Begins the names of the namespaces."""
+
+    def set_link(self, host: str, state: str) -> None:
+        """Set a host's network card "up" or "down"."""
+        _run("ip", "-n", f"{self.prefix}-{host}", "link", "set", "eth0", state)
+
+    def shape(self, host: str, rate: str) -> None:
+        """Give a host's network card another rate for what it sends."""
+        _shape(f"{self.prefix}-{host}", "eth0", rate)
 
     def inside(self, command: Sequence[str]) -> list[str]:
         """A command line that runs `command` on the first host."""
@@ -104,8 +114,9 @@ def missing() -> str:
 
 @contextmanager
 def cluster(hosts: int, network: Network) -> Iterator[Cluster]:
-    """Make hosts that a network joins, and remove them in the end."""
+    """Make hosts that a network joins, and remove them in the end, also when this process is asked to end."""
     network.check()
+    before = signal.signal(signal.SIGTERM, _interrupted)
     prefix = f"hs{os.getpid()}"
     names = tuple(f"host{number}" for number in range(hosts))
     switch = f"{prefix}-switch"
@@ -125,10 +136,11 @@ def cluster(hosts: int, network: Network) -> Iterator[Cluster]:
                 for device in ("lo", "eth0"):
                     _run("ip", "-n", space, "link", "set", device, "up")
                 _shape(space, "eth0", network.rate)
-            yield Cluster(names, agent)
+            yield Cluster(names, agent, prefix)
         finally:
             for space in (*spaces, switch):
                 _remove(space)
+            signal.signal(signal.SIGTERM, before)
 
 
 def _addresses(names: Sequence[str]) -> Iterator[str]:
@@ -162,7 +174,7 @@ def _join_far(switch: str, spaces: Sequence[str], network: Network) -> None:
 
 def _shape(space: str, device: str, rate: str) -> None:
     shape = ["tbf", "rate", rate, "burst", "512kb", "latency", "100ms"]
-    _run("tc", "-n", space, "qdisc", "add", "dev", device, "root", *shape)
+    _run("tc", "-n", space, "qdisc", "replace", "dev", device, "root", *shape)
 
 
 def _remove(space: str) -> None:
@@ -250,7 +262,6 @@ def main() -> int:
     reason = missing()
     if reason:
         raise SystemExit(f"no hosts can be made here: {reason}")
-    signal.signal(signal.SIGTERM, _interrupted)
     with cluster(args.hosts, network) as where:
         print(
             f"{args.hosts} hosts (network namespaces of one machine, {os.cpu_count()} cores), {network} each, "
