@@ -39,9 +39,7 @@ class Given(torch.optim.Optimizer):
             parameter += parameter.grad
 
 
-def make(
-    compression: Any, *, divides: bool = True, **settings: Any
-) -> tuple[Tensors, Callable[[Moved], None], Any]:
+def make(compression: Any, *, divides: bool = True, **settings: Any) -> tuple[Tensors, Callable[[Moved], None], Any]:
     """Return parameters, what moves them by arrays, and local updates."""
     model = nn.Module()
     for name, shape in SHAPES.items():
