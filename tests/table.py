@@ -48,7 +48,7 @@ def _tensorflow_backends() -> list[Backend]:
     def host_pipeline(ops: Ops, compressor: Compressor, collectives: Any = None, **where: Any) -> HostPipeline:
         return HostPipeline(compressor, collectives, **where)
 
-    # Gradients and messages are the memory of tensors, which must not be written to, residuals that of variables.
+    # Gradients and messages are the memory of tensors, which must not be written to.
     return [Backend("tensorflow", NumpyOps(), memory_of_tensor, np.asarray, host_pipeline)]
 
 

@@ -78,7 +78,7 @@ class Bucket:
         """How the bucket is exchanged in this step, or was in the last one."""
         self._copies: list[Array] | None = None
         self._resize()
-        self.rebind(buffer, velocity)
+        self._host = HostSelector(ops, compressor, buffer, velocity, self._remember)
         self.close()
 
     def close(self) -> None:
@@ -103,11 +103,6 @@ class Bucket:
         # Last: until here an ending that was interrupted can be done again.
         self.run: Run | None = None
         """The exchange of this step; None until it begins."""
-
-    def rebind(self, buffer: Array, velocity: Array | None) -> None:
-        """Use other memory for the residual and the velocity from now on."""
-        self.buffer, self.velocity = buffer, velocity
-        self._host = HostSelector(self.ops, self.compressor, buffer, velocity, self._remember)
 
     # --- gradients in ---
 

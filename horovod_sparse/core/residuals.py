@@ -36,10 +36,6 @@ class Residuals:
             self._slots[slot.name] = (layout.name, slot)
         return buffer
 
-    def rebind(self, bucket: str, buffer: Array) -> None:
-        """Use `buffer` for a bucket's residual from now on. Its contents stay as they are."""
-        self._buffers[bucket] = buffer
-
     def view(self, name: str) -> Array:
         """Return the flat slice of one parameter; writing to it changes the residual."""
         bucket, slot = self._slots[name]

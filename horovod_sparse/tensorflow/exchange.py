@@ -24,7 +24,7 @@ class Collectives:
 
     def __init__(self, process_set: Any) -> None:
         self._process_set = process_set
-        self._zero = make_variable(np.zeros(1, np.float32), "zero", None)
+        self._zero = make_variable(lambda: np.zeros(1, np.float32), "zero")
 
     def exchanged_in_every_step(self, tensor: Tensor) -> Tensor:
         """Return the tensor in a form whose value TensorFlow does not know in advance.

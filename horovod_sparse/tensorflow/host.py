@@ -1,7 +1,6 @@
 """The shared CPU path in a TensorFlow graph: NumPy code, called by `tf.numpy_function`.
 
-Residuals live in variables. Functions called from the graph get the variables' memory, not a copy, and work in place.
-Nothing else assigns to the variables, except that a checkpoint may be restored between two steps.
+Residuals are NumPy's arrays, which the functions called from the graph change in place.
 """
 
 from __future__ import annotations
@@ -30,10 +29,8 @@ from horovod_sparse.kernels.pool import BufferPool
 from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.ops.protocol import Array, Momentum
 from horovod_sparse.tensorflow.exchange import Collectives
-from horovod_sparse.tensorflow.memory import check_memory, make_variable, memory_of
 
 Tensor = Any
-Variable = Any
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,6 @@ class HostPipeline(Pipeline):
     def __init__(self, compressor: Compressor, collectives: Collectives, **worker: Any) -> None:
         super().__init__(host_ops(_threads()), compressor, **worker)
         self._collectives = collectives
-        self._memory: dict[str, list[Variable]] = {}
-        """Bucket -> its residual and, with momentum correction, its velocity."""
         self._generation: dict[str, int] = {}
         """Bucket -> the number of buckets that existed when it and those made together with it were added."""
         self._reduced: dict[str, list[NDArray[Any]]] = {}
@@ -95,33 +90,10 @@ class HostPipeline(Pipeline):
         self._rate_before: float | None = None
         """That of before the last step."""
 
-    @property
-    def variables(self) -> list[Variable]:
-        """The residual and velocity of each bucket, flat. Their memory belongs to this pipeline: copy what you read."""
-        return [variable for memory in self._memory.values() for variable in memory]
-
     def add_buckets(self, layouts: Sequence[Layout], like: Callable[[str], Array] = lambda name: None) -> None:
         generation = len(self.buckets)
         super().add_buckets(layouts, like)
-        for bucket in self.buckets[generation:]:
-            self._generation[bucket.name] = generation
-            kinds = ("residual",) if bucket.velocity is None else ("residual", "velocity")
-            zeros = np.zeros(bucket.layout.numel, bucket.layout.residual_dtype)
-            # They are on the CPU, where NumPy can reach them.
-            self._memory[bucket.name] = [make_variable(zeros, f"{bucket.name}/{kind}", "CPU:0") for kind in kinds]
-            check_memory(self._memory[bucket.name][0])
-            self._adopt(bucket)
-
-    def _adopt(self, bucket: Bucket) -> None:
-        """Use the memory that the bucket's variables have now."""
-        self._use(bucket, *map(memory_of, self._memory[bucket.name]))
-
-    def _use(self, bucket: Bucket, buffer: NDArray[Any], velocity: NDArray[Any] | None = None) -> None:
-        """Use other memory for a bucket's residual and velocity from now on."""
-        self.residuals.rebind(bucket.name, buffer)
-        if velocity is not None:
-            self.velocities.rebind(bucket.name, velocity)
-        bucket.rebind(buffer, velocity)
+        self._generation.update({bucket.name: generation for bucket in self.buckets[generation:]})
 
     # --- called while a graph is built ---
 
@@ -202,11 +174,10 @@ class HostPipeline(Pipeline):
         slots = bucket.layout.slots
         names = [slot.name for slot in slots if slot.name in step.gradients]
         frozen = [slot.name for slot in slots if slot.name in step.frozen]
-        memory = [variable.read_value() for variable in self._memory.get(bucket.name, ())]
         return call_host(
             self._take_in,
-            (bucket.name, names, frozen, len(memory)),
-            [*memory, step.rate, *(step.gradients[name] for name in names)],
+            (bucket.name, names, frozen),
+            [step.rate, *(step.gradients[name] for name in names)],
             first.dtype or bucket.layout.residual_dtype,
         )
 
@@ -245,17 +216,14 @@ class HostPipeline(Pipeline):
         return np.bool_(isinstance(bucket, Bucket) and bucket.is_dense)
 
     def _take_in(
-        self, name: str, names: list[str], frozen: list[str], parts: int, *inputs: NDArray[Any]
+        self, name: str, names: list[str], frozen: list[str], rate: np.float64, *inputs: NDArray[Any]
     ) -> NDArray[Any]:
         bucket = self.bucket_of[name]
-        if isinstance(bucket, Bucket):
-            self._use(bucket, *inputs[:parts])
-        rate = float(inputs[parts])
         # With rate 0 a gradient adds nothing to the velocity either.
-        gradients = dict(zip(names, inputs[parts + 1 :], strict=True)) if rate else {}
+        gradients = dict(zip(names, inputs, strict=True)) if rate else {}
         for parameter in frozen:
             self.drop(parameter)
-        learning_rate = None if math.isnan(rate) else rate
+        learning_rate = None if math.isnan(rate) else float(rate)
         self.arrive_together(
             bucket, [Arrived(slot.name, gradients.get(slot.name), learning_rate) for slot in bucket.layout.slots]
         )
@@ -322,11 +290,6 @@ class HostPipeline(Pipeline):
         super().load_state_dict(state)
         # Earlier releases have written it for each parameter.
         self._rate = state.get("rate", next(iter(state["learning_rates"].values()), None))
-
-    def adopt_memory(self) -> None:
-        """Use the memory that the variables have now: a checkpoint may have been restored."""
-        for bucket in self.buckets:
-            self._adopt(bucket)
 
 
 def _threads() -> int:

@@ -157,9 +157,8 @@ class Reducer(Store):
             return list(gradients)
         if tf.config.functions_run_eagerly():
             raise RuntimeError(
-                "tf.config.run_functions_eagerly must be False with a sparsifier, got True: functions that are called "
-                "eagerly get copies, and what is added to a residual would be lost; for Keras use "
-                "model.compile(run_eagerly=True)"
+                "tf.config.run_functions_eagerly must be False with a sparsifier, got True: collectives have no names of "
+                "their own where functions are called eagerly; for Keras use model.compile(run_eagerly=True)"
             )
         rate, scale = (
             tf.constant(math.nan, tf.float64) if one is None else tf.cast(one, tf.float64)
@@ -307,7 +306,6 @@ class Reducer(Store):
     def _load_deferred(self) -> None:
         """Load what is deferred of the parameters that have been planned."""
         assert self.deferred is not None and self.pipeline is not None
-        self.pipeline.adopt_memory()
         kept = self.pipeline.state_dict()
         self._load(merged(kept, self.deferred), names_in(kept))
 
@@ -388,9 +386,8 @@ class Reducer(Store):
     # --- statistics and state: see `Store` ---
 
     def between_steps(self) -> HostPipeline | None:
-        """Return the pipeline, with the memory that its variables have now. A step that has failed is given up."""
+        """Return the pipeline. A step that has failed is given up."""
         if self.pipeline is not None:
-            self.pipeline.adopt_memory()
             self.pipeline.abort()
         return self.pipeline
 

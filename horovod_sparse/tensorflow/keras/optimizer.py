@@ -23,7 +23,7 @@ from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.keras.loss_scaling import follow_scalers, inner_of, is_scaler, scale_of, spoiled
 from horovod_sparse.tensorflow.keras.momentum import move_momentum, velocities_left, without_momentum
 from horovod_sparse.tensorflow.keras.updates import step_alone
-from horovod_sparse.tensorflow.memory import unwatched
+from horovod_sparse.tensorflow.memory import make_variable
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
 from horovod_sparse.tensorflow.reduction import Reduction
@@ -319,7 +319,7 @@ class _Accumulator:
     def __init__(self, passes: int, sparse_as_dense: bool) -> None:
         self._passes = passes
         self._sparse_as_dense = sparse_as_dense
-        self._count = unwatched(lambda: tf.Variable(0, trainable=False))
+        self._count = make_variable(lambda: 0, "passes")
         self._sums: dict[Any, Variable] = {}
 
     def add(self, gradients: list[Any], variables: list[Variable]) -> list[Any]:
@@ -339,7 +339,7 @@ class _Accumulator:
         if gradient is not None:
             if total is None:
                 shape, dtype = variable.shape, gradient.dtype
-                total = unwatched(lambda: tf.Variable(tf.zeros(shape, dtype), trainable=False))
+                total = make_variable(lambda: tf.zeros(shape, dtype), "sum")
                 self._sums[variable.ref()] = total
             total.assign_add(gradient)
         return None if total is None else total.read_value()
