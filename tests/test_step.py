@@ -126,7 +126,7 @@ class Worker:
         self.case = case
         self.reduce = SparseAllreduce(None, case.make(0.1, **{"min_numel": 10, **case.settings}))
         self.step = 0
-        self.reduce._ops = backend.ops
+        self.reduce._new_pipeline = partial(self.reduce._new_pipeline, ops=backend.ops)
         self.reduce._plan(self.gradients())
         pipeline = self.pipeline = self.reduce.pipeline
         start = pipeline.start_step

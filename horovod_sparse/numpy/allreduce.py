@@ -83,7 +83,6 @@ class SparseAllreduce:
         self._comm = comm
         self._world = 1 if comm is None else int(comm.Get_size())
         self._rank = 0 if comm is None else int(comm.Get_rank())
-        self._ops = host_ops()
         self._shapes: Shapes = {}
         self._under_way: list[_Started] = []
         """The collectives of this step, and those of aborted steps until MPI has completed them."""
@@ -96,19 +95,9 @@ class SparseAllreduce:
         self._unfinished = self._told = self._returned = 0
         """How many steps this worker has given up within their collectives, how many of them the others were told of, and how
         many calls have returned."""
-        self._average = average
-        self.pipeline = self._new_pipeline(compression, ())
-
-    def _new_pipeline(self, compression: Compressor, groups: Sequence[str]) -> Pipeline:
-        return Pipeline(
-            self._ops,
-            compression,
-            world=self._world,
-            position=self._rank,
-            rank=self._rank,
-            averages=self._average,
-            groups=groups,
-        )
+        place: dict[str, Any] = {"world": self._world, "position": self._rank, "rank": self._rank}
+        self._new_pipeline = partial(Pipeline, ops=host_ops(), compressor=compression, averages=average, **place)
+        self.pipeline = self._new_pipeline()
 
     def __call__(self, gradients: Mapping[str, Array], *, learning_rate: float | None = None) -> dict[str, Array]:
         """Return the average of all workers' `gradients`, as new arrays by name.
@@ -219,7 +208,7 @@ class SparseAllreduce:
             raise
         self._agree(gradients, "")
         # Only workers with the same settings gather their hosts.
-        pipeline = self._new_pipeline(compressor, compressor.exchange.hosts(self._world, self._digests))
+        pipeline = self._new_pipeline(groups=compressor.exchange.hosts(self._world, self._digests))
         add_buckets(pipeline, gradients)
         lane = self._comm and self._comm.Dup()
         self.pipeline, self._lane, self._shapes = pipeline, lane, shapes_of(gradients)

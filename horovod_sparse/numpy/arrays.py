@@ -70,25 +70,19 @@ def add_buckets(pipeline: Pipeline, gradients: Mapping[str, Array]) -> None:
 
 
 def writer(reduced: Mapping[str, Array]) -> Write:
-    """Return what writes reduced gradients to the arrays `reduced`."""
+    """Return what writes reduced gradients to the arrays `reduced`, which are contiguous."""
     # Half-precision sums are rounded once, at the end, not after every worker.
     wide = {
-        name: np.empty(array.size, np.float64 if array.dtype == np.float64 else np.float32)
+        name: np.empty(array.size, np.float32) if array.dtype == np.float16 else array.reshape(-1)
         for name, array in reduced.items()
     }
 
     def write(slots: Sequence[Slot], sent: Reduced) -> list[str]:
         sent.write([(slot.offset, wide[slot.name]) for slot in slots])
-        return [slot.name for slot in slots if not _fits(reduced[slot.name], wide[slot.name])]
+        halves = [slot.name for slot in slots if reduced[slot.name].dtype == np.float16]
+        with np.errstate(over="ignore"):
+            for name in halves:
+                reduced[name][...] = wide[name].reshape(reduced[name].shape)
+        return [name for name in halves if np.isinf(reduced[name]).any()]
 
     return write
-
-
-def _fits(target: Array, values: Array) -> bool:
-    """Copy values to an array, perhaps of half precision. Return whether its type can hold them."""
-    if target.dtype != np.float16:
-        target[...] = values.reshape(target.shape)
-        return True
-    with np.errstate(over="ignore"):
-        target[...] = values.reshape(target.shape)
-    return not np.isinf(target).any()

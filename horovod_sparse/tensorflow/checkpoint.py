@@ -17,6 +17,7 @@ from horovod_sparse.core.packing import check_plain, pack, unpack, unpacked_stat
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
 from horovod_sparse.tensorflow.exchange import gather_json
 from horovod_sparse.tensorflow.names import name_of, plain, same_name
+from horovod_sparse.tensorflow.reducer import Reducer
 
 Variable = Any
 
@@ -30,7 +31,7 @@ def _workers() -> Workers:
 
 
 def _compressors(objects: Objects) -> dict[str, TensorflowCompressor]:
-    found = {name: getattr(_distributed(one), "compression", one) for name, one in objects.items()}
+    found = {name: getattr(_reducer_of(one), "compressor", one) for name, one in objects.items()}
     # That of an optimizer may have been given as well.
     given = {id(one) for one in objects.values()}
     return {
@@ -137,8 +138,7 @@ def _is_shared(one: Any, variable: Variable, local: frozenset[Any]) -> bool:
     if _is_optimizer(one):
         # What an optimizer keeps of a local variable has no mark of its own. One whose updates are exchanged has seen the
         # gradients of its own rank.
-        store = getattr(getattr(_distributed(one), "compression", None), "store", None)
-        return not local and (store is None or store.updates is None)
+        return not local and getattr(_reducer_of(one), "updates", None) is None
     return bool(variable.trainable) and plain(variable).ref() not in local
 
 
@@ -154,6 +154,10 @@ def _distributed(one: Any) -> Any:
     inside = getattr(one, "inner_optimizer", None)
     found = [getattr(optimizer, "apply", None) for optimizer in (one, inside) if _is_optimizer(optimizer)]
     return next((apply for apply in found if hasattr(apply, "local_variables")), None)
+
+
+def _reducer_of(one: Any) -> Reducer | None:
+    return getattr(_distributed(one), "reducer", None)
 
 
 def _local_variables(objects: Objects) -> frozenset[Any]:

@@ -21,20 +21,20 @@ class Names:
 
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._of_keras: dict[str, Variable] = {}
-        """The Keras variables by name. They may be frozen later, which a `tf.Variable` cannot be."""
+        self._variables: dict[str, Variable] = {}
+        """By name; Keras' own if it was seen. It may be frozen later, which a `tf.Variable` cannot be."""
 
     def of(self, variables: Sequence[Variable]) -> list[str]:
         """Return the names of some variables, whether they were seen before or not."""
         return [self._name(variable) for variable in variables]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
+        return tuple(int(extent) for extent in self._variables[name].shape)
 
     def frozen(self, names: Iterable[str]) -> frozenset[str]:
         """Return the names, among those of variables without a gradient, whose variables are not trained any more."""
-        return frozenset(name for name in names if name in self._of_keras and not self._of_keras[name].trainable)
+        seen = ((name, self._variables[name]) for name in names)
+        return frozenset(name for name, one in seen if plain(one) is not one and not one.trainable)
 
     def _name(self, variable: Variable) -> str:
         if not isinstance(plain(variable), tf.Variable):
@@ -43,14 +43,13 @@ class Names:
         if key not in self._names:
             wanted = name_of(variable)
             name, number = wanted, 0
-            while name in self._shapes:
+            while name in self._variables:
                 number += 1
                 name = f"{wanted}_{number}"
             self._names[key] = name
-            self._shapes[name] = tuple(int(extent) for extent in variable.shape)
         name = self._names[key]
-        if plain(variable) is not variable:
-            self._of_keras[name] = variable
+        if name not in self._variables or plain(variable) is not variable:
+            self._variables[name] = variable
         return name
 
 

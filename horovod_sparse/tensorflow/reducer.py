@@ -101,13 +101,12 @@ class Reducer(Store):
         self.sparse: list[str] = []
         # The gradients of embeddings have a different number of rows in every step.
         self._function = tf.function(self._reduce, autograph=False, reduce_retracing=True)
-        # AutoGraph would rewrite everything that is called from there, though nothing there needs rewriting.
-        self._reduce_as_it_is = tf.autograph.experimental.do_not_convert(self._reduce_list)
         self.active = self._process_set.included() and compresses(self._process_set.size())
         compressor.bind(self)
 
     # --- gradients in, reduced gradients out ---
 
+    @tf.autograph.experimental.do_not_convert
     def __call__(
         self,
         gradients: Sequence[Any],
@@ -127,27 +126,6 @@ class Reducer(Store):
         Raises:
             ValueError: some variables of a bucket are missing, or the ranks differ.
         """
-        return list(self._reduce_as_it_is(gradients, variables, learning_rate, loss_scale))
-
-    def means_of_updates(self, updates: Sequence[Tensor], variables: Sequence[Variable]) -> list[Tensor]:
-        """Return the means of the workers' updates, each of which grows first (`Lengths`)."""
-        factor = call_host(self.lengths.factor, (self._process_set.size(),), [], tf.float64)
-        reduced = self([update * tf.cast(factor, update.dtype) for update in updates], variables)
-        if self.pipeline is not None:
-            positions = zip(updates, sampled([math.prod(update.shape) for update in updates]), strict=True)
-            flat = tf.concat([tf.cast(tf.gather(tf.reshape(one, [-1]), at), tf.float64) for one, at in positions], 0)
-            sample = tf.concat([flat, [tf.reduce_sum(flat * flat)]], 0)
-            total = self._collectives.result("allreduce", self._collectives.exchanged_in_every_step(sample), "sample")
-            call_host(self.lengths.note, (), [total / self._process_set.size()], [])
-        return reduced
-
-    def _reduce_list(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Variable] | None,
-        learning_rate: Tensor | None,
-        loss_scale: Tensor | None,
-    ) -> list[Any]:
         if variables is None or len(variables) != len(gradients):
             raise ValueError("variables must be given, one for each gradient, so that residuals can be told apart")
         names = tuple(self.names.of(variables))
@@ -175,6 +153,18 @@ class Reducer(Store):
         self._use.steps += 1 if tf.executing_eagerly() else 2
         reduce = self._function if tf.executing_eagerly() else self._reduce
         return list(reduce(self._agreements, names, frozen, list(gradients), rate, scale))
+
+    def means_of_updates(self, updates: Sequence[Tensor], variables: Sequence[Variable]) -> list[Tensor]:
+        """Return the means of the workers' updates, each of which grows first (`Lengths`)."""
+        factor = call_host(self.lengths.factor, (self._process_set.size(),), [], tf.float64)
+        reduced: list[Tensor] = self([update * tf.cast(factor, update.dtype) for update in updates], variables)
+        if self.pipeline is not None:
+            positions = zip(updates, sampled([math.prod(update.shape) for update in updates]), strict=True)
+            flat = tf.concat([tf.cast(tf.gather(tf.reshape(one, [-1]), at), tf.float64) for one, at in positions], 0)
+            sample = tf.concat([flat, [tf.reduce_sum(flat * flat)]], 0)
+            total = self._collectives.result("allreduce", self._collectives.exchanged_in_every_step(sample), "sample")
+            call_host(self.lengths.note, (), [total / self._process_set.size()], [])
+        return reduced
 
     def _reduce(
         self,
@@ -263,10 +253,17 @@ class Reducer(Store):
             self._agree(names, new, sparse, f"{type(error).__name__}: {error}")
             raise
         self._agree(names, new, sparse, "")
-        self._carry_out(buckets, dense, sparse, {name: gradient.dtype for name, gradient in new.items()})
+        is_first = self.pipeline is None
+        pipeline = self.pipeline = self.pipeline or self._make_pipeline()
+        pipeline.add_buckets(buckets)
+        pipeline.add_dense(dense, lambda name: None)
+        if is_first:
+            log_start(pipeline, kernels.variant(), self.updates)
+        self.sparse.extend(sparse)
+        self._dtypes.update({name: gradient.dtype for name, gradient in new.items()})
         if deferred is not None:
-            self.deferred = deferred
-            self._load_deferred()
+            kept = pipeline.state_dict()
+            self._load(merged(kept, deferred), names_in(kept))
 
     def _check_lasting(self, variables: Sequence[Variable]) -> None:
         """Raise RuntimeError if every step makes a compressor of its own for its tape. Else remember which one this is."""
@@ -289,25 +286,6 @@ class Reducer(Store):
             if number not in _uses:
                 weakref.finalize(variable, _uses.pop, number, None)
             _uses[number] = use
-
-    def _carry_out(
-        self, buckets: list[Layout], dense: list[Layout], sparse: Sequence[str], dtypes: Mapping[str, Any]
-    ) -> None:
-        """Make what keeps and reduces new variables. `dtypes` are those of gradients."""
-        is_first = self.pipeline is None
-        pipeline = self.pipeline = self.pipeline or self._make_pipeline()
-        pipeline.add_buckets(buckets)
-        pipeline.add_dense(dense, lambda name: None)
-        if is_first:
-            log_start(pipeline, kernels.variant(), self.updates)
-        self.sparse.extend(sparse)
-        self._dtypes.update(dtypes)
-
-    def _load_deferred(self) -> None:
-        """Load what is deferred of the parameters that have been planned."""
-        assert self.deferred is not None and self.pipeline is not None
-        kept = self.pipeline.state_dict()
-        self._load(merged(kept, self.deferred), names_in(kept))
 
     def _lay_out(
         self, new: Mapping[str, Any], sparse: Sequence[str], groups: Mapping[str, int]

@@ -10,6 +10,7 @@ from weakref import WeakSet
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
+from horovod.tensorflow.keras import callbacks as stock
 from horovod.tensorflow.keras.callbacks import BestModelCheckpoint as BestModelCheckpoint
 
 from horovod_sparse.compressors.checks import check_choice, check_integer
@@ -22,7 +23,7 @@ _resumed: WeakSet[Any] = WeakSet()
 """Models that were loaded from a checkpoint, on every rank."""
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+class BroadcastGlobalVariablesCallback(stock.BroadcastGlobalVariablesCallback):
     """Give all workers one worker's weights and optimizer variables after the first batch, but not its residuals.
 
     It does nothing if `CheckpointCallback` has resumed the model.
@@ -34,11 +35,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
-        super().__init__()
-        self._root_rank = root_rank
-        self._device = device
-        self._local: set[Any] = set()
-        self._done = False
+        super().__init__(root_rank, device)
+        self.broadcast_done = False
         if local_variables is not None and not isinstance(local_variables, Iterable):
             local_variables = [local_variables]
         for variable in local_variables or ():
@@ -46,34 +44,30 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable out of the broadcast."""
-        self._local.add(plain(var).ref())
+        super().register_local_var(plain(var))
 
-    def on_train_batch_end(self, batch: int, logs: MutableMapping[str, Any] | None = None) -> None:
-        if self._done or self.model in _resumed:
+    def on_batch_end(self, batch: int, logs: MutableMapping[str, Any] | None = None) -> None:
+        if self.broadcast_done or self.model in _resumed:
             return
         # The states of metrics and random generators are left out, because each worker has its own.
         everything = [*self.model.weights, *self.model.optimizer.variables]
-        with tf.device(self._device):
-            broadcast_variables([v for v in everything if plain(v).ref() not in self._local], self._root_rank)
-        self._done = True
+        with tf.device(self.device):
+            broadcast_variables([v for v in everything if plain(v).ref() not in self._local_vars], self.root_rank)
+        self.broadcast_done = True
 
 
-class MetricAverageCallback(keras.callbacks.Callback):
+class MetricAverageCallback(stock.MetricAverageCallback):
     """Average the metrics of an epoch over all workers. Put this callback before those that read the metrics.
 
     Args:
         device: the device to reduce on.
     """
 
-    def __init__(self, device: str = "") -> None:
-        super().__init__()
-        self._device = device
-
     def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
         if not logs:
             return
         names = sorted(logs)
-        with tf.device(self._device):
+        with tf.device(self.device):
             values = hvd.allreduce(tf.constant([float(logs[name]) for name in names], tf.float64), name="metrics")
         logs.update(zip(names, values.numpy().tolist(), strict=True))
 

@@ -67,6 +67,7 @@ def make(
     check_kind(compression, TensorflowCompressor, "horovod_sparse.tensorflow")
     _check_optimizer(optimizer, backward_passes_per_step)
     _check_reduction(reduction)
+    reducer: Reducer | None = None
     if isinstance(compression, TensorflowCompressor):
         compression.check_free()
         inner = inner_of(optimizer)
@@ -80,7 +81,7 @@ def make(
             reducer.updates = f"updates of {type(inner).__name__} in place of gradients"
             reducer.lengths.grow = divides([settings_in(inner)])
         reducer.settings = functools.partial(
-            _settings_of, optimizer, compression, backward_passes_per_step, average_aggregated_gradients
+            _settings_of, optimizer, reducer, backward_passes_per_step, average_aggregated_gradients
         )
         reduce = _compressed(reducer)
     else:
@@ -99,7 +100,7 @@ def make(
         accumulator=_Accumulator(passes, reduction.sparse_as_dense) if passes > 1 else None,
         passes_divisor=passes if average_aggregated_gradients else 1,
         local_divisor=workers.size() if scale_local_gradients and workers.included() else 1,
-        compression=compression if isinstance(compression, TensorflowCompressor) else None,
+        reducer=reducer,
     )
     optimizer.apply = distributed
     optimizer.register_local_var = distributed.register_local_var
@@ -114,13 +115,13 @@ class DistributedApply:
         optimizer: Any,
         reduce: Reduce,
         *,
-        compression: TensorflowCompressor | None,
+        reducer: Reducer | None,
         accumulator: _Accumulator | None,
         passes_divisor: int,
         local_divisor: int,
     ) -> None:
-        self.compression = compression
-        """The compressor; None if the reduction is dense."""
+        self.reducer = reducer
+        """None if the reduction is dense."""
         self.local_variables: set[Any] = set()
         """References to variables whose gradients are not reduced."""
         self._optimizer = optimizer
@@ -194,12 +195,10 @@ class DistributedApply:
             apply(grads, variables)
             return
         if self._moves_momentum is None:
-            compression = self.compression
             self._moves_momentum = (
-                compression is not None
-                and compression.store is not None
-                and compression.store.active
-                and move_momentum(compression, self._optimizer, grads, can_move=not self.local_variables)
+                self.reducer is not None
+                and self.reducer.active
+                and move_momentum(self.reducer.compressor, self._optimizer, grads, can_move=not self.local_variables)
             )
         if not self._checked or not tf.executing_eagerly():
             _check_callers(optimizer)
@@ -207,9 +206,9 @@ class DistributedApply:
         if self._accumulator is None:
             self._reduce_and_apply(grads, variables, optimizer, apply)
             return
-        sums = self._accumulator.add(grads, variables)
+        sums, is_full = self._accumulator.add(grads, variables)
         # The condition is the same on all ranks, so that all or none of them reach the collectives.
-        tf.cond(self._accumulator.is_full(), lambda: self._apply_sums(sums, variables, optimizer, apply), self._skip)
+        tf.cond(is_full, lambda: self._apply_sums(sums, variables, optimizer, apply), self._skip)
 
     def _apply_sums(self, sums: list[Any], variables: list[Variable], optimizer: Any, apply: Apply) -> Tensor:
         assert self._accumulator is not None
@@ -226,8 +225,7 @@ class DistributedApply:
     def _reduce_and_apply(
         self, gradients: list[Any], variables: list[Variable], optimizer: Any, apply: Apply, passes: int = 1
     ) -> None:
-        store = None if self.compression is None else self.compression.store
-        if store is None or store.updates is None:
+        if self.reducer is None or self.reducer.updates is None:
             apply([_divide(one, passes) for one in self._reduced(gradients, variables, optimizer)], variables)
             return
         local = [plain(variable).ref() in self.local_variables for variable in variables]
@@ -264,12 +262,11 @@ def _compressed(reducer: Reducer) -> Reduce:
     return reduce
 
 
-def _settings_of(
-    optimizer: Any, compression: TensorflowCompressor, passes: int, average_passes: bool
-) -> dict[str, str]:
+def _settings_of(optimizer: Any, reducer: Reducer, passes: int, average_passes: bool) -> dict[str, str]:
     """Return the settings of an optimizer that must be equal on all ranks to keep replicas equal."""
+    compression = reducer.compressor
     settings = {"backward_passes_per_step": str(passes), "average_aggregated_gradients": str(average_passes)}
-    settings["updates"] = str(compression.store is not None and compression.store.updates)
+    settings["updates"] = str(reducer.updates)
     if compression.in_updates:
         inner = inner_of(optimizer)
         with tf.init_scope():
@@ -322,10 +319,11 @@ class _Accumulator:
         self._count = make_variable(lambda: 0, "passes")
         self._sums: dict[Any, Variable] = {}
 
-    def add(self, gradients: list[Any], variables: list[Variable]) -> list[Any]:
-        """Add one pass's gradients and return the sums so far, with None where there has never been a gradient."""
+    def add(self, gradients: list[Any], variables: list[Variable]) -> tuple[list[Any], Tensor]:
+        """Add a pass of gradients. Return the sums, None where there has never been one, and whether a step is complete."""
         self._count.assign_add(1)
-        return [self._add(gradient, plain(variable)) for gradient, variable in zip(gradients, variables, strict=True)]
+        sums = [self._add(gradient, plain(variable)) for gradient, variable in zip(gradients, variables, strict=True)]
+        return sums, tf.equal(self._count, self._passes)
 
     def _add(self, gradient: Any, variable: Variable) -> Tensor | None:
         if isinstance(gradient, tf.IndexedSlices):
@@ -348,9 +346,6 @@ class _Accumulator:
     def count(self) -> int:
         """Number of passes in the sums."""
         return int(self._count.numpy())
-
-    def is_full(self) -> Tensor:
-        return tf.equal(self._count, self._passes)
 
     def clear(self) -> list[Any]:
         """Return operations that set the sums and the count to zero for the next step."""
