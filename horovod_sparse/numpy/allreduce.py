@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +24,6 @@ from horovod_sparse.numpy.arrays import (
     add_buckets,
     arrays_of,
     check_compression,
-    check_types,
     shapes_of,
     writer,
 )
@@ -158,7 +157,11 @@ class SparseAllreduce:
         self._meeting, self._unfinished = None, self._unfinished + 1
         # This is told once.
         self._returned = max(returned)
-        _check_returned(returned, self._rank)
+        if len(set(returned)) > 1:
+            raise RuntimeError(
+                f"rank {self._rank}: as many calls must have returned on all workers, got {returned}: the last one has raised "
+                "on some alone, and their parameters may differ. Load a checkpoint on all workers"
+            )
         if self.pipeline.compressor.changes:
             check_steps(steps, self._rank)
         if unfinished != (self._given_up or [0] * self._world):
@@ -197,7 +200,6 @@ class SparseAllreduce:
     def _plan(self, gradients: Mapping[str, Array], state: Mapping[str, Any] | None = None) -> None:
         """Fix names, shapes and types. Raise ValueError first if `state`, which will be loaded, does not fit them."""
         compressor = self.pipeline.compressor
-        check_types(gradients)
         try:
             if state is not None:
                 shapes = {name: gradient.shape for name, gradient in gradients.items()}
@@ -275,12 +277,3 @@ class SparseAllreduce:
     def reset(self) -> None:
         """Forget residuals, adaptive state and statistics."""
         self.pipeline.reset()
-
-
-def _check_returned(returned: Sequence[int], rank: int) -> None:
-    """Raise RuntimeError if ranks differ in how many reductions have returned. All ranks know all these numbers."""
-    if len(set(returned)) > 1:
-        raise RuntimeError(
-            f"rank {rank}: as many calls must have returned on all workers, got {list(returned)}: the last one has raised on "
-            "some alone, and their parameters may differ. Load a checkpoint on all workers"
-        )

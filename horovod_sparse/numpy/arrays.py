@@ -20,7 +20,7 @@ Array = NDArray[Any]
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 """The shape and the type of each array, by name."""
 
-_TYPES = (np.float16, np.float32, np.float64)
+_TYPES = [np.dtype(one) for one in ("float16", "float32", "float64")]
 """Residuals of wider types would not hold what they are given."""
 
 
@@ -33,27 +33,24 @@ def check_compression(compression: object) -> None:
 
 
 def arrays_of(gradients: Mapping[str, Array]) -> dict[str, Array]:
-    """Return `gradients` as arrays. Raise TypeError unless they have names."""
+    """Return `gradients` as arrays. Raise TypeError unless they have names and are of floats that residuals can hold."""
     if not isinstance(gradients, Mapping):
         raise TypeError(
             f"gradients must be a mapping of names to arrays, such as {{'weights': gradient}}, got {type(gradients).__name__}"
         )
-    return {name: np.asarray(gradient) for name, gradient in gradients.items()}
+    arrays = {name: np.asarray(gradient) for name, gradient in gradients.items()}
+    for name, array in arrays.items():
+        if array.dtype not in _TYPES:
+            raise TypeError(
+                f"gradients[{name!r}] must be floating point, of type float16, float32 or float64, got {array.dtype}; "
+                "convert it, for instance with astype(np.float64)"
+            )
+    return arrays
 
 
 def shapes_of(gradients: Mapping[str, Array]) -> Shapes:
     """Return the shapes and types of arrays."""
     return {name: (gradient.shape, gradient.dtype) for name, gradient in gradients.items()}
-
-
-def check_types(gradients: Mapping[str, Array]) -> None:
-    """Raise TypeError unless all arrays are of floats that residuals can hold."""
-    for name, gradient in gradients.items():
-        if gradient.dtype not in _TYPES:
-            raise TypeError(
-                f"gradients[{name!r}] must be floating point, of type float16, float32 or float64, got {gradient.dtype}; "
-                "convert it, for instance with astype(np.float64)"
-            )
 
 
 def add_buckets(pipeline: Pipeline, gradients: Mapping[str, Array]) -> None:

@@ -18,7 +18,6 @@ from horovod_sparse.numpy.arrays import (
     add_buckets,
     arrays_of,
     check_compression,
-    check_types,
     shapes_of,
     writer,
 )
@@ -101,7 +100,6 @@ class VirtualWorkers:
 
     def _plan(self, gradients: Sequence[Mapping[str, Array]]) -> None:
         """Make the workers, for gradients like these."""
-        check_types(gradients[0])
         hosts = self._compression.exchange.hosts(self.number, lambda host: [host] * self.number)
         settings: dict[str, Any] = {"world": self.number, "averages": self._average, "groups": hosts}
         pipelines, ops = [], host_ops()

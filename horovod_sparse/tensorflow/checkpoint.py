@@ -61,7 +61,7 @@ def _arrays(objects: Objects, *, shared: bool) -> State:
     local, arrays = _local_variables(objects), {}
     for name, variables in _variables(objects).items():
         for number, variable in enumerate(variables):
-            if _dtype(variable).hasobject:
+            if np.dtype(plain(variable).dtype.as_numpy_dtype).hasobject:
                 raise ValueError(f"variable {name_of(variable)!r} must hold numbers, got {plain(variable).dtype.name}")
             if shared == _is_shared(objects[name], variable, local):
                 arrays[f"{name}/{number}"] = plain(variable).numpy()
@@ -97,7 +97,7 @@ def _set(objects: Objects, shared: State, own: State) -> None:
             )
         for number, (variable, saved) in enumerate(zip(variables, names, strict=True)):
             is_generator = name_of(variable).rsplit("/", 1)[-1] in _GENERATORS
-            dtype = _dtype(variable)
+            dtype = np.dtype(plain(variable).dtype.as_numpy_dtype)
             array = viewed((generators if is_generator else arrays)[f"{name}/{number}"], dtype)
             # An optimizer names its variables after the model's, and otherwise when it has been loaded.
             is_same = _is_optimizer(objects[name]) or same_name(saved, name_of(variable))
@@ -169,11 +169,6 @@ def _local_variables(objects: Objects) -> frozenset[Any]:
 def passes_of(one: Any) -> int:
     """Return the number of passes whose gradients an optimizer has summed and not yet applied."""
     return getattr(_distributed(one), "passes_under_way", 0)
-
-
-def _dtype(variable: Variable) -> np.dtype[Any]:
-    dtype: np.dtype[Any] = np.dtype(plain(variable).dtype.as_numpy_dtype)
-    return dtype
 
 
 checkpoints = Checkpoints(_workers, _compressors, _own, _shared, _decode, _check, _set, passes_of)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -11,9 +13,9 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from horovod_sparse.exchange.protocols import Kind
-from horovod_sparse.tensorflow.memory import make_variable
 
 Tensor = Any
+Variable = Any
 
 
 class Collectives:
@@ -90,3 +92,11 @@ def _named_gather(name: str, process_set: Any) -> Any:
         return mpi_ops.allgather(line, name=name, ignore_name_scope=True, process_set=process_set)
 
     return tf.function(gather, [tf.TensorSpec([None], tf.uint8)], autograph=False)
+
+
+def make_variable(value: Callable[[], Any], name: str) -> Variable:
+    """Make a variable of what `value` returns, outside of any function that is being traced."""
+    # This uses another thread, because `tf.function` watches its own thread for new variables, even in `tf.init_scope`.
+    # It would trace twice, and refuse a variable that a later trace needs.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: tf.Variable(value(), trainable=False, name=f"horovod_sparse/{name}")).result()

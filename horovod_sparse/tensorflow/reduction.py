@@ -72,9 +72,9 @@ class Reduction:
             return {}
         all_names = names.of(variables)
         if isinstance(self.groups, int):
-            parts = np.array_split(np.arange(len(all_names)), min(self.groups, len(all_names)))
-            return {all_names[index]: number for number, part in enumerate(parts) for index in part}
-        numbers = {name: number for number, group in enumerate(self.groups) for name in names.of(group)}
-        # A variable that is in no group forms a group of its own.
-        alone = [name for name in all_names if name not in numbers]
-        return numbers | {name: len(self.groups) + number for number, name in enumerate(alone)}
+            groups = [part.tolist() for part in np.array_split(all_names, min(self.groups, len(all_names)))]
+        else:
+            groups = [names.of(group) for group in self.groups]
+            # A variable that is in no group forms a group of its own.
+            groups += [[name] for name in all_names if not any(name in group for group in groups)]
+        return {name: number for number, group in enumerate(groups) for name in group}

@@ -114,22 +114,21 @@ def _create_distributed_optimizer(stock: Function) -> Function:
             )
         is_ours = isinstance(arguments["compression"], TensorflowCompressor)
         is_keras_3 = keras_optimizer.is_keras_3(arguments["optimizer"])
-        if is_ours and not is_keras_3:
+        if is_ours and is_keras_3:
+            del arguments["keras"]
+            return keras_optimizer.make(**arguments)
+        if is_ours:
             raise ValueError(
                 f"optimizer must be one of Keras 3 with a sparsifier, got {arguments['optimizer']!r}; leave "
                 "TF_USE_LEGACY_KERAS unset, or use hvd.DistributedGradientTape"
             )
-        if not is_keras_3:
-            return stock(*args, **kwargs)
-        if not is_ours:
+        if is_keras_3:
             warnings.warn(
                 "horovod_sparse: stock Horovod never reduces the gradients of a Keras 3 optimizer, so the workers train apart; "
                 "make it with horovod_sparse.tensorflow.keras.DistributedOptimizer, which does, also without compression",
                 stacklevel=3,
             )
-            return stock(*args, **kwargs)
-        del arguments["keras"]
-        return keras_optimizer.make(**arguments)
+        return stock(*args, **kwargs)
 
     return extended
 

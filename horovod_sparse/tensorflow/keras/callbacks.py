@@ -119,8 +119,6 @@ class CheckpointCallback(keras.callbacks.Callback):
         """The epoch under way, and the number of its batches that are done."""
         self._since = 0
         """Epochs or batches since the last checkpoint."""
-        self._left_out = 0
-        """Number of batches of this epoch that were done before training was resumed, and are still to be read."""
 
     def on_train_begin(self, logs: MutableMapping[str, Any] | None = None) -> None:
         if self._begun:
@@ -134,24 +132,24 @@ class CheckpointCallback(keras.callbacks.Callback):
         if not found.values:
             return
         self.step, self._epoch, self._batch = found.step, found.values["epoch"], found.values["batch"]
-        self._left_out = self._batch
         _resumed.add(self.model)
         # Keras' own `BackupAndRestore` tells it in the same way.
         self.model._initial_epoch = self._epoch
-        if self._left_out:
-            self._read_without_training()
+        if self._batch:
+            self._read_without_training(self._batch)
 
-    def _read_without_training(self) -> None:
-        """Let the model read the batches of its epoch that were done before, without training on them."""
+    def _read_without_training(self, left: int) -> None:
+        """Let the model read the first batches of its epoch, which were done before, without training on them."""
         train = self.model.train_function
 
         def train_function(iterator: Iterator[Any]) -> Any:
-            if self._left_out == 0:
+            nonlocal left
+            if left == 0:
                 self.model.train_function = train
                 return train(iterator)
-            for _ in range(min(self._left_out, self.model.steps_per_execution)):
+            for _ in range(min(left, self.model.steps_per_execution)):
                 next(iterator)
-                self._left_out -= 1
+                left -= 1
             return {}
 
         self.model.train_function = train_function

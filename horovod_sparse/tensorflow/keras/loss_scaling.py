@@ -14,7 +14,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-Tensor = Any
 Variable = Any
 
 
@@ -26,11 +25,6 @@ def is_scaler(optimizer: Any) -> bool:
 def inner_of(optimizer: Any) -> Any:
     """Return the optimizer that makes the updates."""
     return optimizer.inner_optimizer if is_scaler(optimizer) else optimizer
-
-
-def scale_of(scaler: Any) -> Tensor:
-    """Return the factor by which the gradients of this step are too large."""
-    return tf.convert_to_tensor(scaler.dynamic_scale if scaler.built else scaler.initial_scale)
 
 
 @functools.cache

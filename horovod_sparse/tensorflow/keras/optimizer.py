@@ -20,10 +20,10 @@ from horovod.tensorflow import mpi_ops
 from horovod_sparse.core.agreement import check_optimizer, divides, exchanges_updates
 from horovod_sparse.core.binding import check_kind
 from horovod_sparse.tensorflow.compressors import TensorflowCompressor
-from horovod_sparse.tensorflow.keras.loss_scaling import follow_scalers, inner_of, is_scaler, scale_of, spoiled
+from horovod_sparse.tensorflow.exchange import make_variable
+from horovod_sparse.tensorflow.keras.loss_scaling import follow_scalers, inner_of, is_scaler, spoiled
 from horovod_sparse.tensorflow.keras.momentum import move_momentum, velocities_left, without_momentum
 from horovod_sparse.tensorflow.keras.updates import step_alone
-from horovod_sparse.tensorflow.memory import make_variable
 from horovod_sparse.tensorflow.names import plain
 from horovod_sparse.tensorflow.reducer import Reducer, reducer_of
 from horovod_sparse.tensorflow.reduction import Reduction
@@ -225,23 +225,19 @@ class DistributedApply:
     def _reduce_and_apply(
         self, gradients: list[Any], variables: list[Variable], optimizer: Any, apply: Apply, passes: int = 1
     ) -> None:
-        if self.reducer is None or self.reducer.updates is None:
-            apply([_divide(one, passes) for one in self._reduced(gradients, variables, optimizer)], variables)
-            return
-        local = [plain(variable).ref() in self.local_variables for variable in variables]
-        divisors = [passes * (self._local_divisor if alone else 1) for alone in local]
-        own = [_divide(gradient, divisor) for gradient, divisor in zip(gradients, divisors, strict=True)]
-        exchanged = [variable for variable, alone in zip(variables, local, strict=True) if not alone]
-        step_alone(apply, own, variables, exchanged, lambda moved, of: self._reduce(moved, of, optimizer), optimizer)
-
-    def _reduced(self, gradients: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
         is_local = [plain(variable).ref() in self.local_variables for variable in variables]
-        parted = list(zip(gradients, variables, is_local, strict=True))
-        given = [gradient for gradient, _, local in parted if not local]
+        divisors = [passes * (self._local_divisor if local else 1) for local in is_local]
+        exchanged = [variable for variable, local in zip(variables, is_local, strict=True) if not local]
+        if self.reducer is not None and self.reducer.updates is not None:
+            own = [_divide(*pair) for pair in zip(gradients, divisors, strict=True)]
+            step_alone(apply, own, variables, exchanged, self._reduce, optimizer)
+            return
+        given = [gradient for gradient, local in zip(gradients, is_local, strict=True) if not local]
         if is_scaler(optimizer) and any(is_local):
-            given = spoiled(given, [gradient for gradient, _, local in parted if local])
-        reduced = iter(self._reduce(given, [variable for _, variable, local in parted if not local], optimizer))
-        return [_divide(gradient, self._local_divisor) if local else next(reduced) for gradient, _, local in parted]
+            given = spoiled(given, [gradient for gradient, local in zip(gradients, is_local, strict=True) if local])
+        reduced = iter(self._reduce(given, exchanged, optimizer))
+        found = [gradient if local else next(reduced) for gradient, local in zip(gradients, is_local, strict=True)]
+        apply([_divide(*pair) for pair in zip(found, divisors, strict=True)], variables)
 
 
 def _compressed(reducer: Reducer) -> Reduce:
@@ -251,7 +247,8 @@ def _compressed(reducer: Reducer) -> Reduce:
         rate = tf.convert_to_tensor(optimizer.learning_rate) if reducer.compressor.in_updates else None
         if is_scaler(optimizer):
             reducer.undoes = True
-            return list(reducer(gradients, variables, learning_rate=rate, loss_scale=scale_of(optimizer)))
+            scale = tf.convert_to_tensor(optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale)
+            return list(reducer(gradients, variables, learning_rate=rate, loss_scale=scale))
         # Undo a fixed loss scale. Nothing leaves out a step because of it.
         factor = optimizer.loss_scale_factor
         if factor is None:
@@ -289,10 +286,9 @@ class _Dense:
         # its own function, which is told that everything it gets is one group. A last function is for variables in no group.
         lists = groups if isinstance(groups, list) else []
         self._group_of = {plain(member).ref(): number for number, group in enumerate(lists) for member in group}
-        named: list[tuple[str, Any]] = [(f"{name}_{number}", 1) for number in range(len(lists))]
-        named.append((f"{name}_{len(lists)}", None) if lists else (name, groups))
         function = functools.partial(horovod_tensorflow._make_allreduce_grads_fn, process_set=process_set, **arguments)
-        self._functions = [function(name=one, groups=number_of_groups) for one, number_of_groups in named]
+        self._functions = [function(name=f"{name}_{number}", groups=1) for number in range(len(lists))]
+        self._functions.append(function(name=name, groups=None if lists else groups))
 
     def __call__(self, gradients: list[Any], variables: list[Variable], optimizer: Any) -> list[Any]:
         if not self._process_set.included():

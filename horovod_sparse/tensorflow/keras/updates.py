@@ -18,7 +18,7 @@ def step_alone(
     gradients: list[Any],
     variables: list[Variable],
     exchanged: Sequence[Variable],
-    reduce: Callable[[list[Any], list[Variable]], list[Any]],
+    reduce: Callable[[list[Any], list[Variable], Any], list[Any]],
     optimizer: Any,
 ) -> None:
     """Apply this worker's gradients, and then exchange how far that has moved the variables.
@@ -29,7 +29,8 @@ def step_alone(
             zeros; a LossScaleOptimizer leaves out the step of this worker instead.
         variables: whose gradients they are.
         exchanged: those of them that are the same on all workers.
-        reduce: returns the means of movements over the workers. If it raises, these variables are as before the step.
+        reduce: takes movements, their variables and the optimizer. Returns the means over the workers. If it raises, these
+            variables are as before the step.
         optimizer: Keras' own, or a LossScaleOptimizer around it.
     """
     before = [tf.identity(plain(variable)) for variable in exchanged]
@@ -40,7 +41,7 @@ def step_alone(
         moved = spoiled(moved, gradients)
     for start, variable in zip(before, exchanged, strict=True):
         plain(variable).assign(start)
-    for mean, variable in zip(reduce(moved, list(exchanged)), exchanged, strict=True):
+    for mean, variable in zip(reduce(moved, list(exchanged), optimizer), exchanged, strict=True):
         plain(variable).assign_sub(mean)
 
 
