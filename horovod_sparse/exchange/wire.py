@@ -1,74 +1,7 @@
-"""The messages on the wire, version 1. Imports no framework.
+"""The numbers of the messages on the wire, version 1. Imports no framework.
 
-All messages are in the machine's byte order. Their shapes depend only on the bucket's size, on the compressor's settings, on
-the number of workers and, with a schedule, on the step. They never depend on the data, so Horovod's response cache holds and
-NCCL uses one allgather. Entries for which there is no room stay in the residual of their rank. Values are not averaged on the
-wire; the receiver divides.
-
-**1. Pairs** (allgather): int32 of shape `(capacity, 2)`, row-major.
-
-- A row is `(index, bits)`: the entry's position in the bucket and the IEEE-754 bits of its float32 value.
-- Rows in use come first. Their indices are unique, ascending, and in `[0, bucket size)`.
-- Every other row is padding: `(-1, 0)`. Its value reads as +0.0.
-- A rank whose gradient holds NaN or infinity sends `(-2, 0)` in the first row and padding in all others. Every rank then
-  reduces the whole bucket to NaN, as a dense allreduce would have spread it.
-
-**2. Values** (allreduce, sum): float32 (the residual's type when all entries are sent) of shape `(capacity + 17,)` or, as
-the second message after indices, `(min(world * capacity, bucket size),)`.
-
-- First come the values of the entries that all ranks know, in ascending order of their indices, then zeros up to the capacity.
-- If indices were not gathered, 17 numbers follow. The first is 1 for a rank whose gradient is not finite, else 0. The others
-  are the lowest 16 bits of the checksum of what the ranks must have in common, one number each. If all ranks agree, the sum of
-  each bit is 0 or the number of ranks. If they do not, all ranks see it in the same sums.
-
-**3. Indices** (allgather): int32 of shape `(2 + capacity,)`.
-
-- The checksum (31 bits), or -2 from a rank whose gradient is not finite.
-- The bits of a float32 that the rank proposes (MiCRO's first threshold; else 0).
-- Ascending indices, then padding: -1.
-
-**4. Packed pairs** (allgather): int32 of shape `(ceil(1.5 * chunks) + 7 * ceil(capacity / 16),)`, in place of message 1 with
-packed values.
-
-- A chunk is 4,096 consecutive positions of the bucket; `chunks = ceil(bucket size / 4,096)`.
-- First come three rows of `chunks` int16: the number of entries of each chunk, and its two levels, the smaller first, as
-  bfloat16; then zeros up to a multiple of 4 bytes. The first number is -2 from a rank whose gradient is not finite.
-- Then come three rows of the entries in ascending order of their indices, with zeros up to a multiple of 16 entries. The first
-  row has the lower 8 bits of an entry's position within its chunk, the second one the upper 4 bits, the third one 2 bits of
-  value: the lower one is 1 if the value is negative, the upper one is 1 for the second level. The first of the entries
-  that share a byte has its lowest bits.
-
-**5. Pairs by region** (alltoall): int32 of shape `(world * room, 2)`.
-
-- A part of `room` rows goes to each rank, in rank order: the entries of that rank's region of the bucket (`regions`).
-- The rows of a part are as in message 1, and its indices count from the beginning of the region. No first row holds -2.
-
-**6. Sums of a region** (allgather, after message 5): int32 of shape `(forwarded + 1, 2)`.
-
-- First come rows as in message 1: the largest sums of its own residual and of what the rank has received, in its own region.
-- The last row holds the checksum of the regions' bounds (31 bits), or -2 from a rank whose gradient or whose sums are not
-  finite; and then the number of entries that the rank has received, or -3 if a part of message 5 was not as required.
-
-**7 to 10. Hosts that act as one worker** (alltoalls with parts of different sizes, some empty; then an allgather).
-
-- 7: the bucket's values in the residual's type, a shard for each rank of the host (`grid`).
-- 8: message 1 or 4 of a shard of the host's sum, with positions in the shard, for the rank with the same slot on every host.
-- 9: what a rank has received as message 8, in rank order, as message 1 with positions in the bucket, for every rank of its
-  host.
-- 10: a number, int32: `digest` of what a rank has received as message 9, or -3 if message 7, 8 or 9 had another length or
-  type than it expects.
-
-Gathered messages stand one after the other, in rank order.
-
-A receiver checks what it got before it adds anything: the length and the type together, the indices (if the counts of
-message 4 are wrong, its first index reads as -3), the header of message 3, the last row of message 6 and the
-numbers that follow the values of message 2. What is wrong in message 5, 7, 8 or 9 only some ranks can see, and
-message 6 or 10 tells the others.
-
-It raises an error if indices are in any other order: two rows of the same entry, rows in use after padding, an index outside
-of the bucket or a negative number without a meaning. If the first row of message 1, the first count of message 4, the
-header of message 3 or the last row of message 6 holds -2, the receiver does not read the rest of that message. All ranks
-have received the same bytes, so all of them raise the same error.
+docs/how-it-works.md has every message byte for byte, and what a receiver checks. 1: pairs. 2: values. 3: indices. 4: packed
+pairs. 5: pairs by region, answered by 6: sums of a region. 7 to 10: hosts that act as one worker.
 """
 
 from __future__ import annotations
