@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -112,21 +112,14 @@ def check_residual(name: str, value: object) -> None:
         check_boolean(name, value)
 
 
-def check_warmup(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a finite number > 0, "auto" or None."""
-    if value not in ("auto", None):
-        check_number(name, value, "a finite number > 0, 'auto' or None", 0.0 < as_number(value) < math.inf)
+def number(expected: str, holds: Callable[[float], bool], *others: object) -> Callable[[str, object], None]:
+    """Return a check that raises ValueError unless a value is a number for which the condition holds, or one of `others`."""
 
+    def check(name: str, value: object) -> None:
+        if value not in others:
+            check_number(name, value, expected, holds(as_number(value)))
 
-def check_coefficient(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is in [0, 1], or "auto"."""
-    if value != "auto":
-        check_number(name, value, "in [0, 1], or 'auto'", 0.0 <= as_number(value) <= 1.0)
-
-
-def check_slack(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a multiple of k that leaves room for k entries."""
-    check_number(name, value, "a finite multiple of k, >= 1", 1.0 <= as_number(value) < math.inf)
+    return check
 
 
 def check_selection(name: str, selection: Selection, x: Array, capacity: int) -> Selection:
@@ -134,12 +127,7 @@ def check_selection(name: str, selection: Selection, x: Array, capacity: int) ->
 
     The indices themselves are looked at on the host only. A device is not waited for.
     """
-    kind: type[Exception] = TypeError
-    what = _wrong_types(selection, x)
-    if isinstance(selection, Selection) and not what:
-        kind, what = ValueError, _wrong_indices(selection.indices, x, capacity)
-        if not what and selection.found < len(selection.indices):
-            what = f"found={selection.found} with {len(selection.indices)} indices"
+    kind, what = _flaw(selection, x, capacity)
     if what:
         raise kind(
             f"{name}.select must return Selection(indices, found) with at most {capacity} indices (int64, ascending, each "
@@ -149,29 +137,27 @@ def check_selection(name: str, selection: Selection, x: Array, capacity: int) ->
     return selection
 
 
-def _wrong_types(selection: object, x: Array) -> str:
-    """Return what is wrong with the types in a selection from `x`; "" if nothing is."""
+def _flaw(selection: object, x: Array, capacity: int) -> tuple[type[Exception], str]:
+    """Return what is wrong with a selection from `x`, and the class of its error; "" if nothing is."""
     if not isinstance(selection, Selection):
-        return f"an object of type {type(selection).__name__}"
+        return TypeError, f"an object of type {type(selection).__name__}"
     indices: Any = selection.indices
     found: object = selection.found
     if not (isinstance(indices, type(x)) or isinstance(x, type(indices))):
-        return f"indices of type {type(indices).__name__} for entries of type {type(x).__name__}"
+        return TypeError, f"indices of type {type(indices).__name__} for entries of type {type(x).__name__}"
     if indices.dtype != np.int64 and str(indices.dtype) != "torch.int64":
-        return f"indices of type {indices.dtype}"
-    return "" if isinstance(found, Integral) else f"found={found!r}"
-
-
-def _wrong_indices(indices: Array, x: Array, capacity: int) -> str:
-    """Return what is wrong with indices into `x`; "" if nothing is."""
+        return TypeError, f"indices of type {indices.dtype}"
+    if not isinstance(found, Integral):
+        return TypeError, f"found={found!r}"
     place, device = (str(getattr(array, "device", "cpu")) for array in (indices, x))
     if indices.ndim != 1 or len(indices) > capacity:
-        return f"indices of shape {tuple(indices.shape)}"
+        return ValueError, f"indices of shape {tuple(indices.shape)}"
     if place != device:
-        return f"indices on {place} for entries on {device}"
-    if device != "cpu" or not len(indices):
-        return ""
-    first, last = int(indices[0]), int(indices[-1])
-    if not bool((indices[1:] > indices[:-1]).all()):
-        return "indices that do not ascend, or occur twice"
-    return "" if 0 <= first <= last < len(x) else f"indices from {first} to {last}"
+        return ValueError, f"indices on {place} for entries on {device}"
+    if device == "cpu" and len(indices):
+        first, last = int(indices[0]), int(indices[-1])
+        if not bool((indices[1:] > indices[:-1]).all()):
+            return ValueError, "indices that do not ascend, or occur twice"
+        if not 0 <= first <= last < len(x):
+            return ValueError, f"indices from {first} to {last}"
+    return ValueError, f"found={found} with {len(indices)} indices" if int(found) < len(indices) else ""
