@@ -17,17 +17,7 @@ from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcom
 from horovod_sparse.core.statistics import Counts, Tally
 from horovod_sparse.core.step import Before, Ending
 from horovod_sparse.exchange.grid import Grid
-from horovod_sparse.exchange.protocols import (
-    Collective,
-    Entries,
-    Exchange,
-    Exchanging,
-    Kind,
-    Reduced,
-    Round,
-    Run,
-    Sent,
-)
+from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Exchanging, Kind, Reduced, Round, Run, Sent
 from horovod_sparse.exchange.received import rows_of
 from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.ops.protocol import Array, Momentum, Ops, Selection
@@ -60,9 +50,7 @@ class Bucket:
         self.layout = layout
         self.name = layout.name
         self.numel = layout.numel
-        self.world = place.world
-        self.position = place.position
-        self.rank = rank
+        self.world, self.position, self.rank = place.world, place.position, rank
         self.buffer = buffer
         self.velocity = velocity
         self._first_sparse = compressor.first_sparse_step(place.world)
@@ -113,8 +101,11 @@ class Bucket:
         self._in_dense_steps = self.is_dense
         self._resize()
         self.exchange = _DENSE if self._in_dense_steps else self.compressor.exchange
-        self.stands_in = self._other_beginning() if self._in_dense_steps else None
+        self.stands_in: Kind | None = None
         """What ranks in other steps would begin with, if that is another collective."""
+        if self._in_dense_steps:
+            mine, usual = (self.rounds_of(one)[0].kind for one in (self.exchange, self.compressor.exchange))
+            self.stands_in = usual if usual != mine else None
         self.selector: Selector = self._host if self.device is None or self._in_dense_steps else self.device
         self.selector.begin(selects=not self._in_dense_steps)
         return before
@@ -179,10 +170,6 @@ class Bucket:
     def rounds_of(self, exchange: Exchange) -> Sequence[Round]:
         """Return the collectives of an exchange of this bucket."""
         return exchange.rounds(self.numel, self.k, self.capacity, self.world)
-
-    def _other_beginning(self) -> Kind | None:
-        mine, usual = (self.rounds_of(one)[0].kind for one in (self.exchange, self.compressor.exchange))
-        return usual if usual != mine else None
 
     def forget(self) -> None:
         """Forget what was seen of the buffer, because it no longer applies."""

@@ -122,11 +122,6 @@ class Pipeline:
     def all_buckets(self) -> list[AnyBucket]:
         return [*self.buckets, *self.dense]
 
-    @property
-    def dense_bytes_sent(self) -> float:
-        """Bytes that this worker sends in each step for the parameters that are reduced dense."""
-        return math.fsum(bucket.bytes_sent for bucket in self.dense)
-
     def describe(self) -> str:
         """Return how many parameters are compressed and how many are not, in a line."""
         numel, dense = sum(one.numel for one in self.buckets), sum(len(one.slots) for one in self.dense)
@@ -155,7 +150,7 @@ class Pipeline:
         def of_all(counts: Callable[[Tally], Counts]) -> StepStats:
             buckets = zip(self.buckets, norms, strict=True)
             rows = [counts(one.tally).stats(one.name, one.numel, one.exchange.title, norm) for one, norm in buckets]
-            return StepStats(tuple(rows), self.dense_bytes_sent)
+            return StepStats(tuple(rows), math.fsum(one.bytes_sent for one in self.dense))
 
         return Stats(self.steps, of_all(lambda tally: tally.last), of_all(Tally.mean))
 
@@ -164,10 +159,11 @@ class Pipeline:
     def start_step(self, gradients: Iterable[Array] = (), scale: float | None = None, *, undoes: bool = False) -> None:
         """Begin a step, before its first gradient arrives. A step that has not ended is given up (`abort`).
 
-        If the compressor's `holds_back` is True, `gradients` are all gradients of this rank, including those that are reduced
-        dense. With a loss scaler, `scale` is its scale: gradients arrive multiplied by it, and so are the reduced ones.
-        Residuals are kept without it. With `undoes`, or with a scale, everything is as before the step if it fails or is given
-        up. This needs copies of the residuals and velocities.
+        Args:
+            gradients: if the compressor's `holds_back` is True, all gradients of this rank, with those that are reduced dense.
+            scale: that of a loss scaler: gradients arrive multiplied by it, and so are the reduced ones. Residuals are not.
+            undoes: whether a step that fails or is given up leaves no trace, which needs copies of the residuals and
+                velocities. With a scale this is so.
         """
         self.abort()
         self._has_scaler = scale is not None
@@ -180,10 +176,9 @@ class Pipeline:
         return self.arrive_together(self.bucket_of[name], [Arrived(name, gradient, learning_rate)])
 
     def arrive_together(self, bucket: AnyBucket, arrived: Sequence[Arrived]) -> AnyBucket | None:
-        """Let a bucket take in gradients of its parameters. Return the bucket if it is complete, else None.
+        """Let a bucket take in gradients of its parameters, and return it if it is complete. Their memory is free afterwards.
 
-        The gradients' memory is free afterwards. NaN and infinity are kept out of the residual. A sum that would overflow the
-        residual stays at the largest number of its type. In both cases the bucket's exchange returns None on every rank.
+        If one is not finite, or a sum overflows the residual (`Ops.accumulate`), the exchange returns None on every rank.
 
         Raises:
             RuntimeError: a gradient has arrived before in this step.
@@ -212,10 +207,8 @@ class Pipeline:
     def advance(self, bucket: AnyBucket, result: Array, divisor: float, write: Write) -> Collective | None:
         """Continue with the result of a bucket's collective. Return the next collective, or None at the end.
 
-        At the end, `write` is called with the parameters' slots and a `Reduced`. It holds the bucket's entries, rank by rank in
-        rank order, divided by `divisor` and, with `lr_in_residual`, by the learning rate: what is sent are updates. If some
-        rank's gradient was not finite, it holds nothing. The order is the same on all ranks, so that the sums of floats are
-        equal to the last bit.
+        At the end, `write` is called with the parameters' slots and a `Reduced`. It divides by `divisor` and, with
+        `lr_in_residual`, by the learning rate, since what is sent are updates then.
         """
         try:
             return bucket.advance(result)
@@ -269,10 +262,9 @@ class Pipeline:
     def end_step(self) -> None:
         """End a step after all reduced gradients are there. It succeeds on every rank or fails on every rank.
 
-        It fails if some rank's gradient held NaN or infinity, or overflowed a residual. Then what every bucket had
-        sent returns to the residuals. They are finite and also hold the step's finite gradients; momentum has moved on. A
-        failed step raises FloatingPointError on every rank, unless `not_finite="propagate"`. Training can go on.
-        A loss scaler leaves out the update instead: nothing is raised. See `start_step` for a failed step that leaves no trace.
+        It fails if some rank's gradient held NaN or infinity, or overflowed a residual (`Ending.FAILED`, or `UNDONE`: see
+        `start_step`). It then raises FloatingPointError on every rank, unless `not_finite="propagate"`, or a loss scaler leaves
+        out the update. Training can go on.
         """
         step = self._begun()
         found = step.failures + step.failures_elsewhere
@@ -302,11 +294,9 @@ class Pipeline:
     # --- steps that are given up ---
 
     def abort(self) -> None:
-        """Give up the step that has begun, if there is one, so that the next can begin after an exception.
+        """Give up the step that has begun, if there is one (`Ending.UNDONE`), so that the next can begin after an exception.
 
-        What the step had taken returns to the residuals. Every parameter's residual is then as before the step, or also holds
-        its whole gradient if that had arrived; see `start_step` for a step that leaves no trace. If the end of the step was
-        interrupted, after it was decided that it succeeds or fails, the end is completed instead.
+        If the end of the step was interrupted, after it was decided that it succeeds or fails, the end is completed instead.
         """
         if self._step is not None and self._step.ending is None:
             self._step.ending = Ending.UNDONE

@@ -90,7 +90,7 @@ class HostSelector:
         self._hinted = False
         self.not_finite: list[int] = []
         """The offsets of the parameters whose gradients in this step were not finite."""
-        self._sent = self._truncated = 0
+        self._outcome = Outcome()
 
     def begin(self, *, selects: bool) -> None:
         self._hinted, self.not_finite = False, []
@@ -129,19 +129,18 @@ class HostSelector:
 
     def message(self, state: BucketState, k: int, capacity: int) -> Array:
         if self.not_finite:
-            self._sent = self._truncated = 0
-            none = self._ops.indices(np.empty(0, np.int64), self._buffer)
-            message = self._ops.pack(none, self._ops.take(self._buffer, none), capacity)
-            message[0, 0] = wire.NOT_FINITE
-            return message
-        indices, found, _ = self.select(self._buffer, state, k, capacity)
-        self._sent = len(indices)
-        self._truncated = found - self._sent
+            indices, found = self._ops.indices(np.empty(0, np.int64), self._buffer), 0
+        else:
+            indices, found, _ = self.select(self._buffer, state, k, capacity)
+        self._outcome = Outcome(len(indices), found - len(indices), self.not_finite)
         self._remember(indices)
-        return self._ops.pack(indices, self._ops.take(self._buffer, indices), capacity)
+        message = self._ops.pack(indices, self._ops.take(self._buffer, indices), capacity)
+        if self.not_finite:
+            message[0, 0] = wire.NOT_FINITE
+        return message
 
     def finish(self, state: BucketState, k: int, capacity: int) -> Outcome:
-        return Outcome(self._sent, self._truncated, self.not_finite)
+        return self._outcome
 
     def forget(self) -> None:
         self._tracked.forget()

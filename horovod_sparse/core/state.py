@@ -6,7 +6,7 @@ A state is checked as a whole before any part of it is loaded: an error in it wo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -139,29 +139,31 @@ def _check_kinds(state: Any) -> None:
     if missing:
         raise ValueError(f"state must have {[*PARTS]}, but {missing} are missing; the state is damaged")
     for part in PARTS:
-        if not isinstance(state[part], Mapping) or not all(isinstance(name, str) for name in state[part]):
-            raise ValueError(
-                f"state[{part!r}] must be a dict by parameter name, got {_short(state[part])}; the state is damaged"
-            )
+        is_dict = isinstance(state[part], Mapping) and _are_names(state[part])
+        _check(f"[{part!r}]", state[part], "a dict by parameter name", is_dict)
     for part in ARRAYS:
         for name, array in state[part].items():
             _check_array(f"state[{part!r}][{name!r}]", array)
     for name, rate in state["learning_rates"].items():
-        if type(rate) not in (int, float) or not 0.0 < rate < math.inf:
-            raise ValueError(
-                f"state['learning_rates'][{name!r}] must be a finite number > 0, got {_short(rate)}; the state is damaged"
-            )
+        is_rate = type(rate) in (int, float) and 0.0 < rate < math.inf
+        _check(f"['learning_rates'][{name!r}]", rate, "a finite number > 0", is_rate)
     lengths = state.get("updates", True)
     kinds = [type(one) for one in lengths] if isinstance(lengths, list) else lengths
-    if lengths is not True and not (kinds == [float, float] and 0.0 <= min(lengths) <= max(lengths) < math.inf):
-        raise ValueError(
-            f"state['updates'] must be two finite numbers >= 0, got {_short(lengths)}; the state is damaged"
-        )
+    are_lengths = lengths is True or (kinds == [float, float] and 0.0 <= min(lengths) <= max(lengths) < math.inf)
+    _check("['updates']", lengths, "two finite numbers >= 0", are_lengths)
     sparse = state.get("sparse", [])
-    if not isinstance(sparse, (list, tuple)) or not all(isinstance(name, str) for name in sparse):
-        raise ValueError(
-            f"state['sparse'] must be a list of parameter names, got {_short(sparse)}; the state is damaged"
-        )
+    _check("['sparse']", sparse, "a list of parameter names", isinstance(sparse, (list, tuple)) and _are_names(sparse))
+
+
+def _are_names(values: Iterable[object]) -> bool:
+    return all(isinstance(name, str) for name in values)
+
+
+def _check(where: str, value: object, expected: str, holds: bool) -> None:
+    if not holds:
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        raise ValueError(f"state{where} must be {expected}, got {shown}; the state is damaged")
 
 
 def _check_adaptive(state: Mapping[str, Any], compressor: Compressor) -> None:
@@ -208,8 +210,3 @@ def _check_shapes(what: str, arrays: Mapping[str, Any], shapes: Shapes, remedy: 
             f"unexpected: {unexpected}, of another shape (got, expected): {reshaped}; load a state saved with the same "
             f"model and {remedy}"
         )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
