@@ -41,7 +41,7 @@ class Balanced(Exchange):
         run.before = ops.copy(bucket.buffer[run.place])
         # The owner knows all of its region. What it sends is for the others.
         bucket.buffer[run.place] = 0
-        k = regions.to_others(bucket.k, world)
+        k = bucket.k - bucket.k // world
         selection = bucket.select_from(bucket.buffer, k, bucket.capacity_for(bucket.numel, k))
         room = regions.room(bucket.capacity, world)
         indices, counts = ops.fit(bucket.buffer, selection.indices, bounds, room)

@@ -35,10 +35,6 @@ class Grid(NamedTuple):
             lengths[position] = length
         return lengths
 
-    def shards(self, numel: int) -> list[int]:
-        """Return the bounds of the slots' shards of a bucket: `slots + 1` positions, from 0 to `numel`."""
-        return [numel * slot // self.slots for slot in range(self.slots + 1)]
-
 
 def grid(groups: Sequence[str], position: int) -> Grid:
     """Return the grid as the worker at `position` sees it; `groups` has each worker's host.

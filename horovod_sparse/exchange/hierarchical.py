@@ -59,7 +59,7 @@ class Hierarchical(Exchange):
     def collectives(self, bucket: Sender, run: Run) -> Exchanging:
         grid, ops = bucket.grid, bucket.ops
         assert grid is not None
-        bounds = grid.shards(bucket.numel)
+        bounds = regions.uniform(bucket.numel, grid.slots)
         run.place = slice(bounds[grid.slot], bounds[grid.slot + 1])
         sizes = [after - first for first, after in itertools.pairwise(bounds)]
         mine = [sizes[grid.slot]] * grid.slots

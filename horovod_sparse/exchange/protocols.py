@@ -179,10 +179,9 @@ Exchanging = Generator[Collective, Any, Sent]
 
 
 class Exchange(ABC):
-    """How the selections of all ranks become one gradient.
+    """How the selections of all ranks become one gradient: a setting that never changes, and that ranks compare by `repr`.
 
-    An object is a setting: it never changes, and ranks compare it by its `repr`, as that of a frozen dataclass. What belongs to
-    one step is kept in a `Run`.
+    What belongs to one step is kept in a `Run`.
     """
 
     owns_parts: ClassVar[bool] = False
@@ -197,13 +196,8 @@ class Exchange(ABC):
     def rounds(self, numel: int, k: int, capacity: int, world: int) -> Sequence[Round]:
         """Return all collectives of a bucket, one after the other. Their kinds and types must not depend on the arguments.
 
-        If a gradient is not finite, an exchange can end before the last one.
-
-        Args:
-            numel: number of entries of the bucket.
-            k: how many entries are wanted.
-            capacity: rows of a worker's message.
-            world: number of workers.
+        The bucket has `numel` entries, of which k are wanted; each of `world` workers has messages of `capacity` rows. If a
+        gradient is not finite, an exchange can end before the last collective.
         """
 
     @abstractmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.protocols import Collective, Entries, Exchanging, Named, Sender
 from horovod_sparse.ops.protocol import Array
@@ -12,11 +14,9 @@ OUT_OF_ORDER = "its indices do not ascend within the bucket, with padding after 
 
 def rows_of(bucket: Sender, messages: Array, world: int) -> list[int] | None:
     """Return how many rows of each message of pairs are in use, or None if a worker's gradient was not finite."""
-    rows: list[int] = []
-    for sender, number in enumerate(bucket.ops.rows_in_use(messages, world, bucket.numel)):
-        if number is None:
-            raise damaged(bucket, f"message of worker {sender}", OUT_OF_ORDER)
-        rows.append(number)
+    rows: list[Any] = bucket.ops.rows_in_use(messages, world, bucket.numel)
+    if None in rows:
+        raise damaged(bucket, f"message of worker {rows.index(None)}", OUT_OF_ORDER)
     return None if wire.NOT_FINITE in rows else rows
 
 
@@ -44,14 +44,10 @@ def disagreement(bucket: Named) -> RuntimeError:
 
 
 def summed(bucket: Sender, indices: Array | None, values: Array, length: int, checksum: int) -> Exchanging:
-    """Exchange the values at indices that all ranks know (None: all entries), as message 2.
+    """Exchange the values at indices that all ranks know (None: all entries), as message 2 with `length` values.
 
-    Args:
-        bucket: the bucket, out of whose residual `values` were taken.
-        indices: ascending and unique.
-        values: one for each index, at most `length`.
-        length: number of values in the message, the same on all ranks.
-        checksum: a number >= 0. If its lowest 16 bits differ between the ranks, all raise RuntimeError.
+    `values`, at most `length`, were taken out of the bucket's residual. If the lowest 16 bits of `checksum` >= 0 differ between
+    the ranks, all raise RuntimeError.
     """
     bucket.sent(len(values))
     tail = wire.tail(bucket.finite, checksum)

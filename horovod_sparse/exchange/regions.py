@@ -23,11 +23,6 @@ def room(capacity: int, world: int) -> int:
     return min(capacity, math.ceil(SPARE * capacity / world))
 
 
-def to_others(k: int, world: int) -> int:
-    """Return how many entries a rank selects from the regions of the others, if k would be selected from all regions."""
-    return k - k // world
-
-
 def forwarded(k: int, world: int) -> int:
     """Return how many entries of its region each rank forwards to all ranks: ceil(k / world)."""
     return -(-k // world)

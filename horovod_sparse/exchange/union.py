@@ -42,7 +42,11 @@ class Union(Exchange):
             bucket.drop_rest()
             return None
         proposed: list[float] = np.array(bits, np.int32).view(np.float32).tolist()
-        _check_headers(bucket, checksums, proposed)
+        for worker, (checksum, number) in enumerate(zip(checksums, proposed, strict=True)):
+            if checksum < 0 or not math.isfinite(number):
+                raise damaged(bucket, f"message of worker {worker}", f"its header holds {checksum} and {number}")
+        if len(set(checksums)) > 1:
+            raise disagreement(bucket)
         indices = ops.union(gathered, bucket.world, wire.HEADER, bucket.numel)
         if indices is None:
             raise damaged(bucket, "message of a worker", OUT_OF_ORDER)
@@ -53,12 +57,3 @@ class Union(Exchange):
         total = yield Collective("allreduce", ops.pack_values(values, room, []))
         check_result(bucket, total, (room,), values.dtype)
         return Entries(indices, total[: len(indices)])
-
-
-def _check_headers(bucket: Sender, checksums: Sequence[int], proposed: Sequence[float]) -> None:
-    """Raise unless all ranks have sent the same checksum, and each has proposed a finite number."""
-    if min(checksums) < 0 or not all(map(math.isfinite, proposed)):
-        bad = next(rank for rank in range(len(proposed)) if checksums[rank] < 0 or not math.isfinite(proposed[rank]))
-        raise damaged(bucket, f"message of worker {bad}", f"its header holds {checksums[bad]} and {proposed[bad]}")
-    if len(set(checksums)) > 1:
-        raise disagreement(bucket)
