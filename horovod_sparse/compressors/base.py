@@ -17,14 +17,13 @@ from horovod_sparse.compressors.bucket_state import ALONE as ALONE
 from horovod_sparse.compressors.bucket_state import BucketState as BucketState
 from horovod_sparse.compressors.bucket_state import Place as Place
 from horovod_sparse.compressors.checks import (
-    check_automatic,
     check_choice,
     check_exchange,
+    check_flag,
     check_granularity,
     check_integer,
     check_patterns,
     check_ratio,
-    check_residual,
     number,
     plain,
     shown,
@@ -73,53 +72,46 @@ class Compressor(ABC):
             larger parameter gets one of its own), "layer" (every parameter by itself), or "model" (everything).
         min_numel: parameters with fewer elements are reduced dense, >= 0.
         exclude: shell-style patterns (`"*.bias"`, `"embedding*"`) of the names of parameters that are reduced dense.
-        warmup: c, finite, > 0. The ratio of step t is `max(ratio, c/(t+1))`, in stairs of a factor sqrt(2). With c = 1 no entry
-            waits longer than training is old. While the messages would have more bytes than a dense allreduce of float32,
-            everything is sent, by allreduce. None takes `ratio` from the first step on. "auto" is 2.0 for a number as ratio,
-            and None for a schedule and for Threshold, which sets no count.
+        warmup: c, finite, > 0. The ratio of step t is `max(ratio, c/(t+1))`, in stairs of a factor sqrt(2). While the messages
+            would have more bytes than a dense allreduce of float32, everything is sent, by allreduce. None takes `ratio` from
+            the first step on. "auto" is 2.0 for a number as ratio, and None for a schedule and for Threshold.
         residual: whether what is not sent is kept and added to the next gradient (error feedback), or its type, "float32" or
-            "float64". True takes float64 for float64 gradients, float32 for all others. Half precision is refused: it would
-            round away the small gradients that the residual exists to keep.
+            "float64". True takes float64 for float64 gradients, float32 for all others.
         lr_in_residual: whether the residual is kept in units of the update, as in Sparsified SGD with Memory
             (https://arxiv.org/abs/1809.07599): what is added and sent is eta times the gradient, and the reduced gradient is
-            what was sent, divided by eta. So every gradient is applied with the learning rate eta that it was computed at.
-            Gradients of steps with rate 0 add nothing, and what is sent in such a step is lost: the reduced gradient is zero.
-            Rates that are negative, NaN or infinite are refused, and so are those that float32 does not hold. "auto" is True
-            where `momentum` is taken from an optimizer.
+            what was sent, divided by eta. Gradients of steps with rate 0 add nothing, and what is sent in such a step is lost:
+            the reduced gradient is zero. Rates that are negative, NaN or infinite are refused, and so are those that float32
+            does not hold. "auto" is True where `momentum` is taken from an optimizer.
         momentum: momentum before the selection, m in [0, 1) or a `MomentumCorrection`; the optimizer must then have none.
             "auto" takes that of PyTorch's and Keras' SGD: each worker applies it to its own gradients, and the optimizer steps
-            without. What is selected is the velocity, so that an entry that waits loses none of it, and with ratio 1 training
-            is the same. Where the optimizer is not seen (tape, bare hook), or is another, "auto" and None leave its momentum
+            without. Where the optimizer is not seen (tape, bare hook), or is another, "auto" and None leave its momentum
             where it is. Parameters that are reduced dense get the same momentum after the reduction. Embeddings with sparse
             gradients are refused, and with "auto" leave the momentum in the optimizer.
         clip: about the largest norm of the reduced gradient if the workers' gradients are independent, > 0, in the unit
             of the gradients (scaled ones with a GradScaler), or a `Clip`. Each worker scales its gradient down before anything
-            else: to `clip sqrt(workers)` where workers are averaged, and to `clip / sqrt(workers)` where they are summed
-            (Deep Gradient Compression, section 3.2, https://arxiv.org/abs/1712.01887). None does not clip. Entries that are
-            NaN or infinity do not count. Embeddings with sparse gradients are not clipped. (Clipping after the reduction
-            would cut off exactly what had waited in the residual.)
+            else (`Clip.limit`; Deep Gradient Compression, section 3.2, https://arxiv.org/abs/1712.01887). None does not clip.
+            Entries that are NaN or infinity do not count. Embeddings with sparse gradients are not clipped.
         slack: capacity of a message as a multiple of k, >= 1; None takes the algorithm's own. What does not fit stays in the
             residual.
         exchange: how the selections of all workers become one gradient: `Pairs`, `Balanced`, `Hierarchical`, `Union`,
             `SharedIndices`, or an `Exchange` of one's own. Which of them an algorithm can use depends on it. None takes its
             own, which for most is `Pairs()`.
-        not_finite: what a NaN or infinity in a gradient does. "raise": every rank raises FloatingPointError when the step
-            is reduced, and the rank with that gradient names the parameter. "propagate": no rank raises, and the bucket's
-            reduced gradient becomes NaN on every rank, which is what `torch.amp.GradScaler` needs to skip the step
-            everywhere. Either way the NaN or infinity is kept out of the residuals, and what the step had sent returns to
-            them. A gradient that would overflow its residual has the same effect.
+        not_finite: what a NaN or infinity in a gradient does, or one that would overflow its residual. "raise": every rank
+            raises FloatingPointError when the step is reduced, and the rank with that gradient names the parameter.
+            "propagate": the bucket's reduced gradient becomes NaN on every rank. Either way the residuals stay finite, and
+            what the step had sent returns to them.
         updates: whether the optimizer steps with the gradients of its worker, and the movement of the parameters is exchanged
             in their place, at the cost of a copy of the parameters. "auto" does so for optimizers that divide by the size of
             the gradient, such as Adam, unless `ratio` is 1. Where the optimizer is seen: PyTorch and Keras 3. Needs
             `not_finite="raise"`, and neither `lr_in_residual` nor `clip`; with `momentum="auto"` the optimizer keeps its
             own.
         detached: c in [0, 1], for detached error feedback (https://arxiv.org/abs/2004.05298). From a forward pass in training
-            until the end of backward, the parameters of each worker are `x - c eta e`, with its own residual e, so that its
-            gradients know of what waits. Where updates are exchanged, eta is 1/s (`core.lengths.Lengths`). Steps, evaluations
-            and `state_dict` see x, which is the same on all workers. Needs the memory of a second copy of the parameters, and
-            PyTorch, where the optimizer is seen. "auto" is 0.5 there for `torch.optim.SGD` and where updates are exchanged,
-            with `not_finite="raise"`. It ends if gradients are changed after their reduction. 0 is error feedback as usual.
-            Refused where residuals hold what other workers have sent (`Balanced`, `Hierarchical`).
+            until the end of backward, the parameters of each worker are `x - c eta e`, with its own residual e. Where updates
+            are exchanged, eta is 1/s (`core.lengths.Lengths`). Steps, evaluations and `state_dict` see x. Needs the memory of
+            a second copy of the parameters, and PyTorch, where the optimizer is seen. "auto" is 0.5 there for
+            `torch.optim.SGD` and where updates are exchanged, with `not_finite="raise"`. It ends if gradients are changed
+            after their reduction. 0 is error feedback as usual. Refused where residuals hold what other workers have sent
+            (`Balanced`, `Hierarchical`).
 
     Raises:
         ValueError, TypeError: the message names the argument, its value and what was expected.
@@ -361,8 +353,8 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "min_numel": partial(check_integer, least=0),
     "exclude": check_patterns,
     "warmup": number("a finite number > 0, 'auto' or None", lambda c: 0.0 < c < math.inf, "auto", None),
-    "residual": check_residual,
-    "lr_in_residual": check_automatic,
+    "residual": partial(check_flag, others=("float32", "float64")),
+    "lr_in_residual": partial(check_flag, others=("auto",)),
     "momentum": check_momentum,
     "slack": number("a finite multiple of k, >= 1", lambda slack: 1.0 <= slack < math.inf),
     "exchange": check_exchange,

@@ -98,16 +98,10 @@ def check_patterns(name: str, value: Collection[object]) -> None:
         raise TypeError(f"{name} must be a list of patterns such as ['*.bias'], got {value!r}")
 
 
-def check_automatic(name: str, value: object) -> None:
-    """Raise TypeError unless `value` is True, False or "auto"."""
-    if value != "auto":
-        check_boolean(name, value)
-
-
-def check_residual(name: str, value: object) -> None:
-    """Raise unless `value` is True, False or the type of a residual."""
+def check_flag(name: str, value: object, others: Collection[str]) -> None:
+    """Raise unless `value` is True, False or one of `others`."""
     if isinstance(value, str):
-        check_choice(name, value, (True, False, "float32", "float64"))
+        check_choice(name, value, (True, False, *others))
     else:
         check_boolean(name, value)
 

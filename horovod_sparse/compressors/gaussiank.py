@@ -46,8 +46,7 @@ class GaussianK(Compressor):
             1.5 if more than 4k/3 do. On tails that are not normal the count ends far from k. "exact": eta is multiplied by a
             factor that earlier steps have found. If its count is more than 10 % off, the k largest entries are sent instead,
             and the next factor is the one that would have led to them.
-        others: those of `Compressor`. Unless `slack` says otherwise, message capacity is 4k/3 with "exact". With "paper" it
-            is 48 k, so that it does not hide what is selected.
+        others: those of `Compressor`. Unless `slack` says otherwise, message capacity is 4k/3, with "paper" 48 k.
     """
 
     default_slack = TOO_MANY

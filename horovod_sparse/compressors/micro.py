@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from horovod_sparse.compressors.base import ALONE, BucketState, Compressor, Place
 from horovod_sparse.compressors.checks import check_choice
-from horovod_sparse.estimation.controllers import MOST_EXCESS, Scaling, ThresholdController
+from horovod_sparse.estimation.controllers import MOST_EXCESS, Scaling, next_threshold
 from horovod_sparse.exchange.protocols import Exchange
 from horovod_sparse.exchange.union import Union
 from horovod_sparse.exchange.wire import LARGEST
@@ -24,7 +24,7 @@ class MiCROState(BucketState):
     current: float = 0.0
     """Threshold of the next step; 0 until something has been selected."""
     excess: float = 0.0
-    """See `ThresholdController`."""
+    """See `next_threshold`."""
 
     def rescale(self, factor: float) -> None:
         super().rescale(factor)
@@ -40,7 +40,7 @@ class MiCRO(Compressor):
     allreduce, and all residuals become zero there. So a reduced gradient has k entries for any number of workers, and no
     entry is selected twice. Each rank proposes a threshold that selects its share of k entries, and the threshold starts at
     the mean of these. It then follows the count that all ranks have selected, without communication
-    (`ThresholdController`). If no rank has room for what exceeds the threshold, the threshold starts again.
+    (`next_threshold`). If no rank has room for what exceeds the threshold, the threshold starts again.
 
     Args:
         ratio: fraction of entries that all workers together select, in (0, 1], or a schedule; at least one per worker.
@@ -48,8 +48,7 @@ class MiCRO(Compressor):
             "paper": within 10 % of k the threshold only moves up, which ends at about 0.94 k. Outside of this band it moves by
             only 0.5 % per step, so it is too low while residuals grow, in the first hundreds of steps. On Laplace gradients
             up to 12 k entries exceed it at ratio 0.01, and up to 63 k at 0.001.
-        others: those of `Compressor`. A rank's message has room for 2k/P entries unless `slack` says otherwise. That hides
-            how the paper's rule begins: the threshold moves in the same way, but at most 2k entries are sent.
+        others: those of `Compressor`. A rank's message has room for 2k/P entries unless `slack` says otherwise.
     """
 
     default_slack = 2.0
@@ -100,7 +99,7 @@ class MiCRO(Compressor):
             positive = [proposal for proposal in proposed if proposal > 0.0]
             state.current = sum(positive) / max(len(positive), 1)
         else:
-            controller = ThresholdController(self.scaling, state.current, state.excess)
             # Every worker selects at least one entry. If there are more than k workers, their number is the aim.
-            controller.observe(count, max(k, state.place.world))
-            state.current, state.excess = min(controller.threshold, LARGEST), controller.excess
+            aim = max(k, state.place.world)
+            following, state.excess = next_threshold(self.scaling, state.current, state.excess, count, aim)
+            state.current = min(following, LARGEST)

@@ -76,24 +76,20 @@ class SIDCo(Compressor):
     all of them are sent. A ratio of delta_1 or more takes one stage. A stage that leaves fewer than two entries is undone.
     At least one entry is sent unless all are zero.
 
-    `adapt="robust"` departs from the paper, each time because of a measured failure. The gamma fit is inverted exactly
-    instead of by its closed form. `stages="auto"` starts from 3, because one stage starves under error feedback. Where an
-    estimate is off by more than a factor 2, the k largest entries are sent, so that no bucket starves or floods while M
-    adapts, nor where an entry is so large that no fit means anything. Each later stage computes its aim from the number of
-    entries that are really left, `r_m = (k/n_m)^(1/(stages to go))`, which corrects the error of an earlier stage. For speed,
-    only the last stage is fitted in most steps. It is fitted to the entries above a cut, which the previous step placed where
-    stage M-1 would end. Their moments are taken while the gradient is accumulated, so the stages cost next to nothing.
+    `adapt="robust"` departs from the paper, each time because of a measured failure. The gamma fit is inverted exactly.
+    `stages="auto"` starts from 3, because one stage starves under error feedback. Where an estimate is off by more than a
+    factor 2, the k largest entries are sent. Each later stage computes its aim from the number of entries that are really
+    left, `r_m = (k/n_m)^(1/(stages to go))`. For speed, most steps fit only the last stage: to the entries above a cut,
+    which the previous step placed where stage M-1 would end. Their moments are taken while the gradient is accumulated.
 
     Args:
         ratio: fraction of entries to send, in (0, 1], or a schedule.
         distribution: "exponential" (SIDCo-E), "gamma" (SIDCo-GP: gamma first, generalised Pareto later) or "gpareto"
             (SIDCo-P).
         stages: M, an int in [1, 64], or "auto" to let M follow the achieved count, per bucket.
-        adapt: "paper": M starts from 1 and follows the paper's rule, every later stage has the same r, and the gamma fit is the
-            paper's closed form. "robust": each later stage computes its aim from the entries that are left, and M may also
-            move against the paper's direction, which is wrong for heavy tails.
-        others: those of `Compressor`. Unless `slack` says otherwise, message capacity is 1.25 k. With adapt="paper" it is 24 k,
-            so that it does not hide what is selected.
+        adapt: "paper": M starts from 1 and follows the paper's rule. "robust": as above, and M may also move against the
+            paper's direction, which is wrong for heavy tails.
+        others: those of `Compressor`. Unless `slack` says otherwise, message capacity is 1.25 k; 24 k with adapt="paper".
     """
 
     default_slack = 1.25
@@ -127,7 +123,8 @@ class SIDCo(Compressor):
             state.threshold = 0.0
             return ops.select_above(x, 0.0, capacity)
         aim = self.aim_of(state, k, sums.count)
-        tail = self._tail(ops, x, state)
+        has_cut = self.adapt == "robust" and stages > 1 and state.cut < math.inf
+        tail = ops.measure(x, state.cut) if has_cut else None
         narrowed = ops
         if tail is not None and aim < tail.count <= MOST_TAIL * sums.count:
             threshold, following = self.last_stage(state, tail, sums.count, sums.largest, aim)
@@ -163,7 +160,7 @@ class SIDCo(Compressor):
     def last_stage(
         self, state: SIDCoState, tail: Sums, count: float, largest: float, aim: float
     ) -> tuple[float, float]:
-        """Return the threshold and the next cut: see the function `last_stage`."""
+        """See the function `last_stage`."""
         return last_stage(state.cut, tail, count, largest, aim, self.stages_of(state), self._tail_fit)
 
     def learn(self, state: SIDCoState, k: int, aim: int, found: int) -> None:
@@ -172,12 +169,6 @@ class SIDCo(Compressor):
             state.controller.observe(found, aim, most_stages(self.ratio_at(state.step)))
         if self.adapt == "robust":
             state.aim = next_aim(state.aim, found, k)
-
-    def _tail(self, ops: Ops, x: Array, state: SIDCoState) -> Sums | None:
-        """Return the sums of the excesses over the cut, or None if there is no cut."""
-        if self.adapt != "robust" or state.stages == 1 or state.cut == math.inf:
-            return None
-        return ops.measure(x, state.cut)
 
     def _all_stages(self, ops: Ops, x: Array, sums: Sums, k: int, stages: int) -> tuple[float, float, Ops]:
         """Return the threshold fitted to all non-zero entries stage by stage, the cut of the last stage, and operations.

@@ -40,8 +40,7 @@ class ThresholdState(BucketState):
 class Threshold(Compressor):
     """Sends all entries of the accumulated gradient with `|u_i| > threshold`.
 
-    As long as the message has room, every entry of the residual stays within the threshold. So the total error is bounded,
-    whatever the count (hard-threshold sparsifier with error feedback).
+    As long as the message has room, every entry of the residual stays within the threshold, so the total error is bounded.
 
     With feedback, more entries are sent than exceed the threshold t in one gradient: a sum of independent entries of
     deviation s leaves [-t, t] after about `(t/s + 0.6)^2` steps. If one normal entry in a hundred exceeds t, one in ten is
@@ -54,8 +53,7 @@ class Threshold(Compressor):
             With `lr_in_residual` it is multiplied by the first learning rate that is not 0, the largest one in a bucket.
         ratio: sets the size of the message and the target count in statistics, in (0, 1], or a schedule; nothing else depends
             on it. If more entries exceed the threshold than fit, the largest are sent and the rest count as truncated.
-        others: those of `Compressor`. Message capacity is 16 ratio * numel unless `slack` says otherwise. With `ratio=0.01`
-            this is enough for a threshold that one entry of a gradient in a hundred exceeds.
+        others: those of `Compressor`. Message capacity is 16 ratio * numel unless `slack` says otherwise.
     """
 
     default_slack = 16.0

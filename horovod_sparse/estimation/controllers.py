@@ -122,28 +122,19 @@ _REPAID = 0.1
 MOST_EXCESS = 5.0
 
 
-@dataclass
-class ThresholdController:
-    """MiCRO's threshold (https://arxiv.org/abs/2310.00967): it follows x = count/k in small steps.
+def next_threshold(scaling: Scaling, threshold: float, excess: float, count: int, k: int) -> tuple[float, float]:
+    """Return MiCRO's next threshold (https://arxiv.org/abs/2310.00967) and excess, after all ranks selected `count` entries.
 
-    `scaling="paper"` multiplies the threshold by 1.005 if x > 1.1, by 1.00125 if 1/1.1 < x <= 1.1, and by 0.995 below. Within
-    the band it only rises.
+    With x = count/k, `scaling="paper"` multiplies the threshold by 1.005 if x > 1.1, by 1.00125 if 1/1.1 < x <= 1.1, and by
+    0.995 below. Within the band it only rises.
 
     `scaling="two_sided"` multiplies it by `x^0.02`, where x is `count/k + 0.1 excess`, within [1/4, 4]. The excess is the sum
     of count/k - 1 over the steps, within [-5, 5]. Without the excess, the count would stay above k for as long as the residual
     grows, since the threshold that is needed grows with it. A larger exponent overshoots when gradients become smaller at once.
     """
-
-    scaling: Scaling
-    threshold: float
-    excess: float = 0.0
-
-    def observe(self, count: int, k: int) -> None:
-        """Take in the number of entries that all ranks selected in a step."""
-        x = count / k
-        if self.scaling == "paper":
-            self.threshold *= 1.0 + (_COARSE if x > _BAND else _FINE if x > 1.0 / _BAND else -_COARSE)
-            return
-        self.excess = min(max(self.excess + x - 1.0, -MOST_EXCESS), MOST_EXCESS)
-        x += _REPAID * self.excess
-        self.threshold *= min(max(x, 1.0 / _MOST_RATIO), _MOST_RATIO) ** _GAIN
+    x = count / k
+    if scaling == "paper":
+        return threshold * (1.0 + (_COARSE if x > _BAND else _FINE if x > 1.0 / _BAND else -_COARSE)), excess
+    excess = min(max(excess + x - 1.0, -MOST_EXCESS), MOST_EXCESS)
+    x += _REPAID * excess
+    return threshold * min(max(x, 1.0 / _MOST_RATIO), _MOST_RATIO) ** _GAIN, excess

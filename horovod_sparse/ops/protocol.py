@@ -169,10 +169,8 @@ class Ops(Protocol):
     def quantize(self, x: Array, message: Array) -> Array:
         """Return a message of pairs, whose entries were taken out of `x`, as a packed one (`wire`, message 4).
 
-        In each chunk, the entries up to the mean m of their magnitudes become the smaller of two levels, and the others become
-        the larger one: the means of the magnitudes of both, but at most twice the smallest of them. A level whose entries have
-        magnitudes of more than 2^15 times its size is 0. Levels are rounded down to bfloat16. So what is left of
-        an entry is a float32. It returns to `x`, and the values become the levels also in `message`, in place.
+        docs/how-it-works.md tells the two levels that values become, also in `message`, in place. What is left of an entry is
+        a float32, and returns to `x`.
         """
 
     def unquantize(self, gathered: Array, world: int, numel: int) -> Array:
