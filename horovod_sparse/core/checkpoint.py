@@ -1,8 +1,7 @@
 """Checkpoints: a file of every rank and a shared one, complete or not there, loaded or not at all. Imports no framework.
 
-A checkpoint is a folder `step-000000500`. The ranks write their files to a folder with a temporary name. When all files are on
-the disk, rank 0 adds a manifest with their sizes and digests, and renames the folder. So a folder with the final name is
-complete, whatever the moment at which a process was killed. All ranks must see the same folder.
+A checkpoint is a folder `step-000000500`. It has another name until all files are on the disk, and a manifest with their sizes
+and digests. So it is complete, whatever the moment at which a process was killed. All ranks must see the same folder.
 
 Errors are agreed on: whatever a rank raises, all of them raise. What objects hold, and how it is set, adapters know.
 """
@@ -41,8 +40,6 @@ LARGEST_MANIFEST = 1 << 26
 SHARED = "shared"
 """The name of the file that is the same for all ranks; rank 0 writes it."""
 LOCK = ".lock"
-_NO_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP
-"""What a file system without locks says. Nothing is locked there."""
 
 _NAME = re.compile(r"(\.replaced-)?step-([0-9]{9}|[1-9][0-9]{9,})")
 _REPLACED = ".replaced-"
@@ -161,11 +158,10 @@ class Checkpoints:
     def save_checkpoint(self, /, folder: Folder, step: int, *, keep: int = 3, **objects: Any) -> None:
         """Save a checkpoint from which training continues bit for bit. Call it on every rank, between two steps.
 
-        It holds `objects`, the residuals and the adaptive state of the optimizers' compressors, and the states of the random
-        generators of PyTorch, NumPy and Python. Models and optimizers of rank 0 are saved for all ranks. Everything else is
-        saved for every rank, also buffers of PyTorch's models (running means), variables of TensorFlow that are not trainable,
-        and optimizers whose updates are exchanged. Numbers of NumPy's become Python's. Blocks until the checkpoint is on the
-        disk.
+        It holds `objects`, the state of the optimizers' compressors, and the states of the random generators of PyTorch, NumPy
+        and Python. Models and optimizers of rank 0 are saved for all ranks. Everything else is saved for every rank, also
+        buffers of PyTorch's models, variables of TensorFlow that are not trainable, and optimizers whose updates are exchanged.
+        Numbers of NumPy's become Python's. Blocks until the checkpoint is on the disk.
 
         Args:
             folder: the folder of all checkpoints of this job, on a file system that all hosts share.
@@ -212,9 +208,8 @@ class Checkpoints:
 
             def complete() -> None:
                 if workers.rank == 0:
-                    _complete(
-                        unfinished, folder / f"step-{step:09d}", {"step": step, "world": workers.size, "files": parts}
-                    )
+                    manifest = {"step": step, "world": workers.size, "files": parts}
+                    _complete(unfinished, folder / f"step-{step:09d}", manifest)
                     _remove_old(folder, step, keep)
 
             begun = workers.gather(workers.agreed("cannot save", prepare, own=(TypeError, ValueError)))
@@ -232,9 +227,8 @@ class Checkpoints:
     def load_checkpoint(self, /, folder: Folder, *, damaged: Damaged = "skip", **objects: Any) -> Checkpoint:
         """Load the newest complete checkpoint into `objects`. Call it on every rank, when optimizers and variables are made.
 
-        If there is no checkpoint, nothing changes and `step` is 0. If the number of workers differs from when it was saved,
-        the sum of the residuals over all workers is kept: residuals of workers that are gone are added to those of others, and
-        new workers begin with zero. A warning says so.
+        If there is no checkpoint, nothing changes and `step` is 0. With another number of workers than when it was saved, the
+        sum of all residuals is kept (`joined`), and a warning says so.
 
         Args:
             folder: the folder of all checkpoints.
@@ -333,15 +327,13 @@ def _read(path: Path, step: int, workers: Workers) -> Loaded:
         raise ValueError(f"manifest.json is not that of {world} ranks in step {step}")
     mine = continued_by(workers.rank, workers.size, world)
     ranks = mine or [workers.rank % world]
-    shared, *own = (_verified(path / name, *files[name]) for name in (SHARED, *map(rank_file, ranks)))
-    return Loaded(step, world, shared, own, is_new=not mine)
-
-
-def _verified(path: Path, size: int, digest: str) -> bytes:
-    content = _content(path, size)
-    if len(content) != size or _digest(content) != digest:
-        raise ValueError(f"{path.name} has {len(content)} bytes that are not the {size} bytes that were written")
-    return content
+    contents = []
+    for name in (SHARED, *map(rank_file, ranks)):
+        size, digest = files[name]
+        contents.append(_content(path / name, size))
+        if len(contents[-1]) != size or _digest(contents[-1]) != digest:
+            raise ValueError(f"{name} has {len(contents[-1])} bytes that are not the {size} bytes that were written")
+    return Loaded(step, world, contents[0], contents[1:], is_new=not mine)
 
 
 def _content(path: Path, most: int) -> bytes:
@@ -369,7 +361,8 @@ def _locked(folder: Path) -> Iterator[None]:
                 f"crashed that had a lock on a network file system: remove {folder / LOCK}"
             ) from None
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            # Nothing is locked on a file system without locks.
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
         try:
             yield

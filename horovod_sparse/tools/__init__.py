@@ -1,1 +1,1 @@
-"""The command line `horovod-sparse`: `check`, `try`, `plan` and `report`."""
+"""The command line `horovod-sparse`: `check`, `try` and `plan`."""

@@ -95,21 +95,18 @@ def sparse(make: Callable[[float], Compressor]) -> Callable[[int, float, int], R
 
 def _rounds(compressor: Compressor, parameters: int, ratio: float, world: int) -> Rounds:
     """Return the collectives of a step with this ratio."""
-    return list(zip(*(compressor.rounds(n, ratio, world) for n in _sizes(compressor, parameters)), strict=True))
+    return list(zip(*(compressor.rounds(n, ratio, world) for n in _sizes(parameters)), strict=True))
 
 
-def _sizes(compressor: Compressor, parameters: int) -> list[int]:
-    """Return the sizes of the buckets."""
-    most = max(1, BUCKET_BYTES // 4)
+def _sizes(parameters: int, most: int = BUCKET_BYTES // 4) -> list[int]:
+    """Return the sizes of buckets, with at most so many parameters in each."""
     return [min(most, parameters - start) for start in range(0, parameters, most)]
 
 
 def _dense(dtype: str, itemsize: int) -> Callable[[int, float, int], Rounds]:
     """Return the allreduces of all parameters, as many together as Horovod fuses."""
     most = FUSION_BYTES // itemsize
-    return lambda parameters, ratio, world: [
-        [Round("allreduce", min(most, parameters - start), dtype) for start in range(0, parameters, most)]
-    ]
+    return lambda parameters, ratio, world: [[Round("allreduce", n, dtype) for n in _sizes(parameters, most)]]
 
 
 def _power(parameters: int, ratio: float, world: int) -> Rounds:
@@ -142,13 +139,13 @@ class WarmUp(NamedTuple):
 
 def warm_up(compressor: Compressor, parameters: int, world: int) -> WarmUp:
     """Return what a warm-up costs in all."""
-    stairs, dense, sent = [*compressor.warmup_stairs()], compressor.first_sparse_step(world), 0.0
-    whole: Rounds = [Dense().rounds(numel, 0, 0, world) for numel in _sizes(compressor, parameters)]
-    for stair in stairs:
-        ratio = compressor.ratio_at(stair.start)
+    dense, steps, sent = compressor.first_sparse_step(world), 0, 0.0
+    whole: Rounds = [Dense().rounds(numel, 0, 0, world) for numel in _sizes(parameters)]
+    for stair in compressor.warmup_stairs():
+        ratio, steps = compressor.ratio_at(stair.start), stair.stop
         rounds = whole if stair.start < dense else _rounds(compressor, parameters, ratio, world)
         sent += len(stair) * _sent(rounds, world)
-    return WarmUp(stairs[-1].stop if stairs else 0, dense, sent)
+    return WarmUp(steps, dense, sent)
 
 
 def text(where: Network, parameters: int, ratio: float, world: int, computing: float) -> str:
@@ -173,12 +170,12 @@ def text(where: Network, parameters: int, ratio: float, world: int, computing: f
     # (world - 1) * ratio * 8 bytes by allgather, and 2 (world - 1)/world * 2 bytes by allreduce.
     fewer = f"Without spare room, pairs send fewer bytes than dense float16 up to ratio {0.5 / world:.3g}."
     advice = f"Fastest exchange of those that train: {best.title}, {best.argument.format(ratio=repr(ratio))}"
-    steps_of_warm_up, dense_steps, sent_in_all = warm_up(SIDCo(ratio), parameters, world)
+    warming = warm_up(SIDCo(ratio), parameters, world)
     beginning = (
         f"The table is for steps after the warm-up. That of {PAIRS.argument.format(ratio=repr(ratio))} takes "
-        f"{steps_of_warm_up:,} steps, of which the first {dense_steps:,} are\n"
-        f"dense float32. In all of them a worker sends {sent_in_all:,.0f} bytes, as much as in "
-        f"{sent_in_all / DENSE16.bytes_sent(parameters, ratio, world):,.1f} dense float16 steps."
+        f"{warming.steps:,} steps, of which the first {warming.dense:,} are\n"
+        f"dense float32. In all of them a worker sends {warming.bytes_sent:,.0f} bytes, as much as in "
+        f"{warming.bytes_sent / DENSE16.bytes_sent(parameters, ratio, world):,.1f} dense float16 steps."
     )
     return "\n".join([heading, *lines, "", beginning, fewer, advice, LEFT_OUT])
 

@@ -191,8 +191,7 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
     under_ddp = "TORCHELASTIC_RUN_ID" in os.environ
     make = _with_ddp if under_ddp else _with_horovod
     ddp = "DDP as it is", "DDP's fp16_compress_hook", "DDP's powerSGD_hook"
-    dense_uses = ddp if under_ddp else ("Compression.none", "Compression.fp16")
-    uses = {ALONE: "", **dict(zip(DENSE, dense_uses, strict=False))}
+    uses = {ALONE: "", **dict(zip(DENSE, ddp if under_ddp else ("Compression.none", "Compression.fp16"), strict=False))}
     uses |= {f"SIDCo {ratio:g}": f"SIDCo(ratio={ratio:g})" for ratio in RATIOS}
     contenders: list[Made] = []
     for title in uses:
@@ -222,14 +221,12 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Result], int, int]:
             if number >= WARM_STEPS:
                 times.append(spent)
     slowest = np.max(group.everyone(seconds), axis=0)
-    dense = {
-        "dense fp32": allreduce_bytes(4 * arguments.parameters, group.world),
-        "dense fp16": allreduce_bytes(2 * arguments.parameters, group.world),
-    }
+    known = {"dense fp32": allreduce_bytes(4 * arguments.parameters, group.world), ALONE: 0.0}
+    known["dense fp16"] = known["dense fp32"] / 2
     results = []
     for (title, use), (_, _, compression), times in zip(uses.items(), contenders, slowest.tolist(), strict=True):
-        sent = compression.stats().last.total.bytes_sent if title.startswith("SIDCo") else dense.get(title)
-        results.append(Result(title, use, 0.0 if title == ALONE else sent, times))
+        sent = compression.stats().last.total.bytes_sent if title.startswith("SIDCo") else known.get(title)
+        results.append(Result(title, use, sent, times))
     return results, group.world, group.rank
 
 
