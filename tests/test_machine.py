@@ -441,7 +441,7 @@ class Machine(RuleBasedStateMachine):
         for pipeline in (pipeline for world in self.all for pipeline in world.pipelines):
             assert pipeline._step is None
             for bucket in pipeline.buckets:
-                assert bucket.under_way is None and bucket.missing == set(bucket.slots)
+                assert bucket.run is None and bucket.missing == set(bucket.slots)
                 assert bucket._message is None and not bucket._taken
                 assert bucket.state.step == self.steps, "every step counts once"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from horovod_sparse import __version__
@@ -37,10 +38,7 @@ def compare(mine: Description, everyone: Iterable[Description], rank: int) -> No
 
 
 def agree_on_states(check: Callable[[], None], gather: Callable[[object], list[Any]], rank: int) -> None:
-    """Raise ValueError on every rank if any rank has loaded a state for which `check` raises it. Blocks.
-
-    `gather` returns every rank's value, in rank order.
-    """
+    """Raise ValueError on every rank if any rank has loaded a state for which `check` raises it. `gather` blocks."""
     problem = ""
     try:
         check()
@@ -54,8 +52,7 @@ def agree_on_states(check: Callable[[], None], gather: Callable[[object], list[A
 def check_steps(steps: Sequence[int], rank: int) -> None:
     """Raise RuntimeError on every rank if their steps differ: a ratio that changes makes messages of other sizes.
 
-    This is asked in every step, also after the ratio has come down. A rank cannot know whether another has loaded a state of an
-    earlier step since the last one, and the messages cannot tell it, because their sizes would already differ.
+    Ask in every step, also after the ratio has come down: another rank may have loaded a state of an earlier step.
     """
     if len(set(steps)) > 1:
         raise RuntimeError(
@@ -73,9 +70,7 @@ def _difference(mine: str | list[str], theirs: str | list[str]) -> tuple[str, st
     """Return both values; for lists, the first entry that differs."""
     if isinstance(mine, str) or isinstance(theirs, str):
         return str(mine), str(theirs)
-    number = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
-    if number is None:
-        number = min(len(mine), len(theirs))
+    number = next(number for number, (one, other) in enumerate(zip_longest(mine, theirs)) if one != other)
     return _entry(mine, number), _entry(theirs, number)
 
 
@@ -137,10 +132,7 @@ def divides(groups: Iterable[Mapping[str, object]]) -> bool:
 
 
 def check_optimizer(c: Compressor, name: str, groups: Sequence[Mapping[str, object]]) -> None:
-    """Refuse momentum twice, and warn of an optimizer that divides by the size of the gradient.
-
-    `name` is that of the optimizer's class; `groups` are its settings, for each group of parameters.
-    """
+    """Refuse momentum twice, and warn of an optimizer of class `name` that divides by the size of the gradient."""
     if c.momentum != "auto":
         check_momentum(c, groups)
     elif c.residual:
@@ -166,14 +158,10 @@ def warn_unseen(c: Compressor, name: str, groups: Sequence[Mapping[str, object]]
     has_momentum = c.momentum == "auto" and c.residual and any(group.get("momentum") for group in groups)
     if c.ratio == 1.0 or not (by_updates or has_momentum):
         return
-    lost = (
-        "its updates are not exchanged in place of gradients"
-        if by_updates
-        else "its momentum moves after the selection"
-    )
+    updates, momentum = "its updates are not exchanged in place of gradients", "its momentum moves after the selection"
     warnings.warn(
-        f"horovod_sparse: {type(c).__name__} reduces gradients of {name}, but does not see this optimizer: {lost}, which "
-        f"trains worse; {instead}",
+        f"horovod_sparse: {type(c).__name__} reduces gradients of {name}, but does not see this optimizer: "
+        f"{updates if by_updates else momentum}, which trains worse; {instead}",
         stacklevel=1,
     )
 

@@ -19,8 +19,6 @@ from horovod_sparse.core.store import Store
 from horovod_sparse.ops.protocol import Array, Ops
 
 _FORCE = "HOROVOD_SPARSE_FORCE"
-
-
 _serving: WeakSet[BoundCompressor] = WeakSet()
 """The compressors in this process that serve an optimizer or tape."""
 

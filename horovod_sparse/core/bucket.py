@@ -17,7 +17,7 @@ from horovod_sparse.core.selector import DeviceSelectorFor, HostSelector, Outcom
 from horovod_sparse.core.statistics import Counts, Tally
 from horovod_sparse.core.step import Before, Ending
 from horovod_sparse.exchange.grid import Grid
-from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Exchanging, Kind, Reduced, Round, Run, Sent
+from horovod_sparse.exchange.protocols import Collective, Entries, Exchange, Kind, Reduced, Round, Run, Sent
 from horovod_sparse.exchange.received import rows_of
 from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.ops.protocol import Array, Momentum, Ops, Selection
@@ -50,16 +50,14 @@ class Bucket:
         self.layout = layout
         self.name = layout.name
         self.numel = layout.numel
-        self.world, self.position, self.rank = place.world, place.position, rank
-        self.buffer = buffer
-        self.velocity = velocity
+        self.world = place.world
+        self.position = place.position
+        self.rank = rank
         self._first_sparse = compressor.first_sparse_step(place.world)
         self.grid = grid
         self.slots: dict[str, Slot] = {slot.name: slot for slot in layout.slots}
         self.state: BucketState = compressor.new_state(place)
         self.tally = Tally()
-        self.truncated_steps = 0
-        """Number of consecutive steps, up to the last one, that found more entries than the message has room for."""
         self.device = device_selector(compressor, layout, buffer, velocity)
         """What selects on the bucket's device; None if the host does. Dense steps are the host's."""
         self.exchange = compressor.exchange
@@ -75,8 +73,6 @@ class Bucket:
         """Parameters whose gradient has not arrived in this step."""
         self.rates: dict[int, float] = {}
         """This step's learning rates of the parameters that have arrived, by offset; 1 without `lr_in_residual`."""
-        self.under_way: Exchanging | None = None
-        """The collectives that are still to come; None if no exchange is under way."""
         self.rounds, self.bytes_sent = 0, 0.0
         """Collectives begun in this step, and the bytes that they have sent."""
         self.outcome = Outcome()
@@ -96,7 +92,7 @@ class Bucket:
 
     def begin_step(self, *, copies: bool) -> Before:
         """Begin a step, when its first gradient arrives. Return what is needed to undo it."""
-        before = Before(self.state.snapshot(), self.tally, self.truncated_steps, self._copy() if copies else ())
+        before = Before(self.state.snapshot(), self.tally, self._copy() if copies else ())
         self.sparse_step = self.state.step - self._first_sparse
         self._in_dense_steps = self.is_dense
         self._resize()
@@ -140,7 +136,6 @@ class Bucket:
 
     @property
     def _arrays(self) -> list[Array]:
-        """The residual and, with momentum, the velocity."""
         return [self.buffer] if self.velocity is None else [self.buffer, self.velocity]
 
     def _copy(self) -> list[Array]:
@@ -183,8 +178,7 @@ class Bucket:
         self.state.know_rate(max(self.rates.values()))
         self.target = self.numel if self._in_dense_steps else self.k
         self.run = Run(self.exchange, self)
-        self.under_way = self.run.collectives
-        return self._counted(next(self.under_way))
+        return self._counted(next(self.run.collectives))
 
     # --- as the exchange sees it: `protocols.Sender` ---
 
@@ -248,8 +242,8 @@ class Bucket:
 
     def advance(self, result: Array) -> Collective:
         """Continue the exchange with the result of its last collective. Raises StopIteration with what all ranks sent."""
-        assert self.under_way is not None
-        return self._counted(self.under_way.send(result))
+        assert self.run is not None
+        return self._counted(self.run.collectives.send(result))
 
     def _counted(self, collective: Collective) -> Collective:
         self.rounds += 1
@@ -258,7 +252,6 @@ class Bucket:
 
     def conclude(self, sent: Sent, divisor: float, intake: Intake) -> tuple[Reduced, list[str], list[str]]:
         """End the exchange. Return what all ranks sent, and which gradients were not finite: here, and if none, elsewhere."""
-        self.under_way = None
         state = self.state
         if sent is not None:
             count, truncated, _ = self.outcome
@@ -276,13 +269,12 @@ class Bucket:
             self._commit()
             if self.counts is not None:
                 self.tally = before.tally.with_step(self.counts)
-                self.truncated_steps = before.truncated_steps + 1 if self.counts.truncated else 0
             return
         self._restore()
         if ending is Ending.UNDONE:
             self.forget()
             self.state.restore(before.state)
-            self.tally, self.truncated_steps = before.tally, before.truncated_steps
+            self.tally = before.tally
             if before.copies:
                 for array, copied in zip(self._arrays, before.copies, strict=True):
                     self.ops.assign(array, copied)
@@ -291,12 +283,12 @@ class Bucket:
     def lacks_room(self) -> bool:
         """Whether messages have been too small for long, or for some steps so small that most entries had no room."""
         last = self.tally.last
-        return self.truncated_steps >= (_FEW_STEPS if last.truncated > last.sent else _LASTING)
+        return self.tally.truncated_steps >= (_FEW_STEPS if last.truncated > last.sent else _LASTING)
 
     def warn_truncated(self) -> None:
         last = self.tally.last
         warnings.warn(
-            f"horovod_sparse: rank {self.rank}: for {self.truncated_steps} steps more entries of bucket {self.name!r} "
+            f"horovod_sparse: rank {self.rank}: for {self.tally.truncated_steps} steps more entries of bucket {self.name!r} "
             f"qualified than its message has room for (in the last step {last.sent + last.truncated:.0f}, room for "
             f"{last.sent:.0f}); the rest waits in the residual. "
             f"Raise slack (now {self.compressor.slack:g}) or ratio or, with Threshold, the threshold",
@@ -336,4 +328,4 @@ class Bucket:
         """Forget adaptive state and statistics; the residual has been set to zero."""
         self.forget()
         self.state = self.compressor.new_state(self.state.place)
-        self.tally, self.truncated_steps = Tally(), 0
+        self.tally = Tally()

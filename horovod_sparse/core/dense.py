@@ -61,7 +61,7 @@ class DenseBucket:
 
     def begin_step(self, *, copies: bool) -> Before:
         """Begin a step, when its first gradient arrives. Return what is needed to undo it."""
-        return Before({}, Tally(), 0, [] if self._velocity is None else [self.ops.copy(self._velocity)])
+        return Before({}, Tally(), [] if self._velocity is None else [self.ops.copy(self._velocity)])
 
     def take_in(self, arrived: Sequence[Arrived], rates: Sequence[float], intake: Intake) -> None:
         """Remember gradients until the message is made. Raise RuntimeError if one has arrived before."""
@@ -84,10 +84,7 @@ class DenseBucket:
         raise StopIteration(Entries(None, result))
 
     def conclude(self, sent: Sent, divisor: float, intake: Intake) -> tuple[Reduced, list[str], list[str]]:
-        """Return the reduced gradients, and which of them are not finite, on all ranks.
-
-        If one is not, no velocity is changed. A velocity that overflows stays at the largest number.
-        """
+        """Return the reduced gradients, and which of them are not finite, on all ranks. If one is not, no velocity changes."""
         assert isinstance(sent, Entries)
         total, bad = sent.values, []
         if not self.ops.all_finite(total):

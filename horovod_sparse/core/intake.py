@@ -50,20 +50,14 @@ class Intake:
         """End a step: its clipping factor is that of no other."""
         self._factor = None
 
-    def clipped(self, gradient: Array, dtype: str) -> Array:
-        """Return this rank's gradient of a parameter. With `clip` it has type `dtype` and is scaled down if necessary."""
-        if self._clip is None:
-            return gradient
-        if not self._holds_back:
-            return momentum.clip(self._ops, gradient, self._limit * self.scale, dtype)
-        if self._factor is None:
-            raise RuntimeError("start_step must be given all gradients with the scope 'model'; this is a defect")
-        return momentum.scaled(self._ops, gradient, self._factor, dtype)
-
     def prepared(self, gradient: Array, dtype: str) -> Array:
-        """Return what is added to the residual: the gradient, clipped and divided by the loss scale."""
-        clipped = self.clipped(gradient, dtype)
-        return clipped if self.scale == 1.0 else momentum.scaled(self._ops, clipped, 1.0 / self.scale, dtype)
+        """Return what is added to the residual: the gradient, clipped and divided by the loss scale; then of type `dtype`."""
+        if self._holds_back:
+            assert self._factor is not None, "start_step is given all gradients"
+            gradient = momentum.scaled(self._ops, gradient, self._factor, dtype)
+        elif self._clip is not None:
+            gradient = momentum.clip(self._ops, gradient, self._limit * self.scale, dtype)
+        return gradient if self.scale == 1.0 else momentum.scaled(self._ops, gradient, 1.0 / self.scale, dtype)
 
     def rate(self, arrived: Arrived) -> float:
         """Return what is added to the residual in units of what arrives. Raise ValueError for an unusable learning rate."""

@@ -72,13 +72,9 @@ def layouts_of(parameters: Sequence[Parameter], compressor: Compressor, world: i
     a bucket is complete as early as possible. Whatever would be too large for its messages (`wire.excess`) becomes several
     buckets.
     """
-    return [_laid_out(members) for members in _members(list(reversed(parameters)), compressor, world)]
-
-
-def _members(parameters: Iterable[Parameter], compressor: Compressor, world: int) -> list[list[Parameter]]:
     buckets: list[list[Parameter]] = []
     open_buckets: dict[Hashable, tuple[list[Parameter], int]] = {}
-    for parameter in parameters:
+    for parameter in reversed(parameters):
         key = (parameter.kind, parameter.residual_dtype, parameter.group)
         members, numel = open_buckets.get(key, ([], 0))
         if not members or not _fits(numel, parameter, compressor, world):
@@ -86,7 +82,7 @@ def _members(parameters: Iterable[Parameter], compressor: Compressor, world: int
             buckets.append(members)
         members.append(parameter)
         open_buckets[key] = members, numel + parameter.numel
-    return buckets
+    return [_laid_out(members) for members in buckets]
 
 
 def _fits(numel: int, parameter: Parameter, compressor: Compressor, world: int) -> bool:

@@ -18,7 +18,7 @@ from horovod_sparse.core.layout import Layout, Slot, check_limits
 from horovod_sparse.core.residuals import Residuals, multiply
 from horovod_sparse.core.selector import DeviceSelectorFor, no_device
 from horovod_sparse.core.state import VERSION, check_state
-from horovod_sparse.core.statistics import Counts, Stats, StepStats, Tally
+from horovod_sparse.core.statistics import BucketStats, Counts, Stats, StepStats, Tally
 from horovod_sparse.core.step import Ending, Step
 from horovod_sparse.exchange.grid import grid
 from horovod_sparse.exchange.protocols import Collective, Reduced, Sent
@@ -122,16 +122,6 @@ class Pipeline:
     def all_buckets(self) -> list[AnyBucket]:
         return [*self.buckets, *self.dense]
 
-    def describe(self) -> str:
-        """Return how many parameters are compressed and how many are not, in a line."""
-        numel, dense = sum(one.numel for one in self.buckets), sum(len(one.slots) for one in self.dense)
-        entries = f"{numel / 1e6:.1f} M" if numel >= 1e5 else str(numel)
-        return f"{len(self.buckets)} buckets, {entries} entries, {dense} parameters dense"
-
-    @property
-    def nbytes(self) -> int:
-        return self.residuals.nbytes
-
     def drop(self, name: str) -> None:
         """Forget what is kept of a parameter that is no longer trained. Call it between steps, or before it arrives."""
         for kept in (self.residuals, self.velocities):
@@ -149,7 +139,7 @@ class Pipeline:
 
         def of_all(counts: Callable[[Tally], Counts]) -> StepStats:
             buckets = zip(self.buckets, norms, strict=True)
-            rows = [counts(one.tally).stats(one.name, one.numel, one.exchange.title, norm) for one, norm in buckets]
+            rows = [BucketStats(b.name, b.numel, *counts(b.tally), norm, b.exchange.title) for b, norm in buckets]
             return StepStats(tuple(rows), math.fsum(one.bytes_sent for one in self.dense))
 
         return Stats(self.steps, of_all(lambda tally: tally.last), of_all(Tally.mean))

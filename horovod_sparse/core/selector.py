@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
@@ -66,6 +67,7 @@ def no_device(compressor: Compressor, layout: Layout, buffer: Array, velocity: A
     """Return None: the host selects from every bucket."""
 
 
+@dataclass(eq=False)
 class HostSelector:
     """Selects by the operations of the framework, as the compressor's `select` says. The arrays may be on any device.
 
@@ -73,20 +75,14 @@ class HostSelector:
     that are about to be taken.
     """
 
-    def __init__(
-        self,
-        ops: Ops,
-        compressor: Compressor,
-        buffer: Array,
-        velocity: Array | None,
-        remember: Callable[[Array], None],
-    ) -> None:
-        self._ops = ops
-        self._compressor = compressor
-        self._buffer = buffer
-        self._velocity = velocity
-        self._remember = remember
-        self._tracked = ops.tracked(buffer)
+    ops: Ops
+    compressor: Compressor
+    buffer: Array
+    velocity: Array | None
+    remember: Callable[[Array], None]
+
+    def __post_init__(self) -> None:
+        self._tracked = self.ops.tracked(self.buffer)
         self._hinted = False
         self.not_finite: list[int] = []
         """The offsets of the parameters whose gradients in this step were not finite."""
@@ -94,19 +90,19 @@ class HostSelector:
 
     def begin(self, *, selects: bool) -> None:
         self._hinted, self.not_finite = False, []
-        self._selects = selects and not self._compressor.exchange.owns_parts
+        self._selects = selects and not self.compressor.exchange.owns_parts
 
     def accumulate(
         self, gradients: Sequence[SlotGradient], state: BucketState, k: int, momentum: Momentum | None, rate: float
     ) -> None:
         if not self._hinted:
             self._hinted = True
-            compressor, room = self._compressor, min(state.room, len(self._buffer) // _FEW)
+            compressor, room = self.compressor, min(state.room, len(self.buffer) // _FEW)
             self._tracked.begin(Hints(state.cut, room, compressor.needs_sums) if self._selects else Hints())
         moving = None
         parts: list[Part] = [(slot.offset, gradient) for slot, gradient in gradients if gradient is not None]
-        if momentum is not None and self._velocity is not None:
-            moving = Moving(self._velocity, momentum)
+        if momentum is not None and self.velocity is not None:
+            moving = Moving(self.velocity, momentum)
             # The velocity goes on without a gradient.
             parts += [(slot.offset, self._zeros(slot)) for slot, gradient in gradients if gradient is None]
         if parts:
@@ -117,24 +113,24 @@ class HostSelector:
                 self.not_finite += [offset for (offset, _), number in zip(parts, bad, strict=True) if number]
 
     def _zeros(self, slot: Slot) -> Array:
-        zeros = self._ops.copy(self._buffer[slot.offset : slot.offset + slot.numel])
+        zeros = self.ops.copy(self.buffer[slot.offset : slot.offset + slot.numel])
         zeros[:] = 0
         return zeros
 
     def select(self, x: Array, state: BucketState, k: int, capacity: int) -> Selection:
         """Return what the compressor selects from `x`, which is the residual or a part of a sum."""
-        selection = self._compressor.select(self._tracked, x, k, capacity, state)
+        selection = self.compressor.select(self._tracked, x, k, capacity, state)
         self._tracked.forget()
-        return check_selection(type(self._compressor).__name__, selection, x, capacity)
+        return check_selection(type(self.compressor).__name__, selection, x, capacity)
 
     def message(self, state: BucketState, k: int, capacity: int) -> Array:
         if self.not_finite:
-            indices, found = self._ops.indices(np.empty(0, np.int64), self._buffer), 0
+            indices, found = self.ops.indices(np.empty(0, np.int64), self.buffer), 0
         else:
-            indices, found, _ = self.select(self._buffer, state, k, capacity)
+            indices, found, _ = self.select(self.buffer, state, k, capacity)
         self._outcome = Outcome(len(indices), found - len(indices), self.not_finite)
-        self._remember(indices)
-        message = self._ops.pack(indices, self._ops.take(self._buffer, indices), capacity)
+        self.remember(indices)
+        message = self.ops.pack(indices, self.ops.take(self.buffer, indices), capacity)
         if self.not_finite:
             message[0, 0] = wire.NOT_FINITE
         return message

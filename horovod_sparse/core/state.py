@@ -79,12 +79,8 @@ def aligned(
 ) -> dict[str, Any]:
     """Return the state of a worker of an elastic job, brought to the step of the first worker.
 
-    Args:
-        state: what the worker has kept. Its arrays may change.
-        first: adaptive state and learning rates of the first worker.
-        residuals: the shapes of the residuals in a state.
-        velocities: the shapes of the velocities.
-        zeros: makes an array of zeros.
+    `state` is what the worker has kept, and its arrays may change; `first` has the first worker's adaptive state and learning
+    rates. `zeros` makes an array of zeros for a worker that has kept nothing.
     """
     if not holds_anything(state):
         arrays = ({name: zeros(shape) for name, shape in shapes.items()} for shapes in (residuals, velocities))

@@ -104,9 +104,6 @@ class Counts(NamedTuple):
     truncated: float = 0
     bytes_sent: float = 0
 
-    def stats(self, name: str, numel: int, exchange: str, residual_norm: float) -> BucketStats:
-        return BucketStats(name, numel, *self, residual_norm, exchange)
-
 
 class Tally(NamedTuple):
     """The last step and the running sums of one bucket, over the steps in which something was selected."""
@@ -114,10 +111,13 @@ class Tally(NamedTuple):
     steps: int = 0
     last: Counts = Counts()
     sums: Counts = Counts()
+    truncated_steps: int = 0
+    """Number of consecutive steps, up to the last one, that found more entries than the message has room for."""
 
     def with_step(self, counts: Counts) -> Tally:
         """Return the tally with one more step. Steps given up because of a gradient that is not finite are left out."""
-        return Tally(self.steps + 1, counts, Counts(*map(operator.add, self.sums, counts)))
+        truncated_steps = self.truncated_steps + 1 if counts.truncated else 0
+        return Tally(self.steps + 1, counts, Counts(*map(operator.add, self.sums, counts)), truncated_steps)
 
     def mean(self) -> Counts:
         return Counts(*(total / max(self.steps, 1) for total in self.sums))

@@ -32,7 +32,6 @@ class Before:
 
     state: dict[str, Any]
     tally: Tally
-    truncated_steps: int
     copies: Sequence[Array]
     """Copies of the residual and of the velocity; none if gradients that have arrived stay in the residual."""
 

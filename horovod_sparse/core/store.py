@@ -22,7 +22,10 @@ def log_start(pipeline: Pipeline, kernels: str, updates: object = None) -> None:
         ratio = pipeline.compressor.ratio
         what = f"{ratio:g}" if isinstance(ratio, float) else repr(ratio)
         what += "" if updates is None else f" of {updates}"
-        _log.info("%s %s: %s, kernels %s", type(pipeline.compressor).__name__, what, pipeline.describe(), kernels)
+        numel, dense = sum(one.numel for one in pipeline.buckets), sum(len(one.slots) for one in pipeline.dense)
+        entries = f"{numel / 1e6:.1f} M" if numel >= 1e5 else str(numel)
+        found = f"{len(pipeline.buckets)} buckets, {entries} entries, {dense} parameters dense"
+        _log.info("%s %s: %s, kernels %s", type(pipeline.compressor).__name__, what, found, kernels)
 
 
 class Store:
@@ -68,7 +71,7 @@ class Store:
 
     @property
     def residual_bytes(self) -> int:
-        return 0 if self.pipeline is None else self.pipeline.nbytes
+        return 0 if self.pipeline is None else self.pipeline.residuals.nbytes
 
     def state_dict(self) -> dict[str, Any]:
         """Return the pipeline's state, what is deferred, and the names of the parameters with sparse gradients."""
