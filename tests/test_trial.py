@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from parallel.launch import Launch
 
-from horovod_sparse.tools import cli, trial
+from horovod_sparse.tools import trial
 from horovod_sparse.tools.trial import Result
 
 SMALL = ["-m", "horovod_sparse.tools.cli", "try", "--parameters", "100k", "--step-ms", "5", "--rounds", "2"]
@@ -43,18 +43,6 @@ NO_OTHER = "no other exchange makes a step more than 5 % faster."
 def test_advice_is_the_first_that_is_as_fast_as_the_fastest(medians: dict[str, float], advice: str) -> None:
     others = [Result(TITLES[name], name, None, [median]) for name, median in medians.items()]
     assert trial.advice([Result(trial.ALONE, "", 0.0, [100]), *others]) == f"Use {advice}"
-
-
-@pytest.mark.parametrize(
-    ("options", "missing"),
-    [([], "--parameters, --step-ms"), (["--parameters", "1M"], "--step-ms"), (["--step-ms", "1"], "--parameters")],
-)
-def test_the_size_and_the_time_of_a_step_must_be_given(
-    options: list[str], missing: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["try", *options])
-    assert f"required: {missing}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parallel
