@@ -130,59 +130,6 @@ def test_scales_whose_squares_float64_does_not_hold(backend: Backend, row: Row, 
             check_step(row, pipeline, after, sent)
 
 
-@for_all
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_not_finite_gradients_never_reach_the_residual(backend: Backend, row: Row, bad: float) -> None:
-    gradient = gradients("laplace", 400, np.random.default_rng(0))
-    poisoned = gradient.copy()
-    poisoned[17] = bad
-    for not_finite in ("raise", "propagate"):
-        pipeline, bucket = one_bucket(backend, row, 400, 0.1, not_finite=not_finite)
-        send(backend, pipeline, gradient)
-        kept, step = backend.numpy(bucket.buffer).copy(), bucket.state.step
-        assert pipeline.arrive("p", backend.array(poisoned)) is bucket
-        before = backend.numpy(bucket.buffer).copy()
-        if not row.momentum:
-            np.testing.assert_array_equal(before, kept + np.where(np.isfinite(poisoned), gradient, 0))
-        assert exchange(backend, [pipeline], [bucket])[0]["p"] is None
-        if not_finite == "raise":
-            with pytest.raises(FloatingPointError, match=r"rank 0: .*parameter 'p' holds NaN or infinity"):
-                pipeline.end_step()
-        else:
-            pipeline.end_step()
-        np.testing.assert_array_equal(backend.numpy(bucket.buffer), before)
-        assert bucket.state.step == step + 1
-        assert np.isfinite(send(backend, pipeline, gradient).values).all()
-
-
-@for_all
-@pytest.mark.parametrize("warmup", [None, 1.0])
-def test_what_was_sent_returns_when_another_rank_is_not_finite(
-    backend: Backend, row: Row, warmup: float | None
-) -> None:
-    """Of every bucket, also of those that were finite everywhere: the step is given up as a whole."""
-    rng = np.random.default_rng(0)
-    compressor = row.make(0.1, not_finite="propagate", warmup=warmup, granularity="layer")
-    shapes = {"bad": (400,), "good": (500,)}
-    pipelines = [make_pipeline(backend, compressor, shapes, world=2, position=rank) for rank in range(2)]
-    given = {(rank, name): gradients("laplace", *shape, rng) for rank in range(2) for name, shape in shapes.items()}
-    given[0, "bad"][7] = np.nan
-    for (rank, name), gradient in given.items():
-        pipelines[rank].arrive(name, backend.array(gradient))
-    before = [{b.name: backend.numpy(b.buffer).copy() for b in pipeline.buckets} for pipeline in pipelines]
-    velocities = [pipeline.velocities.state_dict() for pipeline in pipelines]
-    for buckets in zip(*(pipeline.buckets for pipeline in pipelines), strict=True):
-        results = exchange(backend, pipelines, buckets)
-        assert [result[buckets[0].name] is None for result in results] == [buckets[0].name == "bad"] * 2
-    for rank, pipeline in enumerate(pipelines):
-        pipeline.end_step()
-        for bucket in pipeline.buckets:
-            np.testing.assert_array_equal(backend.numpy(bucket.buffer), before[rank][bucket.name])
-        for name, velocity in pipeline.velocities.state_dict().items():
-            np.testing.assert_array_equal(backend.numpy(velocity), backend.numpy(velocities[rank][name]))
-    assert np.isfinite(before[0]["bad"]).all() and before[0]["bad"][7] == 0.0
-
-
 @for_rows(lambda row: not row.momentum)
 @pytest.mark.parametrize("warmup", [None, 1.0])
 def test_without_residual_a_step_that_failed_leaves_nothing(backend: Backend, row: Row, warmup: float | None) -> None:
