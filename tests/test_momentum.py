@@ -18,20 +18,6 @@ from horovod_sparse.compressors.topk import TopK
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_without_masking_ratio_one_is_momentum_sgd_and_with_masking_plain_sgd(nesterov: bool) -> None:
-    backend, rng = BACKENDS[0], np.random.default_rng(1)
-    momentum = make_pipeline(backend, NoOp(momentum=MomentumCorrection(0.8, nesterov, masking=False)), {"p": (300,)})
-    plain = make_pipeline(backend, NoOp(momentum=MomentumCorrection(0.8, False, masking=True)), {"p": (300,)})
-    buffer = np.zeros(300)
-    for _ in range(5):
-        gradient = gradients("gaussian", 300, rng)
-        buffer = 0.8 * buffer + gradient
-        expected = gradient + 0.8 * buffer if nesterov else buffer
-        np.testing.assert_allclose(send(backend, momentum, gradient).values, expected, rtol=1e-5, atol=1e-6)
-        np.testing.assert_array_equal(send(backend, plain, gradient).values, gradient)
-
-
 @on_every_backend
 def test_velocities_are_saved_and_checked(backend: Backend) -> None:
     corrected = make_pipeline(backend, TopK(0.1, momentum=MomentumCorrection(), warmup=None), {"p": (300,)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import math
 import warnings
 from typing import Any
@@ -195,20 +194,6 @@ def test_a_state_that_is_loaded_ends_what_had_begun(backend: Backend) -> None:
         step(backend, pipeline, seed)
 
 
-def test_a_torch_state_is_safe_to_load() -> None:
-    backend = next(backend for backend in BACKENDS if backend.name == "torch")
-    pipeline = pipeline_of(backend, SIDCo(0.1, adapt="robust", warmup=None))
-    for seed in range(12):
-        step(backend, pipeline, seed)
-    file = io.BytesIO()
-    torch.save(pipeline.state_dict(), file)
-    file.seek(0)
-    other = pipeline_of(backend, SIDCo(0.1, adapt="robust", warmup=None))
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(other.buckets[0].buffer, pipeline.buckets[0].buffer)
-    assert other.buckets[0].state.state_dict() == pipeline.buckets[0].state.state_dict()
-
-
 @on_every_backend
 def test_memory_is_one_residual(backend: Backend) -> None:
     elements = sum(math.prod(shape) for shape in SHAPES.values())
@@ -365,26 +350,6 @@ def test_a_moved_gradient_that_its_type_cannot_hold_fails_the_step() -> None:
             pipeline.end_step()
     with pytest.raises(FloatingPointError, match="parameter 'p' is finite, but beyond the range of its type"):
         pipeline.end_step()
-
-
-@on_every_backend
-def test_what_is_reduced_dense_gets_the_same_momentum_with_a_loss_scale(backend: Backend) -> None:
-    layout = Layout.of([("p", (4,))], "float32")
-    results: list[np.ndarray] = []
-    for scale in (1.0, 8.0):
-        pipeline = make_pipeline(backend, TopK(0.1, momentum=MomentumCorrection(0.5), warmup=None), {})
-        pipeline.add_dense([layout], lambda name: backend.array(np.zeros(1, np.float32)))
-        for step in range(3):
-            pipeline.start_step(scale=None if scale == 1.0 else scale)
-            bucket = pipeline.arrive("p", backend.array(np.arange(4, dtype=np.float32) * step * np.float32(scale)))
-            assert bucket is not None
-            parts = exchange(backend, [pipeline], [bucket], pipeline.divisor)[0]["p"]
-            pipeline.end_step()
-            assert parts is not None
-            last = parts[0][1] / scale
-        results.append(last)
-    np.testing.assert_array_equal(results[0], 2.5 * np.arange(4))
-    np.testing.assert_array_equal(results[1], results[0])
 
 
 @on_every_backend

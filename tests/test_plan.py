@@ -21,12 +21,11 @@ from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.exchange.pairs import Pairs
 from horovod_sparse.exchange.shared import Dense
 from horovod_sparse.tools import cli
-from horovod_sparse.tools.plan import METHODS, Method, Network, Round, warm_up
+from horovod_sparse.tools.plan import METHODS, Method, Round, warm_up
 from horovod_sparse.tools.quantities import parse_bandwidth, parse_count, parse_latency
 
 PLAN = ["plan", "--parameters", "25.6M", "--workers", "64", "--bandwidth", "10gbit", "--step-ms", "110"]
 NUMPY = next(backend for backend in BACKENDS if backend.name == "numpy")
-WHERE = Network(latency=50e-6, bandwidth=1.25e9)
 Parse = Callable[[str, str], float]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -82,13 +80,3 @@ def test_a_compressor_without_an_optimizer() -> None:
     for call in (compression.state_dict, compression.reset, lambda: compression.load_state_dict({})):
         with pytest.raises(RuntimeError, match=r"SIDCo\(.*\) serves no optimizer yet; give it to"):
             call()
-
-
-def test_copies_have_the_settings_and_serve_nobody() -> None:
-    compression = SIDCo(0.1, distribution="gamma", slack=3.0, warmup=None)
-    compression.bind(object())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"already serves another.*copy.deepcopy"):
-        compression.bind(object())  # type: ignore[arg-type]
-    for other in (copy.copy(compression), copy.deepcopy(compression), pickle.loads(pickle.dumps(compression))):
-        assert repr(other) == repr(compression)
-        other.bind(object())  # type: ignore[arg-type]
