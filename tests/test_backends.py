@@ -224,9 +224,17 @@ def _given_up(row: Row) -> Iterator[Case]:
         yield Case(steps, settings={"granularity": 4096}, given_up=2, undoes=undoes)
 
 
+def _overflow(row: Row) -> Iterator[Case]:
+    """In a residual, which stays finite. The step fails on both workers."""
+    for dtype in ("float32", "float64"):
+        huge = np.linspace(0.5, 0.6, 300).astype(dtype) * np.finfo(dtype).max
+        steps: list[Given] = [[{"p": huge}, {"p": np.ones(300, dtype)}]] * 4
+        yield Case(steps, ratio=0.01, settings={"residual": dtype}, residual_dtype=dtype)
+
+
 GROUPS = {
     make.__name__[1:]: make
-    for make in (_degenerate, _kinds, _not_finite, _worlds, _types, _saved, _settings, _given_up)
+    for make in (_degenerate, _kinds, _not_finite, _worlds, _types, _saved, _settings, _given_up, _overflow)
 }
 
 
