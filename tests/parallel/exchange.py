@@ -24,7 +24,6 @@ from .common import (
     loss_of,
     normals,
     reduce,
-    selected,
     small_model,
     train,
     whole_numbers,
@@ -32,7 +31,7 @@ from .common import (
     wrap_parameters,
     zeros,
 )
-from .scenario import EVERYWHERE, MPI, MPI_2, MPI_4, PAIR, scenario
+from .scenario import EVERYWHERE, MPI, MPI_2, scenario
 
 SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
 COMPRESSED = ("first", "second", "third")
@@ -84,45 +83,6 @@ def nothing_is_lost(make: MakeCompression, granularity: str | int, dtype: torch.
 
 
 @scenario(
-    MPI_4,
-    *PAIR,
-    cases={
-        f"{granularity}-{'residual' if residual else 'no_residual'}-{how}": (granularity, residual, op)
-        for granularity in ("layer", "model")
-        for residual in (True, False)
-        for how, op in (("average", hvd.Average), ("sum", hvd.Sum))
-    },
-)
-def top_k_equals_numpy(granularity: Any, residual: bool, op: Any) -> None:
-    # Rank by rank in float32, in rank order: the sums must agree to the last bit.
-    parameters = zeros(SHAPES)
-    compression = TopK(0.05, granularity=granularity, residual=residual, warmup=None)
-    optimizer = wrap_parameters(parameters, compression, op=op)
-    divisor = np.float32(hvd.size() if op == hvd.Average else 1)
-    buckets = [[name] for name in COMPRESSED] if granularity == "layer" else [list(reversed(COMPRESSED))]
-    sizes = {name: int(np.prod(SHAPES[name])) for name in COMPRESSED}
-    memory = {(rank, name): np.zeros(sizes[name], np.float32) for rank in range(hvd.size()) for name in COMPRESSED}
-    for step in range(4):
-        reduce(optimizer, parameters, {name: normals(SHAPES[name], step=step, rank=hvd.rank()) for name in SHAPES})
-        expected = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
-        for bucket in buckets:
-            bounds = np.cumsum([sizes[name] for name in bucket])[:-1]
-            for rank in range(hvd.size()):
-                gradients = [normals(SHAPES[name], step=step, rank=rank).reshape(-1) for name in bucket]
-                whole = np.concatenate([memory[rank, name] + g for name, g in zip(bucket, gradients, strict=True)])
-                sent = selected(whole, int(0.05 * whole.size))
-                for name, entries in zip(bucket, np.split(sent, bounds), strict=True):
-                    expected[name] += entries / divisor
-                if residual:
-                    for name, kept in zip(bucket, np.split(whole - sent, bounds), strict=True):
-                        memory[rank, name] = kept
-        for name in COMPRESSED:
-            np.testing.assert_array_equal(gradient_of(parameters[name]).reshape(-1), expected[name], err_msg=name)
-        small = [normals(SHAPES["small"], step=step, rank=rank) for rank in range(hvd.size())]
-        np.testing.assert_allclose(gradient_of(parameters["small"]), sum(small) / divisor, rtol=1e-5, atol=1e-6)
-
-
-@scenario(
     *EVERYWHERE,
     cases={
         # Two halves of the ranks, at the same time.
@@ -159,25 +119,6 @@ def process_sets_reduce_for_themselves(split: Any) -> None:
         hvd.barrier()
         for one in sets:
             hvd.remove_process_set(one)
-
-
-@scenario(*EVERYWHERE)
-def allreduces_outside_the_optimizer() -> None:
-    shapes = [(40, 50), (700,), (5,)]
-    mine = [torch.from_numpy(normals(shape, step=0, rank=hvd.rank())) for shape in shapes]
-    before = [tensor.clone() for tensor in mine]
-    means = hvd.grouped_allreduce(mine, name="sparse_group", compression=TopK(0.1, warmup=None))
-    for shape, mean in zip(shapes, means, strict=True):
-        flats = [normals(shape, step=0, rank=rank).reshape(-1) for rank in range(hvd.size())]
-        # Five elements are below min_numel, and go as they are.
-        parts = [selected(flat, flat.size // 10) if flat.size >= 256 else flat for flat in flats]
-        expected = (sum(part.astype(np.float64) for part in parts) / hvd.size()).reshape(shape)
-        np.testing.assert_allclose(mean.numpy(), expected, rtol=1e-6, atol=1e-7)
-    alone = hvd.allreduce(mine[0], name="sparse", compression=TopK(0.1, warmup=None))
-    total = hvd.allreduce(mine[0], name="sparse_sum", op=hvd.Sum, compression=TopK(0.1, warmup=None))
-    for one, expected in ((alone, means[0]), (total, means[0] * hvd.size())):
-        torch.testing.assert_close(one, expected, rtol=1e-6, atol=1e-7)
-    assert all(torch.equal(tensor, copy) for tensor, copy in zip(mine, before, strict=True))
 
 
 class Spy:
