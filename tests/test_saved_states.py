@@ -62,14 +62,3 @@ def test_a_state_of_release_0_1_0_goes_on(name: str) -> None:
         for parameter, array in expected[step].items():
             tolerance = 1e-6 if state["learning_rates"] else 0.0
             np.testing.assert_allclose(got[parameter], array, tolerance, 0.0, err_msg=f"{parameter} in step {step}")
-
-
-@pytest.mark.parametrize("name", COMPRESSORS)
-def test_the_state_makes_a_difference(name: str) -> None:
-    """A state that is not loaded, or only in part, does not pass the test above."""
-    state, gradients, expected = load(name)
-    fresh = SparseAllreduce(None, COMPRESSORS[name]())
-    got = fresh(gradients[SAVED_AT], learning_rate=learning_rate(SAVED_AT))
-    assert any((got[parameter] != array).any() for parameter, array in expected[SAVED_AT].items())
-    assert all(state[part] for part in ("residuals", "adaptive"))
-    assert bool(state["velocities"]) == (name == "dgc") and bool(state["learning_rates"]) == (name == "micro")
