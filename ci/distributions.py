@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "_native.*", "*.o", "*-output")
 MPI4PY = ("-m", "mpi4py")
 CORE = (
-    *("arguments", "averaging", "backends", "layout", "cost", "momentum", "fits", "kernels", "cached", "laws"),
+    *("arguments", "backends", "layout", "cost", "momentum", "fits", "kernels", "cached", "laws"),
     *("micro", "schedules", "selectors", "contraction", "sidco", "controllers", "state", "wire"),
 )
 """Tests that need none of the frameworks, and run over the array operations of those that are there."""
