@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import collective, exchange, make_pipeline
+from driver import collective, make_pipeline
 from parallel.launch import REPOSITORY
 from table import BACKENDS
 
@@ -135,27 +135,6 @@ def test_the_warm_up_is_the_sum_over_its_steps(make: Callable[[float], Compresso
     assert compressor.ratio_at(step + 10) == ratio
     found = warm_up(compressor, parameters, world)
     assert found[:2] == (step, dense_steps) and found.bytes_sent == pytest.approx(sent)
-
-
-@pytest.mark.parametrize("make", [SIDCo, MiCRO])
-def test_the_library_warms_up_as_the_model_says(make: Callable[[float], Compressor]) -> None:
-    world, compressor = 3, make(0.05)
-    pipelines = [
-        make_pipeline(NUMPY, compressor, {"p": (5000,)}, world=world, position=position) for position in range(world)
-    ]
-    expected = warm_up(compressor, 5000, world)
-    sent, dense_steps = 0.0, 0
-    for step in range(expected.steps):
-        for pipeline in pipelines:
-            pipeline.arrive("p", np.random.default_rng(step).laplace(size=5000).astype(np.float32))
-        bucket = pipelines[0].buckets[0]
-        dense_steps += isinstance(bucket.exchange, Dense)
-        exchange(NUMPY, pipelines, [pipeline.buckets[0] for pipeline in pipelines])
-        sent += bucket.bytes_sent
-        for pipeline in pipelines:
-            pipeline.end_step()
-    assert compressor.ratio_at(expected.steps - 1) > compressor.ratio_at(expected.steps) == 0.05
-    assert dense_steps == expected.dense and sent == pytest.approx(expected.bytes_sent)
 
 
 @pytest.mark.parametrize(

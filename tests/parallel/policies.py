@@ -8,7 +8,7 @@ from unittest.mock import patch
 import horovod.torch as hvd
 import numpy as np
 import torch
-from stairs import Halving, dense_until
+from stairs import Halving
 
 from horovod_sparse.torch import DGC, MomentumCorrection, Pairs
 
@@ -16,7 +16,6 @@ from .common import (
     BUCKET_BYTES,
     COMPRESSORS,
     MakeCompression,
-    assert_close,
     assert_identical,
     everyone,
     gradient_of,
@@ -167,24 +166,6 @@ def second_rounds_overlap(make: MakeCompression) -> None:
 
 
 # --- policies ---
-
-
-@scenario(
-    *MPI,
-    cases={name: (COMPRESSORS[name],) for name in ("TopK", "SIDCo", "MiCRO", "RandomK")},
-)
-def a_warm_up_begins_with_dense_training(make: MakeCompression) -> None:
-    dense, late = small_model(), small_model()
-    compression = dense_until(6, make, hvd.size)(granularity=BUCKET_BYTES)
-    optimizer = wrap(late, compression)
-    train(dense, wrap(dense, hvd.Compression.none), range(6))
-    train(late, optimizer, range(6))
-    assert_close(late, dense)
-    assert not any(bool(residual.any()) for residual in compression.state_dict()["residuals"].values())
-    assert compression.stats().last.total.ratio == 1.0
-    train(late, optimizer, range(6, 10))
-    assert compression.stats().last.total.ratio < 1.0
-    assert_identical(late)
 
 
 # --- momentum before the selection, the learning rate in the residual ---
