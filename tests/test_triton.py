@@ -399,17 +399,6 @@ def test_a_sample_finds_few_candidates_and_enough_of_them(make: Any) -> None:
     assert step.numbers["exact"]
 
 
-def test_candidates_become_few_whatever_waits_just_below_the_limit() -> None:
-    """Where gradients do not change, residuals are spread evenly below the limit."""
-    worker, gradient = (
-        Worker(TopK(0.02, warmup=None), [2000], block=256, chunk=256),
-        np.random.default_rng(5).laplace(size=2000),
-    )
-    candidates = [worker.step(gradient.astype(np.float32)).numbers["candidates"] / worker.k for _ in range(16)]
-    assert max(candidates) > 3.0 and max(candidates[-4:]) < 3.0
-    assert worker.collected()[0] == 0
-
-
 def test_a_sample_that_misleads_costs_time_alone() -> None:
     """The few entries that are looked at are the largest, so that too few others exceed what they tell."""
     tiles, each = 8, BLOCK // RUN
