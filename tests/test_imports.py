@@ -33,24 +33,34 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def loaded_frameworks(modules: str) -> str:
+LOADED: dict[str, tuple[str, ...]] = {
+    ", ".join(
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__") for path in CORE
+    ): (),
+    "horovod_sparse.numpy": (),
+    "horovod_sparse.kernels.gpu": (),
+    "horovod_sparse.kernels.gpu.bucket": ("torch",),
+    "horovod_sparse.torch": ("torch", "horovod"),
+    "horovod_sparse.tensorflow": ("tensorflow", "keras", "horovod"),
+    "horovod_sparse.tensorflow.keras": ("tensorflow", "keras", "horovod"),
+}
+"""Of `FRAMEWORKS`, what modules bring."""
+
+
+@pytest.mark.parametrize(
+    ("modules", "frameworks"),
+    [
+        pytest.param(*case, id=case[0].split(", ")[-1], marks=[pytest.mark.full] if "keras" in case[0] else [])
+        for case in LOADED.items()
+    ],
+)
+def test_no_other_framework_is_imported(modules: str, frameworks: tuple[str, ...]) -> None:
     # Triton is found where the tests find it.
     begin = f"import sys; sys.path[:] = {sys.path!r}"
     code = f"{begin}; import {modules}; print([name for name in {FRAMEWORKS!r} if name in sys.modules])"
     done = python("-c", code)
     assert done.returncode == 0, done
-    return done.stdout.strip()
-
-
-def test_the_core_imports_no_framework() -> None:
-    modules = ", ".join(
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__") for path in CORE
-    )
-    assert loaded_frameworks(f"{modules}, horovod_sparse.numpy.ops") == "[]"
-
-
-def test_the_numpy_adapter_imports_no_framework_and_no_mpi() -> None:
-    assert loaded_frameworks("horovod_sparse.numpy") == "[]"
+    assert done.stdout.strip() == str([*frameworks])
 
 
 @pytest.mark.parametrize("name", ["SIDCo", "MomentumCorrection"])
@@ -60,22 +70,6 @@ def test_a_public_name_is_said_to_be_in_the_adapters(name: str) -> None:
     ):
         exec(f"from horovod_sparse import {name}")
     assert not hasattr(horovod_sparse, "Absent") and not hasattr(horovod_sparse, "absent")
-
-
-def test_the_triton_kernels_import_no_horovod() -> None:
-    assert loaded_frameworks("horovod_sparse.kernels.gpu") == "[]"
-    assert loaded_frameworks("horovod_sparse.kernels.gpu.bucket") == "['torch']"
-
-
-def test_the_torch_adapter_imports_no_other_framework() -> None:
-    assert loaded_frameworks("horovod_sparse.torch") == "['torch', 'horovod']"
-
-
-@pytest.mark.parametrize(
-    "module", ["horovod_sparse.tensorflow", pytest.param("horovod_sparse.tensorflow.keras", marks=pytest.mark.full)]
-)
-def test_the_tensorflow_adapter_imports_no_other_framework(module: str) -> None:
-    assert loaded_frameworks(module) == "['tensorflow', 'keras', 'horovod']"
 
 
 def package_of(module: str) -> str:
