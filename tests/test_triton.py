@@ -494,9 +494,7 @@ def test_parts_of_a_bucket_are_written_as_on_the_host(monkeypatch: pytest.Monkey
 # --- what it is for ---
 
 
-def test_what_selects_on_the_device() -> None:
-    for make in COMPRESSORS.values():
-        assert rule_of(make(0.1)) is not None
+def test_what_does_not_select_on_the_device() -> None:
     for other in (
         GaussianK(0.1, warmup=None),
         TopK(0.1, exchange=Union(), warmup=None),

@@ -15,9 +15,7 @@ from driver import dense_sum, exchange, make_pipeline
 from table import BACKENDS, COMPRESSORS, Backend, Row, gradients
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.compressors.dgc import DGC
 from horovod_sparse.compressors.momentum import MomentumCorrection
-from horovod_sparse.compressors.sidco import SIDCo
 from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.pipeline import Pipeline
@@ -175,8 +173,6 @@ def test_a_residual_that_was_changed_is_looked_at_afresh(change: str) -> None:
 def test_which_buckets_select_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     _, bucket = laws.one_bucket(TRITON, ROWS[0], 500, 0.1)
     assert on_gpu(TopK(0.1, warmup=None), bucket.layout, bucket.buffer, None) is None, "there is no GPU"
-    assert selector_for(DGC(0.1, warmup=None), bucket.layout, bucket.buffer, None) is None
-    assert selector_for(SIDCo(0.1, warmup=None), bucket.layout, bucket.buffer, None) is not None
     monkeypatch.setenv("HOROVOD_SPARSE_KERNELS", "1")
     assert available()
     monkeypatch.setenv("HOROVOD_SPARSE_KERNELS", "0")
