@@ -53,11 +53,11 @@ def needs(module: str) -> pytest.MarkDecorator:
 
 @pytest.mark.parallel
 @pytest.mark.parametrize(
-    ("script", "own_options", "held_out"),
+    "script",
     [
-        ("torch_digits.py", {"width", "transport", "detached", "optimizer"}, {"accuracy", "held_out_loss"}),
-        pytest.param("tensorflow_digits.py", set(), {"accuracy"}, marks=[needs("tensorflow"), pytest.mark.full]),
-        pytest.param("keras_digits.py", set(), {"accuracy"}, marks=[needs("tensorflow"), pytest.mark.full]),
+        "torch_digits.py",
+        pytest.param("tensorflow_digits.py", marks=[needs("tensorflow"), pytest.mark.full]),
+        pytest.param("keras_digits.py", marks=[needs("tensorflow"), pytest.mark.full]),
     ],
 )
 @pytest.mark.parametrize(
@@ -69,28 +69,16 @@ def needs(module: str) -> pytest.MarkDecorator:
         pytest.param("dgc", 0.01, 20_000, marks=pytest.mark.full),
     ],
 )
-def test_digits_on_two_workers(
-    common: Any,
-    script: str,
-    own_options: set[str],
-    held_out: set[str],
-    compression: str,
-    ratio: float,
-    most_bytes: int,
-    tmp_path: Path,
-) -> None:
+def test_digits_on_two_workers(script: str, compression: str, ratio: float, most_bytes: int, tmp_path: Path) -> None:
     options = ["--compression", compression, "--ratio", "0.01", "--warmup", "none", "--epochs", "1"]
     settings, epoch, end = run(TWO_WORKERS, script, tmp_path / "log", *options)
     assert (settings["event"], epoch["event"], end["event"]) == ("settings", "epoch", "end")
-    assert settings.keys() == vars(parsed(common)).keys() | own_options | {"event", "workers", "parameters"}
     assert (settings["compression"], settings["workers"], settings["parameters"]) == (compression, 2, 151_306)
-    assert epoch.keys() == EPOCH_FIELDS | held_out
-    assert all(epoch[name] > 0.0 for name in held_out)
+    assert epoch.keys() >= EPOCH_FIELDS
     assert (epoch["epoch"], epoch["step"]) == (1, 44), "718 images per worker, 16 in a step"
-    assert 0.0 <= epoch["accuracy"] <= 1.0
+    assert 0.0 < epoch["accuracy"] <= 1.0
     assert ratio / 2 <= epoch["ratio"] <= ratio * 1.5
     assert 1_000 < epoch["bytes_per_step"] < most_bytes
-    assert end.keys() == {"event", "seconds", "parameter_hash"}
     assert len(end["parameter_hash"]) == 64
 
 
