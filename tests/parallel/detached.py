@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,39 +14,21 @@ from torch import Tensor, nn
 from horovod_sparse.torch import Balanced, LocalUpdates, MomentumCorrection, RandomBlock, TopK
 
 from .common import assert_identical, digest, distributed, hvd, normals, raised
+from .local import SHAPES, Pulled
 from .scenario import MPI, TORCHRUN, scenario
 
-SHAPES = {"first": (40, 50), "second": (3000,), "small": (30,)}
 RATES = (0.1, 0.1, 0.2, 0.05, 0.05, 0.1)
-
-
-class Bowl(nn.Module):
-    """Half the squared distance of its parameters from a point, so that gradients are parameters less that point."""
-
-    first: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in SHAPES.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-
-    def forward(self, points: Mapping[str, Tensor]) -> Tensor:
-        return sum((getattr(self, name) - point).square().sum() / 2 for name, point in points.items())
 
 
 def _points(step: int) -> dict[str, Tensor]:
     return {name: torch.from_numpy(normals(shape, step=step, rank=hvd.rank())) for name, shape in SHAPES.items()}
 
 
-def _values(bowl: Bowl) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in bowl.named_parameters()}
-
-
 def gradients_are_those_of_moved_parameters(
     settings: dict[str, Any], momentum: float = 0.0, with_closure: bool = False, make: Any = torch.optim.SGD
-) -> Bowl:
+) -> Pulled:
     """The gradient is that at `x - c eta e`, and the step begins at x, bit by bit."""
-    bowl = Bowl()
+    bowl = Pulled()
     compression = RandomBlock(0.1, seed=3, warmup=None, **settings)
     inner = make(bowl.parameters(), lr=RATES[0], **({"momentum": momentum} if momentum else {}))
     model, optimizer = distributed(bowl, inner, compression)
@@ -55,14 +37,14 @@ def gradients_are_those_of_moved_parameters(
     for name, parameter in bowl.named_parameters():
         parameter.register_hook(lambda gradient, name=name: seen.__setitem__(name, gradient.clone()))
     at_step: list[dict[str, Tensor]] = []
-    optimizer.register_step_pre_hook(lambda *_: at_step.append(_values(bowl)))
+    optimizer.register_step_pre_hook(lambda *_: at_step.append(bowl.values()))
     for step, rate in enumerate(RATES):
         optimizer.param_groups[0]["lr"] = rate
         grown = compression.store.lengths.factor(hvd.size())
         unit = 1.0 / grown if compression.in_updates or compression.store.updates is not None else rate
         kept = compression.state_dict()["residuals"] if step else {}
         assert not step or any(residual.any() for residual in kept.values())
-        before, points = _values(bowl), _points(step)
+        before, points = bowl.values(), _points(step)
 
         def closure(points: dict[str, Tensor] = points) -> Tensor:
             optimizer.zero_grad()
@@ -83,9 +65,9 @@ def gradients_are_those_of_moved_parameters(
     return bowl
 
 
-def others_see_the_parameters_themselves() -> Bowl:
+def others_see_the_parameters_themselves() -> Pulled:
     """Evaluations, states and copies of the model see x, also between a forward pass and the step."""
-    bowl = Bowl()
+    bowl = Pulled()
     model, optimizer = distributed(bowl, torch.optim.SGD(bowl.parameters(), lr=0.1), TopK(0.1, warmup=None))
 
     def begin(step: int) -> str:
@@ -125,8 +107,8 @@ def others_see_the_parameters_themselves() -> Bowl:
     return bowl
 
 
-def none_where_it_is_off(settings: dict[str, Any], make: Any = torch.optim.SGD) -> Bowl:
-    bowl = Bowl()
+def none_where_it_is_off(settings: dict[str, Any], make: Any = torch.optim.SGD) -> Pulled:
+    bowl = Pulled()
     model, optimizer = distributed(bowl, make(bowl.parameters()), TopK(0.1, warmup=None, **settings))
     for step in range(3):
         optimizer.zero_grad()
@@ -138,9 +120,9 @@ def none_where_it_is_off(settings: dict[str, Any], make: Any = torch.optim.SGD) 
     return bowl
 
 
-def it_ends_where_gradients_are_changed(change: Callable[[Bowl], None]) -> Bowl:
+def it_ends_where_gradients_are_changed(change: Callable[[Pulled], None]) -> Pulled:
     """Residuals then have another unit than updates."""
-    bowl = Bowl()
+    bowl = Pulled()
     model, optimizer = distributed(bowl, torch.optim.SGD(bowl.parameters(), lr=0.1), TopK(0.1, warmup=None))
     moved = []
     for step in range(6):
@@ -159,11 +141,11 @@ def it_ends_where_gradients_are_changed(change: Callable[[Bowl], None]) -> Bowl:
     return bowl
 
 
-def _clip(bowl: Bowl) -> None:
+def _clip(bowl: Pulled) -> None:
     nn.utils.clip_grad_norm_(bowl.parameters(), 0.1)
 
 
-def _scale(bowl: Bowl) -> None:
+def _scale(bowl: Pulled) -> None:
     for parameter in bowl.parameters():
         parameter.grad.data /= 1024
 
@@ -210,6 +192,6 @@ def detached_error_feedback(law: Any, *arguments: Any) -> None:
 
 @scenario(*MPI, *TORCHRUN)
 def local_updates_with_it_are_refused() -> None:
-    bowl = Bowl()
+    bowl = Pulled()
     optimizer = torch.optim.SGD(bowl.parameters(), lr=0.1)
     assert "with local updates" in raised(ValueError, lambda: LocalUpdates(optimizer, bowl, TopK(0.1, detached=0.5)))

@@ -40,10 +40,8 @@ from .common import (
     wrap_parameters,
     zeros,
 )
-from .exchange import Spy
+from .exchange import SHAPES, Spy
 from .scenario import EVERYWHERE, MPI, MPI_2, PAIR, scenario
-
-SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "third": (20, 5, 9), "small": (30,)}
 
 
 def _mean(name: str, step: int, *salts: int) -> np.ndarray:
