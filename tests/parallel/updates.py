@@ -30,28 +30,15 @@ from .common import (
     small_model,
     train,
 )
+from .ddp.common import Exact
 from .scenario import EVERYWHERE, MPI_2, TORCHRUN, scenario
 
 SHAPES = {"first": (40, 50), "second": (3000,), "sample": (30,)}
 RATIO = 0.05
 
 
-class _Linear(nn.Module):
-    """Its gradients are what `_gradient` says."""
-
-    def forward(self, step: int, rank: int) -> Tensor:
-        return torch.stack([(one * _gradient(name, step, rank)).sum() for name, one in self.named_parameters()]).sum()
-
-
-def _named() -> nn.Module:
-    model = _Linear()
-    for name, shape in SHAPES.items():
-        model.register_parameter(name, nn.Parameter(torch.from_numpy(normals(shape, step=0, rank=0, salt=1))))
-    return model
-
-
-def _gradient(name: str, step: int, rank: int) -> Tensor:
-    return torch.from_numpy(normals(SHAPES[name], step=step, rank=rank, salt=len(name)))
+def _gradients(step: int, rank: int) -> dict[str, np.ndarray]:
+    return {name: normals(shape, step=step, rank=rank, salt=len(name)) for name, shape in SHAPES.items()}
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -66,7 +53,7 @@ def formulas(make: Any) -> None:
     workers are added up in their order, and divided by a power of two. Dense ones are added up in another order. `s` is that of
     `Lengths`, summed here with more digits.
     """
-    model = _named()
+    model = Exact(SHAPES)
     theta = {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
     alone = [copy.deepcopy(model) for _ in range(hvd.size())]
     optimizers = [make(_groups(one)) for one in alone]
@@ -82,13 +69,14 @@ def formulas(make: Any) -> None:
         np.testing.assert_allclose(grows, lengths.factor if "betas" in optimizer.defaults else 1.0, rtol=1e-5)
         moved = []
         optimizer.zero_grad()
-        trained(step, hvd.rank()).backward()
+        trained(_gradients(step, hvd.rank())).backward()
         optimizer.step()
         total = {name: np.zeros(one.size, np.float32) for name, one in theta.items()}
         for rank, (one, plain, residual) in enumerate(zip(alone, optimizers, residuals, strict=True)):
+            given = _gradients(step, rank)
             for name, parameter in one.named_parameters():
                 parameter.data.copy_(torch.from_numpy(theta[name]))
-                parameter.grad = _gradient(name, step, rank)
+                parameter.grad = torch.from_numpy(given[name])
             plain.step()
             after = {name: parameter.detach().numpy() for name, parameter in one.named_parameters()}
             drifts = {name: (theta[name] - after[name]).reshape(-1) for name in after}
