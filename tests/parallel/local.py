@@ -21,6 +21,7 @@ from horovod_sparse.core.dense import DenseBucket
 from horovod_sparse.torch import transport
 
 from .common import DEVICE, Oracle, assert_identical, everyone, hvd, normals, raised, small_model, wrap
+from .ddp.common import Exact
 from .scenario import EVERYWHERE, MPI_2, PAIR, TORCHRUN, TORCHRUN_2, scenario
 
 SHAPES: dict[str, Sequence[int]] = {"first": (40, 50), "second": (3000,), "small": (30,)}
@@ -41,9 +42,7 @@ class Given(torch.optim.Optimizer):
 
 def make(compression: Any, *, divides: bool = True, **settings: Any) -> tuple[Tensors, Callable[[Moved], None], Any]:
     """Return parameters, what moves them by arrays, and local updates."""
-    model = nn.Module()
-    for name, shape in SHAPES.items():
-        model.register_parameter(name, nn.Parameter(torch.zeros(tuple(shape))))
+    model = Exact(SHAPES)
     optimizer = Given(model.parameters(), {"eps": 0.0} if divides else {})
     local = sparse.LocalUpdates(optimizer, model, compression, **settings)
 
