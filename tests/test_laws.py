@@ -130,6 +130,31 @@ def test_scales_whose_squares_float64_does_not_hold(backend: Backend, row: Row, 
             check_step(row, pipeline, after, sent)
 
 
+@for_all
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_not_finite_gradients_never_reach_the_residual(backend: Backend, row: Row, bad: float) -> None:
+    gradient = gradients("laplace", 400, np.random.default_rng(0))
+    poisoned = gradient.copy()
+    poisoned[17] = bad
+    for not_finite in ("raise", "propagate"):
+        pipeline, bucket = one_bucket(backend, row, 400, 0.1, not_finite=not_finite)
+        send(backend, pipeline, gradient)
+        kept, step = backend.numpy(bucket.buffer).copy(), bucket.state.step
+        assert pipeline.arrive("p", backend.array(poisoned)) is bucket
+        before = backend.numpy(bucket.buffer).copy()
+        if not row.momentum:
+            np.testing.assert_array_equal(before, kept + np.where(np.isfinite(poisoned), gradient, 0))
+        assert exchange(backend, [pipeline], [bucket])[0]["p"] is None
+        if not_finite == "raise":
+            with pytest.raises(FloatingPointError, match=r"rank 0: .*parameter 'p' holds NaN or infinity"):
+                pipeline.end_step()
+        else:
+            pipeline.end_step()
+        np.testing.assert_array_equal(backend.numpy(bucket.buffer), before)
+        assert bucket.state.step == step + 1
+        assert np.isfinite(send(backend, pipeline, gradient).values).all()
+
+
 @for_rows(lambda row: not row.momentum)
 @pytest.mark.parametrize("warmup", [None, 1.0])
 def test_without_residual_a_step_that_failed_leaves_nothing(backend: Backend, row: Row, warmup: float | None) -> None:

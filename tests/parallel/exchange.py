@@ -24,6 +24,7 @@ from .common import (
     loss_of,
     normals,
     reduce,
+    selected,
     small_model,
     train,
     whole_numbers,
@@ -119,6 +120,25 @@ def process_sets_reduce_for_themselves(split: Any) -> None:
         hvd.barrier()
         for one in sets:
             hvd.remove_process_set(one)
+
+
+@scenario(*EVERYWHERE)
+def allreduces_outside_the_optimizer() -> None:
+    shapes = [(40, 50), (700,), (5,)]
+    mine = [torch.from_numpy(normals(shape, step=0, rank=hvd.rank())) for shape in shapes]
+    before = [tensor.clone() for tensor in mine]
+    means = hvd.grouped_allreduce(mine, name="sparse_group", compression=TopK(0.1, warmup=None))
+    for shape, mean in zip(shapes, means, strict=True):
+        flats = [normals(shape, step=0, rank=rank).reshape(-1) for rank in range(hvd.size())]
+        # Five elements are below min_numel, and go as they are.
+        parts = [selected(flat, flat.size // 10) if flat.size >= 256 else flat for flat in flats]
+        expected = (sum(part.astype(np.float64) for part in parts) / hvd.size()).reshape(shape)
+        np.testing.assert_allclose(mean.numpy(), expected, rtol=1e-6, atol=1e-7)
+    alone = hvd.allreduce(mine[0], name="sparse", compression=TopK(0.1, warmup=None))
+    total = hvd.allreduce(mine[0], name="sparse_sum", op=hvd.Sum, compression=TopK(0.1, warmup=None))
+    for one, expected in ((alone, means[0]), (total, means[0] * hvd.size())):
+        torch.testing.assert_close(one, expected, rtol=1e-6, atol=1e-7)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(mine, before, strict=True))
 
 
 class Spy:

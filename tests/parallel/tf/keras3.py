@@ -409,6 +409,29 @@ def state_is_kept(make: MakeCompression) -> None:
     np.testing.assert_allclose(float(optimizer.learning_rate), 0.005)
 
 
+@scenario(TF_2)
+def residuals_know_the_learning_rate_of_the_step() -> None:
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2, 5], [0.4, 0.2, 0.1])
+    compression = TopK(0.01, lr_in_residual=True, warmup=None)
+    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(schedule), compression=compression))
+    fit(model, [0])
+    intake: Any = compression.store.pipeline.intake
+    rate_of, seen = intake.rate, []
+
+    def noted(arrived: Any) -> Any:
+        seen.append(rate_of(arrived))
+        return seen[-1]
+
+    intake.rate = noted
+    for step in range(1, 7):
+        fit(model, [step])
+        expected = 0.4 if step <= 2 else 0.2 if step <= 5 else 0.1
+        np.testing.assert_allclose(seen, expected, rtol=1e-6)
+        assert seen
+        seen.clear()
+    assert_in_step(model)
+
+
 @scenario(TF_2, quick=False)
 def saved_models_know_nothing_of_horovod() -> None:
     with tempfile.TemporaryDirectory() as directory:

@@ -435,6 +435,22 @@ def training_goes_on_from_a_checkpoint(make: MakeCompression) -> None:
             np.testing.assert_array_equal(got[name].numpy(), expected[number][name])
 
 
+@scenario(TF_2, cases={"eager": (False,), "function": (True,)})
+def a_plain_allreduce_is_right(graph: bool) -> None:
+    x = tf.constant(normals((40, 50), step=0, rank=hvd.rank()))
+    compression = TopK(0.01, warmup=None)
+
+    def run(x: tf.Tensor) -> tf.Tensor:
+        return hvd.allreduce(x, compression=compression, name="plain", op=hvd.Sum)
+
+    got = (tf.function(run) if graph else run)(x)
+    chosen = np.zeros(2000, np.float32)
+    flat = x.numpy().reshape(-1)
+    largest = np.argsort(-np.abs(flat), kind="stable")[:20]
+    chosen[largest] = flat[largest]
+    np.testing.assert_allclose(got.numpy().reshape(-1), np.sum(everyone(chosen), axis=0), rtol=1e-6)
+
+
 @scenario(TF_2)
 def variables_with_the_same_name_are_told_apart() -> None:
     weights = [tf.Variable(tf.zeros(400), name="w"), tf.Variable(tf.zeros(500), name="w")]
