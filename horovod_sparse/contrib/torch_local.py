@@ -37,7 +37,7 @@ from horovod_sparse.torch import stock
 from horovod_sparse.torch.compressors import NoOp, TorchCompressor
 from horovod_sparse.torch.gradients import wide
 from horovod_sparse.torch.group import Group
-from horovod_sparse.torch.movement import Movement, Sample
+from horovod_sparse.torch.movement import Movement
 from horovod_sparse.torch.parameters import check_memory, follow, held, is_sharded
 from horovod_sparse.torch.transport import GroupReducer, Transport
 from horovod_sparse.torch.uncompiled import uncompiled
@@ -163,7 +163,6 @@ class LocalUpdates:
         )
         self._reducer.shards = shards
         self._reducer.lengths.grow = outer_lr == "auto" and divides(optimizer.param_groups)
-        self._sample = Sample()
         self._reducer.move_parameters(keep if self.compression.waits_alone else 0.0, optimizer, names)
         self._momentum = {name: torch.zeros_like(one) for name, one in self._shared.items()} if outer_momentum else {}
         self._steps = 0
@@ -268,9 +267,7 @@ class LocalUpdates:
         for parameter, drift in zip(self._movement.parameters, drifts, strict=True):
             if not parameter.requires_grad:
                 drift.zero_()
-        moved = dict(zip(self._movement.parameters, drifts, strict=True))
-        self._reducer.grow(moved, self._sample)
-        return moved
+        return self._reducer.grown(dict(zip(self._movement.parameters, drifts, strict=True)))
 
     def _described(self) -> dict[str, str]:
         """Return what must be the same on all workers."""
@@ -318,12 +315,6 @@ class LocalUpdates:
 
 class _Reducer(GroupReducer):
     _in_parameters = True
-
-    def grow(self, movements: Mapping[Tensor, Tensor], sample: Sample) -> None:
-        """Let movements grow by what their mean over the workers loses."""
-        if self.lengths.grow and movements:
-            self._step.sample = sample.of(movements)
-            torch._foreach_mul_([*movements.values()], self.lengths.factor(self._world))
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         raise RuntimeError(

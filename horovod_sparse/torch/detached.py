@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from horovod_sparse.torch.parameters import is_sharded, local_part
-from horovod_sparse.torch.unchanged import Handed, first_changed, hand_over, without_sample
+from horovod_sparse.torch.unchanged import Handed, first_changed, hand_over
 from horovod_sparse.torch.uncompiled import uncompiled
 
 _log = logging.getLogger("horovod_sparse")
@@ -132,8 +132,8 @@ class Detached:
         self._reduced = {}
         if parameter is not None:
             handed = hand_over(parameter.grad)
-            # A device is not waited for.
-            self._reduced = {parameter: handed if isinstance(handed.sample, bytes) else without_sample(handed)}
+            # A device is not waited for: there, only the version shows a change.
+            self._reduced = {parameter: handed if isinstance(handed.sample, bytes) else handed._replace(sample=b"")}
 
     def stop(self) -> None:
         """Never move parameters again."""

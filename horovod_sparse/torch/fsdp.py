@@ -131,10 +131,9 @@ class ShardedReducer(GroupReducer):
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         return super()._gradient(parameter) if parameter.requires_grad else None
 
-    def _reduce_updates(self, drifts: dict[Tensor, Tensor], sample: Tensor) -> None:
+    def _reduce_updates(self, drifts: dict[Tensor, Tensor]) -> None:
         follow(self._parts)
-        given = {self._parts[parameter]: drift for parameter, drift in drifts.items() if drift.numel()}
-        super()._reduce_updates(given, sample)
+        super()._reduce_updates({self._parts[parameter]: drift for parameter, drift in drifts.items() if drift.numel()})
 
     # --- settings and state ---
 

@@ -14,7 +14,7 @@ from horovod_sparse.torch.compiled import tensor_ops
 from horovod_sparse.torch.parameters import local_part
 from horovod_sparse.torch.uncompiled import uncompiled
 
-Reduce = Callable[[dict[Tensor, Tensor], Tensor], None]
+Reduce = Callable[[dict[Tensor, Tensor]], None]
 
 
 class Movement:
@@ -78,22 +78,19 @@ class Updates:
         """This step's gradients, if one of them holds NaN or infinity."""
         self._scaler: dict[str, Any] = {}
         """What a `GradScaler` has told the optimizer for this step."""
-        self._sample = Sample()
 
     def __str__(self) -> str:
         return f"updates of {type(self._optimizer).__name__} in place of gradients"
 
-    def step(self, own: Callable[[], Any], reduce: Reduce, give_up: Callable[[], None], factor: float) -> Any:
+    def step(self, own: Callable[[], Any], reduce: Reduce, give_up: Callable[[], None]) -> Any:
         """Let the optimizer step, and move the parameters by the mean of all workers' movements, then in their gradients.
 
         If anything raises before the exchange has ended, the parameters are those of before the step.
 
         Args:
             own: the optimizer's own step, whose result is returned.
-            reduce: replaces the movements, which are the gradients of these parameters, by their means over the workers. It
-                also gets what `Lengths.note` needs the means of.
+            reduce: replaces the movements, which are the gradients of these parameters, by their means over the workers.
             give_up: is called if this worker does not get as far as `reduce`.
-            factor: by which this worker's movement is multiplied before.
         """
         movement: Movement | None = None
         try:
@@ -107,7 +104,7 @@ class Updates:
             raise
         finally:
             self.begun = False
-        self._exchange(movement, drifts, reduce, factor)
+        self._exchange(movement, drifts, reduce)
         return result
 
     @uncompiled
@@ -164,12 +161,9 @@ class Updates:
 
     @uncompiled
     @torch.no_grad()
-    def _exchange(self, movement: Movement, drifts: dict[Tensor, Tensor], reduce: Reduce, factor: float) -> None:
+    def _exchange(self, movement: Movement, drifts: dict[Tensor, Tensor], reduce: Reduce) -> None:
         try:
-            sample = self._sample.of(drifts)
-            if factor != 1.0:
-                torch._foreach_mul_([*drifts.values()], factor)
-            reduce(drifts, sample)
+            reduce(drifts)
             movement.move([*drifts.values()])
             # The scaler takes it back.
             vars(self._optimizer).update(self._scaler)
@@ -205,12 +199,8 @@ def _room(parameter: Tensor) -> Tensor:
 
 
 def _are_finite(gradients: Sequence[Tensor]) -> bool:
-    """Return whether all entries of some gradients are finite. Waits once for each device, if they are."""
+    """Return whether all entries of some gradients are finite. Waits once for a device, if they are."""
     values = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
-    sums: dict[torch.device, list[Tensor]] = {}
-    for one in values:
-        # A sum is not finite if any entry is not. Those of finite entries may overflow too.
-        sums.setdefault(one.device, []).append(one.sum(dtype=torch.float32))
-    if all(math.isfinite(torch.stack(some).sum().item()) for some in sums.values()):
-        return True
-    return all(map(tensor_ops().all_finite, values))
+    # A sum is not finite if any entry is not. Those of finite entries may overflow too.
+    sums = [one.sum(dtype=torch.float32).to(values[0].device) for one in values]
+    return not sums or math.isfinite(torch.stack(sums).sum().item()) or all(map(tensor_ops().all_finite, values))

@@ -209,9 +209,9 @@ class Reducer(TensorReducer):
         self._restore_hooks()
         self.optimizer._synchronized = True
 
-    def _reduce_updates(self, drifts: dict[Tensor, Tensor], sample: Tensor) -> None:
+    def _reduce_updates(self, drifts: dict[Tensor, Tensor]) -> None:
         self.optimizer._synchronized = False
-        self._step.sample = sample
+        self.grown(drifts)
         self.reduce()
 
     @uncompiled

@@ -45,7 +45,7 @@ class Step:
     """Waits for the numbers of the step that a group's ranks are in; None if they are known, or do not matter."""
     sparse: dict[Tensor, Wait] = field(default_factory=dict)
     sample: Tensor | None = None
-    """What tells how long an update is (`Lengths`); None if gradients are exchanged."""
+    """What tells how long an update is (`Lengths`); None if none grows."""
     _waiting: defaultdict[str, _Waiting] = field(default_factory=lambda: defaultdict(_Waiting))
     """The gradients that wait to be taken together, by bucket."""
     _learning_rates: dict[Tensor, float] = field(default_factory=dict)

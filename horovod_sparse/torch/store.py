@@ -24,7 +24,7 @@ from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.detached import Detached, Waiting
 from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.momentum import MovedMomentum, is_sgd, moved_momentum
-from horovod_sparse.torch.movement import Updates
+from horovod_sparse.torch.movement import Sample, Updates
 from horovod_sparse.torch.parameters import local_part
 from horovod_sparse.torch.routes import Routes, check_shape
 from horovod_sparse.torch.step import Step
@@ -57,6 +57,7 @@ class TensorReducer(Store):
         compressor.bind(self)
         self.compressor = compressor
         self._step = Step()
+        self._sample = Sample()
         self._frozen: set[Tensor] = set()
         """Parameters that are not trained at the moment. They keep no residual and no velocity."""
 
@@ -84,7 +85,7 @@ class TensorReducer(Store):
         """Write reduced gradients where they belong. Return the parameters whose type cannot hold them."""
 
     @abstractmethod
-    def _reduce_updates(self, drifts: dict[Tensor, Tensor], sample: Tensor) -> None:
+    def _reduce_updates(self, drifts: dict[Tensor, Tensor]) -> None:
         """Reduce the movements of parameters, which are in their gradients; see `Updates.step`."""
 
     @abstractmethod
@@ -226,8 +227,14 @@ class TensorReducer(Store):
         """Let the optimizer step with this rank's gradients, and exchange its update."""
         assert self.updates is not None
         self.restore_moved()
-        factor = self.lengths.factor(self._world)
-        return self.updates.step(step, self._reduce_updates, self._give_up_reduction, factor)
+        return self.updates.step(step, self._reduce_updates, self._give_up_reduction)
+
+    def grown(self, movements: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Return the movements of this step, which have grown by what their mean over the workers loses (`Lengths`)."""
+        if self.lengths.grow and movements:
+            self._step.sample = self._sample.of(movements)
+            torch._foreach_mul_([*movements.values()], self.lengths.factor(self._world))
+        return movements
 
     def move_parameters(
         self, coefficient: float, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]

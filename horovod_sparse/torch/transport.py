@@ -120,9 +120,8 @@ class GroupReducer(TensorReducer):
         gradients, parameters = self._step.gradients, self._routes.in_buckets
         return write_to([(slot, gradients[parameters[slot.name]]) for slot in slots], reduced)
 
-    def _reduce_updates(self, drifts: dict[Tensor, Tensor], sample: Tensor) -> None:
-        self._step.sample = sample
-        self.reduce_all(lambda: self._of_all(drifts))
+    def _reduce_updates(self, drifts: dict[Tensor, Tensor]) -> None:
+        self.reduce_all(lambda: self._of_all(self.grown(drifts)))
 
     def _begin_step(self) -> None:
         pipeline = self.pipeline

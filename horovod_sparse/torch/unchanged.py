@@ -40,26 +40,18 @@ def hand_over(gradient: Tensor | None) -> Handed:
     flat = _flat(gradient)
     # What is flat may be a copy, so the gradient itself is asked.
     version = gradient._version if gradient.is_sparse or _owns_its_memory(gradient) else None
-    spread = slice(None, None, max(1, flat.numel() // _SAMPLES))
-    if not on_host(flat):
-        return Handed(gradient, version, flat[spread].clone(), spread)
-    entries = _numbers(flat)
-    sample = entries[spread].tobytes()
+    places = slice(None, None, max(1, flat.numel() // _SAMPLES))
+    sample = _sample(flat, places)
     # Zeros of either sign consist of these bytes alone. If any other bytes are left, some entry is not zero.
-    if sample.strip(b"\x00\x80"):
-        return Handed(gradient, version, sample, spread)
-    places = _not_zero(entries)
-    return Handed(gradient, version, entries[places].tobytes(), places)
-
-
-def without_sample(handed: Handed) -> Handed:
-    """Drop the sample of a gradient that is being reduced in its own memory. Only its version then shows other changes."""
-    return handed._replace(sample=b"", places=slice(0))
+    if isinstance(sample, bytes) and not sample.strip(b"\x00\x80"):
+        places = _not_zero(_numbers(flat))
+        sample = _sample(flat, places)
+    return Handed(gradient, version, sample, places)
 
 
 def first_changed(handed: Mapping[Tensor, Handed]) -> Tensor | None:
-    """Return a parameter whose gradient is not what was handed over, or None. Waits once for each device but the CPU."""
-    later: dict[torch.device, list[Tensor]] = {}
+    """Return a parameter whose gradient is not what was handed over, or None. Waits once if some are on a device."""
+    later: list[tuple[Tensor, Tensor]] = []
     for parameter, (gradient, version, sample, places) in handed.items():
         if parameter.grad is not gradient:
             return parameter
@@ -68,22 +60,24 @@ def first_changed(handed: Mapping[Tensor, Handed]) -> Tensor | None:
         if version is not None and gradient._version != version:
             return parameter
         if isinstance(sample, Tensor):
-            later.setdefault(sample.device, []).append(parameter)
-        elif sample and _numbers(_flat(gradient))[places].tobytes() != sample:
+            later.append((parameter, _differ(_sample(_flat(gradient), places), sample)))
+        elif sample and _sample(_flat(gradient), places) != sample:
             return parameter
-    for parameters in later.values():
-        differences = [_difference(handed[parameter]) for parameter in parameters]
-        if bool(torch.stack(differences).any()):
-            return next(p for p, difference in zip(parameters, differences, strict=True) if bool(difference))
+    if later:
+        device = later[0][1].device
+        found = torch.stack([differ.to(device) for _, differ in later]).tolist()
+        return next((parameter for (parameter, _), differ in zip(later, found, strict=True) if differ), None)
     return None
 
 
-def _difference(handed: Handed) -> Tensor:
-    """Return whether the entries differ, as a tensor on their device. Compares bytes, because NaN is not equal to itself."""
-    gradient, _, sample, places = handed
-    assert gradient is not None and isinstance(sample, Tensor)
-    now = _flat(gradient)[places].contiguous()
-    return (now.view(torch.uint8) != sample.view(torch.uint8)).any()
+def _sample(flat: Tensor, places: slice) -> bytes | Tensor:
+    return _numbers(flat)[places].tobytes() if on_host(flat) else flat[places].clone()
+
+
+def _differ(now: bytes | Tensor, before: Tensor) -> Tensor:
+    """Return whether entries differ, as a tensor on their device. Compares bytes, because NaN is not equal to itself."""
+    assert isinstance(now, Tensor)
+    return (now.view(torch.uint8) != before.view(torch.uint8)).any()
 
 
 def _flat(gradient: Tensor) -> Tensor:
@@ -108,8 +102,7 @@ def _numbers(flat: Tensor) -> np.ndarray:
 def _not_zero(entries: np.ndarray) -> slice:
     """Return the places of some entries, beginning with the first one that is not zero."""
     for start in range(0, len(entries), _BLOCK):
-        found = entries[start : start + _BLOCK] != 0
-        first = int(found.argmax())
-        if found[first]:
-            return slice(start + first, start + first + _SAMPLES)
+        first = start + int((entries[start : start + _BLOCK] != 0).argmax())
+        if entries[first]:
+            return slice(first, first + _SAMPLES)
     return slice(0)
