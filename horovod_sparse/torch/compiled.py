@@ -35,10 +35,9 @@ class CompiledTorchOps(KernelOps, TorchOps):
         number = _NUMBERS.get(array.dtype)
         if number is None or not array.is_cpu:
             return None
-        if array.is_contiguous():
-            return Memory(array.data_ptr(), number, array.numel(), array, True)
-        array = array.contiguous()
-        return Memory(array.data_ptr(), number, array.numel(), array, False)
+        writable = array.is_contiguous()
+        array = array if writable else array.contiguous()
+        return Memory(array.data_ptr(), number, array.numel(), array, writable)
 
     def array(self, host: NDArray[Any]) -> Tensor:
         return torch.from_numpy(host)

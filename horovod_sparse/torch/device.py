@@ -13,8 +13,6 @@ from horovod_sparse.core.layout import Layout
 from horovod_sparse.core.selector import Selector
 from horovod_sparse.kernels import gpu
 
-_LEAST_CAPABILITY = (7, 0)
-"""The lowest compute capability of a GPU that Triton compiles for."""
 Adder = Callable[[Tensor, int, float, int, torch.dtype], Tensor]
 """`kernels.gpu.messages.add_up`."""
 
@@ -24,7 +22,8 @@ def has_kernels(device: torch.device) -> bool:
     """Return whether there are kernels for a device: it is an NVIDIA GPU, and Triton is installed."""
     if device.type != "cuda" or torch.version.cuda is None or not gpu.available():
         return False
-    return torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+    # Triton compiles for no lower capability.
+    return torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 def on_gpu(compressor: Compressor, layout: Layout, buffer: Tensor, velocity: Tensor | None) -> Selector | None:

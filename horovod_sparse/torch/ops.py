@@ -7,7 +7,7 @@ is as large as the tensor. The results are Python numbers. On a GPU each of them
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
@@ -131,10 +131,11 @@ class TorchOps(Ops):
 
     def select_above(self, x: Tensor, threshold: float, capacity: int) -> Selection:
         limit = _limit(x, threshold)
-        found: list[Tensor] = []
-        for start, chunk in zip(range(0, x.numel(), _chunk_size(x)), _chunks(x), strict=True):
+        found, start = [torch.empty(0, dtype=torch.int64, device=x.device)], 0
+        for chunk in _chunks(x):
             found.append(_nonzero(chunk.abs() > limit).add_(start))
-        indices = torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
+            start += chunk.numel()
+        indices = torch.cat(found)
         number = indices.numel()
         if number > capacity:
             indices = indices[self.select_largest(x[indices], capacity).indices]
@@ -159,8 +160,7 @@ class TorchOps(Ops):
         return self.kth_largest(x[start::stride], count)
 
     def indices(self, host: NDArray[np.int64], like: Tensor) -> Tensor:
-        moved: Tensor = torch.from_numpy(host).to(like.device)
-        return moved
+        return torch.from_numpy(host).to(like.device)
 
     def union(self, gathered: Tensor, world: int, header: int, numel: int) -> Tensor | None:
         messages = gathered.view(world, -1)[:, header:]
@@ -279,21 +279,12 @@ class TorchOps(Ops):
 
     def pack_values(self, values: Tensor, length: int, tail: list[float]) -> Tensor:
         message = values.new_empty(length + len(tail))
-        if message.device.type == "cpu":
-            # NumPy takes a fraction of PyTorch's time for a few numbers.
-            host, count = message.numpy(), values.numel()
-            host[:count], host[count:length], host[length:] = values.numpy(), 0.0, tail
-            return message
         message[: values.numel()] = values
         message[values.numel() : length] = 0
         message[length:] = values.new_tensor(tail)
         return message
 
     def pack_indices(self, indices: Tensor, header: list[int], capacity: int) -> Tensor:
-        if indices.device.type == "cpu":
-            host = np.full(len(header) + capacity, wire.PADDING, np.int32)
-            host[: len(header)], host[len(header) : len(header) + indices.numel()] = header, indices.numpy()
-            return torch.from_numpy(host)
         message = torch.full((len(header) + capacity,), wire.PADDING, dtype=torch.int32, device=indices.device)
         message[: len(header)] = message.new_tensor(header)
         message[len(header) : len(header) + indices.numel()] = indices
@@ -313,23 +304,24 @@ class TorchOps(Ops):
 
         def assemble(targets: Sequence[Part]) -> None:
             for first, target in targets:
-                self._assemble(target, first, divided)
+                target.zero_()
+                for indices, values in divided:
+                    _add(target, first, indices, values)
 
         return assemble
 
-    def _assemble(self, target: Tensor, first: int, parts: list[tuple[Tensor, Tensor]]) -> None:
-        target.zero_()
-        numel = target.numel()
-        for indices, values in parts:
-            if on_host(target):
-                begin, end = torch.searchsorted(indices, torch.tensor((first, first + numel))).tolist()
-                target.index_add_(0, indices[begin:end] - first, values[begin:end].to(target.dtype))
-            else:
-                # To know where the target's entries begin, the host would have to wait. So all entries are added, and those
-                # outside the target add zero to some entry.
-                inside = (indices >= first) & (indices < first + numel)
-                added = torch.where(inside, values, 0.0).to(target.dtype)
-                target.index_add_(0, (indices - first).clamp(0, numel - 1), added)
+
+def _add(target: Tensor, first: int, indices: Tensor, values: Tensor) -> None:
+    """Add what belongs to a part of a bucket, which begins at entry `first`."""
+    numel = target.numel()
+    if on_host(target):
+        begin, end = torch.searchsorted(indices, torch.tensor((first, first + numel))).tolist()
+        target.index_add_(0, indices[begin:end] - first, values[begin:end].to(target.dtype))
+        return
+    # To know where the target's entries begin, the host would have to wait. So all entries are added, and those outside
+    # the target add zero to some entry.
+    inside = (indices >= first) & (indices < first + numel)
+    target.index_add_(0, (indices - first).clamp(0, numel - 1), torch.where(inside, values, 0.0).to(target.dtype))
 
 
 def _write_added_up(
@@ -373,9 +365,5 @@ def _limit(x: Tensor, threshold: float) -> float:
     return float(torch.tensor(threshold, dtype=x.dtype).item())
 
 
-def _chunk_size(x: Tensor) -> int:
-    return _CPU_CHUNK if x.device.type == "cpu" else _GPU_CHUNK
-
-
-def _chunks(x: Tensor) -> Iterator[Tensor]:
-    return iter(torch.split(x, _chunk_size(x))) if x.numel() else iter(())
+def _chunks(x: Tensor) -> Sequence[Tensor]:
+    return torch.split(x, _CPU_CHUNK if x.is_cpu else _GPU_CHUNK) if x.numel() else ()
