@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ def encode(state: Any) -> bytes:
     Raises:
         ValueError: something in the state has a type that `decode` refuses.
     """
-    return _saved(mapped(state, _readable))
+    return _saved(_readable(state))
 
 
 def decode(content: bytes) -> Any:
@@ -34,7 +33,26 @@ def _saved(state: Any) -> bytes:
     return file.getvalue()
 
 
-def _readable(name: str, value: Any) -> Any:
+def _readable(value: Any, name: str = "") -> Any:
+    """Return a copy of a state whose values, in dictionaries, lists and tuples, are `_checked`.
+
+    A dictionary of another class is checked while empty, too.
+    """
+    if isinstance(value, dict):
+        # A model's state has attributes, which a shallow copy keeps.
+        made = copy.copy(value)
+        made.clear()
+        if type(value) is not dict:
+            made = _checked(made, name)
+        for key, one in value.items():
+            made[_checked(key, name)] = _readable(one, f"{name}[{key!r}]" if name else str(key))
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(_readable(one, f"{name}[{number}]") for number, one in enumerate(value))
+    return _checked(value, name)
+
+
+def _checked(value: Any, name: str) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if type(value) not in _READABLE and not isinstance(value, Tensor):
@@ -46,22 +64,3 @@ def _readable(name: str, value: Any) -> Any:
                 "text, tensors, or lists and dicts of these, such as with str(...), dict(...) or torch.from_numpy(...)"
             ) from error
     return value
-
-
-def mapped(value: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
-    """Return a copy of a state in which each value is what `change` returns for its name and the value.
-
-    Values are whatever is in its dictionaries, lists and tuples. A dictionary of another class is changed while empty, too.
-    """
-    if isinstance(value, dict):
-        # A model's state has attributes, which a shallow copy keeps.
-        made = copy.copy(value)
-        made.clear()
-        if type(value) is not dict:
-            made = change(name, made)
-        for key, one in value.items():
-            made[change(name, key)] = mapped(one, change, f"{name}[{key!r}]" if name else str(key))
-        return made
-    if type(value) in (list, tuple):
-        return type(value)(mapped(one, change, f"{name}[{number}]") for number, one in enumerate(value))
-    return change(name, value)

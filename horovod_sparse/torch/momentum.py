@@ -88,9 +88,8 @@ class MovedMomentum:
     @torch.no_grad()
     def _move(self, group: dict[str, Any]) -> None:
         state, decay = self._optimizer.state, group["weight_decay"]
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if not decay:
-            parameters = [parameter for parameter in parameters if self._holds_velocity(parameter)]
+        with_gradients = [parameter for parameter in group["params"] if parameter.grad is not None]
+        parameters = [parameter for parameter in with_gradients if decay or self._holds_velocity(parameter)]
         if not parameters:
             return
         for parameter in parameters:

@@ -5,21 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+module: Any = None
+missing = ""
+"""Why it cannot be imported."""
+try:
+    module = import_module("horovod.torch")
+except ImportError as error:
+    missing = str(error)
 
-def _imported() -> tuple[Any, str]:
-    """Return `horovod.torch`, or None and why it cannot be imported."""
-    try:
-        return import_module("horovod.torch"), ""
-    except ImportError as error:
-        return None, str(error)
-
-
-module, missing = _imported()
-
-
-class _Stand:
-    """Stands in for Horovod's base class of compressors."""
-
-
-Compressor: Any = _Stand if module is None else module.compression.Compressor
+Compressor: Any = object if module is None else module.compression.Compressor
 """The base class of compressors that Horovod knows."""
