@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from horovod_sparse.torch import DGC, LocalUpdates, NoOp, TopK, comm_hook, register
-from horovod_sparse.torch.detached import Detached, Waiting
+from horovod_sparse.torch.detached import Detached
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*all_gather:FutureWarning")
 
@@ -312,6 +313,18 @@ def test_no_thread_of_gloo_outlives_its_group() -> None:
     assert done.stdout and "gloo" not in done.stdout
 
 
+@pytest.mark.parametrize("make", [partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW], ids=["SGD", "AdamW"])
+def test_a_step_that_passes_by_what_register_has_left_is_refused(make: Any) -> None:
+    """Momentum would be applied twice, or updates would not be exchanged."""
+    model = make_model()
+    optimizer = make(model.parameters(), lr=0.1)
+    register(model, TopK(0.1, min_numel=0, warmup=None), optimizer)
+    backward(model)
+    with pytest.raises(RuntimeError, match="register has left"):
+        type(optimizer).step(optimizer)
+    optimizer.step()
+
+
 def values(model: nn.Module) -> torch.Tensor:
     return torch.cat([one.reshape(-1) for one in model.state_dict().values()])
 
@@ -320,7 +333,7 @@ def test_an_exception_at_any_line_leaves_no_parameter_moved() -> None:
     """Another one comes while they are restored."""
     model = nn.Linear(20, 30)
     parameters, before = [*model.parameters()], values(model)
-    detached = Detached(0.5, parameters, lambda: [Waiting(one, torch.ones_like(one), 0.1) for one in parameters])
+    detached = Detached(0.5, parameters, lambda: [(one, torch.ones_like(one), 0.1) for one in parameters])
     inputs = torch.ones(2, 20)
 
     def compute() -> None:

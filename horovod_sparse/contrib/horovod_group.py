@@ -1,4 +1,4 @@
-"""Horovod's collectives of a process set, started in the same order on all ranks: a `transport.Transport`."""
+"""Horovod's collectives of a process set, started in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from horovod_sparse.core.pipeline import Wait
 from horovod_sparse.core.stock import complete_global_set
 from horovod_sparse.exchange.protocols import Collective
 from horovod_sparse.torch.exchange import Collectives, as_line, from_lines
+from horovod_sparse.torch.group import Group
 
 _GIVEN_UP = None
 """What a rank tells the others, in place of any value, if it has left an exchange by an exception."""
 
 
-class HorovodGroup:
+class HorovodGroup(Group):
     """The ranks of a process set of Horovod. All groups of a set give collectives the same names, so they are used in turn."""
 
     def __init__(self, process_set: Any) -> None:

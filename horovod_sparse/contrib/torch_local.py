@@ -39,7 +39,7 @@ from horovod_sparse.torch.gradients import wide
 from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.movement import Movement
 from horovod_sparse.torch.parameters import check_memory, follow, held, is_sharded
-from horovod_sparse.torch.transport import GroupReducer, Transport
+from horovod_sparse.torch.transport import GroupReducer
 from horovod_sparse.torch.uncompiled import uncompiled
 
 _made = itertools.count()
@@ -194,19 +194,16 @@ class LocalUpdates:
                 "scaler.step must be given the optimizer itself, got LocalUpdates: call scaler.step(optimizer), "
                 "scaler.update(), and then local.count_step(), also where the scaler has left out the optimizer's step"
             )
-        loss = self.optimizer.step(self._closed(closure)) if closure is not None else self.optimizer.step()
-        self.count_step()
-        return loss
-
-    def _closed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure after which the parameters are those that the optimizer is to step from."""
 
         def closed() -> Any:
-            loss = closure()
+            loss = None if closure is None else closure()
+            # The optimizer is to step from where the parameters were.
             self._reducer.restore_moved()
             return loss
 
-        return closed
+        loss = self.optimizer.step() if closure is None else self.optimizer.step(closed)
+        self.count_step()
+        return loss
 
     def count_step(self) -> None:
         """Count a step that the optimizer has made, or that a `GradScaler` has left out. Exchange after every `every`-th.
@@ -360,7 +357,7 @@ def _names(optimizer: torch.optim.Optimizer, model: nn.Module, known: Sequence[s
 
 def _placed(
     model: nn.Module, names: Mapping[Tensor, str], group: Any
-) -> tuple[dict[Tensor, Tensor], Transport, Sequence[Transport]]:
+) -> tuple[dict[Tensor, Tensor], Group, Sequence[Group]]:
     """Return the parts of the parameters that are here, what joins the workers, and what joins the ranks of this one."""
     if any(map(is_sharded, names)):
         # They take a second to import.
@@ -377,7 +374,7 @@ def _placed(
     return held(names), transport_of(group, next(iter(names)).device), ()
 
 
-def transport_of(group: Any, device: torch.device) -> Transport:
+def transport_of(group: Any, device: torch.device) -> Group:
     """Return the collectives of a process set, or of a process group of `torch.distributed`; None for all workers."""
     with_horovod = stock.module is not None and stock.module.is_initialized()
     if with_horovod and (isinstance(group, stock.module.ProcessSet) or (group is None and not dist.is_initialized())):

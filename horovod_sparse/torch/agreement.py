@@ -37,7 +37,15 @@ def agree(
         ValueError: on every rank that differs from another one; the message has both values.
         TypeError: on every rank, if a parameter is complex.
     """
-    mine = _describe(optimizer, compressor, new, number)
+    names = optimizer._parameter_names
+    mine = {
+        **description(compressor, new, optimizer.param_groups),
+        "optimizer": "new" if number is None else str(number),
+        "op": op_name(optimizer.op, mpi_ops.Average, mpi_ops.Sum),
+        "sparse_as_dense": str(bool(optimizer.sparse_as_dense)),
+        "groups": [str([names[p] for p in group]) for group in dict.fromkeys(optimizer._p_to_group.values())],
+        "backward_passes_per_step": str(optimizer.backward_passes_per_step),
+    }
     sparse = [
         name
         for parameter, name in new.items()
@@ -47,7 +55,8 @@ def agree(
     key = (process_set.process_set_id, *process_set.ranks)
     # Before the first agreement an optimizer has no number, so the collective's name cannot contain it. The description
     # that is compared does.
-    everyone = gather_json([mine, sparse, _agreed[key], sums(new)], agreement_name(process_set), process_set)
+    name = f"horovod_sparse.{process_set.process_set_id}.agree"
+    everyone = gather_json([mine, sparse, _agreed[key], sums(new)], name, process_set)
     compare(mine, [theirs for theirs, *_ in everyone], mpi_ops.rank())
     values = [theirs for *_, theirs in everyone]
     warn_of_values([*new.values()], values, process_set.rank(), mpi_ops.rank(), "call hvd.broadcast_parameters first")
@@ -57,27 +66,3 @@ def agree(
         # The next optimizer gets another one.
         _agreed[key] = number + 1
     return number, {name for _, names, *_ in everyone for name in names}
-
-
-def agreement_name(process_set: Any) -> str:
-    """Return the collective's name, which is the same for all optimizers of a process set."""
-    return f"horovod_sparse.{process_set.process_set_id}.agree"
-
-
-def _describe(
-    optimizer: Any, compressor: TorchCompressor, new: Mapping[Tensor, str], number: int | None
-) -> dict[str, str | list[str]]:
-    names = optimizer._parameter_names
-    return {
-        **description(compressor, new, optimizer.param_groups),
-        "optimizer": "new" if number is None else str(number),
-        "op": op_name(optimizer.op, mpi_ops.Average, mpi_ops.Sum),
-        "sparse_as_dense": str(bool(optimizer.sparse_as_dense)),
-        "groups": [str([names[p] for p in group]) for group in dict.fromkeys(optimizer._p_to_group.values())],
-        "backward_passes_per_step": str(optimizer.backward_passes_per_step),
-    }
-
-
-def gather(value: object, process_set: Any) -> list[Any]:
-    """Return every rank's `value`, in the order of the process set, after the settings have been compared. Blocks."""
-    return gather_json(value, f"{agreement_name(process_set)}.state", process_set)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -32,13 +32,27 @@ def replace_step(optimizer: torch.optim.Optimizer, around: Callable[[Callable[..
     """Let `around(own_step, closure)` take the place of an optimizer's `step`, as schedulers of the learning rate do.
 
     PyTorch's own hooks would come twice where `step` calls that of its base, and not at all after an exception.
+    The optimizer then raises RuntimeError if it steps in any other way.
     """
-    own = optimizer.step
+    own, begun = optimizer.step, False
 
     @functools.wraps(getattr(own, "__func__", own))
     def step(_: object, closure: Callable[[], Any] | None = None) -> Any:
-        return around(own, closure)
+        nonlocal begun
+        begun = True
+        try:
+            return around(own, closure)
+        finally:
+            begun = False
 
+    def check(*_: object) -> None:
+        if not begun:
+            raise RuntimeError(
+                "optimizer.step must be that which register has left, to exchange gradients or updates, but it was replaced or "
+                "passed by; call register after what replaces it (Accelerator.prepare, for instance)"
+            )
+
+    optimizer.register_step_pre_hook(check)
     # Mypy has no notion of a method that one object alone has.
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
@@ -55,14 +69,16 @@ class DDPReducer(GroupReducer):
         """DDP's buckets of this step, and what tells DDP that each is reduced."""
         self._backward = _NO_BACKWARD
         """The number that PyTorch has given to the backward pass in which this step began."""
-        self._watches: bool | None = None
-        """Whether the steps of all optimizers are looked at, until one steps these parameters; None before the first bucket."""
+        self._watches = self.active and self.optimizer is None
+        """Whether all optimizers are looked at, until one steps these parameters."""
+        if self._watches:
+            self._watch_optimizers()
 
     # --- an optimizer that nobody has given ---
 
     def _watch_optimizers(self) -> None:
         """Warn once if an optimizer steps these parameters that had better be given to `register`."""
-        self._watches, known = True, weakref.ref(self)
+        known = weakref.ref(self)
 
         def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
             living, groups = known(), optimizer.param_groups
@@ -76,20 +92,6 @@ class DDPReducer(GroupReducer):
                     warn_unseen(living.compressor, type(optimizer).__name__, groups, instead)
 
         weakref.finalize(self, register_optimizer_step_pre_hook(look).remove)
-
-    # --- updates ---
-
-    def exchange_updates(self, optimizer: torch.optim.Optimizer) -> None:
-        """Exchange the updates of an optimizer in place of gradients, from now on."""
-        super().exchange_updates(optimizer)
-        optimizer.register_step_pre_hook(self._check_step_begun)
-
-    def _check_step_begun(self, *_: object) -> None:
-        if self.updates is not None and not self.updates.begun:
-            raise RuntimeError(
-                "optimizer.step must be that which register has left, to exchange updates, but it was replaced or passed by; "
-                "call register after what replaces it (Accelerator.prepare, for instance)"
-            )
 
     def scale_with(self, scaler: torch.amp.GradScaler) -> None:
         super().scale_with(scaler)
@@ -113,8 +115,6 @@ class DDPReducer(GroupReducer):
                 else:
                     Variable._execution_engine.queue_callback(self.restore_moved)
             return future
-        if self._watches is None and self.optimizer is None:
-            self._watch_optimizers()
         try:
             self._take_bucket(bucket)
             self._promised.append((buffer, future))
@@ -132,7 +132,12 @@ class DDPReducer(GroupReducer):
                 # Backward was interrupted.
                 self._give_up_reduction()
             self._backward = backward
-        self._check_known(bucket)
+        known = self._routes.names or self._given_names
+        if known and any(parameter not in known for parameter in bucket.parameters()):
+            raise ValueError(
+                f"compression must serve one model, but {self.compressor!r} is the hook of another one, too; give each model a "
+                "compressor of its own"
+            )
         if bucket.buffer().is_sparse:
             # DDP reduces sparse gradients alone, in a bucket each.
             names = [self._given_names.get(parameter, "(without a name)") for parameter in bucket.parameters()]
@@ -146,15 +151,6 @@ class DDPReducer(GroupReducer):
             for parameter in bucket.parameters():
                 self._take(parameter)
 
-    def _check_known(self, bucket: Any) -> None:
-        """Raise ValueError if a bucket is that of another model."""
-        known = self._routes.names or self._given_names
-        if known and any(parameter not in known for parameter in bucket.parameters()):
-            raise ValueError(
-                f"compression must serve one model, but {self.compressor!r} is the hook of another one, too; give each model a "
-                "compressor of its own"
-            )
-
     def state_dict(self) -> dict[str, Any]:
         if self._step.begun:
             # The last bucket of a backward pass ends the step, so this one was interrupted.
@@ -166,6 +162,11 @@ class DDPReducer(GroupReducer):
         super()._give_up_reduction()
 
     def _finish(self) -> None:
+        """End the step. When DDP has ended its own, write the gradients that it has left out, and raise what all ranks raise.
+
+        If that were raised before, training could not go on.
+        """
+        error: BaseException | None
         gradients, error = self._step.gradients, None
         self._complete()
         try:
@@ -173,21 +174,6 @@ class DDPReducer(GroupReducer):
             self._end_step(self.pipeline)
         except FloatingPointError as raised:
             error = raised
-        self._end_backward(gradients, error)
-        promised, self._promised = self._promised, []
-        for buffer, future in promised:
-            future.set_result(buffer)
-
-    def _end_backward(self, gradients: Mapping[Tensor, Tensor], error: BaseException | None) -> None:
-        """When DDP has ended its step, write the gradients that it has left out, and raise `error`, as all ranks do.
-
-        If it were raised before, training could not go on.
-        """
-        if self._backward == _NO_BACKWARD:
-            # This rank has no data left, and takes part in the steps of the others: DDP's `join`.
-            if error is not None:
-                raise error
-            return
 
         def end() -> None:
             for parameter, reduced in gradients.items():
@@ -203,6 +189,13 @@ class DDPReducer(GroupReducer):
             if error is not None:
                 raise error
 
-        # DDP ends its step in a callback that comes between these two.
-        engine = Variable._execution_engine
-        engine.queue_callback(lambda: engine.queue_callback(end))
+        if self._backward != _NO_BACKWARD:
+            # DDP ends its step in a callback that comes between these two.
+            engine = Variable._execution_engine
+            engine.queue_callback(lambda: engine.queue_callback(end))
+        elif error is not None:
+            # This rank has no data left, and takes part in the steps of the others: DDP's `join`.
+            raise error
+        promised, self._promised = self._promised, []
+        for buffer, future in promised:
+            future.set_result(buffer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet, finalize, ref
 
 import torch
@@ -18,13 +18,8 @@ from horovod_sparse.torch.uncompiled import uncompiled
 _log = logging.getLogger("horovod_sparse")
 
 
-class Waiting(NamedTuple):
-    """What waits of a parameter on this rank."""
-
-    parameter: Tensor
-    residual: Tensor
-    unit: float
-    """What the residual is multiplied by to become this rank's update: eta, or 1/s if it holds updates (`Lengths`)."""
+Waiting = tuple[Tensor, Tensor, float]
+"""A parameter, its residual, and what makes that an update: eta, or 1/s if it holds updates (`Lengths`)."""
 
 
 class Detached:
@@ -81,7 +76,7 @@ class Detached:
         parts: Iterable[Any] = module.modules()
         for part in parts:
             # Of a model in `DistributedDataParallel`, the one within is saved.
-            part.register_state_dict_pre_hook(_Hook(self, Detached._leave))
+            part.register_state_dict_pre_hook(_Hook(self, lambda detached, _: detached.restore()))
         self._enter(module)
         if not self._not_found:
             self._search.remove()
@@ -109,9 +104,6 @@ class Detached:
                 # CUDA graphs, cuDNN and `fully_shard` remember where parameters are.
                 self._moved[parameter] = other.copy_(value), parameter._version
                 value.sub_(residual, alpha=part)
-
-    def _leave(self, _: nn.Module) -> None:
-        self.restore()
 
     @torch.no_grad()
     def restore(self) -> None:

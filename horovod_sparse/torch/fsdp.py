@@ -6,8 +6,7 @@ rank. The ranks that hold the same shard of different replicas exchange it here,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,8 +32,7 @@ class ShardedReducer(GroupReducer):
         compressor: what it serves from now on.
         replicas: the ranks with the same shards.
         mesh: the ranks that hold this replica.
-        modules: those that `fully_shard` was called for.
-        names: the model's parameters, with their names.
+        model: what `fully_shard` was called for.
         optimizer: whose steps exchange.
     """
 
@@ -43,35 +41,27 @@ class ShardedReducer(GroupReducer):
         compressor: TorchCompressor,
         replicas: Group,
         mesh: DeviceMesh,
-        modules: Sequence[FSDPModule],
-        names: Mapping[Tensor, str],
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
     ) -> None:
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._parts = held(names)
         given = {part: names[parameter] for parameter, part in self._parts.items() if part.numel()}
         super().__init__(compressor, replicas, given, optimizer)
-        self._modules = modules
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.shards = shards_of(mesh, next(iter(self._parts.values())).device)
         self._place = f"{mesh.get_coordinate()} of {list(mesh.shape)}"
         """Which shard of each parameter is here."""
-        self._is_new = self._synchronized = self._steps = False
-        """Whether backward has made gradients since the last step, whether they are reduced, and whether a step goes on."""
+        self._is_new = self._synchronized = False
+        """Whether backward has made gradients since the last step, and whether they are reduced."""
         for parameter in names:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
-        optimizer.register_step_pre_hook(self._check_step)
         # A `GradScaler` then calls `step` also where gradients overflow, and is refused there.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
     def _note_gradient(self, _: Tensor) -> None:
         self._is_new, self._synchronized = True, False
-
-    def _check_step(self, *_: object) -> None:
-        if not self._steps:
-            raise RuntimeError(
-                "optimizer.step must be that which register has left, to exchange gradients, but it was replaced or passed by; "
-                "call register after what replaces it"
-            )
 
     # --- a step ---
 
@@ -83,21 +73,16 @@ class ShardedReducer(GroupReducer):
                 "optimizer must be stepped without a GradScaler where fully_shard has sharded the model: replicas would leave "
                 "out different steps; use bfloat16 (MixedPrecisionPolicy(param_dtype=torch.bfloat16)), which needs no scaler"
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._steps = True
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         try:
             # `torch.distributed.checkpoint` makes steps without anything, so that the optimizer has a state.
-            is_empty = not self._is_new and not any(float(group["lr"]) for group in self.optimizer.param_groups)
-            if not is_empty:
+            if self._is_new or any(float(group["lr"]) for group in self.optimizer.param_groups):
                 super().step(own_step, None, self.synchronize)
-                return loss
-            with nullcontext() if self.momentum is None else self.momentum.left_out():
-                own_step()
+            else:
+                self._step_locally(own_step)
         finally:
-            self._is_new = self._synchronized = self._steps = False
+            self._is_new = self._synchronized = False
             for part in self._parts.values():
                 part.grad = None
         return loss
@@ -198,8 +183,7 @@ def register_sharded(
             f"optimizer must have all parameters of the model that require gradients, got none of {absent}; make it after "
             "fully_shard, which replaces the parameters"
         )
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    reducer = ShardedReducer(compression, replicas, mesh, modules, names, optimizer)
+    reducer = ShardedReducer(compression, replicas, mesh, model, optimizer)
     if not reducer.active:
         return
     reducer.serve(optimizer, optimizer.step, names, updates=updates)
@@ -215,7 +199,20 @@ def shards_of(mesh: DeviceMesh, device: torch.device) -> list[Group]:
 
 def replicas_of(replicate: Any, mesh: DeviceMesh, device: torch.device) -> Group:
     """Return the ranks with this rank's shard. Raise if `replicate`, a mesh or a process group, has other ranks."""
-    replicas = Group(_group_of(replicate), device)
+    group = replicate
+    if isinstance(replicate, DeviceMesh):
+        if replicate.ndim != 1:
+            raise ValueError(
+                f"replicate must be a mesh of one dimension, got {replicate}; pass the dimension of the replicas, such as "
+                'mesh["replicate"]'
+            )
+        group = replicate.get_group()
+    elif not isinstance(replicate, dist.ProcessGroup):
+        raise TypeError(
+            f"replicate must be a mesh of one dimension, or a process group, of the ranks with the same shard, got "
+            f'{replicate!r}; pass mesh["replicate"] of a mesh with the dimensions ("replicate", "shard")'
+        )
+    replicas = Group(group, device)
     ranks = {dist.get_global_rank(replicas.group, position) for position in range(replicas.world)}
     common = ranks.intersection(mesh.mesh.flatten().tolist())
     if len(common) > 1:
@@ -262,20 +259,3 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
     # Releases before 2.13 have one for each module.
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
-
-
-def _group_of(replicate: Any) -> Any:
-    """Return the process group of the replicas."""
-    if isinstance(replicate, DeviceMesh):
-        if replicate.ndim != 1:
-            raise ValueError(
-                f"replicate must be a mesh of one dimension, got {replicate}; pass the dimension of the replicas, such as "
-                'mesh["replicate"]'
-            )
-        return replicate.get_group()
-    if not isinstance(replicate, dist.ProcessGroup):
-        raise TypeError(
-            f"replicate must be a mesh of one dimension, or a process group, of the ranks with the same shard, got "
-            f'{replicate!r}; pass mesh["replicate"] of a mesh with the dimensions ("replicate", "shard")'
-        )
-    return replicate

@@ -1,8 +1,8 @@
-"""Reads gradients from parameters, and puts reduced ones where the optimizer looks for them. Never imports Horovod."""
+"""Puts reduced gradients where the optimizer looks for them. Never imports Horovod."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,57 +12,30 @@ from horovod_sparse.exchange.protocols import Reduced
 from horovod_sparse.ops.protocol import Part
 
 _WIDE = (torch.float32, torch.float64)
-_HALF = (torch.float16, torch.bfloat16)
-
-
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return a parameter's gradient as a dense tensor; None if it has none, or is not trained at the moment."""
-    gradient = parameter.grad
-    if gradient is None or not parameter.requires_grad:
-        return None
-    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def write_reduced(
     slots: Sequence[Slot], reduced: Reduced, *, parameters: Mapping[str, Tensor], as_sparse: Collection[Tensor]
 ) -> list[str]:
-    """Write the sum of all ranks' entries to the gradients of parameters, in their own memory where that is possible.
-
-    `parameters` has them by name. Return the names of those whose gradients cannot hold it (`infinite`).
-    """
+    """Do as `write_to`, for the gradients of `parameters`, which are found by name, in their own memory where possible."""
     targets: list[tuple[Slot, Tensor]] = []
-    later: list[tuple[Slot, Tensor, Tensor]] = []
     for slot in slots:
         parameter = parameters[slot.name]
-        target = parameter.grad
         if not parameter.requires_grad:
             continue
-        if target is None or target.is_sparse or (as_sparse and parameter in as_sparse):
-            target = torch.empty(parameter.shape, dtype=wide(parameter), device=parameter.device)
-            later.append((slot, parameter, target))
-        targets.append((slot, target))
+        if parameter.grad is None or parameter.grad.is_sparse:
+            parameter.grad = torch.empty_like(parameter)
+        targets.append((slot, parameter.grad))
     beyond = write_to(targets, reduced)
-    for slot, parameter, target in later:
+    for slot, target in targets if as_sparse else ():
         # The gradient is sparse on all ranks or dense on all, whatever a rank has: optimizers round the two differently.
-        if parameter in as_sparse:
-            parameter.grad = target.to(parameter.dtype).to_sparse()
-        else:
-            parameter.grad = torch.empty_like(parameter).copy_(target)
-        beyond += infinite([(slot.name, parameter.grad)])
+        if parameters[slot.name] in as_sparse:
+            parameters[slot.name].grad = target.to_sparse()
     return beyond
 
 
-def infinite(gradients: Iterable[tuple[str, Tensor | None]]) -> list[str]:
-    """Return the names of gradients in half precision that hold infinity. A device is waited for once."""
-    half = [(name, tensor) for name, tensor in gradients if tensor is not None and tensor.dtype in _HALF]
-    if not half:
-        return []
-    found = torch.stack([(t._values() if t.is_sparse else t).isinf().any() for _, t in half]).tolist()
-    return [name for (name, _), is_infinite in zip(half, found, strict=True) if is_infinite]
-
-
 def write_to(targets: Sequence[tuple[Slot, Tensor]], reduced: Reduced) -> list[str]:
-    """Write the sum of all ranks' entries to dense tensors, one for each slot. Return those that cannot hold it."""
+    """Write the sum of all ranks' entries to dense tensors, one for each slot. Return those in half precision that overflow."""
     parts: list[Part] = []
     rounded: list[tuple[Tensor, Tensor]] = []
     for slot, target in targets:
@@ -76,7 +49,12 @@ def write_to(targets: Sequence[tuple[Slot, Tensor]], reduced: Reduced) -> list[s
     reduced.write(parts)
     for target, flat in rounded:
         target.copy_(flat.view(target.shape))
-    return infinite((slot.name, target) for slot, target in targets)
+    half = [(slot.name, target) for slot, target in targets if target.dtype not in _WIDE]
+    if not half:
+        return []
+    # A device is waited for once.
+    found = torch.stack([target.isinf().any() for _, target in half]).tolist()
+    return [name for (name, _), is_infinite in zip(half, found, strict=True) if is_infinite]
 
 
 def wide(tensor: Tensor) -> torch.dtype:

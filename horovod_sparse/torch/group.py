@@ -22,7 +22,7 @@ _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else 
 
 
 class Group:
-    """A process group.
+    """A process group. `position` is this rank's number in it, and `rank` that among all ranks.
 
     Args:
         group: the process group; None for the default one.
@@ -45,25 +45,25 @@ class Group:
 
     def start(self, collective: Collective) -> Wait:
         """Start a collective, and return a function that waits for its result. An allreduce is in place."""
-        message = collective.message.contiguous()
-        work, result = self._begin(collective, message)
+        message: Tensor = collective.message.contiguous()
+        result = message
+        where: dict[str, Any] = {"group": self.group, "async_op": True}
+        if collective.kind != "allreduce":
+            rows = self.world * len(message) if collective.kind == "allgather" else len(message)
+            result = message.new_empty((rows if collective.of is None else sum(collective.of), *message.shape[1:]))
+        if collective.kind == "allreduce":
+            work = dist.all_reduce(message, **where)
+        elif collective.kind == "allgather":
+            work = _all_gather(result, message, **where)
+        else:
+            to, of = (None if rows is None else [*rows] for rows in (collective.to, collective.of))
+            work = dist.all_to_all_single(result, message, of, to, **where)
 
         def wait() -> Tensor:
             work.wait()
             return result
 
         return wait
-
-    def _begin(self, collective: Collective, message: Tensor) -> tuple[Any, Tensor]:
-        where: dict[str, Any] = {"group": self.group, "async_op": True}
-        if collective.kind == "allreduce":
-            return dist.all_reduce(message, **where), message
-        rows = self.world * len(message) if collective.kind == "allgather" else len(message)
-        result = message.new_empty((rows if collective.of is None else sum(collective.of), *message.shape[1:]))
-        if collective.kind == "allgather":
-            return _all_gather(result, message, **where), result
-        to, of = (None if rows is None else [*rows] for rows in (collective.to, collective.of))
-        return dist.all_to_all_single(result, message, of, to, **where), result
 
     def everyone(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order. Blocks. Uses JSON, because data from other machines is not unpickled."""
@@ -75,5 +75,5 @@ class Group:
         return [json.loads(one[:length].numpy().tobytes()) for one, length in zip(lines, lengths, strict=True)]
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a block that does nothing: a rank of `torch.distributed` that raises must end."""
+        """Return a block that all ranks enter. It does nothing: a rank of `torch.distributed` that raises must end."""
         return nullcontext()

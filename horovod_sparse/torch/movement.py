@@ -70,8 +70,6 @@ class Updates:
         self._optimizer = optimizer
         self._copies: dict[Tensor, Tensor] = {}
         """They are kept from step to step, because memory that is new takes longer."""
-        self.begun = False
-        """Whether the optimizer may step now."""
         self._trained: list[Tensor] = []
         """The parameters that move in this step. Of sharded ones, `Movement` has the parts that are here."""
         self._not_finite: dict[Tensor, Tensor] = {}
@@ -92,18 +90,15 @@ class Updates:
             reduce: replaces the movements, which are the gradients of these parameters, by their means over the workers.
             give_up: is called if this worker does not get as far as `reduce`.
         """
-        movement: Movement | None = None
+        movement = Movement([], [])
         try:
             movement = self._begin()
             result = own()
             drifts = self._drifts(movement)
         except BaseException:
-            if movement is not None:
-                movement.restore()
+            movement.restore()
             give_up()
             raise
-        finally:
-            self.begun = False
         self._exchange(movement, drifts, reduce)
         return result
 
@@ -125,20 +120,16 @@ class Updates:
         _copy(movement.copies, parts)
         self._not_finite = {}
         gradients = {one: local_part(one.grad) for one in self._trained if one.grad is not None}
-        if self._unscaled([*gradients.values()]) and not _are_finite([*gradients.values()]):
+        if self._unscaled([*gradients.values()]) and not are_finite([*gradients.values()]):
             self._not_finite = gradients
             self._drop_gradients()
-        self.begun = True
         return movement
 
     def _unscaled(self, gradients: Sequence[Tensor]) -> bool:
         """Do what a `GradScaler` leaves to the optimizer. Return False if the step is left out on this worker."""
         # Optimizers that are not fused refuse to step with these.
-        given = self._scaler = {
-            name: vars(self._optimizer).pop(name)
-            for name in ("grad_scale", "found_inf")
-            if name in vars(self._optimizer)
-        }
+        told = vars(self._optimizer)
+        given = self._scaler = {name: told.pop(name) for name in ("grad_scale", "found_inf") if name in told}
         if given.get("found_inf"):
             self._drop_gradients()
             return False
@@ -198,7 +189,7 @@ def _room(parameter: Tensor) -> Tensor:
     return local_part(gradient)
 
 
-def _are_finite(gradients: Sequence[Tensor]) -> bool:
+def are_finite(gradients: Sequence[Tensor]) -> bool:
     """Return whether all entries of some gradients are finite. Waits once for a device, if they are."""
     values = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
     # A sum is not finite if any entry is not. Those of finite entries may overflow too.

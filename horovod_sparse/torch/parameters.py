@@ -85,17 +85,13 @@ def check_real(named: Mapping[Tensor, str]) -> None:
 def check_memory(named: Mapping[Tensor, str]) -> None:
     """Raise TypeError if a parameter has no memory of its own: a DTensor, another wrapper of tensors, or one on "meta"."""
     for parameter, name in named.items():
-        if parameter.numel() and not _address(parameter):
+        try:
+            address = parameter.data_ptr()
+        except RuntimeError:
+            address = 0
+        if parameter.numel() and not address:
             raise TypeError(
                 f"parameter {name!r} must have its values in memory of its own, got a {type(parameter).__name__} on "
                 f"{parameter.device} without any; use plain tensors with DistributedDataParallel or Horovod's optimizer, or "
                 "register a model of fully_shard; give tensors on 'meta' their values first"
             )
-
-
-def _address(tensor: Tensor) -> int:
-    """Return where the values of a tensor begin; 0 if nowhere."""
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return 0

@@ -37,15 +37,15 @@ from horovod_sparse.core.agreement import (
 )
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Slot
-from horovod_sparse.core.pipeline import AnyBucket, Wait
+from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
 from horovod_sparse.core.state import empty_state, holds_anything
 from horovod_sparse.exchange.protocols import Collective, Reduced
-from horovod_sparse.torch.agreement import agree, gather
-from horovod_sparse.torch.compiled import tensor_ops
+from horovod_sparse.torch.agreement import agree
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.elastic_jobs import align
-from horovod_sparse.torch.exchange import Collectives, empty_sparse
-from horovod_sparse.torch.gradients import gradient_of, write_reduced
+from horovod_sparse.torch.exchange import Collectives, empty_sparse, gather_json
+from horovod_sparse.torch.gradients import write_reduced
+from horovod_sparse.torch.movement import are_finite
 from horovod_sparse.torch.routes import OptimizerRoutes
 from horovod_sparse.torch.step import Step
 from horovod_sparse.torch.store import WITH_SCALER, TensorReducer
@@ -66,7 +66,6 @@ class Reducer(TensorReducer):
     def __init__(self, optimizer: Any, compressor: TorchCompressor, own_step: Callable[..., Any]) -> None:
         super().__init__(compressor)
         self.optimizer = optimizer
-        self._ops = tensor_ops()
         self._process_set = optimizer.process_set
         self.active = self._process_set.included() and compresses(self._process_set.size())
         updates = exchanges_updates(compressor, optimizer.param_groups)
@@ -150,16 +149,13 @@ class Reducer(TensorReducer):
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             try:
                 self._step.handed[parameter] = hand_over(parameter.grad)
-                if not self._holds_back and parameter in self._routes.names:
+                held_back = self.pipeline is None or self.compressor.holds_back or self._collectives.given_up
+                if not held_back and parameter in self._routes.names:
                     self._begin_step()
                     self._take(parameter)
             except BaseException:
                 self._give_up_step()
                 raise
-
-    @property
-    def _holds_back(self) -> bool:
-        return self.pipeline is None or self.compressor.holds_back or self._collectives.given_up
 
     def _take_sparse(self, parameter: Tensor) -> None:
         trained = parameter.grad is not None and parameter.requires_grad
@@ -171,7 +167,7 @@ class Reducer(TensorReducer):
     def _world(self) -> int:
         return int(self._process_set.size())
 
-    def _start(self, bucket: AnyBucket, collective: Collective) -> Wait:
+    def _start(self, bucket: AnyBucket | None, collective: Collective) -> Wait:
         """Do as the base says. If ranks in other steps would begin with another collective, one of that kind goes first.
 
         It has the name of theirs. Its type tells what follows, and is never that of a message, so that Horovod raises on all
@@ -180,6 +176,9 @@ class Reducer(TensorReducer):
         """
         kind, message, to, *_ = collective
         start = self._collectives.start
+        if bucket is None:
+            # The name is no parameter's.
+            return start(kind, message, ".sample")
         if bucket.stands_in is None:
             return start(kind, message, f"{bucket.name}.{bucket.rounds}", to, bucket)
         marker = message.new_zeros(bucket.world, dtype=torch.uint8)
@@ -191,12 +190,11 @@ class Reducer(TensorReducer):
         routes = self._routes
         return write_reduced(slots, reduced, parameters=routes.in_buckets, as_sparse=routes.sparse_as_dense)
 
-    def _start_sum(self, message: Tensor) -> Wait:
-        # The name is no parameter's.
-        return self._collectives.start("allreduce", message, ".sample")
-
     def _gradient(self, parameter: Tensor) -> Tensor | None:
-        return gradient_of(parameter)
+        gradient = parameter.grad
+        if gradient is None or not parameter.requires_grad:
+            return None
+        return gradient.to_dense() if gradient.is_sparse else gradient
 
     # --- reduced gradients out ---
 
@@ -223,9 +221,11 @@ class Reducer(TensorReducer):
             return
         if self.active:
             try:
-                if self._prepare():
+                self._prepare()
+                if self.pipeline is not None:
+                    self._collectives.clear_up()
                     self._complete()
-                    self._end_sparse()
+                    self._end_sparse(self.pipeline)
             except BaseException:
                 self._give_up_step()
                 if self._collectives.told:
@@ -249,25 +249,22 @@ class Reducer(TensorReducer):
         if self.pipeline is not None and self.scaler is None:
             self.note_reduced()
 
-    def _prepare(self) -> bool:
-        """Agree on new parameters, and meet the other ranks after a step that was given up. Return whether there are any."""
+    def _prepare(self) -> None:
+        """Agree on new parameters."""
         try:
             self.check_unchanged()
             self._routes.adopt()
-            if not self._routes.complete:
+            if len(self._routes.names) < len(self.optimizer._requires_update):
                 self._extend_routes()
         except BaseException:
             self._give_up_reduction()
             raise
-        if self.pipeline is not None:
-            self._collectives.clear_up()
-        return self.pipeline is not None
 
-    def _end_sparse(self) -> None:
+    def _end_sparse(self, pipeline: Pipeline) -> None:
         for parameter, wait in self._step.sparse.items():
             reduced = wait()
-            if self.pipeline is not None and not self._ops.all_finite(reduced._values()):
-                self.pipeline.note_not_finite(self._routes.names[parameter])
+            if not pipeline.ops.all_finite(reduced._values()):
+                pipeline.note_not_finite(self._routes.names[parameter])
             if parameter.requires_grad:
                 parameter.grad = reduced
 
@@ -326,9 +323,7 @@ class Reducer(TensorReducer):
         """Give up the step and raise RuntimeError if a GradScaler seems to have left it out on this rank alone."""
         self.check_unchanged()
         for parameter, (gradient, *_) in self._step.handed.items():
-            if gradient is not None and not self._ops.all_finite(
-                gradient._values() if gradient.is_sparse else gradient
-            ):
+            if gradient is not None and not are_finite([gradient]):
                 name = self.optimizer._parameter_names[parameter]
                 self._give_up_step()
                 raise RuntimeError(
@@ -370,18 +365,14 @@ class Reducer(TensorReducer):
         if is_elastic() and self.pipeline is None:
             self.deferred = align(self.deferred)
             deferred = self.deferred or deferred
-        everyone = partial(gather, process_set=self._process_set)
+        # Before there is a number, names are the same for all optimizers of a process set.
+        prefix = f"horovod_sparse.{self._process_set.process_set_id}."
+        everyone = partial(gather_json, name=f"{prefix}agree.state", process_set=self._process_set)
         agree_on_states(lambda: self._check(deferred, self._routes.shapes(left_out)), everyone, mpi_ops.rank())
         self._number = number
-        self._collectives.prefix = f"horovod_sparse.{self._process_set.process_set_id}.{self._number}."
-        self._extend(
-            new,
-            found,
-            everyone,
-            position=self._process_set.rank(),
-            rank=mpi_ops.rank(),
-            averages=self._averages,
-        )
+        self._collectives.prefix = f"{prefix}{number}."
+        position = self._process_set.rank()
+        self._extend(new, found, everyone, position=position, rank=mpi_ops.rank(), averages=self._averages)
         self.sparse = [self._routes.names[parameter] for parameter in self._routes.sparse]
 
     # --- statistics and state: see `Store` ---

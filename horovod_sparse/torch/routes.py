@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_sparse.core.layout import Parameter, Slot, planned
+from horovod_sparse.core.layout import Parameter, planned
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.parameters import check_memory
@@ -52,25 +52,23 @@ class Routes:
             if name in sparse:
                 self.sparse_as_dense.add(parameter)
             here[name] = parameter
-        buckets, dense = planned(self._describe(here), self._compressor, pipeline.world)
-        pipeline.add_buckets(buckets, here.__getitem__)
-        pipeline.add_dense(dense, here.__getitem__)
-        self.names.update(new)
-        self.in_buckets.update(here)
-
-    def _describe(self, named: dict[str, Tensor]) -> list[Parameter]:
         members = self._groups or {}
-        groups = {group: number for number, group in enumerate(dict.fromkeys(members.values()))}
-        return [
+        numbers = {group: number for number, group in enumerate(dict.fromkeys(members.values()))}
+        described = [
             Parameter(
                 name,
                 tuple(parameter.shape),
                 self._compressor.residual_dtype_of(parameter),
                 str(parameter.device),
-                groups[members[parameter]] if groups else None,
+                numbers[members[parameter]] if numbers else None,
             )
-            for name, parameter in named.items()
+            for name, parameter in here.items()
         ]
+        buckets, dense = planned(described, self._compressor, pipeline.world)
+        pipeline.add_buckets(buckets, here.__getitem__)
+        pipeline.add_dense(dense, here.__getitem__)
+        self.names.update(new)
+        self.in_buckets.update(here)
 
 
 class OptimizerRoutes(Routes):
@@ -98,11 +96,6 @@ class OptimizerRoutes(Routes):
                     accumulator.register_hook(optimizer._make_hook(parameter))
                     optimizer._grad_accs.append(accumulator)
 
-    @property
-    def complete(self) -> bool:
-        """True if every parameter that is to be reduced has a route."""
-        return len(self.names) >= len(self._optimizer._requires_update)
-
     def without_route(self) -> dict[Tensor, str]:
         """Return the parameters that are to be reduced and have no route yet, with their names."""
         optimizer = self._optimizer
@@ -121,12 +114,3 @@ class OptimizerRoutes(Routes):
             for parameter, name in optimizer._parameter_names.items()
             if parameter in optimizer._requires_update and name not in sparse
         }
-
-
-def check_shape(parameter: Tensor, slot: Slot) -> None:
-    """Raise ValueError if a parameter has another shape than when it got its route."""
-    if parameter.shape != slot.shape:
-        raise ValueError(
-            f"parameter {slot.name!r} must keep its shape, which was {slot.shape} in its first step, got "
-            f"{tuple(parameter.shape)}: its residual has the first one; make a new optimizer and a new compression"
-        )

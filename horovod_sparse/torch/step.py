@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -15,14 +13,6 @@ from horovod_sparse.torch.unchanged import Handed
 
 _TOGETHER = 2**18
 """Bytes of gradients that are taken together; a processor's cache holds as many."""
-
-
-@dataclass
-class _Waiting:
-    """Gradients of a bucket that will be taken together."""
-
-    arrived: list[Arrived] = field(default_factory=list)
-    nbytes: int = 0
 
 
 @dataclass
@@ -46,27 +36,24 @@ class Step:
     sparse: dict[Tensor, Wait] = field(default_factory=dict)
     sample: Tensor | None = None
     """What tells how long an update is (`Lengths`); None if none grows."""
-    _waiting: defaultdict[str, _Waiting] = field(default_factory=lambda: defaultdict(_Waiting))
-    """The gradients that wait to be taken together, by bucket."""
-    _learning_rates: dict[Tensor, float] = field(default_factory=dict)
+    _waiting: defaultdict[str, list[Arrived]] = field(default_factory=lambda: defaultdict(list))
+    """The gradients that wait to be taken together, by bucket, and how many bytes they have."""
+    _nbytes: Counter[str] = field(default_factory=Counter)
+    learning_rates: dict[Tensor, float] = field(default_factory=dict)
+    """Those of the parameters, for `lr_in_residual`."""
 
     def collect(self, bucket: AnyBucket, arrived: Arrived) -> list[Arrived]:
         """Return a bucket's gradients to take now: large ones at once, while they are in the caches, small ones together."""
-        waiting = self._waiting[bucket.name]
-        waiting.arrived.append(arrived)
+        name, waiting = bucket.name, self._waiting[bucket.name]
+        waiting.append(arrived)
         if arrived.gradient is not None:
-            waiting.nbytes += arrived.gradient.nbytes
-        if waiting.nbytes < _TOGETHER and len(waiting.arrived) < len(bucket.missing):
+            self._nbytes[name] += arrived.gradient.nbytes
+        if self._nbytes[name] < _TOGETHER and len(waiting) < len(bucket.missing):
             return []
-        return self._waiting.pop(bucket.name).arrived
+        self._nbytes[name] = 0
+        return self._waiting.pop(name)
 
     @property
     def waiting(self) -> set[str]:
         """The names of the parameters whose gradients wait to be taken together with others."""
-        return {arrived.name for waiting in self._waiting.values() for arrived in waiting.arrived}
-
-    def learning_rate(self, parameter: Tensor, groups: Iterable[Mapping[str, Any]]) -> float:
-        """Return a parameter's learning rate. All are looked up when the first one is needed."""
-        if not self._learning_rates:
-            self._learning_rates.update((member, float(group["lr"])) for group in groups for member in group["params"])
-        return self._learning_rates[parameter]
+        return {arrived.name for waiting in self._waiting.values() for arrived in waiting}

@@ -26,7 +26,7 @@ from horovod_sparse.torch.device import on_gpu
 from horovod_sparse.torch.momentum import MovedMomentum, is_sgd, moved_momentum
 from horovod_sparse.torch.movement import Sample, Updates
 from horovod_sparse.torch.parameters import local_part
-from horovod_sparse.torch.routes import Routes, check_shape
+from horovod_sparse.torch.routes import Routes
 from horovod_sparse.torch.step import Step
 
 WITH_SCALER = (
@@ -69,16 +69,12 @@ class TensorReducer(Store):
         """The number of ranks that exchange."""
 
     @abstractmethod
-    def _start_sum(self, message: Tensor) -> Wait:
-        """Start an allreduce that is no bucket's, once in a step."""
-
-    @abstractmethod
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the gradient of a parameter in this step, as a dense tensor; None if there is none."""
 
     @abstractmethod
-    def _start(self, bucket: AnyBucket, collective: Collective) -> Wait:
-        """Start a bucket's next collective, and return a function that waits for its result."""
+    def _start(self, bucket: AnyBucket | None, collective: Collective) -> Wait:
+        """Start a bucket's next collective, or the only one without a bucket. Return what waits for its result."""
 
     @abstractmethod
     def _write(self, slots: Sequence[Slot], reduced: Reduced) -> list[str]:
@@ -101,8 +97,12 @@ class TensorReducer(Store):
         if not step.begun:
             step.begun = True
             self._drop_frozen(pipeline)
+            if pipeline.intake.in_updates:
+                groups = self._param_groups
+                step.learning_rates = {one: float(group["lr"]) for group in groups for one in group["params"]}
             gradients = map(self._gradient, self._routes.in_buckets.values())
-            pipeline.start_step((one for one in gradients if one is not None), self._scale, undoes=self.undoes)
+            scale = None if self.scaler is None else float(self.scaler.get_scale())
+            pipeline.start_step((one for one in gradients if one is not None), scale, undoes=self.undoes)
 
     def _take(self, parameter: Tensor) -> None:
         """Give a gradient to the pipeline, and start the exchange of its bucket once that is complete."""
@@ -115,8 +115,12 @@ class TensorReducer(Store):
             self._take_sparse(parameter)
             return
         bucket = pipeline.bucket_of[name]
-        check_shape(parameter, bucket.slots[name])
-        rate = step.learning_rate(parameter, self._param_groups) if pipeline.intake.in_updates else None
+        if parameter.shape != bucket.slots[name].shape:
+            raise ValueError(
+                f"parameter {name!r} must keep its shape, which was {bucket.slots[name].shape} in its first step, got "
+                f"{tuple(parameter.shape)}: its residual has the first one; make a new optimizer and a new compression"
+            )
+        rate = step.learning_rates[parameter] if step.learning_rates else None
         gradients = step.collect(bucket, Arrived(name, self._gradient(parameter), rate))
         if gradients and pipeline.arrive_together(bucket, gradients) is not None:
             step.exchanges[bucket.name] = self._start(bucket, bucket.begin())
@@ -132,7 +136,7 @@ class TensorReducer(Store):
         for parameter in self._routes.names:
             if parameter not in step.taken:
                 self._take(parameter)
-        sums = None if step.sample is None else self._start_sum(step.sample)
+        sums = None if step.sample is None else self._start(None, Collective("allreduce", step.sample))
         # The order is the same on every rank, so that all have started the same collectives if one of the exchanges raises.
         under_way = [(bucket, step.exchanges[bucket.name]) for bucket in pipeline.all_buckets]
         pipeline.complete(under_way, self._write, self._start)
@@ -180,11 +184,6 @@ class TensorReducer(Store):
 
     # --- updates in place of gradients, and parameters that move while gradients are computed ---
 
-    def exchange_updates(self, optimizer: torch.optim.Optimizer) -> None:
-        """Exchange the updates of an optimizer in place of gradients, from now on."""
-        self.updates = Updates(optimizer)
-        self.lengths.grow = divides(optimizer.param_groups)
-
     def serve(
         self,
         optimizer: torch.optim.Optimizer,
@@ -199,7 +198,8 @@ class TensorReducer(Store):
         `own_step` is the optimizer's own, and `names` are those of its parameters.
         """
         if self.active and updates:
-            self.exchange_updates(optimizer)
+            self.updates = Updates(optimizer)
+            self.lengths.grow = divides(optimizer.param_groups)
         elif self.active and moves:
             self.momentum = moved_momentum(self.compressor, optimizer, own_step, names)
         # By itself only where the unit of updates is known.
@@ -212,16 +212,18 @@ class TensorReducer(Store):
         """Let the optimizer step, with gradients that `reduce` reduces, or exchange its update. Return the closure's result."""
         if self.updates is not None:
             return self.step_alone(own_step if closure is None else partial(own_step, closure))
-        loss = None
-        if closure is not None:
-            # Before the momentum is left out, because backward reads it.
-            with torch.enable_grad():
-                loss = closure()
+        # Before the momentum is left out, because backward reads it.
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         if reduce is not None:
             reduce()
+        self._step_locally(own_step)
+        return loss
+
+    def _step_locally(self, own_step: Callable[..., Any]) -> None:
+        """Let the optimizer step with its gradients as they are, without the momentum that has moved."""
         with nullcontext() if self.momentum is None else self.momentum.left_out():
             own_step()
-        return loss
 
     def step_alone(self, step: Callable[[], Any]) -> Any:
         """Let the optimizer step with this rank's gradients, and exchange its update."""
@@ -261,7 +263,7 @@ class TensorReducer(Store):
                 if parameter.requires_grad and name in residuals:
                     # A state that was loaded may be in the host's memory.
                     residual = residuals[name].view(local_part(parameter).shape).to(parameter.device)
-                    found.append(Waiting(parameter, residual, known.get(name, rate)))
+                    found.append((parameter, residual, known.get(name, rate)))
         return found
 
     def note_reduced(self) -> None:
@@ -300,8 +302,3 @@ class TensorReducer(Store):
         except FloatingPointError as error:
             error.args = (f"{error}. {WITH_SCALER}",)
             raise
-
-    @property
-    def _scale(self) -> float | None:
-        """The loss scale of this step, if there is a scaler."""
-        return None if self.scaler is None else float(self.scaler.get_scale())

@@ -6,8 +6,7 @@ Where gradients come from is left to others: DDP's hook (`ddp`) and local update
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,34 +14,16 @@ from torch import Tensor
 from horovod_sparse.core.agreement import agree_on_states, check_steps, compare
 from horovod_sparse.core.binding import compresses
 from horovod_sparse.core.layout import Slot
-from horovod_sparse.core.pipeline import AnyBucket, Pipeline, Wait
+from horovod_sparse.core.pipeline import AnyBucket, Wait
 from horovod_sparse.core.state import empty_state
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.torch.compressors import TorchCompressor
 from horovod_sparse.torch.gradients import write_to
+from horovod_sparse.torch.group import Group
 from horovod_sparse.torch.parameters import check_real, description
 from horovod_sparse.torch.routes import Routes
 from horovod_sparse.torch.step import Step
 from horovod_sparse.torch.store import TensorReducer
-
-
-class Transport(Protocol):
-    """The collectives of some ranks. All of them start the same ones in the same order."""
-
-    world: int
-    position: int
-    """This rank's number among them."""
-    rank: int
-    """This rank's number among all, for messages."""
-
-    def everyone(self, value: Any) -> list[Any]:
-        """Return every rank's value, which JSON can hold, in rank order. Blocks."""
-
-    def start(self, collective: Collective) -> Wait:
-        """Start a collective, and return a function that waits for its result. An allreduce is in place."""
-
-    def together(self) -> AbstractContextManager[None]:
-        """Return a block that all ranks enter. If it raises on one of them, it raises on all, where the transport can do so."""
 
 
 class GroupReducer(TensorReducer):
@@ -50,19 +31,19 @@ class GroupReducer(TensorReducer):
 
     Args:
         compressor: what it serves from now on.
-        transport: the collectives.
+        transport: the ranks, and their collectives.
         names: the parameters' names, in the order of the model. If there are none, parameters get numbers in the reverse
             order of their gradients.
         optimizer: the optimizer, which `lr_in_residual` needs.
     """
 
-    shards: Sequence[Transport] = ()
+    shards: Sequence[Group] = ()
     """The ranks that hold one replica together, if the parameters are sharded, for each dimension of their mesh."""
 
     def __init__(
         self,
         compressor: TorchCompressor,
-        transport: Transport,
+        transport: Group,
         names: Mapping[Tensor, str],
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
@@ -103,15 +84,12 @@ class GroupReducer(TensorReducer):
         """Whether gradients are averaged over the ranks, or added up."""
         return True
 
-    def _start(self, bucket: AnyBucket, collective: Collective) -> Wait:
+    def _start(self, bucket: AnyBucket | None, collective: Collective) -> Wait:
         numbers, self._step.numbers = self._step.numbers, None
         if numbers is not None:
             # Before the first exchange of a step: if the ranks are in different steps, all raise.
             check_steps(numbers().tolist(), self._transport.rank)
         return self._transport.start(collective)
-
-    def _start_sum(self, message: Tensor) -> Wait:
-        return self._transport.start(Collective("allreduce", message))
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         return self._step.gradients[parameter]
@@ -136,18 +114,14 @@ class GroupReducer(TensorReducer):
         if self.pipeline is None:
             self._agree([*self._step.gradients])
         super()._complete()
-        self._step = Step()
-        if self.shards:
-            self._agree_with_shards(self.pipeline)
-
-    def _agree_with_shards(self, pipeline: Pipeline | None) -> None:
-        """Let the step fail on all ranks of a replica if it does on one."""
-        assert pipeline is not None
-        failed = torch.tensor([int(pipeline.fails)], device=next(iter(self._routes.names)).device)
-        for shards in self.shards:
-            failed = shards.start(Collective("allreduce", failed))()
-        if failed.item() and not pipeline.fails:
-            pipeline.note_failure_elsewhere()
+        self._step, pipeline = Step(), self.pipeline
+        if self.shards and pipeline is not None:
+            # The step fails on all ranks of a replica if it does on one.
+            failed = torch.tensor([int(pipeline.fails)], device=next(iter(self._routes.names)).device)
+            for shards in self.shards:
+                failed = shards.start(Collective("allreduce", failed))()
+            if failed.item() and not pipeline.fails:
+                pipeline.note_failure_elsewhere()
 
     def _agree(self, parameters: Sequence[Tensor]) -> None:
         """Agree with the other ranks, make buckets for all parameters, and load the state that was deferred. Blocks."""
@@ -161,8 +135,7 @@ class GroupReducer(TensorReducer):
         check_real(new)
         shapes = {name: tuple(parameter.shape) for parameter, name in new.items()}
         agree_on_states(lambda: self._check(self.deferred or empty_state(), shapes), group.everyone, group.rank)
-        place = {"position": group.position, "rank": group.rank, "averages": self._averages}
-        self._extend(new, (), group.everyone, **place)
+        self._extend(new, (), group.everyone, position=group.position, rank=group.rank, averages=self._averages)
 
     def _describe(self, new: Mapping[Tensor, str]) -> dict[str, str | list[str]]:
         """Return what must be equal on all ranks."""

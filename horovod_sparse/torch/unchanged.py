@@ -37,15 +37,14 @@ def hand_over(gradient: Tensor | None) -> Handed:
     """Record what a gradient is now."""
     if gradient is None:
         return Handed(None, None, b"", slice(0))
-    flat = _flat(gradient)
-    # What is flat may be a copy, so the gradient itself is asked.
     version = gradient._version if gradient.is_sparse or _owns_its_memory(gradient) else None
-    places = slice(None, None, max(1, flat.numel() // _SAMPLES))
-    sample = _sample(flat, places)
+    dense = _dense(gradient)
+    places = slice(None, None, max(1, dense.numel() // _SAMPLES))
+    sample = _sample(dense, places)
     # Zeros of either sign consist of these bytes alone. If any other bytes are left, some entry is not zero.
     if isinstance(sample, bytes) and not sample.strip(b"\x00\x80"):
-        places = _not_zero(_numbers(flat))
-        sample = _sample(flat, places)
+        places = _not_zero(_numbers(dense))
+        sample = _sample(dense, places)
     return Handed(gradient, version, sample, places)
 
 
@@ -60,8 +59,8 @@ def first_changed(handed: Mapping[Tensor, Handed]) -> Tensor | None:
         if version is not None and gradient._version != version:
             return parameter
         if isinstance(sample, Tensor):
-            later.append((parameter, _differ(_sample(_flat(gradient), places), sample)))
-        elif sample and _sample(_flat(gradient), places) != sample:
+            later.append((parameter, _differ(_sample(_dense(gradient), places), sample)))
+        elif sample and _sample(_dense(gradient), places) != sample:
             return parameter
     if later:
         device = later[0][1].device
@@ -70,8 +69,16 @@ def first_changed(handed: Mapping[Tensor, Handed]) -> Tensor | None:
     return None
 
 
-def _sample(flat: Tensor, places: slice) -> bytes | Tensor:
-    return _numbers(flat)[places].tobytes() if on_host(flat) else flat[places].clone()
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def _sample(dense: Tensor, places: slice) -> bytes | Tensor:
+    if on_host(dense):
+        return _numbers(dense)[places].tobytes()
+    # In the order of the memory if that needs no copy.
+    flat = dense.as_strided((dense.numel(),), (1,)) if _owns_its_memory(dense) else dense.reshape(-1)
+    return flat[places].clone()
 
 
 def _differ(now: bytes | Tensor, before: Tensor) -> Tensor:
@@ -80,23 +87,14 @@ def _differ(now: bytes | Tensor, before: Tensor) -> Tensor:
     return (now.view(torch.uint8) != before.view(torch.uint8)).any()
 
 
-def _flat(gradient: Tensor) -> Tensor:
-    """Return the entries, or the values of a sparse tensor, flat and in the order of the memory if that needs no copy."""
-    dense = gradient._values() if gradient.is_sparse else gradient
-    if dense.dim() == 1 and dense.is_contiguous():
-        return dense
-    if not dense.is_contiguous() and _owns_its_memory(dense):
-        return dense.as_strided((dense.numel(),), (1,), 0)
-    return dense.reshape(-1)
-
-
 def _owns_its_memory(dense: Tensor) -> bool:
     return dense.untyped_storage().nbytes() == dense.numel() * dense.itemsize
 
 
-def _numbers(flat: Tensor) -> np.ndarray:
+def _numbers(dense: Tensor) -> np.ndarray:
+    """Return the entries of a tensor on the CPU, flat and in the order of the memory."""
     # NumPy has no bfloat16.
-    return (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).numpy()
+    return (dense.view(torch.int16) if dense.dtype == torch.bfloat16 else dense).numpy().ravel("K")
 
 
 def _not_zero(entries: np.ndarray) -> slice:

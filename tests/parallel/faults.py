@@ -75,7 +75,7 @@ def main(fault: Fault, folder: Path) -> None:
     elif fault.moment == "exchange":
         faulty.before(Reducer, "_start")
     elif fault.moment == "agreement":
-        faulty.before(agreement, "_describe")
+        faulty.before(agreement, "description")
     elif fault.moment == "checkpoint":
         faulty.before(checkpoint, "_write")
     elif fault.moment == "optimizer":
