@@ -47,6 +47,7 @@ class Bucket:
     ) -> None:
         self.ops = ops
         self.compressor = compressor
+        self.buffer, self.velocity = buffer, velocity
         self.layout = layout
         self.name = layout.name
         self.numel = layout.numel
