@@ -2,14 +2,14 @@
 
     python studies/memory_sgd.py
     python studies/memory_sgd.py --products --epochs 10
-    mpirun -np 8 python -m mpi4py studies/memory_sgd.py
+    python studies/memory_sgd.py --workers 8
 
 The problem and the stepsizes are those of `examples/numpy_logistic.py` (https://arxiv.org/abs/1809.07599). With one worker, an
 entry is sent in some steps only: with k < 1 the operator sends one entry with probability k ("ultra-sparsification"), and
 the shift is d/k. With `--products` the features are the 2,145 products of two pixels, each image scaled to norm 1, and one
 entry per step is compared with dense SGD and QSGD (https://arxiv.org/abs/1610.02132), with and without shift and memory. With
 more workers, all add up their updates, `x - sum_w comp(m_w + eta g_w)`, as in the paper's parallel algorithm, but in
-lockstep. The speed-up is in steps: the workers share this machine's cores, so times would mean little. Prints a table.
+lockstep, in this process. The speed-up is in steps. Prints a table.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
 import markdown
 import numpy as np
-from mpi4py import MPI
 from numpy_logistic import GAMMA, Problem, load
 
-from horovod_sparse.numpy import Pairs, RandomK, SparseAllreduce, TopK
+from horovod_sparse.compressors.base import Compressor
+from horovod_sparse.numpy import Pairs, RandomK, TopK, VirtualWorkers
 from horovod_sparse.ops.protocol import Array, Ops, Selection
 
-WORLD = MPI.COMM_WORLD
-Make = Callable[..., Any]
+Make = Callable[[int], Any]
+"""seed -> None for dense SGD, a compressor, or `QSGD` for one worker."""
 
 
 class QSGD:
@@ -78,147 +78,139 @@ class SometimesRandomK(_Sometimes, RandomK): ...
 class SometimesTopK(_Sometimes, TopK): ...
 
 
-def random_k(size: int, k: float, **chosen: Any) -> Any:
-    compression = SometimesRandomK(
-        max(k, 1.0) / size, exchange=Pairs(), min_numel=0, lr_in_residual=True, warmup=None, **chosen
-    )
+def sparse(cls: Callable[..., Any], size: int, k: float, seed: int, **chosen: Any) -> Any:
+    """A compressor that sends k of `size` entries; the same for all seeds."""
+    compression = cls(max(k, 1.0) / size, min_numel=0, lr_in_residual=True, warmup=None, **chosen)
     compression.probability = min(k, 1.0)
     return compression
 
 
-def top_k(size: int, k: float, **chosen: Any) -> Any:
-    compression = SometimesTopK(max(k, 1.0) / size, min_numel=0, lr_in_residual=True, warmup=None, **chosen)
-    compression.probability = min(k, 1.0)
-    return compression
+random_k = partial(sparse, SometimesRandomK, exchange=Pairs())
+top_k = partial(sparse, SometimesTopK)
 
 
-def _made(make: Callable[..., Any], size: int, seed: int, **chosen: Any) -> Any:
-    return make(size, 1.0, **chosen)
+def dense(seed: int) -> None:
+    """Dense SGD."""
 
 
-def losses(
-    problem: Problem, compression: Any, shift: float, updates: int, comm: Any, seed: int
-) -> tuple[list[int], list[float], float]:
-    """Steps, the loss of the weighted average after each of them, and entries (QSGD: bits) sent per worker and step.
+class Trained(NamedTuple):
+    """What all seeds ended with."""
 
-    Args:
-        compression: None for dense SGD, a compressor, or `QSGD` for one worker.
-        shift: a of the stepsizes `GAMMA / (lambda (t + a))`, where t counts the updates of all workers.
-        updates: of all workers together.
-    """
-    size, workers = problem.rows.shape[1], comm.Get_size()
-    dense = compression is None or isinstance(compression, QSGD)
-    allreduce = None if dense else SparseAllreduce(comm, compression, average=False)
-    rng = np.random.default_rng((seed, comm.Get_rank()))
-    weights, average, weight_sum = np.zeros(size), np.zeros(size), 0.0
-    steps = updates // workers
-    evaluated = set(np.unique(np.geomspace(10, steps, 200).astype(int)).tolist())
-    at, values = [], []
-    for step in range(steps):
-        rate = GAMMA / (problem.regularization * (step * workers + shift))
-        gradient = problem.sample_gradient(weights, int(rng.integers(len(problem.labels))))
-        if allreduce is not None:
-            total = allreduce({"weights": gradient}, learning_rate=rate)["weights"]
-        else:
-            total = comm.allreduce(gradient if compression is None else compression(gradient))
-        weights -= rate * total
-        weight = (shift / workers + step) ** 2
-        weight_sum += weight
-        average += weight / weight_sum * (weights - average)
-        if step + 1 in evaluated:
-            at.append(step + 1)
-            values.append(problem.objective(average))
-    if allreduce is not None:
-        return at, values, allreduce.stats().mean.total.count
-    return at, values, float(size) if compression is None else statistics.fmean(compression.sent)
+    ends: list[float]
+    """Losses in units of the optimum."""
+    steps: list[float]
+    """Until the target; NaN where it was not reached."""
+    sent: float
+    """Entries (QSGD: bits) sent per worker and step."""
+
+    @property
+    def cells(self) -> list[str]:
+        steps = ("not reached" if math.isnan(step) else f"{step:.0f}" for step in self.steps)
+        return [", ".join(f"{end:.4f}" for end in self.ends), ", ".join(steps)]
 
 
-def first(at: list[int], values: list[float], target: float) -> float:
-    """The first step that was evaluated at which the loss is at the target; NaN if there is none."""
-    return next((float(step) for step, value in zip(at, values, strict=True) if value <= target), float("nan"))
+class Study:
+    """A problem, and how long it is worked on."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        problem = load(None)
+        if args.products:
+            left, right = np.triu_indices(problem.rows.shape[1])
+            rows = problem.rows[:, left] * problem.rows[:, right]
+            problem = Problem(rows / np.linalg.norm(rows, axis=1, keepdims=True), problem.labels)
+        self.problem, self.optimum, self.seeds = problem, problem.optimum(), args.seeds
+        self.samples, self.size = problem.rows.shape
+        self.updates = args.epochs * self.samples
+        """Of all workers together."""
+        self.target = args.target * self.optimum
+        self.reached = f"steps to {args.target:g} times the optimum"
+
+    def train(self, make: Make, shift: float, workers: int = 1) -> Trained:
+        """Train with all seeds; the stepsizes are `GAMMA / (lambda (t + shift))`, where t counts the updates of all workers."""
+        ends, reached, counts = [], [], []
+        for seed in range(self.seeds):
+            at, values, sent = self._losses(make(seed), shift, workers, seed)
+            ends.append(values[-1] / self.optimum)
+            reached.append(next((float(t) for t, v in zip(at, values, strict=True) if v <= self.target), math.nan))
+            counts.append(sent)
+        return Trained(ends, reached, statistics.fmean(counts))
+
+    def _losses(self, compression: Any, shift: float, workers: int, seed: int) -> tuple[list[int], list[float], float]:
+        """Steps, the loss of the weighted average after each of them, and what is sent per worker and step."""
+        problem, steps = self.problem, self.updates // workers
+        together = VirtualWorkers(workers, compression, average=False) if isinstance(compression, Compressor) else None
+        rngs = [np.random.default_rng((seed, worker)) for worker in range(workers)]
+        weights, average, weight_sum = np.zeros(self.size), np.zeros(self.size), 0.0
+        evaluated = set(np.unique(np.geomspace(10, steps, 200).astype(int)).tolist())
+        at, values = [], []
+        for step in range(steps):
+            rate = GAMMA / (problem.regularization * (step * workers + shift))
+            chosen = [int(rng.integers(self.samples)) for rng in rngs]
+            gradients = np.stack([problem.sample_gradient(weights, sample) for sample in chosen])
+            if together is not None:
+                total = together({"weights": gradients}, learning_rate=rate)["weights"]
+            else:
+                total = gradients.sum(axis=0) if compression is None else compression(gradients[0])
+            weights -= rate * total
+            weight = (shift / workers + step) ** 2
+            weight_sum += weight
+            average += weight / weight_sum * (weights - average)
+            if step + 1 in evaluated:
+                at.append(step + 1)
+                values.append(problem.objective(average))
+        if together is not None:
+            return at, values, together.stats().mean.total.count
+        return at, values, float(self.size) if compression is None else statistics.fmean(compression.sent)
 
 
-def fewer_than_one(problem: Problem, optimum: float, args: argparse.Namespace) -> None:
-    """Print the table of the first claim. Only the first worker works."""
-    size = problem.rows.shape[1]
-    print(markdown.table(["method", "k", "entries sent per step", "loss / optimum, each seed", reached(args)], []))
-    rows: list[tuple[str, float, Make | None]] = [("dense SGD", size, None)]
-    rows += [(name, k, make) for name, make in (("random", random_k), ("top", top_k)) for k in (1.0, 0.5, 0.25, 0.125)]
-    for name, k, make in rows:
-        made = [None if make is None else make(size, k) for _ in range(args.seeds)]
-        ends, steps, sent = alone(problem, optimum, made, 1.0 if make is None else size / k, args)
-        print(markdown.line([name, f"{k:g}", f"{sent:.3f}", ends, listed(steps)]), flush=True)
+def fewer_than_one(study: Study) -> None:
+    """Print the table of the first claim."""
+    print(markdown.table(["method", "k", "entries sent per step", *heads(study)], []))
+    rows: list[tuple[str, float, Make]] = [("dense SGD", study.size, dense)]
+    for name, make in (("random", random_k), ("top", top_k)):
+        rows += [(name, k, partial(make, study.size, k)) for k in (1.0, 0.5, 0.25, 0.125)]
+    for name, k, made in rows:
+        found = study.train(made, 1.0 if made is dense else study.size / k)
+        print(markdown.line([name, f"{k:g}", f"{found.sent:.3f}", *found.cells]), flush=True)
 
 
-def one_entry(problem: Problem, optimum: float, args: argparse.Namespace) -> None:
+def one_entry(study: Study) -> None:
     """Print the table of one entry per step beside dense SGD and QSGD, with and without shift and memory."""
-    size = problem.rows.shape[1]
-    header = ["method", "shift", "bits sent per step", "loss / optimum, each seed", reached(args)]
-    print(markdown.table([*header, "bits until then, mean"], []))
-    rows: list[tuple[str, float, Callable[[int], Any], float]] = [("dense SGD", size, lambda seed: None, 32)]
-    for bits in (2, 4, 8):
-        rows.append((f"QSGD, {bits} bits", size, partial(QSGD, bits), 1))
+    print(markdown.table(["method", "shift", "bits sent per step", *heads(study), "bits until then, mean"], []))
+    size = study.size
+    rows: list[tuple[str, float, Make, float]] = [("dense SGD", size, dense, 32)]
+    rows += [(f"QSGD, {bits} bits", size, partial(QSGD, bits), 1) for bits in (2, 4, 8)]
     for name, make in (("top-1", top_k), ("random-1", random_k)):
+        with_memory = partial(make, size, 1.0)
         rows += [
-            (f"{name}, memory", size, partial(_made, make, size), 64),
-            (f"{name}, memory", 1.0, partial(_made, make, size), 64),
-            (f"{name}, no memory", size, partial(_made, make, size, residual=False), 64),
+            (f"{name}, memory", size, with_memory, 64),
+            (f"{name}, memory", 1.0, with_memory, 64),
+            (f"{name}, no memory", size, partial(with_memory, residual=False), 64),
         ]
-    for name, shift, compression, bits_each in rows:
-        ends, steps, sent = alone(problem, optimum, [compression(seed) for seed in range(args.seeds)], shift, args)
-        spent = bits_each * sent * statistics.fmean(steps)
+    for name, shift, made, bits_each in rows:
+        found = study.train(made, shift)
+        bits = bits_each * found.sent
+        spent = bits * statistics.fmean(found.steps)
         total = "" if math.isnan(spent) else f"{spent:,.0f}"
-        print(markdown.line([name, f"{shift:g}", f"{bits_each * sent:,.0f}", ends, listed(steps), total]), flush=True)
+        print(markdown.line([name, f"{shift:g}", f"{bits:,.0f}", *found.cells, total]), flush=True)
 
 
-def alone(
-    problem: Problem, optimum: float, compressions: Sequence[Any], shift: float, args: argparse.Namespace
-) -> tuple[str, list[float], float]:
-    """Of one worker: the ends in units of the optimum, the steps to the target, and the mean of what a step sends."""
-    ends, steps, counts = [], [], []
-    for seed, compression in enumerate(compressions):
-        updates = args.epochs * len(problem.labels)
-        at, values, sent = losses(problem, compression, shift, updates, MPI.COMM_SELF, seed)
-        ends.append(f"{values[-1] / optimum:.4f}")
-        steps.append(first(at, values, args.target * optimum))
-        counts.append(sent)
-    return ", ".join(ends), steps, statistics.fmean(counts)
+def heads(study: Study) -> list[str]:
+    """What `Trained.cells` are."""
+    return ["loss / optimum, each seed", f"{study.reached}, each seed"]
 
 
-def reached(args: argparse.Namespace) -> str:
-    return f"steps to {args.target:g} times the optimum, each seed"
-
-
-def listed(steps: Sequence[float]) -> str:
-    return ", ".join("not reached" if math.isnan(step) else f"{step:.0f}" for step in steps)
-
-
-def more_workers(problem: Problem, optimum: float, args: argparse.Namespace) -> None:
+def more_workers(study: Study, most: int) -> None:
     """Print the table of the second claim: steps until the target with 1, 2, 4, ... workers."""
-    size, updates = problem.rows.shape[1], args.epochs * len(problem.labels)
-    numbers = [2**power for power in range(10) if 2**power <= WORLD.Get_size()]
-    rank = WORLD.Get_rank()
-    if rank == 0:
-        print(f"\n{updates} updates of all workers, {args.seeds} seeds")
-        print(f"steps to {args.target:g} times the optimum, median (speed-up)\n")
-        print(markdown.table(["method", *(f"{number} workers" for number in numbers)], []))
-    for name, k, make in (("dense SGD", size, None), ("random-1", 1.0, random_k), ("top-1", 1.0, top_k)):
-        medians = []
-        for number in numbers:
-            comm = WORLD.Split(0 if rank < number else 1, rank)
-            steps = []
-            if rank < number:
-                for seed in range(args.seeds):
-                    shift = 1.0 if make is None else size / k
-                    compression = None if make is None else make(size, k)
-                    at, values, _ = losses(problem, compression, shift, updates, comm, seed)
-                    steps.append(first(at, values, args.target * optimum))
-                medians.append(statistics.median(steps))
-            WORLD.Barrier()
-            comm.Free()
-        if rank == 0:
-            cells = [f"{median:.0f} ({medians[0] / median:.1f})" for median in medians]
-            print(markdown.line([name, *cells]), flush=True)
+    numbers = [2**power for power in range(10) if 2**power <= most]
+    print(f"\n{study.updates} updates of all workers, {study.seeds} seeds\n{study.reached}, median (speed-up)\n")
+    print(markdown.table(["method", *(f"{number} workers" for number in numbers)], []))
+    size = study.size
+    rows: list[tuple[str, float, Make]] = [("dense SGD", 1.0, dense)]
+    rows += [("random-1", size, partial(random_k, size, 1.0)), ("top-1", size, partial(top_k, size, 1.0))]
+    for name, shift, made in rows:
+        medians = [statistics.median(study.train(made, shift, number).steps) for number in numbers]
+        print(markdown.line([name, *(f"{one:.0f} ({medians[0] / one:.1f})" for one in medians)]), flush=True)
 
 
 def main() -> None:
@@ -227,19 +219,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--target", type=float, default=1.2, help="loss that is to be reached, in units of the optimum")
     parser.add_argument("--products", action="store_true", help="with products of two pixels as features; one worker")
+    parser.add_argument("--workers", type=int, default=1, help="the most workers that are compared")
     args = parser.parse_args()
-    problem = load(None)
-    if args.products:
-        left, right = np.triu_indices(problem.rows.shape[1])
-        rows = problem.rows[:, left] * problem.rows[:, right]
-        problem = Problem(rows / np.linalg.norm(rows, axis=1, keepdims=True), problem.labels)
-    optimum = problem.optimum()
-    if WORLD.Get_size() > 1:
-        more_workers(problem, optimum, args)
+    study = Study(args)
+    if args.workers > 1:
+        more_workers(study, args.workers)
         return
-    samples, size = problem.rows.shape
-    print(f"\n{samples} samples, {size} features, 1 worker, {args.epochs * samples} steps, {args.seeds} seeds\n")
-    (one_entry if args.products else fewer_than_one)(problem, optimum, args)
+    samples, size = study.samples, study.size
+    print(f"\n{samples} samples, {size} features, 1 worker, {study.updates} steps, {study.seeds} seeds\n")
+    (one_entry if args.products else fewer_than_one)(study)
 
 
 if __name__ == "__main__":
