@@ -3,56 +3,163 @@
     python benchmarks/selection.py [--sizes 25M] [--ratios 0.001] [--threads 1] [--memory]
     HOROVOD_SPARSE_KERNELS=avx2 python benchmarks/selection.py
 
-Times one worker's whole step but for the collectives, on three kinds of gradients, in PyTorch, NumPy or TensorFlow: the
-gradient is taken in, entries are selected, packed, and taken out of the residual; and, in a row of its own, what comes after
-the collective. Rows take turns, with the unit before and after each. Prints a table for each size, ratio and number of
-threads: medians and quartiles of the quotients, and how many units a row may take at most. Fails when a selection is not
-what the NumPy oracle selects.
+Times one worker's whole step but for the collectives, on three kinds of gradients, in PyTorch or TensorFlow: the gradient is
+taken in, entries are selected, packed, and taken out of the residual; and, in a row of its own, what comes after the
+collective. Rows take turns, with the unit before and after each. Prints a table for each size, ratio and number of threads:
+medians and quartiles of the quotients, and how many units a row may take at most. Fails when a selection is not what the NumPy
+oracle selects.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import gc
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from itertools import product
 
 import machine
 import markdown
-import selection_memory as memory
-from selection_contestants import Rows
-from selection_rows import CASES, Case, Conditions
-from selection_turns import COLUMNS, take_turns, unit
-from selection_worker import make_backend
+import numpy as np
+import torch
+from horovod.torch.compression import Compression
+from plain import plain_sidco
+from selection_rows import CASES, DATA, Case, Conditions
+from selection_worker import Gradients, Worker, memory, zeros
+from torch import Tensor
 from tqdm import tqdm
 
-from horovod_sparse import kernels
 from horovod_sparse.tools.quantities import parse_count
+
+ELEMENTS = 2_000_000
+"""Steps of small buckets are repeated until this many elements have been processed."""
+Run = Callable[[], float]
+"""Takes a step and returns its seconds."""
+COLUMNS = ("row", "units", "quartiles", "at most", "GB/s", "memory")
+
+
+@dataclass
+class Contestant:
+    """Something that is timed, and its measurements."""
+
+    title: str
+    run: Run
+    bar: float | None = None
+    """The most units that it may take."""
+    check: Callable[[], None] = lambda: None
+    """Is called after the last repetition."""
+    quotients: list[float] = field(default_factory=list)
+    """Time in units, one number per repetition."""
+    seconds: list[float] = field(default_factory=list)
+
+    def cells(self, size: int, memory: float | None) -> list[str]:
+        """Return a line of a table, with the columns of `COLUMNS`."""
+        low, units, high = np.quantile(self.quotients, (0.25, 0.5, 0.75))
+        over = " (over)" if self.bar is not None and units > self.bar else ""
+        bar = "" if self.bar is None else f"{self.bar:g}"
+        # The unit moves 12 bytes per element.
+        rate = 12e-9 * size / float(np.median(self.seconds))
+        share = "" if memory is None else f"{100 * memory:.1f} %"
+        return [self.title, f"{units:.2f}{over}", f"{low:.2f}-{high:.2f}", bar, f"{rate:.0f}", share]
+
+
+def contestants(cases: Sequence[Case], conditions: Conditions) -> Iterator[Contestant]:
+    """Yield what is timed under the same conditions, ready to be timed."""
+    gradients = {data: Gradients(conditions.size, data) for data in DATA}
+    for case in tqdm(cases, "warming up", leave=False, disable=None):
+        if conditions.backend == "tensorflow":
+            yield from in_tensorflow(case, conditions, gradients[case.data])
+        else:
+            worker = Worker(case, conditions, gradients[case.data])
+            worker.check()
+            yield Contestant(case.title, worker.run, case.bar(conditions), worker.check)
+    if conditions.backend == "torch":
+        yield from comparisons(conditions, gradients["Laplace"])
+
+
+def in_tensorflow(case: Case, conditions: Conditions, gradients: Gradients) -> Iterator[Contestant]:
+    """Yield whole steps in TensorFlow, and the same steps in PyTorch."""
+    from selection_tensorflow import GraphWorker
+
+    if case.world > 1 or case.cold:
+        return
+    for place, traced in (("eager code", False), ("a tf.function", True)):
+        graph = GraphWorker(case, conditions, gradients, traced=traced)
+        yield Contestant(f"{case.title}, whole step in {place}", graph.run)
+    worker = Worker(case, conditions, gradients, whole=True)
+    yield Contestant(f"{case.title}, whole step in PyTorch", worker.run)
+
+
+def comparisons(conditions: Conditions, gradients: Gradients) -> Iterator[Contestant]:
+    """Yield other operations on a gradient to compare with."""
+    k = max(1, math.floor(round(conditions.ratio * conditions.size, 6)))
+    residual = zeros(conditions.size)
+    others: dict[str, Callable[[Tensor], object]] = {
+        "torch.topk(x.abs(), k) alone": lambda x: torch.topk(x.abs(), k),
+        "SIDCo in plain torch operations": lambda x: plain_sidco(residual, x, conditions.ratio),
+        "fp16: cast and back": lambda x: Compression.fp16.decompress(*Compression.fp16.compress(x)),
+    }
+    for title, operation in others.items():
+        run = timed(operation, gradients)
+        run()
+        yield Contestant(title, run)
+
+
+def timed(operation: Callable[[Tensor], object], gradients: Gradients) -> Run:
+    """Return what times an operation on the next gradient."""
+
+    def run() -> float:
+        gradient = gradients.next()
+        begun = time.perf_counter()
+        operation(gradient)
+        return time.perf_counter() - begun
+
+    return run
+
+
+def take_turns(contestants: Sequence[Contestant], unit: Run, size: int, repetitions: Iterable[int]) -> None:
+    """Time contestants, and the unit before and after each."""
+    steps = max(1, ELEMENTS // size)
+
+    def seconds(run: Run) -> float:
+        if steps > 1:
+            # This brings what fits into the cache there, for the unit as for a contestant.
+            run()
+        return sum(run() for _ in range(steps)) / steps
+
+    gc.disable()
+    for _ in repetitions:
+        before = seconds(unit)
+        for one in contestants:
+            # The processor is shared, so its speed changes. The unit is timed just before and just after the contestant.
+            # It is timed once between two contestants: a second time in a row it would be faster.
+            spent, after = seconds(one.run), seconds(unit)
+            one.quotients.append(2.0 * spent / (before + after))
+            one.seconds.append(spent)
+            before = after
+        gc.collect()
+    gc.enable()
 
 
 def measure(conditions: Conditions, cases: Sequence[Case], arguments: argparse.Namespace) -> list[list[str]]:
     """Time cases under the same conditions; the lines of their table."""
-    backend = make_backend("numpy" if conditions.backend == "numpy" else "torch", conditions.threads)
-    if conditions.backend == "tensorflow":
-        from selection_tensorflow import set_threads
-
-        set_threads(conditions.threads)
-    rows = Rows(backend, conditions)
-    contestants = list(rows.contestants(cases))
+    torch.set_num_threads(conditions.threads)
+    rows = list(contestants(cases, conditions))
+    # The least work of a selection with error feedback.
+    unit = timed(zeros(conditions.size).add_, Gradients(conditions.size, "Laplace"))
     repetitions = tqdm(range(arguments.repetitions), str(conditions), leave=False, disable=None)
-    take_turns(contestants, unit(backend, rows.gradients["Laplace"], conditions.size), repetitions)
-    for contestant in contestants:
-        contestant.finish()
-    if arguments.memory:
-        numbers = {case.title: number for number, case in enumerate(CASES)}
-        for contestant in tqdm(contestants, "memory", leave=False, disable=None):
-            if contestant.title in numbers:
-                contestant.memory = memory.measure(numbers[contestant.title], conditions)
-    return [contestant.cells() for contestant in contestants]
+    take_turns(rows, unit, conditions.size, repetitions)
+    for row in rows:
+        row.check()
+    taken = [memory(row.title, conditions) if arguments.memory else None for row in rows]
+    return [row.cells(conditions.size, share) for row, share in zip(rows, taken, strict=True)]
 
 
-def parser() -> argparse.ArgumentParser:
+def main() -> None:
     options = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -63,19 +170,15 @@ def parser() -> argparse.ArgumentParser:
     add("--threads", nargs="+", type=int, default=[1], metavar="N", help="of PyTorch and the kernels")
     add("--repetitions", type=int, default=15, metavar="N")
     add("--rows", nargs="+", default=[""], metavar="TEXT", help="only rows whose titles contain one of these")
-    add("--backend", choices=["torch", "numpy", "tensorflow"], default="torch")
+    add("--backend", choices=["torch", "tensorflow"], default="torch")
     add("--memory", action="store_true", help="measure each row's memory too, in a process of its own")
-    return options
-
-
-def main() -> None:
-    arguments = parser().parse_args()
+    arguments = options.parse_args()
     if arguments.backend == "tensorflow" and len(arguments.threads) > 1:
-        raise SystemExit("--threads must be one number with --backend tensorflow, which cannot change it in a process")
+        options.error("--threads must be one number with --backend tensorflow, which cannot change it in a process")
     cases = [case for case in CASES if any(text.lower() in case.title.lower() for text in arguments.rows)]
     print(f"{machine.describe()}; {', '.join(f'{name} {metadata.version(name)}' for name in ('torch', 'numpy'))}")
     for threads, size, ratio in product(arguments.threads, arguments.sizes, arguments.ratios):
-        conditions = Conditions(size, ratio, threads, arguments.backend, kernels.variant())
+        conditions = Conditions(size, ratio, threads, arguments.backend)
         table = markdown.table(COLUMNS, measure(conditions, cases, arguments))
         print(f"\n{conditions}:\n\n{table}", flush=True)
 

@@ -2,135 +2,147 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import multiprocessing
+import os
+import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from selection_rows import Conditions, Draw, Row, Spent, laplace
+from selection_rows import CASES, DATA, Case, Conditions
+from torch import Tensor
 
+from horovod_sparse import kernels
 from horovod_sparse.compressors.base import BucketState
+from horovod_sparse.compressors.threshold import Threshold
 from horovod_sparse.core.layout import Parameter, Slot, layouts_of
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange import wire
 from horovod_sparse.exchange.protocols import Collective, Reduced
 from horovod_sparse.exchange.union import Union
-from horovod_sparse.numpy.compiled import host_ops
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Array, Ops
+from horovod_sparse.torch.compiled import tensor_ops
 
+_OPS = tensor_ops()
 _ALIGNMENT = 16
 """Number of elements in a cache line."""
+_PEAK = Path("/proc/self/clear_refs")
 
 
-@dataclass(frozen=True)
-class Backend:
-    """A framework's arrays on the CPU."""
-
-    ops: Ops
-    like: Array
-    """Any array of the framework."""
-    join: Callable[[list[Array]], Array]
-    host: Callable[[Array], NDArray[Any]]
-    """Returns an array's memory."""
-
-    def zeros(self, size: int) -> Array:
-        """Return zeros in memory that has been written to. The system provides memory only then."""
-        array: Array = self.ops.zeros(size, "float32", self.like)
-        self.host(array).fill(0.0)
-        return array
-
-
-def make_backend(name: str, threads: int) -> Backend:
-    """Return the back end "torch", which needs PyTorch and Horovod for it, or "numpy"."""
-    if name == "numpy":
-        return Backend(host_ops(threads), np.zeros(1, np.float32), np.concatenate, np.asarray)
-    import torch
-
-    from horovod_sparse.torch.compiled import tensor_ops
-
-    torch.set_num_threads(threads)
-    return Backend(tensor_ops(), torch.zeros(1), torch.cat, torch.Tensor.numpy)
+def zeros(size: int) -> Tensor:
+    """Return zeros in memory that has been written to. The system provides memory only then."""
+    return torch.zeros(size).fill_(0.0)
 
 
 class Gradients:
     """Endless gradients of one size. Each begins at another place of a longer array, so none comes again."""
 
-    def __init__(self, backend: Backend, size: int, draw: Draw = laplace) -> None:
+    def __init__(self, size: int, data: str) -> None:
         self._size = size
         self._room = max(size // 4, _ALIGNMENT)
         self._rng = np.random.default_rng(0)
-        self._entries = backend.zeros(size + self._room)
-        backend.host(self._entries)[:] = draw(self._rng, size + self._room)
+        self._entries = torch.from_numpy(DATA[data](self._rng, size + self._room))
 
-    def next(self) -> Array:
-        """Return a gradient, in the framework's own memory."""
+    def next(self) -> Tensor:
+        """Return a gradient."""
         start = _ALIGNMENT * int(self._rng.integers(self._room // _ALIGNMENT))
         return self._entries[start : start + self._size]
 
 
 class Worker:
-    """A pipeline with one bucket of one parameter, the first of `row.world` workers.
+    """A pipeline with one bucket of one parameter, the first of `case.world` workers.
 
-    The reduced gradient is written to `dense`, unless this is None.
+    With `whole`, the parts before and after the last collective are both timed.
     """
 
-    def __init__(self, backend: Backend, row: Row, conditions: Conditions, dense: Array | None = None) -> None:
-        self._backend, self._row, self._conditions, self._dense = backend, row, conditions, dense
-        self.compressor = row.make(conditions.ratio)
-        self._pipeline = Pipeline(backend.ops, self.compressor, world=row.world, position=0, rank=0)
-        layouts = layouts_of([Parameter("p", (conditions.size,), "float32", "cpu")], self.compressor)
-        self._pipeline.add_buckets(layouts, lambda name: backend.like)
+    def __init__(self, case: Case, conditions: Conditions, gradients: Gradients, *, whole: bool = False) -> None:
+        self._case, self._conditions, self._gradients, self._whole = case, conditions, gradients, whole
+        self._dense = zeros(conditions.size) if whole or case.receives else None
+        """Where the reduced gradient is written."""
+        self.start()
+        for _ in range(1 if case.cold else case.warm_steps + 1):
+            self.step(gradients.next())
+
+    def start(self) -> None:
+        """Start anew, with nothing from earlier steps."""
+        self.compressor = self._case.make(self._conditions.ratio)
+        self._pipeline = Pipeline(_OPS, self.compressor, world=self._case.world, position=0, rank=0)
+        layouts = layouts_of([Parameter("p", (self._conditions.size,), "float32", "cpu")], self.compressor)
+        self._pipeline.add_buckets(layouts, lambda name: torch.zeros(1))
         (self._bucket,) = self._pipeline.buckets
-        self.residual = backend.host(self._bucket.buffer)
+        self.residual: NDArray[Any] = self._bucket.buffer.numpy()
         # The system provides memory when it is first written to. That is not part of a step.
         self.residual.fill(0.0)
-        self._former: list[Array] = []
+        self._former: list[Tensor] = []
         """This worker's messages of the last steps."""
 
-    def step(self, gradient: Array) -> Spent:
+    def run(self) -> float:
+        """Take a step with a new gradient, and return the seconds of what is timed."""
+        if self._case.cold:
+            self.start()
+        return self.step(self._gradients.next())
+
+    def step(self, gradient: Tensor) -> float:
+        """Take a step, and return the seconds of what is timed."""
+        if isinstance(self.compressor, Threshold):
+            self._set_threshold(self.compressor, gradient)
         self._before = replace(self._bucket.state)
         begun = time.perf_counter()
         self._pipeline.arrive("p", gradient)
         request: Collective | None = self._bucket.begin()
-        compress, last = time.perf_counter() - begun, 0.0
+        compress, write = time.perf_counter() - begun, 0.0
         while request is not None:
             answer = self._answer(request)
-            compress += last
+            compress += write
             begun = time.perf_counter()
             request = self._pipeline.advance(self._bucket, answer, 1.0, self._write)
-            last = time.perf_counter() - begun
+            write = time.perf_counter() - begun
         begun = time.perf_counter()
         self._pipeline.end_step()
-        return Spent(compress + time.perf_counter() - begun, last)
+        compress += time.perf_counter() - begun
+        if self._whole:
+            return compress + write
+        return write if self._case.receives else compress
+
+    def _set_threshold(self, compressor: Threshold, gradient: Tensor) -> None:
+        # A fixed threshold sends more in every step until residuals are as large as the threshold, after 1/ratio steps. But
+        # the cost of sending about k entries is wanted. So a sample gives the threshold that sends about k in this step.
+        stride = max(1, self._conditions.size // 100_000)
+        sample = self.residual[::stride] + gradient.numpy()[::stride]
+        compressor.threshold = float(np.quantile(np.abs(sample), 1.0 - self._conditions.ratio))
 
     def _write(self, slots: Sequence[Slot], reduced: Reduced) -> None:
         self._reduced = reduced
         if self._dense is not None:
             reduced.write([(slots[0].offset, self._dense)])
 
-    def _answer(self, request: Collective) -> Array:
-        if self._row.world == 1 or request.kind == "allreduce":
+    def _answer(self, request: Collective) -> Tensor:
+        if self._case.world == 1 or request.kind == "allreduce":
             # What others add does not change the work that is left.
             return request.message
         if isinstance(self.compressor.exchange, Union):
-            return self._backend.join([request.message, *self._other_parts(len(request.message) - wire.HEADER)])
+            return torch.cat([request.message, *self._other_parts(len(request.message) - wire.HEADER)])
         # The others send what this worker has sent before.
-        self._former = [self._backend.ops.copy(request.message), *self._former][: self._row.world]
-        others = [self._former[min(number, len(self._former) - 1)] for number in range(1, self._row.world)]
-        return self._backend.join([request.message, *others])
+        self._former = [request.message.clone(), *self._former][: self._case.world]
+        others = [self._former[min(number, len(self._former) - 1)] for number in range(1, self._case.world)]
+        return torch.cat([request.message, *others])
 
-    def _other_parts(self, capacity: int) -> list[Array]:
+    def _other_parts(self, capacity: int) -> list[Tensor]:
         """Return what the other workers of exchange `union` send, if all have this worker's gradients."""
         messages = []
-        for position in range(1, self._row.world):
+        for position in range(1, self._case.world):
             state = self._state_of(position)
-            indices = self._select(self._backend.ops, self._bucket.buffer, state)
+            indices = self._select(_OPS, self._bucket.buffer, state)
             header = [self._bucket.state.checksum(), wire.float_bits(state.proposal)]
-            messages.append(self._backend.ops.pack_indices(indices, header, capacity))
+            messages.append(_OPS.pack_indices(indices, header, capacity))
         return messages
 
     def _state_of(self, position: int) -> BucketState:
@@ -139,22 +151,60 @@ class Worker:
 
     def _select(self, ops: Ops, x: Array, state: BucketState) -> Array:
         k = self.compressor.target_count(len(x))
-        return self.compressor.select(
-            ops, x, k, self.compressor.message_capacity(len(x), k, self._row.world), state
-        ).indices
+        capacity = self.compressor.message_capacity(len(x), k, self._case.world)
+        return self.compressor.select(ops, x, k, capacity, state).indices
 
     def check(self) -> None:
         """Raise AssertionError unless the last step sent about k entries, the same as the NumPy oracle selects."""
+        title = f"{self._case.title}, {self._conditions}"
         entries = self._reduced.parts()[0]
         x = self.residual.copy()
-        indices = np.arange(len(x)) if entries.indices is None else self._backend.host(entries.indices)
+        indices = np.arange(len(x)) if entries.indices is None else entries.indices.numpy()
         # What was sent is no longer in the residual. Together the two are what was selected from.
-        assert not x[indices].any(), f"{self._row.title}: what was sent is still in the residual"
-        x[indices] = self._backend.host(entries.values)
-        selecting = self._row.world if isinstance(self.compressor.exchange, Union) else 1
+        assert not x[indices].any(), f"{title}: what was sent is still in the residual"
+        x[indices] = entries.values.numpy()
+        selecting = self._case.world if isinstance(self.compressor.exchange, Union) else 1
         due = np.concatenate([self._select(NumpyOps(), x, self._state_of(number)) for number in range(selecting)])
-        title = f"{self._row.title}, {self._conditions}"
         assert np.array_equal(indices, np.sort(due)), f"{title}: sent {len(indices)} entries, {len(due)} were due"
         k = max(self.compressor.target_count(len(x)), selecting)
         fewest, most = math.floor(0.5 * k), math.ceil(2.0 * k)
         assert fewest <= len(indices) <= most, f"{title}: sent {len(indices)} entries, {fewest} to {most} were due"
+
+
+def memory(title: str, conditions: Conditions) -> float | None:
+    """Return the most memory that one step of a case takes beyond what it begins with, as a fraction of the residual.
+
+    None for what is no case, or if the system does not tell. It knows the resident set only to about half a megabyte, so be
+    careful with small buckets. Linux only.
+    """
+    if not _PEAK.exists() or title not in [case.title for case in CASES]:
+        return None
+    # These make freed memory go back to the system, so that the next step's peak shows it again. A process reads them once,
+    # when it starts. It also is a new one so that nothing is left of other cases.
+    os.environ.update({"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"})
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_peak, (title, conditions)) / (4 * conditions.size)
+
+
+def _peak(title: str, conditions: Conditions) -> int:
+    """Return the peak of this process's resident set during a step, minus the resident set before it, in bytes."""
+    torch.set_num_threads(conditions.threads)
+    (case,) = [case for case in CASES if case.title == title]
+    gradients = Gradients(conditions.size, case.data)
+    worker = Worker(case, conditions, gradients)
+    if case.cold:
+        worker.start()
+    gradient = gradients.next()
+    gc.collect()
+    kernels.pool.forget()
+    before = _resident("VmRSS")
+    _PEAK.write_text("5", encoding="ascii")
+    worker.step(gradient)
+    return max(0, _resident("VmHWM") - before)
+
+
+def _resident(field: str) -> int:
+    """Return the resident set in bytes: "VmRSS" is the current one, "VmHWM" the peak since it was reset."""
+    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found.group(1))
