@@ -48,13 +48,12 @@ HEADER = ("compressor", "workers", "density / ratio: median", "mean (5 %–95 %)
 def measure(row: str, workers: int, args: argparse.Namespace) -> list[str]:
     """The cells of one compressor on one number of workers."""
     training = Training(ROWS[row], "digits", args.ratio, workers, args.seed)
-    buckets = [pipeline.buckets[0] for pipeline in training.pipelines]
-    numel, last = buckets[0].numel, args.steps // 3
+    numel, last = training.buckets[0].numel, args.steps // 3
     k = training.compressor.target_count(numel)
     counts, truncated = [], []
     for _ in range(args.steps):
-        counts.append(training.step() / k)
-        truncated.append(sum(bucket.tally.last.truncated for bucket in buckets) / k)
+        counts.append(training.step(training.gradients()) / k)
+        truncated.append(sum(bucket.tally.last.truncated for bucket in training.buckets) / k)
     low, *_, high = statistics.quantiles(counts[-last:], n=20)
     # If each worker chose its entries independently of the others, all with the same probability.
     independent = (1.0 - (1.0 - k / numel) ** workers) * numel / k

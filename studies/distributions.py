@@ -164,10 +164,10 @@ def train(task: str, kind: str, seed: int, args: argparse.Namespace) -> Iterator
         task, ratios[0], WORKERS, seed,
     )  # fmt: skip
     for _ in range(args.steps):
-        training.accumulate()
-        if training.steps in points:
-            yield snapshot(training.pipelines[0].buckets[0].buffer.numpy().copy(), kind, ratios)
-        training.finish()
+        gradients = training.gradients()
+        if training.steps + 1 in points:
+            yield snapshot(training.accumulated(gradients), kind, ratios)
+        training.step(gradients)
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:

@@ -22,15 +22,11 @@ import markdown
 import numpy as np
 import torch
 from estimation_data import KINDS, MOSTLY_ZERO, RECORDED, stream
-from torch import Tensor
 from tqdm import tqdm
-from workers import OPS, exchange, make_pipelines
+from workers import OPS, Array, make_workers
 
 from horovod_sparse.compressors import COMPRESSORS, DGC, GaussianK, MiCRO, NoOp, RedSync, SIDCo, Threshold, TopK
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.layout import Parameter, Slot
-from horovod_sparse.core.pipeline import Write
-from horovod_sparse.exchange.protocols import Reduced
 
 WORKERS, REPLICAS = 4, 2
 """Workers of compressors whose workers choose together, and of the others, which repeat the same."""
@@ -119,7 +115,7 @@ class Result:
 class Trial:
     """The workers that measure one result with one seed."""
 
-    def __init__(self, result: Result, first: Tensor, late: int) -> None:
+    def __init__(self, result: Result, first: Array, late: int) -> None:
         self.result, row = result, result.row
         self.start = late if result.mode == RAW and not row.together else 0
         settings: dict[str, Any] = {"residual": result.mode == CLOSED, "min_numel": 0, "warmup": None}
@@ -128,34 +124,34 @@ class Trial:
             settings["threshold"] = OPS.kth_largest(first, min(k + 1, len(first)))
         compressor = row.make(result.ratio, **settings)
         self.k = compressor.target_count(len(first))
-        parameter = Parameter("p", tuple(first.shape), "float32", "cpu")
-        self.pipelines = make_pipelines(compressor, [parameter], WORKERS if row.together else REPLICAS)
+        # Workers that choose independently of the others work alone.
+        numbers = [WORKERS] if row.together else [1] * REPLICAS
+        self.groups = [make_workers(number, compressor, {"p": first.shape}) for number in numbers]
 
-    def step(self, gradients: Sequence[Tensor], *, counted: bool, compared: bool) -> None:
+    def step(self, gradients: Array, *, counted: bool, compared: bool) -> None:
         """All workers' next step; `compared`: look at the error as well."""
-        for pipeline, gradient in zip(self.pipelines, gradients, strict=False):
-            pipeline.arrive("p", gradient)
-        before = [OPS.copy(pipeline.buckets[0].buffer) for pipeline in self.pipelines] if compared else []
-        sent: dict[int, Tensor] = {}
-
-        def writer(worker: int) -> Write:
-            def write(slots: Sequence[Slot], reduced: Reduced) -> None:
-                parts = reduced.parts()
-                # As many parts as workers: each sent its own entries. One part: all sent the same ones.
-                indices = (parts[worker] if len(parts) == len(self.pipelines) else parts[0]).indices
-                assert indices is not None
-                sent[worker] = indices
-
-            return write
-
-        exchange(self.pipelines, writer)
+        counts = []
+        for group in self.groups:
+            mine, gradients = gradients[: group.number], gradients[group.number :]
+            us = [pipeline.buckets[0].buffer + g for pipeline, g in zip(group.pipelines, mine, strict=True)]
+            sent = np.flatnonzero(group({"p": mine})["p"])
+            counts += [pipeline.buckets[0].tally.last.sent for pipeline in group.pipelines]
+            for u in us if compared else ():
+                self._compare(u, sent)
         if counted:
-            self.result.quotients.append(statistics.fmean(len(indices) for indices in sent.values()) / self.k)
-        for u, indices in zip(before, sent.values(), strict=False):
-            largest = OPS.select_largest(u, self.k).indices
-            least = OPS.norm(u.index_fill(0, largest, 0.0))
-            if least > 0.0:  # otherwise all that is not zero fits into k entries, and there is nothing to compare with
-                self.result.errors.append(OPS.norm(u.index_fill(0, indices, 0.0)) / least)
+            self.result.quotients.append(statistics.fmean(counts) / self.k)
+
+    def _compare(self, u: Array, sent: Array) -> None:
+        """Set what a selection leaves behind beside what top-k does."""
+        least, left = (_norm_without(u, indices) for indices in (OPS.select_largest(u, self.k).indices, sent))
+        if least > 0.0:  # otherwise all that is not zero fits into k entries, and there is nothing to compare with
+            self.result.errors.append(left / least)
+
+
+def _norm_without(u: Array, indices: Array) -> float:
+    left = u.copy()
+    left[indices] = 0.0
+    return OPS.norm(left)
 
 
 def measure(results: Sequence[Result], seed: int, args: argparse.Namespace) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
 import numpy as np
@@ -13,13 +15,17 @@ import torch.nn.functional as F
 import torch_charlm
 import torch_digits
 import torch_lstm
+from numpy.typing import NDArray
 from text import read_corpus, sample
 from torch import Tensor, nn
 
 from horovod_sparse.compressors.base import MIN_NUMEL
 
-Stream = Iterator[list[Tensor]]
+Array = NDArray[Any]
+Stream = Iterator[Array]
 """One flat gradient per worker, step by step, without end."""
+Batch = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+"""(worker, its generator) -> its next batch, inputs and targets."""
 
 
 @dataclass(frozen=True)
@@ -48,37 +54,36 @@ def _digits(workers: int, seed: int) -> Task:
     model = torch_digits.make_model()
     images, labels = torch_digits.load_data()[0].tensors
 
-    def losses(worker: int) -> Callable[[], Tensor]:
+    def batch(worker: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         x, y = images[worker::workers], labels[worker::workers]
-        generator = torch.Generator().manual_seed(seed + worker)
-
-        def loss() -> Tensor:
-            batch = torch.randint(len(x), (DIGITS_BATCH,), generator=generator)
-            return F.cross_entropy(model(x[batch]), y[batch])
-
-        return loss
+        chosen = torch.randint(len(x), (DIGITS_BATCH,), generator=generator)
+        return x[chosen], y[chosen]
 
     warmup = torch_digits.WARMUP_EPOCHS * max(1, len(images) // (workers * DIGITS_BATCH))
-    return Task(model, [losses(worker) for worker in range(workers)], lambda t: DIGITS_RATE * min(1.0, t / warmup))
+    return Task(model, _losses(model, batch, workers, seed), lambda t: DIGITS_RATE * min(1.0, t / warmup))
 
 
 def _text(model: nn.Module, context: int, most: float, workers: int, seed: int) -> Task:
     """A model that continues text; `most` is the largest learning rate."""
     shards = read_corpus(CHARACTERS_READ).tensor_split(workers)
 
-    def losses(worker: int) -> Callable[[], Tensor]:
-        generator = torch.Generator().manual_seed(seed + worker)
-
-        def loss() -> Tensor:
-            x, y = sample(shards[worker], TEXT_BATCH, context, generator)
-            return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-
-        return loss
+    def batch(worker: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return sample(shards[worker], TEXT_BATCH, context, generator)
 
     def rate(t: int) -> float:
         return most * min(t / TEXT_WARMUP, max(1 - t / TEXT_STEPS, 0.02))
 
-    return Task(model, [losses(worker) for worker in range(workers)], rate)
+    return Task(model, _losses(model, batch, workers, seed), rate)
+
+
+def _losses(model: nn.Module, batch: Batch, workers: int, seed: int) -> list[Callable[[], Tensor]]:
+    """Every worker's loss of its next batch."""
+
+    def loss(worker: int, generator: torch.Generator) -> Tensor:
+        x, y = batch(worker, generator)
+        return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+    return [partial(loss, worker, torch.Generator().manual_seed(seed + worker)) for worker in range(workers)]
 
 
 def _lstm(workers: int, seed: int) -> Task:
@@ -90,10 +95,10 @@ def _charlm(workers: int, seed: int) -> Task:
     return _text(model, CHARLM_CONTEXT, CHARLM_RATE, workers, seed)
 
 
-def _recorded(make: Callable[[int, int], Task], workers: int, seed: int, skipped: int) -> Stream:
+def _recorded(kind: str, workers: int, seed: int, skipped: int) -> Stream:
     """Every worker's gradients while the model is trained on their average, dense; the first steps are not given out."""
     torch.manual_seed(seed)
-    task = make(workers, seed)
+    task = RECORDED[kind](workers, seed)
     parameters = list(task.model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=task.rate(1), momentum=MOMENTUM)
     for step in itertools.count(1):
@@ -105,44 +110,35 @@ def _recorded(make: Callable[[int, int], Task], workers: int, seed: int, skipped
         optimizer.step()
         if step > skipped:
             # From the last parameter to the first, as buckets are filled, and without those that are reduced dense.
-            yield [torch.cat([g.flatten() for g in reversed(own) if g.numel() >= MIN_NUMEL]) for own in gradients]
-
-
-def _signs(rng: np.random.Generator, size: int) -> np.ndarray:
-    signs: np.ndarray = rng.integers(0, 2, size) * 2.0 - 1.0
-    return signs
-
-
-def _pareto(rng: np.random.Generator, size: int) -> np.ndarray:
-    shape = 0.3
-    magnitudes: np.ndarray = rng.uniform(size=size) ** -shape - 1.0
-    magnitudes *= _signs(rng, size) / shape
-    return magnitudes
-
-
-OUTLIER = "one outlier"
-SYNTHETIC: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
-    "Laplace": lambda rng, size: rng.laplace(size=size),
-    "Gaussian": lambda rng, size: rng.normal(size=size),
-    "Gamma 0.5": lambda rng, size: rng.gamma(0.5, size=size) * _signs(rng, size),
-    "Student-t 4": lambda rng, size: rng.standard_t(4, size=size),
-    "Pareto 0.3": _pareto,
-    OUTLIER: lambda rng, size: np.where(np.arange(size) == rng.integers(size), 1e6, rng.laplace(size=size)),
-    "99 % zero": lambda rng, size: np.where(rng.uniform(size=size) < 0.01, rng.laplace(size=size), 0.0),
-}
-RECORDED = {"digits": _digits, "lstm": _lstm, "charlm": _charlm}
-KINDS = (*RECORDED, *SYNTHETIC)
-MOSTLY_ZERO = "99 % zero"
-
-
-def stream(kind: str, *, workers: int, size: int, seed: int, skipped: int) -> Stream:
-    """The gradients of one kind of data; `size` is for synthetic ones, `skipped` steps of training for recorded ones."""
-    if kind in RECORDED:
-        return _recorded(RECORDED[kind], workers, seed, skipped)
-    return _synthetic(kind, workers, size, seed)
+            parts = [[g.flatten() for g in reversed(own) if g.numel() >= MIN_NUMEL] for own in gradients]
+            yield torch.stack([torch.cat(own) for own in parts]).numpy()
 
 
 def _synthetic(kind: str, workers: int, size: int, seed: int) -> Stream:
     rng = np.random.default_rng([seed, list(SYNTHETIC).index(kind)])
     while True:
-        yield [torch.from_numpy(SYNTHETIC[kind](rng, size).astype(np.float32)) for _ in range(workers)]
+        yield np.stack([SYNTHETIC[kind](rng, size).astype(np.float32) for _ in range(workers)])
+
+
+def _signed(rng: np.random.Generator, magnitudes: Array) -> Array:
+    """Magnitudes with random signs."""
+    return magnitudes * (rng.integers(0, 2, len(magnitudes)) * 2.0 - 1.0)
+
+
+MOSTLY_ZERO = "99 % zero"
+SYNTHETIC: dict[str, Callable[[np.random.Generator, int], Array]] = {
+    "Laplace": lambda rng, size: rng.laplace(size=size),
+    "Gaussian": lambda rng, size: rng.normal(size=size),
+    "Gamma 0.5": lambda rng, size: _signed(rng, rng.gamma(0.5, size=size)),
+    "Student-t 4": lambda rng, size: rng.standard_t(4, size=size),
+    "Pareto 0.3": lambda rng, size: _signed(rng, (rng.uniform(size=size) ** -0.3 - 1.0) / 0.3),
+    "one outlier": lambda rng, size: np.where(np.arange(size) == rng.integers(size), 1e6, rng.laplace(size=size)),
+    MOSTLY_ZERO: lambda rng, size: np.where(rng.uniform(size=size) < 0.01, rng.laplace(size=size), 0.0),
+}
+RECORDED = {"digits": _digits, "lstm": _lstm, "charlm": _charlm}
+KINDS = (*RECORDED, *SYNTHETIC)
+
+
+def stream(kind: str, *, workers: int, size: int, seed: int, skipped: int) -> Stream:
+    """The gradients of one kind of data; `size` is for synthetic ones, `skipped` steps of training for recorded ones."""
+    return _recorded(kind, workers, seed, skipped) if kind in RECORDED else _synthetic(kind, workers, size, seed)

@@ -65,14 +65,13 @@ def counts(task: str, ratio: float, start: Start, seed: int, args: argparse.Name
         lambda ratio, threshold: MiCRO(ratio, scaling=start.scaling, **room, granularity="model", warmup=None),
         task, ratio, args.workers, seed,
     )  # fmt: skip
-    buckets = [pipeline.buckets[0] for pipeline in training.pipelines]
-    k = training.compressor.target_count(buckets[0].numel)
+    k = training.compressor.target_count(training.buckets[0].numel)
     if start.published:
-        for bucket in buckets:
+        for bucket in training.buckets:
             assert isinstance(bucket.state, MiCROState)
             # About the threshold of k entries, for gradients of norm 1.
             bucket.state.current = 0.5 / math.sqrt(k)
-    return [training.step() / k for _ in range(args.steps)]
+    return [training.step(training.gradients()) / k for _ in range(args.steps)]
 
 
 def settled(quotients: Sequence[float]) -> int | None:

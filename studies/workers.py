@@ -1,58 +1,39 @@
-"""Several workers that take their steps together in this process; collectives are carried out in memory."""
+"""A model of an example that several workers train together in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from estimation_data import MOMENTUM, RECORDED
+from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.core.layout import Parameter, Slot, layouts_of
-from horovod_sparse.core.pipeline import Pipeline, Write
-from horovod_sparse.exchange.protocols import Collective, Reduced
-from horovod_sparse.torch.compiled import tensor_ops
+from horovod_sparse.numpy import Balanced, Pairs, VirtualWorkers
+from horovod_sparse.numpy.ops import NumpyOps
 
-OPS = tensor_ops()
+OPS = NumpyOps()
+Array = NDArray[Any]
 Make = Callable[[float, float], Compressor]
 """(ratio, the threshold that ratio * numel entries of the first gradient exceed) -> compressor."""
 
 
-def make_pipelines(compressor: Compressor, parameters: Sequence[Parameter], workers: int) -> list[Pipeline]:
-    """One per worker, with the buckets of these parameters."""
-    pipelines = [Pipeline(OPS, compressor, world=workers, position=p, rank=p) for p in range(workers)]
-    for pipeline in pipelines:
-        pipeline.add_buckets(layouts_of(parameters, compressor), lambda name: torch.zeros(1))
-    return pipelines
-
-
-def collective(requests: Sequence[Collective]) -> list[Tensor]:
-    """What each worker gets of one collective."""
-    messages, workers = [request.message for request in requests], len(requests)
-    if requests[0].kind == "alltoall":
-        return [torch.cat(parts) for parts in zip(*(message.chunk(workers) for message in messages), strict=True)]
-    result = torch.cat(messages) if requests[0].kind == "allgather" else torch.stack(messages).sum(0)
-    return [result.clone() for _ in requests]
-
-
-def exchange(pipelines: Sequence[Pipeline], write: Callable[[int], Write], divisor: float = 1.0) -> None:
-    """All workers' exchange of their one bucket; `write` has what each worker does with the reduced gradient."""
-    following: list[Collective | None] = [pipeline.buckets[0].begin() for pipeline in pipelines]
-    while following[0] is not None:
-        results = collective([one for one in following if one is not None])
-        following = [
-            pipeline.advance(pipeline.buckets[0], result, divisor, write(worker))
-            for worker, (pipeline, result) in enumerate(zip(pipelines, results, strict=True))
-        ]
-    for pipeline in pipelines:
-        pipeline.end_step()
+def make_workers(number: int, compressor: Compressor, shapes: Mapping[str, Sequence[int]]) -> VirtualWorkers:
+    """Workers that have their buckets already, for arrays of these shapes."""
+    workers = VirtualWorkers(number, compressor)
+    # They make the buckets in the first call.
+    workers({name: np.zeros((number, *shape), np.float32) for name, shape in shapes.items()})
+    workers.reset()
+    return workers
 
 
 class Training:
-    """One model of an example that is trained by some workers with one compressor.
+    """One model of an example that is trained by some workers with one compressor, whose granularity is "model".
 
-    Each worker has its own data, its own residual and its own pipeline. They share the model.
+    Each worker has its own data and its own residual. They share the model.
     """
 
     def __init__(self, make: Make, task: str, ratio: float, workers: int, seed: int) -> None:
@@ -61,58 +42,45 @@ class Training:
         self.losses: list[float] = []
         """Every worker's, step by step, after that of the first gradient."""
         self.parameters = {f"p{number}": one for number, one in enumerate(self.task.model.parameters())}
-        first = torch.cat([g.abs().flatten() for g in self._gradients(self.task.losses[0])])
+        gradient = self._gradient(self.task.losses[0])
+        first = np.concatenate([np.abs(one.numpy()).ravel() for one in gradient])
         self.compressor = make(ratio, OPS.kth_largest(first, int(ratio * len(first))))
-        described = [Parameter(name, tuple(p.shape), "float32", "cpu") for name, p in self.parameters.items()]
-        sparse = [one for one in described if not self.compressor.leaves_dense(one.name, one.numel)]
-        self._sparse = {one.name for one in sparse}
-        self.pipelines = make_pipelines(self.compressor, sparse, workers)
+        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+        self.workers = make_workers(workers, self.compressor, shapes)
+        self.buckets = [pipeline.buckets[0] for pipeline in self.workers.pipelines]
         corrected = self.compressor.momentum_correction is not None
         self.optimizer = torch.optim.SGD(self.parameters.values(), lr=0.0, momentum=0.0 if corrected else MOMENTUM)
         self.steps = 0
 
-    def _gradients(self, loss: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+    def _gradient(self, loss: Callable[[], Tensor]) -> tuple[Tensor, ...]:
         value = loss()
         self.losses.append(value.item())
         return torch.autograd.grad(value, list(self.parameters.values()))
 
-    def step(self) -> int:
+    def gradients(self) -> dict[str, Array]:
+        """Every worker's next gradient, by parameter: gradients[name][worker]."""
+        each = [self._gradient(loss) for loss in self.task.losses]
+        return {
+            name: torch.stack(of).numpy() for name, of in zip(self.parameters, zip(*each, strict=True), strict=True)
+        }
+
+    def accumulated(self, gradients: dict[str, Array]) -> Array:
+        """The first worker's residual and gradient together."""
+        x: Array = self.buckets[0].buffer.copy()
+        for name, slot in self.buckets[0].slots.items():
+            x[slot.offset : slot.offset + slot.numel] += gradients[name][0].ravel()
+        return x
+
+    def step(self, gradients: dict[str, Array]) -> int:
         """One step of all workers; how many entries the reduced gradient has."""
-        self.accumulate()
-        return self.finish()
-
-    def accumulate(self) -> None:
-        """Add all workers' gradients of the next step to their residuals."""
         self.steps += 1
-        dense: dict[str, list[Tensor]] = {}
-        for pipeline, loss in zip(self.pipelines, self.task.losses, strict=True):
-            for name, gradient in zip(self.parameters, self._gradients(loss), strict=True):
-                if name in self._sparse:
-                    pipeline.arrive(name, gradient)
-                else:
-                    dense.setdefault(name, []).append(gradient)
-        for name, gradients in dense.items():
-            self.parameters[name].grad = torch.stack(gradients).mean(0)
-
-    def finish(self) -> int:
-        """Exchange what has been accumulated, and update the model; how many entries the reduced gradient has."""
-        entries: list[Tensor] = []
-
-        def write(slots: Sequence[Slot], reduced: Reduced) -> None:
-            entries.extend(part.indices for part in reduced.parts() if part.indices is not None)
-            for slot in slots:
-                gradient = torch.empty(slot.numel)
-                reduced.write([(slot.offset, gradient)])
-                self.parameters[slot.name].grad = gradient.view(slot.shape)
-
-        # All workers get the same, so one of them writes.
-        exchange(self.pipelines, lambda worker: _nothing if worker else write, float(len(self.pipelines)))
+        reduced = self.workers(gradients)
+        for name, parameter in self.parameters.items():
+            parameter.grad = torch.from_numpy(reduced[name])
         for group in self.optimizer.param_groups:
             group["lr"] = self.task.rate(self.steps)
         self.optimizer.step()
-        # NoOp sends everything, without indices.
-        return len(torch.unique(torch.cat(entries))) if entries else self.pipelines[0].buckets[0].numel
-
-
-def _nothing(slots: Sequence[Slot], reduced: Reduced) -> None:
-    return
+        if isinstance(self.compressor.exchange, (Pairs, Balanced)):
+            return sum(int(np.count_nonzero(reduced[name])) for name in self.buckets[0].slots)
+        # All workers send the same entries. Random choices may be zero.
+        return int(self.buckets[0].tally.last.sent)
