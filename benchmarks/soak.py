@@ -1,6 +1,6 @@
 """Train for many steps, with checkpoints and a changing learning rate, and print what must not grow.
 
-    mpirun -np 4 --oversubscribe python benchmarks/soak.py --output soak.md
+    mpirun -np 4 --oversubscribe python benchmarks/soak.py
 
 Every rank trains three models at once, compressed by SIDCo, MiCRO and DGC. Memory and file descriptors are looked at after
 every checkpoint. The script fails if memory grows by more than 1 % after the first tenth, if the file descriptors grow, if the
@@ -18,9 +18,10 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import machine
+import markdown
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -48,6 +49,8 @@ class Training:
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=momentum)
         self.optimizer = hvd.DistributedOptimizer(sgd, self.model.named_parameters(), compression=self.compression)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(self.optimizer, 1000)
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        self.objects = {f"{self.name}_{part}": one for part, one in parts.items()}
 
     def step(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         self.optimizer.zero_grad()
@@ -56,13 +59,13 @@ class Training:
         self.scheduler.step()
 
     @property
-    def objects(self) -> dict[str, Any]:
-        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        return {f"{self.name}_{part}": one for part, one in parts.items()}
+    def largest_norms(self) -> tuple[float, float]:
+        """The residual's largest norm before the last tenth, and in it."""
+        tenth = max(1, len(self.norms) // 10)
+        return max(self.norms[:-tenth]), max(self.norms[-tenth:])
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """What a rank uses after a checkpoint."""
 
     step: int
@@ -78,9 +81,11 @@ def sample(step: int) -> Sample:
     return Sample(step, pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")))
 
 
-def train(trainings: list[Training], steps: int, every: int, folder: Path) -> list[Sample]:
+def train(trainings: list[Training], steps: int, every: int, folder: Path) -> tuple[Sample, Sample]:
+    """Train, and return what this rank uses at the end of the warm-up and at the end."""
     generator = torch.Generator().manual_seed(hvd.rank())
     teacher = torch.randn(64, 10, generator=torch.Generator().manual_seed(0))
+    objects = {name: one for training in trainings for name, one in training.objects.items()}
     samples = []
     for step in range(1, steps + 1):
         inputs = torch.randn(16, 64, generator=generator)
@@ -88,27 +93,24 @@ def train(trainings: list[Training], steps: int, every: int, folder: Path) -> li
         for training in trainings:
             training.step(inputs, labels)
         if step % every == 0:
-            objects = {name: one for training in trainings for name, one in training.objects.items()}
             hvd.save_checkpoint(folder, step, data=generator, **objects)
             for training in trainings:
                 training.norms.append(training.compression.stats().last.total.residual_norm)
             samples.append(sample(step))
             if hvd.rank() == 0:
                 print(f"step {step}: {samples[-1].memory / 2**20:.1f} MiB, {samples[-1].files} files", flush=True)
-    return samples
+    return next(one for one in samples if one.step > WARM_UP * samples[-1].step), samples[-1]
 
 
-def problems(trainings: list[Training], samples: list[Sample]) -> list[str]:
+def problems(trainings: list[Training], warm: Sample, end: Sample) -> list[str]:
     """Return what must not be, on this rank."""
-    warm = [one for one in samples if one.step > WARM_UP * samples[-1].step]
     found = []
-    if warm[-1].memory > GROWTH * warm[0].memory:
-        found.append(f"memory grew from {warm[0].memory} to {warm[-1].memory} bytes")
-    if warm[-1].files > warm[0].files:
-        found.append(f"file descriptors grew from {warm[0].files} to {warm[-1].files}")
+    if end.memory > GROWTH * warm.memory:
+        found.append(f"memory grew from {warm.memory} to {end.memory} bytes")
+    if end.files > warm.files:
+        found.append(f"file descriptors grew from {warm.files} to {end.files}")
     for training in trainings:
-        tenth = max(1, len(training.norms) // 10)
-        before, last = max(training.norms[:-tenth]), max(training.norms[-tenth:])
+        before, last = training.largest_norms
         if not (math.isfinite(last) and last <= NORM * before):
             found.append(f"{training.name}'s residual has norm {last}, at most {before} before")
         bits = hvd.allgather_object([p.detach().numpy().tobytes() for p in training.model.parameters()])
@@ -117,55 +119,38 @@ def problems(trainings: list[Training], samples: list[Sample]) -> list[str]:
     return found
 
 
-def report(trainings: list[Training], everyone: list[list[Sample]], seconds: float) -> str:
-    steps = everyone[0][-1].step
-    warm = [[one for one in samples if one.step > WARM_UP * steps] for samples in everyone]
-    growth = [f"{100 * (samples[-1].memory / samples[0].memory - 1):+.2f} %" for samples in warm]
-    files = [f"{samples[0].files} to {samples[-1].files}" for samples in warm]
-    rows = [
-        f"{steps} steps on {len(everyone)} ranks in {seconds / 60:.0f} minutes, {machine.describe()}.",
-        "",
-        "| what | figure |",
-        "|---|---|",
-        f"| memory per rank, from step {warm[0][0].step} to the end | {', '.join(growth)} |",
-        f"| file descriptors per rank | {', '.join(files)} |",
-        "| replicas at the end | identical, bit for bit |",
-    ]
+def report(trainings: list[Training], used: list[tuple[Sample, Sample]], seconds: float) -> str:
+    growth = ", ".join(f"{100 * (end.memory / warm.memory - 1):+.2f} %" for warm, end in used)
+    files = ", ".join(f"{warm.files} to {end.files}" for warm, end in used)
+    warm, end = used[0]
+    rows = [[f"memory per rank, from step {warm.step} to the end", growth], ["file descriptors per rank", files]]
+    rows.append(["replicas at the end", "identical, bit for bit"])
     for training in trainings:
-        tenth = max(1, len(training.norms) // 10)
-        largest, last = max(training.norms), max(training.norms[-tenth:])
-        rows.append(f"| {training.name}: norm of a residual | at most {largest:.3g}, {last:.3g} in the last tenth |")
-    return "\n".join(rows) + "\n"
+        largest, last = max(training.norms), training.largest_norms[1]
+        rows.append([f"{training.name}: norm of a residual", f"at most {largest:.3g}, {last:.3g} in the last tenth"])
+    title = f"{end.step} steps on {len(used)} ranks in {seconds / 60:.0f} minutes, {machine.describe()}."
+    return f"{title}\n\n{markdown.table(['what', 'figure'], rows, words=2)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--every", type=int, default=500, help="steps from one checkpoint to the next")
-    parser.add_argument("--output", type=Path, help="file for the table, in Markdown")
     arguments = parser.parse_args()
     hvd.init()
     torch.set_num_threads(1)
-    trainings = [
-        Training("SIDCo", hvd.SIDCo(ratio=0.01)),
-        Training("MiCRO", hvd.MiCRO(ratio=0.01)),
-        Training("DGC", hvd.DGC(ratio=0.01)),
-    ]
+    trainings = [Training(one.__name__, one(ratio=0.01)) for one in (hvd.SIDCo, hvd.MiCRO, hvd.DGC)]
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as own:
         folder = Path(hvd.broadcast_object(own, root_rank=0))
-        samples = train(trainings, arguments.steps, arguments.every, folder)
+        used = train(trainings, arguments.steps, arguments.every, folder)
         hvd.barrier()
     seconds = time.perf_counter() - began
-    found = problems(trainings, samples)
-    everyone = hvd.allgather_object((samples, found))
-    if any(problems for _, problems in everyone):
-        raise RuntimeError(f"problems of the ranks: {[problems for _, problems in everyone]}")
+    everyone = hvd.allgather_object((used, problems(trainings, *used)))
+    if any(found for _, found in everyone):
+        raise RuntimeError(f"problems of the ranks: {[found for _, found in everyone]}")
     if hvd.rank() == 0:
-        table = report(trainings, [samples for samples, _ in everyone], seconds)
-        print(table)
-        if arguments.output is not None:
-            arguments.output.write_text(table)
+        print(report(trainings, [used for used, _ in everyone], seconds))
 
 
 if __name__ == "__main__":
