@@ -16,24 +16,21 @@ import argparse
 import runs
 
 COMPRESSORS = ("TopK", "SIDCo", "GaussianK", "DGC", "RedSync", "MiCRO", "RandomK", "RandomBlock")
-CHOICES = {
-    **{f"{name} 0.01": ["--compression", name.lower(), "--ratio", "0.01"] for name in COMPRESSORS},
-    "SIDCo 0.01, packed": ["--compression", "sidco", "--ratio", "0.01", "--exchange", "packed"],
-    "SIDCo 0.01, balanced": ["--compression", "sidco", "--ratio", "0.01", "--exchange", "balanced"],
-    "SIDCo 0.001": ["--compression", "sidco", "--ratio", "0.001"],
-    "SIDCo 0.001, packed": ["--compression", "sidco", "--ratio", "0.001", "--exchange", "packed"],
-    "SIDCo 0.001, balanced": ["--compression", "sidco", "--ratio", "0.001", "--exchange", "balanced"],
-    "TopK 0.001": ["--compression", "topk", "--ratio", "0.001"],
-    "DGC 0.001": ["--compression", "dgc", "--ratio", "0.001"],
-}
-PLAIN = {
-    f"{name}({ratio})": ["--compression", name.lower(), "--ratio", ratio]
-    for name in ("SIDCo", "TopK", "DGC", "MiCRO")
-    for ratio in ("0.01", "0.001")
-}
-"""The plain line: momentum moves before the selection, the ratio comes down with time, and feedback is detached."""
+RATIOS = ("0.01", "0.001")
 BARE = ["--warmup", "none", "--momentum-in-optimizer", "--detached", "0"]
-CONSTANT = {row: [*options, *BARE] for row, options in CHOICES.items()}
+
+
+def sparse(name: str, ratio: str, *options: str) -> list[str]:
+    return ["--compression", name.lower(), "--ratio", ratio, *options]
+
+
+CONSTANT = {
+    **{f"{name} 0.01": sparse(name, "0.01", *BARE) for name in COMPRESSORS},
+    **{f"{name} 0.001": sparse(name, "0.001", *BARE) for name in ("SIDCo", "TopK", "DGC")},
+    **{f"SIDCo {ratio}, balanced": sparse("SIDCo", ratio, "--exchange", "balanced", *BARE) for ratio in RATIOS},
+}
+PLAIN = {f"{name}({ratio})": sparse(name, ratio) for name in ("SIDCo", "TopK", "DGC", "MiCRO") for ratio in RATIOS}
+"""The plain line: momentum moves before the selection, the ratio comes down with time, and feedback is detached."""
 ROWS = runs.DENSE | CONSTANT | PLAIN
 
 

@@ -31,50 +31,30 @@ class Task:
 
     title: str
     example: str
-    options: tuple[str, ...]
-    field: str
-    """The held-out loss in the example's log."""
-    unit: str
+    options: str
     rates: tuple[float, ...]
     """For momentum 0.9; each is twice the one before."""
     rows: tuple[str, ...] = ()
     """Names of its rows beside dense fp32; empty for all but those of local updates."""
+    field: str = "bits_per_character"
+    """The held-out loss in the example's log."""
+    unit: str = "held-out bits per character"
 
 
+LOCAL = ("DiLoCo", "local TopK 0.01", "local TopK 0.03", "local TopK 0.1")
+LONG = "--width 192 --epochs 8 --epoch-steps 750 --optimizer adamw"
 TASKS = {
-    "charlm": Task(
-        "transformer",
-        "torch_charlm",
-        ("--width", "192", "--epochs", "8", "--epoch-steps", "75"),
-        "bits_per_character",
-        "held-out bits per character",
-        (0.0125, 0.025, 0.05),
-    ),
-    "lstm": Task(
-        "LSTM",
-        "torch_lstm",
-        ("--epochs", "8", "--epoch-steps", "50"),
-        "bits_per_character",
-        "held-out bits per character",
-        (0.5, 1.0, 2.0),
-    ),
+    "charlm": Task("transformer", "torch_charlm", "--width 192 --epochs 8 --epoch-steps 75", (0.0125, 0.025, 0.05)),
+    "lstm": Task("LSTM", "torch_lstm", "--epochs 8 --epoch-steps 50", (0.5, 1.0, 2.0)),
     "digits": Task(
         "CNN",
         "torch_digits",
-        ("--width", "64", "--epochs", "12"),
-        "held_out_loss",
-        "held-out loss, nats",
+        "--width 64 --epochs 12",
         (0.015, 0.03, 0.06),
+        field="held_out_loss",
+        unit="held-out loss, nats",
     ),
-    "adamw": Task(
-        "transformer with AdamW",
-        "torch_charlm",
-        ("--width", "192", "--epochs", "8", "--epoch-steps", "750", "--optimizer", "adamw"),
-        "bits_per_character",
-        "held-out bits per character",
-        (0.00025, 0.0005, 0.001),
-        ("DiLoCo", "local TopK 0.01", "local TopK 0.03", "local TopK 0.1"),
-    ),
+    "adamw": Task("transformer with AdamW", "torch_charlm", LONG, (0.00025, 0.0005, 0.001), LOCAL),
 }
 
 
@@ -82,58 +62,46 @@ TASKS = {
 class Row:
     """A way to exchange gradients."""
 
-    options: tuple[str, ...]
+    options: str
     hook: str = ""
     """DDP's communication hook; empty with Horovod."""
     rate_factor: float = 1.0
     """10 without momentum: with momentum 0.9 a gradient moves the parameters ten times as far as the learning rate says."""
 
 
-NO_MOMENTUM = ("--momentum", "0")
-CONSTANT = ("--warmup", "none", "--detached", "0")
-SPARSELOCO = ("--keep", "0", "--residual-decay", "0.95", "--outer-lr", "1")
+CONSTANT = "--warmup none --detached 0"
+SPARSELOCO = f"{CONSTANT} --every 30 --keep 0 --residual-decay 0.95 --outer-lr 1"
 """The paper's settings of local updates."""
 
 
-def _sparse(compression: str, ratio: str, *options: str) -> Row:
-    return Row(("--compression", compression, "--ratio", ratio, *CONSTANT, "--momentum-correction", *options))
+def _sparse(compression: str, ratio: str) -> Row:
+    return Row(f"--compression {compression} --ratio {ratio} {CONSTANT} --momentum-correction")
 
 
-def _local(compression: str, *options: str) -> Row:
-    return Row(("--compression", compression, *CONSTANT, "--every", "30", *SPARSELOCO, *options))
-
-
+MEMORY = f"--compression topk --ratio 0.01 {CONSTANT} --lr-in-residual --momentum 0"
 ROWS = {
-    DENSE: Row(("--compression", "none")),
-    "dense fp16": Row(("--compression", "fp16")),
-    "dense fp16 no momentum": Row(("--compression", "fp16", *NO_MOMENTUM), rate_factor=10.0),
-    "DDP PowerSGD rank 4": Row(("--compression", "none"), hook="PowerSGD 4"),
+    DENSE: Row("--compression none"),
+    "dense fp16": Row("--compression fp16"),
+    "dense fp16 no momentum": Row("--compression fp16 --momentum 0", rate_factor=10.0),
+    "DDP PowerSGD rank 4": Row("--compression none", hook="PowerSGD 4"),
     "SIDCo 0.01": _sparse("sidco", "0.01"),
-    "SIDCo 0.01 packed": _sparse("sidco", "0.01", "--exchange", "packed"),
     "SIDCo 0.001": _sparse("sidco", "0.001"),
     "TopK 0.01": _sparse("topk", "0.01"),
     "DGC 0.01": _sparse("dgc", "0.01"),
     "GaussianK 0.01": _sparse("gaussiank", "0.01"),
     "MiCRO 0.01": _sparse("micro", "0.01"),
     "RandomBlock 0.01": _sparse("randomblock", "0.01"),
-    "Mem-SGD 0.01": Row(
-        ("--compression", "topk", "--ratio", "0.01", *CONSTANT, "--lr-in-residual", *NO_MOMENTUM), rate_factor=10.0
-    ),
-    "DiLoCo": _local("none", "--outer-lr", "0.7", "--outer-momentum", "0.9"),
-    "local TopK 0.01": _local("topk", "--ratio", "0.01"),
-    "local TopK 0.03": _local("topk", "--ratio", "0.03"),
-    "local TopK 0.1": _local("topk", "--ratio", "0.1"),
+    "Mem-SGD 0.01": Row(MEMORY, rate_factor=10.0),
+    "DiLoCo": Row(f"--compression none {SPARSELOCO} --outer-lr 0.7 --outer-momentum 0.9"),
+    **{f"local TopK {r}": Row(f"--compression topk {SPARSELOCO} --ratio {r}") for r in ("0.01", "0.03", "0.1")},
 }
 """Sparse rows have momentum before the selection, except Mem-SGD, Sparsified SGD with Memory, which has none. Dense training
 also has rows without momentum: masking weakens momentum, and what a row wins by that is no merit of its exchange."""
-LOCAL = TASKS["adamw"].rows
-
-
 RACE = {
     "dense fp16": ROWS["dense fp16"],
-    "DDP fp16": Row(("--compression", "fp16"), hook="fp16"),
+    "DDP fp16": Row("--compression fp16", hook="fp16"),
     "DDP PowerSGD rank 4": ROWS["DDP PowerSGD rank 4"],
-    **{f"SIDCo({ratio})": Row(("--compression", "sidco", "--ratio", ratio)) for ratio in ("0.01", "0.001")},
+    **{f"SIDCo({ratio})": Row(f"--compression sidco --ratio {ratio}") for ratio in ("0.01", "0.001")},
 }
 """The plain line, and what it competes with."""
 
@@ -226,7 +194,8 @@ class Store:
         return self._run(f"{network}-{name}-{seed}", RACE[name], rate, seed, on_hosts)
 
     def _run(self, name: str, row: Row, rate: float, seed: int, launch: runs.Launch | None = None) -> Curve:
-        options = [*row.options, *self.task.options, "--lr", f"{rate * row.rate_factor:g}", "--seed", str(seed)]
+        rest = ["--lr", f"{rate * row.rate_factor:g}", "--seed", str(seed)]
+        options = [*row.options.split(), *self.task.options.split(), *rest]
         script = around.EXAMPLES / f"{self.task.example}.py"
         if row.hook:
             script, options = Path(__file__).with_name("loss_ddp.py"), [self.task.example, row.hook, *options]
