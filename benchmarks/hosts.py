@@ -23,7 +23,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,11 +62,6 @@ class Network(NamedTuple):
     loss: float = 0.0
     """Percent of the frames that do not arrive."""
 
-    def check(self) -> None:
-        """Raise SystemExit if the numbers cannot be."""
-        if self.delay < 0 or not 0 <= self.loss < 100:
-            raise SystemExit(f"delay must be >= 0 and loss in [0, 100), got {self.delay} and {self.loss}")
-
     @property
     def is_far(self) -> bool:
         return self.delay > 0.0 or self.loss > 0.0
@@ -76,8 +70,7 @@ class Network(NamedTuple):
         return f"{self.rate}, {self.delay:g} ms, {self.loss:g} % loss" if self.is_far else self.rate
 
 
-@dataclass(frozen=True)
-class Cluster:
+class Cluster(NamedTuple):
     """The hosts that are there."""
 
     hosts: tuple[str, ...]
@@ -93,10 +86,6 @@ class Cluster:
     def shape(self, host: str, rate: str) -> None:
         """Give a host's network card another rate for what it sends."""
         _shape(f"{self.prefix}-{host}", "eth0", rate)
-
-    def inside(self, command: Sequence[str]) -> list[str]:
-        """A command line that runs `command` on the first host."""
-        return [str(self.agent), self.hosts[0], shlex.join(command)]
 
 
 def missing() -> str:
@@ -115,14 +104,16 @@ def missing() -> str:
 @contextmanager
 def cluster(hosts: int, network: Network) -> Iterator[Cluster]:
     """Make hosts that a network joins, and remove them in the end, also when this process is asked to end."""
-    network.check()
+    if network.delay < 0 or not 0 <= network.loss < 100:
+        raise SystemExit(f"delay must be >= 0 and loss in [0, 100), got {network.delay} and {network.loss}")
     before = signal.signal(signal.SIGTERM, _interrupted)
     prefix = f"hs{os.getpid()}"
     names = tuple(f"host{number}" for number in range(hosts))
     switch = f"{prefix}-switch"
     with tempfile.TemporaryDirectory(prefix=f"{prefix}-") as folder:
         known = Path(folder, "hosts")
-        known.write_text("".join(f"{line}\n" for line in ("127.0.0.1 localhost", *_addresses(names))), encoding="ascii")
+        lines = ["127.0.0.1 localhost", *(f"{NETWORK}{number + 1} {name}" for number, name in enumerate(names))]
+        known.write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
         agent = Path(folder, "ssh")
         agent.write_text(AGENT.format(prefix=prefix, names=known), encoding="ascii")
         agent.chmod(0o755)
@@ -141,12 +132,6 @@ def cluster(hosts: int, network: Network) -> Iterator[Cluster]:
             for space in (*spaces, switch):
                 _remove(space)
             signal.signal(signal.SIGTERM, before)
-
-
-def _addresses(names: Sequence[str]) -> Iterator[str]:
-    """Lines of /etc/hosts."""
-    for number, name in enumerate(names):
-        yield f"{NETWORK}{number + 1} {name}"
 
 
 def _join(switch: str, spaces: Sequence[str], network: Network) -> None:
@@ -192,8 +177,24 @@ def _run(*command: str) -> None:
         raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
-def launch(where: Cluster, launcher: str, slots: int, command: Sequence[str], *, rings: bool = False) -> list[str]:
-    """The command line that starts `slots` workers on every host."""
+def run(where: Cluster, launcher: str, slots: int, command: Sequence[str], *, rings: bool = False) -> int:
+    """Start `slots` workers on every host, and wait for them; the launcher's exit status."""
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PATH": os.pathsep.join([str(where.agent.parent), os.environ.get("PATH", os.defpath)]),
+    }
+    line = [str(where.agent), where.hosts[0], shlex.join(_launch(where, launcher, slots, command, rings))]
+    with subprocess.Popen(line, env=environment) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            # Asked to end, a launcher ends its workers first.
+            process.terminate()
+            raise
+
+
+def _launch(where: Cluster, launcher: str, slots: int, command: Sequence[str], rings: bool) -> list[str]:
     workers = ["-np", str(len(where.hosts) * slots), "-H", ",".join(f"{host}:{slots}" for host in where.hosts)]
     if launcher == "horovodrun":
         beside = Path(sys.executable).with_name("horovodrun")
@@ -207,28 +208,8 @@ def launch(where: Cluster, launcher: str, slots: int, command: Sequence[str], *,
         "oob_tcp_if_include": "eth0",
         "mpi_yield_when_idle": "1",
     }
-    if rings:
-        settings |= RINGS
-    chosen = [word for name, value in settings.items() for word in ("--mca", name, value)]
+    chosen = [word for mca in (settings | (RINGS if rings else {})).items() for word in ("--mca", *mca)]
     return ["mpirun", "--allow-run-as-root", *workers, "--bind-to", "none", *chosen, *command]
-
-
-def run(where: Cluster, launcher: str, slots: int, command: Sequence[str], *, rings: bool = False) -> int:
-    """Start the workers and wait for them; the launcher's exit status."""
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        **os.environ,
-        "PATH": os.pathsep.join([str(where.agent.parent), os.environ.get("PATH", os.defpath)]),
-    }
-    with subprocess.Popen(
-        where.inside(launch(where, launcher, slots, command, rings=rings)), env=environment
-    ) as process:
-        try:
-            return process.wait()
-        except BaseException:
-            # Asked to end, a launcher ends its workers first.
-            process.terminate()
-            raise
 
 
 def _interrupted(number: int, _: object) -> None:

@@ -32,8 +32,6 @@ from horovod_sparse.torch.exchange import gather_json
 BUDGET = 6.0
 """Seconds that the repetitions of one method take, if the prediction is right."""
 MOST_REPETITIONS = 15
-TINY = 1
-"""Numbers of each part of a message that takes no time beyond its latency."""
 FIRST, MOST = 2**14, 2**24
 """Numbers in the first message of the search for one that is long enough, and in the longest."""
 REPETITIONS = 21
@@ -46,45 +44,31 @@ Run = Callable[[], object]
 """Starts collectives and waits for them."""
 
 
-class Collectives:
-    """Horovod's collectives in a process set, sending zeros. All workers call the same methods in the same order."""
+def together(calls: Sequence[Round], name: str) -> Run:
+    """Return a function that starts these collectives together, sends zeros, and waits for all of them."""
+    begin = [_starter(call, f"benchmark.{name}.{number}") for number, call in enumerate(calls)]
 
-    def __init__(self, process_set: Any, prefix: str) -> None:
-        self._process_set = process_set
-        self._prefix = prefix
-        self.world: int = process_set.size()
+    def run() -> None:
+        for handle in [start() for start in begin]:
+            mpi_ops.synchronize(handle)
 
-    def run(self, calls: Sequence[Round], name: str) -> Run:
-        """Return a function that starts these collectives together, sends zeros, and waits for all of them."""
-        begin = [self._starter(call, f"{self._prefix}.{name}.{number}") for number, call in enumerate(calls)]
-
-        def run() -> None:
-            for handle in [start() for start in begin]:
-                mpi_ops.synchronize(handle)
-
-        return run
-
-    def _starter(self, call: Round, name: str) -> Callable[[], Any]:
-        reduces = call.kind == "allreduce"
-        dtype = torch.float16 if call.dtype == "float16" else torch.float32 if reduces else torch.int32
-        message = torch.zeros(call.length, dtype=dtype)
-        where = {"name": name, "process_set": self._process_set}
-        if reduces:
-            return partial(mpi_ops.allreduce_async_, message, op=mpi_ops.Sum, **where)
-        return partial(getattr(mpi_ops, f"{call.kind}_async"), message, **where)
-
-    def everyone(self, value: Any) -> list[Any]:
-        """Return every worker's value, in rank order. This blocks."""
-        return gather_json(value, f"{self._prefix}.everyone", self._process_set)
+    return run
 
 
-def agreed(collectives: Collectives, number: float) -> float:
-    """Return the median of the workers' numbers, the same on all of them."""
-    return float(statistics.median(collectives.everyone(number)))
+def _starter(call: Round, name: str) -> Callable[[], Any]:
+    reduces = call.kind == "allreduce"
+    dtype = torch.float16 if call.dtype == "float16" else torch.float32 if reduces else torch.int32
+    message = torch.zeros(call.length, dtype=dtype)
+    if reduces:
+        return partial(mpi_ops.allreduce_async_, message, op=mpi_ops.Sum, name=name)
+    return partial(getattr(mpi_ops, f"{call.kind}_async"), message, name=name)
 
 
 def seconds(run: Run, repetitions: int) -> float:
-    """Return the median time of this worker. The first time is for Horovod to learn the messages, and does not count."""
+    """Return the median of the workers' median times, the same on all of them.
+
+    The first time is for Horovod to learn the messages, and does not count.
+    """
     # In a loop without pauses every collective would begin with a cycle of Horovod, which is not so in training.
     pauses = random.Random(0)
     spent = []
@@ -93,36 +77,32 @@ def seconds(run: Run, repetitions: int) -> float:
         begun = time.perf_counter()
         run()
         spent.append(time.perf_counter() - begun)
-    return statistics.median(spent[1:])
+    everyone = gather_json(statistics.median(spent[1:]), "benchmark.seconds", hvd.global_process_set)
+    return float(statistics.median(everyone))
 
 
-def measure(collectives: Collectives) -> Network:
+def measure() -> Network:
     """Measure the network. All workers, at least 2, call this and get the same numbers."""
-
-    def spent(calls: int, name: str) -> float:
-        return agreed(collectives, seconds(collectives.run([tiny] * calls, name), REPETITIONS))
-
-    tiny = Round("alltoall", TINY * collectives.world)
-    one, many = spent(1, "plan.one"), spent(TOGETHER, "plan.many")
+    world = hvd.size()
+    tiny = Round("alltoall", world)
+    one, many = (seconds(together([tiny] * calls, f"tiny.{calls}"), REPETITIONS) for calls in (1, TOGETHER))
     # One more alltoall takes its messages' latency, and does not wait for Horovod's next cycle.
-    latency = max(0.0, (many - one) / (TOGETHER - 1) / tiny.messages(collectives.world))
-    wait = max(0.0, one - tiny.messages(collectives.world) * latency)
+    latency = max(0.0, (many - one) / (TOGETHER - 1) / tiny.messages(world))
+    wait = max(0.0, one - tiny.messages(world) * latency)
     known = Network(latency, 1.0, wait)
-    rates = _rate(collectives, "allreduce", known), _rate(collectives, "allgather", known)
-    return Network(latency, statistics.mean(rates), wait)
+    return Network(latency, statistics.mean(_rate(kind, known) for kind in ("allreduce", "allgather")), wait)
 
 
-def _rate(collectives: Collectives, kind: Kind, known: Network) -> float:
+def _rate(kind: Kind, known: Network) -> float:
     """Return the bytes per second of a collective, without what is known of its latency."""
-    world, length = collectives.world, FIRST
+    world, length = hvd.size(), FIRST
     while True:
         call = Round(kind, length)
-        run = collectives.run([call], f"plan.{kind}.{length}")
-        spent = agreed(collectives, seconds(run, 1))
-        if spent >= LONG or length >= MOST:
+        run = together([call], f"{kind}.{length}")
+        if seconds(run, 1) >= LONG or length >= MOST:
             break
         length *= 4
-    spent = agreed(collectives, seconds(run, REPETITIONS // 4))
+    spent = seconds(run, REPETITIONS // 4)
     rest = spent - known.wait - call.messages(world) * known.latency
     return call.bytes_sent(world) / max(rest, 0.1 * spent)
 
@@ -144,28 +124,27 @@ class Row(NamedTuple):
         return [self.title, f"{self.sent:,.0f}", *times, f"{100 * self.error:+.0f}"]
 
 
-def timed(collectives: Collectives, rounds: Rounds, name: str, repetitions: int) -> float:
+def timed(rounds: Rounds, name: str, repetitions: int) -> float:
     """The median time of a step's collectives, the same on all workers."""
-    runs = [collectives.run(calls, f"{name}.{number}") for number, calls in enumerate(rounds)]
+    runs = [together(calls, f"{name}.{number}") for number, calls in enumerate(rounds)]
 
     def step() -> None:
         for run in runs:
             run()
 
-    return agreed(collectives, seconds(step, repetitions))
+    return seconds(step, repetitions)
 
 
-def compare(collectives: Collectives, where: Network, parameters: int, ratios: Sequence[float]) -> Iterator[Row]:
+def compare(where: Network, parameters: int, ratios: Sequence[float]) -> Iterator[Row]:
     """Time each sparse method at each ratio, and the dense ones once."""
-    world = collectives.world
-    cases: list[tuple[Method, float]] = [(method, 1.0) for method in (DENSE32, DENSE16, POWER)]
-    cases += [(method, ratio) for ratio in ratios for method in METHODS if method not in (DENSE32, DENSE16, POWER)]
+    world, dense = hvd.size(), (DENSE32, DENSE16, POWER)
+    cases: list[tuple[Method, float]] = [(method, 1.0) for method in dense]
+    cases += [(method, ratio) for ratio in ratios for method in METHODS if method not in dense]
     for method, ratio in cases:
         predicted = method.seconds(where, parameters, ratio, world)
         repetitions = min(MOST_REPETITIONS, max(1, int(BUDGET / predicted)))
         title = method.title if ratio == 1.0 else f"{method.title}, {ratio:g}"
-        rounds = method.rounds(parameters, ratio, world)
-        taken = timed(collectives, rounds, title, repetitions)
+        taken = timed(method.rounds(parameters, ratio, world), title, repetitions)
         yield Row(title, method.bytes_sent(parameters, ratio, world), predicted, taken)
 
 
@@ -177,9 +156,8 @@ def main() -> None:
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.001, 0.01], metavar="RATIO")
     args = parser.parse_args()
     hvd.init()
-    collectives = Collectives(hvd.global_process_set, "benchmark")
-    where = measure(collectives)
-    rows = list(compare(collectives, where, args.parameters, args.ratios))
+    where = measure()
+    rows = list(compare(where, args.parameters, args.ratios))
     if hvd.rank():
         return
     print(
