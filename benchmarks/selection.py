@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from horovod.torch.compression import Compression
 from plain import plain_sidco
-from selection_rows import CASES, DATA, Case, Conditions
-from selection_worker import Gradients, Worker, memory, zeros
+from selection_worker import CASES, DATA, Case, Conditions, Gradients, Worker, memory, zeros
 from torch import Tensor
 from tqdm import tqdm
 

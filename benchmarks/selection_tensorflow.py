@@ -7,8 +7,7 @@ import time
 from typing import Any
 
 import tensorflow as tf
-from selection_rows import Case, Conditions
-from selection_worker import Gradients
+from selection_worker import Case, Conditions, Gradients
 
 from horovod_sparse.core.layout import Parameter, layouts_of
 from horovod_sparse.exchange.protocols import Kind

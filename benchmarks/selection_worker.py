@@ -1,4 +1,4 @@
-"""One worker's steps on made-up gradients. What other workers send is made outside of the timed parts."""
+"""All rows that are timed, on three kinds of gradients, and one worker's steps."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import multiprocessing
 import os
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from selection_rows import CASES, DATA, Case, Conditions
 from torch import Tensor
 
+import horovod_sparse.compressors as sparse
 from horovod_sparse import kernels
-from horovod_sparse.compressors.base import BucketState
-from horovod_sparse.compressors.threshold import Threshold
+from horovod_sparse.compressors.base import BucketState, Compressor
 from horovod_sparse.core.layout import Parameter, Slot, layouts_of
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.exchange import wire
@@ -30,6 +30,105 @@ from horovod_sparse.exchange.union import Union
 from horovod_sparse.numpy.ops import NumpyOps
 from horovod_sparse.ops.protocol import Array, Ops
 from horovod_sparse.torch.compiled import tensor_ops
+
+BAR_SIZES = (25_000_000, 100_000_000)
+SMALL, SMALL_BAR = 1_000_000, 2.2
+"""A number of elements that stays in the processor's cache, and the units that a step may take then."""
+PORTABLE = 1.5
+"""Factor on a bar for kernels that use only the vectors that every processor of its kind has."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The conditions under which rows are timed."""
+
+    size: int
+    ratio: float
+    threads: int
+    backend: str
+
+    def __str__(self) -> str:
+        where = f"{self.backend}, kernels: {kernels.variant()}, threads: {self.threads}"
+        return f"{self.size:,} elements, ratio {self.ratio:g}, {where}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A part of one worker's step, on what gradients it is timed, and how long it may take."""
+
+    name: str
+    make: Callable[[float], Compressor]
+    """Returns the compressor with a ratio."""
+    bars: Mapping[float, float]
+    """The most units that the row may take, by ratio; see `bar`."""
+    data: str = "Laplace"
+    cold: bool = False
+    """True if the first step of a new worker is timed, and not one of many."""
+    world: int = 1
+    receives: bool = False
+    """True if writing all workers' messages is timed, and not making this worker's own."""
+    warm_steps: int = 25
+    """Number of steps before the first that is timed. Thresholds have settled by then."""
+
+    @property
+    def title(self) -> str:
+        """The name, and what is unlike others."""
+        data = "" if self.data == "Laplace" else f", {self.data}"
+        return f"{self.name}{data}{', first step' if self.cold else ''}"
+
+    def bar(self, conditions: Conditions) -> float | None:
+        """The units that the row may take under these conditions, or None if there is no such bar."""
+        bar, variant = self.bars.get(conditions.ratio), kernels.variant()
+        if bar is None or conditions.threads != 1 or variant == "off" or conditions.size not in (*BAR_SIZES, SMALL):
+            return None
+        if conditions.size == SMALL:
+            bar = max(bar, SMALL_BAR)
+        return bar if variant in ("avx2", "avx512") else PORTABLE * bar
+
+
+def _constant(cls: Callable[..., Compressor], **chosen: Any) -> Callable[[float], Compressor]:
+    """A compressor with the same ratio in all steps."""
+    return partial(cls, warmup=None, **chosen)
+
+
+def _threshold(ratio: float) -> Compressor:
+    # This is the first threshold. A new one is set before every step, so that about k entries are above it.
+    return sparse.Threshold(-math.log(ratio), ratio=ratio, slack=2.0)
+
+
+CASES = (
+    *(
+        Case(f"SIDCo, {fit}", _constant(sparse.SIDCo, distribution=fit), {0.001: 1.8, 0.01: 2.2, 0.1: 4.0}, data)
+        for data in ("Laplace", "Gaussian", "heavy tails")
+        for fit in ("exponential", "gamma", "gpareto")
+    ),
+    Case("TopK", _constant(sparse.TopK), {0.001: 1.7, 0.01: 2.8, 0.1: 6.0}),
+    Case("TopK", _constant(sparse.TopK), {0.001: 2.5}, cold=True),
+    Case("GaussianK", _constant(sparse.GaussianK), {0.001: 1.6, 0.01: 2.2}),
+    Case("DGC", _constant(sparse.DGC), {0.001: 2.4}),
+    Case("RedSync", _constant(sparse.RedSync), {0.001: 1.7}),
+    Case("MiCRO, 8 workers", _constant(sparse.MiCRO), {0.001: 1.3, 0.01: 2.2}, world=8),
+    Case("RandomK", _constant(sparse.RandomK), {0.001: 1.2, 0.1: 6.0}),
+    Case("RandomBlock", _constant(sparse.RandomBlock), {0.001: 1.1}),
+    Case("Threshold", _threshold, {0.001: 1.5}),
+    Case("NoOp", lambda ratio: sparse.NoOp(), {0.001: 3.0}, warm_steps=2),
+    Case("decompress, 4 workers", _constant(sparse.TopK), {0.001: 0.7}, world=4, receives=True),
+)
+
+
+def laplace(rng: np.random.Generator, size: int) -> NDArray[Any]:
+    """Draw entries from the Laplace distribution."""
+    entries = rng.standard_exponential(size, np.float32)
+    entries.view(np.uint32)[...] |= rng.integers(2, size=size, dtype=np.uint32) << 31
+    return entries
+
+
+DATA: dict[str, Callable[[np.random.Generator, int], NDArray[Any]]] = {
+    "Laplace": laplace,
+    "Gaussian": lambda rng, size: rng.standard_normal(size, np.float32),
+    "heavy tails": lambda rng, size: laplace(rng, size) * rng.random(size, np.float32) ** 2,
+}
+"""What draws the entries of a gradient."""
 
 _OPS = tensor_ops()
 _ALIGNMENT = 16
@@ -60,7 +159,8 @@ class Gradients:
 class Worker:
     """A pipeline with one bucket of one parameter, the first of `case.world` workers.
 
-    With `whole`, the parts before and after the last collective are both timed.
+    What other workers send is made outside of the timed parts. With `whole`, the parts before and after the last collective are
+    both timed.
     """
 
     def __init__(self, case: Case, conditions: Conditions, gradients: Gradients, *, whole: bool = False) -> None:
@@ -92,7 +192,7 @@ class Worker:
 
     def step(self, gradient: Tensor) -> float:
         """Take a step, and return the seconds of what is timed."""
-        if isinstance(self.compressor, Threshold):
+        if isinstance(self.compressor, sparse.Threshold):
             self._set_threshold(self.compressor, gradient)
         self._before = replace(self._bucket.state)
         begun = time.perf_counter()
@@ -112,7 +212,7 @@ class Worker:
             return compress + write
         return write if self._case.receives else compress
 
-    def _set_threshold(self, compressor: Threshold, gradient: Tensor) -> None:
+    def _set_threshold(self, compressor: sparse.Threshold, gradient: Tensor) -> None:
         # A fixed threshold sends more in every step until residuals are as large as the threshold, after 1/ratio steps. But
         # the cost of sending about k entries is wanted. So a sample gives the threshold that sends about k in this step.
         stride = max(1, self._conditions.size // 100_000)
