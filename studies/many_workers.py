@@ -188,24 +188,22 @@ def of_large_buckets() -> str:
     def relative(method: str, number: int) -> float:
         return leaving(METHODS[method](0.01), entries, 0.01, number) / allreduce_bytes(4 * entries, number)
 
+    def fewer_from(method: str) -> str:
+        number = next(n for n in range(2, 1000) if relative("TopK, balanced", n) < relative(method, n))
+        return f"{method.removeprefix('TopK, ')} {number}"
+
     lines = [[method, *(f"{relative(method, n):.3f}" for n in numbers)] for method in METHODS]
-    title = f"Bytes of a bucket of {entries:,} entries, by formula, in units of dense float32:\n\n"
-    fewer = {
-        one: next(n for n in range(2, 1000) if relative("TopK, balanced", n) < relative(one, n)) for one in DRAWN[:2]
-    }
-    last = ", ".join(f"{one.removeprefix('TopK, ')} {number}" for one, number in fewer.items())
-    last = f"\n\nThe balanced exchange sends fewer bytes from so many workers on: {last}."
-    return title + markdown.table(["method", *(f"{n:,} workers" for n in numbers)], lines) + last
+    title = f"Bytes of a bucket of {entries:,} entries, by formula, in units of dense float32:"
+    last = f"The balanced exchange sends fewer bytes from so many workers on: {', '.join(map(fewer_from, DRAWN[:2]))}."
+    return f"{title}\n\n{markdown.table(['method', *(f'{n:,} workers' for n in numbers)], lines)}\n\n{last}"
 
 
 def draw() -> None:
     """Bytes over workers, in units of dense training's."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     axes.axhspan(1.0, 1e3, color="#f3dcd6")
     axes.axhline(1.0, color="black", linewidth=2.0)
     known, ends = rows(), {}

@@ -38,21 +38,12 @@ def train(args: argparse.Namespace, store: Store) -> None:
     for name in args.rows or rows_of(args.task):
         (rate, losses), curves, factor = store.tuned(name), store.curves(name), ROWS[name].rate_factor
         tried = ", ".join(f"{loss(end)} ({factor * one:g})" for one, end in losses.items())
-        steps = [curve.reached(target, curve.steps) for curve in curves]
-        mean = statistics.fmean(math.inf if step is None else step for step in steps)
-        rows.append(
-            [
-                name,
-                f"{factor * rate:g}",
-                tried,
-                ", ".join(loss(curve.last) for curve in curves),
-                loss(statistics.fmean(curve.last for curve in curves)),
-                sent(name, curves),
-                ", ".join("not reached" if step is None else f"{step:.0f}" for step in steps),
-                f"{mean:.0f}" if math.isfinite(mean) else "not reached",
-            ]
-        )
-        print(f"{name}: {', '.join(rows[-1][1:])}", file=sys.stderr, flush=True)
+        ends = [curve.last for curve in curves]
+        steps = [curve.reached(target, curve.steps) or math.inf for curve in curves]
+        cells = [name, f"{factor * rate:g}", tried, ", ".join(map(loss, ends)), loss(statistics.fmean(ends))]
+        cells += [sent(name, curves), ", ".join(map(count, steps)), count(statistics.fmean(steps))]
+        rows.append(cells)
+        print(f"{name}: {', '.join(cells[1:])}", file=sys.stderr, flush=True)
     print(f"{machine.describe()}, Python {platform.python_version()}, PyTorch {version('torch')}")
     print(f"target {target:.3f} {store.task.unit}\n\n{markdown.table(header, rows)}")
 
@@ -82,6 +73,10 @@ def loss(value: float) -> str:
     return f"{value:.3f}" if math.isfinite(value) else "diverged"
 
 
+def count(steps: float) -> str:
+    return f"{steps:.0f}" if math.isfinite(steps) else "not reached"
+
+
 def sent(name: str, curves: Sequence[Curve]) -> str:
     """Bytes per step, which nobody tells of DDP."""
     return "not counted" if name.startswith("DDP") else f"{statistics.fmean(one.bytes_per_step for one in curves):,.0f}"
@@ -98,8 +93,7 @@ def race_table(runs: Mapping[str, Sequence[Curve]], target: float) -> str:
         each = ", ".join(f"{time:.1f}" if time else "not reached" for time in times[name])
         ends = [curve.last for curve in curves]
         end = f"{loss(statistics.fmean(ends))} ({', '.join(map(loss, ends))})"
-        cells = [name, f"{medians[name]:.1f} ({each})", f"{best / medians[name]:.2f}", end, sent(name, curves)]
-        rows.append(cells)
+        rows.append([name, f"{medians[name]:.1f} ({each})", f"{best / medians[name]:.2f}", end, sent(name, curves)])
     return markdown.table([*header, "bytes sent per step and worker"], rows)
 
 
