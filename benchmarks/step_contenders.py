@@ -29,6 +29,8 @@ from text import CHARACTERS
 
 # --- models ---
 
+CONTEXT = 32
+
 
 @dataclass(frozen=True)
 class Task:
@@ -44,15 +46,15 @@ def charlm(args: argparse.Namespace) -> Task:
     """the transformer of examples/torch_charlm.py"""
 
     def batch(generator: torch.Generator) -> Tensor:
-        return torch.randint(CHARACTERS, (args.batch_size, args.context + 1), generator=generator)
+        return torch.randint(CHARACTERS, (args.batch_size, CONTEXT + 1), generator=generator)
 
     def loss(model: nn.Module, windows: Tensor) -> Tensor:
         return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
     def model() -> nn.Module:
-        return torch_charlm.CharLM(args.context, args.width, args.layers, args.heads)
+        return torch_charlm.CharLM(CONTEXT, args.width, args.layers, 4)
 
-    return Task(f"character model, {args.batch_size} x {args.context} characters per worker", model, batch, loss)
+    return Task(f"character model, {args.batch_size} x {CONTEXT} characters per worker", model, batch, loss)
 
 
 def linear(args: argparse.Namespace) -> Task:
@@ -64,12 +66,8 @@ def linear(args: argparse.Namespace) -> Task:
     def batch(generator: torch.Generator) -> Tensor:
         return torch.randn(args.batch_size, args.width, generator=generator)
 
-    return Task(
-        f"{args.layers} linear layers of {args.width}, {args.batch_size} samples per worker",
-        model,
-        batch,
-        lambda model, x: model(x).square().mean(),
-    )
+    title = f"{args.layers} linear layers of {args.width}, {args.batch_size} samples per worker"
+    return Task(title, model, batch, lambda model, x: model(x).square().mean())
 
 
 class Many(nn.Module):
@@ -89,12 +87,11 @@ def many(args: argparse.Namespace) -> Task:
     def batch(generator: torch.Generator) -> Tensor:
         return torch.randn(args.parameters * args.elements, generator=generator)
 
-    return Task(
-        f"{args.parameters} parameters of {args.elements}",
-        lambda: Many(args.parameters, args.elements),
-        batch,
-        lambda model, gradients: model(gradients),
-    )
+    def model() -> nn.Module:
+        return Many(args.parameters, args.elements)
+
+    title = f"{args.parameters} parameters of {args.elements}"
+    return Task(title, model, batch, lambda model, gradients: model(gradients))
 
 
 MODELS: dict[str, Callable[[argparse.Namespace], Task]] = {"charlm": charlm, "linear": linear, "many": many}
@@ -116,9 +113,9 @@ def horovod(compression: Any, model: nn.Module, optimizer: torch.optim.Optimizer
     return model, made, compression
 
 
-def sparse(compressor: type, options: Settings, model: nn.Module, optimizer: Any, settings: Settings) -> Made:
+def sparse(make: Callable[..., Any], model: nn.Module, optimizer: Any, settings: Settings) -> Made:
     # The steps after a warm-up are timed.
-    return horovod(compressor(warmup=None, **options, **settings), model, optimizer, settings)
+    return horovod(make(warmup=None, **settings), model, optimizer, settings)
 
 
 @cache
@@ -149,14 +146,6 @@ def ddp(hook: str, model: nn.Module, optimizer: Any, _: Settings) -> Made:
     return made, optimizer, None
 
 
-def hooked(compressor: type, options: Settings, model: nn.Module, optimizer: Any, settings: Settings) -> Made:
-    """DistributedDataParallel with one of our compressors."""
-    join_gloo()
-    made, compression = DistributedDataParallel(model), compressor(warmup=None, **options, **settings)
-    hvd.register(made, compression, optimizer)
-    return made, optimizer, compression
-
-
 @cache
 def mesh_of_hosts() -> DeviceMesh:
     """Each host holds a replica together, and hosts are replicas of each other."""
@@ -166,24 +155,25 @@ def mesh_of_hosts() -> DeviceMesh:
 
 
 def sharded(
-    dimensions: tuple[str, ...],
-    ratio: float | None,
-    policy: Settings,
     model: nn.Module,
     optimizer: Any,
     settings: Settings,
+    *,
+    dimensions: tuple[str, ...] = ("shard",),
+    make: Callable[..., Any] | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Made:
     """A model of `fully_shard`: over all dimensions of the mesh, or over its shards, with one of our compressors or without."""
-    mesh, policy_of = mesh_of_hosts(), MixedPrecisionPolicy(**policy)
+    mesh, policy = mesh_of_hosts(), MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     lr, momentum = optimizer.defaults["lr"], optimizer.defaults["momentum"]
     for layer in model.children():
-        fully_shard(layer, mesh=mesh[dimensions], mp_policy=policy_of)
-    made: Any = fully_shard(model, mesh=mesh[dimensions], mp_policy=policy_of)
+        fully_shard(layer, mesh=mesh[dimensions], mp_policy=policy)
+    made: Any = fully_shard(model, mesh=mesh[dimensions], mp_policy=policy)
     # The parameters are others now.
     stepper = torch.optim.SGD(made.parameters(), lr=lr, momentum=momentum)
-    if ratio is None:
+    if make is None:
         return made, stepper, None
-    compression = hvd.SIDCo(ratio, warmup=None, **settings)
+    compression = make(warmup=None, **settings)
     hvd.register(made, compression, stepper, replicate=mesh["replicate"])
     return made, stepper, compression
 
@@ -191,7 +181,24 @@ def sharded(
 ALONE, DENSE = "none: computation alone", "dense fp32"
 FSDP_ALONE = "FSDP: replicas alone"
 """Hosts exchange nothing with each other."""
-CONTENDERS: dict[str, Callable[[nn.Module, Any, Settings], Made]] = {
+Contender = Callable[[nn.Module, Any, Settings], Made]
+_EVERYWHERE = partial(sharded, dimensions=("replicate", "shard"))
+SPARSE: dict[str, Contender] = {
+    "SIDCo 0.01": partial(sparse, partial(hvd.SIDCo, 0.01)),
+    "SIDCo 0.01 balanced": partial(sparse, partial(hvd.SIDCo, 0.01, exchange=hvd.Balanced())),
+    "SIDCo 0.01 hierarchical": partial(sparse, partial(hvd.SIDCo, 0.01, exchange=hvd.Hierarchical())),
+    "SIDCo 0.001": partial(sparse, partial(hvd.SIDCo, 0.001)),
+    "SIDCo 0.001 balanced": partial(sparse, partial(hvd.SIDCo, 0.001, exchange=hvd.Balanced())),
+    "SIDCo 0.001 hierarchical": partial(sparse, partial(hvd.SIDCo, 0.001, exchange=hvd.Hierarchical())),
+    "FSDP SIDCo 0.01": partial(sharded, make=partial(hvd.SIDCo, 0.01)),
+    "FSDP SIDCo 0.001": partial(sharded, make=partial(hvd.SIDCo, 0.001)),
+    "TopK 0.001": partial(sparse, partial(hvd.TopK, 0.001)),
+    "DGC 0.001": partial(sparse, partial(hvd.DGC, 0.001, momentum=0.0)),
+    "GaussianK 0.001": partial(sparse, partial(hvd.GaussianK, 0.001)),
+    "MiCRO 0.01": partial(sparse, partial(hvd.MiCRO, 0.01)),
+    "RandomBlock 0.01": partial(sparse, partial(hvd.RandomBlock, 0.01)),
+}
+CONTENDERS: dict[str, Contender] = {
     ALONE: alone,
     DENSE: partial(horovod, hvd.Compression.none),
     "dense fp16": partial(horovod, hvd.Compression.fp16),
@@ -199,29 +206,8 @@ CONTENDERS: dict[str, Callable[[nn.Module, Any, Settings], Made]] = {
     "DDP fp16": partial(ddp, "fp16"),
     "DDP PowerSGD rank 1": partial(ddp, "PowerSGD 1"),
     "DDP PowerSGD rank 4": partial(ddp, "PowerSGD 4"),
-    "SIDCo 0.01": partial(sparse, hvd.SIDCo, {"ratio": 0.01}),
-    "SIDCo 0.01 packed": partial(sparse, hvd.SIDCo, {"ratio": 0.01, "exchange": hvd.Pairs("packed")}),
-    "SIDCo 0.01 balanced": partial(sparse, hvd.SIDCo, {"ratio": 0.01, "exchange": hvd.Balanced()}),
-    "SIDCo 0.01 hierarchical": partial(sparse, hvd.SIDCo, {"ratio": 0.01, "exchange": hvd.Hierarchical()}),
-    "SIDCo 0.001": partial(sparse, hvd.SIDCo, {"ratio": 0.001}),
-    "SIDCo 0.001 packed": partial(sparse, hvd.SIDCo, {"ratio": 0.001, "exchange": hvd.Pairs("packed")}),
-    "SIDCo 0.001 balanced": partial(sparse, hvd.SIDCo, {"ratio": 0.001, "exchange": hvd.Balanced()}),
-    "SIDCo 0.001 hierarchical": partial(sparse, hvd.SIDCo, {"ratio": 0.001, "exchange": hvd.Hierarchical()}),
-    "DDP SIDCo 0.01": partial(hooked, hvd.SIDCo, {"ratio": 0.01}),
-    "DDP SIDCo 0.001": partial(hooked, hvd.SIDCo, {"ratio": 0.001}),
-    FSDP_ALONE: partial(sharded, ("shard",), None, {}),
-    "FSDP fp32": partial(sharded, ("replicate", "shard"), None, {}),
-    "FSDP bfloat16": partial(sharded, ("replicate", "shard"), None, {"reduce_dtype": torch.bfloat16}),
-    "FSDP SIDCo 0.01": partial(sharded, ("shard",), 0.01, {}),
-    "FSDP SIDCo 0.001": partial(sharded, ("shard",), 0.001, {}),
-    "TopK 0.001": partial(sparse, hvd.TopK, {"ratio": 0.001}),
-    "DGC 0.001": partial(sparse, hvd.DGC, {"ratio": 0.001, "momentum": 0.0}),
-    "GaussianK 0.001": partial(sparse, hvd.GaussianK, {"ratio": 0.001}),
-    "MiCRO 0.01": partial(sparse, hvd.MiCRO, {"ratio": 0.01}),
-    "RandomBlock 0.01": partial(sparse, hvd.RandomBlock, {"ratio": 0.01}),
+    FSDP_ALONE: sharded,
+    "FSDP fp32": _EVERYWHERE,
+    "FSDP bfloat16": partial(_EVERYWHERE, reduce_dtype=torch.bfloat16),
+    **SPARSE,
 }
-SPARSE = [
-    name
-    for name, made in CONTENDERS.items()
-    if isinstance(made, partial) and (made.func in (sparse, hooked) or name.startswith("FSDP SIDCo"))
-]

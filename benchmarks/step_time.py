@@ -26,7 +26,7 @@ from typing import Any
 import machine
 import markdown
 import torch
-from step_contenders import ALONE, CONTENDERS, DENSE, FSDP_ALONE, MODELS, SPARSE, Settings, Task
+from step_contenders import ALONE, CONTENDERS, DENSE, FSDP_ALONE, MODELS, SPARSE, Task
 from torch import nn
 from tqdm import tqdm
 
@@ -71,8 +71,7 @@ class Contender:
         if not self.settles:
             return 0.0, 0.0
         stats = self.compression.stats()
-        total = stats.mean.total
-        return stats.steps * total.target, stats.steps * total.count
+        return stats.steps * stats.mean.total.target, stats.steps * stats.mean.total.count
 
     def step(self, batch: Any) -> None:
         """One training step, timed."""
@@ -83,31 +82,23 @@ class Contender:
         self.seconds.append(time.perf_counter() - started)
 
 
-def quartiles(seconds: list[float]) -> tuple[float, float, float]:
+def quartiles(seconds: list[float]) -> list[float]:
     """In milliseconds."""
-    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return 1000 * low, 1000 * middle, 1000 * high
-
-
-def make(name: str, title: str, task: Task, settings: Settings) -> Contender:
-    """A contender whose model starts as all others do."""
-    torch.manual_seed(0)
-    model = task.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    return Contender(title, task, *CONTENDERS[name](model, optimizer, settings))
+    return [1000 * one for one in statistics.quantiles(seconds, n=4, method="inclusive")]
 
 
 def contenders_of(args: argparse.Namespace, task: Task) -> Iterator[Contender]:
-    """All contenders that were asked for; sparse ones once for each size of the buckets."""
-    for name in CONTENDERS:
-        if args.rows is not None and name not in (ALONE, DENSE, *args.rows):
+    """All contenders that were asked for, whose models start alike; sparse ones once for each size of the buckets."""
+    sizes = {f", buckets of {mib:g} MiB": int(mib * 2**20) for mib in args.bucket_mib}
+    for name, make in CONTENDERS.items():
+        between_hosts = name.startswith("FSDP") or "hierarchical" in name
+        if name not in (ALONE, DENSE, *args.rows) or (between_hosts and hvd.size() == hvd.local_size()):
             continue
-        settings = {"granularity": args.granularity}
-        if name not in SPARSE or not args.bucket_mib:
-            yield make(name, name, task, settings)
-            continue
-        for mib in args.bucket_mib:
-            yield make(name, f"{name}, buckets of {mib:g} MiB", task, settings | {"granularity": int(mib * 2**20)})
+        for suffix, granularity in sizes.items() if sizes and name in SPARSE else [("", args.granularity)]:
+            torch.manual_seed(0)
+            model = task.model()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+            yield Contender(name + suffix, task, *make(model, optimizer, {"granularity": granularity}))
 
 
 def check(contender: Contender) -> None:
@@ -158,19 +149,14 @@ def parse() -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--model",
-        choices=MODELS,
-        default="charlm",
-        help="; ".join(f"{name}: {m.__doc__}" for name, m in MODELS.items()),
-    )
-    add("--rows", nargs="+", choices=CONTENDERS, metavar="ROW", help=f"beside {ALONE!r} and {DENSE!r}; default: all")
+    models = "; ".join(f"{name}: {make.__doc__}" for name, make in MODELS.items())
+    add("--model", choices=MODELS, default="charlm", help=models)
+    rows = f"beside {ALONE!r} and {DENSE!r}"
+    add("--rows", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="ROW", help=rows)
     add("--rounds", type=int, default=100, help="timed steps of each contender")
     add("--granularity", default=BUCKET_BYTES, choices=("layer", "model"), help="of the sparse contenders")
-    add("--bucket-mib", type=float, nargs="+", metavar="MIB", help="of the sparse contenders, one row for each")
+    add("--bucket-mib", type=float, nargs="+", default=[], metavar="MIB", help="of sparse contenders, a row for each")
     add("--batch-size", type=int, default=2, help="samples per worker and step")
-    add("--context", type=int, default=32, help="of charlm")
-    add("--heads", type=int, default=4, help="of charlm")
     add("--width", type=int, default=256, help="of charlm and linear")
     add("--layers", type=int, default=3, help="of charlm and linear")
     add("--parameters", type=int, default=1000, help="of many")
