@@ -25,8 +25,7 @@ from workers import Make, Training
 
 from horovod_sparse.compressors import COMPRESSORS, MiCRO, NoOp, SIDCo, Threshold, TopK
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.exchange.balanced import Balanced
-from horovod_sparse.exchange.union import Union
+from horovod_sparse.numpy import Balanced, Union
 
 
 def _default(cls: Callable[..., Compressor], **chosen: Any) -> Make:
