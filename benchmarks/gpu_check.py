@@ -3,11 +3,9 @@
     python benchmarks/gpu_check.py [--sizes 25M 110M 1B] [--repetitions 20] [--json FILE]
 
 Needs PyTorch and Triton, no Horovod and no compiled kernels. First every step is compared with the NumPy oracle. Then, with
-PyTorch set to raise where the host waits for the device, steps run from gradient to message. Then the table, in units of
-`residual.add_(gradient)`: what a GPU takes for a worker's step (gradient in, entries selected, packed, taken out of the
-residual), and for what comes after the collective. Rows take turns, with the unit before each; the launches queue up behind a
-busy device, as they do in a backward pass, and the time that the host takes for them is told beside. A selection that was timed
-is checked.
+PyTorch set to raise where the host waits for the device, steps run from gradient to message. The table has what a worker's step
+takes, and what comes after the collective, in units of `residual.add_(gradient)`. Rows take turns, with the unit before each.
+Launches queue up behind a busy device, as in a backward pass. A selection that was timed is checked.
 
 Without a GPU it says "not measured: no GPU" and exits with status 2. `--interpret` runs all of it on the CPU in Triton's
 interpreter, as a test of this script: what it prints is then no measurement.
@@ -22,7 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,10 +33,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from horovod_sparse.compressors import SIDCo, Threshold, TopK
 from horovod_sparse.compressors.base import Compressor
-from horovod_sparse.compressors.sidco import SIDCo
-from horovod_sparse.compressors.threshold import Threshold
-from horovod_sparse.compressors.topk import TopK
 from horovod_sparse.core.layout import Parameter, Slot, layouts_of
 from horovod_sparse.core.pipeline import Pipeline
 from horovod_sparse.estimation import fits
@@ -76,7 +72,7 @@ def main() -> int:
     say("steps while PyTorch raises where the host would wait")
     for make in COMPARED:
         never_waits(device, make)
-    results: list[Result] = []
+    results: list[Figures] = []
     skipped: list[str] = []
     for size in options.sizes:
         if not device.has_room(_ROOM * 4 * size):
@@ -225,10 +221,8 @@ def check_choice(worker: Worker, request: Any, x: np.ndarray, message: np.ndarra
     restored[indices] += values
     np.testing.assert_array_equal(restored, x)
     # An estimate that is far off is replaced by the k largest.
-    used = told["found"] > worker.capacity and not (
-        isinstance(compressor, SIDCo) and not compressor.trusts(told["found"], k)
-    )
-    exact = oracle.select_largest(x, worker.capacity if used else k)
+    trusted = not isinstance(compressor, SIDCo) or compressor.trusts(told["found"], k)
+    exact = oracle.select_largest(x, worker.capacity if trusted and told["found"] > worker.capacity else k)
     chosen = exact if told["exact"] else oracle.select_above(x, told["limit"], worker.capacity)
     np.testing.assert_array_equal(indices, chosen.indices)
     if isinstance(compressor, SIDCo):
@@ -245,11 +239,8 @@ def fitted(request: Any, told: dict[str, float]) -> float:
     mean = told["tail_total"] / told["tail_count"]
     variance = max(told["tail_squares"] / told["tail_count"] - mean * mean, 0.0)
     ratio = min(request.aim, told["count"] - 1.0) / told["tail_count"]
-    excess = (
-        fits.exponential(mean, ratio)
-        if request.rule == "exponential"
-        else fits.generalized_pareto(mean, variance, ratio)
-    )
+    exponential = request.rule == "exponential"
+    excess = fits.exponential(mean, ratio) if exponential else fits.generalized_pareto(mean, variance, ratio)
     return min(float(request.cut + excess), told["largest"])
 
 
@@ -281,23 +272,8 @@ def never_waits(device: Device, make: Callable[[float], Compressor]) -> None:
 # --- how fast? ---
 
 
-@dataclass
-class Result:
-    size: int
-    ratio: float
-    title: str
-    bar: float | None
-    seconds: list[float] = field(default_factory=list)
-    units: list[float] = field(default_factory=list)
-    host_seconds: list[float] = field(default_factory=list)
-
-    def quantile(self, part: float) -> float:
-        return float(np.quantile(self.units, part))
-
-    @property
-    def gigabytes(self) -> float:
-        """12 bytes per element, the unit's, by the time taken; 10^9 per second."""
-        return 12e-9 * self.size / float(np.median(self.seconds))
+Figures = dict[str, Any]
+"""What was measured of a row; it keeps no memory of the device."""
 
 
 @dataclass
@@ -313,11 +289,8 @@ class Row:
 
 def laplace(device: Device, numel: int, seed: int) -> Tensor:
     x = torch.empty(numel, device=device.torch).exponential_(generator=device.generator(seed))
-    return x.mul_(
-        torch.randint(0, 2, (numel,), dtype=torch.int8, device=device.torch, generator=device.generator(seed + 1))
-        .mul_(2)
-        .sub_(1)
-    )
+    signs = torch.empty(numel, dtype=torch.int8, device=device.torch)
+    return x.mul_(signs.random_(0, 2, generator=device.generator(seed + 1)).mul_(2).sub_(1))
 
 
 def normal(device: Device, numel: int, seed: int) -> Tensor:
@@ -334,7 +307,7 @@ def student(device: Device, numel: int, seed: int) -> Tensor:
 KINDS = {"Laplace": laplace, "Gaussian": normal, "Student": student}
 
 
-def measure(device: Device, numel: int, ratio: float, repetitions: int) -> Iterator[Result]:
+def measure(device: Device, numel: int, ratio: float, repetitions: int) -> Iterator[Figures]:
     for number, (kind, draw) in enumerate(KINDS.items()):
         drawn = draw(device, numel + _SHIFTS, 10 * number)
         gradient = drawn[:numel]
@@ -350,7 +323,9 @@ def measure(device: Device, numel: int, ratio: float, repetitions: int) -> Itera
         rows = [step_row(device, *one, drawn, numel) for one in timed]
         if number == 0:
             rows += other_rows(device, ratio, gradient)
-        yield from time_rows(device, rows, numel, ratio, partial(residual.add_, gradient), repetitions)
+        say(f"{numel:,} elements, ratio {ratio:g}: {', '.join(row.title for row in rows)}")
+        for figures in time_rows(device, rows, partial(residual.add_, gradient), repetitions):
+            yield {"size": numel, "ratio": ratio, **figures}
 
 
 def step_row(device: Device, title: str, compressor: Compressor, bar: float | None, drawn: Tensor, numel: int) -> Row:
@@ -434,22 +409,20 @@ def message_of(device: Device, numel: int, k: int, seed: int) -> Tensor:
     return torch.stack([indices.int(), values.view(torch.int32)], 1).contiguous()
 
 
-def time_rows(
-    device: Device, rows: list[Row], numel: int, ratio: float, unit: Callable[[], object], repetitions: int
-) -> list[Result]:
-    say(f"{numel:,} elements, ratio {ratio:g}: {', '.join(row.title for row in rows)}")
-    results = [Result(numel, ratio, row.title, row.bar) for row in rows]
-    first = 0 if device.interpreted else -1
-    for repetition in range(first, repetitions):
-        for row, result in zip(rows, results, strict=True):
+def time_rows(device: Device, rows: list[Row], unit: Callable[[], object], repetitions: int) -> list[Figures]:
+    results: list[Figures] = [
+        {"title": row.title, "bar": row.bar, "seconds": [], "units": [], "host_seconds": []} for row in rows
+    ]
+    for repetition in range(0 if device.interpreted else -1, repetitions):
+        for row, figures in zip(rows, results, strict=True):
             row.prepare()
             unit_seconds, _ = device.time(unit)
             seconds, host = device.time(row.run)
             if repetition >= 0:
                 # The one before warms up.
-                result.seconds.append(seconds)
-                result.units.append(seconds / unit_seconds)
-                result.host_seconds.append(host)
+                figures["seconds"].append(seconds)
+                figures["units"].append(seconds / unit_seconds)
+                figures["host_seconds"].append(host)
     for row in rows:
         row.check()
     return results
@@ -458,34 +431,28 @@ def time_rows(
 # --- what came out ---
 
 
-def report(device: Device, compared: int, results: list[Result], skipped: list[str], path: Path | None) -> None:
-    print(
-        f"{device.name}, torch {torch.__version__}; {compared} steps as the NumPy oracle's; no step waited for the device\n"
-    )
-    rows = []
-    for one in results:
-        bar = "" if one.bar is None else f"{one.bar:g}" + ("" if one.quantile(0.5) <= one.bar else " exceeded")
-        cells = [
-            f"{one.size:,}",
-            f"{one.ratio:g}",
-            one.title,
-            f"{one.quantile(0.5):.2f}",
-            f"{one.quantile(0.25):.2f}-{one.quantile(0.75):.2f}",
-            f"{one.gigabytes:.0f}",
-            f"{1e6 * np.median(one.host_seconds):.0f}",
-            bar,
-        ]
-        rows.append(cells)
+def line(one: Figures) -> list[str]:
+    """Of the table."""
+    low, units, high = np.quantile(one["units"], (0.25, 0.5, 0.75))
+    # The unit moves 12 bytes per element; 10^9 per second.
+    rate = 12e-9 * one["size"] / float(np.median(one["seconds"]))
+    host = f"{1e6 * np.median(one['host_seconds']):.0f}"
+    bar = "" if one["bar"] is None else f"{one['bar']:g}" + ("" if units <= one["bar"] else " exceeded")
+    where = [f"{one['size']:,}", f"{one['ratio']:g}", one["title"]]
+    return [*where, f"{units:.2f}", f"{low:.2f}-{high:.2f}", f"{rate:.0f}", host, bar]
+
+
+def report(device: Device, compared: int, results: list[Figures], skipped: list[str], path: Path | None) -> None:
+    steps = f"{compared} steps as the NumPy oracle's; no step waited for the device"
+    print(f"{device.name}, torch {torch.__version__}; {steps}\n")
     header = ("elements", "ratio", "row", "units", "quartiles", "GB/s", "host, us", "bar")
-    print(markdown.table(header, rows, words=3))
-    for line in skipped:
-        print(line)
+    print("\n".join([markdown.table(header, map(line, results), words=3), *skipped]))
     if path is not None:
         import triton
 
         versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
         said = {"device": device.name, "measured": not device.interpreted, "versions": versions, "compared": compared}
-        path.write_text(json.dumps({**said, "skipped": skipped, "rows": [asdict(one) for one in results]}, indent=1))
+        path.write_text(json.dumps({**said, "skipped": skipped, "rows": results}, indent=1))
 
 
 if __name__ == "__main__":
