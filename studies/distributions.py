@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
@@ -30,6 +31,7 @@ from tqdm import tqdm
 from workers import Training
 
 from horovod_sparse.compressors import NoOp, TopK, gaussiank
+from horovod_sparse.compressors.base import Compressor
 from horovod_sparse.compressors.sidco import FIRST_RATIO
 from horovod_sparse.estimation import fits
 from horovod_sparse.numpy.ops import NumpyOps
@@ -49,33 +51,30 @@ Quantile = Callable[[Sums, float], float]
 """(moments of magnitudes, probability of larger ones) -> magnitude."""
 
 
-class Family(NamedTuple):
-    """What is fitted to all magnitudes, and what to the excesses over an earlier threshold."""
-
-    name: str
-    first: Quantile
-    tail: Quantile | None
+def _gaussian(moments: Sums, p: float) -> float:
+    return gaussiank.fit(moments, p * moments.count, moments.count)
 
 
 def _exponential(moments: Sums, p: float) -> float:
     return fits.exponential(moments.mean, p)
 
 
+def _gamma(moments: Sums, p: float, *, closed_form: bool = False) -> float:
+    return fits.gamma(moments.mean, moments.mean_log, p, closed_form=closed_form)
+
+
 def _gpareto(moments: Sums, p: float) -> float:
     return fits.generalized_pareto(moments.mean, moments.variance, p)
 
 
-FAMILIES = (
-    Family("Gaussian", lambda moments, p: gaussiank.fit(moments, p * moments.count, moments.count), None),
-    Family("exponential", _exponential, _exponential),
-    Family("gamma", lambda moments, p: fits.gamma(moments.mean, moments.mean_log, p), _gpareto),
-    Family(
-        "gamma, closed form",
-        lambda moments, p: fits.gamma(moments.mean, moments.mean_log, p, closed_form=True),
-        _gpareto,
-    ),
-    Family("gpareto", _gpareto, _gpareto),
-)
+FAMILIES: dict[str, tuple[Quantile, Quantile | None]] = {
+    "Gaussian": (_gaussian, None),
+    "exponential": (_exponential, _exponential),
+    "gamma": (_gamma, _gpareto),
+    "gamma, closed form": (partial(_gamma, closed_form=True), _gpareto),
+    "gpareto": (_gpareto, _gpareto),
+}
+"""What is fitted to all magnitudes, and what to the excesses over an earlier threshold."""
 
 
 class Fitted(NamedTuple):
@@ -106,11 +105,12 @@ class Snapshot:
     """Whether `||u - TopK(u)||^2 <= (1 - k/d)^2 ||u||^2` for all k in [1, d)."""
 
 
-def fit(x: Gradient, family: Family, k: float, stages: int) -> Fitted:
+def fit(x: Gradient, family: str, k: float, stages: int) -> Fitted:
     """Fit a family as SIDCo does: first to all magnitudes that are not zero, then to excesses, with k entries as the aim."""
-    fitted = Fitted(0.0, OPS.measure(x, 0.0, with_log=True), family.first)
+    first, following = FAMILIES[family]
+    fitted = Fitted(0.0, OPS.measure(x, 0.0, with_log=True), first)
     for remaining in range(stages - 1, 0, -1):
-        assert family.tail is not None
+        assert following is not None
         count = fitted.moments.count
         p = FIRST_RATIO if fitted.start == 0.0 else (k / count) ** (1.0 / (remaining + 1))
         start = fitted.threshold(p)
@@ -118,7 +118,7 @@ def fit(x: Gradient, family: Family, k: float, stages: int) -> Fitted:
         if tail.count <= k or start <= 0.0:
             # Nothing is left to fit to, or the first stage has found no threshold.
             break
-        fitted = Fitted(start, tail, family.tail)
+        fitted = Fitted(start, tail, following)
     return fitted
 
 
@@ -135,18 +135,17 @@ def snapshot(x: Gradient, kind: str, ratios: Sequence[float]) -> Snapshot:
     centred = not_zero - not_zero.mean()
     ascending = np.sort(np.abs(x))
     distances, counts = {}, {}
-    for family in FAMILIES:
+    for family, (first, tail) in FAMILIES.items():
         # The closed form is no distribution. Where the second stage starts does not depend on the ratio.
-        same = family.tail is family.first
-        for stages in () if "closed form" in family.name else (1, 2) if same else (1,):
-            distances[family.name, stages] = distance(fit(x, family, ratios[0] * len(x), stages), ascending)
-        for stages in (1, 3) if family.tail else (1,):
+        for stages in () if "closed form" in family else (1, 2) if tail is first else (1,):
+            distances[family, stages] = distance(fit(x, family, ratios[0] * len(x), stages), ascending)
+        for stages in (1, 3) if tail else (1,):
             found = []
             for ratio in ratios:
                 k = max(1, int(ratio * len(x)))
                 fitted = fit(x, family, k, stages)
                 found.append(float((ascending > fitted.threshold(k / fitted.moments.count)).sum()) / k)
-            counts[family.name, stages] = found
+            counts[family, stages] = found
     squares = np.square(ascending.astype(np.float64))
     # What is left of the squared norm when 1, 2, ... of the largest entries are taken.
     left = np.cumsum(squares)[-2::-1] / squares.sum()
@@ -159,10 +158,11 @@ def train(task: str, kind: str, seed: int, args: argparse.Namespace) -> Iterator
     """Train one model, and look at its gradients at some steps."""
     points = {round(step) for step in np.geomspace(FIRST_STEP, args.steps, args.points)}
     ratios = args.ratios if kind == RAW else [float(kind)]
-    training = Training(
-        lambda ratio, threshold: NoOp(granularity="model") if kind == RAW else TopK(ratio, granularity="model", warmup=None),
-        task, ratios[0], WORKERS, seed,
-    )  # fmt: skip
+
+    def make(ratio: float, threshold: float) -> Compressor:
+        return NoOp(granularity="model") if kind == RAW else TopK(ratio, granularity="model", warmup=None)
+
+    training = Training(make, task, ratios[0], WORKERS, seed)
     for _ in range(args.steps):
         gradients = training.gradients()
         if training.steps + 1 in points:
