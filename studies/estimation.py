@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import around  # noqa: F401  (the examples and the benchmarks can be imported after it)
@@ -55,26 +56,22 @@ class Row:
     """make also takes the threshold that exactly k entries of the first gradient exceed."""
 
 
-def _with(cls: Callable[..., Compressor], **chosen: Any) -> Callable[..., Compressor]:
-    return lambda ratio, **settings: cls(ratio, **chosen, **settings)
-
-
 ROWS = (
     Row("TopK", TopK),
-    Row("SIDCo exponential", _with(SIDCo, distribution="exponential"), held=True),
-    Row("SIDCo gamma", _with(SIDCo, distribution="gamma"), held=True),
-    Row("SIDCo gpareto", _with(SIDCo, distribution="gpareto"), held=True),
-    Row("SIDCo exponential, paper", _with(SIDCo, distribution="exponential", adapt="paper")),
-    Row("SIDCo gamma, paper", _with(SIDCo, distribution="gamma", adapt="paper")),
-    Row("SIDCo gpareto, paper", _with(SIDCo, distribution="gpareto", adapt="paper")),
-    Row("GaussianK exact", _with(GaussianK, refine="exact"), held=True),
-    Row("GaussianK paper", _with(GaussianK, refine="paper")),
+    Row("SIDCo exponential", partial(SIDCo, distribution="exponential"), held=True),
+    Row("SIDCo gamma", partial(SIDCo, distribution="gamma"), held=True),
+    Row("SIDCo gpareto", partial(SIDCo, distribution="gpareto"), held=True),
+    Row("SIDCo exponential, paper", partial(SIDCo, distribution="exponential", adapt="paper")),
+    Row("SIDCo gamma, paper", partial(SIDCo, distribution="gamma", adapt="paper")),
+    Row("SIDCo gpareto, paper", partial(SIDCo, distribution="gpareto", adapt="paper")),
+    Row("GaussianK exact", partial(GaussianK, refine="exact"), held=True),
+    Row("GaussianK paper", partial(GaussianK, refine="paper")),
     # Without momentum, so that it selects from the same as the others.
-    Row("DGC, momentum 0", _with(DGC, momentum=0.0), held=True),
-    Row("RedSync trim", _with(RedSync, method="trim")),
-    Row("RedSync bisect", _with(RedSync, method="bisect")),
-    Row("MiCRO two-sided", _with(MiCRO, scaling="two_sided"), held=True, together=True),
-    Row("MiCRO paper", _with(MiCRO, scaling="paper"), together=True),
+    Row("DGC, momentum 0", partial(DGC, momentum=0.0), held=True),
+    Row("RedSync trim", partial(RedSync, method="trim")),
+    Row("RedSync bisect", partial(RedSync, method="bisect")),
+    Row("MiCRO two-sided", partial(MiCRO, scaling="two_sided"), held=True, together=True),
+    Row("MiCRO paper", partial(MiCRO, scaling="paper"), together=True),
     # The classes without variants. NoOp sends everything.
     *(
         Row(cls.__name__, cls)
@@ -168,25 +165,14 @@ def measure(results: Sequence[Result], seed: int, args: argparse.Namespace) -> N
         now = next(gradients)
 
 
-def unique(values: Iterable[Any]) -> list[Any]:
-    """The values in the order in which they first occur."""
-    return list(dict.fromkeys(values))
-
-
-def outside(results: Sequence[Result]) -> list[Result]:
-    """Those whose mean count with feedback should be within the tolerance and is not."""
-    held = [one for one in results if one.row.held and one.mode == CLOSED and one.data != MOSTLY_ZERO]
-    return [one for one in held if abs(one.mean - 1.0) > TOLERANCE]
-
-
 def table(results: Sequence[Result], cell: Callable[[Result, Result], str]) -> str:
     """One line per compressor and ratio, one column per kind of data; `cell` gets the results with feedback and raw."""
     found = {(one.row.name, one.ratio, one.data, one.mode): one for one in results}
-    kinds = unique(one.data for one in results)
+    names, ratios, kinds, _ = (list(dict.fromkeys(column)) for column in zip(*found, strict=True))
     rows = [
         [name, str(ratio), *(cell(found[name, ratio, kind, CLOSED], found[name, ratio, kind, RAW]) for kind in kinds)]
-        for name in unique(one.row.name for one in results)
-        for ratio in unique(one.ratio for one in results)
+        for name in names
+        for ratio in ratios
     ]
     return markdown.table(["compressor", "ratio", *kinds], rows)
 
@@ -218,7 +204,9 @@ def main() -> None:
     print(f"Raw gradients: {count}\n\n{table(results, lambda fed, raw: raw.count_cell())}\n")
     error = table(results, lambda fed, raw: f"{fed.error_cell()} / {raw.error_cell()}")
     print(f"Error relative to exact top-k's: with feedback / raw\n\n{error}\n")
-    failed = [f"{one.row.name} at {one.ratio} on {one.data}: {one.mean:.3f}" for one in outside(results)]
+    held = [one for one in results if one.row.held and one.mode == CLOSED and one.data != MOSTLY_ZERO]
+    outside = [one for one in held if abs(one.mean - 1.0) > TOLERANCE]
+    failed = [f"{one.row.name} at {one.ratio} on {one.data}: {one.mean:.3f}" for one in outside]
     if failed:
         raise SystemExit(f"mean counts with feedback must be within {TOLERANCE:.0%} of k, got\n" + "\n".join(failed))
 
