@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import os
 import statistics
 import subprocess
@@ -31,6 +30,7 @@ import markdown
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common import check_replicas
 from text import CHARACTERS
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -44,7 +44,6 @@ WORLD = 2
 SETTLING = 10
 """Rounds that are not timed: residuals grow, and Triton compiles."""
 LIMIT = timedelta(seconds=60)
-Make = Callable[[nn.Module, torch.optim.Optimizer], tuple[nn.Module, Any, Any]]
 
 
 def main() -> int:
@@ -68,49 +67,44 @@ def main() -> int:
     return subprocess.run(command, env={**os.environ, **device}).returncode
 
 
-def alone(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Any]:
+Made = tuple[nn.Module, Any, Any]
+"""Model, optimizer, and compression if there is one."""
+
+
+def alone(model: nn.Module, optimizer: Any) -> Made:
     """Nothing is exchanged."""
     return model, optimizer, None
 
 
-def dense(hook: Callable[[Any], Any], model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Any]:
+def dense(hook: str, model: nn.Module, optimizer: Any) -> Made:
     wrapped = DistributedDataParallel(model)
-    hook(wrapped)
+    if hook == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if hook == "PowerSGD":
+        state = power_sgd.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, power_sgd.powerSGD_hook)
     return wrapped, optimizer, None
 
 
-def sparse(make: Callable[[], Any], model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Any]:
-    wrapped, compression = DistributedDataParallel(model), make()
+def sparse(make: Callable[..., Any], model: nn.Module, optimizer: Any) -> Made:
+    wrapped, compression = DistributedDataParallel(model), make(warmup=None)
     register(wrapped, compression, optimizer)
     return wrapped, optimizer, compression
 
 
-def fp16(model: Any) -> None:
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-
-
-def power(model: Any) -> None:
-    state = power_sgd.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    model.register_comm_hook(state, power_sgd.powerSGD_hook)
-
-
-def _kept(*_: object) -> None:
-    """No hook."""
-
-
 SGD, ADAMW = partial(torch.optim.SGD, lr=0.01, momentum=0.9), partial(torch.optim.AdamW, lr=1e-4)
-ROWS: dict[str, tuple[Callable[..., Any], Make]] = {
+ROWS: dict[str, tuple[Callable[..., Any], Callable[[nn.Module, Any], Made]]] = {
     "computation alone": (SGD, alone),
-    "dense fp32": (SGD, partial(dense, _kept)),
-    "dense fp16": (SGD, partial(dense, fp16)),
-    "PowerSGD 4": (SGD, partial(dense, power)),
-    "SIDCo 0.001": (SGD, partial(sparse, lambda: SIDCo(0.001, warmup=None))),
-    "SIDCo 0.01": (SGD, partial(sparse, lambda: SIDCo(0.01, warmup=None))),
-    "TopK 0.01": (SGD, partial(sparse, lambda: TopK(0.01, warmup=None))),
-    "TopK 0.01 packed": (SGD, partial(sparse, lambda: TopK(0.01, warmup=None, exchange=Pairs("packed")))),
-    "MiCRO 0.01": (SGD, partial(sparse, lambda: MiCRO(0.01, warmup=None))),
-    "AdamW, dense fp32": (ADAMW, partial(dense, _kept)),
-    "AdamW, SIDCo 0.01": (ADAMW, partial(sparse, lambda: SIDCo(0.01, warmup=None))),
+    "dense fp32": (SGD, partial(dense, "")),
+    "dense fp16": (SGD, partial(dense, "fp16")),
+    "PowerSGD 4": (SGD, partial(dense, "PowerSGD")),
+    "SIDCo 0.001": (SGD, partial(sparse, partial(SIDCo, 0.001))),
+    "SIDCo 0.01": (SGD, partial(sparse, partial(SIDCo, 0.01))),
+    "TopK 0.01": (SGD, partial(sparse, partial(TopK, 0.01))),
+    "TopK 0.01 packed": (SGD, partial(sparse, partial(TopK, 0.01, exchange=Pairs("packed")))),
+    "MiCRO 0.01": (SGD, partial(sparse, partial(MiCRO, 0.01))),
+    "AdamW, dense fp32": (ADAMW, partial(dense, "")),
+    "AdamW, SIDCo 0.01": (ADAMW, partial(sparse, partial(SIDCo, 0.01))),
 }
 
 
@@ -156,13 +150,9 @@ class Contender:
             self.waits = sum("synchroniz" in str(one.message) for one in seen)
 
     def check(self) -> None:
-        sha = hashlib.sha256()
-        for parameter in self.module.parameters():
-            sha.update(parameter.detach().cpu().numpy().tobytes())
-        digests: list[Any] = [None] * WORLD
-        dist.all_gather_object(digests, sha.hexdigest())
-        if len({*digests}) > 1 and self.name != "computation alone":
-            raise RuntimeError(f"{self.name}: the replicas differ")
+        if self.name != "computation alone":
+            parameters = {name: one.detach().cpu().numpy() for name, one in self.module.named_parameters()}
+            check_replicas(parameters, gathered)
 
     @property
     def sent(self) -> str:
@@ -170,6 +160,12 @@ class Contender:
             return ""
         mean = self.compression.stats().mean
         return f"{mean.total.bytes_sent + mean.dense_bytes_sent:,.0f}"
+
+
+def gathered(value: str, name: str) -> list[str]:
+    everyone = [""] * WORLD
+    dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def work(options: argparse.Namespace) -> None:
@@ -199,17 +195,12 @@ def race(options: argparse.Namespace, device: torch.device) -> None:
         numel = sum(parameter.numel() for parameter in contenders[0].module.parameters())
         name = "CPU: no measurement" if options.on_cpu else torch.cuda.get_device_name()
         print(f"{name}, torch {torch.__version__}; {numel:,} parameters, {shape[0]} x {options.context} per process\n")
-        rows = [
-            [
-                one.name,
-                *(f"{1e3 * part:.1f}" for part in statistics.quantiles(one.seconds, n=4, method="inclusive")),
-                one.sent,
-                str(one.waits),
-            ]
-            for one in contenders
-        ]
+        rows = []
+        for one in contenders:
+            quartiles = statistics.quantiles(one.seconds, n=4, method="inclusive")
+            rows.append([one.name, *(f"{1e3 * part:.1f}" for part in quartiles), one.sent, str(one.waits)])
         header = ("row", "quartile, ms", "median, ms", "quartile, ms", "bytes sent", "host waits")
-        print(markdown.table(header, rows, words=1))
+        print(markdown.table(header, rows))
     dist.barrier()
 
 
