@@ -98,8 +98,8 @@ def main() -> None:
                 same = "the same" if found == parameters else "OTHER"
                 cells.append(f"goes on, {seconds - usual:.0f} s longer, {same} parameters")
         rows.append(cells)
-    usual = ", ".join(f"{LAUNCHERS[launcher]} {seconds:.0f} s" for launcher, (_, seconds, _) in without.items())
-    print(f"2 hosts at {NETWORK}; without a fault: {usual}\n")
+    told = ", ".join(f"{LAUNCHERS[launcher]} {one[1]:.0f} s" for launcher, one in without.items())
+    print(f"2 hosts at {NETWORK}; without a fault: {told}\n")
     print(markdown.table(["fault", *map(LAUNCHERS.__getitem__, args.launchers)], rows, words=3))
 
 
